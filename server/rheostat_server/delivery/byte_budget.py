@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
-PIECE_BYTES = 512
-"""Approximate memory of a piece of rows, without the rows."""
+ROW_BATCH_BYTES = 512
+"""Approximate memory of a batch of rows, without the rows."""
 
 _UNCOUNTED = 64 << 10
 """Bytes beside the rows themselves that the limit of one request or subscription leaves out, so
@@ -31,7 +31,7 @@ then need not scan all requests again."""
 class ByteCounter:
     """Counts waiting rows and tokens, in itself and in the meter that it is a part of."""
 
-    __slots__ = ("_closed", "_on_rows", "_whole", "bytes", "pieces", "rows", "token_bytes")
+    __slots__ = ("_closed", "_on_rows", "_whole", "batches", "bytes", "rows", "token_bytes")
 
     def __init__(
         self, whole: "ByteCounter | None" = None, on_rows: Callable[[], None] | None = None
@@ -41,13 +41,13 @@ class ByteCounter:
         self._on_rows = on_rows
         self._closed = False
         self.bytes = 0
-        self.pieces = 0
+        self.batches = 0
         """Pieces in which rows wait."""
         self.rows = 0
         self.token_bytes = 0
         """Memory of tokens and their log-probabilities."""
 
-    def add(self, size: int, rows: int = 0, pieces: int = 0) -> None:
+    def add(self, size: int, rows: int = 0, batches: int = 0) -> None:
         """Counts more rows, or fewer if the numbers are negative."""
         if self._closed:
             return
@@ -55,7 +55,7 @@ class ByteCounter:
         while byte_counter is not None:
             byte_counter.bytes += size
             byte_counter.rows += rows
-            byte_counter.pieces += pieces
+            byte_counter.batches += batches
             if byte_counter._on_rows is not None:
                 byte_counter._on_rows()
             byte_counter = byte_counter._whole
@@ -71,14 +71,14 @@ class ByteCounter:
 
     def close(self) -> None:
         """Stops counting, and subtracts its counts from the meter that it is a part of."""
-        self.add(-self.bytes, -self.rows, -self.pieces)
+        self.add(-self.bytes, -self.rows, -self.batches)
         self.add_tokens(-self.token_bytes)
         self._closed = True
 
     @property
     def weight(self) -> int:
         """Approximate bytes of memory."""
-        return self.bytes + PIECE_BYTES * self.pieces + self.token_bytes
+        return self.bytes + ROW_BATCH_BYTES * self.batches + self.token_bytes
 
 
 class Cost(IntEnum):
@@ -105,7 +105,7 @@ class Holder(Protocol):
 
     @property
     def leaving(self) -> int:
-        """Further bytes that are being written to a disk, with the memory of their pieces.
+        """Further bytes that are being written to a disk, with the memory of their batches.
 
         They change only when `give_up` is called or the share's meter counts rows.
         """

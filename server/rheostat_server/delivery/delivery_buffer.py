@@ -1,8 +1,8 @@
-"""Where rows wait for one reader, and what happens to those that find no room.
+"""The memory in which rows wait for one reader, and the overload policy when it is full.
 
-Invariants: what waits, with what the reader may ask for again, stays within its share of memory.
-Rows that find no room are lost only under a policy that says so: counted at once, told in their
-place, and no more of them than there is no room for.
+Invariants: waiting rows, and sent rows that the reader may ask for again, stay within their share
+of memory. Rows are lost only under a policy that allows it. A loss is counted at once, and reported
+at the place of the rows. No more rows are lost than do not fit.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
-from rheostat_server.delivery.deliveries import Deliveries
 from rheostat_server.delivery.items import DeliveryItem, End, ItemSource, Loss
 from rheostat_server.delivery.row_batch import Positions, RowBatch
 from rheostat_server.delivery.sequence_rows import SequenceRows
@@ -24,48 +23,48 @@ _ADVICE = (
     "policy that spills or may lose rows"
 )
 
-_TIDY = 1024
+_KEPT_ARRIVALS = 1024
 """Pieces that are remembered at least before those that have left are forgotten."""
 
 _DROPPING = (capture_pb2.OVERLOAD_DROP_OLDEST, capture_pb2.OVERLOAD_DROP_NEWEST)
 
 
 class Spill(Protocol):
-    """What does not wait in memory, and leaves before all that does."""
+    """The rows of a buffer that wait on disk. They leave before all rows that wait in memory."""
 
     bytes: int
     """Bytes of rows on disk."""
 
     @property
     def memory(self) -> int:
-        """Bytes that it takes in memory all the same."""
+        """Bytes of memory of rows on their way to the disk or back."""
 
     @property
     def excess(self) -> int:
-        """Bytes of memory that are on their way to the disk."""
+        """Bytes of memory above the limit, which are written to the disk."""
 
     @property
     def holds(self) -> bool:
-        """Whether anything waits in it."""
+        """Whether rows wait on the disk, or on their way to it or back."""
 
     def refusal(self) -> CaptureOverflow | None:
-        """Why no more rows may come; None: they may."""
+        """The error if no more rows may come; None if they may."""
 
     def relieve(self, size: int = 0) -> None:
-        """Moves what is too much in memory to the disk, and so many bytes more."""
+        """Writes rows above the limit to the disk, and `size` bytes in addition."""
 
     def take(self) -> DeliveryItem | None:
-        """What leaves next; None: nothing yet, and there will be news."""
+        """Removes and returns the next item; None if it is not in memory yet."""
 
     def close(self) -> None:
-        """Loses all that waits in it."""
+        """Drops all its rows."""
 
 
 class _Arrival(NamedTuple):
-    """Rows that came together."""
+    """Rows of one event in one batch."""
 
-    piece: RowBatch
-    """The piece that holds them, and possibly others."""
+    batch: RowBatch
+    """The batch that holds them, which may hold other rows too."""
     feed: ItemSource
     sequence_rows: SequenceRows
     first: int
@@ -74,8 +73,17 @@ class _Arrival(NamedTuple):
     """One past their last position."""
 
 
+class Deliveries:
+    """The rows of all requests on their way to all readers. Used on the event loop alone."""
+
+    def __init__(self) -> None:
+        """No row was lost."""
+        self.lost_rows = 0
+        """Rows, once for each reader that lost it, reported to its client or not."""
+
+
 class DeliveryBuffer:
-    """Room for rows that wait for one reader."""
+    """The rows that wait for one reader."""
 
     def __init__(
         self,
@@ -86,39 +94,39 @@ class DeliveryBuffer:
         news: asyncio.Event | None = None,
         advice: str = _ADVICE,
     ) -> None:
-        """An empty one.
+        """An empty buffer.
 
         Args:
-            share: the memory that it takes, with others of the same request; or the bytes that it
-                may take by itself.
-            on_full: hears of rows that find no room where none may be lost.
-            deliveries: counts what is lost here.
-            news: is set when there is something to take.
-            advice: what helps where there is no room.
+            share: the memory that it shares with other buffers of the request, or its own limit in
+                bytes.
+            on_full: called with an error if rows do not fit and none may be lost.
+            deliveries: counts lost rows.
+            news: set when an item can be taken.
+            advice: the advice at the end of the error's message.
         """
         if isinstance(share, int):
             share = Share(share, f"{share} bytes wait or are not acknowledged")
         self.chunk_bytes = CHUNK_BYTES
-        """About how large what leaves is at most."""
+        """The largest chunk, approximately."""
         self.news = news or asyncio.Event()
-        """Set when there is something to take."""
+        """Set when an item can be taken."""
         self.total = ByteCounter(share.byte_counter)
-        """Counts all that it takes in memory."""
+        """Counts waiting rows, kept rows and rows on their way to the disk."""
         self.byte_counter = ByteCounter(self.total)
-        """Counts what waits there to leave."""
+        """Counts waiting rows."""
         self.spill: Spill | None = None
-        """Where rows wait that find no room and may not be lost."""
+        """Stores rows on disk that do not fit and may not be lost."""
         self._share = share
         self._kept = 0
         self._on_full = on_full
         self._advice = advice
         self.deliveries = deliveries or Deliveries()
-        """What the server delivers to all readers."""
+        """Counts the lost rows of all readers."""
         self._arrivals: deque[_Arrival] = deque()
-        """Under a policy that drops, in the order in which they came."""
+        """Waiting rows in the order in which they came, if the policy drops rows."""
         self._last: tuple[_Arrival, ...] = ()
-        """What came last."""
-        self._tidy_at = _TIDY
+        """The rows that came last."""
+        self._clean_at = _KEPT_ARRIVALS
         self._feeds: dict[ItemSource, None] = {}
         """Feeds whose rows, losses or end can leave now."""
         self._pulling: Iterator[DeliveryItem] = iter(())
@@ -126,17 +134,17 @@ class DeliveryBuffer:
 
     @property
     def limit(self) -> int:
-        """Bytes that may wait or be kept."""
+        """The most bytes that may wait or be kept."""
         return self._share.limit
 
     @property
     def used(self) -> int:
-        """Bytes of memory that wait or are kept."""
+        """Bytes of memory of waiting and kept rows."""
         return self.total.bytes
 
     @property
     def kept(self) -> int:
-        """Bytes of what has left and may be asked for again."""
+        """Bytes of sent rows that the reader may ask for again."""
         return self._kept
 
     @kept.setter
@@ -146,12 +154,12 @@ class DeliveryBuffer:
 
     @property
     def waiting(self) -> int:
-        """Bytes that wait, wherever."""
+        """Bytes of waiting rows, in memory and on disk."""
         return self.used - self._kept + (self.spill.bytes if self.spill else 0)
 
     @property
     def cost(self) -> Cost:
-        """What it costs to give them up."""
+        """The consequence of giving up bytes."""
         if self.spill is not None:
             return Cost.TIME
         dropping = self._last and self._last[0].feed.policy in _DROPPING
@@ -159,19 +167,19 @@ class DeliveryBuffer:
 
     @property
     def held(self) -> int:
-        """Bytes that it can be asked to give up."""
+        """Bytes that `give_up` can free."""
         return max(0, self.total.weight - self.leaving)
 
     @property
     def leaving(self) -> int:
-        """Bytes that are on their way to the disk, with the memory of their pieces."""
+        """Bytes that are being written to the disk, with the memory of their batches."""
         if self.spill is None or not self.used:
             return 0
         return self.total.weight * self.leaving_rows // self.used
 
     @property
     def leaving_rows(self) -> int:
-        """Bytes of the rows themselves that are on their way to the disk."""
+        """Bytes of rows that are being written to the disk."""
         return self.spill.excess if self.spill else 0
 
     def touch(self, feed: ItemSource) -> None:
@@ -184,7 +192,7 @@ class DeliveryBuffer:
         self._feeds.pop(feed, None)
 
     def take(self) -> DeliveryItem | None:
-        """What leaves next; None: nothing can, until there is news."""
+        """Removes and returns the next item; None if no item can leave until `news` is set."""
         spilled = self.spill is not None and self.spill.holds
         item = self.spill.take() if self.spill and spilled else self.take_from_memory()
         if item is None:
@@ -192,7 +200,7 @@ class DeliveryBuffer:
         return item
 
     def take_from_memory(self) -> DeliveryItem | None:
-        """What leaves next of all that waits in memory."""
+        """Removes and returns the next item of the rows in memory."""
         item = next(self._pulling, None)
         while item is None and self._feeds:
             feed = next(iter(self._feeds))
@@ -200,9 +208,9 @@ class DeliveryBuffer:
             self._pulling = feed.pull()
             item = next(self._pulling, None)
         if isinstance(item, Loss):
-            known = min(item.rows, item.feed.unreported_rows)
-            item.feed.unreported_rows -= known
-            self.deliveries.lost_rows += item.rows - known
+            counted = min(item.rows, item.feed.unreported_rows)
+            item.feed.unreported_rows -= counted
+            self.deliveries.lost_rows += item.rows - counted
         elif isinstance(item, End):
             self.deliveries.lost_rows -= (
                 item.feed.unreported_rows
@@ -211,7 +219,7 @@ class DeliveryBuffer:
         return item
 
     def close(self) -> None:
-        """Nothing leaves any more."""
+        """Drops all rows. No item leaves any more."""
         self._feeds.clear()
         self._pulling = iter(())
         self._arrivals.clear()
@@ -224,39 +232,39 @@ class DeliveryBuffer:
         self,
         feed: ItemSource,
         sequence_rows: SequenceRows,
-        pieces: Sequence[RowBatch],
+        batches: Sequence[RowBatch],
         positions: Positions,
     ) -> None:
-        """Lets rows wait, which count already, or loses them or others.
+        """Applies the limits to rows that were added, which `byte_counter` has counted already.
 
         Args:
-            feed: whose rows they are.
-            sequence_rows: their track.
-            pieces: the pieces that hold them, and possibly rows that came before.
-            positions: theirs, ascending, [n].
+            feed: their feed.
+            sequence_rows: the rows of their sequence.
+            batches: the batches that hold them, and possibly earlier rows.
+            positions: their positions, ascending, [n].
         """
-        if not pieces:
+        if not batches:
             return
         first, end = int(positions[0]), int(positions[-1]) + 1
-        self._last = tuple([_Arrival(piece, feed, sequence_rows, first, end) for piece in pieces])
+        self._last = tuple([_Arrival(batch, feed, sequence_rows, first, end) for batch in batches])
         if feed.policy in _DROPPING:
             self._arrivals += self._last
-            if len(self._arrivals) > self._tidy_at:
-                self._arrivals = deque(one for one in self._arrivals if one.piece.count)
-                self._tidy_at = max(_TIDY, 2 * len(self._arrivals))
+            if len(self._arrivals) > self._clean_at:
+                self._arrivals = deque(arrival for arrival in self._arrivals if arrival.batch.count)
+                self._clean_at = max(_KEPT_ARRIVALS, 2 * len(self._arrivals))
         self._share.check()
         if self.spill is not None and self.spill.excess:
             self._relieve(self.spill, 0)
 
     def give_up(self, size: int, why: str) -> None:
-        """Frees bytes as the policy says, because of what is full."""
+        """Frees bytes by the overload policy; `why` names the memory that is full."""
         if not self._last:
             return
         feed = self._last[0].feed
         if feed.policy in _DROPPING:
             self._drop(size, newest=feed.policy == capture_pb2.OVERLOAD_DROP_NEWEST)
         elif feed.policy == capture_pb2.OVERLOAD_SPILL and self.spill is not None:
-            # The spill counts the rows alone, and `size` the memory of their pieces too.
+            # The spill counts the rows alone, and `size` the memory of their batches too.
             self._relieve(self.spill, -(-size * self.used // max(1, self.total.weight)))
         else:
             self._fail(
@@ -267,30 +275,30 @@ class DeliveryBuffer:
             )
 
     def _relieve(self, spill: Spill, size: int) -> None:
-        """Sends what is too much to the disk, and so many bytes more; fails if it cannot be."""
+        """Writes rows above the limit and `size` bytes more to the disk; fails if it cannot."""
         spill.relieve(size)
         error = spill.refusal()
         if error is not None:
             self._fail(error)
 
     def _fail(self, error: CaptureOverflow) -> None:
-        """The rows that came last find no room, and none may be lost."""
-        for piece, feed, sequence_rows, first, end in self._last:
-            if piece.count:
-                sequence_rows.lose_from(max(first, piece.first))
-                self._count(feed, piece.lose(first, end))
+        """Fails the request, because the rows that came last do not fit and may not be lost."""
+        for batch, feed, sequence_rows, first, end in self._last:
+            if batch.count:
+                sequence_rows.lose_from(max(first, batch.first))
+                self._count(feed, batch.lose(first, end))
         self._on_full(self._last[0].feed, error)
 
     def _drop(self, size: int, *, newest: bool) -> None:
-        """Loses the newest rows that wait, or the oldest, and no more of them than it must."""
+        """Drops the newest waiting rows, or the oldest, and no more of them than necessary."""
         target = self.total.weight - size
         while self._arrivals and (over := self.total.weight - target) > 0:
-            piece, feed, sequence_rows, first, end = self._arrivals[-1 if newest else 0]
-            there = piece.count - piece.below(first) if newest else piece.below(end)
+            batch, feed, sequence_rows, first, end = self._arrivals[-1 if newest else 0]
+            there = batch.count - batch.below(first) if newest else batch.below(end)
             if not there:
                 self._arrivals.pop() if newest else self._arrivals.popleft()
                 continue
-            lost, rows = piece.queue.drop(min(over, there * piece.position_bytes), newest=newest)
+            lost, rows = batch.queue.drop(min(over, there * batch.position_bytes), newest=newest)
             sequence_rows.lose_from(lost)
             self._count(feed, rows)
 

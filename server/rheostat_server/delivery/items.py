@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rheostat_engine import Spans
-from rheostat_server.delivery.stream import Block
+from rheostat_server.delivery.row_assembler import Block
 from rheostat_wire.v1 import capture_pb2, types_pb2
 
 
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
     """Rows that leave."""
 
     feed: ItemSource
-    track: SequenceKey
+    sequence_key: SequenceKey
     block: Block
     token_ids: Sequence[int]
     """Input tokens at the block's positions."""
@@ -58,7 +58,7 @@ class EncodedChunk(NamedTuple):
     """Rows that leave, and that are encoded already."""
 
     feed: ItemSource
-    track: SequenceKey
+    sequence_key: SequenceKey
     message: capture_pb2.Captured
 
 
@@ -66,7 +66,7 @@ class Loss(NamedTuple):
     """Rows that are lost."""
 
     feed: ItemSource
-    track: SequenceKey
+    sequence_key: SequenceKey
     capture_index: int
     """Number of the capture."""
     positions: Spans

@@ -1,9 +1,9 @@
-"""The rows of one capture that wait, in the pieces in which they came.
+"""The waiting rows of one capture, in the batches in which they came.
 
-Invariants: of each site a position enters once, ascending; a piece is taken or given up for all of
-its sites together. What is taken below a position is everything below it, and of each site either
-as it is or in its form. A position that is lost at one site is lost at all of them, those included
-whose rows are still to come: none of them could be handed over.
+Invariants: each position enters once per site, ascending. A batch is taken or dropped for all its
+sites together. `take` removes all rows below a position, and those of a site are either all raw or
+all encoded. A position that is lost at one site is lost at all sites, also at those whose rows are
+still to come, because chunks are rectangular.
 """
 
 import heapq
@@ -24,17 +24,17 @@ _EMPTY = np.empty(0, dtype=np.int32)
 
 
 class SiteColumn(NamedTuple):
-    """What was taken of a site."""
+    """Rows that were taken of a site."""
 
     positions: Positions
     """Ascending, [n]."""
     data: StoredArray
     """[n, width]."""
     made: bool
-    """Whether the rows are in their form."""
+    """Whether the device has encoded the rows."""
 
     def at(self, positions: Positions) -> "SiteColumn":
-        """The part of it at some of its positions."""
+        """The rows at some of its positions."""
         if len(positions) == len(self.positions):
             return self
         return SiteColumn(positions, self.data[np.isin(self.positions, positions)], self.made)
@@ -48,15 +48,15 @@ class PendingRows:
     """
 
     def __init__(self, sites: Collection[int], byte_counter: ByteCounter) -> None:
-        """Nothing waits of these sites, by index; the meter counts what does."""
+        """No rows of these sites, by index, wait; `byte_counter` counts those that will."""
         self._sites = sites
         self._byte_counter = byte_counter
         self._queues: dict[tuple[int, ...], deque[RowBatch]] = {}
         self._next = dict.fromkeys(sites, 0)
         self._tail: RowBatch | None = None
-        """The piece that came last."""
+        """The last batch."""
         self._lost: Spans = ()
-        """Positions that are lost and whose rows may still come at some sites."""
+        """Lost positions whose rows may still come at some sites."""
 
     @property
     def frontier(self) -> int:
@@ -65,16 +65,16 @@ class PendingRows:
 
     @property
     def waits(self) -> bool:
-        """Whether rows wait, or pieces of which all rows were given up."""
+        """Whether rows wait, or batches whose rows were all dropped."""
         return bool(self._queues)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row that waits; 0: none does."""
-        for pieces in self._queues.values():
-            for piece in pieces:
-                if piece.count:
-                    return piece.row_bytes
+        """Bytes of a waiting row; 0 if none waits."""
+        for batches in self._queues.values():
+            for batch in batches:
+                if batch.count:
+                    return batch.row_bytes
         return 0
 
     def put(
@@ -86,23 +86,23 @@ class PendingRows:
         *,
         made: bool,
     ) -> list[RowBatch]:
-        """Lets those rows wait that have not come before.
+        """Adds the rows that have not come before.
 
         Args:
             sites: indices of the sites.
-            at: where they stand in `data`.
+            at: their indices in `data`.
             positions: ascending, [n], at least one.
-            data: [some sites, n, width]; a piece of fewer holds memory of its own.
-            made: whether the rows are in their form.
+            data: [some sites, n, width]. A batch of fewer sites gets memory of its own.
+            made: whether the device has encoded the rows.
         """
         if not self._lost:
             return self._put(sites, at, positions, data, made)
         end = int(positions[-1]) + 1
         positions, data = self._unlost(positions, data)
-        pieces = self._put(sites, at, positions, data, made) if len(positions) else []
+        batches = self._put(sites, at, positions, data, made) if len(positions) else []
         for site in sites:
             self._next[site] = max(self._next[site], end)
-        return pieces
+        return batches
 
     def _put(
         self,
@@ -133,26 +133,26 @@ class PendingRows:
         ]
 
     def _unlost(self, positions: Positions, data: StoredArray) -> tuple[Positions, StoredArray]:
-        """Rows that have come, without those at positions that are lost."""
+        """The rows without those at lost positions."""
         self._lost = clipped(self._lost, self.frontier, OPEN_END)
         starts, ends = edges(self._lost)
         kept = starts.searchsorted(positions, "right") == ends.searchsorted(positions, "right")
         return (positions, data) if kept.all() else (positions[kept], data[:, kept])
 
     def drop(self, size: int, *, newest: bool) -> tuple[int, int]:
-        """Loses the highest positions that wait, or the lowest, at all sites. Something waits.
+        """Drops the highest waiting positions, or the lowest, at all sites. There must be some.
 
         Args:
-            size: bytes that are too many; fewer may be freed, then more is to be dropped.
-            newest: whether the highest go.
+            size: bytes to free. Fewer may be freed; then the caller must call again.
+            newest: whether the highest positions are dropped.
 
         Returns:
-            The first position that is lost, and how many rows waited there.
+            The first lost position, and the number of rows that were dropped.
         """
-        for pieces in self._queues.values():
-            _strip(pieces)
-        self._queues = {sites: pieces for sites, pieces in self._queues.items() if pieces}
-        ends = [pieces[-1 if newest else 0] for pieces in self._queues.values()]
+        for batches in self._queues.values():
+            _strip(batches)
+        self._queues = {sites: batches for sites, batches in self._queues.items() if batches}
+        ends = [batches[-1 if newest else 0] for batches in self._queues.values()]
         if newest:
             edge = max(int(one.positions[-1]) for one in ends)
             there = [one for one in ends if one.positions[-1] == edge]
@@ -183,30 +183,30 @@ class PendingRows:
         first, last = int(positions[0]), int(positions[-1])
         for site in sites:
             self._next[site] = last + 1
-        piece = self._tail
+        batch = self._tail
         if (
-            piece is not None
-            and piece.sites == sites
-            and piece.made == made
-            and piece.takes(first, last, len(positions), data.nbytes)
+            batch is not None
+            and batch.sites == sites
+            and batch.made == made
+            and batch.takes(first, last, len(positions), data.nbytes)
         ):
-            piece.add(data)
-            return piece
-        piece = self._tail = RowBatch(sites, positions, data, self._byte_counter, self, made=made)
-        self._queue(sites).append(piece)
-        return piece
+            batch.add(data)
+            return batch
+        batch = self._tail = RowBatch(sites, positions, data, self._byte_counter, self, made=made)
+        self._queue(sites).append(batch)
+        return batch
 
     def discard(self) -> None:
         """Loses everything."""
-        for pieces in self._queues.values():
-            for piece in pieces:
-                piece.give_up()
+        for batches in self._queues.values():
+            for batch in batches:
+                batch.give_up()
         self._queues.clear()
 
     def positions(self) -> list[Positions]:
         """Of each site, those that wait, ascending."""
         return [
-            np.sort(np.concatenate([_EMPTY, *(piece.positions for piece in self._of(site))]))
+            np.sort(np.concatenate([_EMPTY, *(batch.positions for batch in self._of(site))]))
             for site in self._sites
         ]
 
@@ -221,17 +221,17 @@ class PendingRows:
             return frontier
         rooms: dict[int, int] = {}
         made: dict[int, bool] = {}
-        for piece in self._ascending():
-            first = piece.first
+        for batch in self._ascending():
+            first = batch.first
             if first >= frontier:
                 break
-            sites = piece.sites if several else piece.sites[:1]
-            if any(made.setdefault(site, piece.made) != piece.made for site in sites):
+            sites = batch.sites if several else batch.sites[:1]
+            if any(made.setdefault(site, batch.made) != batch.made for site in sites):
                 return first
             room = min([rooms.get(site, most) for site in sites])
-            if piece.below(frontier) > room:
-                frontier = int(piece.positions[room - 1]) + 1 if room else first
-            count = piece.below(frontier)
+            if batch.below(frontier) > room:
+                frontier = int(batch.positions[room - 1]) + 1 if room else first
+            count = batch.below(frontier)
             for site in sites:
                 rooms[site] = rooms.get(site, most) - count
         return frontier
@@ -241,17 +241,17 @@ class PendingRows:
 
         This holds nearly always, and saves going over sites and positions.
         """
-        for pieces in self._queues.values():
-            made = pieces[0].made
-            for piece in pieces:
-                most -= piece.count
-                if most < 0 or piece.made != made or not piece.ends_by(frontier):
+        for batches in self._queues.values():
+            made = batches[0].made
+            for batch in batches:
+                most -= batch.count
+                if most < 0 or batch.made != made or not batch.ends_by(frontier):
                     return False
         return True
 
     def _ascending(self) -> Iterator[RowBatch]:
-        """All pieces of which something waits, by their first position."""
-        queues = [(piece for piece in queue if piece.count) for queue in self._queues.values()]
+        """All batches of which something waits, by their first position."""
+        queues = [(batch for batch in queue if batch.count) for queue in self._queues.values()]
         return heapq.merge(*queues, key=_first) if len(queues) > 1 else chain(*queues)
 
     def take(self, frontier: int) -> dict[int, SiteColumn]:
@@ -273,33 +273,33 @@ class PendingRows:
 
     def _take(self, sites: tuple[int, ...], frontier: int) -> SiteColumn | None:
         """What a queue has below a position; its data are [sites, n, width]."""
-        pieces = self._queues[sites]
+        batches = self._queues[sites]
         made = False
         taken: list[Positions] = []
         parts: list[StoredArray] = []
         counted = 0
-        while pieces and pieces[0].ends_by(frontier):
-            piece = pieces.popleft()
-            made = piece.made
-            counted += piece.counted
-            positions, some = piece.take_all()
+        while batches and batches[0].ends_by(frontier):
+            batch = batches.popleft()
+            made = batch.made
+            counted += batch.counted
+            positions, some = batch.take_all()
             taken.append(positions)
             parts += some
         if taken:
             count = sum(map(len, taken))
             size = sum([data.nbytes for data in parts])
             self._byte_counter.add(-size, -count * len(sites), -counted)
-        while pieces:
-            piece = pieces[0]
-            if piece.below(frontier):
-                made = piece.made
-                positions, data = piece.take(frontier)
+        while batches:
+            batch = batches[0]
+            if batch.below(frontier):
+                made = batch.made
+                positions, data = batch.take(frontier)
                 taken.append(positions)
                 parts.append(data)
-            if piece.count:  # those behind it lie higher
+            if batch.count:  # those behind it lie higher
                 break
-            pieces.popleft()
-        if not pieces:
+            batches.popleft()
+        if not batches:
             del self._queues[sites]
         if not taken:
             return None
@@ -307,29 +307,29 @@ class PendingRows:
         return SiteColumn(positions, concatenated(parts), made)
 
     def _of(self, site: int) -> Iterator[RowBatch]:
-        for sites, pieces in self._queues.items():
+        for sites, batches in self._queues.items():
             if site in sites:
-                yield from pieces
+                yield from batches
 
     def _queue(self, sites: tuple[int, ...]) -> deque[RowBatch]:
         """The queue of some sites, without what was given up at its ends."""
-        pieces = self._queues.get(sites)
-        if pieces is None:
-            pieces = self._queues[sites] = deque()
-        _strip(pieces)
-        return pieces
+        batches = self._queues.get(sites)
+        if batches is None:
+            batches = self._queues[sites] = deque()
+        _strip(batches)
+        return batches
 
 
-def _strip(pieces: deque[RowBatch]) -> None:
+def _strip(batches: deque[RowBatch]) -> None:
     """Removes what was given up at the ends of a queue."""
-    while pieces and not pieces[0].count:
-        pieces.popleft()
-    while pieces and not pieces[-1].count:
-        pieces.pop()
+    while batches and not batches[0].count:
+        batches.popleft()
+    while batches and not batches[-1].count:
+        batches.pop()
 
 
-def _first(piece: RowBatch) -> int:
-    return piece.first
+def _first(batch: RowBatch) -> int:
+    return batch.first
 
 
 def _joined(columns: list[SiteColumn]) -> SiteColumn:

@@ -1,7 +1,6 @@
 """A request's rows on their way into its own response.
 
-Invariant: whoever waits for what happens in the request hears of rows too, once for all that can
-leave.
+Invariant: the reader of the response is woken once for all rows that can leave.
 """
 
 import asyncio
@@ -21,31 +20,31 @@ LOSSLESS = (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_SPILL)
 
 
 class NotifyingEvent(asyncio.Event):
-    """An event of which somebody hears each time that it is set anew."""
+    """An event that calls a function each time that it is set anew."""
 
-    def __init__(self, ring: Callable[[], None]) -> None:
-        """Not set; `ring` hears."""
+    def __init__(self, on_set: Callable[[], None]) -> None:
+        """Not set; `on_set` is called when that changes."""
         super().__init__()
-        self._ring = ring
+        self._on_set = on_set
 
     def set(self) -> None:
         """Sets it."""
         if not self.is_set():
             super().set()
-            self._ring()
+            self._on_set()
 
 
 class ResponseRows:
-    """The taps of a response: one for the captures of each policy."""
+    """The feeds of a response, one for the captures of each overload policy."""
 
-    def __init__(self, ring: Callable[[], None]) -> None:
-        """There are none; `ring` hears when rows can leave."""
-        self.bell = NotifyingEvent(ring)
+    def __init__(self, on_set: Callable[[], None]) -> None:
+        """There are none; `on_set` is called when rows can leave."""
+        self.news = NotifyingEvent(on_set)
         self._open: deque[tuple[RowFeed, DeliveryBuffer]] = deque()
         self._left = 0
 
     def add(self, feed: RowFeed, buffer: DeliveryBuffer) -> None:
-        """Adds a tap; its reservoir has the bell for its news."""
+        """Adds a feed, whose buffer sets `news`."""
         self._open.append((feed, buffer))
         self._left += 1
 
@@ -55,9 +54,9 @@ class ResponseRows:
         return not self._left
 
     def take(self) -> DeliveryItem | None:
-        """Removes and returns what leaves next, from each tap in turn.
+        """Removes and returns the next item, from each feed in turn.
 
-        None: nothing can leave until the bell rings.
+        None: no item can leave until `news` is set.
         """
         for _ in range(len(self._open)):
             self._open.rotate(-1)
@@ -71,7 +70,7 @@ class ResponseRows:
         return None
 
     def close(self) -> None:
-        """Loses what waits; nothing leaves any more."""
+        """Drops all waiting rows. No item leaves any more."""
         for feed, buffer in self._open:
             feed.discard()
             buffer.close()

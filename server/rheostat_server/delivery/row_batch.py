@@ -1,7 +1,7 @@
-"""Rows that wait, in pieces as the engine sent them, and the meter in which they count.
+"""Rows that wait, in batches as the engine sent them, and the counter of their memory.
 
-Invariant: what waits counts in its meter, and what has left holds no memory. Positions mostly
-follow one another; then nothing goes over them.
+Invariant: waiting rows count in their byte counter, and rows that have left hold no memory.
+Positions mostly follow one another; then no code goes over them one by one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,28 +21,28 @@ _NO_ROWS: StoredArray = np.empty((0, 0, 0), np.float32)
 
 
 class Queue(Protocol):
-    """Where pieces wait, of some sites at the same positions."""
+    """The batches of some sites at the same positions."""
 
     def drop(self, size: int, *, newest: bool) -> tuple[int, int]:
-        """Loses the highest positions, or the lowest; the first of them, and how many rows."""
+        """Drops the highest positions, or the lowest. Returns the first of them, and the rows."""
 
 
-_MERGED_PARTS = 64
-_MERGED_BYTES = 256 << 10
-"""Parts and bytes up to which a piece takes later rows too."""
+_BATCH_PARTS = 64
+_BATCH_BYTES = 256 << 10
+"""Parts and bytes up to which a batch takes later rows too."""
 
 _LARGE_PART = 64 << 10
-"""Rows of so many bytes are a piece of their own."""
+"""Rows of so many bytes are a batch of their own."""
 
-_PARTS_OF_A_PIECE = 4
-"""Parts that take as much memory beside their rows as a piece does."""
+_PARTS_PER_BATCH = 4
+"""Parts that take as much memory beside their rows as a batch."""
 
 
 class RowBatch:
-    """Rows of some sites that wait, until they are taken or given up.
+    """Waiting rows of some sites at the same positions, until they are taken or dropped.
 
-    Rows that follow those of a piece are added to it, because a generated token has one row. They
-    are joined when somebody takes them.
+    Rows at the next positions are added to the batch, because a generated token has one row. They
+    are concatenated when they are taken.
     """
 
     __slots__ = (
@@ -68,15 +68,15 @@ class RowBatch:
         *,
         made: bool = False,
     ) -> None:
-        """Rows that count in a meter.
+        """Counts the rows.
 
         Args:
             sites: indices of the sites.
             positions: ascending, [n].
             data: [sites, n, width].
             byte_counter: counts them while they wait.
-            queue: in which they wait, with the rows of other sites at the same positions.
-            made: whether they are in their form.
+            queue: drops rows of all sites at the same positions.
+            made: whether the device has encoded them.
         """
         self.sites = sites
         self.made = made
@@ -87,11 +87,11 @@ class RowBatch:
         self.counted = 1
         """Pieces that the meter counts for it."""
         self._positions: Positions | None = positions
-        """None: they follow one another from `_first` on."""
+        """None if they follow one another from `_first` on."""
         self._parts = [data]
         self._first = _first_of_run(positions)
         self._whole = self.count
-        """Positions that the memory of the rows is of."""
+        """Positions whose rows are in memory, including dropped ones."""
         byte_counter.add(data.nbytes, self.rows, 1)
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class RowBatch:
         return self.count * len(self.sites)
 
     def takes(self, first: int, last: int, count: int, size: int) -> bool:
-        """Whether rows of the same sites are to be added to this piece.
+        """Whether rows of the same sites are to be added to this batch.
 
         Args:
             first: their first position.
@@ -153,8 +153,8 @@ class RowBatch:
             and self._first + self.count == first
             and last - first == count - 1
             and size < _LARGE_PART
-            and len(self._parts) < _MERGED_PARTS
-            and self.count * self.position_bytes + size <= _MERGED_BYTES
+            and len(self._parts) < _BATCH_PARTS
+            and self.count * self.position_bytes + size <= _BATCH_BYTES
         )
 
     def add(self, data: StoredArray) -> None:
@@ -164,18 +164,18 @@ class RowBatch:
         self._positions = None
         self.count += count
         self._whole += count
-        pieces = len(self._parts) % _PARTS_OF_A_PIECE == 0
-        self.counted += pieces
-        self.byte_counter.add(data.nbytes, count * len(self.sites), pieces)
+        batches = len(self._parts) % _PARTS_PER_BATCH == 0
+        self.counted += batches
+        self.byte_counter.add(data.nbytes, count * len(self.sites), batches)
 
     def below(self, frontier: int) -> int:
-        """How many positions wait below one."""
+        """Number of waiting positions below `frontier`."""
         if self._first is None:
             return int(np.searchsorted(self.positions, frontier))
         return max(0, min(frontier - self._first, self.count))
 
     def take(self, frontier: int) -> tuple[Positions, StoredArray]:
-        """The positions below one and their rows, which wait no more."""
+        """Removes and returns the positions below `frontier`, and their rows."""
         cut = self.below(frontier)
         taken = self.positions[:cut], self.data[:, :cut]
         if cut:
@@ -183,25 +183,25 @@ class RowBatch:
         return taken
 
     def ends_by(self, frontier: int) -> bool:
-        """Whether all positions that wait lie below one, and follow one another."""
+        """Whether all waiting positions are below `frontier` and follow one another."""
         return self._first is not None and self._first + self.count <= frontier
 
     def take_all(self) -> tuple[Positions, list[StoredArray]]:
-        """All positions, and their rows in parts, which wait no more.
+        """Removes and returns all positions, and their rows in parts.
 
-        The caller counts that in the meter.
+        The caller subtracts them from the counter.
         """
         taken = self.positions, self._parts
         self._empty()
         return taken
 
     def give_up(self) -> None:
-        """Loses what still waits."""
+        """Drops all waiting rows."""
         if self.count:
             self._keep(slice(0, 0), self.count)
 
     def lose(self, start: int, end: int) -> int:
-        """Loses the rows at positions in [start, end); how many rows."""
+        """Drops the rows at positions in [start, end). Returns their number."""
         first, past = (int(self.positions.searchsorted(one)) for one in (start, end))
         count = past - first
         if not count:
@@ -220,9 +220,9 @@ class RowBatch:
         return count * len(self.sites)
 
     def _keep(self, kept: "slice | npt.NDArray[np.intp]", gone: int) -> None:
-        """Keeps some of the positions; so many do not wait any more."""
+        """Keeps some of the positions; `gone` is the number of the others."""
         last = gone == self.count
-        left = 0 if last else min(self.counted, 1 + (self.count - gone) // _PARTS_OF_A_PIECE)
+        left = 0 if last else min(self.counted, 1 + (self.count - gone) // _PARTS_PER_BATCH)
         self.byte_counter.add(
             -gone * self.position_bytes, -gone * len(self.sites), left - self.counted
         )
@@ -236,7 +236,7 @@ class RowBatch:
             self._first = _first_of_run(positions)
 
     def _empty(self) -> None:
-        """Holds nothing any more, not even memory: a slice would keep all of it."""
+        """Releases the memory, all of which a slice would keep."""
         self._first = None
         self._positions, self._parts = _NO_POSITIONS, [_NO_ROWS]
         self.count = 0

@@ -1,7 +1,6 @@
 """A request's rows on their way to one reader.
 
-Invariants: the model never waits for a reader. A tap's end comes after all of its rows, and exactly
-once.
+Invariants: the model never waits for a reader. A feed's end comes once, after all of its rows.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from rheostat_wire.v1 import capture_pb2, types_pb2
 _ENDED_BYTES = 2048
 _TAP_BYTES = 4096
 _TOKEN_BYTES = 40
-"""What a tap weighs of which everything has left, another one, and each token that this knows."""
+"""What a feed weighs of which everything has left, another one, and each token that this knows."""
 
 
 class RowFeed(ItemSource):
@@ -34,16 +33,16 @@ class RowFeed(ItemSource):
         buffer: DeliveryBuffer,
         on_closed: Callable[["RowFeed"], None] = lambda _: None,
     ) -> None:
-        """A tap through which nothing has come.
+        """A feed through which nothing has come.
 
         Args:
             request_id: the request.
             prompt: its tokens.
-            captures: what the reader wants of it, by number.
-            held: element type in which rows come.
-            policy: what happens where there is no room.
-            buffer: where rows wait.
-            on_closed: hears once when nothing more enters.
+            captures: the reader's captures of the request, by number.
+            held: element type of the rows from the engine.
+            policy: the overload policy.
+            buffer: stores waiting rows.
+            on_closed: called once when the feed takes no more rows.
         """
         super().__init__(request_id, policy)
         self.captures = captures
@@ -69,62 +68,62 @@ class RowFeed(ItemSource):
         tokens = sum(len(sequence_rows.tokens) for sequence_rows in self._rows_by_sequence.values())
         return _TAP_BYTES + _TOKEN_BYTES * (len(self._prompt) + tokens)
 
-    def join(self, track: SequenceKey, token_ids: Sequence[int]) -> None:
-        """Takes up a track that has generated some tokens. Its rows wait until `begin`."""
-        self._sequence_rows(track).join(token_ids)
-        self.first_positions[track] = None
+    def attach(self, sequence_key: SequenceKey, token_ids: Sequence[int]) -> None:
+        """Attaches a sequence that has generated some tokens. Its rows wait until `begin`."""
+        self._sequence_rows(sequence_key).attach(token_ids)
+        self.first_positions[sequence_key] = None
 
-    def begin(self, track: SequenceKey, first: int) -> None:
-        """Of a track that has joined, positions from `first` on are wanted; `OPEN_END`: none."""
-        early = self._sequence_rows(track).begin(first)
-        self.first_positions[track] = None if first == OPEN_END else first
+    def begin(self, sequence_key: SequenceKey, first: int) -> None:
+        """Captures an attached sequence from position `first` on; `OPEN_END`: not at all."""
+        early = self._sequence_rows(sequence_key).begin(first)
+        self.first_positions[sequence_key] = None if first == OPEN_END else first
         for rows in early:
-            self.add(track, rows)
+            self.add(sequence_key, rows)
 
-    def extend(self, track: SequenceKey, token_ids: Sequence[int]) -> None:
-        """Takes tokens that were generated; rows before them may leave."""
-        sequence_rows = self._rows_by_sequence.get(track)
+    def extend(self, sequence_key: SequenceKey, token_ids: Sequence[int]) -> None:
+        """Adds generated tokens. Rows at positions before them may leave."""
+        sequence_rows = self._rows_by_sequence.get(sequence_key)
         if sequence_rows is None:
-            if not token_ids or not self._takes(track):
+            if not token_ids or not self._takes(sequence_key):
                 return
-            sequence_rows = self._sequence_rows(track)
+            sequence_rows = self._sequence_rows(sequence_key)
         sequence_rows.tokens += token_ids
         if sequence_rows.waits and not self.closed:
             self._buffer.touch(self)
 
-    def add(self, track: SequenceKey, rows: Rows) -> None:
-        """Takes rows, or loses them."""
+    def add(self, sequence_key: SequenceKey, rows: Rows) -> None:
+        """Adds rows, or counts them as lost if there is no room."""
         if self.closed:
             return
-        sequence_rows = self._rows_by_sequence.get(track)
+        sequence_rows = self._rows_by_sequence.get(sequence_key)
         if sequence_rows is None:
-            if not self._takes(track):
+            if not self._takes(sequence_key):
                 return
-            sequence_rows = self._sequence_rows(track)
-        pieces = sequence_rows.add(rows)
-        self._buffer.admit(self, sequence_rows, pieces, rows.positions)
-        if sequence_rows.leave_before_token(pieces):
+            sequence_rows = self._sequence_rows(sequence_key)
+        batches = sequence_rows.add(rows)
+        self._buffer.admit(self, sequence_rows, batches, rows.positions)
+        if sequence_rows.leave_before_token(batches):
             self._buffer.touch(self)
 
-    def release(self, track: SequenceKey, released: Released) -> None:
-        """Takes what the engine says of a track that has ended."""
-        if not self._takes(track):
+    def release(self, sequence_key: SequenceKey, released: Released) -> None:
+        """Handles the engine's last report about a sequence."""
+        if not self._takes(sequence_key):
             return
-        self._sequence_rows(track).release(released)
+        self._sequence_rows(sequence_key).release(released)
         if not self.closed:
             self._buffer.touch(self)
 
     def refuse(self, numbers: Collection[int]) -> None:
-        """Nothing of these captures comes, since the engine has no room: all of it is lost.
+        """Counts all rows of these captures as lost, because the engine has no room for them.
 
-        To be said before anything comes.
+        It must be called before the first rows come.
         """
         self._refused = frozenset(numbers)
         for sequence_rows in self._rows_by_sequence.values():
             sequence_rows.refuse(self._refused)
 
     def close(self, reasons: Sequence[types_pb2.FinishReason.ValueType] = ()) -> None:
-        """Nothing more enters; what waits leaves, then the end."""
+        """Takes no more rows. Waiting rows leave, then the end."""
         if not self.closed:
             self.closed = True
             self.finish_reasons = reasons
@@ -134,7 +133,7 @@ class RowFeed(ItemSource):
             self._on_closed(self)
 
     def discard(self) -> None:
-        """Loses all that waits; nothing leaves any more, not even the end."""
+        """Drops all waiting rows. Nothing leaves any more, not even the end."""
         was_closed = self.closed
         self.closed = self.discarded = self._ended = True
         self._buffer.forget(self)
@@ -144,29 +143,29 @@ class RowFeed(ItemSource):
             self._on_closed(self)
 
     def counts(self) -> Mapping[int, tuple[int, int]]:
-        """Of the request's own samples: positions handed over and lost, by capture."""
+        """Positions of the request's samples, without baselines: delivered and lost, by capture."""
         if self._counts is not None:
             return self._counts
         own = [
             sequence_rows
-            for track, sequence_rows in self._rows_by_sequence.items()
-            if not track.baseline
+            for sequence_key, sequence_rows in self._rows_by_sequence.items()
+            if not sequence_key.baseline
         ]
-        found = {}
+        counts = {}
         for number in self.captures:
             each = [sequence_rows.counts(number) for sequence_rows in own]
-            found[number] = (sum(kept for kept, _ in each), sum(lost for _, lost in each))
-        return found
+            counts[number] = (sum(kept for kept, _ in each), sum(lost for _, lost in each))
+        return counts
 
     def pull(self) -> Iterator[DeliveryItem]:
-        """What can leave."""
+        """Removes and yields the items that can leave."""
         last = self.closed  # it may be closed while what leaves is pulled; then more is pulled
-        for track, sequence_rows in list(self._rows_by_sequence.items()):
+        for sequence_key, sequence_rows in list(self._rows_by_sequence.items()):
             for block, token_ids in sequence_rows.blocks(self._buffer.chunk_bytes, last=last):
-                yield Chunk(self, track, block, token_ids)
+                yield Chunk(self, sequence_key, block, token_ids)
             for number, positions in sequence_rows.losses(last=last):
                 rows = length(positions) * len(self.captures[number].sites)
-                yield Loss(self, track, number, positions, rows)
+                yield Loss(self, sequence_key, number, positions, rows)
             sequence_rows.note_pulled()
         if last and not self._ended:
             self._ended = True
@@ -177,19 +176,19 @@ class RowFeed(ItemSource):
             yield End(self)
 
     def _forget(self) -> None:
-        """The request has ended, and everything of it has left."""
+        """Frees the memory of a request whose items have all left."""
         self._counts = self.counts()
         self._rows_by_sequence.clear()
         self._prompt = ()
 
-    def _takes(self, track: SequenceKey) -> bool:
-        """Whether a track is wanted: of a request that ran before, only those that were joined."""
-        return not self.first_positions or track in self.first_positions
+    def _takes(self, sequence_key: SequenceKey) -> bool:
+        """Whether the reader gets rows of a sequence: of all, or of attached ones alone."""
+        return not self.first_positions or sequence_key in self.first_positions
 
-    def _sequence_rows(self, track: SequenceKey) -> SequenceRows:
-        sequence_rows = self._rows_by_sequence.get(track)
+    def _sequence_rows(self, sequence_key: SequenceKey) -> SequenceRows:
+        sequence_rows = self._rows_by_sequence.get(sequence_key)
         if sequence_rows is None:
-            sequence_rows = self._rows_by_sequence[track] = SequenceRows(
+            sequence_rows = self._rows_by_sequence[sequence_key] = SequenceRows(
                 self._prompt, self.captures, self._refused, self._held, self._buffer.byte_counter
             )
             if self.closed:

@@ -1,8 +1,8 @@
-"""What leaves a tap, as messages without the request's id."""
+"""The messages of items, without the request's id."""
 
 from rheostat_server.capture.row_tensors import write_rows
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
-from rheostat_server.delivery.stream import wire_runs, write_labels
+from rheostat_server.delivery.row_assembler import wire_runs, write_labels
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import capture_pb2, generation_service_pb2
 
@@ -10,10 +10,9 @@ Response = generation_service_pb2.GenerateResponse
 
 
 def label_captured(message: capture_pb2.Captured, chunk: Chunk) -> None:
-    """Says in a message which rows a chunk holds."""
-    write_labels(
-        message, chunk.block, chunk.track.sample, chunk.token_ids, baseline=chunk.track.baseline
-    )
+    """Writes the labels of a chunk's rows into an empty message."""
+    sample, baseline = chunk.sequence_key
+    write_labels(message, chunk.block, sample, chunk.token_ids, baseline=baseline)
 
 
 def captured_of(chunk: Chunk) -> capture_pb2.Captured:
@@ -43,8 +42,8 @@ def dropped(loss: Loss) -> capture_pb2.Dropped:
     """Rows that are lost."""
     return capture_pb2.Dropped(
         capture_index=loss.capture_index,
-        sample=loss.track.sample,
-        baseline=loss.track.baseline,
+        sample=loss.sequence_key.sample,
+        baseline=loss.sequence_key.baseline,
         row_count=loss.rows,
         positions=wire_runs(loss.positions),
     )

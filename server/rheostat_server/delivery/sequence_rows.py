@@ -9,14 +9,14 @@ from dataclasses import replace
 from rheostat_engine import OPEN_END, Released, Rows, Spans
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.byte_budget import ByteCounter
+from rheostat_server.delivery.row_assembler import Block, RowAssembler
 from rheostat_server.delivery.row_batch import RowBatch
-from rheostat_server.delivery.stream import Block, CaptureStream
 from rheostat_server.selectors.spans import length, subtracted, united
 from rheostat_server.tensors import FloatType
 
 
 class SequenceRows:
-    """The rows of one track."""
+    """The rows of one sequence for one reader."""
 
     def __init__(
         self,
@@ -26,14 +26,14 @@ class SequenceRows:
         held: FloatType,
         byte_counter: ByteCounter,
     ) -> None:
-        """Nothing has come.
+        """No rows have come.
 
         Args:
-            prompt: the request's.
-            captures: what is wanted, by number.
-            refused: captures of which nothing comes.
-            held: element type in which rows come.
-            byte_counter: counts what waits.
+            prompt: the request's tokens.
+            captures: the reader's captures, by number.
+            refused: captures for which the engine has no room.
+            held: element type of raw rows.
+            byte_counter: counts waiting rows.
         """
         wanted = {number: one for number, one in captures.items() if number not in refused}
         self.tokens: list[int] = []
@@ -43,39 +43,39 @@ class SequenceRows:
         self._prompt = prompt
         self._captures = captures
         self._refused = refused
-        self._stream = CaptureStream(wanted, held, len(prompt), byte_counter)
+        self._stream = RowAssembler(wanted, held, len(prompt), byte_counter)
         self._closed_at: int | None = None
-        """Tokens from which on nothing leaves any more."""
+        """Number of tokens after which no row leaves; None while the feed is open."""
         self._released: Released | None = None
         self._lossy: int | None = 0 if refused else None
-        """First position from which rows may be missing that were not reported; None: none is."""
+        """First position from which unreported rows may be missing; None if none is."""
         self._reported: dict[int, Spans] = {}
-        """Lost positions of each capture that were reported."""
+        """Reported lost positions of each capture."""
         self._start: int | None = 0
-        """First position that is wanted; `OPEN_END`: none; None: that is not known yet."""
+        """First captured position; `OPEN_END`: none; None until the engine has reported it."""
         self._early: list[Rows] = []
-        """Rows that came before that was known."""
+        """Rows that came before the engine has reported it."""
 
-    def join(self, token_ids: Sequence[int]) -> None:
-        """Takes up a track that has generated some tokens. Its rows wait until `begin`."""
+    def attach(self, token_ids: Sequence[int]) -> None:
+        """Attaches to a sequence that has generated some tokens. Its rows wait until `begin`."""
         self._start = None
         self.tokens += token_ids
 
     def begin(self, first: int) -> list[Rows]:
-        """Positions from `first` on are wanted; `OPEN_END`: none. The rows that came before."""
+        """Sets the first captured position; returns the rows that came before the call."""
         self._start = first
         early, self._early = self._early, []
         return early
 
     def refuse(self, numbers: Collection[int]) -> None:
-        """Nothing of these captures comes: all of it is lost."""
+        """Counts all rows of these captures as lost."""
         self._refused = numbers
         self._lossy = 0
         self.waits = True
         self._stream.drop(numbers)
 
     def add(self, rows: Rows) -> list[RowBatch]:
-        """Takes rows; what of them waits."""
+        """Adds rows; returns the batches that hold them."""
         self.waits = True
         if self._start is None:
             self._early.append(rows)
@@ -93,44 +93,44 @@ class SequenceRows:
         """Rows and losses were pulled as far as they can leave."""
         self.waits = self._lossy is not None or self._stream.waits
 
-    def leave_before_token(self, pieces: Sequence[RowBatch]) -> bool:
+    def leave_before_token(self, batches: Sequence[RowBatch]) -> bool:
         """Whether rows that came should leave before the next token.
 
         If only the last of them needs the next token, all of them leave with it in one chunk.
         """
         end = len(self._prompt) + len(self.tokens) - 1
-        ready = any(piece.count and piece.first < end for piece in pieces)
-        return ready and not any(piece.count and piece.last == end for piece in pieces)
+        ready = any(batch.count and batch.first < end for batch in batches)
+        return ready and not any(batch.count and batch.last == end for batch in batches)
 
     def lose_from(self, position: int) -> None:
-        """Rows from a position on may be missing."""
+        """Notes that rows from a position on may be missing."""
         self.waits = True
         self._lossy = position if self._lossy is None else min(self._lossy, position)
 
     def release(self, released: Released) -> None:
-        """Takes what the engine says of its end."""
+        """Handles the engine's last report."""
         self._released = released
         if released.lost_rows:
             self.lose_from(0)
 
     def close(self) -> None:
-        """What comes from now on does not leave."""
+        """Takes no more rows."""
         if self._closed_at is None:
             self._closed_at = len(self.tokens)
             self._early.clear()
 
     def discard(self) -> None:
-        """Loses what waits."""
+        """Drops all waiting rows."""
         self._stream.discard()
 
     def blocks(self, chunk_bytes: int, *, last: bool) -> Iterator[tuple[Block, list[int]]]:
-        """Rows that can leave, about so many bytes at a time, and the tokens at their positions."""
+        """Removes and yields the rows that can leave, and the tokens at their positions."""
         end = self._row_end(self._count(last=last))
         for block in self._stream.ready(self.tokens, end, last=last, chunk_bytes=chunk_bytes):
             yield block, self._token_ids(block.positions.tolist())
 
     def losses(self, *, last: bool) -> Iterator[tuple[int, Spans]]:
-        """Positions of each capture that are lost and were not reported."""
+        """Yields the unreported lost positions of each capture."""
         if self._lossy is None and not last:
             return
         tokens, start = self._count(last=last), 0 if last else self._lossy or 0
@@ -148,13 +148,13 @@ class SequenceRows:
             self._lossy = max(self._lossy, known)
 
     def counts(self, number: int) -> tuple[int, int]:
-        """Positions of a capture that left or wait, and that are lost."""
+        """Number of positions of a capture that left or wait, and number of lost ones."""
         selected = self._selected(number, self._computed(number, len(self.tokens)))
         gone = length(self._missing(number, selected))
         return length(selected) - gone, gone
 
     def _count(self, *, last: bool) -> int:
-        """Tokens that count for what leaves."""
+        """Number of tokens that decide which rows leave."""
         closed_at = self._closed_at if last else None
         return len(self.tokens) if closed_at is None else closed_at
 
@@ -169,11 +169,11 @@ class SequenceRows:
         return selection.held(len(self._prompt), self.tokens, start, end)
 
     def _row_end(self, tokens: int) -> int:
-        """One past the last position that is known to have a row after so many tokens."""
+        """One past the last position that has a row for certain after some tokens."""
         return max(0, len(self._prompt) + tokens - 1)
 
     def _computed(self, number: int, tokens: int) -> int:
-        """One past the last position whose row has come by then, or has been lost."""
+        """One past the last position whose row has come, or is lost."""
         if number in self._refused:
             return self._row_end(tokens)
         if self._released is not None:

@@ -43,20 +43,20 @@ _WRITE_BYTES = 8 * MIB
 """Bytes that go to disk at once."""
 
 _READ_BYTES = 4 * MIB
-"""Bytes that come back at once, where the reservoir is not too small for that."""
+"""Bytes that come back at once, where the buffer is not too small for that."""
 
 _POOL = ThreadPoolExecutor(8, "rheostat-spool")
 """Threads for the spool alone: a disk that hangs holds up nothing else."""
 
 _LABEL = struct.Struct("<BIIBIQ")
-"""Before each item: its kind, the number of its tap, its sample, whether of the baseline, its rows
+"""Before each item: its kind, the number of its feed, its sample, whether of the baseline, its rows
 and their bytes in memory."""
 
 _CHUNK, _LOSS, _END = range(3)
 
 
 class SpillManager:
-    """Where reservoirs spill to, if the server has a spool. Lives on the event loop."""
+    """Where buffers spill to, if the server has a spool. Lives on the event loop."""
 
     def __init__(self, spool: SpillDirectory, slack: int) -> None:
         """Nothing spills.
@@ -76,7 +76,7 @@ class SpillManager:
         return sum(one.rows for one in self._spills)
 
     def open(self, buffer: DeliveryBuffer, on_broken: Callable[[RheostatError], None]) -> None:
-        """Lets a reservoir spill until it is closed; `on_broken` hears if rows do not come back."""
+        """Lets a buffer spill until it is closed; `on_broken` hears if rows do not come back."""
         spill = SpillQueue(self, buffer, on_broken)
         self._spills.add(spill)
         buffer.spill = spill
@@ -108,7 +108,7 @@ class SpillManager:
 
 
 class SpillQueue:
-    """What of a reservoir waits on disk; older than all that waits in its memory."""
+    """What of a buffer waits on disk; older than all that waits in its memory."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class SpillQueue:
         self._spill_manager = spill_manager
         self._buffer = buffer
         self._on_broken = on_broken
-        self._records = SpillFile(spill_manager.spool)
+        self._file = SpillFile(spill_manager.spool)
         self._feeds: dict[int, ItemSource] = {}
         self._numbers: dict[ItemSource, int] = {}
         self._numbered = 0
@@ -141,7 +141,7 @@ class SpillQueue:
         self._closed = False
         self._task: asyncio.Task[None] | None = None
         self._allowed = buffer.limit
-        """Bytes that the reservoir may take before rows go to the disk."""
+        """Bytes that the buffer may take before rows go to the disk."""
         self._memory = ByteCounter(buffer.total)
 
     @property
@@ -156,7 +156,7 @@ class SpillQueue:
 
     @property
     def excess(self) -> int:
-        """Bytes beyond what the reservoir may take."""
+        """Bytes beyond what the buffer may take."""
         return max(0, self._buffer.used - self._allowed)
 
     def refusal(self) -> CaptureOverflow | None:
@@ -171,7 +171,7 @@ class SpillQueue:
             self._work_soon()
 
     def take(self) -> DeliveryItem | None:
-        """What leaves next; None: it is on its way back, and the reservoir will have news."""
+        """What leaves next; None: it is on its way back, and the buffer will have news."""
         item = None
         if self._back:
             item = self._back.popleft()
@@ -181,9 +181,9 @@ class SpillQueue:
                 self._failure = None
         if item is not None:
             self._memory.add(-size_of(item))
-        if isinstance(item, End):  # nothing of this tap follows
+        if isinstance(item, End):  # nothing of this feed follows
             self._feeds.pop(self._numbers.pop(item.feed, 0), None)
-        if not self.holds:  # taps that were discarded have no end
+        if not self.holds:  # feeds that were discarded have no end
             self._feeds.clear()
             self._numbers.clear()
         if not self._back and self._written:
@@ -204,7 +204,7 @@ class SpillQueue:
             self._memory.add(-self.memory)
             self.rows = self.bytes = 0
             if self._task is None or self._task.done():
-                _POOL.submit(self._records.close)
+                _POOL.submit(self._file.close)
 
     def _work_soon(self) -> None:
         if not self._closed and (self._task is None or self._task.done()):
@@ -218,7 +218,7 @@ class SpillQueue:
             self._on_broken(Defect("the server could not keep captured rows on disk"))
             self.close()
         if self._closed:
-            await on_pool(_POOL, self._records.close)
+            await on_pool(_POOL, self._file.close)
 
     async def _write_and_read(self) -> None:
         """Writes and reads by turns until there is nothing to do."""
@@ -241,7 +241,7 @@ class SpillQueue:
         self._memory.add(sizes)
         try:
             await on_pool(
-                _POOL, _append, self._records, [(one, self._number(one.feed)) for one in batch]
+                _POOL, _append, self._file, [(one, self._number(one.feed)) for one in batch]
             )
         except (OSError, SpillDirectoryFull) as error:
             self._writing = ()
@@ -284,7 +284,7 @@ class SpillQueue:
         self._hungry = False
         try:
             most = min(_READ_BYTES, self._buffer.limit // 4)
-            found = await on_pool(_POOL, _load, self._records, most)
+            found = await on_pool(_POOL, _load, self._file, most)
         except (OSError, SpillFileDamaged):
             if not self._closed:
                 self._on_broken(
@@ -310,12 +310,12 @@ class SpillQueue:
     def _restored(self, one: "_Loaded") -> DeliveryItem:
         feed = self._feeds[one.feed]
         if isinstance(one.message, capture_pb2.Captured):
-            return EncodedChunk(feed, one.track, one.message)
+            return EncodedChunk(feed, one.sequence_key, one.message)
         if one.message is None:
             return End(feed)
         lost = one.message
         spans = tuple((run.start, run.start + run.count) for run in lost.positions)
-        return Loss(feed, one.track, lost.capture_index, spans, lost.row_count)
+        return Loss(feed, one.sequence_key, lost.capture_index, spans, lost.row_count)
 
     def _number(self, feed: ItemSource) -> int:
         number = self._numbers.get(feed)
@@ -330,7 +330,7 @@ class _Loaded(NamedTuple):
     """An item as it came back."""
 
     feed: int
-    track: SequenceKey
+    sequence_key: SequenceKey
     rows: int
     size: int
     message: capture_pb2.Captured | capture_pb2.Dropped | None
@@ -347,8 +347,8 @@ def _unwritable(error: OSError) -> CaptureOverflow:
     )
 
 
-def _append(records: SpillFile, batch: Sequence[tuple[DeliveryItem, int]]) -> None:
-    records.append([_encoded(item, number) for item, number in batch])
+def _append(file: SpillFile, batch: Sequence[tuple[DeliveryItem, int]]) -> None:
+    file.append([_encoded(item, number) for item, number in batch])
 
 
 def _encoded(item: DeliveryItem, feed: int) -> bytes:
@@ -359,11 +359,11 @@ def _encoded(item: DeliveryItem, feed: int) -> bytes:
         kind, message = _CHUNK, captured_of(item).SerializeToString()
     elif isinstance(item, Loss):
         message = dropped(item).SerializeToString()
-    return _LABEL.pack(kind, feed, *item.track, _rows(item), size_of(item)) + message
+    return _LABEL.pack(kind, feed, *item.sequence_key, _rows(item), size_of(item)) + message
 
 
-def _load(records: SpillFile, most: int) -> list[_Loaded]:
-    return [_decoded(one) for one in records.read(most)]
+def _load(file: SpillFile, most: int) -> list[_Loaded]:
+    return [_decoded(one) for one in file.read(most)]
 
 
 def _decoded(record: bytes) -> _Loaded:

@@ -37,7 +37,11 @@ from rheostat_server.subscriptions.observer_captures import (
     observer_captures,
     observer_captures_work,
 )
-from rheostat_server.subscriptions.pending_changes import Missed, PendingAttachment, PendingChange
+from rheostat_server.subscriptions.pending_changes import (
+    MissedRequest,
+    PendingAttachment,
+    PendingChange,
+)
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tasks.offload import offload
@@ -119,7 +123,7 @@ class LateAttachment:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 for one in joined:
-                    await one.told.wait()
+                    await one.resolved.wait()
 
     async def catch_up(self, active: ActiveRequest) -> None:
         """Lets those subscriptions take part that were opened while the request was admitted.
@@ -172,7 +176,7 @@ class LateAttachment:
         *,
         named: bool,
     ) -> list[PendingAttachment]:
-        """Adds a tap to a request; `reason` says why the engine captures nothing for it."""
+        """Adds a feed to a request; `reason` says why the engine captures nothing for it."""
         subscription = observer_capture.subscription
         feed = subscription.feed(
             active.admitted.request_id,
@@ -193,7 +197,7 @@ class LateAttachment:
         self._change(active, sequences)
         joined: list[PendingAttachment] = []
         for sequence in sequences:
-            feed.join(sequence.key, sequence.tokens)
+            feed.attach(sequence.key, sequence.tokens)
             joined.append(
                 PendingAttachment(sequence.capture_changes, feed, partial(_refuse, subscription))
             )
@@ -292,7 +296,7 @@ class LateAttachment:
         """Gives back what nobody wants of a request any more, once the engine copies none of it."""
         while changes := _awaiting(active):
             for one in changes:
-                await one.told.wait()
+                await one.resolved.wait()
         async with active.capture_lock:
             name = _reservation(active)
             need, sequences = CaptureNeed(0, 0), _running(active)
@@ -371,7 +375,7 @@ def _selects(subscription: Subscription, active: ActiveRequest) -> bool:
 
 
 def _miss(subscription: Subscription, active: ActiveRequest, reason: str) -> None:
-    missed = Missed(active.admitted.request_id, reason)
+    missed = MissedRequest(active.admitted.request_id, reason)
     subscription.missed = (*subscription.missed, missed)
 
 

@@ -17,7 +17,7 @@ from rheostat_server.admission.global_steering import GlobalSteeringState
 from rheostat_server.config import ServerConfig
 from rheostat_server.delivery.byte_budget import Budget, Share
 from rheostat_server.delivery.counts import Counts, Drained
-from rheostat_server.delivery.deliveries import Deliveries
+from rheostat_server.delivery.delivery_buffer import Deliveries
 from rheostat_server.delivery.spill_directory import SpillDirectory
 from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.engine.admission_queue import AdmissionQueue

@@ -7,8 +7,7 @@ from typing import Protocol
 from rheostat_engine import ModelSites
 from rheostat_server.capture.specs import ResolvedCapture, sink_groups
 from rheostat_server.config import ServerConfig
-from rheostat_server.delivery.deliveries import Deliveries
-from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
 from rheostat_server.delivery.response_rows import ADVICE, LOSSLESS
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.spill_manager import SpillManager
@@ -62,7 +61,7 @@ async def open_outputs(active: ActiveRequest, manager: Openers) -> None:
             active.share,
             lambda _, error: active.overflow(error),
             manager.deliveries,
-            news=active.response_rows.bell,
+            news=active.response_rows.news,
             advice=ADVICE,
         )
         if manager.spill_manager is not None and policy == capture_pb2.OVERLOAD_SPILL:

@@ -17,7 +17,7 @@ from rheostat_wire.v1 import types_pb2
 
 
 class RequestOutputs:
-    """The taps of a request, and the writers behind some of them."""
+    """The feeds of a request, and the writers behind some of them."""
 
     def __init__(self) -> None:
         """There are none."""
@@ -26,7 +26,7 @@ class RequestOutputs:
         self._runs: dict[int, RunDraft] = {}
 
     def add(self, feed: RowFeed, own: Mapping[int, int]) -> None:
-        """Adds a tap.
+        """Adds a feed.
 
         Args:
             feed: takes the request's rows from now on.
@@ -35,7 +35,7 @@ class RequestOutputs:
         self._feeds.append((feed, own))
 
     def remove(self, feed: RowFeed) -> None:
-        """A tap takes nothing more."""
+        """A feed takes nothing more."""
         # Another list, because `feed` may be going over the old one.
         self._feeds = [one for one in self._feeds if one[0] is not feed]
 
@@ -53,20 +53,20 @@ class RequestOutputs:
         """Whether a sink has not published or failed yet."""
         return any(not writer.task.done() for writer in self._writers)
 
-    def extend(self, track: SequenceKey, token_ids: Sequence[int]) -> None:
+    def extend(self, sequence_key: SequenceKey, token_ids: Sequence[int]) -> None:
         """Takes tokens that were generated."""
         for feed, _ in self._feeds:
-            feed.extend(track, token_ids)
+            feed.extend(sequence_key, token_ids)
 
-    def add_rows(self, track: SequenceKey, rows: Rows) -> None:
+    def add_rows(self, sequence_key: SequenceKey, rows: Rows) -> None:
         """Takes rows."""
         for feed, _ in self._feeds:
-            feed.add(track, rows)
+            feed.add(sequence_key, rows)
 
-    def release(self, track: SequenceKey, released: Released) -> None:
-        """Takes what the engine says of a track that has ended."""
+    def release(self, sequence_key: SequenceKey, released: Released) -> None:
+        """Takes what the engine says of a sequence that has ended."""
         for feed in self._each():
-            feed.release(track, released)
+            feed.release(sequence_key, released)
 
     def close(
         self,
@@ -74,7 +74,7 @@ class RequestOutputs:
         *,
         but: Collection[RowFeed] = frozenset(),
     ) -> None:
-        """Nothing more comes, `but` for some taps; each says so once its rows have left."""
+        """Nothing more comes, `but` for some feeds; each says so once its rows have left."""
         for feed in self._each():
             if feed not in but:
                 feed.close(reasons)
@@ -96,7 +96,7 @@ class RequestOutputs:
             await asyncio.wait([writer.task for writer in self._writers])
 
     def abandon(self, error: RheostatError, *, but: Collection[RowFeed] = frozenset()) -> None:
-        """Discards all taps `but` some, because the request does not start. Sinks keep nothing."""
+        """Discards all feeds `but` some, because the request does not start. Sinks keep nothing."""
         self.drop_runs()
         for writer in self._writers:
             writer.overflow(error)

@@ -126,7 +126,7 @@ class EngineSequence:
         for pending in [*self.pending_changes]:
             if pending.change <= attached.change:
                 self.pending_changes.remove(pending)
-                pending.tell(self.key, attached)
+                pending.resolve(self.key, attached)
 
     def release(self) -> None:
         """Takes the engine's report that it has released the sequence, which comes once."""

@@ -15,8 +15,7 @@ from typing import Protocol
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
-from rheostat_server.delivery.deliveries import Deliveries
-from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
 from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, Loss, size_of
 from rheostat_server.delivery.response_rows import ADVICE
 from rheostat_server.delivery.row_feed import RowFeed

@@ -1,4 +1,4 @@
-"""What a request knows of a subscription that takes part in it."""
+"""A subscription that was attached to a request while the request ran."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ from rheostat_server.subscriptions.observer_captures import ObserverCapture
 
 
 class Attachment(NamedTuple):
-    """A subscription that takes part in a request which began before it."""
+    """A subscription that was attached to a request while the request ran."""
 
     observer_capture: ObserverCapture
-    """What it wants."""
+    """Its captures of the request."""
     feed: RowFeed
-    """Where that goes."""
+    """Takes the rows."""
     named: bool
-    """Whether its reader is told of the request before anything of it comes."""
+    """Whether `SubscribeOpened` names the request, so that its end must follow."""

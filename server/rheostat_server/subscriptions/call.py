@@ -1,7 +1,7 @@
 """One call of Subscribe: carries out its client's messages while it sends events.
 
 Invariant: the subscription outlives the call, unless it fails or the client closes its side of the
-stream. The client's messages are carried out before the call ends.
+stream. The client's messages are handled before the call ends.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from rheostat_wire.v1 import capture_service_pb2
 
 Message = capture_service_pb2.SubscribeRequest
 
-_FIRST_WORD = 1.0
+_FIRST_MESSAGE_SECONDS = 1.0
 """Seconds for the first message of a call, on a server that refuses every call."""
 
-_LAST_WORD = 0.2
+_CLOSE_SECONDS = 0.2
 """Seconds after the end of the client's stream, after which the subscription is closed. If the
 connection broke instead, the call is cancelled earlier, and the subscription stays."""
 
@@ -36,7 +36,7 @@ async def subscribe(
     Args:
         messages: the client's messages.
         subscriptions: the open subscriptions.
-        attach: joins a new subscription to requests that already run.
+        attach: attaches a new subscription to requests that already run.
 
     Raises:
         RheostatError: the call is refused, or the subscription has failed.
@@ -52,38 +52,38 @@ async def subscribe(
             "captures",
         ):
             if _is_set(observer_capture, name):
-                raise InvalidValue("has no place beside resume", field=f"open.{name}")
+                raise InvalidValue("cannot be set beside resume", field=f"open.{name}")
         subscription = subscriptions.resume(observer_capture.resume)
     else:
         subscription = await subscriptions.open(observer_capture)
     call = object()
     left = asyncio.Event()
-    hearing: asyncio.Task[None] | None = None
-    known = observer_capture.HasField("resume")
+    reading: asyncio.Task[None] | None = None
+    named = observer_capture.HasField("resume")  # whether the client has the subscription's id
     try:
         if not observer_capture.HasField("resume"):
             await attach(subscription)
-        hearing = asyncio.create_task(
-            _hear(messages, subscription, call, left, subscriptions.forsake)
+        reading = asyncio.create_task(
+            _read_messages(messages, subscription, call, left, subscriptions.discard)
         )
         responding = subscription.messages(
             call, observer_capture.credit_bytes, interrupter(), batched=observer_capture.batches
         )
         async with aclosing(responding) as responses:
             async for response in responses:
-                known = True
+                named = True
                 yield response
     except Superseded:
         if not left.is_set():
             raise
     finally:
-        if known:
-            subscriptions.left(subscription, call)
+        if named:
+            subscriptions.disconnected(subscription, call)
         else:
-            subscriptions.forsake(subscription)
-        if hearing is not None:
-            hearing.cancel()
-            await asyncio.wait({hearing})
+            subscriptions.discard(subscription)
+        if reading is not None:
+            reading.cancel()
+            await asyncio.wait({reading})
 
 
 async def refuse_resumption(messages: AsyncIterator[Message]) -> None:
@@ -94,7 +94,7 @@ async def refuse_resumption(messages: AsyncIterator[Message]) -> None:
             ended with an earlier server, because this server has not opened any yet.
     """
     with contextlib.suppress(TimeoutError, MissingField):
-        async with asyncio.timeout(_FIRST_WORD):
+        async with asyncio.timeout(_FIRST_MESSAGE_SECONDS):
             observer_capture = await _opening(messages)
             if observer_capture.HasField("resume"):
                 raise gone_with_its_server(observer_capture.resume.subscription_id)
@@ -108,14 +108,14 @@ async def _opening(messages: AsyncIterator[Message]) -> capture_service_pb2.Subs
     raise MissingField("the first message is open", field="open")
 
 
-async def _hear(
+async def _read_messages(
     messages: AsyncIterator[Message],
     subscription: Subscription,
     call: object,
     left: asyncio.Event,
     discard: Callable[[Subscription], None],
 ) -> None:
-    """Carries out the client's messages. An invalid message ends the call.
+    """Handles the client's messages. An invalid message ends the call.
 
     Args:
         messages: the client's messages.
@@ -135,15 +135,15 @@ async def _hear(
                     discard(subscription)
                 subscription.interrupt(call, Superseded("its client has left"))
                 return
-            _do(message, subscription)
-        await asyncio.sleep(_LAST_WORD)
+            _handle(message, subscription)
+        await asyncio.sleep(_CLOSE_SECONDS)
         if subscription.read_by(call):
             subscription.close()
     except RheostatError as error:
         subscription.interrupt(call, error)
 
 
-def _do(message: Message, subscription: Subscription) -> None:
+def _handle(message: Message, subscription: Subscription) -> None:
     action = message.WhichOneof("action")
     if action == "credit":
         subscription.allow(message.credit.bytes)

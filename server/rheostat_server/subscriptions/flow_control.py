@@ -1,7 +1,7 @@
-"""The room that a reader gives: the credit of its calls, and its buffer on the server.
+"""The memory that a reader grants: the credit of its calls, and its buffer on the server.
 
-Invariants: no payload leaves that the credit does not cover. Neither is so small that nothing could
-ever come.
+Invariants: no payload is sent without credit. Credit and buffer are never so small that no row
+could ever be sent.
 """
 
 from collections.abc import Sequence
@@ -16,38 +16,37 @@ class Credit:
     """Bytes of payload that a subscription's call may send."""
 
     def __init__(self) -> None:
-        """None."""
+        """There is no credit."""
         self.window = 0
-        """The most that has stood at a time, in any call: one that goes on for a reader who has
-        much in hand begins with little."""
+        """The largest credit so far, in any call. A call that resumes may begin with little."""
         self.endless = False
-        """Whether everything may be sent."""
+        """Whether payloads are sent without credit."""
         self._left = 0
 
     def begin(self, size: int) -> None:
-        """A call begins, with so much."""
+        """Begins a call with `size` bytes."""
         self._left = 0
         if size:
             self.grant(size)
 
     @property
     def left(self) -> int:
-        """What may be sent now; 0 where it is endless."""
+        """Bytes that may be sent now; 0 if `endless`."""
         return 0 if self.endless else self._left
 
     def grant(self, size: int) -> None:
-        """More may be sent.
+        """Adds credit.
 
         Raises:
-            InvalidValue: it allows nothing.
+            InvalidValue: it is 0.
         """
         if size < 1:
             raise InvalidValue("allows at least 1 byte", field="credit.bytes")
         self._left += size
         self.window = max(self.window, self._left)
 
-    def pay(self, payload: int) -> bool:
-        """Whether it covers a payload, which is then spent."""
+    def try_spend(self, payload: int) -> bool:
+        """Spends the bytes of a payload; False if the credit does not cover it."""
         if self.endless:
             return True
         if payload > self._left:
@@ -56,20 +55,20 @@ class Credit:
         return True
 
 
-def check_room(
+def check_credit(
     observer_capture: capture_service_pb2.SubscribeOpen,
     captures: Sequence[ResolvedCapture],
     held: FloatType,
 ) -> None:
-    """Refuses room in which nothing of a subscription's own captures has a place.
+    """Refuses credit or a buffer too small for a row of the subscription's own captures.
 
     Args:
-        observer_capture: what opens it.
-        captures: what it captures.
+        observer_capture: the message that opens the subscription.
+        captures: its captures.
         held: element type of rows in the engine.
 
     Raises:
-        InvalidValue: there is too little.
+        InvalidValue: one of them is too small.
     """
     rows = [one.form.row_bytes(one.numbers, one.kind) for one in captures]
     least = max(rows, default=0)

@@ -1,4 +1,4 @@
-"""What a subscription says of rows, losses and ends, and what it counts of each request."""
+"""The messages of a subscription about rows, losses and ends, and its counts of each request."""
 
 import struct
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ import google_crc32c
 
 from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, Loss
 from rheostat_server.delivery.row_messages import dropped, label_captured
-from rheostat_server.subscriptions.payload_transport import (
-    Place,
-    give_back,
-    move_shared,
-    placed,
-    write_payload,
-)
 from rheostat_server.subscriptions.pending_changes import to_wire
 from rheostat_server.subscriptions.shared_memory import Arena
+from rheostat_server.subscriptions.shared_payloads import (
+    SharedRange,
+    give_back,
+    move_shared,
+    reserve_shared,
+    write_payload,
+)
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import capture_service_pb2
 
@@ -26,17 +26,17 @@ _CRC32C = struct.Struct("<I")
 
 
 class DeliveryCounts:
-    """What was sent of one request."""
+    """Counts of the messages that were sent about one request."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """No message was sent."""
         self._chunks = 0
         self._rows = 0
         self._dropped = 0
         self._checksums = bytearray()
 
     def count(self, item: DeliveryItem, response: Response) -> None:
-        """Counts what is sent; an end is told what was counted."""
+        """Counts a message; writes the counts into the message of the end."""
         if isinstance(item, Chunk | EncodedChunk):
             captured = response.captured
             self._chunks += 1
@@ -58,25 +58,26 @@ class DeliveryCounts:
 
 
 class Message(NamedTuple):
-    """Something to say."""
+    """A message about an item."""
 
     response: Response
     """Without its sequence number."""
     payload: int = 0
-    """Bytes of payload, wherever it lies. To ask the message for it would copy all of it."""
+    """Bytes of payload, inside the message or in shared memory. Reading them from the message would
+    copy them."""
 
 
 async def messages_of(items: Sequence[DeliveryItem], arena: Arena | None) -> list[Message]:
     """The messages of some items, without their sequence numbers.
 
-    All are encoded in one piece of work: a thread for each would cost more than most of them.
+    They are encoded together, because a thread for each would cost more than most of them.
 
     Args:
-        items: what is said.
-        arena: shared memory that the reader reads; None: it reads none.
+        items: the items.
+        arena: shared memory that the reader reads; None if it reads none.
     """
     blocks = [item.block if isinstance(item, Chunk) else None for item in items]
-    places = await placed(blocks, arena)
+    places = await reserve_shared(blocks, arena)
     work = sum(block.work for block in blocks if block is not None)
     try:
         messages = await offload(work, _encoded, items, places)
@@ -91,12 +92,12 @@ async def messages_of(items: Sequence[DeliveryItem], arena: Arena | None) -> lis
     return messages
 
 
-def _encoded(items: Sequence[DeliveryItem], places: Sequence[Place | None]) -> list[Message]:
+def _encoded(items: Sequence[DeliveryItem], places: Sequence[SharedRange | None]) -> list[Message]:
     return [_message_of(item, place) for item, place in zip(items, places, strict=True)]
 
 
-def _message_of(item: DeliveryItem, place: Place | None) -> Message:
-    """The message of an item, whose rows are written to a place, or inside the message."""
+def _message_of(item: DeliveryItem, place: SharedRange | None) -> Message:
+    """The message of an item, whose rows are written to shared memory or into the message."""
     if isinstance(item, Chunk):
         response = _labelled(item)
         return Message(response, write_payload(item.block, place, response.captured.tensor))

@@ -1,90 +1,104 @@
-"""Rows on their way into messages and shared memory, straight from where the engine left them."""
+"""Sends the payloads of a subscription inside messages, or beside them in shared memory.
+
+Invariant: a payload goes to shared memory only if the reader has proved in this call that it reads
+that memory. A payload that does not fit there travels inside its message, so it is not lost.
+"""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
-
-from rheostat_server.capture.row_tensors import write_rows
-from rheostat_server.delivery.stream import Block
-from rheostat_server.limits import SHARED_BYTES
-from rheostat_server.subscriptions.shared_memory import Arena, Payload
-from rheostat_server.tasks.offload import offload
-from rheostat_wire.v1 import tensor_pb2
+from rheostat_server import validation
+from rheostat_server.delivery.items import DeliveryItem
+from rheostat_server.errors import InvalidValue
+from rheostat_server.limits import CHUNK_BYTES, ID_BYTES, SHARED_CHUNK_BYTES
+from rheostat_server.subscriptions.messages import Message, Response, messages_of
+from rheostat_server.subscriptions.shared_memory import Arena, NoSharedMemoryError, namespace
+from rheostat_wire.v1 import capture_service_pb2
 
 
-class Place(NamedTuple):
-    """Shared memory for one payload."""
+class PayloadTransport:
+    """Sends payloads to one reader. Used on the event loop alone."""
 
-    ref: tensor_pb2.ShmRef
-    """Where it is."""
-    room: Payload
-    """The memory."""
+    def __init__(self) -> None:
+        """Every payload travels inside its message."""
+        self.arena: Arena | None = None
+        """Shared memory, if the client asked for it and the server could make it."""
+        self.inline_reason = ""
+        """Why there is no shared memory although the client asked for it."""
+        self._proven = False
 
+    def share(self, limit: int, theirs: str) -> None:
+        """Makes shared memory, or sets `inline_reason`.
 
-async def placed(blocks: Sequence[Block | None], arena: Arena | None) -> list[Place | None]:
-    """Shared memory for the rows of blocks; None for those that travel in their messages.
+        Args:
+            limit: the most bytes of payload that are kept.
+            theirs: the reader's namespace; empty if it is unknown.
+        """
+        try:
+            if theirs and theirs != namespace():
+                raise NoSharedMemoryError("the client is on another host, or has another /dev/shm")
+            self.arena = Arena(limit)
+        except NoSharedMemoryError as error:
+            self.inline_reason = str(error)
 
-    Args:
-        blocks: the blocks; None has no rows.
-        arena: the shared memory; None: there is none.
-    """
-    places: list[Place | None] = [None] * len(blocks)
-    if arena is None:
-        return places
-    try:
-        for index, block in enumerate(blocks):
-            if block is not None and block.capture.form.encoding == tensor_pb2.ENCODING_RAW:
-                places[index] = await _place(_raw_bytes(block), arena)
-    except BaseException:
-        give_back(places, arena)
-        raise
-    return places
+    def begin(self, opened: capture_service_pb2.SubscribeOpened) -> None:
+        """Begins a call, and writes its first message."""
+        self._proven = False
+        opened.inline_reason = self.inline_reason
+        if self.arena is not None:
+            opened.shared_memory.CopyFrom(self.arena.to_wire())
 
+    def prove(self, nonce: bytes) -> None:
+        """Checks the proof that the call's reader reads the arena. Later payloads go there.
 
-def give_back(places: Sequence[Place | None], arena: Arena | None) -> None:
-    """Frees places that nothing is written to."""
-    for place in places:
-        if place is not None and arena is not None:
-            arena.free(place.ref.offset)
+        Raises:
+            InvalidValue: the nonce is wrong.
+        """
+        validation.check_count(len(nonce), ID_BYTES, "proof.nonce", "bytes")
+        if self.arena is None or not self.arena.proven(nonce):
+            raise InvalidValue(
+                "is not the nonce in the shared memory of this subscription", field="proof.nonce"
+            )
+        self._proven = True
 
+    def chunk_bytes(self, limit: int, credit: int) -> int:
+        """The largest chunk in bytes, approximately.
 
-async def move_shared(tensor: tensor_pb2.Tensor, arena: Arena) -> None:
-    """Moves a tensor's payload into shared memory, if there is room."""
-    payload = np.frombuffer(tensor.inline, np.uint8)  # a copy
-    place = await _place(len(payload), arena)
-    if place is None:
-        return
-    try:
-        await offload(len(payload), np.copyto, place.room, payload)
-    except Exception:  # not where it is cancelled: the thread may still write
-        arena.free(place.ref.offset)
-        raise
-    tensor.shm.CopyFrom(place.ref)
+        Args:
+            limit: the most bytes that may be kept.
+            credit: bytes that the reader allows at a time; 0 if unknown.
+        """
+        most = CHUNK_BYTES
+        if self._proven:
+            most = max(CHUNK_BYTES, min(SHARED_CHUNK_BYTES, limit // 8, credit // 4))
+        return min(most, credit // 2) if credit else most
 
+    async def messages_of(self, items: Sequence[DeliveryItem]) -> list[Message]:
+        """The messages of some items, in order."""
+        return await messages_of(items, self.arena if self._proven else None)
 
-def write_payload(block: Block, place: Place | None, tensor: tensor_pb2.Tensor) -> int:
-    """Makes a tensor of a block's rows; returns the bytes of payload.
+    def readable(self, response: Response) -> Response:
+        """A message as the call's reader can read it."""
+        arena, tensor = self.arena, response.captured.tensor
+        if self._proven or arena is None or not tensor.HasField("shm"):
+            return response
+        copy = Response()
+        copy.CopyFrom(response)
+        copy.captured.tensor.inline = arena.view(tensor.shm.offset, tensor.shm.length).tobytes()
+        return copy
 
-    Args:
-        block: the rows.
-        place: where they go, if their encoding is raw; None: into the tensor.
-        tensor: an empty tensor.
-    """
-    room = None if place is None else place.room
-    size = write_rows(block.parts, block.capture, block.held, tensor, room)
-    if place is not None:
-        tensor.shm.CopyFrom(place.ref)
-    return size
+    def free(self, response: Response) -> None:
+        """Frees the memory of a message that was acknowledged."""
+        tensor = response.captured.tensor
+        if self.arena is not None and tensor.HasField("shm"):
+            self.arena.free(tensor.shm.offset)
 
+    def trim(self) -> None:
+        """Gives free memory back, because the subscription is idle."""
+        if self.arena is not None:
+            self.arena.trim()
 
-def _raw_bytes(block: Block) -> int:
-    capture = block.capture
-    rows = len(block.sites) * len(block.positions)
-    return rows * capture.numbers * capture.kind.itemsize
-
-
-async def _place(size: int, arena: Arena) -> Place | None:
-    """Shared memory for a payload of so many bytes; None if they are too few, or find no room."""
-    offset = await arena.place(size) if size >= SHARED_BYTES else None
-    return None if offset is None else Place(arena.ref(offset, size), arena.room(offset, size))
+    def close(self) -> None:
+        """Releases the memory, because the subscription has ended."""
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None  # threads that still write keep the memory until they end

@@ -1,7 +1,7 @@
-"""A subscription that takes part in a request that already runs: what is told, and to whom.
+"""Changes of what is captured of a running sample, until the engine has applied them.
 
-Invariant: nothing of a sample reaches such a subscription before the engine has said from which
-position on it is captured.
+Invariant: no rows of a sample reach an attached subscription before the engine has reported the
+first captured position.
 """
 
 import asyncio
@@ -18,74 +18,74 @@ from rheostat_wire.v1 import capture_service_pb2
 _pb = capture_service_pb2
 
 
-class Missed(NamedTuple):
-    """A request that runs and cannot be joined."""
+class MissedRequest(NamedTuple):
+    """A running request that a subscription selects and could not be attached to."""
 
     request_id: str
     reason: str
 
 
 class PendingChange:
-    """A change of what is captured of a sample, for which somebody waits."""
+    """A change of the captures of a sample, whose caller waits for the engine."""
 
     def __init__(self, change: int) -> None:
-        """Nothing is known yet.
+        """The engine has not answered.
 
         Args:
             change: its number.
         """
         self.change = change
-        self.told = asyncio.Event()
+        self.resolved = asyncio.Event()
 
-    def tell(self, track: SequenceKey, attached: Attached) -> None:
-        """The engine has said what became of it."""
-        self.told.set()
+    def resolve(self, sequence_key: SequenceKey, attached: Attached) -> None:
+        """Handles the engine's answer."""
+        self.resolved.set()
 
 
 class PendingAttachment(PendingChange):
-    """One that captures for a tap."""
+    """The change that begins to capture a sample for a feed."""
 
     def __init__(self, change: int, feed: RowFeed, refuse: Callable[[RowFeed, str], None]) -> None:
-        """Nothing is known yet.
+        """The engine has not answered.
 
         Args:
             change: its number.
-            feed: where its rows go.
-            refuse: hears of a change that cannot be.
+            feed: takes the rows.
+            refuse: called with the reason if the engine refuses the change.
         """
         super().__init__(change)
         self.feed = feed
         self._refuse = refuse
 
-    def tell(self, track: SequenceKey, attached: Attached) -> None:
-        """The engine has said what became of it."""
+    def resolve(self, sequence_key: SequenceKey, attached: Attached) -> None:
+        """Handles the engine's answer."""
         if attached.error:
             self._refuse(self.feed, attached.error)
-        self.feed.begin(track, attached.first)
-        super().tell(track, attached)
+        self.feed.begin(sequence_key, attached.first)
+        super().resolve(sequence_key, attached)
 
 
 def to_wire(feeds: Iterable[ItemSource]) -> list[capture_service_pb2.Attached]:
-    """What is said of the tracks that taps have joined."""
-    tracks = ((feed, *one) for feed in feeds for one in feed.first_positions.items())
+    """The sequences to which feeds were attached while they ran."""
+    attached = ((feed, *one) for feed in feeds for one in feed.first_positions.items())
     return [
         _pb.Attached(
             request_id=feed.request_id,
-            sample=track.sample,
-            baseline=track.baseline,
+            sample=sequence_key.sample,
+            baseline=sequence_key.baseline,
             first_position=first,
         )
-        for feed, track, first in islice(tracks, MISSED_REQUESTS)
+        for feed, sequence_key, first in islice(attached, MISSED_REQUESTS)
     ]
 
 
-def tell(
+def write_attachments(
     opened: capture_service_pb2.SubscribeOpened,
     attached: Iterable[RowFeed],
-    missed: Iterable[Missed],
+    missed: Iterable[MissedRequest],
 ) -> None:
-    """Says which requests a subscription has joined, and which it could not."""
+    """Writes the requests to which a subscription was attached, and those that it misses."""
     opened.attached.extend(to_wire(attached))
-    for one in islice(missed, MISSED_REQUESTS):
-        opened.missed_request_ids.append(one.request_id)
-        opened.missed.add(request_id=one.request_id, reason=one.reason)
+    for request in islice(missed, MISSED_REQUESTS):
+        opened.missed_request_ids.append(request.request_id)
+        opened.missed.add(request_id=request.request_id, reason=request.reason)

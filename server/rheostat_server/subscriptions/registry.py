@@ -1,7 +1,7 @@
-"""The open subscriptions: which requests they tap, and what becomes of one whose reader is gone.
+"""The open subscriptions, and those that wait for their readers to come back.
 
-Invariant: an observer neither delays nor refuses a request that it watches. Where its rows find no
-room in the engine, they count as lost, or it fails, as its policy says.
+Invariant: an observer neither delays nor refuses a request that it watches. If the engine has no
+capacity for its rows, they count as lost, or the subscription fails, by its overload policy.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from rheostat_engine import ModelSites
 from rheostat_server import validation
-from rheostat_server.delivery.deliveries import Deliveries
+from rheostat_server.delivery.delivery_buffer import Deliveries
 from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
 from rheostat_server.errors import (
@@ -29,7 +29,7 @@ from rheostat_server.errors import (
 from rheostat_server.limits import DEFAULT_SUBSCRIPTIONS, ID_BYTES, RETRY_SECONDS, SUBSCRIPTIONS
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.selectors.selection import typical_context
-from rheostat_server.subscriptions.flow_control import check_room, position_bytes
+from rheostat_server.subscriptions.flow_control import check_credit, position_bytes
 from rheostat_server.subscriptions.opening import check_opening
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
@@ -42,11 +42,11 @@ _ID = re.compile(r"[0-9a-f]{32}")
 """Ids of subscriptions. The first 8 digits are those of the process that opened it."""
 
 _REMEMBERED = 256
-"""Ended subscriptions of which it is still known how they ended."""
+"""Failed subscriptions whose errors are kept for readers that resume them."""
 
 
 class Subscriptions:
-    """Subscriptions that are open or can be resumed. Lives on the event loop."""
+    """Subscriptions that are open or can be resumed. Used on the event loop alone."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Subscriptions:
             info: the model.
             sites: its sites.
             loader: brings the vectors that rows are projected on to the workers.
-            buffer_bytes: bytes that all of them together may hold.
-            resume_window: seconds that one waits for its reader to come back.
-            heartbeat: the longest silence of one, in seconds.
-            deliveries: counts what is lost on the way to their readers.
-            spill_manager: where rows may wait that find no room in memory.
+            buffer_bytes: the most bytes that the rows of all subscriptions may take.
+            resume_window: seconds that a subscription waits for its reader to come back.
+            heartbeat: the longest silence of a subscription, in seconds.
+            deliveries: counts rows that are lost before they reach their readers.
+            spill_manager: stores rows on disk that do not fit into memory.
         """
         self.buffer_bytes = buffer_bytes
         self.resume_window = resume_window
@@ -87,32 +87,32 @@ class Subscriptions:
         self._expiries: dict[str, asyncio.TimerHandle] = {}
 
     def __len__(self) -> int:
-        """How many are open or can be resumed."""
+        """Number of subscriptions that are open or can be resumed."""
         return len(self._open)
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of rows that none of them has sent yet."""
+        """Bytes of rows that were not sent yet."""
         return sum(one.buffer.waiting for one in self._open.values())
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of memory that they hold, what was sent and not acknowledged included."""
+        """Bytes of memory of their rows, including sent and unacknowledged ones."""
         return sum(one.buffer.total.weight for one in self._open.values())
 
     @property
     def waiting(self) -> int:
-        """How many have no reader now."""
+        """Number of subscriptions without a reader."""
         return len(self._expiries)
 
     async def open(self, observer_capture: capture_service_pb2.SubscribeOpen) -> Subscription:
-        """A new subscription, which captures from requests that are admitted from now on.
+        """Opens a subscription, which captures requests that are admitted from now on.
 
         Raises:
             InvalidArgument, FailedPrecondition: it is malformed, or asks for what is not served.
             MessageTooLarge: it is too large.
             NotFound: a vector is not stored or a name not known.
-            QueueFull, StoreFull: the others hold all that there is.
+            QueueFull, StoreFull: other subscriptions take all the memory.
         """
         opening = await check_opening(
             observer_capture,
@@ -122,7 +122,7 @@ class Subscriptions:
             spools=self._spill_manager is not None,
         )
         templates, held = opening.captures.templates, FloatType(self._sites.dtype)
-        check_room(observer_capture, templates, held)
+        check_credit(observer_capture, templates, held)
         subscription = Subscription(
             self._process + secrets.token_hex(12),
             opening.requests if templates else None,
@@ -140,13 +140,13 @@ class Subscriptions:
         try:
             self._keep(subscription, opening.vectors)
         except StoreFull:
-            subscription.buffer.close()  # or the spillway would keep its place
+            subscription.buffer.close()  # or the spill manager would keep its place
             raise
         subscription.expect(observer_capture.credit_bytes)
         if observer_capture.shared_memory:
-            subscription.carrier.share(subscription.buffer.limit, observer_capture.namespace)
+            subscription.transport.share(subscription.buffer.limit, observer_capture.namespace)
         self._open[subscription.name] = subscription
-        inline = subscription.carrier.inline_reason
+        inline = subscription.transport.inline_reason
         _LOG.info(
             "subscription %s: %d captures%s",
             subscription.name,
@@ -194,63 +194,63 @@ class Subscriptions:
         if subscription is None:
             raise self._not_found(name, "open.resume.subscription_id")
         subscription.resume_after(point.after_sequence)
-        self._stay(name)
+        self._cancel_expiry(name)
         return subscription
 
-    def left(self, subscription: Subscription, call: object) -> None:
-        """A call that read one has ended: the subscription waits for another."""
+    def disconnected(self, subscription: Subscription, call: object) -> None:
+        """Handles the end of a call. The subscription waits for another one."""
         subscription.leave(call)
         if subscription.ended:
             self._remove(subscription)
         elif not subscription.connected and subscription.name in self._open:
-            self._stay(subscription.name)
+            self._cancel_expiry(subscription.name)
             loop = asyncio.get_running_loop()
             self._expiries[subscription.name] = loop.call_later(
                 self.resume_window, self._expire, subscription
             )
 
-    def forsake(self, subscription: Subscription) -> None:
-        """One whose reader will not come back, or has never heard of it, is gone."""
+    def discard(self, subscription: Subscription) -> None:
+        """Removes a subscription whose reader never got its id or did not come back in time."""
         self._remove(subscription)
         subscription.fail(self._not_found(subscription.name, "open.resume.subscription_id"))
         self._failed.pop(subscription.name, None)
 
     def named(self, name: str, path: str) -> Subscription:
-        """One that takes rows.
+        """The subscription with an id, which takes rows.
 
         Raises:
-            SubscriptionNotFound: there is none.
+            SubscriptionNotFound: there is none, or it has ended.
         """
         validation.text_bytes(name, ID_BYTES, path)
-        found = self._open.get(name)
-        if found is None or not found.taking:
+        subscription = self._open.get(name)
+        if subscription is None or not subscription.taking:
             raise self._not_found(name, path)
-        return found
+        return subscription
 
     def selecting(self, request_id: str, labels: Mapping[str, str]) -> list[Subscription]:
-        """Those whose filter selects a request."""
+        """The subscriptions whose filter selects a request."""
         return [one for one in self._open.values() if one.selects(request_id, labels)]
 
     def end(self, reason: RheostatError) -> None:
-        """Captures nothing more, sends what waits, then ends each call with `reason`."""
+        """Captures no more rows, sends the waiting ones, then ends each call with `reason`."""
         for one in list(self._open.values()):
             one.close(reason)
 
     def remove_shared_memory(self) -> None:
-        """Leaves nothing behind, though nobody took up what waits for its reader."""
+        """Removes shared memory of subscriptions whose readers did not come back."""
         for one in self._open.values():
-            one.carrier.close()
+            one.transport.close()
 
     def lose(self, error: RheostatError) -> None:
-        """Ends all with an error."""
+        """Ends every subscription with an error."""
         for one in list(self._open.values()):
             one.fail(error)
 
     def _keep(self, subscription: Subscription, vectors: Sequence[Vector]) -> None:
-        """Holds what its rows are projected on for as long as it is there.
+        """Keeps the vectors on which its rows are projected until the subscription ends.
 
         Raises:
-            StoreFull: there is no room for them.
+            StoreFull: the vectors do not fit into the store.
         """
         if not vectors:
             return
@@ -262,7 +262,7 @@ class Subscriptions:
 
     async def _load(self, vectors: Sequence[Vector]) -> None:
         """Brings vectors to the workers before a request waits for them."""
-        with contextlib.suppress(EngineLost):  # every request hears of that
+        with contextlib.suppress(EngineLost):  # every request fails with this error
             await self._loader.ensure(vectors)
 
     def _not_found(self, name: str, field: str) -> SubscriptionNotFound:
@@ -284,15 +284,15 @@ class Subscriptions:
 
     def _expire(self, subscription: Subscription) -> None:
         _LOG.info("subscription %s: its reader did not come back", subscription.name)
-        self.forsake(subscription)
+        self.discard(subscription)
 
     def _remove(self, subscription: Subscription) -> None:
-        self._stay(subscription.name)
-        subscription.carrier.close()
+        self._cancel_expiry(subscription.name)
+        subscription.transport.close()
         if self._open.pop(subscription.name, None) is not None:
             self._loader.store.let_go(subscription.vectors)
 
-    def _stay(self, name: str) -> None:
+    def _cancel_expiry(self, name: str) -> None:
         expiry = self._expiries.pop(name, None)
         if expiry is not None:
             expiry.cancel()

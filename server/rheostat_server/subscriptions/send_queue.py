@@ -1,8 +1,8 @@
-"""What a subscription sends next: taken out of the reservoir, encoded, and without a number yet.
+"""The items that a subscription sends next: taken out of its buffer, encoded, not yet numbered.
 
-Invariant: items leave in the order in which they were pulled, each once, whatever calls come and
-go. Items of a group are encoded together. Long work on the first two groups runs beside the loop,
-while what came before is on its way.
+Invariant: items leave in the order in which they were taken, each once, whatever calls begin and
+end. The items of a group are encoded together. If that takes long, the first two groups are encoded
+on threads while earlier items are being sent.
 """
 
 import asyncio
@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
 from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk
 from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS, OFFLOAD_BYTES
-from rheostat_server.subscriptions.carrier import Carrier
 from rheostat_server.subscriptions.messages import Message
+from rheostat_server.subscriptions.payload_transport import PayloadTransport
 
 _BATCH_SHARE = 8
-"""A batch holds at most an eighth of the subscription's buffer, which does not count it."""
+"""A batch holds at most an eighth of the subscription's buffer, because the buffer does not count
+it."""
 
 
 @dataclass(eq=False)
@@ -27,12 +28,12 @@ class _Group:
     long: bool = False
     """Whether encoding them takes long."""
     encoding: asyncio.Task[None] | None = None
-    """Runs to its end, whoever waits for it: it may write into memory that others would get."""
+    """The task that encodes them. It is never cancelled, as it may write into shared memory."""
 
 
 @dataclass(eq=False)
 class _QueuedItem:
-    """An item on its way."""
+    """An item that was taken out of the buffer."""
 
     item: DeliveryItem
     group: _Group
@@ -41,36 +42,36 @@ class _QueuedItem:
 
     @property
     def bytes(self) -> int:
-        """Of its payload, or of its rows where it is not encoded yet."""
+        """Bytes of its payload, or of its rows until it is encoded."""
         if self.message is not None:
             return self.message.payload
         return self.item.block.size if isinstance(self.item, Chunk) else 0
 
 
 class SendQueue:
-    """The next items. Lives on the event loop."""
+    """The next items. Used on the event loop alone."""
 
-    def __init__(self, buffer: DeliveryBuffer, carrier: Carrier) -> None:
-        """Of the rows that wait there, as they are carried."""
+    def __init__(self, buffer: DeliveryBuffer, transport: PayloadTransport) -> None:
+        """An empty queue of items from `buffer`, sent by `transport`."""
         self.batched = False
-        """Whether the reader takes several events in a message."""
+        """Whether the reader accepts several events in a message."""
         self._buffer = buffer
-        self._carrier = carrier
+        self._carrier = transport
         self._pulled: deque[_QueuedItem] = deque()
 
     def __len__(self) -> int:
-        """How many have been pulled."""
+        """Number of items."""
         return len(self._pulled)
 
     @property
     def bytes(self) -> int:
-        """Bytes of payload that were pulled; of rows where they are not encoded yet."""
+        """Bytes of their payloads, or of their rows until they are encoded."""
         return sum(one.bytes for one in self._pulled)
 
     def prepare(self) -> None:
-        """Pulls what comes next, and begins to encode it if that takes long.
+        """Takes the next group of items, and begins to encode it if that takes long.
 
-        Of what takes long a second group too, so that the threads find work when they come back.
+        If it takes long, a second group is taken too, so that the threads are never idle.
         """
         while not self._pulled or (
             self._pulled[0].group is self._pulled[-1].group and self._pulled[0].group.long
@@ -83,7 +84,7 @@ class SendQueue:
                 self._begin(group)
 
     def _pull(self) -> _Group:
-        """The next items that leave together; none if nothing can leave."""
+        """Takes the next items that leave together; none if no item can leave."""
         group, work = _Group(), 0
         most = min(BATCH_BYTES, self._buffer.limit // _BATCH_SHARE) if self.batched else 0
         while not group.pulled or (work < most and len(group.pulled) < BATCH_EVENTS):
@@ -96,7 +97,7 @@ class SendQueue:
         return group
 
     async def message(self) -> Message | None:
-        """That of the first; None: there is none, or it went to somebody else meanwhile."""
+        """The first item's message; None if there is no item, or another call has taken it."""
         self.prepare()
         if not self._pulled:
             return None
@@ -106,15 +107,15 @@ class SendQueue:
         return first.message if self._pulled and self._pulled[0] is first else None
 
     def encoded(self) -> Message | None:
-        """That of the first, if it is encoded already."""
+        """The first item's message, if it is encoded already."""
         return self._pulled[0].message if self._pulled else None
 
     def take(self) -> DeliveryItem:
-        """Gives the first away, once its message is there."""
+        """Removes and returns the first item, whose message is encoded."""
         return self._pulled.popleft().item
 
     def clear(self) -> None:
-        """Forgets what was pulled."""
+        """Removes all items."""
         self._pulled.clear()
 
     def _begin(self, group: _Group) -> asyncio.Task[None]:
@@ -128,7 +129,7 @@ class SendQueue:
 
 
 def _work(item: DeliveryItem) -> int:
-    """Bytes that encoding an item goes over."""
+    """Bytes that the encoding of an item reads."""
     if isinstance(item, Chunk):
         return item.block.work
     return len(item.message.tensor.inline) if isinstance(item, EncodedChunk) else 0

@@ -169,7 +169,7 @@ class Arena:
         self._reserved = max(self._reserved, end)
         return offset
 
-    def room(self, offset: int, size: int) -> Payload:
+    def view(self, offset: int, size: int) -> Payload:
         """Memory that was placed, [size]."""
         return np.frombuffer(self._memory, np.uint8, size, offset)
 

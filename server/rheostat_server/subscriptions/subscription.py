@@ -12,8 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from dataclasses import dataclass, field
 
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.delivery.deliveries import Deliveries
-from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
 from rheostat_server.delivery.items import DeliveryItem, End, ItemSource
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.spill_manager import SpillManager
@@ -24,12 +23,12 @@ from rheostat_server.errors import (
     Superseded,
 )
 from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS
-from rheostat_server.subscriptions.carrier import Carrier
 from rheostat_server.subscriptions.flow_control import Credit
 from rheostat_server.subscriptions.messages import DeliveryCounts, Response
 from rheostat_server.subscriptions.observed import ObservedCaptures, ObservedRequests
-from rheostat_server.subscriptions.pending_changes import Missed, tell
-from rheostat_server.subscriptions.replay import Replay, Sent
+from rheostat_server.subscriptions.payload_transport import PayloadTransport
+from rheostat_server.subscriptions.pending_changes import MissedRequest, write_attachments
+from rheostat_server.subscriptions.replay_window import ReplayWindow, Sent
 from rheostat_server.subscriptions.send_queue import SendQueue
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector
@@ -117,7 +116,7 @@ class Subscription:
         self._feeds: dict[ItemSource, _OpenFeed] = {}
         self._unread_bytes = 0
         """Sum of the bytes of ended requests that were not read to their ends."""
-        self._replay = Replay()
+        self._replay = ReplayWindow()
         self._call: object | None = None
         self._interruption: RheostatError | None = None
         self._interrupt_write: Callable[[RheostatError], None] = _ignore
@@ -125,12 +124,12 @@ class Subscription:
         self._credit = Credit()
         self._closing = False
         self._reason: RheostatError | None = None
-        self.carrier = Carrier()
+        self.transport = PayloadTransport()
         """Sends payloads to the reader, in messages or through shared memory."""
-        self._send_queue = SendQueue(self.buffer, self.carrier)
+        self._send_queue = SendQueue(self.buffer, self.transport)
         self.attached: Sequence[RowFeed] = ()
         """Taps of requests that began before the subscription."""
-        self.missed: Sequence[Missed] = ()
+        self.missed: Sequence[MissedRequest] = ()
         """Requests that it selects, that began before it, and that it could not join."""
         self.on_left: Callable[[], None] = lambda: None
         """Called when it takes no more rows."""
@@ -159,7 +158,7 @@ class Subscription:
         return not self._closing and not self.ended and self.failure is None
 
     def refuse(self, feed: RowFeed, numbers: Collection[int], reason: str = "") -> None:
-        """Removes captures of a tap for which the engine has no room.
+        """Removes captures of a feed for which the engine has no room.
 
         If the policy allows no lost rows, the subscription fails.
         """
@@ -190,7 +189,7 @@ class Subscription:
         held: FloatType,
         fail: Callable[[RheostatError], None] | None,
     ) -> RowFeed:
-        """Adds a tap, which sends rows of a request to this subscription.
+        """Adds a feed, which sends rows of a request to this subscription.
 
         Args:
             request_id: the request.
@@ -227,12 +226,12 @@ class Subscription:
         self._replay.check(sequence, "ack.sequence")
         for sent in self._replay.acknowledge(sequence):
             self.buffer.kept -= sent.weight
-            self.carrier.free(sent.response)
+            self.transport.free(sent.response)
         self.buffer.news.set()
 
     def prove(self, nonce: bytes) -> None:
-        """Checks the reader's proof that it reads the shared memory; see `Carrier.prove`."""
-        self.carrier.prove(nonce)
+        """Checks the reader's proof that it reads the shared memory."""
+        self.transport.prove(nonce)
         self._size_chunks()
 
     def resume_after(self, sequence: int) -> None:
@@ -317,10 +316,10 @@ class Subscription:
         opened = _pb.SubscribeOpened(
             subscription_id=self.name, next_sequence=self._replay.acknowledged + 1
         )
-        tell(opened, self.attached, self.missed)
+        write_attachments(opened, self.attached, self.missed)
         opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))
         opened.resume_window.FromNanoseconds(int(self._resume_window * 1e9))
-        self.carrier.begin(opened)
+        self.transport.begin(opened)
         self._size_chunks()
         at = self._replay.acknowledged
         silent_until = time.monotonic() + self._heartbeat
@@ -342,7 +341,7 @@ class Subscription:
                 await self._news_until(silent_until)
                 continue
             else:
-                self.carrier.rest()
+                self.transport.trim()
                 yield Response(heartbeat=self._sign_of_sequence())
             silent_until = time.monotonic() + self._heartbeat
 
@@ -376,7 +375,7 @@ class Subscription:
         size = 0
         while (message := self._send_queue.encoded()) is not None:
             response, payload = message
-            if not (self._fits(sent, size + payload) and self._credit.pay(payload)):
+            if not (self._fits(sent, size + payload) and self._credit.try_spend(payload)):
                 break
             self._count(self._send_queue.take(), response)
             sent.append(self._replay.add(response, payload))
@@ -397,7 +396,9 @@ class Subscription:
         again: list[Sent] = []
         size = 0
         while (sent := self._replay.after(sequence)) is not None:
-            if not (self._fits(again, size + sent.payload) and self._credit.pay(sent.payload)):
+            if not self._fits(again, size + sent.payload):
+                break
+            if not self._credit.try_spend(sent.payload):
                 break
             again.append(sent)
             sequence, size = sent.sequence, size + sent.weight
@@ -412,9 +413,9 @@ class Subscription:
     def _response(self, sent: Sequence[Sent]) -> Response:
         """The message of some events."""
         if len(sent) == 1:
-            return self.carrier.readable(sent[0].response)
+            return self.transport.readable(sent[0].response)
         response = Response()
-        response.batch.events.extend(self.carrier.readable(one.response) for one in sent)
+        response.batch.events.extend(self.transport.readable(one.response) for one in sent)
         return response
 
     def _count(self, item: DeliveryItem, response: Response) -> None:
@@ -456,7 +457,7 @@ class Subscription:
 
     def _size_chunks(self) -> None:
         """Sizes new chunks so that each fits the credit of the call."""
-        self.buffer.chunk_bytes = self.carrier.chunk_bytes(self.buffer.limit, self._credit.window)
+        self.buffer.chunk_bytes = self.transport.chunk_bytes(self.buffer.limit, self._credit.window)
 
     async def _news_until(self, moment: float) -> None:
         with contextlib.suppress(TimeoutError):

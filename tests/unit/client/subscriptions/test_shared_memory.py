@@ -14,7 +14,7 @@ import rheostat
 from rheostat import Capture, CapturedRows, Cursor
 from rheostat._subscriptions import requests, shared_memory
 from rheostat._subscriptions.payloads import Payloads, View
-from rheostat_server.subscriptions import payload_transport
+from rheostat_server.subscriptions import shared_payloads
 from rheostat_server.subscriptions.shared_memory import namespace
 from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
@@ -26,16 +26,16 @@ ONE = Capture("resid_post", 0)
 
 @pytest.fixture(autouse=True)
 def everything_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload_transport, "SHARED_BYTES", 1)
+    monkeypatch.setattr(shared_payloads, "SHARED_BYTES", 1)
 
 
 def ready(running, subscription) -> None:
     """Waits until the server knows that the subscription reads its memory."""
-    until(lambda: running.ask(lambda them: them.named(subscription.id, "").carrier._proven))
+    until(lambda: running.ask(lambda them: them.named(subscription.id, "").transport._proven))
 
 
 def arena_of(running, subscription):
-    return running.ask(lambda them: them.named(subscription.id, "").carrier.arena)
+    return running.ask(lambda them: them.named(subscription.id, "").transport.arena)
 
 
 def placed(running, subscription) -> bool:

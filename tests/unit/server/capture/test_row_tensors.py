@@ -17,7 +17,7 @@ from rheostat_server.capture.specs import (
     project_all,
     resolve_capture,
 )
-from rheostat_server.delivery.stream import CaptureStream, to_captured
+from rheostat_server.delivery.row_assembler import RowAssembler, to_captured
 from rheostat_server.selectors.selection import Selection, typical_context
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector, VectorStore
@@ -85,7 +85,7 @@ def rows(capture: ResolvedCapture, site: Site, start: int, end: int, *, made: bo
 
 def read(capture: ResolvedCapture, plan: list[list[tuple[int, bool]]]) -> list[tuple]:
     """All that a reader gets, row by row; `plan` says of each site how its rows come."""
-    stream = CaptureStream({0: capture}, FloatType.FLOAT32, END)
+    stream = RowAssembler({0: capture}, FloatType.FLOAT32, END)
     for site, runs in zip(capture.sites, plan, strict=True):
         at = 0
         for count, made in runs:
@@ -130,7 +130,7 @@ def test_rows_that_come_in_their_form_now_and_then_are_as_if_none_did(name, plan
 
 def test_rows_in_a_form_that_others_want_are_not_read() -> None:
     capture, other = resolved(**WANTED["full8"]), resolved(**WANTED["topk8"])
-    stream = CaptureStream({0: capture}, FloatType.FLOAT32, END)
+    stream = RowAssembler({0: capture}, FloatType.FLOAT32, END)
     for site in capture.sites:
         assert stream.add(rows(other, site, 0, 2, made=True)) == []
         assert len(stream.add(rows(capture, site, 2, END, made=True))) == 1

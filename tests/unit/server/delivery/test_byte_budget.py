@@ -139,7 +139,7 @@ def test_small_pieces_weigh_more_than_their_rows() -> None:
     share = whole.share()
     waiting = ByteCounter(share.byte_counter)
     for _ in range(1000):
-        waiting.add(4, rows=1, pieces=1)
+        waiting.add(4, rows=1, batches=1)
     assert whole.used > 500_000
     assert 4000 < share.used <= whole.used
 

@@ -62,14 +62,14 @@ def test_each_row_leaves_once_in_order_and_of_one_kind(
     ):
         held = byte_counter.rows
         at = np.array(positions, np.int32)
-        pieces = waiting.put(sites, (*range(len(sites)),), at, rows(sites, at), made=made)
+        batches = waiting.put(sites, (*range(len(sites)),), at, rows(sites, at), made=made)
         new = 0
         for site in sites:
             known = max(wanted[site], default=-1)
             entered = {p: made for p in positions if p > known}
             wanted[site] |= entered
             new += len(entered)
-            there = {p for one in pieces if site in one.sites for p in one.positions.tolist()}
+            there = {p for one in batches if site in one.sites for p in one.positions.tolist()}
             assert entered.keys() <= there
         assert byte_counter.rows == held + new == sum(map(len, waiting.positions()))
         assert waiting.frontier == min(max(wanted[site], default=-1) + 1 for site in SITES)
@@ -99,11 +99,11 @@ def test_about_so_many_positions_leave_at_once() -> None:
 def test_what_is_given_up_leaves_no_more(made: bool) -> None:
     byte_counter = ByteCounter()
     waiting = PendingRows(SITES, byte_counter)
-    pieces = []
+    batches = []
     for start in (0, 3, 6):
         at = np.arange(start, start + 2, dtype=np.int32)
-        pieces += waiting.put(SITES, ALL, at, rows(SITES, at), made=made)
-    pieces[0].give_up()
+        batches += waiting.put(SITES, ALL, at, rows(SITES, at), made=made)
+    batches[0].give_up()
     assert byte_counter.rows == 2 * 2 * len(SITES)
     taken = waiting.take(waiting.cut(100, 100))
     assert [column.positions.tolist() for column in taken.values()] == [[3, 4, 6, 7]] * 3
@@ -114,8 +114,8 @@ def test_a_piece_of_some_of_the_sites_keeps_none_of_the_others_in_memory() -> No
     waiting = PendingRows(SITES, ByteCounter())
     at = np.arange(2, dtype=np.int32)
     data = rows((1, *SITES), at)
-    (piece,) = waiting.put(SITES, (1, 2, 3), at, data, made=False)
-    assert not np.shares_memory(piece.data, data)
+    (batch,) = waiting.put(SITES, (1, 2, 3), at, data, made=False)
+    assert not np.shares_memory(batch.data, data)
 
 
 def test_a_site_that_came_alone_and_with_others_is_counted_once() -> None:
@@ -136,14 +136,14 @@ def test_rows_of_successive_tokens_are_one_piece_until_they_are_taken() -> None:
         waiting.put(SITES, ALL, at, rows(SITES, at), made=False)
     assert byte_counter.rows == 100 * len(SITES)
     assert byte_counter.bytes == 100 * len(SITES) * WIDTH * 4
-    assert byte_counter.pieces < 50
+    assert byte_counter.batches < 50
     taken = waiting.take(waiting.cut(70, 1000))
     for site, column in taken.items():
         assert column.positions.tolist() == [*range(70)]
         assert column.data.tolist() == [[site, p] for p in range(70)]
     assert byte_counter.rows == 30 * len(SITES)
     waiting.take(waiting.cut(1000, 1000))
-    assert (byte_counter.rows, byte_counter.bytes, byte_counter.pieces) == (0, 0, 0)
+    assert (byte_counter.rows, byte_counter.bytes, byte_counter.batches) == (0, 0, 0)
 
 
 def test_large_rows_are_pieces_of_their_own() -> None:
@@ -161,12 +161,12 @@ def test_part_of_a_piece_that_grew_can_be_lost() -> None:
     waiting = PendingRows(SITES[:1], byte_counter)
     for position in range(10):
         at = np.array([position], np.int32)
-        (piece,) = waiting.put(SITES[:1], (0,), at, rows(SITES[:1], at), made=False)
-    assert piece.lose(3, 7) == 4
+        (batch,) = waiting.put(SITES[:1], (0,), at, rows(SITES[:1], at), made=False)
+    assert batch.lose(3, 7) == 4
     assert byte_counter.rows == 6
     at = np.array([10], np.int32)
     waiting.put(SITES[:1], (0,), at, rows(SITES[:1], at), made=False)
     (column,) = waiting.take(waiting.cut(1000, 1000)).values()
     assert column.positions.tolist() == [0, 1, 2, 7, 8, 9, 10]
     assert column.data.tolist() == [[SITES[0], p] for p in column.positions]
-    assert (byte_counter.rows, byte_counter.bytes, byte_counter.pieces) == (0, 0, 0)
+    assert (byte_counter.rows, byte_counter.bytes, byte_counter.batches) == (0, 0, 0)

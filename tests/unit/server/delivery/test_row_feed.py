@@ -12,8 +12,7 @@ import pytest
 
 from rheostat_engine import OPEN_END, Point, Released, Rows, Site
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.delivery.deliveries import Deliveries
-from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
 from rheostat_server.delivery.items import Chunk, DeliveryItem, End, Loss, SequenceKey
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.errors import CaptureOverflow
@@ -24,7 +23,7 @@ from rheostat_wire.v1 import capture_pb2
 
 SITE = Site(Point.RESID_POST, 0)
 CAPTURE = ResolvedCapture((SITE,), EVERYTHING, FloatType.FLOAT32)
-TRACK = SequenceKey(0, False)
+KEY = SequenceKey(0, False)
 WIDTH = 1024
 ROW = 4 * WIDTH
 FAIL, NEWEST, OLDEST = (
@@ -73,9 +72,9 @@ def positions(items) -> tuple[list[int], list[int]]:
 def test_rows_of_steps_that_ran_on_are_not_kept() -> None:
     buffer = room()
     feed = feed_of(buffer, FAIL)
-    feed.add(TRACK, rows(0, 3))
-    feed.extend(TRACK, [7])
-    feed.add(TRACK, rows(3, 4))
+    feed.add(KEY, rows(0, 3))
+    feed.extend(KEY, [7])
+    feed.add(KEY, rows(3, 4))
     feed.close()
     *_, last = everything(buffer)
     assert isinstance(last, End)
@@ -84,7 +83,7 @@ def test_rows_of_steps_that_ran_on_are_not_kept() -> None:
 
 def test_prompt_rows_leave_before_there_is_a_token() -> None:
     buffer = room()
-    feed_of(buffer, FAIL, prompt=100).add(TRACK, rows(0, 50))
+    feed_of(buffer, FAIL, prompt=100).add(KEY, rows(0, 50))
     assert buffer.news.is_set()
     assert positions(everything(buffer)) == (list(range(50)), [])
 
@@ -94,7 +93,7 @@ def test_lost_rows_take_no_memory_while_a_reader_stands_still(policy: int) -> No
     feed = feed_of(room(1 << 20), policy)
     tracemalloc.start()
     for position in range(5000):
-        feed.add(TRACK, rows(position, position + 1))
+        feed.add(KEY, rows(position, position + 1))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 4 << 20
@@ -102,12 +101,12 @@ def test_lost_rows_take_no_memory_while_a_reader_stands_still(policy: int) -> No
 
 def test_rows_that_have_left_are_forgotten_while_another_request_stands_still() -> None:
     buffer = room(1 << 20)
-    feed_of(buffer, OLDEST).add(TRACK, rows(0, 3))
+    feed_of(buffer, OLDEST).add(KEY, rows(0, 3))
     other = feed_of(buffer, OLDEST)
     tracemalloc.start()
     for position in range(3000):
-        other.extend(TRACK, [5])
-        other.add(TRACK, rows(position, position + 1))
+        other.extend(KEY, [5])
+        other.add(KEY, rows(position, position + 1))
         for _ in everything(buffer):
             pass
     held, _ = tracemalloc.get_traced_memory()
@@ -120,13 +119,13 @@ def test_lost_rows_are_counted_before_anybody_reads_and_once(policy: int) -> Non
     deliveries = Deliveries()
     buffer = DeliveryBuffer(3 * ROW, unexpected, deliveries)
     feed = feed_of(buffer, policy, captures=2)
-    feed.add(TRACK, rows(0, 3))
+    feed.add(KEY, rows(0, 3))
     for position in range(3, 9):
-        feed.extend(TRACK, [7])
-        feed.add(TRACK, rows(position, position + 1))
+        feed.extend(KEY, [7])
+        feed.add(KEY, rows(position, position + 1))
     at_once = deliveries.lost_rows
     assert at_once > 0
-    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 8)))
+    feed.release(KEY, Released("r", (), True, {}, 0, 0, (0, 8)))
     feed.close()
     told = sum(item.rows for item in everything(buffer) if isinstance(item, Loss))
     assert deliveries.lost_rows == told >= at_once - 2
@@ -138,12 +137,12 @@ def test_a_row_is_either_handed_over_or_lost() -> None:
     feed = feed_of(buffer, NEWEST, captures=2)
     feed.refuse({0})
     items = []
-    feed.add(TRACK, rows(0, 3))
+    feed.add(KEY, rows(0, 3))
     for position in (3, 4):
-        feed.extend(TRACK, [7])
+        feed.extend(KEY, [7])
         items += everything(buffer)
-        feed.add(TRACK, rows(position, position + 1))
-    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 4)))
+        feed.add(KEY, rows(position, position + 1))
+    feed.release(KEY, Released("r", (), True, {}, 0, 0, (0, 4)))
     feed.close()
     items += everything(buffer)
     given, lost = positions(items)
@@ -153,13 +152,13 @@ def test_a_row_is_either_handed_over_or_lost() -> None:
 
 def test_what_comes_after_a_reader_has_gone_counts_as_lost() -> None:
     feed = feed_of(room(), FAIL)
-    feed.add(TRACK, rows(0, 3))
-    feed.extend(TRACK, [7])
+    feed.add(KEY, rows(0, 3))
+    feed.extend(KEY, [7])
     feed.discard()
     for position in range(3, 8):
-        feed.add(TRACK, rows(position, position + 1))
-        feed.extend(TRACK, [7])
-    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 8)))
+        feed.add(KEY, rows(position, position + 1))
+        feed.extend(KEY, [7])
+    feed.release(KEY, Released("r", (), True, {}, 0, 0, (0, 8)))
     assert feed.counts() == {0: (0, 8)}
 
 
@@ -167,8 +166,8 @@ def fed(deliveries: Deliveries, limit: int = 1 << 30) -> tuple[DeliveryBuffer, R
     """A request's feed with two rows, the first of which may leave."""
     buffer = DeliveryBuffer(limit, unexpected, deliveries)
     feed = feed_of(buffer, NEWEST, prompt=1)
-    feed.add(TRACK, rows(0, 1))
-    feed.extend(TRACK, [7])
+    feed.add(KEY, rows(0, 1))
+    feed.extend(KEY, [7])
     return buffer, feed
 
 
@@ -180,18 +179,18 @@ def one_by_one(buffer: DeliveryBuffer) -> list[int]:
 def test_a_row_leaves_with_the_token_after_it() -> None:
     buffer, feed = fed(Deliveries())
     assert one_by_one(buffer) == [1]
-    feed.add(TRACK, rows(1, 2))
+    feed.add(KEY, rows(1, 2))
     assert one_by_one(buffer) == []
-    feed.extend(TRACK, [7])
+    feed.extend(KEY, [7])
     assert one_by_one(buffer) == [1]
 
 
 def test_rows_of_which_the_last_needs_the_next_token_leave_with_it_together() -> None:
     buffer, feed = fed(Deliveries())
     assert one_by_one(buffer) == [1]
-    feed.add(TRACK, rows(1, 5))
+    feed.add(KEY, rows(1, 5))
     assert one_by_one(buffer) == []
-    feed.extend(TRACK, [7, 7, 7, 7])
+    feed.extend(KEY, [7, 7, 7, 7])
     assert one_by_one(buffer) == [4]
 
 
@@ -199,7 +198,7 @@ def test_a_token_wakes_no_reader_while_no_row_waits() -> None:
     buffer, feed = fed(Deliveries())
     assert one_by_one(buffer) == [1]
     buffer.news.clear()
-    feed.extend(TRACK, [7])
+    feed.extend(KEY, [7])
     assert not buffer.news.is_set()
 
 
@@ -208,11 +207,11 @@ def test_losses_are_told_once_in_their_place() -> None:
     feed = feed_of(buffer, NEWEST, prompt=1)
     items = []
     for position in range(12):
-        feed.add(TRACK, rows(position, position + 1))
-        feed.extend(TRACK, [7])
+        feed.add(KEY, rows(position, position + 1))
+        feed.extend(KEY, [7])
         if position % 5 == 4:
             items += everything(buffer)
-    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 12)))
+    feed.release(KEY, Released("r", (), True, {}, 0, 0, (0, 12)))
     feed.close()
     items += everything(buffer)
     given, lost = positions(items)
@@ -244,8 +243,8 @@ def test_what_is_cut_before_the_first_call_goes_through_its_credit() -> None:
     )
     subscription.expect(8 * ROW)
     feed = subscription.feed("r", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
-    feed.add(TRACK, rows(0, 20))
-    feed.extend(TRACK, [7] * 20)
+    feed.add(KEY, rows(0, 20))
+    feed.extend(KEY, [7] * 20)
     feed.close()
     chunks = [item for item in everything(subscription.buffer) if isinstance(item, Chunk)]
     assert [len(chunk.block.positions) for chunk in chunks] == [4, 4, 4, 4, 4]
@@ -254,13 +253,13 @@ def test_what_is_cut_before_the_first_call_goes_through_its_credit() -> None:
 def test_a_feed_that_joins_takes_nothing_of_tracks_that_had_ended() -> None:
     buffer = room()
     feed, other = feed_of(buffer, FAIL), SequenceKey(1, False)
-    feed.join(TRACK, [7])
+    feed.attach(KEY, [7])
     feed.add(other, rows(0, 3))
     feed.release(other, Released("r", (), True, {}, 0, 0, (0, 5)))
-    feed.begin(TRACK, 3)
-    feed.add(TRACK, rows(3, 4))
-    feed.extend(TRACK, [8])
-    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, 4)))
+    feed.begin(KEY, 3)
+    feed.add(KEY, rows(3, 4))
+    feed.extend(KEY, [8])
+    feed.release(KEY, Released("r", (), True, {}, 0, 0, (0, 4)))
     feed.close()
     assert positions(everything(buffer)) == ([3], [])
 
@@ -268,11 +267,11 @@ def test_a_feed_that_joins_takes_nothing_of_tracks_that_had_ended() -> None:
 def test_what_is_refused_after_a_track_was_joined_is_lost_though_its_rows_come() -> None:
     buffer = room()
     feed = feed_of(buffer, NEWEST)
-    feed.join(TRACK, [7])
+    feed.attach(KEY, [7])
     feed.refuse({0})
-    feed.begin(TRACK, 3)
-    feed.add(TRACK, rows(3, 5))
-    feed.extend(TRACK, [8, 9])
+    feed.begin(KEY, 3)
+    feed.add(KEY, rows(3, 5))
+    feed.extend(KEY, [8, 9])
     feed.close()
     assert positions(everything(buffer)) == ([], [3, 4])
     assert buffer.byte_counter.bytes == 0
@@ -281,13 +280,13 @@ def test_what_is_refused_after_a_track_was_joined_is_lost_though_its_rows_come()
 def test_a_track_of_which_nothing_is_wanted_any_more_keeps_no_rows() -> None:
     buffer = room()
     feed = feed_of(buffer, NEWEST)
-    feed.join(TRACK, [7])
-    feed.begin(TRACK, OPEN_END)
+    feed.attach(KEY, [7])
+    feed.begin(KEY, OPEN_END)
     came = rows(3, 5)
     held = sys.getrefcount(came)
-    feed.add(TRACK, came)
+    feed.add(KEY, came)
     assert sys.getrefcount(came) == held
-    feed.extend(TRACK, [8, 9])
+    feed.extend(KEY, [8, 9])
     feed.close()
     assert positions(everything(buffer)) == ([], [])
 
@@ -301,8 +300,8 @@ def of_site(site: Site, start: int, end: int) -> Rows:
 
 
 def ended(feed: RowFeed, count: int) -> None:
-    feed.extend(TRACK, [7] * (count + 1 - len(feed._prompt)))
-    feed.release(TRACK, Released("r", (), True, {}, 0, 0, (0, count)))
+    feed.extend(KEY, [7] * (count + 1 - len(feed._prompt)))
+    feed.release(KEY, Released("r", (), True, {}, 0, 0, (0, count)))
     feed.close()
 
 
@@ -313,7 +312,7 @@ def ended(feed: RowFeed, count: int) -> None:
 def test_of_rows_that_come_at_once_those_stay_that_fit(policy, kept, lost) -> None:
     buffer = room(5 * ROW)
     feed = feed_of(buffer, policy, prompt=8)
-    feed.add(TRACK, rows(0, 8))
+    feed.add(KEY, rows(0, 8))
     assert buffer.used <= 5 * ROW
     ended(feed, 8)
     assert positions(everything(buffer)) == (kept, lost)
@@ -330,8 +329,8 @@ def test_a_position_that_finds_no_room_at_one_site_takes_none_at_the_others(
     deliveries = Deliveries()
     buffer = DeliveryBuffer(8 * ROW, unexpected, deliveries)
     feed = RowFeed("r", [1] * 8, {0: BOTH}, FloatType.FLOAT32, policy, buffer)
-    feed.add(TRACK, of_site(SITE, 0, 8))
-    feed.add(TRACK, of_site(OTHER, 0, 8))
+    feed.add(KEY, of_site(SITE, 0, 8))
+    feed.add(KEY, of_site(OTHER, 0, 8))
     ended(feed, 8)
     assert positions(everything(buffer)) == (kept, lost)
     assert deliveries.lost_rows == 2 * len(lost)
@@ -341,7 +340,7 @@ def test_what_stays_of_rows_that_come_at_once_is_all_the_memory_that_is_held() -
     buffer = room(10 * ROW)
     feed = feed_of(buffer, NEWEST, prompt=4000)
     tracemalloc.start()
-    feed.add(TRACK, rows(0, 4000))
+    feed.add(KEY, rows(0, 4000))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 40 * ROW
@@ -364,11 +363,11 @@ def test_however_rows_come_those_that_fit_stay_and_each_is_given_or_lost(seed, p
         behind = [site for site in sites if at[site] < total and at[site] <= min(at.values()) + 20]
         site = rng.choice(behind)
         end = min(total, at[site] + rng.randrange(1, 25))
-        feed.add(TRACK, of_site(site, at[site], end))
+        feed.add(KEY, of_site(site, at[site], end))
         at[site] = end
         assert buffer.used <= limit
-        tokens = min(at.values()) - len(feed._sequence_rows(TRACK).tokens)
-        feed.extend(TRACK, [7] * tokens)
+        tokens = min(at.values()) - len(feed._sequence_rows(KEY).tokens)
+        feed.extend(KEY, [7] * tokens)
         while reads and rng.random() < 0.5 and (item := buffer.take()) is not None:
             items.append(item)
     ended(feed, total)

@@ -28,7 +28,7 @@ from ..streams import until
 from ..subscribers import ROW
 from .test_spill import SPILL, failing, files
 
-TRACK = SequenceKey(0, False)
+KEY = SequenceKey(0, False)
 SITES = tuple(Site(Point.RESID_POST, layer) for layer in range(2))
 
 
@@ -56,11 +56,11 @@ class Watched:
         at = np.arange(start, end, dtype=np.int32)
         data = np.broadcast_to(at[:, None].astype(np.float32), (len(SITES), len(at), WIDTH))
         sites = tuple(site.index for site in SITES)
-        feed.add(TRACK, Rows(feed.request_id, sites, at, data.copy()))
-        feed.extend(TRACK, [7] * (end - start))
+        feed.add(KEY, Rows(feed.request_id, sites, at, data.copy()))
+        feed.extend(KEY, [7] * (end - start))
 
     def end(self, feed: RowFeed, count: int) -> None:
-        feed.release(TRACK, Released(feed.request_id, (), True, {}, 0, 0, (0, count)))
+        feed.release(KEY, Released(feed.request_id, (), True, {}, 0, 0, (0, count)))
         feed.close([types_pb2.FINISH_REASON_LENGTH])
 
     def read(self, most: int) -> bool:

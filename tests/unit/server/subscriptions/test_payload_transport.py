@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from rheostat_server.errors import Defect
-from rheostat_server.subscriptions import carrier, payload_transport, send_queue
+from rheostat_server.subscriptions import payload_transport, send_queue, shared_payloads
 from rheostat_server.subscriptions.shared_memory import FOLDER, NoSharedMemoryError, namespace
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
@@ -36,7 +36,7 @@ Code = grpc.StatusCode
 @pytest.fixture(autouse=True)
 def everything_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small it is, and whether a thread writes it or not."""
-    monkeypatch.setattr(payload_transport, "SHARED_BYTES", 1)
+    monkeypatch.setattr(shared_payloads, "SHARED_BYTES", 1)
     monkeypatch.setattr(send_queue, "OFFLOAD_BYTES", 1)
 
 
@@ -63,7 +63,7 @@ async def prove(one: Subscriber, nonce: bytes | None = None) -> None:
 async def proven(running, one: Subscriber) -> None:
     """Proves, and waits until the server knows."""
     await prove(one)
-    carried = running.manager.subscriptions.named(one.name, "").carrier
+    carried = running.manager.subscriptions.named(one.name, "").transport
     await until(lambda: carried._proven)
 
 
@@ -145,7 +145,7 @@ async def test_what_is_not_acknowledged_stays_and_the_rest_is_used_again(running
     await generate(running, "b")
     await one.until("end_of_request", 2)
     assert rows_of(read(one)) == expected("a", 0, 1) | expected("b", 0, 1)
-    arena = running.manager.subscriptions.named(one.name, "").carrier.arena
+    arena = running.manager.subscriptions.named(one.name, "").transport.arena
     assert arena is not None
     assert not arena._regions.idle
     await one.ack(one.numbered[-1].sequence)
@@ -195,7 +195,7 @@ async def test_a_client_that_acknowledges_nonsense_frees_nothing_twice(running) 
     last = one.numbered[-1].sequence
     for sequence in (last, last, 1, 0):
         await one.ack(sequence)
-    arena = running.manager.subscriptions.named(one.name, "").carrier.arena
+    arena = running.manager.subscriptions.named(one.name, "").transport.arena
     await until(lambda: arena._regions.idle)
     await one.ack(last + 1)
     assert (await failure(one)).brief == (
@@ -267,7 +267,7 @@ async def test_a_server_without_shared_memory_says_so_and_sends_every_row(
     def none(limit: int) -> None:
         raise NoSharedMemoryError("the server cannot make shared memory: No space left on device")
 
-    monkeypatch.setattr(carrier, "Arena", none)
+    monkeypatch.setattr(payload_transport, "Arena", none)
     one = await shared(running)
     opened = one.events[0].opened
     assert not opened.HasField("shared_memory")
@@ -280,7 +280,7 @@ async def test_a_server_without_shared_memory_says_so_and_sends_every_row(
 async def test_rows_that_find_no_room_come_inside_messages(running, monkeypatch) -> None:
     one = await shared(running)
     await proven(running, one)
-    arena = running.manager.subscriptions.named(one.name, "").carrier.arena
+    arena = running.manager.subscriptions.named(one.name, "").transport.arena
     arena._regions = type(arena._regions)(4096, 8192)  # one chunk at a time
     await generate(running, "a")
     await generate(running, "b")
@@ -326,7 +326,7 @@ async def test_a_failed_subscription_that_is_remembered_holds_no_memory(running)
     await generate(running, "a")
     await one.until("end_of_request")
     subscription = running.manager.subscriptions.named(one.name, "")
-    memory = weakref.ref(subscription.carrier.arena)
+    memory = weakref.ref(subscription.transport.arena)
     subscription.fail(Defect("a test's"))
     assert (await failure(one)).code == Code.INTERNAL
     gc.collect()

@@ -21,7 +21,7 @@ WIDTH = 1 << 18
 """A row of float32 is as long as what a thread takes."""
 
 
-class Carrier:
+class PayloadTransport:
     """Encodes when it is told to."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Carrier:
 def requests(count: int, buffer: DeliveryBuffer) -> None:
     """Requests that have ended, each with one row."""
     capture = ResolvedCapture((SITE,), Selection(((0, OPEN_END),), ()), FloatType.FLOAT32)
-    track = SequenceKey(0, False)
+    sequence_key = SequenceKey(0, False)
     for number in range(count):
         feed = RowFeed(
             f"r{number}",
@@ -51,70 +51,70 @@ def requests(count: int, buffer: DeliveryBuffer) -> None:
             buffer,
         )
         data = np.zeros((1, WIDTH), np.float32)
-        feed.add(track, Rows("", (SITE.index,), np.zeros(1, np.int32), data[None]))
-        feed.extend(track, [7])
+        feed.add(sequence_key, Rows("", (SITE.index,), np.zeros(1, np.int32), data[None]))
+        feed.extend(sequence_key, [7])
         feed.close()
 
 
-def send_queue(count: int) -> tuple[SendQueue, Carrier]:
+def send_queue(count: int) -> tuple[SendQueue, PayloadTransport]:
     buffer = DeliveryBuffer(1 << 30, lambda feed, error: None)
-    carrier = Carrier()
+    transport = PayloadTransport()
     requests(count, buffer)
-    return SendQueue(buffer, carrier), carrier
+    return SendQueue(buffer, transport), transport
 
 
 async def test_items_come_in_order_and_two_are_begun() -> None:
-    one, carrier = send_queue(3)
+    one, transport = send_queue(3)
     one.prepare()
     await asyncio.sleep(0)
-    assert [type(item) for item in carrier.begun] == [Chunk]  # behind it comes an end
+    assert [type(item) for item in transport.begun] == [Chunk]  # behind it comes an end
     assert (len(one), one.bytes) == (2, 4 * WIDTH)
-    carrier.go.set()
+    transport.go.set()
     taken = []
     while await one.message() is not None:
         taken.append(one.take())
     assert [type(item) for item in taken] == [Chunk, End] * 3
     assert [item.feed.request_id for item in taken] == ["r0", "r0", "r1", "r1", "r2", "r2"]
-    assert carrier.begun == taken
+    assert transport.begun == taken
     assert one.bytes == 0
 
 
 async def test_a_call_that_goes_away_takes_nothing_with_it() -> None:
-    one, carrier = send_queue(1)
+    one, transport = send_queue(1)
     first = asyncio.create_task(one.message())
     second = asyncio.create_task(one.message())
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.sleep(0)
-    carrier.go.set()
+    transport.go.set()
     message = await second
     assert message is not None
     assert message is await one.message()
     assert isinstance(one.take(), Chunk)
-    assert sum(isinstance(item, Chunk) for item in carrier.begun) == 1
+    assert sum(isinstance(item, Chunk) for item in transport.begun) == 1
 
 
 async def test_what_comes_back_from_disk_is_written_once_though_its_call_goes_away() -> None:
-    one, carrier = send_queue(1)
+    one, transport = send_queue(1)
     (chunk, end) = (one._buffer.take(), one._buffer.take())
     assert isinstance(chunk, Chunk)
-    back = [EncodedChunk(chunk.feed, chunk.track, capture_pb2.Captured()), end]
+    back = [EncodedChunk(chunk.feed, chunk.sequence_key, capture_pb2.Captured()), end]
     one._buffer.take = lambda: back.pop(0) if back else None  # type: ignore[method-assign]  # a disk
     first = asyncio.create_task(one.message())
     second = asyncio.create_task(one.message())
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.sleep(0)
-    carrier.go.set()
+    transport.go.set()
     assert await second is not None
-    assert [type(item) for item in carrier.begun] == [EncodedChunk]
+    assert [type(item) for item in transport.begun] == [EncodedChunk]
 
 
 async def test_what_was_forgotten_while_it_was_encoded_is_not_given() -> None:
-    one, carrier = send_queue(1)
+    one, transport = send_queue(1)
     waiting = asyncio.create_task(one.message())
     await asyncio.sleep(0)
     one.clear()
-    carrier.go.set()
+    transport.go.set()
     assert await waiting is None
     assert len(one) == 0

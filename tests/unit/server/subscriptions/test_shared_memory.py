@@ -81,7 +81,7 @@ def test_it_begins_with_a_nonce_that_proves_that_it_was_read(arena: Arena) -> No
 async def test_what_is_placed_lies_where_its_ref_says(arena: Arena) -> None:
     offset = await arena.place(1000)
     assert offset is not None
-    arena.room(offset, 1000)[:] = np.arange(1000) % 251
+    arena.view(offset, 1000)[:] = np.arange(1000) % 251
     ref = arena.ref(offset, 1000)
     assert (ref.name, ref.namespace) == (arena.name, namespace())
     data = path_of(arena).read_bytes()[ref.offset : ref.offset + ref.length]
@@ -133,14 +133,14 @@ async def test_memory_that_nothing_is_in_goes_back_to_the_system() -> None:
     one.trim()
     assert path_of(one).stat().st_blocks * 512 <= 32 * MIB
     assert await one.place(60 * MIB) is not None
-    one.room(mmap.PAGESIZE, 60 * MIB)[:] = 1
+    one.view(mmap.PAGESIZE, 60 * MIB)[:] = 1
     one.close()
 
 
 async def test_a_reader_keeps_what_it_sees_when_it_is_removed(arena: Arena) -> None:
     offset = await arena.place(MIB)
     assert offset is not None
-    arena.room(offset, MIB)[:] = 7
+    arena.view(offset, MIB)[:] = 7
     with path_of(arena).open("rb") as file:
         seen = mmap.mmap(file.fileno(), arena.bytes, access=mmap.ACCESS_READ)
     arena.close()

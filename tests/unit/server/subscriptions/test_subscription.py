@@ -20,7 +20,7 @@ from rheostat_wire.v1 import (
 )
 
 from ..conftest import Refusal, narrow, rest
-from ..delivery.test_row_feed import CAPTURE, FAIL, NEWEST, OLDEST, TRACK, rows
+from ..delivery.test_row_feed import CAPTURE, FAIL, KEY, NEWEST, OLDEST, rows
 from ..fakes import INFO, Paced, sites_with
 from ..messages import capture, request, site_set
 from ..requests.test_request_outputs import stored, with_slow
@@ -83,8 +83,8 @@ async def test_ended_requests_that_wait_on_disk_weigh_little(tmp_path, monkeypat
     )  # fmt: skip
     for number in range(400):
         feed = one.feed(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
-        feed.add(TRACK, rows(0, 2))
-        feed.extend(TRACK, [7])
+        feed.add(KEY, rows(0, 2))
+        feed.extend(KEY, [7])
         feed.close([types_pb2.FINISH_REASON_LENGTH])
         await until(lambda: one.buffer.used <= one.buffer.limit)
     assert one.failure is None
@@ -105,7 +105,7 @@ async def test_ended_requests_that_wait_on_disk_weigh_little(tmp_path, monkeypat
 async def test_a_request_that_did_not_begin_does_not_keep_a_subscription_open() -> None:
     one = subscription()
     feed = one.feed("r", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
-    feed.add(TRACK, rows(0, 1))
+    feed.add(KEY, rows(0, 1))
     feed.discard()
     messages = one.messages(object(), 0)
     assert (await anext(messages)).HasField("opened")

@@ -1,10 +1,13 @@
-"""Rows of one sample on their way to a reader: joined over sites, labelled, cut into chunks.
+"""Assembles the rows of one sample for a reader: joined over sites, labelled, cut into chunks.
 
-Invariants: per capture and site each position comes once, ascending; a row leaves only when the
-token after it is known, since the last sampled token has no row; all sites of a chunk have the same
-positions. A position that one site has and another lost is lost. Which generated tokens are
-selected by id is known here: the engine copies rows by position alone, and rows of others end here.
-Rows of a site come as they are or in the capture's form, and a block holds one or the other.
+Invariants
+    Per capture and site each position comes once, ascending. All sites of a chunk have the same
+    positions. A position that one site has lost is lost at all sites. Rows of a site come raw or
+    encoded by the device, and a block holds one or the other.
+Why rows wait for tokens
+    The last sampled token has no row, so a row leaves only when the token after it is known.
+Selection by token id
+    The engine copies rows by position alone. Rows of other generated tokens are removed here.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,9 +45,9 @@ class Block(NamedTuple):
     parts: tuple[SiteRows, ...]
     """Their rows."""
     held: FloatType
-    """Element type of rows as they are."""
+    """Element type of raw rows."""
     capture: ResolvedCapture
-    """What is to become of them."""
+    """Says how they are projected and encoded."""
 
     @property
     def rows(self) -> tuple[StoredArray, ...]:
@@ -58,7 +61,7 @@ class Block(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Bytes that encoding them goes over; see `offload`."""
+        """Bytes that their encoding reads; see `offload`."""
         return encoding_work(self.parts, self.capture)
 
     def encoded(self) -> tensor_pb2.Tensor:
@@ -66,8 +69,8 @@ class Block(NamedTuple):
         return tensor_of(self.parts, self.capture, self.held)
 
 
-class CaptureStream:
-    """Joins the rows of one sample's captures."""
+class RowAssembler:
+    """The waiting rows of one sample, by capture."""
 
     def __init__(
         self,
@@ -76,36 +79,36 @@ class CaptureStream:
         prompt_len: int,
         byte_counter: ByteCounter | None = None,
     ) -> None:
-        """Captures of a request, by number.
+        """No rows wait.
 
         Args:
-            captures: what is wanted.
-            held: element type in which rows come.
+            captures: the reader's captures, by number.
+            held: element type of raw rows.
             prompt_len: P.
-            byte_counter: counts what waits.
+            byte_counter: counts waiting rows.
         """
         byte_counter = byte_counter or ByteCounter()
         self._specs = {
-            number: _SpecRows(number, capture, held, prompt_len, byte_counter)
+            number: _CaptureRows(number, capture, held, prompt_len, byte_counter)
             for number, capture in captures.items()
         }
 
     def add(self, rows: Rows) -> list[RowBatch]:
-        """Takes rows; what of them waits."""
+        """Adds rows; returns the batches that hold them."""
         if len(self._specs) == 1:
             (only,) = self._specs.values()
             return only.add(rows)
-        return [piece for spec in self._specs.values() for piece in spec.add(rows)]
+        return [batch for spec in self._specs.values() for batch in spec.add(rows)]
 
     def drop(self, numbers: Collection[int]) -> None:
-        """Takes no rows of these captures any more, and loses what waits of them."""
+        """Drops the waiting rows of these captures, and takes no more."""
         for number in numbers:
             spec = self._specs.pop(number, None)
             if spec is not None:
                 spec.discard()
 
     def discard(self) -> None:
-        """Loses what waits."""
+        """Drops all waiting rows."""
         for spec in self._specs.values():
             spec.discard()
 
@@ -121,9 +124,9 @@ class CaptureStream:
 
         Args:
             generated: the sample's tokens, at least those below `end`.
-            end: one past the last position whose row is known to be one.
-            last: whether nothing more comes, so that nobody waits for what a site lost.
-            chunk_bytes: about how large each block is at most.
+            end: one past the last position before a known token.
+            last: whether no more rows come, so that rows that a site lost are not awaited.
+            chunk_bytes: the largest block, approximately.
         """
         for spec in self._specs.values():
             yield from spec.ready(generated, end, last=last, chunk_bytes=chunk_bytes)
@@ -134,7 +137,7 @@ class CaptureStream:
         return any(spec.waits for spec in self._specs.values())
 
     def lost(self, spec: int, selected: Spans) -> Spans:
-        """Of `selected` positions, those that were neither given out nor wait at all sites."""
+        """The `selected` positions that neither left nor wait at all sites."""
         if not selected:
             return ()
         one = self._specs[spec]
@@ -144,24 +147,24 @@ class CaptureStream:
         return subtracted(selected, united((*given, *one.waiting)))
 
     def frontier(self, spec: int) -> int:
-        """One past the last position that all sites of a capture have been fed."""
+        """One past the last position that has come at all sites of a capture."""
         return self._specs[spec].frontier
 
 
-class _Mine(NamedTuple):
-    """Which sites of an event a capture takes."""
+class _SiteMatch(NamedTuple):
+    """The sites of an event that a capture takes."""
 
     of: tuple[int, ...]
     """The event's sites."""
     encoding: bytes
     """The key of the event's encoding."""
     sites: tuple[int, ...]
-    """Those that are taken."""
+    """The sites that are taken."""
     at: tuple[int, ...]
-    """Where they stand in the event."""
+    """Their indices in the event."""
 
 
-class _SpecRows:
+class _CaptureRows:
     """Rows of one capture."""
 
     def __init__(
@@ -180,7 +183,7 @@ class _SpecRows:
         self._starts, self._ends = capture.selection.edges
         whole = len(self._starts) == 1 and self._ends[0] >= OPEN_END
         self._whole = int(self._starts[0]) if whole else None
-        """Position from which on every row is taken; None: see the spans."""
+        """Position from which on every row is taken; None if the spans decide."""
         self._keys = {
             index: form.key
             for index, forms in (capture.forms.items() if capture.row_encodings else ())
@@ -189,10 +192,10 @@ class _SpecRows:
         }
         self._indices = frozenset(capture.indices)
         self._site_indices = [site.index for site in capture.sites]
-        self._mine: _Mine | None = None
-        """What the last event had of this, since the next one mostly has the same."""
+        self._site_match: _SiteMatch | None = None
+        """The match of the last event, because the next event mostly has the same sites."""
         self._payload = capture.form.row_bytes(capture.numbers, capture.kind)
-        """Bytes that a row travels as, at most."""
+        """The most bytes of a row in a message."""
         self._rows = PendingRows(capture.indices, byte_counter)
 
     def discard(self) -> None:
@@ -211,9 +214,9 @@ class _SpecRows:
         return runs(common(self._rows.positions())) if self._rows.row_bytes else ()
 
     def add(self, rows: Rows) -> list[RowBatch]:
-        mine = self._mine
+        mine = self._site_match
         if mine is None or rows.sites != mine.of or rows.encoding != mine.encoding:
-            mine = self._mine = self._mine_of(rows)
+            mine = self._site_match = self._match(rows)
         positions, data = rows.positions, rows.data
         if not mine.sites or not len(self._starts) or not len(positions):
             return []
@@ -228,17 +231,17 @@ class _SpecRows:
             positions, data = positions[chosen], data[:, chosen]
         return self._rows.put(mine.sites, mine.at, positions, data, made=bool(rows.encoding))
 
-    def _mine_of(self, rows: Rows) -> "_Mine":
-        """Which of an event's sites this takes."""
+    def _match(self, rows: Rows) -> _SiteMatch:
+        """The sites of an event that this capture takes."""
         mine = [
             (index, site)
             for index, site in enumerate(rows.sites)
             if site in self._indices
-            # Others may want them in a form, and did before this capture was there.
+            # Rows may be encoded for other captures, which were there before this one.
             and (not rows.encoding or rows.encoding == self._keys.get(site))
         ]
         sites, at = tuple(site for _, site in mine), tuple(index for index, _ in mine)
-        return _Mine(rows.sites, rows.encoding, sites, at)
+        return _SiteMatch(rows.sites, rows.encoding, sites, at)
 
     def ready(
         self, generated: Sequence[int], end: int, *, last: bool, chunk_bytes: int
@@ -277,7 +280,7 @@ class _SpecRows:
                 )
 
     def _selected(self, positions: Positions, generated: Sequence[int]) -> Positions:
-        """Those of some positions whose token is selected."""
+        """The positions whose tokens are selected."""
         if not self._capture.selection.conditions or not len(positions):
             return positions
         first, past = int(positions[0]), int(positions[-1]) + 1
@@ -299,7 +302,7 @@ def wire_runs(spans: Spans) -> list[types_pb2.PositionRun]:
 
 
 def add_runs(add: Callable[[], types_pb2.PositionRun], spans: Spans) -> None:
-    """Adds spans to a message's field, in which `add` makes one: five times quicker than a list."""
+    """Adds spans to a message's field with its `add`, five times quicker than from a list."""
     for start, end in spans:
         run = add()
         run.start, run.count = start, end - start
@@ -313,14 +316,14 @@ def write_labels(
     *,
     baseline: bool = False,
 ) -> None:
-    """Says in an empty message which rows a block holds.
+    """Writes the labels of a block's rows into an empty message.
 
     Args:
         message: the message, without its tensor.
         block: the rows.
-        sample: which sample they are of.
+        sample: the sample.
         token_ids: the input tokens at its positions.
-        baseline: whether they are of its baseline.
+        baseline: whether the rows are of the sample's baseline.
     """
     if block.capture_index:
         message.capture_index = block.capture_index

@@ -1,6 +1,6 @@
-"""What a subscription has sent and may be asked for again.
+"""The events of a subscription that were sent and not acknowledged.
 
-Invariants: sequence numbers rise by one; what was sent stays, byte for byte, until it is
+Invariants: sequence numbers rise by one. A sent event stays, byte for byte, until it is
 acknowledged.
 """
 
@@ -11,11 +11,11 @@ from rheostat_server.errors import InvalidValue
 from rheostat_server.subscriptions.messages import Response
 
 _MESSAGE_BYTES = 512
-"""What a message weighs beside its payload."""
+"""Memory of a message beside its payload."""
 
 
 class Sent(NamedTuple):
-    """Something that was sent."""
+    """An event that was sent."""
 
     sequence: int
     response: Response
@@ -24,23 +24,23 @@ class Sent(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """Bytes that it takes while it is kept."""
+        """Bytes of memory while it is kept."""
         return self.payload + _MESSAGE_BYTES
 
 
-class Replay:
-    """All that was sent and not acknowledged."""
+class ReplayWindow:
+    """The sent events that the reader may ask for again."""
 
     def __init__(self) -> None:
-        """Nothing was sent."""
+        """No event was sent."""
         self.last = 0
-        """The number of what was sent last."""
+        """The number of the last sent event."""
         self.acknowledged = 0
-        """The number up to which the reader has everything."""
+        """The number up to which the reader has acknowledged all events."""
         self._kept: deque[Sent] = deque()
 
     def add(self, response: Response, payload: int) -> Sent:
-        """Gives something that is sent its number, and keeps it."""
+        """Numbers an event that is sent, and keeps it."""
         self.last += 1
         response.sequence = self.last
         sent = Sent(self.last, response, payload)
@@ -48,15 +48,15 @@ class Replay:
         return sent
 
     def after(self, sequence: int) -> Sent | None:
-        """What was sent after a number, or after the last that was acknowledged."""
+        """The first kept event after a number."""
         place = max(0, sequence - self.acknowledged)
         return self._kept[place] if place < len(self._kept) else None
 
     def check(self, sequence: int, field: str) -> None:
-        """Refuses numbers of what was never sent.
+        """Refuses numbers of events that were never sent.
 
         Raises:
-            InvalidValue: this is one.
+            InvalidValue: the number is greater than the last one.
         """
         if sequence > self.last:
             raise InvalidValue(
@@ -64,13 +64,13 @@ class Replay:
             )
 
     def acknowledge(self, sequence: int) -> list[Sent]:
-        """Forgets everything up to a number, and gives it back."""
+        """Removes and returns the events up to a number."""
         self.acknowledged = max(self.acknowledged, sequence)
-        forgotten = []
+        removed = []
         while self._kept and self._kept[0].sequence <= sequence:
-            forgotten.append(self._kept.popleft())
-        return forgotten
+            removed.append(self._kept.popleft())
+        return removed
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all events."""
         self._kept.clear()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rheostat_engine import OPEN_END, Condition, Point, Rows, Site
 from rheostat_server.capture.encodings import Form
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.delivery.stream import Block, CaptureStream, to_captured
+from rheostat_server.delivery.row_assembler import Block, RowAssembler, to_captured
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.selectors.selection import Selection
 from rheostat_server.selectors.spans import runs
@@ -34,8 +34,8 @@ def rows(site: Site, *positions: int, width: int = 2) -> Rows:
     return Rows("r#0", (site.index,), at, data[None])
 
 
-def stream(*captures: ResolvedCapture) -> CaptureStream:
-    return CaptureStream(dict(enumerate(captures)), F32, PROMPT_LEN)
+def stream(*captures: ResolvedCapture) -> RowAssembler:
+    return RowAssembler(dict(enumerate(captures)), F32, PROMPT_LEN)
 
 
 def spec(*sites: Site, spans=((0, OPEN_END),), conditions=()) -> ResolvedCapture:
@@ -57,7 +57,7 @@ def both(*positions: int) -> Rows:
 def test_rows_of_several_sites_come_together_and_each_once() -> None:
     joined = stream(spec(POST0, POST1))
     joined.add(rows(POST1, 0, 1))
-    assert sorted(len(piece) for piece in joined.add(both(0, 1, 2))) == [1, 3]
+    assert sorted(len(batch) for batch in joined.add(both(0, 1, 2))) == [1, 3]
     assert joined.add(both(1, 2)) == []
     (block,) = joined.ready(TOKENS, 3)
     assert block.positions.tolist() == [0, 1, 2]
@@ -67,9 +67,9 @@ def test_rows_of_several_sites_come_together_and_each_once() -> None:
 
 def test_whoever_wants_some_of_the_sites_keeps_none_of_the_others_in_memory() -> None:
     event = both(0, 1)
-    (piece,) = stream(spec(POST1)).add(event)
-    assert not np.shares_memory(piece.data, event.data)
-    assert np.array_equal(piece.data, event.data[1:])
+    (batch,) = stream(spec(POST1)).add(event)
+    assert not np.shares_memory(batch.data, event.data)
+    assert np.array_equal(batch.data, event.data[1:])
     (partly,) = stream(spec(POST1, spans=((1, 2),))).add(event)
     assert not np.shares_memory(partly.data, event.data)
     (whole,) = stream(spec(POST0, POST1)).add(event)
