@@ -1,8 +1,7 @@
-"""Rows that find no room in memory go to disk, and come back in their turn.
+"""Writes rows that do not fit into memory to disk, and reads them back in order.
 
-Invariants: what leaves comes in the order in which it would have left without a disk; what was
-taken for the disk is in memory until it is on it, so that nothing is lost where it cannot be
-written; the event loop waits for no disk.
+Invariants: items leave in the same order as without a disk. Items stay in memory until they are on
+disk, so that a failed write loses no rows. The event loop never waits for a disk.
 """
 
 import asyncio
@@ -40,13 +39,13 @@ from rheostat_wire.v1 import capture_pb2
 _LOG = logging.getLogger(__name__)
 
 _WRITE_BYTES = 8 * MIB
-"""Bytes that go to disk at once."""
+"""Bytes that are written at once."""
 
 _READ_BYTES = 4 * MIB
 """Bytes that come back at once, where the buffer is not too small for that."""
 
 _POOL = ThreadPoolExecutor(8, "rheostat-spool")
-"""Threads for the spool alone: a disk that hangs holds up nothing else."""
+"""Threads for the spool alone, because a disk may hang."""
 
 _LABEL = struct.Struct("<BIIBIQ")
 """Before each item: its kind, the number of its feed, its sample, whether of the baseline, its rows
@@ -56,15 +55,14 @@ _CHUNK, _LOSS, _END = range(3)
 
 
 class SpillManager:
-    """Where buffers spill to, if the server has a spool. Lives on the event loop."""
+    """The spill queues of all buffers, if the server has a spool. Used on the event loop alone."""
 
     def __init__(self, spool: SpillDirectory, slack: int) -> None:
-        """Nothing spills.
+        """No rows are on disk.
 
         Args:
-            spool: the disk.
-            slack: bytes of memory that rows may take together, beyond all limits, on their way to
-                it.
+            spool: the folder on disk.
+            slack: the most bytes above all limits that rows may take on their way to the disk.
         """
         self.spool = spool
         self._slack = slack
@@ -72,22 +70,22 @@ class SpillManager:
 
     @property
     def rows(self) -> int:
-        """Rows that are on disk."""
+        """Number of rows on disk."""
         return sum(one.rows for one in self._spills)
 
     def open(self, buffer: DeliveryBuffer, on_broken: Callable[[RheostatError], None]) -> None:
-        """Lets a buffer spill until it is closed; `on_broken` hears if rows do not come back."""
+        """Lets a buffer spill until it is closed; calls `on_broken` if rows cannot be read back."""
         spill = SpillQueue(self, buffer, on_broken)
         self._spills.add(spill)
         buffer.spill = spill
 
     def forget(self, spill: "SpillQueue") -> None:
-        """One has ended."""
+        """Removes a spill queue that was closed."""
         self._spills.discard(spill)
 
     @property
     def full(self) -> CaptureOverflow:
-        """There is no room left on disk."""
+        """The error if the spool is full."""
         return CaptureOverflow(
             f"captured rows came faster than they were read, and the {self.spool.limit} bytes of "
             "the server's spool are full. Read and acknowledge faster, capture less, or raise the "
@@ -95,7 +93,7 @@ class SpillManager:
         )
 
     def refusal(self) -> CaptureOverflow | None:
-        """Why no more rows may wait for the disk; None: they may."""
+        """The error if no more rows may wait for the disk; None if they may."""
         waiting = sum(one.excess for one in self._spills)
         if waiting > self.spool.left:
             return self.full
@@ -108,7 +106,7 @@ class SpillManager:
 
 
 class SpillQueue:
-    """What of a buffer waits on disk; older than all that waits in its memory."""
+    """The items of a buffer that wait on disk. They are older than those in its memory."""
 
     def __init__(
         self,
@@ -116,7 +114,7 @@ class SpillQueue:
         buffer: DeliveryBuffer,
         on_broken: Callable[[RheostatError], None],
     ) -> None:
-        """Nothing; see `SpillManager.open`."""
+        """An empty queue; see `SpillManager.open`."""
         self.rows = 0
         """Rows on disk."""
         self.bytes = 0
@@ -132,11 +130,11 @@ class SpillQueue:
         self._written = 0
         """Items on disk."""
         self._back: deque[DeliveryItem] = deque()
-        """Items that were on disk."""
+        """Items that were read back."""
         self._unwritten: deque[DeliveryItem] = deque()
-        """Items that the disk did not take, after all that it took."""
+        """Items that could not be written. They are newer than the items on disk."""
         self._failure: CaptureOverflow | None = None
-        """Why it did not."""
+        """Why they could not be written."""
         self._hungry = False
         self._closed = False
         self._task: asyncio.Task[None] | None = None
@@ -146,32 +144,32 @@ class SpillQueue:
 
     @property
     def holds(self) -> bool:
-        """Whether anything waits here."""
+        """Whether items wait here."""
         return bool(self._back or self._written or self._unwritten or self._writing)
 
     @property
     def memory(self) -> int:
-        """Bytes that items take in memory before they are on disk and after."""
+        """Bytes of memory of items before they are written and after they were read back."""
         return self._memory.bytes
 
     @property
     def excess(self) -> int:
-        """Bytes beyond what the buffer may take."""
+        """Bytes above the limit of the buffer."""
         return max(0, self._buffer.used - self._allowed)
 
     def refusal(self) -> CaptureOverflow | None:
-        """Why no more rows may wait beyond the limit; None: they may."""
+        """The error if no more rows may wait above the limit; None if they may."""
         return self._failure or self._spill_manager.refusal()
 
     def relieve(self, size: int = 0) -> None:
-        """Moves what is too much in memory to the disk, and so many bytes more."""
+        """Writes rows above the limit to the disk, and `size` bytes in addition."""
         if size:
             self._allowed = max(0, min(self._allowed, self._buffer.used) - size)
         if self._failure is None:
             self._work_soon()
 
     def take(self) -> DeliveryItem | None:
-        """What leaves next; None: it is on its way back, and the buffer will have news."""
+        """Removes and returns the next item; None if it is still being read back."""
         item = None
         if self._back:
             item = self._back.popleft()
@@ -181,7 +179,7 @@ class SpillQueue:
                 self._failure = None
         if item is not None:
             self._memory.add(-size_of(item))
-        if isinstance(item, End):  # nothing of this feed follows
+        if isinstance(item, End):  # the feed's last item
             self._feeds.pop(self._numbers.pop(item.feed, 0), None)
         if not self.holds:  # feeds that were discarded have no end
             self._feeds.clear()
@@ -192,7 +190,7 @@ class SpillQueue:
         return item
 
     def close(self) -> None:
-        """Loses all that waits here."""
+        """Drops all items."""
         if not self._closed:
             self._closed = True
             self._spill_manager.forget(self)
@@ -213,7 +211,7 @@ class SpillQueue:
     async def _work(self) -> None:
         try:
             await self._write_and_read()
-        except Exception as error:  # a task's end: whatever it is, the readers must hear of it
+        except Exception as error:  # the task ends, so any error must fail the readers
             _LOG.error("spilling failed", exc_info=error)
             self._on_broken(Defect("the server could not keep captured rows on disk"))
             self.close()
@@ -221,7 +219,7 @@ class SpillQueue:
             await on_pool(_POOL, self._file.close)
 
     async def _write_and_read(self) -> None:
-        """Writes and reads by turns until there is nothing to do."""
+        """Writes and reads in turn until neither is necessary."""
         busy = True
         while busy and not self._closed:
             busy = await self._write()
@@ -230,7 +228,7 @@ class SpillQueue:
                 busy = True
 
     async def _write(self) -> bool:
-        """Moves the oldest rows in memory to disk if there are too many; whether it did."""
+        """Writes the oldest rows in memory to disk if there are too many; whether it did."""
         batch = self._batch()
         if not batch:
             if self._buffer.used <= self._allowed:
@@ -271,7 +269,7 @@ class SpillQueue:
         return batch
 
     def _keep(self, batch: Sequence[DeliveryItem], error: OSError | SpillDirectoryFull) -> None:
-        """The disk has not taken a batch: it waits in memory, and no more may come beside it."""
+        """Keeps a batch that could not be written in memory, and refuses further rows."""
         self._failure = (
             self._spill_manager.full
             if isinstance(error, SpillDirectoryFull)
@@ -327,7 +325,7 @@ class SpillQueue:
 
 
 class _Loaded(NamedTuple):
-    """An item as it came back."""
+    """An item that was read back."""
 
     feed: int
     sequence_key: SequenceKey

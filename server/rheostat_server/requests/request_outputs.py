@@ -1,7 +1,7 @@
-"""Where a request's rows go: its response, subscriptions, sinks and runs.
+"""The destinations of a request's rows: its response, subscriptions, sinks and runs.
 
-Invariants: everything that is opened for a request is closed once, with how its samples ended; a
-run is kept once all else has succeeded, or given up.
+Invariants: every destination is closed once, with the finish reasons of the samples. A run is kept
+only if every other destination has succeeded.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from rheostat_wire.v1 import types_pb2
 
 
 class RequestOutputs:
-    """The feeds of a request, and the writers behind some of them."""
+    """The feeds of a request, and the writers that read some of them."""
 
     def __init__(self) -> None:
         """There are none."""
@@ -35,7 +35,7 @@ class RequestOutputs:
         self._feeds.append((feed, own))
 
     def remove(self, feed: RowFeed) -> None:
-        """A feed takes nothing more."""
+        """Removes a feed, which takes no more rows."""
         # Another list, because `feed` may be going over the old one.
         self._feeds = [one for one in self._feeds if one[0] is not feed]
 
@@ -45,7 +45,7 @@ class RequestOutputs:
         self._writers.append(writer)
 
     def add_run(self, index: int, draft: RunDraft) -> None:
-        """Adds the run that a capture makes, by its index; its writer is added by itself."""
+        """Adds the run of the capture `index`; `add_writer` adds its writer."""
         self._runs[index] = draft
 
     @property
@@ -54,17 +54,17 @@ class RequestOutputs:
         return any(not writer.task.done() for writer in self._writers)
 
     def extend(self, sequence_key: SequenceKey, token_ids: Sequence[int]) -> None:
-        """Takes tokens that were generated."""
+        """Adds generated tokens."""
         for feed, _ in self._feeds:
             feed.extend(sequence_key, token_ids)
 
     def add_rows(self, sequence_key: SequenceKey, rows: Rows) -> None:
-        """Takes rows."""
+        """Adds rows."""
         for feed, _ in self._feeds:
             feed.add(sequence_key, rows)
 
     def release(self, sequence_key: SequenceKey, released: Released) -> None:
-        """Takes what the engine says of a sequence that has ended."""
+        """Handles the engine's last report about a sequence."""
         for feed in self._each():
             feed.release(sequence_key, released)
 
@@ -74,16 +74,16 @@ class RequestOutputs:
         *,
         but: Collection[RowFeed] = frozenset(),
     ) -> None:
-        """Nothing more comes, `but` for some feeds; each says so once its rows have left."""
+        """Closes all feeds `but` some. Each sends its end after its rows."""
         for feed in self._each():
             if feed not in but:
                 feed.close(reasons)
 
     async def written(self) -> None:
-        """Returns once every sink has published.
+        """Returns once every sink has published its rows.
 
         Raises:
-            RheostatError: one has failed.
+            RheostatError: a sink has failed.
         """
         await self.settle()
         for writer in self._writers:
@@ -91,7 +91,7 @@ class RequestOutputs:
                 raise writer.failure
 
     async def settle(self) -> None:
-        """Returns once every sink has published or failed; whoever stops waiting stops no sink."""
+        """Returns once every sink has published or failed. Cancelling the call stops no sink."""
         if self._writers:
             await asyncio.wait([writer.task for writer in self._writers])
 
@@ -105,16 +105,16 @@ class RequestOutputs:
                 feed.discard()
 
     def keep_runs(self) -> dict[int, str]:
-        """Lets the runs be found that were made to their end; their ids, by capture."""
+        """Publishes the complete runs; returns their ids, by capture."""
         return {index: draft.id for index, draft in self._runs.items() if draft.keep()}
 
     def drop_runs(self) -> None:
-        """Gives up the runs that are not kept."""
+        """Discards the runs that were not published."""
         for draft in self._runs.values():
             draft.drop()
 
     def handed_over(self) -> dict[int, tuple[int, int]]:
-        """Positions of the request's own samples that were handed over, and lost, by capture."""
+        """Positions of the request's samples that were delivered, and lost, by capture."""
         return {
             own[number]: counts
             for feed, own in self._feeds

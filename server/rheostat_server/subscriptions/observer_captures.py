@@ -1,10 +1,12 @@
-"""What subscriptions want of a request.
+"""The captures that subscriptions ask of a request.
 
-Why costs are bounded: an observer is resolved while somebody else's request is admitted, and what
-it captures becomes a part of that request's plan. So an observer has a cost, known when it is
-opened. A request takes the cheapest observers first, up to `OBSERVERS_COST`; the others miss it.
+Why costs are bounded
+    An observer's captures are resolved while another client's request is admitted, and become a
+    part of that request's plan. So every observer has a cost, which is known when it opens. A
+    request takes the cheapest observers, up to `OBSERVERS_COST`. The others miss the request.
 
-Invariant: an observer neither delays nor refuses a request. One that misses a request is told so.
+Invariant: an observer neither delays nor refuses a request. The end of a request says why an
+observer missed it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,7 @@ from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.subscriptions.subscription import Subscription
 
 _COST_BYTES = 64
-"""What `offload` counts for a unit of cost."""
+"""Bytes of work of a unit of cost; see `offload`."""
 
 FRAGMENTED = (
     f"what is captured of it is too fragmented: use fewer, longer spans, at most {OBSERVER_SPANS}"
@@ -30,34 +32,35 @@ CROWDED = (
 
 @dataclass(frozen=True, slots=True)
 class ObserverCapture:
-    """What a subscription wants of a request."""
+    """The captures that a subscription asks of a request."""
 
     subscription: Subscription
     captures: Mapping[int, ResolvedCapture]
-    """By the number under which its rows go out."""
+    """The captures, by their number in the subscription's messages."""
     own: frozenset[int] = frozenset()
-    """Those that the request itself sends; with any, it fails where the subscription overflows."""
+    """Captures that the request itself sends. If there are any, the request fails when the
+    subscription overflows."""
     missed: str = ""
-    """Why it gets nothing of what it observes; empty: it gets that."""
+    """Why the subscription misses the request; empty if it gets its rows."""
 
     @property
     def observed(self) -> bool:
-        """Whether the subscription wants something that the request does not know of."""
+        """Whether the subscription has captures that the request does not send itself."""
         return len(self.captures) > len(self.own)
 
     @property
     def beside(self) -> list[ResolvedCapture]:
-        """What it wants that the request does not know of."""
+        """The captures that the request does not send itself."""
         return [one for number, one in self.captures.items() if number not in self.own]
 
     def unobserved(self, reason: str) -> "ObserverCapture":
-        """The same without what the request does not know of."""
+        """The captures that the request itself sends."""
         own = {number: self.captures[number] for number in self.own}
         return ObserverCapture(self.subscription, own, self.own, reason)
 
 
 def merged(observer_captures: Sequence[ObserverCapture]) -> tuple[ObserverCapture, ...]:
-    """Wishes of which each subscription has one, so that the request ends there once."""
+    """One entry per subscription, so that the request ends once for each."""
     found: dict[str, ObserverCapture] = {}
     for observer_capture in observer_captures:
         name = observer_capture.subscription.name
@@ -77,12 +80,12 @@ def merged(observer_captures: Sequence[ObserverCapture]) -> tuple[ObserverCaptur
 def observer_captures(
     observers: Sequence[Subscription], context: SelectionContext, spent: int = 0
 ) -> list[ObserverCapture]:
-    """What observers want of a request that does not know of them, in their order.
+    """The captures of the observers of a request, in their order.
 
     Args:
         observers: subscriptions that select the request.
         context: the request.
-        spent: what other observers cost it.
+        spent: the cost of other observers of the request.
     """
     left = OBSERVERS_COST - spent
     found: dict[str, ObserverCapture] = {}
@@ -97,7 +100,7 @@ def observer_captures(
 
 
 def observer_captures_work(observers: Sequence[Subscription], prompt_len: int) -> int:
-    """Bytes that `observer_captures` counts for; see `offload`."""
+    """Bytes of work of `observer_captures`; see `offload`."""
     cost = min(OBSERVERS_COST, sum(one.captures.cost for one in observers))
     return cost * _COST_BYTES + len(observers) * prompt_len
 

@@ -134,7 +134,7 @@ def test_what_is_on_its_way_to_a_disk_is_not_asked_for_again() -> None:
     assert spills.share.too_much_leaves
 
 
-def test_small_pieces_weigh_more_than_their_rows() -> None:
+def test_small_batches_weigh_more_than_their_rows() -> None:
     whole = budget(limit=MIB, request=MIB)
     share = whole.share()
     waiting = ByteCounter(share.byte_counter)
@@ -182,7 +182,7 @@ def test_tokens_that_come_while_rows_go_to_disk_look_through_no_other_request() 
     assert looks <= 20 * len(others)  # not 1000 times
 
 
-def test_what_is_told_to_go_to_a_disk_counts_at_once() -> None:
+def test_rows_that_must_go_to_a_disk_count_as_freed_at_once() -> None:
     """A holder that is asked to give up memory looks at once whether disks have too much to do."""
     answers: list[bool] = []
 

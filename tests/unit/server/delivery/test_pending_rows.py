@@ -96,7 +96,7 @@ def test_about_so_many_positions_leave_at_once() -> None:
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_what_is_given_up_leaves_no_more(made: bool) -> None:
+def test_dropped_rows_are_not_taken(made: bool) -> None:
     byte_counter = ByteCounter()
     waiting = PendingRows(SITES, byte_counter)
     batches = []
@@ -110,7 +110,7 @@ def test_what_is_given_up_leaves_no_more(made: bool) -> None:
     assert {column.made for column in taken.values()} == {made}
 
 
-def test_a_piece_of_some_of_the_sites_keeps_none_of_the_others_in_memory() -> None:
+def test_a_batch_of_some_sites_keeps_no_other_site_in_memory() -> None:
     waiting = PendingRows(SITES, ByteCounter())
     at = np.arange(2, dtype=np.int32)
     data = rows((1, *SITES), at)
@@ -128,7 +128,7 @@ def test_a_site_that_came_alone_and_with_others_is_counted_once() -> None:
     assert [column.positions.tolist() for column in taken.values()] == [[*range(12)]] * 3
 
 
-def test_rows_of_successive_tokens_are_one_piece_until_they_are_taken() -> None:
+def test_rows_of_successive_tokens_are_one_batch_until_they_are_taken() -> None:
     byte_counter = ByteCounter()
     waiting = PendingRows(SITES, byte_counter)
     for position in range(100):
@@ -146,7 +146,7 @@ def test_rows_of_successive_tokens_are_one_piece_until_they_are_taken() -> None:
     assert (byte_counter.rows, byte_counter.bytes, byte_counter.batches) == (0, 0, 0)
 
 
-def test_large_rows_are_pieces_of_their_own() -> None:
+def test_large_rows_are_batches_of_their_own() -> None:
     waiting = PendingRows(SITES[:1], ByteCounter())
     found = []
     for position in range(3):
@@ -156,7 +156,7 @@ def test_large_rows_are_pieces_of_their_own() -> None:
     assert len(set(map(id, found))) == 3
 
 
-def test_part_of_a_piece_that_grew_can_be_lost() -> None:
+def test_part_of_a_batch_that_grew_can_be_dropped() -> None:
     byte_counter = ByteCounter()
     waiting = PendingRows(SITES[:1], byte_counter)
     for position in range(10):

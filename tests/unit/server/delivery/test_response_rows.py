@@ -67,7 +67,7 @@ def kept(events: Sequence[Response], number: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", [OLDEST, NEWEST])
-async def test_rows_that_find_no_room_are_lost_and_said(starter, policy: int) -> None:
+async def test_rows_that_do_not_fit_are_lost_and_reported(starter, policy: int) -> None:
     running = await starter(request_buffer_bytes=8 * ROW)
     events = await stalled(running, [spec(policy)])
     gone, there = lost(events), kept(events)

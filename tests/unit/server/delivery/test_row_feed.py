@@ -202,7 +202,7 @@ def test_a_token_wakes_no_reader_while_no_row_waits() -> None:
     assert not buffer.news.is_set()
 
 
-def test_losses_are_told_once_in_their_place() -> None:
+def test_losses_are_reported_once_in_order() -> None:
     buffer = room(2 * ROW)
     feed = feed_of(buffer, NEWEST, prompt=1)
     items = []
@@ -264,7 +264,7 @@ def test_a_feed_that_joins_takes_nothing_of_tracks_that_had_ended() -> None:
     assert positions(everything(buffer)) == ([3], [])
 
 
-def test_what_is_refused_after_a_track_was_joined_is_lost_though_its_rows_come() -> None:
+def test_captures_refused_after_an_attachment_are_lost_though_their_rows_come() -> None:
     buffer = room()
     feed = feed_of(buffer, NEWEST)
     feed.attach(KEY, [7])
@@ -323,7 +323,7 @@ def test_of_rows_that_come_at_once_those_stay_that_fit(policy, kept, lost) -> No
     ("policy", "kept", "lost"),
     [(NEWEST, [0, 1, 2, 3], [4, 5, 6, 7]), (OLDEST, [4, 5, 6, 7], [0, 1, 2, 3])],
 )
-def test_a_position_that_finds_no_room_at_one_site_takes_none_at_the_others(
+def test_a_position_that_does_not_fit_at_one_site_takes_no_memory_at_others(
     policy, kept, lost
 ) -> None:
     deliveries = Deliveries()

@@ -226,7 +226,7 @@ async def test_rows_that_cannot_be_read_back_end_the_subscription_and_who_sends(
     await until(lambda: not files(tmp_path))
 
 
-async def test_a_defect_on_the_way_to_the_disk_is_heard_of(spooling, monkeypatch) -> None:
+async def test_a_defect_on_the_way_to_the_disk_fails_the_reader(spooling, monkeypatch) -> None:
     def fail(chunk: Chunk) -> capture_pb2.Captured:
         raise ValueError("by the test")
 

@@ -190,7 +190,7 @@ async def test_an_engine_that_does_not_take_changes_up_delays_no_answer_and_no_r
     two.call.cancel()
 
 
-async def test_where_the_engine_cannot_be_told_rows_are_lost_as_the_policy_says(starter) -> None:
+async def test_rows_are_lost_by_policy_if_the_engine_cannot_be_updated(starter) -> None:
     running = await starter(Broken(hold=Steps()))
     call = await begun(running, "a")
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
@@ -199,7 +199,7 @@ async def test_where_the_engine_cannot_be_told_rows_are_lost_as_the_policy_says(
     assert (await rest(call))[-1].HasField("receipt")
 
 
-async def test_observers_for_whom_there_is_no_room_take_none_of_those_who_came_later(
+async def test_observers_that_do_not_fit_take_no_room_from_later_requests(
     starter,
 ) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=4)))
@@ -310,7 +310,7 @@ async def test_no_change_waits_for_a_sample_that_the_engine_has_released(starter
     assert not backend.changes
 
 
-async def test_a_request_that_never_ran_has_no_end_for_who_was_never_told_of_it(starter) -> None:
+async def test_a_request_that_never_ran_has_no_end_for_readers_that_never_saw_it(starter) -> None:
     running = await starter()
     admitted = await admit(request(request_id="a"), running.manager.admission)
     one = await Subscriber.open(running, opening(by_id("a"), [wanted(0)]))
@@ -345,7 +345,7 @@ async def test_what_was_computed_is_not_looked_at_again(starter) -> None:
     call.cancel()
 
 
-async def test_what_there_is_no_room_for_is_lost_where_nobody_was_told_of_the_request(
+async def test_rows_without_room_are_lost_if_no_reader_saw_the_request(
     starter,
 ) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=6)))
@@ -363,7 +363,7 @@ async def test_what_there_is_no_room_for_is_lost_where_nobody_was_told_of_the_re
     await settled(running)
 
 
-async def test_that_a_subscription_has_left_is_heard_once(starter) -> None:
+async def test_the_end_of_a_subscription_is_handled_once(starter) -> None:
     running = await starter(ScriptedBackend(hold=Steps()))
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     call = await begun(running, "a")

@@ -100,7 +100,7 @@ async def test_rows_that_are_lost_are_counted_and_said(starter, policy) -> None:
     assert (end.row_count, end.dropped_row_count) == (len(kept), len(lost))
 
 
-async def test_rows_that_find_no_room_in_the_engine_are_lost_and_the_request_runs(starter) -> None:
+async def test_rows_that_do_not_fit_into_the_engine_are_lost_and_the_request_runs(starter) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=2)))
     one = await Subscriber.open(
         running,
@@ -170,7 +170,7 @@ async def test_what_is_wrong_is_refused_by_field(running, wish, reason, field) -
     assert (refusal.reason, refusal.field) == (reason, field)
 
 
-async def test_too_little_room_is_refused_with_the_least_that_works(running) -> None:
+async def test_too_little_credit_or_buffer_is_refused_with_the_least_that_works(running) -> None:
     for room, least in [({"credit": 1}, ROW), ({"buffer_bytes": 1}, 2 * ROW)]:
         one = Subscriber(running)
         await one.call.write(Message(open=opening(EVERY, [wanted(0, 1)], **room)))
@@ -179,7 +179,7 @@ async def test_too_little_room_is_refused_with_the_least_that_works(running) -> 
     await Subscriber.open(running, opening(EVERY, [wanted(0, 1)], 16, buffer_bytes=2 * ROW))
 
 
-async def test_wrong_words_end_the_call_and_not_the_subscription(running) -> None:
+async def test_invalid_messages_end_the_call_and_not_the_subscription(running) -> None:
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     for message, field in [
         (Message(ack={"sequence": 99}), "ack.sequence"),

@@ -162,9 +162,7 @@ async def test_an_observer_that_may_lose_no_row_fails_where_it_misses_a_request(
     assert "too many subscriptions" in refusal.message
 
 
-async def test_an_observer_that_would_cut_a_request_to_pieces_misses_it(
-    starter, monkeypatch
-) -> None:
+async def test_an_observer_that_would_fragment_a_request_misses_it(starter, monkeypatch) -> None:
     monkeypatch.setattr(observed, "OBSERVER_SPANS", 3)
     running = await starter()
     every_other = selector(*[window(2 * n, 2 * n + 1) for n in range(2)], generated(2, 3))

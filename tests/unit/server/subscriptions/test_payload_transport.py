@@ -246,7 +246,7 @@ async def test_rows_in_another_type_are_those_that_come_inside_messages(running)
     assert inline(one) == 0
 
 
-async def test_a_client_of_another_host_is_told_so_and_gets_every_row(running) -> None:
+async def test_a_client_of_another_host_gets_the_reason_and_every_row(running) -> None:
     one = await shared(running, namespace="some-boot-id:5")
     opened = one.events[0].opened
     assert not opened.HasField("shared_memory")
@@ -277,7 +277,9 @@ async def test_a_server_without_shared_memory_says_so_and_sends_every_row(
     assert rows_of(one.events) == expected("a", 0, 1)
 
 
-async def test_rows_that_find_no_room_come_inside_messages(running, monkeypatch) -> None:
+async def test_rows_that_do_not_fit_into_shared_memory_come_inside_messages(
+    running, monkeypatch
+) -> None:
     one = await shared(running)
     await proven(running, one)
     arena = running.manager.subscriptions.named(one.name, "").transport.arena

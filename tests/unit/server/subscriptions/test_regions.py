@@ -43,7 +43,7 @@ def test_regions_are_those_of_a_row_of_pages(steps: list[int]) -> None:
 
 
 @given(st.lists(st.integers(1, 3 * PAGE), min_size=1, max_size=40), st.integers(1, 3))
-def test_what_is_given_back_in_order_makes_room_for_ever(sizes: list[int], kept: int) -> None:
+def test_regions_freed_in_order_can_be_reserved_for_ever(sizes: list[int], kept: int) -> None:
     """As acknowledgements do: at most `kept` chunks of at most 3 pages at a time."""
     regions = Regions(0, PAGE * 3 * 2 * (kept + 1))
     held: list[int] = []

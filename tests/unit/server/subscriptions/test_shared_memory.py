@@ -88,7 +88,7 @@ async def test_what_is_placed_lies_where_its_ref_says(arena: Arena) -> None:
     assert data == bytes(number % 251 for number in range(1000))
 
 
-async def test_room_that_is_full_is_an_answer_and_comes_again(arena: Arena) -> None:
+async def test_a_full_arena_is_reported_and_has_space_again_later(arena: Arena) -> None:
     placed = []
     while (offset := await arena.place(MIB)) is not None:
         placed.append(offset)

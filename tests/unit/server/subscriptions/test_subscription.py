@@ -115,7 +115,7 @@ async def test_a_request_that_did_not_begin_does_not_keep_a_subscription_open() 
     assert one.ended
 
 
-async def test_a_client_hears_how_long_it_is_waited_for(starter) -> None:
+async def test_a_client_gets_the_resume_window(starter) -> None:
     running = await starter(resume_window=7.5)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
     assert one.events[0].opened.resume_window.ToMilliseconds() == 7500
@@ -131,7 +131,7 @@ async def test_a_request_that_was_refused_is_not_named(running) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["its client waits", "its client left"])
-async def test_a_slow_sink_keeps_no_room_of_the_engine(starter, monkeypatch, leaves) -> None:
+async def test_a_slow_sink_keeps_no_capacity_of_the_engine(starter, monkeypatch, leaves) -> None:
     running, sink = await with_slow(starter, monkeypatch, "finish")
     running.manager.admission_queue._capacity = sites_with(capture_rows=40).capacity
     call = running.client.generation.Generate(
