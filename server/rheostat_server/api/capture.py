@@ -1,4 +1,4 @@
-"""CaptureService: rows of requests that others run, sinks and what they wrote."""
+"""CaptureService: subscriptions to rows of requests, sinks and their artifacts."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -17,7 +17,7 @@ _pb = capture_service_pb2
 
 _ARTIFACT_BYTES = 512
 _SITE_BYTES = 16
-"""What an artefact, and a site of it, count for in an answer, about."""
+"""Approximate bytes of an artifact, and of one of its sites, in an answer."""
 
 
 class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
@@ -32,7 +32,7 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         request_iterator: AsyncIterator[capture_service_pb2.SubscribeRequest],
         context: Context,
     ) -> AsyncGenerator[capture_service_pb2.SubscribeResponse, None]:
-        """Rows as they are made."""
+        """Streams rows while requests run."""
         try:
             manager = self._readiness.manager()
         except WarmingUp:
@@ -67,7 +67,7 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
     async def GetArtifacts(
         self, request: capture_service_pb2.GetArtifactsRequest, context: Context
     ) -> capture_service_pb2.GetArtifactsResponse:
-        """What sinks wrote for a request."""
+        """The artifacts that sinks wrote for a request."""
         sinks = self._readiness.manager().sinks
         if not request.request_id:
             raise MissingField("a request id is required", field="request_id")
@@ -91,7 +91,7 @@ def _artifact_size(found: Found) -> int:
 
 
 def _artifact_key(token: str) -> ArtifactKey:
-    """The last artefact of the page before."""
+    """The last artifact of the previous page."""
     sink, path, offset = from_token(token, 3)
     if not (offset.isascii() and offset.isdecimal()) or len(offset) > 20:
         raise no_token()

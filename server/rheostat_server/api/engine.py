@@ -1,4 +1,4 @@
-"""EngineService: what this server is, how it fares, and its end."""
+"""EngineService: the model, statistics, and the end of the server."""
 
 import time
 
@@ -102,7 +102,7 @@ def _seconds(duration: duration_pb2.Duration) -> float:
 
 
 def _leaked(manager: RequestManager, workers: WorkerStats) -> int:
-    """What is still held although no request is there to hold it."""
+    """Resources that are still reserved although there is no request."""
     if manager.open_requests:
         return 0
     held = manager.ledger.requests + manager.store.pins + manager.runs.making + manager.budget.used

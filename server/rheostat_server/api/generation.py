@@ -21,7 +21,7 @@ from rheostat_wire.v1 import (
 _pb = generation_service_pb2
 
 _TOKEN_BYTES = 32
-"""What `offload` counts for a token of an answer."""
+"""Bytes that `offload` counts for a token of an answer."""
 
 
 class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
@@ -53,7 +53,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         request_iterator: AsyncIterator[generation_service_pb2.SessionRequest],
         context: Context,
     ) -> AsyncGenerator[generation_service_pb2.SessionResponse, None]:
-        """Runs one request that its client may change meanwhile."""
+        """Runs one request whose steering its client may change."""
         manager = self._readiness.manager()
         begun = False
         try:
@@ -68,7 +68,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
     async def Explain(
         self, request: generation_service_pb2.ExplainRequest, context: Context
     ) -> generation_service_pb2.ExplainResponse:
-        """What a request would do."""
+        """Describes what a request would do."""
         manager = self._readiness.manager()
         if not request.HasField("request"):
             raise MissingField("a request is required", field="request")

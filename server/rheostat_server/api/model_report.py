@@ -1,4 +1,4 @@
-"""GetModel's answer: what can be done where, and where not, why."""
+"""GetModel's answer: which ops and captures each site supports, and why others are refused."""
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -63,7 +63,7 @@ def build_version() -> str:
 
 
 def _features(manager: RequestManager) -> list[engine_service_pb2.Feature.ValueType]:
-    """What is served: always, and because of how the server was started."""
+    """The features that are always served, and those that the configuration enables."""
     optional = {
         _pb.FEATURE_SINKS: bool(manager.sinks.listed()),
         _pb.FEATURE_SPILL: manager.spill_manager is not None,
@@ -83,7 +83,7 @@ def _groups(sites: ModelSites) -> list[engine_service_pb2.SiteGroup]:
 
 
 class _Alike(NamedTuple):
-    """What the layers of a group have in common."""
+    """The properties that the layers of a group share."""
 
     refusal: str
     """Why they are refused; empty if they are served."""
@@ -94,7 +94,7 @@ class _Alike(NamedTuple):
 
 
 def _alike(sites: ModelSites, point: Point) -> dict[_Alike, list[int]]:
-    """The point's layers by what they have in common."""
+    """The layers of a point, grouped by their properties."""
     found: dict[_Alike, list[int]] = {}
     for layer in range(sites.num_layers):
         site = Site(point, layer)

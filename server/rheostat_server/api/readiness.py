@@ -1,4 +1,4 @@
-"""Whether the server serves: the one place that services ask for their manager.
+"""Whether the server serves. Services get the manager of requests here.
 
 Invariant: health says SERVING exactly while `manager` would not raise and requests are admitted.
 """
@@ -18,14 +18,14 @@ _LOG = logging.getLogger(__name__)
 _WARM_UP_RETRY = 5.0
 
 LOST_GRACE = 5.0
-"""Seconds for which a server whose engine is lost still answers that it is."""
+"""Seconds for which a server whose engine is lost still reports this to clients."""
 
 
 class Readiness:
     """State of a server: warming up, serving, draining or lost."""
 
     def __init__(self, set_health: Callable[[int], None]) -> None:
-        """A server that warms up.
+        """Makes the state of a server that warms up.
 
         Args:
             set_health: sets what health checks answer: a `HealthCheckResponse.ServingStatus`.
@@ -41,7 +41,7 @@ class Readiness:
         self._set(HealthCheckResponse.NOT_SERVING)
 
     async def serve(self, manager: RequestManager) -> None:
-        """Takes the manager in; health says SERVING."""
+        """Uses a manager; health says SERVING."""
         self._manager = manager
         manager.start(self._lose)
         self._set(HealthCheckResponse.SERVING)
@@ -53,7 +53,7 @@ class Readiness:
         return self._manager.lost if self._manager is not None else ""
 
     def manager(self) -> RequestManager:
-        """The engine's manager.
+        """The manager of requests.
 
         Raises:
             WarmingUp: the model is being loaded.
@@ -70,14 +70,14 @@ class Readiness:
         return self._manager
 
     async def drain(self, timeout: float | None) -> Drained:
-        """Admits nothing more, waits for what runs, aborts what still runs after `timeout`."""
+        """Admits no more requests, waits for the active ones, and aborts them after `timeout`."""
         self._set(HealthCheckResponse.NOT_SERVING)
         if self._manager is None:
             return Drained(0, 0)
         return await self._manager.drain(timeout)
 
     async def drain_and_end(self, timeout: float | None) -> Drained:
-        """Drains, then ends the server; once begun it does both whoever stops waiting for it.
+        """Drains, then ends the server. Both happen even if the caller is cancelled.
 
         A server whose engine is lost ends too.
 
@@ -97,7 +97,7 @@ class Readiness:
             self.end()
 
     def end(self) -> None:
-        """Tells whoever runs the server to end it."""
+        """Makes `run` end the server."""
         self.ended.set()
 
     def _lose(self) -> None:
@@ -105,10 +105,10 @@ class Readiness:
         self._losing = asyncio.create_task(self._end_without_engine())
 
     async def _end_without_engine(self) -> None:
-        """Ends the server once its clients had time to read why.
+        """Ends the server once its clients had time to read the reason.
 
-        No engine can be started in this process again, so a server that stayed would keep its
-        supervisor from starting another.
+        This process cannot start another engine. If it stayed, its supervisor would not start
+        another server.
         """
         self._set(HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(LOST_GRACE)

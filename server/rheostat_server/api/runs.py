@@ -20,7 +20,7 @@ _pb = run_service_pb2
 
 _SITE_BYTES = 16
 _TOKEN_BYTES = 4
-"""What a site and a token of a run count for, about."""
+"""Approximate bytes of a site and of a token of a run in an answer."""
 
 
 class RunService(run_service_pb2_grpc.RunServiceServicer):
@@ -33,7 +33,7 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
     async def ListRuns(
         self, request: run_service_pb2.ListRunsRequest, context: Context
     ) -> run_service_pb2.ListRunsResponse:
-        """What is stored."""
+        """Lists the stored runs."""
         runs = self._readiness.manager().runs
         after = _number(request.page_token) if request.page_token else 0
         found, more = runs.page(after, page_size(request.page_size))
@@ -65,7 +65,7 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
 
 
 def _weight(run: Run) -> int:
-    """Bytes of its message, about."""
+    """Approximate bytes of its message."""
     tokens = len(run.prompt_token_ids) + len(run.positions)
     return _SITE_BYTES * len(run.sites) + _TOKEN_BYTES * tokens + 512
 
@@ -93,7 +93,7 @@ def _timestamp(moment: float) -> timestamp_pb2.Timestamp:
 
 
 def _number(token: str) -> int:
-    """The number of the last run of the page before."""
+    """The number of the last run of the previous page."""
     (number,) = from_token(token, 1)
     if not (number.isascii() and number.isdecimal()) or len(number) > 18:
         raise no_token()

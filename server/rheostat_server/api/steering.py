@@ -1,4 +1,4 @@
-"""SteeringService: the store of vectors, and server-wide steering."""
+"""SteeringService: stored vectors, and server-wide steering."""
 
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -50,7 +50,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     async def ListVectors(
         self, request: steering_service_pb2.ListVectorsRequest, context: Context
     ) -> steering_service_pb2.ListVectorsResponse:
-        """What is stored."""
+        """Lists the stored vectors."""
         validation.text_bytes(request.name_prefix, ID_BYTES, "name_prefix")
         store = self._readiness.manager().store
         after = _key(request.page_token) if request.page_token else FIRST
@@ -67,7 +67,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     async def GetVector(
         self, request: steering_service_pb2.GetVectorRequest, context: Context
     ) -> AsyncGenerator[steering_service_pb2.GetVectorResponse, None]:
-        """One vector: a header, then chunks."""
+        """Sends one vector: a header, then chunks."""
         store = self._readiness.manager().store
         kind = validation.required(request.WhichOneof("ref"), "", "digest and name")
         name, digest = request.name, request.digest
@@ -85,7 +85,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     async def SetName(
         self, request: steering_service_pb2.SetNameRequest, context: Context
     ) -> steering_service_pb2.SetNameResponse:
-        """Puts a name on a vector that is stored."""
+        """Puts a name on a stored vector."""
         manager = self._readiness.manager()
         validation.matches(request.name, validation.VECTOR_NAME, "name")
         _check_digest(request.digest, "digest")
@@ -105,7 +105,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     async def DeleteName(
         self, request: steering_service_pb2.DeleteNameRequest, context: Context
     ) -> steering_service_pb2.DeleteNameResponse:
-        """Takes a name off its vector."""
+        """Deletes a name."""
         persistent_vectors = self._readiness.manager().persistent_vectors
         validation.matches(request.name, validation.VECTOR_NAME, "name")
         digest = await persistent_vectors.delete_name(request.name, "name")
@@ -114,7 +114,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     async def DeriveVectors(
         self, request: steering_service_pb2.DeriveVectorsRequest, context: Context
     ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
-        """Makes vectors of two sets of prompts."""
+        """Derives vectors from two sets of prompts."""
         events = self._derivations.derive(request, self._readiness.manager())
         async with aclosing(events) as responses:
             async for response in responses:
@@ -162,7 +162,7 @@ async def _store(upload: Upload, manager: RequestManager) -> steering_service_pb
 
 
 def _detached(sites: types_pb2.SiteSet) -> types_pb2.SiteSet:
-    """A copy, because a part of a message keeps all of the message in memory."""
+    """A copy, because a reference to a part of a message keeps the whole message in memory."""
     copy = types_pb2.SiteSet()
     copy.CopyFrom(sites)
     return copy
@@ -198,7 +198,7 @@ def _token(last: Entry) -> str:
 
 
 def _key(token: str) -> Key:
-    """The last line of the page before."""
+    """The last entry of the previous page."""
     name, digest = from_token(token, 2)
     try:
         return Key(name, bytes.fromhex(digest))

@@ -1,9 +1,9 @@
-"""Selectors that are resolved against many prompts: what no prompt changes is worked out once.
+"""Selectors that are resolved against many prompts: work that no prompt changes is done once.
 
-Why: a subscription's selectors are resolved for every request that it observes, while that request
-is admitted. Its client must not be able to make that slow for everybody.
+Why: a subscription's selectors are resolved during the admission of every request that it observes.
+Its client must not be able to slow the admission of other requests.
 
-Invariant: the selection is that of `resolve_selector` in a lenient context, or none at all.
+Invariant: the selection equals that of `resolve_selector` in a lenient context, or is refused.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 _FEW = 32
-"""Windows up to which plain Python is quicker."""
+"""Up to this many windows, plain Python is faster than numpy."""
 
 
 class TooFragmented(Exception):
@@ -36,14 +36,14 @@ class _Window(NamedTuple):
     end: int
     end_from_end: bool
     of_prompt: bool
-    """Whether it selects nothing where the prompt lacks some of it."""
+    """Whether it selects nothing if the prompt does not have all of it."""
 
 
 class PreparedSelector:
-    """A selector that `resolve_selector` has taken in a lenient context."""
+    """A selector that `resolve_selector` has accepted in a lenient context."""
 
     def __init__(self, selector: selector_pb2.Selector) -> None:
-        """Works out what no prompt changes."""
+        """Does the work that no prompt changes."""
         self._includes = bool(selector.include)
         self._include, self._exclude = _Side(selector.include), _Side(selector.exclude)
         self._barred = tuple(sorted(self._exclude.ids))
@@ -61,14 +61,14 @@ class PreparedSelector:
         return spans + prompt_len // 2 if self.reads_tokens else spans
 
     def resolve(self, context: SelectionContext, most: int) -> Selection:
-        """The tokens of a request that it selects.
+        """Resolves the selector for a request.
 
         Args:
             context: the request.
             most: spans that the selection may have.
 
         Raises:
-            TooFragmented: it has more.
+            TooFragmented: the selection has more spans.
         """
         include = EVERYTHING.spans
         if self._includes:
@@ -105,10 +105,10 @@ class _Side:
         return len(self._windows)
 
     def spans(self, context: SelectionContext, most: int) -> Spans:
-        """The positions in a request, the prompt's tokens by id too.
+        """The positions in a request, with the prompt's tokens that are selected by id.
 
         Raises:
-            TooFragmented: these tokens alone are more spans than `most`.
+            TooFragmented: these tokens alone have more spans than `most`.
         """
         found = self._resolved(context) if len(self._windows) > _FEW else self._one_by_one(context)
         if self.ids:

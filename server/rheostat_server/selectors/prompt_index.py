@@ -1,6 +1,6 @@
-"""Where a prompt's tokens and texts are: made once per prompt, however many ranges ask.
+"""Finds tokens and texts in a prompt, for all ranges of a request.
 
-Invariant: a text is searched for once, and no answer goes over all tokens in plain Python.
+Invariant: each text is searched once, and no search iterates over all tokens in plain Python.
 """
 
 import re
@@ -19,15 +19,15 @@ from rheostat_server.selectors.spans import runs
 Places = npt.NDArray[np.int64]
 
 _TEXTS = 1024
-"""Texts whose occurrences are remembered."""
+"""Texts whose occurrences are cached."""
 
 
 _MATCH = 128
-"""Characters that a search goes over in the time that an occurrence takes."""
+"""An occurrence costs as much time as searching this many characters."""
 
 
 class SearchTooLong(Exception):
-    """The texts that were looked for go over more characters than they may."""
+    """The searches of a request exceed their limit of characters."""
 
 
 class PromptIndex:
@@ -42,7 +42,7 @@ class PromptIndex:
 
     @property
     def has_places(self) -> bool:
-        """Whether texts can be found: the prompt's text and where its tokens stand are known."""
+        """Whether texts can be found, because the prompt's text and offsets are known."""
         return self._prompt.text is not None and self._prompt.offsets is not None
 
     def tokens(self, ids: Iterable[int]) -> Spans:
@@ -50,21 +50,21 @@ class PromptIndex:
         return runs(self.positions(np.fromiter(ids, np.int64)))
 
     def positions(self, ids: Places) -> Places:
-        """The same, ascending and one by one."""
+        """The positions of tokens with these ids, ascending."""
         wanted = np.zeros(self._vocabulary, dtype=np.bool_)
         wanted[ids] = True
         return np.flatnonzero(wanted[self._ids])
 
     def occurrences(self, text: str) -> Places:
-        """Where a text begins in the prompt's, ascending; occurrences do not overlap.
+        """The offsets at which a text begins in the prompt, ascending. Occurrences do not overlap.
 
         Raises:
-            SearchTooLong: too much was searched already.
+            SearchTooLong: the searches of this request exceed their limit.
         """
         return self._occurrences(text)
 
     def holding(self, start: int, end: int) -> tuple[int, int] | None:
-        """The tokens that hold some of the characters [start, end): from the first to the last."""
+        """The tokens, from the first to the last, that contain some characters of [start, end)."""
         starts, ends, reached, ahead = self._places
         first = int(np.searchsorted(reached, start, side="right"))
         past = int(np.searchsorted(ahead, end, side="left"))
@@ -86,10 +86,10 @@ class PromptIndex:
 
     @cached_property
     def _places(self) -> tuple[Places, Places, Places, Places]:
-        """Where each token's characters begin and end, and bounds of that.
+        """The start and the end of each token in the text, and two ascending bounds.
 
-        The bounds are the furthest end up to each token and the first beginning from each token on.
-        They ascend, though special tokens stand at 0 wherever they are.
+        The bounds are the largest end up to each token, and the least start from each token on.
+        They are needed because special tokens have the offset 0 wherever they are.
         """
         assert self._prompt.offsets is not None
         flat = np.fromiter(chain.from_iterable(self._prompt.offsets), np.int64)

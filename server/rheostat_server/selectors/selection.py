@@ -1,8 +1,8 @@
-"""Selectors resolved against a prompt: positions, and conditions on the tokens that are generated.
+"""Resolves selectors against a prompt: to positions, and to conditions on generated tokens.
 
-Invariant: what is selected depends on positions and tokens alone, never on schedule. Includes
-unite, excludes subtract and win, an absent selector is every token. The prompt's tokens are known,
-so only generated positions are ever conditional.
+Invariant: a selection depends on positions and tokens alone, never on the schedule. It is the union
+of the includes without the excludes. Without a selector, every token is selected. The prompt's
+tokens are known, so conditions are needed for generated positions only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,34 +33,34 @@ _SHOWN_TEXT = 40
 """Characters of a span's text that an error shows."""
 
 _TYPICAL_PROMPT = 4096
-"""Tokens of the prompt that stands for all those to come, at most."""
+"""The most tokens of the prompt of `typical_context`."""
 
 _TOKEN_BYTES = 4
-"""What `offload` counts for a token that a range may name."""
+"""Bytes that `offload` counts for a token that a range may read."""
 
 
 @dataclass(frozen=True)
 class SelectionContext:
-    """What a selector is resolved against."""
+    """The request in which a selector is resolved."""
 
     prompt: PromptTokens
-    """The prompt; with text and offsets if a span is to be resolved."""
+    """The prompt. It needs its text and offsets if a selector looks for text."""
     max_tokens: int
     """Tokens that may be generated."""
     vocabulary: int
     """Number of token ids."""
     lenient: bool = False
-    """Whether the selector is for whatever prompt comes, as server-wide steering's: windows that
-    the prompt does not have select nothing, and there are no spans of text."""
+    """Whether the selector is written for all prompts, like those of server-wide steering. A window
+    outside the prompt then selects nothing, and spans of text are refused."""
 
     @property
     def prompt_len(self) -> int:
-        """P."""
+        """Number of prompt tokens."""
         return len(self.prompt.token_ids)
 
     @property
     def row_end(self) -> int:
-        """One past the last position that can have a row: the last sampled token has none."""
+        """One past the last position that can have a row. The last generated token has no row."""
         return self.prompt_len + self.max_tokens - 1
 
     @cached_property
@@ -71,16 +71,16 @@ class SelectionContext:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which tokens of a request are selected."""
+    """The selected tokens of a request."""
 
     spans: Spans
-    """Positions, whatever their token."""
+    """Positions that are selected whatever their token is."""
     conditions: tuple[Condition, ...] = ()
-    """Further generated positions, selected only under some tokens; apart from all others."""
+    """Other generated positions that are selected depending on their token. They do not overlap."""
 
     @property
     def span_count(self) -> int:
-        """How many spans it has."""
+        """Number of spans."""
         return len(self.spans) + sum(len(one.spans) for one in self.conditions)
 
     @cached_property
@@ -95,7 +95,7 @@ class Selection:
 
     @cached_property
     def known(self) -> Spans:
-        """Positions that are selected unless a token forbids it."""
+        """Positions that are selected unless they have an excluded token."""
         barred = [one.spans for one in self.conditions if not one.among]
         return joined(self.spans, [span for spans in barred for span in spans])
 
@@ -130,7 +130,7 @@ EVERYTHING = Selection(((0, OPEN_END),))
 
 
 def typical_context(info: ModelInfo) -> SelectionContext:
-    """What stands for the requests to come: windows can't be checked against their prompts."""
+    """A context that stands for future requests, whose prompts are not known yet."""
     length = max(1, min(info.model_tokens // 2, _TYPICAL_PROMPT))
     prompt = PromptTokens((0,) * length, "token_ids", None, None)
     return SelectionContext(
@@ -141,11 +141,11 @@ def typical_context(info: ModelInfo) -> SelectionContext:
 def resolve_selector(
     selector: selector_pb2.Selector, context: SelectionContext, path: str
 ) -> Selection:
-    """The tokens of a selector that is present.
+    """Resolves a selector.
 
     Raises:
         InvalidArgument: a range is malformed, empty or not in the prompt.
-        NotSupported: where the prompt's tokens stand in its text is not known.
+        NotSupported: the offsets of the prompt's tokens are not known.
     """
     if not selector.include and not selector.exclude:
         raise EmptySelector("a selector needs at least one range", field=path)
@@ -173,14 +173,14 @@ def combine(
     among: tuple[int, ...],
     prompt_len: int,
 ) -> Selection:
-    """The tokens that includes hold and excludes don't.
+    """The tokens that are included and not excluded.
 
     Args:
-        include: positions that are included, those of the prompt's tokens by id too.
-        exclude: positions that are excluded, likewise.
+        include: included positions, with the prompt's tokens that are included by id.
+        exclude: excluded positions, likewise.
         barred: ids of generated tokens that are excluded, ascending.
-        among: ids of generated tokens that are included wherever they come, ascending.
-        prompt_len: P.
+        among: ids of generated tokens that are included at any position, ascending.
+        prompt_len: number of prompt tokens.
     """
     if not (exclude or barred or among):
         return Selection(include)
@@ -203,13 +203,13 @@ def needs_text(selector: selector_pb2.Selector) -> bool:
 
 
 def selector_work(selectors: Sequence[selector_pb2.Selector], context: SelectionContext) -> int:
-    """Bytes that resolving selectors goes over: each range may name any token of the prompt."""
+    """Bytes that `offload` counts for resolving selectors: each range may read the whole prompt."""
     ranges = sum(len(one.include) + len(one.exclude) for one in selectors)
     return _TOKEN_BYTES * (ranges + 1) * context.prompt_len
 
 
 class _Union(NamedTuple):
-    """What ranges name: positions, and ids of generated tokens."""
+    """The union of ranges: positions, and ids of generated tokens."""
 
     spans: Spans
     ids: frozenset[int]
@@ -232,7 +232,7 @@ def _unite(ranges: Sequence[selector_pb2.Range], context: SelectionContext, path
 def _resolve_range(
     one: selector_pb2.Range, context: SelectionContext, path: str, seen: set[int]
 ) -> Iterator[tuple[int, int]]:
-    """The spans of a range; token ids have none and join `seen`."""
+    """Yields the spans of a range. Token ids are added to `seen` instead."""
     kind = validation.required(
         one.WhichOneof("kind"), path, "phase, positions, generated, token_ids and text"
     )
@@ -273,7 +273,7 @@ _NOTHING = (0, 0)
 
 
 def _no_window(start: int, end: int, context: SelectionContext) -> tuple[str, str] | None:
-    """The field concerned and why a window holds no row of the prompt; None if it holds some."""
+    """The field and the reason if a window has no row of the prompt; None if it has rows."""
     length = context.prompt_len
     for name, value in (("start", start), ("end", end)):
         if value < -length:

@@ -1,7 +1,7 @@
-"""Sites on the wire and in the engine.
+"""Converts sites of messages to sites of the engine.
 
-A SiteSet is every combination of its points with its layers, by layer, then point. Two of its names
-may be one site (resid_post L, resid_pre L+1); the engine knows it by one index.
+A SiteSet is every combination of its points with its layers, by layer, then point. Two names may be
+one site (resid_post L, resid_pre L+1), which has one index in the engine.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def to_wire(site: Site) -> types_pb2.Site:
 
 
 def write_site(message: types_pb2.Site, site: Site) -> None:
-    """Makes an empty message name a site: quicker than to copy the message of `to_wire`."""
+    """Writes a site into an empty message. This is faster than copying `to_wire`'s message."""
     message.point, message.layer = _WIRE_POINTS[site.point], site.layer
 
 
@@ -78,20 +78,20 @@ def resolve_sites(sites: types_pb2.SiteSet, model: ModelSites, path: str) -> Sit
 
 
 def refuse_what_is_no_stream(selection: SiteSelection, path: str) -> None:
-    """Refuses a set that holds what is no part of the stream.
+    """Refuses sites that are not part of the residual stream.
 
     Raises:
-        NotSupported: it does.
+        NotSupported: the set has such a site.
     """
     if any(site.point is Point.ROUTER_LOGITS for site in selection.sites):
         raise NotSupported(NO_STREAM, field=path)
 
 
 def refuse_double_names(selection: SiteSelection, path: str) -> None:
-    """Refuses a set that holds one site under both of its names, where it would act twice.
+    """Refuses a set that has one site under two names, because an op would act on it twice.
 
     Raises:
-        InvalidValue: it does.
+        InvalidValue: the set has such a site.
     """
     seen: dict[int, Site] = {}
     for site in selection.sites:
@@ -140,10 +140,10 @@ def _layers(sites: types_pb2.SiteSet, count: int, path: str) -> tuple[int, ...]:
 
 
 def refuse_unknown_layers(sites: types_pb2.SiteSet, count: int, path: str) -> None:
-    """Refuses a set that names a layer which a model of ``count`` layers lacks.
+    """Refuses layers that a model with `count` layers does not have.
 
     Raises:
-        UnknownLayer: it does.
+        UnknownLayer: the set names such a layer.
     """
     for index, layer in enumerate(sites.list.layers):
         if layer >= count:
@@ -199,15 +199,15 @@ def _label(site: Site) -> str:
 
 
 def of_routers(sites: Sequence[Site]) -> bool:
-    """Whether some of them are no part of the stream."""
+    """Whether some sites are routers, which are not part of the residual stream."""
     return any(site.index >= ROUTERS for site in sites)
 
 
 def width_of(sites: Sequence[Site], model: ModelSites, path: str) -> int:
-    """How many values every row of a capture has.
+    """The number of values of a row at these sites.
 
     Raises:
-        InvalidValue: they have different numbers of them.
+        InvalidValue: the sites have different widths.
     """
     widths = {model.width_of(site): site for site in sites}
     if len(widths) > 1:

@@ -1,7 +1,7 @@
 """Sets of positions as spans: half-open [start, end), ascending, disjoint, not touching.
 
-Invariant: equal sets are equal tuples. A prompt may have a hundred thousand spans: whatever goes
-over all of them does so in numpy.
+Invariant: equal sets are equal tuples. A prompt may have a hundred thousand spans, so functions
+that iterate over all of them use numpy.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,11 +20,11 @@ Positions = npt.NDArray[np.integer]
 _START, _END = itemgetter(0), itemgetter(1)
 
 _FEW = 32
-"""Spans up to which plain Python is quicker."""
+"""Up to this many spans, plain Python is faster than numpy."""
 
 
 class Edges(NamedTuple):
-    """Where spans begin and end."""
+    """The starts and ends of spans."""
 
     starts: npt.NDArray[np.int64]
     """One per span."""
@@ -44,7 +44,7 @@ def edges(spans: Sequence[tuple[int, int]]) -> Edges:
 
 
 def united(spans: Iterable[tuple[int, int]]) -> Spans:
-    """The union of any spans, in any order. Empty ones vanish."""
+    """The union of spans in any order. Empty spans are removed."""
     some = [span for span in spans if span[0] < span[1]]
     if len(some) > _FEW:
         return _united(edges(some)).spans
@@ -58,7 +58,7 @@ def united(spans: Iterable[tuple[int, int]]) -> Spans:
 
 
 def joined(spans: Spans, others: Sequence[tuple[int, int]]) -> Spans:
-    """The union of spans and any others."""
+    """The union of spans, and of others in any order."""
     if not others:
         return spans
     apart = bisect_left(spans, min(map(_START, others)), key=_END)
@@ -66,7 +66,7 @@ def joined(spans: Spans, others: Sequence[tuple[int, int]]) -> Spans:
 
 
 def subtracted(spans: Spans, holes: Spans) -> Spans:
-    """The spans less the holes."""
+    """The spans without the holes."""
     if not spans or not holes:
         return spans
     around = (0, *(edge for hole in holes for edge in hole), OPEN_END)
@@ -104,7 +104,7 @@ def runs(positions: Positions) -> Spans:
 
 
 def length(spans: Spans) -> int:
-    """How many positions spans hold."""
+    """The number of positions of spans."""
     return sum(end - start for start, end in spans)
 
 

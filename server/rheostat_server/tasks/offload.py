@@ -13,11 +13,11 @@ R = TypeVar("R")
 
 
 async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Does `work` at once if it concerns few bytes, otherwise on a thread.
+    """Calls `work` directly if it processes few bytes, otherwise on a thread.
 
     Args:
-        size: bytes that the work goes over.
-        work: a function that touches nothing that the event loop owns.
+        size: bytes that the work processes.
+        work: a function that uses no state of the event loop.
         *args: its arguments.
         **kwargs: its keyword arguments.
     """
@@ -27,11 +27,11 @@ async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kw
 
 
 async def on_pool(pool: Executor, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Does what may wait for somebody, such as a disk, on threads that nothing else waits for.
+    """Calls `work`, which may block, for example on a disk, on threads of its own.
 
     Args:
-        pool: these threads.
-        work: a function that touches nothing that the event loop owns.
+        pool: the threads.
+        work: a function that uses no state of the event loop.
         *args: its arguments.
         **kwargs: its keyword arguments.
     """

@@ -1,9 +1,9 @@
-"""One question to the engine, asked once for all who want its answer.
+"""A query of the engine whose answer is shared by all callers.
 
-Why: a question is a collective call, for which every worker waits between two steps. Without this
+Why: a query is a collective call, for which every worker waits between two steps. Without this
 class, each call of `GetStats` would delay a step of every request.
 
-Invariant: at most one call is in flight, whatever the number of callers.
+Invariant: at most one call runs, whatever the number of callers.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class SharedQuery(Generic[T]):
-    """A question whose answer is shared and kept for a moment. Lives on the event loop."""
+    """A query whose answer is kept for a moment. Used on the event loop alone."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]], *, keep: float) -> None:
-        """Nothing has been asked.
+        """There is no answer yet.
 
         Args:
-            ask: asks the engine.
+            ask: queries the engine.
             keep: seconds for which an answer may be given to later callers.
         """
         self._ask = ask
@@ -29,12 +29,12 @@ class SharedQuery(Generic[T]):
         self._kept_until = 0.0
         self._running: asyncio.Task[T] | None = None
         self._outdated: asyncio.Task[T] | None = None
-        """The call in flight, if it began before the last `expire`."""
+        """The running call, if it began before the last `expire`."""
         self._next: asyncio.Task[T] | None = None
-        """Runs after the call in flight, for those who want an answer that began later."""
+        """Runs after the running call, for callers that need an answer to a later call."""
 
     async def recent(self) -> T:
-        """The kept answer, or that of the call in flight, or of a new one.
+        """The kept answer, or the answer of the running call, or of a new call.
 
         Raises:
             EngineLost: the engine is gone.
@@ -46,7 +46,7 @@ class SharedQuery(Generic[T]):
         return await asyncio.shield(self._running)
 
     async def fresh(self) -> T:
-        """The answer of a call that begins after this one. Later callers share it until it begins.
+        """The answer of a call that begins from now on. Callers share it until it begins.
 
         Raises:
             EngineLost: the engine is gone.
@@ -59,7 +59,7 @@ class SharedQuery(Generic[T]):
         return await asyncio.shield(self._next)
 
     def expire(self) -> None:
-        """Lets `recent` give no answer of a call that began before now."""
+        """From now on, `recent` returns no answer of a call that began earlier."""
         self._answer = None
         self._outdated = self._running
 
@@ -81,7 +81,7 @@ class SharedQuery(Generic[T]):
 
 
 def _started(call: Coroutine[None, None, T]) -> asyncio.Task[T]:
-    """A task whose error is never reported as unread: those who asked may be gone by then."""
+    """Starts a task. Its error is never logged as unread, because its callers may have ended."""
     task = asyncio.create_task(call)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
