@@ -270,7 +270,7 @@ def test_memory_that_changed_under_a_reader_is_damage(running, subscriber):
         until(lambda: placed(running, subscription))
         until(lambda: subscription._state._queued_bytes)
         arena = arena_of(running, subscription)
-        arena.room(mmap.PAGESIZE, 64)[:] ^= 255
+        arena.view(mmap.PAGESIZE, 64)[:] ^= 255
         with pytest.raises(rheostat.DataLoss, match="CRC-32C differs"):
             until_ends(subscription)
     assert running.ask(len) == 0
