@@ -1,5 +1,6 @@
-"""Plugins of somebody else, in every way that one can be broken."""
+"""Sinks of somebody else: broken in every way, or slow; and captures that go to them."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 
@@ -14,9 +15,14 @@ from rheostat_server.sinks import (
     Sinks,
     State,
     Target,
+    registry,
 )
 from rheostat_server.sinks.conformance import COMPLETE
 from rheostat_server.sinks.samples import blocks
+from rheostat_wire.v1 import capture_pb2
+
+from .messages import site_set
+from .subscribers import POST
 
 
 class Broken:
@@ -60,6 +66,49 @@ class Broken:
         self._do("close")
 
 
+class Slow:
+    """A sink that waits at one of its calls until its gate is opened."""
+
+    layouts: Sequence[Layout] = ()
+    options: Mapping[str, str] = {}
+    pending: Sequence[str] = ()
+    at = ""
+    made: "Slow"
+
+    def __init__(self, name: str, settings: Mapping[str, str]) -> None:
+        self.gate = threading.Event()
+        self.calls: list[str] = []
+        Slow.made = self
+
+    def _do(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.at:
+            self.gate.wait(20)
+
+    def check(self, target: Target) -> None:
+        pass
+
+    def open(self, about: RequestAbout) -> "Slow":
+        self._do("open")
+        return self
+
+    def write(self, block: RowBlock) -> None:
+        self._do("write")
+
+    def finish(self, outcome: Outcome) -> list[Artifact]:
+        self._do("finish")
+        return []
+
+    def abandon(self, error: BaseException) -> None:
+        self._do("abandon")
+
+    def artifacts(self, request_id: str) -> list[Artifact]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
 def failing(**fails: Exception) -> type[Broken]:
     return type("Failing", (Broken,), {"fails": fails})
 
@@ -90,3 +139,17 @@ def recorded(sinks: Sinks, about: RequestAbout) -> list[Artifact]:
     for one in blocks(about):
         recording.write(one)
     return recording.finish(COMPLETE)
+
+
+async def with_slow(starter, monkeypatch, at: str):
+    """A server with such a sink, which waits at the call `at`; and the sink."""
+    monkeypatch.setattr(registry, "entry_points", lambda **_: [Plugin(Slow)])
+    running = await starter(sinks=("mem=theirs",))
+    Slow.made.at = at
+    return running, Slow.made
+
+
+def stored(*layers: int, **fields: object) -> capture_pb2.CaptureSpec:
+    """A capture for a sink."""
+    sink = capture_pb2.SinkTarget(sink_name=fields.pop("sink", "mem"))
+    return capture_pb2.CaptureSpec(sites=site_set(POST, layers=layers or (1,)), sink=sink, **fields)

@@ -7,7 +7,6 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from rheostat_engine import OPEN_END, Point, Released, Rows, Site
@@ -19,23 +18,8 @@ from rheostat_server.errors import CaptureOverflow
 from rheostat_server.selectors.selection import EVERYTHING
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
-from rheostat_wire.v1 import capture_pb2
 
-SITE = Site(Point.RESID_POST, 0)
-CAPTURE = ResolvedCapture((SITE,), EVERYTHING, FloatType.FLOAT32)
-KEY = SequenceKey(0, False)
-WIDTH = 1024
-ROW = 4 * WIDTH
-FAIL, NEWEST, OLDEST = (
-    capture_pb2.OVERLOAD_FAIL,
-    capture_pb2.OVERLOAD_DROP_NEWEST,
-    capture_pb2.OVERLOAD_DROP_OLDEST,
-)
-
-
-def rows(start: int, end: int) -> Rows:
-    positions = np.arange(start, end, dtype=np.int32)
-    return Rows("r", (SITE.index,), positions, np.ones((1, end - start, WIDTH), np.float32))
+from ..row_feeds import CAPTURE, FAIL, KEY, NEWEST, OLDEST, ROW, SITE, rows
 
 
 def unexpected(feed: RowFeed, error: CaptureOverflow) -> None:

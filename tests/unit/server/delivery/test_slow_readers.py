@@ -16,8 +16,7 @@ from rheostat_wire.v1 import capture_pb2, engine_service_pb2, generation_pb2
 from ..conftest import Refusal, Running, narrow, rest
 from ..fakes import INFO, Paced, ScriptedBackend, sites_with
 from ..messages import request, site_set
-from ..requests.test_request_outputs import Slow
-from ..sink_plugins import Plugin
+from ..sink_plugins import Plugin, Slow
 from ..streams import captured, peak, settled, until
 from ..subscribers import POST
 

@@ -2,19 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
 
 import pytest
 
 from rheostat_server.errors import Draining
 from rheostat_server.sinks import (
     Artifact,
-    Layout,
-    Outcome,
     RequestAbout,
-    RowBlock,
     SinkFailed,
-    Target,
     registry,
 )
 from rheostat_server.subscriptions.call import subscribe
@@ -23,7 +18,7 @@ from rheostat_wire.v1 import capture_pb2, capture_service_pb2, generation_servic
 from ..conftest import Refusal, rest
 from ..fakes import ScriptedBackend, sites_with
 from ..messages import capture, request, selector, site_set, window
-from ..sink_plugins import Plugin
+from ..sink_plugins import Plugin, Slow, stored, with_slow
 from ..streams import settled, until
 from ..subscribers import (
     EVERY,
@@ -40,61 +35,6 @@ from ..subscribers import (
 )
 
 LOSING = {"overload": capture_pb2.OVERLOAD_DROP_NEWEST}
-
-
-def stored(*layers: int, **fields: object) -> capture_pb2.CaptureSpec:
-    sink = capture_pb2.SinkTarget(sink_name=fields.pop("sink", "mem"))
-    return capture_pb2.CaptureSpec(sites=site_set(POST, layers=layers or (1,)), sink=sink, **fields)
-
-
-class Slow:
-    """A sink that waits at one of its calls until its gate is opened."""
-
-    layouts: Sequence[Layout] = ()
-    options: Mapping[str, str] = {}
-    pending: Sequence[str] = ()
-    at = ""
-    made: "Slow"
-
-    def __init__(self, name: str, settings: Mapping[str, str]) -> None:
-        self.gate = threading.Event()
-        self.calls: list[str] = []
-        Slow.made = self
-
-    def _do(self, call: str) -> None:
-        self.calls.append(call)
-        if call == self.at:
-            self.gate.wait(20)
-
-    def check(self, target: Target) -> None:
-        pass
-
-    def open(self, about: RequestAbout) -> "Slow":
-        self._do("open")
-        return self
-
-    def write(self, block: RowBlock) -> None:
-        self._do("write")
-
-    def finish(self, outcome: Outcome) -> list[Artifact]:
-        self._do("finish")
-        return []
-
-    def abandon(self, error: BaseException) -> None:
-        self._do("abandon")
-
-    def artifacts(self, request_id: str) -> list[Artifact]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-
-async def with_slow(starter, monkeypatch, at: str):
-    monkeypatch.setattr(registry, "entry_points", lambda **_: [Plugin(Slow)])
-    running = await starter(sinks=("mem=theirs",))
-    Slow.made.at = at
-    return running, Slow.made
 
 
 @pytest.mark.parametrize("at", ["open", "write"])

@@ -23,10 +23,9 @@ from rheostat_wire.v1 import (
 from ..conftest import Refusal, narrow, rest
 from ..fakes import INFO, VOCABULARY, Paced, ScriptedBackend, sites_with
 from ..messages import add, capture, request, site_set
-from ..sink_plugins import Plugin
+from ..sink_plugins import Plugin, Slow
 from ..streams import captured, kinds, peak, settled, tokens, until
 from ..subscribers import POST
-from .test_request_outputs import Slow
 
 KIB = 1 << 10
 UNCOUNTED = 64 * KIB

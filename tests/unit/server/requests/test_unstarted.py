@@ -11,10 +11,9 @@ from rheostat_wire.v1 import capture_pb2, engine_service_pb2, generation_service
 from ..conftest import rest
 from ..fakes import ScriptedBackend, sites_with
 from ..messages import add, capture, request, site_set
-from ..sink_plugins import Plugin, failing
+from ..sink_plugins import Plugin, Slow, failing, with_slow
 from ..streams import settled, until
 from ..subscribers import EVERY, POST, Subscriber, ends_of, generate, opening, wanted
-from .test_request_outputs import Slow, with_slow
 
 Code = grpc.StatusCode
 REFUSE = generation_service_pb2.WHEN_FULL_REFUSE

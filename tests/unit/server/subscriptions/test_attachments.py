@@ -19,8 +19,7 @@ from rheostat_wire.v1 import capture_pb2
 
 from ..conftest import rest
 from ..fakes import ScriptedBackend, sites_with
-from ..messages import capture, request, site_set
-from ..requests.test_late_attachment import (
+from ..late_attachments import (
     INLINE,
     OWN,
     Steps,
@@ -29,7 +28,7 @@ from ..requests.test_late_attachment import (
     from_position,
     opened_while_they_step,
 )
-from ..requests.test_late_attachment import hurried as hurried
+from ..messages import capture, request, site_set
 from ..streams import settled, until
 from ..subscribers import (
     EVERY,
@@ -48,6 +47,11 @@ from ..subscribers import (
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_attachment, "PATIENCE", 0.2)
 
 
 class Late(ScriptedBackend):

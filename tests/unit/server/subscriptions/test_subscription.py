@@ -20,10 +20,10 @@ from rheostat_wire.v1 import (
 )
 
 from ..conftest import Refusal, narrow, rest
-from ..delivery.test_row_feed import CAPTURE, FAIL, KEY, NEWEST, OLDEST, rows
 from ..fakes import INFO, Paced, sites_with
 from ..messages import capture, request, site_set
-from ..requests.test_request_outputs import stored, with_slow
+from ..row_feeds import CAPTURE, FAIL, KEY, NEWEST, OLDEST, rows
+from ..sink_plugins import stored, with_slow
 from ..streams import settled, until
 from ..subscribers import (
     EVERY,
