@@ -112,7 +112,7 @@ def measure(rows: StoredArray, kind: FloatType, repeats: int) -> Figures:
     table: Figures = {}
     for arm in ARMS:
         encoder = row_encoder(arm.encoding, width=width, kept=width // arm.share, seed=_SEED)
-        encoded, sent = _timed(partial(encoder, held=kind, wanted=kind), parts, repeats)
+        encoded, sent = _timed(partial(encoder, row_type=kind, wanted=kind), parts, repeats)
         decoded, got = _timed(read_tensor, sent, repeats)
         table[arm.name] = {
             "ratio": rows.nbytes / sum(len(tensor.inline) for tensor in sent),

@@ -147,11 +147,11 @@ def widen(data: bytes, kind: FloatType) -> FloatArray:
 def encode_rows(
     rows: StoredArray,  # [..., width], float32, float16, or uint16 with bfloat16's bits
     *,
-    held: FloatType,
+    row_type: FloatType,
     wanted: FloatType,
 ) -> tensor_pb2.Tensor:
     """Makes a raw tensor of rows, with a checksum. Narrowing rounds to nearest, ties to even."""
-    payload = converted(rows, held=held, wanted=wanted).tobytes()
+    payload = converted(rows, row_type=row_type, wanted=wanted).tobytes()
     return tensor_pb2.Tensor(
         dtype=wanted.wire,
         shape=rows.shape,
@@ -161,11 +161,11 @@ def encode_rows(
     )
 
 
-def converted(rows: StoredArray, *, held: FloatType, wanted: FloatType) -> StoredArray:
-    """Converts rows from type `held` to `wanted`. If both are equal, every bit stays."""
-    if held is wanted:
-        return np.ascontiguousarray(rows, dtype=held.numpy)
-    return narrow(widened(rows, held), wanted.dtype)
+def converted(rows: StoredArray, *, row_type: FloatType, wanted: FloatType) -> StoredArray:
+    """Converts rows from type `row_type` to `wanted`. If both are equal, every bit stays."""
+    if row_type is wanted:
+        return np.ascontiguousarray(rows, dtype=row_type.numpy)
+    return narrow(widened(rows, row_type), wanted.dtype)
 
 
 def stack_rows(parts: Sequence[StoredArray]) -> StoredArray:

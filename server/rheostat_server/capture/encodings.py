@@ -22,9 +22,9 @@ class RowEncoder(Protocol):
     """Encodes rows [..., W] as a tensor."""
 
     def __call__(
-        self, rows: StoredArray, *, held: FloatType, wanted: FloatType
+        self, rows: StoredArray, *, row_type: FloatType, wanted: FloatType
     ) -> tensor_pb2.Tensor:
-        """Encodes rows of type `held`. The tensor's element type is `wanted`."""
+        """Encodes rows of type `row_type`. The tensor's element type is `wanted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,12 @@ class Form:
     seed: int = 0
     """Seed of RP8."""
 
-    def encode(self, rows: StoredArray, *, held: FloatType, wanted: FloatType) -> tensor_pb2.Tensor:
-        """Encodes rows [..., W] of type `held`. The tensor's element type is `wanted`."""
+    def encode(
+        self, rows: StoredArray, *, row_type: FloatType, wanted: FloatType
+    ) -> tensor_pb2.Tensor:
+        """Encodes rows [..., W] of type `row_type`. The tensor's element type is `wanted`."""
         encoder = row_encoder(self.encoding, width=rows.shape[-1], kept=self.kept, seed=self.seed)
-        return encoder(rows, held=held, wanted=wanted)
+        return encoder(rows, row_type=row_type, wanted=wanted)
 
     @property
     def coded(self) -> bool:
@@ -126,37 +128,37 @@ def row_encoder(
 _cached_matrix = lru_cache(maxsize=_MATRICES)(projection_matrix)
 
 
-def _lz4_planes(rows: StoredArray, *, held: FloatType, wanted: FloatType) -> tensor_pb2.Tensor:
-    elements = converted(rows, held=held, wanted=wanted)
+def _lz4_planes(rows: StoredArray, *, row_type: FloatType, wanted: FloatType) -> tensor_pb2.Tensor:
+    elements = converted(rows, row_type=row_type, wanted=wanted)
     payload = byte_planes.compress(elements.tobytes(), elements.itemsize)
     return _tensor(tensor_pb2.ENCODING_LZ4_PLANES, wanted, rows.shape, payload)
 
 
-def _full8(rows: StoredArray, *, held: FloatType, wanted: FloatType) -> tensor_pb2.Tensor:
+def _full8(rows: StoredArray, *, row_type: FloatType, wanted: FloatType) -> tensor_pb2.Tensor:
     return Form(tensor_pb2.ENCODING_FULL8).tensor(
-        encode_full8(_matrix(rows, held)), rows.shape, wanted
+        encode_full8(_matrix(rows, row_type)), rows.shape, wanted
     )
 
 
 def _rp8(
-    matrix: FloatArray, seed: int, rows: StoredArray, *, held: FloatType, wanted: FloatType
+    matrix: FloatArray, seed: int, rows: StoredArray, *, row_type: FloatType, wanted: FloatType
 ) -> tensor_pb2.Tensor:
     with np.errstate(over="ignore", invalid="ignore"):
-        projections = _matrix(rows, held) @ matrix.T
+        projections = _matrix(rows, row_type) @ matrix.T
     form = Form(tensor_pb2.ENCODING_RP8, len(matrix), seed)
     return form.tensor(encode_full8(projections), rows.shape, wanted)
 
 
 def _topk8(
-    kept: int, rows: StoredArray, *, held: FloatType, wanted: FloatType
+    kept: int, rows: StoredArray, *, row_type: FloatType, wanted: FloatType
 ) -> tensor_pb2.Tensor:
-    payload = encode_topk8(_matrix(rows, held), kept)
+    payload = encode_topk8(_matrix(rows, row_type), kept)
     return Form(tensor_pb2.ENCODING_TOPK8, kept).tensor(payload, rows.shape, wanted)
 
 
-def _matrix(rows: StoredArray, held: FloatType) -> FloatArray:
+def _matrix(rows: StoredArray, row_type: FloatType) -> FloatArray:
     """Rows [..., W] as float32 [n, W]."""
-    return np.ascontiguousarray(widened(rows, held)).reshape(-1, rows.shape[-1])
+    return np.ascontiguousarray(widened(rows, row_type)).reshape(-1, rows.shape[-1])
 
 
 def _tensor(

@@ -29,7 +29,7 @@ class SiteRows(NamedTuple):
     """Its name."""
     data: StoredArray
     """[positions, width]; in the capture's form uint8 [positions, bytes of a row]."""
-    made: bool
+    encoded: bool
     """Whether they came in the capture's form."""
 
 
@@ -39,7 +39,7 @@ def encoding_work(parts: Sequence[SiteRows], capture: ResolvedCapture) -> int:
     raw = capture.form.encoding == tensor_pb2.ENCODING_RAW
     if raw and capture.projection is None and not capture.row_encodings:
         return size // _COPY
-    if all(part.made for part in parts):
+    if all(part.encoded for part in parts):
         return size
     if capture.projection is not None:
         size += 4 * capture.numbers * capture.width
@@ -47,33 +47,34 @@ def encoding_work(parts: Sequence[SiteRows], capture: ResolvedCapture) -> int:
 
 
 def tensor_of(
-    parts: Sequence[SiteRows], capture: ResolvedCapture, held: FloatType
+    parts: Sequence[SiteRows], capture: ResolvedCapture, row_type: FloatType
 ) -> tensor_pb2.Tensor:
     """The tensor [sites, positions, ...] of rows of a capture.
 
     Args:
         parts: the rows, site by site.
-        capture: says what is to become of them.
-        held: element type of rows as they are.
+        capture: says what becomes of them.
+        row_type: element type of raw rows.
     """
     form, kind = capture.form, capture.kind
-    if not any(part.made for part in parts):
-        numbers = [_numbers(part, capture, held) for part in parts]
-        kind_held = held if capture.projection is None else FloatType.FLOAT32
-        return form.encode(stack_rows(numbers), held=kind_held, wanted=kind)
+    if not any(part.encoded for part in parts):
+        numbers = [_numbers(part, capture, row_type) for part in parts]
+        source_type = row_type if capture.projection is None else FloatType.FLOAT32
+        return form.encode(stack_rows(numbers), row_type=source_type, wanted=kind)
     if form.coded:
         coded = [
-            part.data if part.made else form.codes(_float32(part, capture, held)) for part in parts
+            part.data if part.encoded else form.codes(_float32(part, capture, row_type))
+            for part in parts
         ]
         return form.tensor_of_codes(np.stack(coded), capture.numbers, kind)
-    rows = [elements(part, capture, held) for part in parts]
-    return form.encode(stack_rows(rows), held=kind, wanted=kind)
+    rows = [elements(part, capture, row_type) for part in parts]
+    return form.encode(stack_rows(rows), row_type=kind, wanted=kind)
 
 
 def write_rows(
     parts: Sequence[SiteRows],
     capture: ResolvedCapture,
-    held: FloatType,
+    row_type: FloatType,
     tensor: tensor_pb2.Tensor,
     room: npt.NDArray[np.uint8] | None = None,
 ) -> int:
@@ -81,15 +82,15 @@ def write_rows(
 
     Args:
         parts: the rows, site by site.
-        capture: says what is to become of them.
-        held: element type of rows as they are.
+        capture: says what becomes of them.
+        row_type: element type of raw rows.
         tensor: the message.
         room: memory for the payload of a raw tensor; None: it goes into the message.
     """
     if capture.form.encoding != tensor_pb2.ENCODING_RAW:
-        tensor.CopyFrom(tensor_of(parts, capture, held))
+        tensor.CopyFrom(tensor_of(parts, capture, row_type))
         return len(tensor.inline)
-    rows = [elements(part, capture, held) for part in parts]
+    rows = [elements(part, capture, row_type) for part in parts]
     tensor.dtype = capture.kind.wire
     tensor.shape.extend((len(rows), len(rows[0]), capture.numbers))
     tensor.encoding = tensor_pb2.ENCODING_RAW
@@ -113,21 +114,21 @@ def _bytes_of(rows: StoredArray) -> bytes:
     return rows.tobytes()
 
 
-def elements(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> StoredArray:
+def elements(part: SiteRows, capture: ResolvedCapture, row_type: FloatType) -> StoredArray:
     """Rows of a site as ENCODING_RAW has them, [positions, numbers]."""
-    if part.made:
+    if part.encoded:
         return np.ascontiguousarray(part.data).view(capture.kind.numpy)
-    source = held if capture.projection is None else FloatType.FLOAT32
-    return converted(_numbers(part, capture, held), held=source, wanted=capture.kind)
+    source = row_type if capture.projection is None else FloatType.FLOAT32
+    return converted(_numbers(part, capture, row_type), row_type=source, wanted=capture.kind)
 
 
-def _numbers(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> StoredArray:
+def _numbers(part: SiteRows, capture: ResolvedCapture, row_type: FloatType) -> StoredArray:
     """What is to be encoded of rows as they are: themselves, or their projection in float32."""
     if capture.projection is None:
         return part.data
-    return capture.projection.apply(widened(part.data, held), part.site.layer)
+    return capture.projection.apply(widened(part.data, row_type), part.site.layer)
 
 
-def _float32(part: SiteRows, capture: ResolvedCapture, held: FloatType) -> FloatArray:
-    found = _numbers(part, capture, held)
-    return widened(found, held if capture.projection is None else FloatType.FLOAT32)
+def _float32(part: SiteRows, capture: ResolvedCapture, row_type: FloatType) -> FloatArray:
+    found = _numbers(part, capture, row_type)
+    return widened(found, row_type if capture.projection is None else FloatType.FLOAT32)

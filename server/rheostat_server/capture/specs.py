@@ -404,22 +404,22 @@ _CODINGS = {
 
 
 def _row_encodings(capture: ResolvedCapture, model: ModelSites) -> dict[Site, RowEncoding]:
-    """The form in which each site's rows may leave the device, where that makes them smaller."""
-    held, projection = FloatType(model.dtype), capture.projection
+    """The encoding that makes each site's rows smaller on the device; empty if none does."""
+    row_type, projection = FloatType(model.dtype), capture.projection
     if of_routers(capture.sites):
-        return {}  # the ring keeps them beside numbers that are none of theirs
+        return {}  # the ring stores them beside other numbers
     codec, form = _CODINGS[capture.form.encoding], capture.form
-    if codec is Codec.CAST and capture.kind is held and projection is None:
+    if codec is Codec.CAST and capture.kind is row_type and projection is None:
         return {}
     dtype = capture.kind.value if codec is Codec.CAST else ""
     by_directions: dict[Directions | None, RowEncoding] = {}
-    found = {}
+    encodings = {}
     for site in capture.sites:
         along = None if projection is None else projection.directions(site.layer)
-        made = RowEncoding(codec, dtype, form.kept, form.seed, along)
-        found[site] = by_directions.setdefault(along, made)
-    smaller = made.row_bytes(model.width) <= model.width * held.itemsize
-    return found if smaller else {}
+        encoding = RowEncoding(codec, dtype, form.kept, form.seed, along)
+        encodings[site] = by_directions.setdefault(along, encoding)
+    smaller = encoding.row_bytes(model.width) <= model.width * row_type.itemsize
+    return encodings if smaller else {}
 
 
 def _check_enum_options(spec: capture_pb2.CaptureSpec, path: str) -> None:

@@ -53,7 +53,7 @@ class RowBatch:
         "byte_counter",
         "count",
         "counted",
-        "made",
+        "encoded",
         "queue",
         "sites",
     )
@@ -66,7 +66,7 @@ class RowBatch:
         byte_counter: ByteCounter,
         queue: Queue,
         *,
-        made: bool = False,
+        encoded: bool = False,
     ) -> None:
         """Counts the rows.
 
@@ -76,16 +76,16 @@ class RowBatch:
             data: [sites, n, width].
             byte_counter: counts them while they wait.
             queue: drops rows of all sites at the same positions.
-            made: whether the device has encoded them.
+            encoded: whether the device has encoded them.
         """
         self.sites = sites
-        self.made = made
+        self.encoded = encoded
         self.byte_counter = byte_counter
         self.queue = queue
         self.count = len(positions)
         """Positions that still wait."""
         self.counted = 1
-        """Pieces that the meter counts for it."""
+        """Batches as which `byte_counter` counts it."""
         self._positions: Positions | None = positions
         """None if they follow one another from `_first` on."""
         self._parts = [data]
@@ -174,25 +174,15 @@ class RowBatch:
             return int(np.searchsorted(self.positions, frontier))
         return max(0, min(frontier - self._first, self.count))
 
-    def take(self, frontier: int) -> tuple[Positions, StoredArray]:
-        """Removes and returns the positions below `frontier`, and their rows."""
+    def take(self, frontier: int) -> tuple[Positions, list[StoredArray]]:
+        """Removes and returns the positions below `frontier`, and their rows in parts."""
         cut = self.below(frontier)
-        taken = self.positions[:cut], self.data[:, :cut]
+        if cut == self.count:
+            taken = self.positions, self._parts
+        else:
+            taken = self.positions[:cut], [self.data[:, :cut]]
         if cut:
             self._keep(slice(cut, None), cut)
-        return taken
-
-    def ends_by(self, frontier: int) -> bool:
-        """Whether all waiting positions are below `frontier` and follow one another."""
-        return self._first is not None and self._first + self.count <= frontier
-
-    def take_all(self) -> tuple[Positions, list[StoredArray]]:
-        """Removes and returns all positions, and their rows in parts.
-
-        The caller subtracts them from the counter.
-        """
-        taken = self.positions, self._parts
-        self._empty()
         return taken
 
     def give_up(self) -> None:
@@ -202,7 +192,7 @@ class RowBatch:
 
     def lose(self, start: int, end: int) -> int:
         """Drops the rows at positions in [start, end). Returns their number."""
-        first, past = (int(self.positions.searchsorted(one)) for one in (start, end))
+        first, past = (int(self.positions.searchsorted(edge)) for edge in (start, end))
         count = past - first
         if not count:
             return 0
@@ -213,8 +203,8 @@ class RowBatch:
         else:
             self._keep(np.r_[0:first, past : self.count], count)
         if 2 * self.count < self._whole:
-            # A slice keeps the memory of what it was cut from. Copying once most of that is lost
-            # costs no more than the rows did that came.
+            # A slice keeps the whole array in memory. Copying it once most of it is lost costs no
+            # more than the rows did when they came.
             self._positions, self._parts = self.positions.copy(), [self.data.copy()]
             self._whole = self.count
         return count * len(self.sites)
@@ -245,7 +235,7 @@ class RowBatch:
 def concatenated(parts: Sequence[StoredArray]) -> StoredArray:
     """Rows [sites, n, width] of some sites at all positions of several parts.
 
-    Those of one site are joined as bytes, which can become a message without another copy.
+    Rows of one site are joined as bytes, which can become a message without another copy.
     """
     if len(parts) == 1:
         return parts[0]
@@ -257,7 +247,7 @@ def concatenated(parts: Sequence[StoredArray]) -> StoredArray:
 
 
 def common(parts: Iterable[Positions]) -> Positions:
-    """The positions that all have; usually all have the same."""
+    """The positions that all parts have; usually all have the same."""
     first, *others = parts
     if all(_equal(part, first) for part in others):
         return first
@@ -265,7 +255,7 @@ def common(parts: Iterable[Positions]) -> Positions:
 
 
 def _first_of_run(positions: Positions) -> int | None:
-    """The first of ascending positions that follow one another; None where they do not."""
+    """The first of ascending positions; None if they do not follow one another."""
     if not len(positions):
         return None
     first = int(positions[0])
@@ -273,7 +263,7 @@ def _first_of_run(positions: Positions) -> int | None:
 
 
 def _equal(some: Positions, others: Positions) -> bool:
-    """Whether ascending positions are the same, quicker where they follow one another."""
+    """Whether ascending positions are the same; quicker if they follow one another."""
     if some is others:
         return True
     if len(some) != len(others):

@@ -28,7 +28,7 @@ class RowFeed(ItemSource):
         request_id: str,
         prompt: Sequence[int],
         captures: Mapping[int, ResolvedCapture],
-        held: FloatType,
+        row_type: FloatType,
         policy: capture_pb2.Overload.ValueType,
         buffer: DeliveryBuffer,
         on_closed: Callable[["RowFeed"], None] = lambda _: None,
@@ -39,7 +39,7 @@ class RowFeed(ItemSource):
             request_id: the request.
             prompt: its tokens.
             captures: the reader's captures of the request, by number.
-            held: element type of the rows from the engine.
+            row_type: element type of the rows from the engine.
             policy: the overload policy.
             buffer: stores waiting rows.
             on_closed: called once when the feed takes no more rows.
@@ -51,7 +51,7 @@ class RowFeed(ItemSource):
         self.discarded = False
         """Whether nothing leaves any more either."""
         self._prompt = prompt
-        self._held = held
+        self._row_type = row_type
         self._buffer = buffer
         self._on_closed = on_closed
         self._rows_by_sequence: dict[SequenceKey, SequenceRows] = {}
@@ -189,7 +189,11 @@ class RowFeed(ItemSource):
         sequence_rows = self._rows_by_sequence.get(sequence_key)
         if sequence_rows is None:
             sequence_rows = self._rows_by_sequence[sequence_key] = SequenceRows(
-                self._prompt, self.captures, self._refused, self._held, self._buffer.byte_counter
+                self._prompt,
+                self.captures,
+                self._refused,
+                self._row_type,
+                self._buffer.byte_counter,
             )
             if self.closed:
                 sequence_rows.close()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from rheostat_engine import OPEN_END, Released, Rows, Spans
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.byte_budget import ByteCounter
-from rheostat_server.delivery.row_assembler import Block, RowAssembler
+from rheostat_server.delivery.capture_rows import Block, CaptureRows
 from rheostat_server.delivery.row_batch import RowBatch
 from rheostat_server.selectors.spans import length, subtracted, united
 from rheostat_server.tensors import FloatType
@@ -23,7 +23,7 @@ class SequenceRows:
         prompt: Sequence[int],
         captures: Mapping[int, ResolvedCapture],
         refused: Collection[int],
-        held: FloatType,
+        row_type: FloatType,
         byte_counter: ByteCounter,
     ) -> None:
         """No rows have come.
@@ -32,10 +32,9 @@ class SequenceRows:
             prompt: the request's tokens.
             captures: the reader's captures, by number.
             refused: captures for which the engine has no room.
-            held: element type of raw rows.
+            row_type: element type of raw rows.
             byte_counter: counts waiting rows.
         """
-        wanted = {number: one for number, one in captures.items() if number not in refused}
         self.tokens: list[int] = []
         """Generated so far."""
         self.waits = bool(refused)
@@ -43,7 +42,11 @@ class SequenceRows:
         self._prompt = prompt
         self._captures = captures
         self._refused = refused
-        self._stream = RowAssembler(wanted, held, len(prompt), byte_counter)
+        self._rows = {
+            number: CaptureRows(number, capture, row_type, len(prompt), byte_counter)
+            for number, capture in captures.items()
+            if number not in refused
+        }
         self._closed_at: int | None = None
         """Number of tokens after which no row leaves; None while the feed is open."""
         self._released: Released | None = None
@@ -72,7 +75,9 @@ class SequenceRows:
         self._refused = numbers
         self._lossy = 0
         self.waits = True
-        self._stream.drop(numbers)
+        for number in numbers:
+            if (capture_rows := self._rows.pop(number, None)) is not None:
+                capture_rows.discard()
 
     def add(self, rows: Rows) -> list[RowBatch]:
         """Adds rows; returns the batches that hold them."""
@@ -80,18 +85,16 @@ class SequenceRows:
         if self._start is None:
             self._early.append(rows)
             return []
-        if not self._start:
-            return self._stream.add(rows)
-        if rows.positions[-1] < self._start:
-            return []
-        if rows.positions[0] < self._start:
+        if self._start and rows.positions[0] < self._start:
             kept = rows.positions >= self._start
             rows = replace(rows, positions=rows.positions[kept], data=rows.data[:, kept])
-        return self._stream.add(rows)
+        return [batch for capture_rows in self._rows.values() for batch in capture_rows.add(rows)]
 
     def note_pulled(self) -> None:
         """Rows and losses were pulled as far as they can leave."""
-        self.waits = self._lossy is not None or self._stream.waits
+        self.waits = self._lossy is not None or any(
+            capture_rows.waits for capture_rows in self._rows.values()
+        )
 
     def leave_before_token(self, batches: Sequence[RowBatch]) -> bool:
         """Whether rows that came should leave before the next token.
@@ -121,37 +124,39 @@ class SequenceRows:
 
     def discard(self) -> None:
         """Drops all waiting rows."""
-        self._stream.discard()
+        for capture_rows in self._rows.values():
+            capture_rows.discard()
 
     def blocks(self, chunk_bytes: int, *, last: bool) -> Iterator[tuple[Block, list[int]]]:
         """Removes and yields the rows that can leave, and the tokens at their positions."""
         end = self._row_end(self._count(last=last))
-        for block in self._stream.ready(self.tokens, end, last=last, chunk_bytes=chunk_bytes):
-            yield block, self._token_ids(block.positions.tolist())
+        for capture_rows in self._rows.values():
+            for block in capture_rows.ready(self.tokens, end, last=last, chunk_bytes=chunk_bytes):
+                yield block, self._token_ids(block.positions.tolist())
 
     def losses(self, *, last: bool) -> Iterator[tuple[int, Spans]]:
         """Yields the unreported lost positions of each capture."""
         if self._lossy is None and not last:
             return
         tokens, start = self._count(last=last), 0 if last else self._lossy or 0
-        known = None
+        computed = None
         for number in self._captures:
             end = self._computed(number, tokens)
-            known = end if known is None else min(known, end)
+            computed = end if computed is None else min(computed, end)
             reported = self._reported.get(number, ())
             missing = self._missing(number, self._selected(number, end, start))
             lost = subtracted(missing, reported)
             if lost:
                 self._reported[number] = united((*reported, *lost))
                 yield number, lost
-        if self._lossy is not None and known is not None:
-            self._lossy = max(self._lossy, known)
+        if self._lossy is not None and computed is not None:
+            self._lossy = max(self._lossy, computed)
 
     def counts(self, number: int) -> tuple[int, int]:
         """Number of positions of a capture that left or wait, and number of lost ones."""
         selected = self._selected(number, self._computed(number, len(self.tokens)))
-        gone = length(self._missing(number, selected))
-        return length(selected) - gone, gone
+        lost = length(self._missing(number, selected))
+        return length(selected) - lost, lost
 
     def _count(self, *, last: bool) -> int:
         """Number of tokens that decide which rows leave."""
@@ -159,7 +164,7 @@ class SequenceRows:
         return len(self.tokens) if closed_at is None else closed_at
 
     def _missing(self, number: int, selected: Spans) -> Spans:
-        return selected if number in self._refused else self._stream.lost(number, selected)
+        return selected if number in self._refused else self._rows[number].lost(selected)
 
     def _selected(self, number: int, end: int, start: int = 0) -> Spans:
         start = max(start, OPEN_END if self._start is None else self._start)
@@ -178,7 +183,7 @@ class SequenceRows:
             return self._row_end(tokens)
         if self._released is not None:
             return min(self._row_end(tokens), self._released.computed[1])
-        return min(self._row_end(tokens), self._stream.frontier(number))
+        return min(self._row_end(tokens), self._rows[number].frontier)
 
     def _token_ids(self, positions: Sequence[int]) -> list[int]:
         prompt, count = self._prompt, len(self._prompt)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from rheostat_engine import OPEN_END, BlockKeys, Plan, SteeredBlocks
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.planning import plan_work, selection_work
-from rheostat_server.delivery.row_assembler import add_runs
+from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.selection import Selection

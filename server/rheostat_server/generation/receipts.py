@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.planning import selection_work
-from rheostat_server.delivery.row_assembler import add_runs
+from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.generation.sample import Sample
 from rheostat_server.selectors.sites import write_site
 from rheostat_server.selectors.spans import length, united

@@ -55,7 +55,7 @@ async def open_outputs(active: ActiveRequest, manager: Openers) -> None:
         StoreFull: there is no room for another run.
     """
     admitted = active.admitted
-    held = FloatType(manager.sites.dtype)
+    row_type = FloatType(manager.sites.dtype)
     for policy, inline in admitted.inline_captures.items():
         buffer = DeliveryBuffer(
             active.share,
@@ -66,7 +66,9 @@ async def open_outputs(active: ActiveRequest, manager: Openers) -> None:
         )
         if manager.spill_manager is not None and policy == capture_pb2.OVERLOAD_SPILL:
             manager.spill_manager.open(buffer, active.overflow)
-        feed = RowFeed(admitted.request_id, admitted.prompt.token_ids, inline, held, policy, buffer)
+        feed = RowFeed(
+            admitted.request_id, admitted.prompt.token_ids, inline, row_type, policy, buffer
+        )
         active.response_rows.add(feed, buffer)
         active.outputs.add(feed, {index: index for index in inline})
     for target, captures in sink_groups(admitted.captures):
@@ -96,7 +98,7 @@ async def open_outputs(active: ActiveRequest, manager: Openers) -> None:
             admitted.request_id,
             admitted.prompt.token_ids,
             observer_capture.captures,
-            held,
+            row_type,
             fail=active.fail if observer_capture.own else None,
         )
         after = len(subscription.captures.templates)
@@ -119,7 +121,7 @@ def _write(
         recording,
         active.admitted,
         captures,
-        held=FloatType(manager.sites.dtype),
+        row_type=FloatType(manager.sites.dtype),
         share=active.share,
         deliveries=manager.deliveries,
         spill_manager=manager.spill_manager,

@@ -286,7 +286,7 @@ def start_writer(
     admitted: AdmittedRequest,
     captures: Mapping[int, ResolvedCapture],
     *,
-    held: FloatType,
+    row_type: FloatType,
     share: Share,
     deliveries: Deliveries,
     spill_manager: SpillManager | None,
@@ -299,7 +299,7 @@ def start_writer(
         recording: where the rows go.
         admitted: the request.
         captures: by index in the request.
-        held: element type in which rows come.
+        row_type: element type of raw rows.
         share: the memory that the request may take.
         deliveries: counts what is lost on the way.
         spill_manager: where more may wait.
@@ -312,7 +312,9 @@ def start_writer(
     policy = next(iter(captures.values())).overload
     if spill_manager is not None and policy == capture_pb2.OVERLOAD_SPILL:
         spill_manager.open(buffer, lambda error: writer.overflow(error))
-    feed = RowFeed(admitted.request_id, admitted.prompt.token_ids, captures, held, policy, buffer)
+    feed = RowFeed(
+        admitted.request_id, admitted.prompt.token_ids, captures, row_type, policy, buffer
+    )
     abouts = {index: about_capture(index, one) for index, one in captures.items()}
     writer = SinkWriter(recording, abouts, feed, buffer, share, fail, threads)
     return writer

@@ -58,14 +58,14 @@ class Credit:
 def check_credit(
     observer_capture: capture_service_pb2.SubscribeOpen,
     captures: Sequence[ResolvedCapture],
-    held: FloatType,
+    row_type: FloatType,
 ) -> None:
     """Refuses credit or a buffer too small for a row of the subscription's own captures.
 
     Args:
         observer_capture: the message that opens the subscription.
         captures: its captures.
-        held: element type of rows in the engine.
+        row_type: element type of rows in the engine.
 
     Raises:
         InvalidValue: one of them is too small.
@@ -78,7 +78,7 @@ def check_credit(
             "least as much, or 0 now and more later",
             field="open.credit_bytes",
         )
-    least = position_bytes(captures, held)
+    least = position_bytes(captures, row_type)
     if observer_capture.HasField("buffer_bytes") and observer_capture.buffer_bytes < least:
         raise InvalidValue(
             f"one position of these captures takes {least} bytes; the buffer must hold one",
@@ -86,10 +86,10 @@ def check_credit(
         )
 
 
-def position_bytes(captures: Sequence[ResolvedCapture], held: FloatType) -> int:
+def position_bytes(captures: Sequence[ResolvedCapture], row_type: FloatType) -> int:
     """Bytes of all rows of one position.
 
     Rows are counted in the engine's element type whatever their encoding, because rows that several
     readers want in different forms leave the engine as they are.
     """
-    return sum(len(one.indices) * one.width * held.itemsize for one in captures)
+    return sum(len(one.indices) * one.width * row_type.itemsize for one in captures)

@@ -121,8 +121,8 @@ class Subscriptions:
             store=self._loader.store,
             spools=self._spill_manager is not None,
         )
-        templates, held = opening.captures.templates, FloatType(self._sites.dtype)
-        check_credit(observer_capture, templates, held)
+        templates, row_type = opening.captures.templates, FloatType(self._sites.dtype)
+        check_credit(observer_capture, templates, row_type)
         subscription = Subscription(
             self._process + secrets.token_hex(12),
             opening.requests if templates else None,
@@ -130,7 +130,7 @@ class Subscriptions:
             observer_capture.overload
             if observer_capture.HasField("overload")
             else capture_pb2.OVERLOAD_FAIL,
-            buffer_bytes=self._buffer(observer_capture, position_bytes(templates, held)),
+            buffer_bytes=self._buffer(observer_capture, position_bytes(templates, row_type)),
             heartbeat=self._heartbeat,
             resume_window=self.resume_window,
             on_failed=self._on_failed,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat_server.capture.row_tensors import write_rows
-from rheostat_server.delivery.row_assembler import Block
+from rheostat_server.delivery.capture_rows import Block
 from rheostat_server.limits import SHARED_BYTES
 from rheostat_server.subscriptions.shared_memory import Arena, Payload
 from rheostat_server.tasks.offload import offload
@@ -74,7 +74,7 @@ def write_payload(block: Block, place: SharedRange | None, tensor: tensor_pb2.Te
         tensor: an empty tensor.
     """
     memory = None if place is None else place.memory
-    size = write_rows(block.parts, block.capture, block.held, tensor, memory)
+    size = write_rows(block.parts, block.capture, block.row_type, tensor, memory)
     if place is not None:
         tensor.shm.CopyFrom(place.ref)
     return size

@@ -186,7 +186,7 @@ class Subscription:
         request_id: str,
         prompt: Sequence[int],
         captures: Mapping[int, ResolvedCapture],
-        held: FloatType,
+        row_type: FloatType,
         fail: Callable[[RheostatError], None] | None,
     ) -> RowFeed:
         """Adds a feed, which sends rows of a request to this subscription.
@@ -195,11 +195,11 @@ class Subscription:
             request_id: the request.
             prompt: its tokens.
             captures: its captures for this subscription, by number.
-            held: element type in which rows come.
+            row_type: element type in which rows come.
             fail: fails the request when the buffer is full; None if the subscription fails instead.
         """
         feed = RowFeed(
-            request_id, prompt, captures, held, self.overload, self.buffer, self._request_ended
+            request_id, prompt, captures, row_type, self.overload, self.buffer, self._request_ended
         )
         self._feeds[feed] = _OpenFeed(feed, fail)
         return feed

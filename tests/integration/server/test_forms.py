@@ -68,7 +68,7 @@ def server_s(rows: np.ndarray, name: str) -> Decoded:
     """Rows in the server's encoding, as a client reads it."""
     encoding, options, _ = CODED[name]
     encode = row_encoder(encoding, width=rows.shape[-1], **options)
-    return read_tensor(encode(rows, held=FloatType.FLOAT32, wanted=FloatType.FLOAT32))
+    return read_tensor(encode(rows, row_type=FloatType.FLOAT32, wanted=FloatType.FLOAT32))
 
 
 @pytest.mark.parametrize("name", CODED)
@@ -108,7 +108,7 @@ def test_a_narrower_type_is_made_on_the_device(
     kind = FloatType(dtype)
     for layer in (1, 4):
         rows = raw.rows["attn_out", layer]
-        expected = widened(converted(rows, held=FloatType.FLOAT32, wanted=kind), kind)
+        expected = widened(converted(rows, row_type=FloatType.FLOAT32, wanted=kind), kind)
         assert out.activations["attn_out", layer].tobytes() == expected.tobytes()
 
 

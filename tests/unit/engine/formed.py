@@ -45,7 +45,7 @@ def made(encoding: RowEncoding, numbers: Row) -> bytes:
     """The bytes of numbers that are not projected."""
     if encoding.codec is Codec.CAST:
         return converted(
-            numbers, held=FloatType.FLOAT32, wanted=FloatType(encoding.dtype)
+            numbers, row_type=FloatType.FLOAT32, wanted=FloatType(encoding.dtype)
         ).tobytes()
     message = {
         Codec.FULL8: tensor_pb2.ENCODING_FULL8,

@@ -397,7 +397,7 @@ class ScriptedBackend:
             rows = rows @ np.stack([self._direction(*pair) for pair in pairs]).T
         if form.codec is Codec.CAST:
             kind = FloatType(form.dtype)
-            made = converted(rows, held=FloatType.FLOAT32, wanted=kind)
+            made = converted(rows, row_type=FloatType.FLOAT32, wanted=kind)
             return np.frombuffer(made.tobytes(), np.uint8).reshape(len(rows), -1)
         return Form(_ENCODINGS[form.codec], form.kept, form.seed).codes(rows)
 

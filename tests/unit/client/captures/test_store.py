@@ -174,7 +174,7 @@ def test_encoded_rows_are_decoded_as_they_would_be_on_a_stream(
     rows = np.random.default_rng(0).standard_normal((1, 6, 8)).astype(np.float32)
     number = tensor_pb2.Encoding.Value(f"ENCODING_{encoding.name}")
     encode = row_encoder(number, width=8, kept=3, seed=9)
-    tensor = encode(rows, held=FloatType.FLOAT32, wanted=FloatType.FLOAT32)
+    tensor = encode(rows, row_type=FloatType.FLOAT32, wanted=FloatType.FLOAT32)
     more = {} if encoding is Encoding.FULL8 else {"kept": 3}
     more |= {"seed": 9} if encoding is Encoding.RP8 else {}
     capture = CaptureAbout(0, SITES[:1], FloatType.FLOAT32, 8, encoding, **more)

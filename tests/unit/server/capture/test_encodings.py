@@ -43,7 +43,7 @@ rows_of = st.one_of(
 
 def sent(rows: np.ndarray, encoding: int, **how: int) -> tensor_pb2.Tensor:
     encode = row_encoder(encoding, width=rows.shape[-1], **how)
-    return encode(rows, held=FloatType.FLOAT32, wanted=FloatType.FLOAT32)
+    return encode(rows, row_type=FloatType.FLOAT32, wanted=FloatType.FLOAT32)
 
 
 def back(rows: np.ndarray, encoding: int, **how: int) -> Decoded:
@@ -136,10 +136,10 @@ def test_rp8_is_within_the_stated_error_of_the_projection(rows, data) -> None:
 def test_byte_planes_are_exact_to_the_bits_of_nan(kind: FloatType, data) -> None:
     storage = np.dtype(f"<u{kind.itemsize}")
     bits = data.draw(hnp.arrays(storage, hnp.array_shapes(min_dims=3, max_dims=3, max_side=5)))
-    held = bits if kind is FloatType.BFLOAT16 else bits.view(f"<f{kind.itemsize}")
+    rows = bits if kind is FloatType.BFLOAT16 else bits.view(f"<f{kind.itemsize}")
     encode = row_encoder(PLANES, width=bits.shape[-1])
-    packed = encode(held, held=kind, wanted=kind)
-    raw = encode_rows(held, held=kind, wanted=kind)
+    packed = encode(rows, row_type=kind, wanted=kind)
+    raw = encode_rows(rows, row_type=kind, wanted=kind)
     assert raw.inline == bits.tobytes()
     assert read_tensor(packed).values.tobytes() == read_tensor(raw).values.tobytes()
 
@@ -177,8 +177,8 @@ def test_bfloat16_rows_are_encoded_as_the_numbers_that_they_are() -> None:
     exact = (bits.astype(np.uint32) << 16).view(np.float32)
     for encoding in (FULL8, RP8, TOPK8):
         encode = row_encoder(encoding, width=16, kept=4, seed=3)
-        ours = encode(bits, held=FloatType.BFLOAT16, wanted=FloatType.BFLOAT16)
-        theirs = encode(exact, held=FloatType.FLOAT32, wanted=FloatType.BFLOAT16)
+        ours = encode(bits, row_type=FloatType.BFLOAT16, wanted=FloatType.BFLOAT16)
+        theirs = encode(exact, row_type=FloatType.FLOAT32, wanted=FloatType.BFLOAT16)
         assert ours == theirs
         assert ours.dtype == tensor_pb2.DTYPE_BFLOAT16
         assert list(ours.shape[:2]) == [2, 3]

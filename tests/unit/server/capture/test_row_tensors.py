@@ -17,7 +17,10 @@ from rheostat_server.capture.specs import (
     project_all,
     resolve_capture,
 )
-from rheostat_server.delivery.row_assembler import RowAssembler, to_captured
+from rheostat_server.delivery.byte_budget import ByteCounter
+from rheostat_server.delivery.capture_rows import CaptureRows
+from rheostat_server.delivery.items import Chunk, SequenceKey
+from rheostat_server.delivery.row_messages import captured_of
 from rheostat_server.selectors.selection import Selection, typical_context
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector, VectorStore
@@ -85,17 +88,17 @@ def rows(capture: ResolvedCapture, site: Site, start: int, end: int, *, made: bo
 
 def read(capture: ResolvedCapture, plan: list[list[tuple[int, bool]]]) -> list[tuple]:
     """All that a reader gets, row by row; `plan` says of each site how its rows come."""
-    stream = RowAssembler({0: capture}, FloatType.FLOAT32, END)
+    waiting = CaptureRows(0, capture, FloatType.FLOAT32, END, ByteCounter())
     for site, runs in zip(capture.sites, plan, strict=True):
         at = 0
         for count, made in runs:
             end = min(END, at + count)
             if end > at:
-                stream.add(rows(capture, site, at, end, made=made))
+                waiting.add(rows(capture, site, at, end, made=made))
             at = end
     found = []
-    for block in stream.ready([], END):
-        message = to_captured(block, 0, [0] * len(block.positions))
+    for block in waiting.ready([], END):
+        message = captured_of(Chunk(None, SequenceKey(0, False), block, [0] * len(block.positions)))
         tensor = read_tensor(message.tensor)
         for i, site in enumerate(block.sites):
             for j, position in enumerate(block.positions.tolist()):
@@ -130,11 +133,11 @@ def test_rows_that_come_in_their_form_now_and_then_are_as_if_none_did(name, plan
 
 def test_rows_in_a_form_that_others_want_are_not_read() -> None:
     capture, other = resolved(**WANTED["full8"]), resolved(**WANTED["topk8"])
-    stream = RowAssembler({0: capture}, FloatType.FLOAT32, END)
+    waiting = CaptureRows(0, capture, FloatType.FLOAT32, END, ByteCounter())
     for site in capture.sites:
-        assert stream.add(rows(other, site, 0, 2, made=True)) == []
-        assert len(stream.add(rows(capture, site, 2, END, made=True))) == 1
-    (block,) = stream.ready([], END)
+        assert waiting.add(rows(other, site, 0, 2, made=True)) == []
+        assert len(waiting.add(rows(capture, site, 2, END, made=True))) == 1
+    (block,) = waiting.ready([], END)
     assert block.positions.tolist() == list(range(2, END))
 
 

@@ -111,7 +111,7 @@ def test_a_message_becomes_the_rows_that_are_in_it(encoding: Encoding) -> None:
             types_pb2.PositionRun(start=9, count=1),
         ],
         token_ids=[1, 2, 3, 4],
-        tensor=encode(stack_rows(rows), held=held, wanted=held),
+        tensor=encode(stack_rows(rows), row_type=held, wanted=held),
     )
     found = block_of(message, SITES, about)
     assert found.positions.tolist() == [4, 5, 6, 9]

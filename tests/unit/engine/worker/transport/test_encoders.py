@@ -123,7 +123,7 @@ def test_another_type_is_the_server_s_to_the_bit(dtype, wanted, rows: np.ndarray
     numbers = np.nan_to_num(rows, nan=1.0)  # which NaN comes out is not said
     on_device = torch.from_numpy(numbers).to(DEVICE, dtype)
     kind = FloatType(str(wanted).removeprefix("torch."))
-    expected = converted(held(on_device), held=FloatType.FLOAT32, wanted=kind)
+    expected = converted(held(on_device), row_type=FloatType.FLOAT32, wanted=kind)
     made = encoders.cast(on_device, wanted).cpu().numpy()
     assert made.tobytes() == expected.tobytes()
     assert len(made) == len(rows)
