@@ -9,7 +9,7 @@ from rheostat_server.api.paging import fitting, from_token, no_token, page_size,
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.delivery.row_messages import add_runs
-from rheostat_server.runs.run import Run
+from rheostat_server.runs.store import Run
 from rheostat_server.runs.targets import RUN_ID, lease_seconds
 from rheostat_server.selectors.sites import to_wire
 from rheostat_server.selectors.spans import runs as runs_of

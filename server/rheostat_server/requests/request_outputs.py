@@ -12,7 +12,7 @@ from rheostat_server.delivery.items import SequenceKey
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.errors import RheostatError
 from rheostat_server.requests.sink_writer import SinkWriter
-from rheostat_server.runs.draft import RunDraft
+from rheostat_server.runs.store import RunDraft
 from rheostat_wire.v1 import types_pb2
 
 

@@ -1,11 +1,12 @@
 """Stored runs: rows of requests, kept in memory under an id for patches to draw from.
 
-Invariants: all runs together, those being made included, take at most `capacity` bytes. A run that
-is leased or held is never evicted; of the others those used longest ago go first, and none goes in
-vain. An id names one run, or one being made. A run can be found once its request has succeeded;
-one that fails or is aborted leaves none.
+Invariants: all runs together, unfinished ones included, take at most `capacity` bytes. A run that
+is leased or in use is never evicted. Other runs are evicted, the least recently used first, but
+only if this frees enough memory. An id belongs to at most one run, finished or not. A run can be
+found once its request has succeeded. A request that fails or is aborted leaves no run. The rows of
+a stored run never change.
 
-Rows are written on threads, all else happens on the event loop: one lock for both.
+Rows are written on threads. Everything else runs on the event loop. One lock guards both.
 """
 
 import logging
@@ -13,37 +14,216 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from rheostat_server.errors import Resource, RunExists, RunInUse, RunNotFound, StoreFull
-from rheostat_server.runs.draft import RunDraft
-from rheostat_server.runs.run import Run
+from rheostat_engine import Site
+from rheostat_server.errors import (
+    Resource,
+    RowsLost,
+    RunExists,
+    RunInUse,
+    RunNotFound,
+    StoreFull,
+)
 from rheostat_server.runs.targets import RunTarget
-from rheostat_server.sinks import CaptureAbout
+from rheostat_server.sinks import CaptureAbout, Ending, Labels, Outcome, RowBlock
+from rheostat_server.sinks.tables import NUMPY
+from rheostat_server.tensors import FloatType
+from rheostat_wire.dtypes import StoredArray
 
 _LOG = logging.getLogger(__name__)
 
 _OVERHEAD = 4096
-"""Bytes that a run counts for besides what it holds, so that their number is bounded too."""
+"""Bytes that a run counts in addition to its rows, which also bounds the number of runs."""
+
+_PIECE = 1 << 20
+"""Small blocks of rows are joined once they have so many bytes."""
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """A stored run: rows of one sample at some sites, with the same positions at every site."""
+
+    id: str
+    sites: tuple[Site, ...]
+    """Every name of its sites, by layer, then point."""
+    dtype: FloatType
+    """Element type of its rows."""
+    width: int
+    """W."""
+    positions: Labels
+    """Ascending: [positions]."""
+    pieces: Sequence[StoredArray]
+    """Rows in order of position. Each piece is [sites, positions of the piece, W]."""
+    prompt_token_ids: npt.NDArray[np.int32]
+    """[P]."""
+    labels: Mapping[str, str]
+    size: int
+    """Bytes of memory."""
+    number: int
+    """Ascends from run to run."""
+    create_time: float
+    """Seconds since the epoch."""
+    lease_expire_time: float
+    """Seconds since the epoch."""
+    users: int = 0
+    """Number of uses: calls of `Runs.hold` without a `Runs.release`."""
+
+    def rows(self, site: Site) -> StoredArray:
+        """The rows at a site, under any of its names: [positions, W]. bfloat16 is uint16.
+
+        Raises:
+            KeyError: the run has no rows at the site.
+        """
+        at = next((i for i, one in enumerate(self.sites) if one.index == site.index), None)
+        if at is None:
+            raise KeyError(site)
+        none = np.empty((0, self.width), NUMPY[self.dtype.value])
+        return np.concatenate([none, *(piece[at] for piece in self.pieces)])
+
+
+@dataclass(eq=False)
+class RunDraft:
+    """An unfinished run: a recording of one capture of a request with one sample.
+
+    Rows are written on a thread, while the event loop may drop the run. A dropped run has no rows.
+    """
+
+    store: "Runs"
+    target: RunTarget
+    about: CaptureAbout
+    prompt_token_ids: npt.NDArray[np.int32]
+    labels: Mapping[str, str]
+    size: int
+    """Bytes of memory so far."""
+    lossless: bool
+    """Whether the run fails if a row is lost."""
+    rows: int = 0
+    """Number of rows so far: positions times sites."""
+    complete: bool = False
+    """Whether the last row was written."""
+    _lock: Lock = field(default_factory=Lock)
+    _over: bool = False
+    _positions: list[Labels] = field(default_factory=list)
+    _pieces: list[StoredArray] = field(default_factory=list)
+    _small: list[StoredArray] = field(default_factory=list)
+    _small_bytes: int = 0
+
+    @property
+    def id(self) -> str:
+        """The id."""
+        return self.target.id
+
+    @property
+    def memory(self) -> int:
+        """Zero, because the rows count as memory of the store, and cannot move to a disk."""
+        return 0
+
+    def flush(self) -> None:
+        """Does nothing; see `memory`."""
+
+    def write(self, block: RowBlock) -> None:
+        """Adds rows. Rows of the baseline are ignored.
+
+        Raises:
+            StoreFull: the store has too little free memory.
+        """
+        if block.baseline:
+            return
+        rows = block.parts["rows"]
+        self.store.take(self, rows.nbytes + block.positions.nbytes)
+        with self._lock:
+            if self._over:
+                return
+            self.rows += block.rows
+            self._positions.append(block.positions)
+            self._small.append(rows)
+            self._small_bytes += rows.nbytes
+            if self._small_bytes >= _PIECE:
+                self._join()
+
+    def finish(self, outcome: Outcome) -> None:
+        """Completes the run, which can be found after `keep`. Drops the run of an aborted request.
+
+        Raises:
+            RowsLost: rows were lost, and the run is lossless.
+        """
+        if outcome.ending is Ending.ABORTED:
+            self.drop()
+            return
+        if outcome.dropped_rows and self.lossless:
+            raise RowsLost.no_room(outcome.dropped_rows)
+        with self._lock:
+            self._join()
+        self.complete = True
+
+    def abandon(self, error: BaseException) -> None:
+        """Drops the run."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Frees the memory of the run, unless it was kept."""
+        self.store.drop(self)
+        with self._lock:
+            self._over = True
+            self._positions.clear()
+            self._pieces.clear()
+            self._small.clear()
+
+    def keep(self) -> bool:
+        """Stores the run if it is complete and was not dropped. Returns whether it is stored."""
+        return self.complete and self.store.keep(self)
+
+    def made(self, number: int, now: float) -> Run:
+        """The finished run."""
+        none = np.empty(0, np.int32)
+        return Run(
+            id=self.id,
+            sites=self.about.sites,
+            dtype=self.about.dtype,
+            width=self.about.width,
+            positions=np.concatenate([none, *self._positions]),
+            pieces=tuple(self._pieces),
+            prompt_token_ids=self.prompt_token_ids,
+            labels=self.labels,
+            size=self.size,
+            number=number,
+            create_time=now,
+            lease_expire_time=now + self.target.lease,
+        )
+
+    def _join(self) -> None:
+        if self._small:
+            one = len(self._small) == 1
+            self._pieces.append(self._small[0] if one else np.concatenate(self._small, axis=1))
+            self._small.clear()
+            self._small_bytes = 0
 
 
 class Page(NamedTuple):
-    """Some of the runs."""
+    """A page of a listing."""
 
     runs: list[Run]
     """Oldest first."""
     more: bool
-    """Whether there are younger ones."""
+    """Whether there are newer runs."""
 
 
 class Runs:
     """The runs of a server."""
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.time) -> None:
-        """Room for `capacity` bytes; leases are measured by `clock`, in seconds since the epoch."""
+        """Makes an empty store.
+
+        Args:
+            capacity: bytes that all runs together may take.
+            clock: the time in seconds since the epoch, for leases.
+        """
         self.capacity = capacity
         self._clock = clock
         self._lock = Lock()
@@ -55,25 +235,30 @@ class Runs:
         self._numbers = 0
 
     def __len__(self) -> int:
-        """How many can be found."""
+        """Number of finished runs."""
         return len(self._made)
 
     @property
     def making(self) -> int:
-        """How many are being made."""
+        """Number of unfinished runs."""
         return len(self._making)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that all of them take, those being made included."""
+        """Bytes of all runs, unfinished ones included."""
         return self._used
 
     def check(self, run_id: str, least: int, path: str) -> None:
-        """Whether a run of at least so many bytes can be begun, `path` being that of its id.
+        """Checks that a run may begin.
+
+        Args:
+            run_id: its id.
+            least: bytes that it takes at least.
+            path: the field of the id, for errors.
 
         Raises:
-            RunExists: there is one with this id.
-            StoreFull: it would never fit.
+            RunExists: another run has this id.
+            StoreFull: the run would not fit even into an empty store.
         """
         with self._lock:
             self._check_free(run_id, path)
@@ -94,11 +279,11 @@ class Runs:
         *,
         lossless: bool,
     ) -> RunDraft:
-        """Begins a run of which no row may be lost, or some; `path` is that of its id.
+        """Begins a run. `path` is the field of its id, for errors.
 
         Raises:
-            RunExists: there is one with this id.
-            StoreFull: there is no room for another one.
+            RunExists: another run has this id.
+            StoreFull: the store has too little free memory.
         """
         prompt = np.fromiter(prompt_token_ids, np.int32, len(prompt_token_ids))
         texts = [target.id, *labels, *labels.values()]
@@ -112,10 +297,10 @@ class Runs:
         return draft
 
     def hold(self, run_id: str, path: str) -> Run:
-        """A run, which counts as used now and stays until it is released as often as it was held.
+        """Returns a run, which is not evicted before its `release`.
 
         Raises:
-            RunNotFound: there is none with this id.
+            RunNotFound: no run has this id.
         """
         with self._lock:
             run = self._get(run_id, path)
@@ -124,15 +309,15 @@ class Runs:
             return run
 
     def release(self, run: Run) -> None:
-        """Takes a `hold` back."""
+        """Ends one `hold`."""
         with self._lock:
             run.users -= 1
 
     def renew(self, run_id: str, lease: float, path: str) -> Run:
-        """Lets a lease last so many seconds from now, if that is longer.
+        """Extends a lease to `lease` seconds from now, unless it lasts longer already.
 
         Raises:
-            RunNotFound: there is no run with this id.
+            RunNotFound: no run has this id.
         """
         with self._lock:
             run = self._get(run_id, path)
@@ -140,11 +325,11 @@ class Runs:
             return run
 
     def delete(self, run_id: str, path: str) -> int:
-        """Deletes a run, leased or not; the bytes that became free.
+        """Deletes a run, even if it is leased. Returns the freed bytes.
 
         Raises:
-            RunNotFound: there is none with this id.
-            RunInUse: somebody holds it, or it is being made.
+            RunNotFound: no run has this id.
+            RunInUse: the run is in use or unfinished.
         """
         with self._lock:
             if run_id in self._making:
@@ -156,17 +341,16 @@ class Runs:
             return run.size
 
     def page(self, after: int, most: int) -> Page:
-        """At most so many runs whose number is above `after`."""
+        """At most `most` runs whose number is above `after`."""
         with self._lock:
             start = bisect_right(self._by_age, after, key=_number)
-            found = self._by_age[start : start + most]
-            return Page(found, start + most < len(self._by_age))
+            return Page(self._by_age[start : start + most], start + most < len(self._by_age))
 
     def take(self, draft: RunDraft, size: int) -> None:
-        """Makes room for more rows of a run; does nothing where it is over.
+        """Reserves memory for more rows of a run. Does nothing if the run was kept or dropped.
 
         Raises:
-            StoreFull: there is no room; nothing has been evicted.
+            StoreFull: the store has too little free memory. Nothing was evicted.
         """
         with self._lock:
             if self._making.get(draft.id) is draft:
@@ -175,14 +359,14 @@ class Runs:
                 draft.size += size
 
     def drop(self, draft: RunDraft) -> None:
-        """Gives up a run that is being made; does nothing where it is over."""
+        """Frees the memory of an unfinished run. Does nothing if it was kept or dropped."""
         with self._lock:
             if self._making.get(draft.id) is draft:
                 del self._making[draft.id]
                 self._used -= draft.size
 
     def keep(self, draft: RunDraft) -> bool:
-        """Lets a run be found; whether it can, since it may be over."""
+        """Stores a complete run. Returns False if it was dropped before."""
         with self._lock:
             if self._making.get(draft.id) is not draft:
                 return False

@@ -11,9 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rheostat_engine import Point, Site
 from rheostat_server.errors import RowsLost, RunExists, RunInUse, RunNotFound, StoreFull
-from rheostat_server.runs.draft import RunDraft
-from rheostat_server.runs.run import Run
-from rheostat_server.runs.store import Runs
+from rheostat_server.runs.store import Run, RunDraft, Runs
 from rheostat_server.runs.targets import RunTarget
 from rheostat_server.sinks import CaptureAbout, Ending, Outcome, RowBlock
 from rheostat_server.tensors import FloatType

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf import duration_pb2
 
 from rheostat_engine import Point, Site
-from rheostat_server.runs.draft import RunDraft
+from rheostat_server.runs.store import RunDraft
 from rheostat_server.runs.targets import RunTarget
 from rheostat_server.sinks import CaptureAbout, Outcome
 from rheostat_server.sinks.memory import MemoryRecording
