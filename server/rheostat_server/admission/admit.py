@@ -17,17 +17,14 @@ from rheostat_server.admission.compiled_requests import CompiledRequest, Compile
 from rheostat_server.admission.global_steering import GlobalSteering
 from rheostat_server.admission.planning import check_ranges, compile_plan, observe
 from rheostat_server.admission.request_work import captures_work, observers_work, steering_work
-from rheostat_server.admission.run_names import check_runs
 from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
     direction_vectors,
-    find_all_directions,
-    project_all,
     resolve_captures,
 )
 from rheostat_server.engine.sampling import SamplingSettings, resolve_sampling
-from rheostat_server.errors import LoraNotFound, NotSupported, QueueFull, Resource
+from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, QueueFull, Resource
 from rheostat_server.limits import (
     ID_BYTES,
     LARGE_REQUEST_BYTES,
@@ -57,7 +54,8 @@ from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors.store import Lookups, Vector, VectorSource, VectorStore
+from rheostat_server.validation import field_path
+from rheostat_server.vectors.store import Lookups, Vector, VectorStore, VectorView
 from rheostat_wire.v1 import (
     capture_pb2,
     generation_service_pb2,
@@ -132,6 +130,8 @@ class AdmittedRequest:
     """Whether it waits if the engine has too little capacity."""
     baseline: Baseline | None
     """The baseline that it is compared with, if it asks for one."""
+    work: int
+    """Bytes that `offload` counts for each pass over the request and its plan."""
 
     @property
     def prompt_len(self) -> int:
@@ -157,6 +157,8 @@ class CompiledUpdate(NamedTuple):
     """The packed plan, without an id."""
     vectors: tuple[Vector, ...]
     """Every vector that the workers need, each once."""
+    work: int
+    """Bytes that `offload` counts for each pass over the steering and its plan."""
 
 
 async def admit(
@@ -188,14 +190,16 @@ async def _admit(
     _check_head(request, admission)
     with_text = await offload(size, _any_needs_text, request.steering, request.captures)
     prompt = await admission.prompts.resolve(request, with_text=with_text)
-    candidate = _Candidate(request, request.request_id or uuid.uuid4().hex, prompt, changeable)
-    observers = candidate.observers(admission)
-    if _work(request, prompt, observers, admission) <= OFFLOAD_BYTES:
-        return admit_now(candidate, observers, admission, admission.store, admission.compiled)
-    # A thread may only read the store. Everything else is used on the event loop alone.
-    return await asyncio.to_thread(
-        admit_now, candidate, observers, admission, admission.store.view(), compiled_before=None
-    )
+    request_id = request.request_id or uuid.uuid4().hex
+    observers: Sequence[Subscription] = ()
+    if admission.subscriptions is not None and len(admission.subscriptions):
+        observers = admission.subscriptions.selecting(request_id, request.labels)
+    work = _work(request, prompt, observers, admission)
+    candidate = _Candidate(request, request_id, prompt, changeable, work)
+    if work <= OFFLOAD_BYTES:
+        return admit_now(candidate, observers, admission, admission.compiled)
+    # The cache of compiled requests is used on the event loop alone.
+    return await asyncio.to_thread(admit_now, candidate, observers, admission, compiled_before=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,19 +212,14 @@ class _Candidate:
     prompt: PromptTokens
     changeable: bool
     """Whether its steering may change while it runs."""
-
-    def observers(self, admission: AdmissionContext) -> Sequence[Subscription]:
-        """The subscriptions whose filter selects the request."""
-        if admission.subscriptions is None or not len(admission.subscriptions):
-            return ()
-        return admission.subscriptions.selecting(self.request_id, self.request.labels)
+    work: int
+    """Bytes that `offload` counts for its admission, and for each later pass over its plan."""
 
 
 def admit_now(
     candidate: _Candidate,
     observers: Sequence[Subscription],
     admission: AdmissionContext,
-    vectors: VectorSource,
     compiled_before: CompiledRequests | None,
 ) -> AdmittedRequest:
     """Admits a request. This takes long for a large request; see `admit`.
@@ -229,7 +228,6 @@ def admit_now(
         candidate: the request.
         observers: the subscriptions that observe it.
         admission: what it is checked against.
-        vectors: where its vectors are looked up.
         compiled_before: compiled requests that may be used again; None on a thread.
 
     Raises:
@@ -248,7 +246,7 @@ def admit_now(
     if compiled_before is not None:
         key = key_of(request, context, admission.server_wide)
         known = None if key is None else compiled_before.find(key)
-    lookups = Lookups(vectors)
+    lookups = Lookups(admission.store.view())
     if known is None:
         own = resolve_steering(
             request.steering, admission.sites, context, lookups, receipt_pb2.ORIGIN_REQUEST
@@ -287,6 +285,7 @@ def admit_now(
         return_prompt_token_ids=request.return_prompt_token_ids,
         waits=_waits(request),
         baseline=baseline,
+        work=candidate.work,
     )
 
 
@@ -323,19 +322,54 @@ def _resolve_captures(
     request: GenerateRequest,
     context: SelectionContext,
     samples: int,
-    vectors: VectorSource,
+    vectors: VectorView,
     admission: AdmissionContext,
 ) -> tuple[ResolvedCapture, ...]:
     """The captures of a request, with the vectors that their rows are projected on."""
     if not request.captures:
         return ()
-    drafts = resolve_captures(
-        request.captures, admission.sites, context, admission.sinks, spools=admission.spools
+    captures = resolve_captures(
+        request.captures,
+        admission.sites,
+        context,
+        vectors,
+        admission.sinks,
+        spools=admission.spools,
     )
-    check_runs(drafts, admission.runs, samples=samples, prompt_len=context.prompt_len)
-    return project_all(
-        drafts, find_all_directions(drafts, vectors, admission.sites), admission.sites
-    )
+    _check_runs(captures, admission.runs, samples=samples, prompt_len=context.prompt_len)
+    return captures
+
+
+def _check_runs(
+    captures: Sequence[ResolvedCapture], runs: Runs | None, *, samples: int, prompt_len: int
+) -> None:
+    """Checks the runs that a request's captures would store.
+
+    Raises:
+        NotSupported: this server does not store runs.
+        InvalidValue: two captures name one run, or there are several samples.
+        RunExists: a stored run has the same id.
+        StoreFull: a run is larger than the memory for runs.
+    """
+    seen: dict[str, int] = {}
+    for index, capture in enumerate(captures):
+        if capture.run is None:
+            continue
+        path = f"captures[{index}].run"
+        if runs is None:
+            raise NotSupported("runs are not stored here", field=path)
+        if samples > 1:
+            raise InvalidValue(
+                f"a run has one sample, and the request has {samples}: send a request for each",
+                field="sampling.n",
+            )
+        path = field_path(path, "run_id")
+        other = seen.setdefault(capture.run.id, index)
+        if other != index:
+            raise InvalidValue(
+                f"captures {other} and {index} name the same run: give each its own", field=path
+            )
+        runs.check(capture.run.id, capture.payload_bytes(row_end=prompt_len), path)
 
 
 def _compile(
@@ -398,23 +432,25 @@ async def compile_update(
         context = replace(context, prompt=await admission.prompts.read(context.prompt))
     view = admission.store.view()
     work = steering_work(steering, context.prompt_len, admission.sites, view)
-    vectors = admission.store if work <= OFFLOAD_BYTES else view
-    return await offload(work, _compile_update, steering, vectors, admission, context, server_wide)
+    return await offload(
+        work, _compile_update, steering, view, admission, context, server_wide, work
+    )
 
 
 def _compile_update(
     steering: steering_pb2.Steering,
-    vectors: VectorSource,
+    vectors: VectorView,
     admission: AdmissionContext,
     context: SelectionContext,
     server_wide: Sequence[Intervention],
+    work: int,
 ) -> CompiledUpdate:
     origin = receipt_pb2.ORIGIN_UPDATE
     own = resolve_steering(steering, admission.sites, context, vectors, origin)
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
     plan, needed = compile_plan("", interventions, ())
-    return CompiledUpdate(interventions, plan, needed)
+    return CompiledUpdate(interventions, plan, needed, work)
 
 
 def _directed(

@@ -32,7 +32,7 @@ from rheostat_server.steering.interventions import (
 from rheostat_server.steering.ops import ResolvedOp, vector_refs
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors.store import Vector, VectorSource
+from rheostat_server.vectors.store import Vector, VectorView
 from rheostat_wire.v1 import receipt_pb2, steering_pb2
 
 _LOG = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class GlobalSteeringState:
         return tuple(one.op for one in interventions)
 
     def _compile(
-        self, steering: steering_pb2.Steering, context: SelectionContext, vectors: VectorSource
+        self, steering: steering_pb2.Steering, context: SelectionContext, vectors: VectorView
     ) -> tuple[tuple[Intervention, ...], Plan]:
         origin = receipt_pb2.ORIGIN_REQUEST
         interventions = resolve_steering(steering, self._sites, context, vectors, origin)

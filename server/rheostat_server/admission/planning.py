@@ -9,27 +9,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from rheostat_engine import MAX_PLAN_COST, Act, Condition, Plan, PlanTooLarge, Spans
+from rheostat_engine import MAX_PLAN_COST, Act, Plan, PlanTooLarge
 from rheostat_server import validation
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_PLAN_COST, REQUEST_RANGES
-from rheostat_server.selectors.selection import Selection
 from rheostat_server.steering.interventions import INTERVENTION_PATH, Intervention
 from rheostat_server.subscriptions.observer_captures import FRAGMENTED, ObserverCapture
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import capture_pb2, receipt_pb2, steering_pb2
-
-_SPAN_BYTES = 1024
-"""Bytes that `offload` counts for a span of a plan, which is compared with every intervention."""
-
-_ID_BYTES = 8
-"""Bytes that `offload` counts for a token id."""
-
-_SITE_BYTES = 16
-"""Bytes that `offload` counts for a site of an intervention or a capture."""
 
 _OBSERVED_PLANS = 8
 """The most plans with captures of observers that are kept for a request and a first observer."""
@@ -187,25 +177,6 @@ def _spans(observer_capture: ObserverCapture) -> int:
     return sum(one.selection.span_count for one in observer_capture.beside)
 
 
-def captures_work(captures: Sequence[ResolvedCapture]) -> int:
-    """Bytes that `offload` counts for making the engine's captures."""
-    return sum(
-        _SITE_BYTES * len(one.sites) + selection_work(one.selection) + one.projecting
-        for one in captures
-    )
-
-
-def selection_work(selection: Selection) -> int:
-    """Bytes that `offload` counts for iterating over a selection."""
-    return _work(selection.spans, selection.conditions)
-
-
-def plan_work(plan: Plan) -> int:
-    """Bytes that `offload` counts for iterating over a plan's intervals."""
-    acting = sum(_work(act.spans, act.conditions) for act in plan.acts)
-    return acting + sum(_work(one.spans, ()) for one in plan.captures)
-
-
 def check_affordable(spent: int, plan: Plan) -> int:
     """The cost of a session that applies one more packed plan.
 
@@ -262,8 +233,3 @@ def _packs(plan: Plan) -> bool:
 def _why_not(error: ValueError) -> str:
     """The error text for a plan that cannot be packed."""
     return f"{_TOO_MUCH}. {error}" if isinstance(error, PlanTooLarge) else str(error)
-
-
-def _work(spans: Spans, conditions: Sequence[Condition]) -> int:
-    count = len(spans) + sum(len(one.spans) for one in conditions)
-    return count * _SPAN_BYTES + sum(len(one.tokens) for one in conditions) * _ID_BYTES

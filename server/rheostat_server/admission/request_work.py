@@ -1,15 +1,14 @@
-"""Estimates the work of admitting a request from its messages, before anything is compiled.
+"""Estimates the work of a request from its messages, before anything is compiled.
 
-The sum decides whether a request is admitted on the event loop or on a thread; see `offload`. It is
-an upper bound, so that no client can send a request that is underestimated.
+The estimate decides whether the request is admitted on the event loop or on a thread; see
+`offload`. Explanations, receipts and late attachments use the same estimate. It is an upper bound,
+so that no client can send a request that is underestimated.
 """
 
 from collections.abc import Sequence
 
 from rheostat_engine import ModelSites
-from rheostat_server.capture.projections import projection_work
-from rheostat_server.limits import OBSERVER_SPANS, OFFLOAD_BYTES
-from rheostat_server.subscriptions.observer_captures import observer_captures_work
+from rheostat_server.limits import OBSERVER_SPANS, OBSERVERS_COST, OFFLOAD_BYTES
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.vectors.store import VectorView
 from rheostat_wire.v1 import capture_pb2, selector_pb2, steering_pb2, types_pb2, vector_pb2
@@ -19,6 +18,12 @@ _SITE_BYTES = 96
 
 _SPAN_BYTES = 1024
 """Bytes that are counted for a span of positions, which is compared with every intervention."""
+
+_DIRECTION_BYTES = 256
+"""Bytes that are counted for a direction of a projection at a site."""
+
+_COST_BYTES = 64
+"""Bytes that are counted for a unit of an observer's cost; see `OBSERVERS_COST`."""
 
 _TOKEN_BYTES = 4
 """Bytes that are counted for a token of the prompt that a range may name."""
@@ -52,7 +57,7 @@ def captures_work(
         sites = _site_count(one.sites, model)
         work += one.ByteSize() + _SITE_BYTES * sites
         work += _selector_work(one.where, prompt_len) if one.HasField("where") else _SPAN_BYTES
-        work += projection_work(len(one.projection.readouts.readouts), sites)
+        work += _DIRECTION_BYTES * len(one.projection.readouts.readouts) * sites
     return work
 
 
@@ -61,7 +66,8 @@ def observers_work(observers: Sequence[Subscription], prompt_len: int) -> int:
     if not observers:
         return 0
     spans = sum(min(OBSERVER_SPANS, one.captures.most_spans(prompt_len)) for one in observers)
-    return observer_captures_work(observers, prompt_len) + _SPAN_BYTES * spans
+    cost = min(OBSERVERS_COST, sum(one.captures.cost for one in observers))
+    return _COST_BYTES * cost + len(observers) * prompt_len + _SPAN_BYTES * spans
 
 
 def _site_count(sites: types_pb2.SiteSet, model: ModelSites) -> int:

@@ -26,7 +26,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
@@ -40,6 +40,7 @@ from rheostat_server.errors import (
     QueueFull,
     UnknownField,
 )
+from rheostat_server.front_ends.call import Call
 from rheostat_server.limits import (
     CONNECTION_READS,
     CONTROL_RPCS,
@@ -182,19 +183,6 @@ class _Reads:
                 del self._waiting[connection]
 
 
-class Reads(Protocol):
-    """The methods of a call that read messages; see `Call`."""
-
-    def connection(self) -> str | None:
-        """The client's connection by which the call came; None if it is not known."""
-
-    def received(self) -> bool:
-        """Whether the next message has come, so that `read` returns at once."""
-
-    async def read(self) -> bytes | None:
-        """The next message; None once the client has closed its side of the stream."""
-
-
 class Calls:
     """The running calls, and the memory of their requests."""
 
@@ -335,7 +323,7 @@ class Incoming:
         self.release()
         self._calls.end(control=self._control)
 
-    async def first(self, call: Reads, reader: "Reader[Request]", most: int) -> Request | None:
+    async def first(self, call: Call, reader: "Reader[Request]", most: int) -> Request | None:
         """Reads the first message; None if the client has closed its side of the stream.
 
         Args:
@@ -361,7 +349,7 @@ class Incoming:
         self._first += self._taken_by_fields(walk)
         return await self._calls.decoded(data, reader, walk)
 
-    async def only(self, call: Reads, reader: "Reader[Request]", most: int) -> Request:
+    async def only(self, call: Call, reader: "Reader[Request]", most: int) -> Request:
         """Reads the message of a call that has exactly one.
 
         Raises:
@@ -374,7 +362,7 @@ class Incoming:
         return request
 
     async def each(
-        self, call: Reads, reader: "Reader[Request]", most: int
+        self, call: Call, reader: "Reader[Request]", most: int
     ) -> AsyncGenerator[Request, None]:
         """Reads the messages of a stream. Raises as `first`."""
         message = await self.first(call, reader, most)
@@ -383,7 +371,7 @@ class Incoming:
             message = None  # frees the message as soon as the handler has dropped it
             message = await self._next(call, reader, most)
 
-    async def _next(self, call: Reads, reader: "Reader[Request]", most: int) -> Request | None:
+    async def _next(self, call: Call, reader: "Reader[Request]", most: int) -> Request | None:
         data = await call.read()
         if data is None:
             return None

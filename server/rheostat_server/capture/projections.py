@@ -13,17 +13,13 @@ from rheostat_engine import Directions, ModelSites
 from rheostat_server import validation
 from rheostat_server.errors import MissingField, NotSupported
 from rheostat_server.limits import PROJECTIONS
-from rheostat_server.steering.ops import VectorDraft, draft_vector
 from rheostat_server.steering.readouts import OF_PROJECTIONS, check_readout
-from rheostat_server.steering.vector_lookup import FoundVector, find_vector, rows_by_layer
+from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.tensors import widen
 from rheostat_server.validation import field_path
-from rheostat_server.vectors.store import Vector, VectorSource
+from rheostat_server.vectors.store import Vector, VectorView
 from rheostat_wire.dtypes import FloatArray
-from rheostat_wire.v1 import capture_pb2, vector_pb2
-
-_DIRECTION_BYTES = 256
-"""What `offload` counts for a direction at a layer."""
+from rheostat_wire.v1 import capture_pb2
 
 _MATRICES = 4
 """Matrices that are kept for rows that the engine did not project; each at most 64 MiB in a model
@@ -64,15 +60,21 @@ def _matrix(projection: Projection, layer: int) -> FloatArray:  # [D, W]
     return np.stack(found)
 
 
-def draft_directions(
-    projection: capture_pb2.Projection, width: int, path: str
-) -> tuple[VectorDraft, ...]:
-    """Checks a projection as far as the request itself goes.
+def resolve_projection(
+    projection: capture_pb2.Projection,
+    layers: Sequence[int],
+    vectors: VectorView,
+    model: ModelSites,
+    path: str,
+) -> Projection:
+    """The projection of rows of some layers.
 
     Raises:
         InvalidArgument: something is malformed.
         NotSupported: something is not served yet.
         MessageTooLarge: an inline vector is too large.
+        NotFound: a vector is not stored, or a name not known.
+        VectorShape: a vector has neither one row nor one for each of the layers.
     """
     kind = validation.required(projection.WhichOneof("onto"), path, "readouts and matrix")
     if kind == "matrix":
@@ -89,42 +91,14 @@ def draft_directions(
     if not readouts:
         raise MissingField("at least one readout is required", field=field)
     validation.check_count(len(readouts), PROJECTIONS, field, "readouts")
-    return tuple(
-        _draft(readout, width, f"{field}[{index}]") for index, readout in enumerate(readouts)
-    )
-
-
-def _draft(readout: vector_pb2.Readout, width: int, path: str) -> VectorDraft:
-    check_readout(readout, OF_PROJECTIONS, path)
-    ref = readout.vector if readout.HasField("vector") else None
-    return draft_vector(ref, width, field_path(path, "vector"))
-
-
-def projection_work(directions: int, layers: int) -> int:
-    """Bytes that `project_on` counts for; see `offload`."""
-    return _DIRECTION_BYTES * directions * layers
-
-
-def find_directions(
-    drafts: Sequence[VectorDraft], store: VectorSource, model: ModelSites
-) -> tuple[FoundVector, ...]:
-    """The vectors of a projection.
-
-    Raises:
-        NotFound: one is not stored or its name not known.
-        VectorShape: one does not fit the model.
-    """
-    return tuple(find_vector(draft, store, model) for draft in drafts)
-
-
-def project_on(directions: Sequence[FoundVector], layers: Sequence[int]) -> Projection:
-    """The projection on vectors that were found, at some layers.
-
-    Raises:
-        VectorShape: one has neither one row nor one for each of the layers.
-    """
-    by_layer = [rows_by_layer(one, layers) for one in directions]
+    found = []
+    for index, readout in enumerate(readouts):
+        place = f"{field}[{index}]"
+        check_readout(readout, OF_PROJECTIONS, place)
+        ref = readout.vector if readout.HasField("vector") else None
+        found.append(find_vector(ref, vectors, model, field_path(place, "vector")))
+    by_layer = [rows_by_layer(vector, layers) for vector in found]
     return Projection(
-        tuple(one.vector for one in directions),
+        tuple(vector.vector for vector in found),
         {layer: tuple(rows[layer] for rows in by_layer) for layer in layers},
     )

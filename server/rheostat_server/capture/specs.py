@@ -1,8 +1,6 @@
 """CaptureSpecs resolved: which rows, under which names, in which form.
 
-In three stages, as with steering: `resolve_captures` checks all that the request says by itself and
-may run on a thread; `find_all_directions` finds the vectors that rows are projected on, on the
-event loop; `project_all` joins both and may run on a thread again.
+Everything here may run on a thread, because vectors are looked up in a `VectorView`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +13,7 @@ from rheostat_server import validation
 from rheostat_server.capture.encodings import AS_THEY_ARE, Form
 from rheostat_server.capture.projections import (
     Projection,
-    draft_directions,
-    find_directions,
-    project_on,
-    projection_work,
+    resolve_projection,
 )
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import CAPTURES
@@ -33,11 +28,9 @@ from rheostat_server.selectors.sites import of_routers, resolve_sites, width_of
 from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.sinks import Sinks, encoding_of, group_targets
 from rheostat_server.sinks import Target as SinkTarget
-from rheostat_server.steering.ops import VectorDraft
-from rheostat_server.steering.vector_lookup import FoundVector
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.validation import field_path
-from rheostat_server.vectors.store import Vector, VectorSource
+from rheostat_server.vectors.store import Vector, VectorView
 from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
 
@@ -103,10 +96,8 @@ class ResolvedCapture:
     """The run that they make."""
     overload: capture_pb2.Overload.ValueType = capture_pb2.OVERLOAD_FAIL
     """What happens when they come faster than they are taken; a subscription has its own."""
-    directions: tuple[VectorDraft, ...] = ()
-    """What rows are projected on, before it is looked up."""
     projection: Projection | None = None
-    """What rows are projected on, once it is looked up."""
+    """What rows are projected on."""
     row_encodings: Mapping[Site, RowEncoding] = field(default_factory=dict)
     """The form in which rows of a site may leave the device; one that is missing: as they are."""
     width: int = 0
@@ -129,30 +120,13 @@ class ResolvedCapture:
     @property
     def numbers(self) -> int:
         """Numbers of a row before it is encoded."""
-        return len(self.directions) or self.width
-
-    @property
-    def projecting(self) -> int:
-        """Bytes that looking through its directions counts for; see `offload`."""
-        return projection_work(len(self.directions), len(self.sites))
+        return self.width if self.projection is None else self.projection.numbers
 
     @property
     def decoded_bytes(self) -> int:
         """Bytes of a row once it is decoded."""
         projected = self.form.encoding == tensor_pb2.ENCODING_RP8
         return self.kind.itemsize * (self.form.kept if projected else self.numbers)
-
-    def projected(self, directions: Sequence[FoundVector], model: ModelSites) -> "ResolvedCapture":
-        """The capture with the vectors of its directions.
-
-        Raises:
-            VectorShape: one does not fit its layers.
-        """
-        if not self.directions:
-            return self
-        layers = sorted({site.layer for site in self.sites})
-        found = replace(self, projection=project_on(directions, layers))
-        return replace(found, row_encodings=_row_encodings(found, model))
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -175,6 +149,7 @@ def resolve_captures(
     specs: Sequence[capture_pb2.CaptureSpec],
     model: ModelSites,
     context: SelectionContext,
+    vectors: VectorView,
     sinks: Sinks | None = None,
     *,
     spools: bool = False,
@@ -185,49 +160,29 @@ def resolve_captures(
         specs: as they came.
         model: its sites.
         context: what selectors are resolved against.
-        sinks: those that there are.
+        vectors: where the vectors of projections are looked up.
+        sinks: the server's sinks.
         spools: whether rows can wait on disk.
 
     Raises:
         InvalidArgument: something is malformed.
         FailedPrecondition: something is not served.
+        NotFound: a vector is not stored, or a name not known.
     """
     validation.check_count(len(specs), CAPTURES, "captures", "captures")
     found = tuple(
-        _aimed(resolve_capture(spec, model, context, path, _target(spec, path)), spec, sinks, path)
+        _aimed(
+            resolve_capture(spec, model, context, vectors, path, _target(spec, path)),
+            spec,
+            sinks,
+            path,
+        )
         for spec, path in ((spec, f"captures[{index}]") for index, spec in enumerate(specs))
     )
     for index, one in enumerate(found):
         check_spill(one.overload, f"captures[{index}].overload", spools=spools)
     sink_groups(found)
     return found
-
-
-def find_all_directions(
-    captures: Sequence[ResolvedCapture], store: VectorSource, model: ModelSites
-) -> list[tuple[FoundVector, ...]]:
-    """The vectors that the rows of each capture are projected on.
-
-    Raises:
-        NotFound: one is not stored or its name not known.
-        VectorShape: one does not fit the model.
-    """
-    return [find_directions(one.directions, store, model) for one in captures]
-
-
-def project_all(
-    captures: Sequence[ResolvedCapture],
-    directions: Sequence[Sequence[FoundVector]],
-    model: ModelSites,
-) -> tuple[ResolvedCapture, ...]:
-    """The captures with the vectors of their directions.
-
-    Raises:
-        VectorShape: one does not fit its capture's layers.
-    """
-    return tuple(
-        one.projected(found, model) for one, found in zip(captures, directions, strict=True)
-    )
 
 
 def direction_vectors(captures: Sequence[ResolvedCapture]) -> dict[bytes, Vector]:
@@ -263,6 +218,7 @@ def resolve_capture(
     spec: capture_pb2.CaptureSpec,
     model: ModelSites,
     context: SelectionContext,
+    vectors: VectorView,
     path: str,
     target: Target,
 ) -> ResolvedCapture:
@@ -271,6 +227,7 @@ def resolve_capture(
     Raises:
         InvalidArgument: something is malformed.
         FailedPrecondition: something is not served.
+        NotFound: a vector is not stored, or a name not known.
     """
     key = _template_key(spec)
     known, template = _TEMPLATES.get(key, (None, None))
@@ -279,8 +236,8 @@ def resolve_capture(
         if spec.HasField("where"):
             selection = resolve_selector(spec.where, context, field_path(path, "where"))
         return template.with_selection(selection, target)
-    found = _resolve_capture(spec, model, context, path, target)
-    if not found.directions and len(found.sites) <= _TEMPLATE_SITES:
+    found = _resolve_capture(spec, model, context, vectors, path, target)
+    if found.projection is None and len(found.sites) <= _TEMPLATE_SITES:
         if len(_TEMPLATES) >= _TEMPLATE_COUNT:
             _TEMPLATES.clear()
         _TEMPLATES[key] = model, found
@@ -308,6 +265,7 @@ def _resolve_capture(
     spec: capture_pb2.CaptureSpec,
     model: ModelSites,
     context: SelectionContext,
+    vectors: VectorView,
     path: str,
     target: Target,
 ) -> ResolvedCapture:
@@ -315,20 +273,22 @@ def _resolve_capture(
         raise MissingField("sites are required", field=field_path(path, "sites"))
     sites = resolve_sites(spec.sites, model, field_path(path, "sites")).sites
     width = width_of(sites, model, field_path(path, "sites"))
-    directions: tuple[VectorDraft, ...] = ()
+    projection = None
     if spec.HasField("projection"):
         if of_routers(sites):
             raise NotSupported(
                 "router_logits are not projected; capture them whole, they are few",
                 field=field_path(path, "projection"),
             )
-        directions = draft_directions(spec.projection, width, field_path(path, "projection"))
-    form = _form(spec, len(directions) or width, path)
+        layers = sorted({site.layer for site in sites})
+        field = field_path(path, "projection")
+        projection = resolve_projection(spec.projection, layers, vectors, model, field)
+    form = _form(spec, width if projection is None else projection.numbers, path)
     _check_enum_options(spec, path)
     selection = EVERYTHING
     if spec.HasField("where"):
         selection = resolve_selector(spec.where, context, field_path(path, "where"))
-    kind = FloatType.FLOAT32 if directions else FloatType(model.dtype)
+    kind = FloatType(model.dtype) if projection is None else FloatType.FLOAT32
     if spec.HasField("dtype"):
         kind = float_type(spec.dtype, field_path(path, "dtype"))
     overload = spec.overload if spec.HasField("overload") else capture_pb2.OVERLOAD_FAIL
@@ -339,10 +299,10 @@ def _resolve_capture(
         form,
         target,
         overload=overload,
-        directions=directions,
+        projection=projection,
         width=width,
     )
-    return found if directions else replace(found, row_encodings=_row_encodings(found, model))
+    return replace(found, row_encodings=_row_encodings(found, model))
 
 
 def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:

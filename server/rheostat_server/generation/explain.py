@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from rheostat_engine import OPEN_END, BlockKeys, Plan, SteeredBlocks
 from rheostat_server.admission.admit import AdmittedRequest
-from rheostat_server.admission.planning import plan_work, selection_work
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.requests.manager import RequestManager
@@ -24,9 +23,6 @@ from rheostat_wire.v1 import generation_service_pb2, types_pb2
 
 _pb = generation_service_pb2
 
-_SITE_BYTES = 128
-"""Bytes that `offload` counts for each site in the answer, which takes one or two messages."""
-
 
 async def explain(
     admitted: AdmittedRequest, manager: RequestManager
@@ -37,18 +33,10 @@ async def explain(
         ResourceExhausted: the request could never run.
     """
     plan = replace(admitted.plan, epoch=manager.epoch)
-    work = plan_work(plan) + explain_work(admitted)
-    async with manager.admission.large if work > OFFLOAD_BYTES else nullcontext():
-        answer = await offload(work, _explain, admitted, plan)
+    async with manager.admission.large if admitted.work > OFFLOAD_BYTES else nullcontext():
+        answer = await offload(admitted.work, _explain, admitted, plan)
     answer.new_bank_row_count = manager.new_bank_row_count(admitted)
     return answer
-
-
-def explain_work(admitted: AdmittedRequest) -> int:
-    """Bytes that `offload` counts for the sites and selections of the answer."""
-    parts = [(one.op.sites, one.selection) for one in admitted.interventions]
-    parts += [(one.sites, one.selection) for one in admitted.captures]
-    return sum(_SITE_BYTES * len(sites) + selection_work(chosen) for sites, chosen in parts)
 
 
 def _explain(admitted: AdmittedRequest, plan: Plan) -> generation_service_pb2.ExplainResponse:

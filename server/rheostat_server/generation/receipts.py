@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_server.admission.admit import AdmittedRequest
-from rheostat_server.admission.planning import selection_work
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.generation.sample import Sample
 from rheostat_server.selectors.sites import write_site
@@ -17,17 +16,15 @@ from rheostat_server.steering.interventions import Intervention
 from rheostat_server.tensors import float32
 from rheostat_wire.v1 import receipt_pb2
 
-_SITE_BYTES = 256
-"""Bytes that `offload` counts for a site, which takes two messages."""
-
 
 def receipt_work(admitted: AdmittedRequest, samples: Sequence[Sample]) -> int:
     """Bytes that `offload` counts for `write_receipt`."""
-    longest = max(samples, key=lambda sample: len(sample.steering_changes))
-    parts = [one for period in _periods(admitted, longest) for one in period.acting]
-    work = sum(_SITE_BYTES * len(one.op.sites) + selection_work(one.selection) for one in parts)
+    changes = max((sample.steering_changes for sample in samples), key=len)
+    parts = len(admitted.interventions) + sum(len(change.interventions) for change in changes)
     tokens = sum(len(sample.tokens) for sample in samples)
-    return len(samples) * work + 4 * tokens * (len(parts) + len(admitted.captures))
+    work = admitted.work + sum(change.work for change in changes)
+    # A receipt has two messages for each site.
+    return 2 * len(samples) * work + 4 * tokens * (parts + len(admitted.captures))
 
 
 def write_receipt(

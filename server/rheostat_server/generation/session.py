@@ -231,7 +231,7 @@ class _Control:
         self._applied += 1
         for sequence, first in taken:
             sequence.steering_changes.append(
-                SteeringChange(update.number, first, compiled.interventions)
+                SteeringChange(update.number, first, compiled.interventions, compiled.work)
             )
         return generation_pb2.UpdateApplied(
             update_id=update.number,

@@ -22,7 +22,7 @@ from rheostat_engine import (
     capture_need,
     update_captures,
 )
-from rheostat_server.admission.planning import captures_work, plan_work
+from rheostat_server.admission.request_work import observers_work
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.row_feed import RowFeed
@@ -35,7 +35,6 @@ from rheostat_server.subscriptions.attachments import Attachment
 from rheostat_server.subscriptions.observer_captures import (
     ObserverCapture,
     observer_captures,
-    observer_captures_work,
 )
 from rheostat_server.subscriptions.pending_changes import (
     MissedRequest,
@@ -207,12 +206,16 @@ class LateAttachment:
     async def _observer_capture(
         self, subscription: Subscription, active: ActiveRequest
     ) -> ObserverCapture:
-        context, one = active.admitted.context, [subscription]
+        context, observers = active.admitted.context, [subscription]
         spent = sum(
             observer_capture.subscription.captures.cost for observer_capture in _observing(active)
         )
         (observer_capture,) = await offload(
-            observer_captures_work(one, context.prompt_len), observer_captures, one, context, spent
+            observers_work(observers, context.prompt_len),
+            observer_captures,
+            observers,
+            context,
+            spent,
         )
         return observer_capture
 
@@ -226,11 +229,10 @@ class LateAttachment:
         captures = self._captured(active)
         if observer_capture is not None:
             captures += observer_capture.captures.values()
-        plan = active.sequences[0].job.plan
         return await offload(
-            captures_work(captures) + plan_work(plan),
+            _work(active, observer_capture),
             _looked_through,
-            plan,
+            active.sequences[0].job.plan,
             captures,
             _computed(active),
             active.admitted.prompt_len,
@@ -348,7 +350,7 @@ class LateAttachment:
         numbers = {sequence.plan_id: sequence.capture_changes for sequence in _running(active)}
         try:
             captures, first = self._captured(active), _computed(active)
-            made = await offload(captures_work(captures), _captures_from, captures, first)
+            made = await offload(_work(active), _captures_from, captures, first)
         except Exception as error:  # whatever it is, who waits must hear of it, and others go on
             name = active.admitted.request_id
             _LOG.error("what to capture of %s was not told to the engine", name, exc_info=error)
@@ -386,6 +388,13 @@ def _observing(active: ActiveRequest) -> list[ObserverCapture]:
         *(observer_capture for observer_capture in observed if observer_capture.observed),
         *(one.observer_capture for one in active.attachments),
     ]
+
+
+def _work(active: ActiveRequest, other: ObserverCapture | None = None) -> int:
+    """Bytes that `offload` counts for all captures of a request, and of one more observer."""
+    observing = [*_observing(active), *([] if other is None else [other])]
+    subscriptions = [observer_capture.subscription for observer_capture in observing]
+    return active.admitted.work + observers_work(subscriptions, active.admitted.prompt_len)
 
 
 def _running(active: ActiveRequest) -> list[EngineSequence]:

@@ -55,6 +55,8 @@ class SteeringChange(NamedTuple):
     """The first position on which it acts."""
     interventions: tuple[Intervention, ...]
     """All interventions from there on, server-wide ones first."""
+    work: int
+    """Bytes that `offload` counts for each pass over them."""
 
 
 class EngineSequence:

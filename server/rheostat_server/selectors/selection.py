@@ -35,9 +35,6 @@ _SHOWN_TEXT = 40
 _TYPICAL_PROMPT = 4096
 """The most tokens of the prompt of `typical_context`."""
 
-_TOKEN_BYTES = 4
-"""Bytes that `offload` counts for a token that a range may read."""
-
 
 @dataclass(frozen=True)
 class SelectionContext:
@@ -200,12 +197,6 @@ def combine(
 def needs_text(selector: selector_pb2.Selector) -> bool:
     """Whether a selector looks for text."""
     return any(r.WhichOneof("kind") == "text" for r in (*selector.include, *selector.exclude))
-
-
-def selector_work(selectors: Sequence[selector_pb2.Selector], context: SelectionContext) -> int:
-    """Bytes that `offload` counts for resolving selectors: each range may read the whole prompt."""
-    ranges = sum(len(one.include) + len(one.exclude) for one in selectors)
-    return _TOKEN_BYTES * (ranges + 1) * context.prompt_len
 
 
 class _Union(NamedTuple):

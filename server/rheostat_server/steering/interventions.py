@@ -18,17 +18,15 @@ from rheostat_server.selectors.selection import (
     resolve_selector,
 )
 from rheostat_server.selectors.sites import (
-    SiteSelection,
     refuse_double_names,
     refuse_what_is_no_stream,
     resolve_sites,
 )
 from rheostat_server.steering.directions import check_directions
-from rheostat_server.steering.ops import OpDraft, ResolvedOp, check_served, draft_op
-from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
+from rheostat_server.steering.ops import ResolvedOp, check_served, resolve_op, vector_refs
 from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
-from rheostat_server.vectors.store import VectorSource
+from rheostat_server.vectors.store import VectorView
 from rheostat_wire.v1 import (
     generation_service_pb2,
     receipt_pb2,
@@ -40,18 +38,6 @@ INTERVENTION_PATH = "steering.interventions"
 
 _EXACT = 16
 """Additions with more spans are checked as if they had one span."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """An intervention whose vectors are not looked up yet."""
-
-    op: OpDraft
-    """The op."""
-    sites: SiteSelection
-    """The sites."""
-    selection: Selection
-    """The selected tokens."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +78,7 @@ def resolve_steering(
     steering: steering_pb2.Steering,
     model: ModelSites,
     context: SelectionContext,
-    vectors: VectorSource,
+    vectors: VectorView,
     origin: receipt_pb2.Origin.ValueType,
 ) -> tuple[Intervention, ...]:
     """Resolves a steering. Each intervention is checked alone; see `check_sums` for their sums.
@@ -110,29 +96,12 @@ def resolve_steering(
         NotFound: a vector is not stored, or a name not known.
         MessageTooLarge: an inline vector is too large.
     """
-    drafts = draft_steering(steering, model, context)
-    return tuple(
-        Intervention(origin, index, _look_up(draft, vectors, model), draft.selection)
-        for index, draft in enumerate(drafts)
-    )
-
-
-def draft_steering(
-    steering: steering_pb2.Steering, model: ModelSites, context: SelectionContext
-) -> list[Draft]:
-    """Checks everything of a steering that does not depend on stored vectors.
-
-    Raises:
-        InvalidArgument: something is malformed.
-        FailedPrecondition: something is not served.
-        MessageTooLarge: an inline vector is too large.
-    """
     path = INTERVENTION_PATH
     validation.check_count(len(steering.interventions), INTERVENTIONS, path, "interventions")
-    return [
-        _draft(intervention, model, context, f"{path}[{index}]")
+    return tuple(
+        _resolve(intervention, model, context, vectors, origin, index)
         for index, intervention in enumerate(steering.interventions)
-    ]
+    )
 
 
 def refuse_probes_and_rules(
@@ -235,12 +204,15 @@ def _excess(addends: Sequence[_Addend], largest: float) -> list[_Addend]:
     return []
 
 
-def _draft(
+def _resolve(
     intervention: steering_pb2.Intervention,
     model: ModelSites,
     context: SelectionContext,
-    path: str,
-) -> Draft:
+    vectors: VectorView,
+    origin: receipt_pb2.Origin.ValueType,
+    index: int,
+) -> Intervention:
+    path = f"{INTERVENTION_PATH}[{index}]"
     check_served(intervention, path)
     if intervention.HasField("gate"):
         raise NotSupported(
@@ -255,21 +227,7 @@ def _draft(
     selection = EVERYTHING
     if intervention.HasField("where"):
         selection = resolve_selector(intervention.where, context, field_path(path, "where"))
-    return Draft(draft_op(intervention, model.width, path), sites, selection)
-
-
-def _look_up(draft: Draft, store: VectorSource, model: ModelSites) -> ResolvedOp:
-    found = [find_vector(one, store, model) for one in draft.op.vectors]
-    row_of = [rows_by_layer(one, draft.sites.layers) for one in found]
-    op = ResolvedOp(
-        op=draft.op.op,
-        path=draft.op.path,
-        sites=draft.sites.sites,
-        vectors=tuple(one.vector for one in found),
-        row_layers=tuple(one.row_layers for one in found),
-        rows=tuple(tuple(rows[site.layer] for rows in row_of) for site in draft.sites.sites),
-        scale=draft.op.scale,
-        bands=draft.op.bands,
-    )
-    check_directions(op, [vector.path for vector in draft.op.vectors])
-    return op
+    op = resolve_op(intervention, sites, vectors, model, path)
+    paths = [field_path(op.path, where) for where, _ in vector_refs(intervention)]
+    check_directions(op, paths)
+    return Intervention(origin, index, op, selection)

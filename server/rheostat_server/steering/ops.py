@@ -6,18 +6,18 @@ has no act. All its fields are checked nevertheless.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from rheostat_engine import Act, Band, Kind, Site
+from rheostat_engine import Act, Band, Kind, ModelSites, Site
 from rheostat_server import validation
-from rheostat_server.errors import InvalidValue, MessageTooLarge, MissingField, NotSupported
-from rheostat_server.limits import DIRECTIONS, INLINE_VECTOR_BYTES, LAYERS
+from rheostat_server.errors import InvalidValue, MissingField, NotSupported
+from rheostat_server.limits import DIRECTIONS
 from rheostat_server.selectors.selection import Selection
+from rheostat_server.selectors.sites import SiteSelection
 from rheostat_server.steering.readouts import OF_OPS, check_readout
-from rheostat_server.tensors import checked_payload, float_type
+from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.validation import field_path
-from rheostat_server.vectors.store import Vector, make_vector, vector_rows
-from rheostat_wire.v1 import receipt_pb2, steering_pb2, tensor_pb2, vector_pb2
+from rheostat_server.vectors.store import Vector, VectorView
+from rheostat_wire.v1 import receipt_pb2, steering_pb2, vector_pb2
 
 SERVED: dict[str, receipt_pb2.Op.ValueType] = {
     "add": receipt_pb2.OP_ADD,
@@ -32,33 +32,6 @@ NO_REPLACE = "Replace is not served yet: use Add with a difference of rows, or A
 """The error of the op Replace."""
 
 
-class VectorDraft(NamedTuple):
-    """A vector of an op that is not looked up yet."""
-
-    path: str
-    """Path of the VectorRef."""
-    vector: Vector | vector_pb2.VectorRef
-    """The vector if it came inline, otherwise its reference."""
-    row_layers: tuple[int, ...] = ()
-    """The layer of each row; empty if the request does not name them."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpDraft:
-    """An op whose vectors are not looked up yet."""
-
-    op: receipt_pb2.Op.ValueType
-    """Which."""
-    path: str
-    """Path of the op: "steering.interventions[0].add"."""
-    vectors: tuple[VectorDraft, ...]
-    """In the order of the op's fields."""
-    scale: float = 1.0
-    """Add, NormAdd: the factor."""
-    bands: tuple[Band, ...] = ()
-    """The others: one per vector."""
-
-
 @dataclass(frozen=True, slots=True)
 class ResolvedOp:
     """An op at sites."""
@@ -66,7 +39,7 @@ class ResolvedOp:
     op: receipt_pb2.Op.ValueType
     """Which."""
     path: str
-    """Path of the op."""
+    """Path of the op: "steering.interventions[0].add"."""
     sites: tuple[Site, ...]
     """Where, by layer, then point."""
     vectors: tuple[Vector, ...]
@@ -133,26 +106,45 @@ def check_served(intervention: steering_pb2.Intervention, path: str) -> None:
         raise NotSupported(NO_REPLACE, field=field_path(path, name))
 
 
-def draft_op(intervention: steering_pb2.Intervention, width: int, path: str) -> OpDraft:
-    """Checks everything of an op that does not depend on stored vectors.
+def resolve_op(
+    intervention: steering_pb2.Intervention,
+    sites: SiteSelection,
+    vectors: VectorView,
+    model: ModelSites,
+    path: str,
+) -> ResolvedOp:
+    """An op at sites, with its vectors.
 
     Args:
         intervention: the intervention; see `check_served`.
-        width: W.
+        sites: where it acts.
+        vectors: where its vectors are looked up.
+        model: the model's sites.
         path: its path.
 
     Raises:
         InvalidArgument: something is malformed.
+        NotFound: a vector is not stored, or a name not known.
         MessageTooLarge: an inline vector is too large.
     """
     name = intervention.WhichOneof("op") or ""
     field = field_path(path, name)
     scale, bands = _numbers(intervention, field)
-    vectors = tuple(
-        draft_vector(ref, width, field_path(field, where))
+    found = [
+        find_vector(ref, vectors, model, field_path(field, where))
         for where, ref in vector_refs(intervention)
+    ]
+    row_of = [rows_by_layer(vector, sites.layers) for vector in found]
+    return ResolvedOp(
+        op=SERVED[name],
+        path=field,
+        sites=sites.sites,
+        vectors=tuple(vector.vector for vector in found),
+        row_layers=tuple(vector.row_layers for vector in found),
+        rows=tuple(tuple(rows[site.layer] for rows in row_of) for site in sites.sites),
+        scale=scale,
+        bands=bands,
     )
-    return OpDraft(SERVED[name], field, vectors, scale, bands)
 
 
 def vector_refs(
@@ -255,61 +247,3 @@ def _strength(op: steering_pb2.Ablate | steering_pb2.Band, path: str) -> float:
     if not 0 <= strength <= 1:
         raise InvalidValue("must be 0 to 1", field=field)
     return strength
-
-
-def draft_vector(ref: vector_pb2.VectorRef | None, width: int, path: str) -> VectorDraft:
-    """Checks everything of a reference that does not depend on stored vectors.
-
-    Raises:
-        InvalidArgument: it is malformed.
-        MessageTooLarge: it is inline and too large.
-    """
-    if ref is None:
-        raise MissingField("a vector is required", field=path)
-    kind = validation.required(ref.WhichOneof("ref"), path, "digest, name and inline")
-    layers = _row_layers(ref, path)
-    if kind == "inline":
-        return VectorDraft(
-            path, inline_vector(ref.inline, width, field_path(path, "inline")), layers
-        )
-    if kind == "digest" and len(ref.digest) != 32:
-        raise InvalidValue("a digest has 32 bytes", field=field_path(path, "digest"))
-    if kind == "name":
-        validation.matches(ref.name, validation.VECTOR_NAME, field_path(path, "name"))
-    return VectorDraft(path, ref, layers)
-
-
-def _row_layers(ref: vector_pb2.VectorRef, path: str) -> tuple[int, ...]:
-    if not ref.HasField("row_layers"):
-        return ()
-    layers, field = ref.row_layers.layers, field_path(path, "row_layers.layers")
-    if not layers:
-        raise InvalidValue("at least one layer is required", field=field)
-    validation.check_count(len(layers), LAYERS, field, "layers")
-    validation.no_repeats(layers, field, "layers")
-    return tuple(layers)
-
-
-def inline_vector(tensor: tensor_pb2.Tensor, width: int, path: str) -> Vector:
-    """The vector of a model of this width that a tensor in a request holds.
-
-    Raises:
-        InvalidArgument: it is no vector.
-        MessageTooLarge: it is too large.
-    """
-    kind = float_type(tensor.dtype, field_path(path, "dtype"))
-    _check_size(len(tensor.inline), path)
-    rows = vector_rows(tensor.shape, width, field_path(path, "shape"))
-    if tensor.encoding == tensor_pb2.ENCODING_LZ4_PLANES:
-        _check_size(rows * width * kind.itemsize, path)
-    data = checked_payload(tensor, path, kind=kind)
-    return make_vector(kind, rows, width, data, field_path(path, "inline"))
-
-
-def _check_size(size: int, path: str) -> None:
-    if size > INLINE_VECTOR_BYTES:
-        raise MessageTooLarge(
-            f"the inline vector has {size} bytes; at most {INLINE_VECTOR_BYTES} are allowed. Store "
-            "it with PutVector and name it",
-            field=field_path(path, "inline"),
-        )

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rheostat_engine import ModelSites
-from rheostat_server.errors import VectorShape
-from rheostat_server.steering.ops import VectorDraft
+from rheostat_server import validation
+from rheostat_server.errors import InvalidValue, MessageTooLarge, MissingField, VectorShape
+from rheostat_server.limits import DIGEST_BYTES, INLINE_VECTOR_BYTES, LAYERS
+from rheostat_server.tensors import checked_payload, float_type
 from rheostat_server.validation import field_path
-from rheostat_server.vectors.store import Name, Vector, VectorSource
-from rheostat_wire.v1 import types_pb2
+from rheostat_server.vectors.store import Name, Vector, VectorView, make_vector, vector_rows
+from rheostat_wire.v1 import tensor_pb2, types_pb2, vector_pb2
 
 _SHOWN = 16
 """Layers that an error lists."""
@@ -38,24 +40,38 @@ class FoundVector(NamedTuple):
     """The name that says the layers; empty where the request does."""
 
 
-def find_vector(draft: VectorDraft, store: VectorSource, model: ModelSites) -> FoundVector:
-    """Looks up the vector of a reference.
+def find_vector(
+    ref: vector_pb2.VectorRef | None, vectors: VectorView, model: ModelSites, path: str
+) -> FoundVector:
+    """The vector of a reference.
+
+    Args:
+        ref: the reference; None: it is missing.
+        vectors: where vectors are looked up.
+        model: the model's sites.
+        path: path of the reference.
 
     Raises:
+        InvalidArgument: the reference is malformed.
         NotFound: no vector has this digest or name.
+        MessageTooLarge: the vector is inline and too large.
         VectorShape: the vector does not have the model's width.
     """
-    path, vector, row_layers = draft
-    name = ""
-    if not isinstance(vector, Vector):
-        if vector.WhichOneof("ref") == "digest":
-            vector = store.get(vector.digest, field_path(path, "digest"))
-        else:
-            used, field = vector.name, field_path(path, "name")
-            label = store.named(used, field)
-            vector = store.get(label.digest, field)
-            if not row_layers and (row_layers := _layers_of_rows(label, vector, model)):
-                name = used
+    if ref is None:
+        raise MissingField("a vector is required", field=path)
+    kind = validation.required(ref.WhichOneof("ref"), path, "digest, name and inline")
+    row_layers, field, name = _row_layers(ref, path), field_path(path, kind), ""
+    if kind == "inline":
+        vector = inline_vector(ref.inline, model.width, field)
+    elif kind == "digest":
+        if len(ref.digest) != DIGEST_BYTES:
+            raise InvalidValue(f"a digest has {DIGEST_BYTES} bytes", field=field)
+        vector = vectors.get(ref.digest, field)
+    else:
+        label = vectors.named(validation.matches(ref.name, validation.VECTOR_NAME, field), field)
+        vector = vectors.get(label.digest, field)
+        if not row_layers and (row_layers := _layers_of_rows(label, vector, model)):
+            name = ref.name
     if vector.width != model.width:
         raise VectorShape(
             f"the vector has width {vector.width}; the model's stream has {model.width}",
@@ -129,3 +145,39 @@ def _show(layers: Sequence[int]) -> str:
         return f"{layers[0]}-{layers[-1]}"
     more = f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN else ""
     return ", ".join(str(layer) for layer in layers[:_SHOWN]) + more
+
+
+def _row_layers(ref: vector_pb2.VectorRef, path: str) -> tuple[int, ...]:
+    if not ref.HasField("row_layers"):
+        return ()
+    layers, field = ref.row_layers.layers, field_path(path, "row_layers.layers")
+    if not layers:
+        raise InvalidValue("at least one layer is required", field=field)
+    validation.check_count(len(layers), LAYERS, field, "layers")
+    validation.no_repeats(layers, field, "layers")
+    return tuple(layers)
+
+
+def inline_vector(tensor: tensor_pb2.Tensor, width: int, path: str) -> Vector:
+    """The vector of a model of this width that a tensor in a request holds.
+
+    Raises:
+        InvalidArgument: it is no vector.
+        MessageTooLarge: it is too large.
+    """
+    kind = float_type(tensor.dtype, field_path(path, "dtype"))
+    _check_size(len(tensor.inline), path)
+    rows = vector_rows(tensor.shape, width, field_path(path, "shape"))
+    if tensor.encoding == tensor_pb2.ENCODING_LZ4_PLANES:
+        _check_size(rows * width * kind.itemsize, path)
+    data = checked_payload(tensor, path, kind=kind)
+    return make_vector(kind, rows, width, data, field_path(path, "inline"))
+
+
+def _check_size(size: int, path: str) -> None:
+    if size > INLINE_VECTOR_BYTES:
+        raise MessageTooLarge(
+            f"the inline vector has {size} bytes; at most {INLINE_VECTOR_BYTES} are allowed. Store "
+            "it with PutVector and name it",
+            field=field_path(path, "inline"),
+        )

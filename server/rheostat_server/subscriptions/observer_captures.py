@@ -18,9 +18,6 @@ from rheostat_server.selectors.prepared_selection import TooFragmented
 from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.subscriptions.subscription import Subscription
 
-_COST_BYTES = 64
-"""Bytes of work of a unit of cost; see `offload`."""
-
 FRAGMENTED = (
     f"what is captured of it is too fragmented: use fewer, longer spans, at most {OBSERVER_SPANS}"
 )
@@ -97,12 +94,6 @@ def observer_captures(
             else ObserverCapture(one, {}, missed=CROWDED)
         )
     return [found[one.name] for one in observers]
-
-
-def observer_captures_work(observers: Sequence[Subscription], prompt_len: int) -> int:
-    """Bytes of work of `observer_captures`; see `offload`."""
-    cost = min(OBSERVERS_COST, sum(one.captures.cost for one in observers))
-    return cost * _COST_BYTES + len(observers) * prompt_len
 
 
 def _observer_capture(one: Subscription, context: SelectionContext) -> ObserverCapture:

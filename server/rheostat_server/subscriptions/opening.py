@@ -1,6 +1,6 @@
-"""Checks and resolves the message that opens a subscription, on threads if it is large."""
+"""Checks and resolves the message that opens a subscription, on a thread."""
 
-from collections.abc import Sequence
+import asyncio
 from dataclasses import dataclass, replace
 
 from rheostat_engine import ModelSites
@@ -10,8 +10,6 @@ from rheostat_server.capture.specs import (
     Target,
     check_spill,
     direction_vectors,
-    find_all_directions,
-    project_all,
     resolve_capture,
 )
 from rheostat_server.errors import InvalidValue, MissingField
@@ -23,16 +21,15 @@ from rheostat_server.limits import (
     SUBSCRIBED_REQUESTS,
     SUBSCRIPTION_SELECTOR_BYTES,
 )
-from rheostat_server.selectors.selection import SelectionContext, selector_work
+from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.subscriptions.observed import (
     ObservedCaptures,
     ObservedRequests,
     observed_captures,
     observed_requests,
 )
-from rheostat_server.tasks.offload import offload
 from rheostat_server.validation import field_path
-from rheostat_server.vectors.store import Vector, VectorStore
+from rheostat_server.vectors.store import Vector, VectorStore, VectorView
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 
@@ -71,7 +68,6 @@ async def check_opening(
             support what it asks for.
         NotFound: a vector or a name of a vector is not stored.
     """
-    size = observer_capture.ByteSize()
     if not observer_capture.HasField("filter"):
         raise MissingField("a filter is required", field="open.filter")
     validation.check_count(len(observer_capture.captures), CAPTURES, "open.captures", "captures")
@@ -82,13 +78,9 @@ async def check_opening(
             observer_capture.overload, capture_pb2.Overload.values(), "open.overload"
         )
         check_spill(observer_capture.overload, "open.overload", spools=spools)
-    await offload(size, _check_filter, observer_capture.filter)
-    work = size + selector_work([spec.where for spec in observer_capture.captures], typical)
-    drafts = await offload(work, _draft, observer_capture.captures, model, typical)
-    found = find_all_directions(drafts, store, model)
-    work = sum(one.projecting for one in drafts)
-    resolved = await offload(work, project_all, drafts, found, model)
-    captures = await offload(size, observed_captures, observer_capture.captures, resolved)
+    resolved, captures = await asyncio.to_thread(
+        _resolve, observer_capture, model, typical, store.view()
+    )
     if captures.cost > OBSERVER_COST:
         raise InvalidValue(
             f"sites, ranges and 8 for each capture add up to {captures.cost}; at most "
@@ -109,23 +101,26 @@ def _check_selectors(observer_capture: capture_service_pb2.SubscribeOpen) -> Non
         validation.check_count(size, SUBSCRIPTION_SELECTOR_BYTES, path, "bytes of selectors")
 
 
-def _draft(
-    specs: Sequence[capture_pb2.CaptureSpec], model: ModelSites, typical: SelectionContext
-) -> list[ResolvedCapture]:
-    """Resolves captures, without the vectors on which rows are projected."""
-    found = []
-    for number, spec in enumerate(specs):
+def _resolve(
+    opened: capture_service_pb2.SubscribeOpen,
+    model: ModelSites,
+    typical: SelectionContext,
+    vectors: VectorView,
+) -> tuple[list[ResolvedCapture], ObservedCaptures]:
+    """Checks the filter, and resolves the captures."""
+    _check_filter(opened.filter)
+    resolved = []
+    for number, spec in enumerate(opened.captures):
         path = f"open.captures[{number}]"
-        target = spec.WhichOneof("to")
-        if target is not None:
-            raise InvalidValue("the rows come here", field=field_path(path, target))
+        if (sent_to := spec.WhichOneof("to")) is not None:
+            raise InvalidValue("the rows come here", field=field_path(path, sent_to))
         if spec.HasField("overload"):
             raise InvalidValue(
                 "the subscription's own policy holds", field=field_path(path, "overload")
             )
         lenient = replace(typical, lenient=True)
-        found.append(resolve_capture(spec, model, lenient, path, Target.SUBSCRIPTION))
-    return found
+        resolved.append(resolve_capture(spec, model, lenient, vectors, path, Target.SUBSCRIPTION))
+    return resolved, observed_captures(opened.captures, resolved)
 
 
 def _check_filter(wanted: capture_service_pb2.RequestFilter) -> None:

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -192,35 +192,25 @@ class VectorView:
         return 0 if vector is None else vector.size
 
 
-class VectorSource(Protocol):
-    """Where vectors are looked up: a store, or a view of one."""
-
-    def get(self, digest: bytes, path: str) -> Vector:
-        """A vector by digest; see `VectorView.get`."""
-
-    def named(self, name: str, path: str) -> Name:
-        """A name's label; see `VectorView.named`."""
-
-
-class Lookups:
+class Lookups(VectorView):
     """Looks up vectors, and records the results."""
 
-    def __init__(self, source: VectorSource) -> None:
-        """Looks up in `source`."""
-        self._source = source
+    def __init__(self, view: VectorView) -> None:
+        """Looks up in the same store as `view`."""
+        super().__init__(view._vectors, view._names)
         self.vectors: dict[bytes, Vector] = {}
         """The vectors that were found, by digest."""
         self.names: dict[str, Name] = {}
         """The names that were found."""
 
     def get(self, digest: bytes, path: str) -> Vector:
-        """A vector by digest; see `VectorView.get`."""
-        self.vectors[digest] = vector = self._source.get(digest, path)
+        """A vector by digest."""
+        self.vectors[digest] = vector = super().get(digest, path)
         return vector
 
     def named(self, name: str, path: str) -> Name:
-        """A name's label; see `VectorView.named`."""
-        self.names[name] = label = self._source.named(name, path)
+        """A name's label."""
+        self.names[name] = label = super().named(name, path)
         return label
 
 

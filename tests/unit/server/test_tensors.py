@@ -11,7 +11,7 @@ from rheostat_server.errors import (
     UnknownEnum,
 )
 from rheostat_server.limits import INLINE_VECTOR_BYTES
-from rheostat_server.steering.ops import inline_vector
+from rheostat_server.steering.vector_lookup import inline_vector
 from rheostat_server.tensors import (
     FloatType,
     checked_payload,

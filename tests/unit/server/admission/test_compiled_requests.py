@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from rheostat_server import errors
+from rheostat_server.admission import admit as admission
 from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest, admit
 from rheostat_server.admission.compiled_requests import CompiledRequests
 from rheostat_server.admission.global_steering import GlobalSteering
 from rheostat_server.limits import COMPILED_REQUESTS
-from rheostat_server.steering import interventions as steering
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import VectorStore, make_vector
 from rheostat_wire.v1 import generation_pb2, steering_pb2, types_pb2, vector_pb2
@@ -45,13 +45,13 @@ def shared(one: AdmittedRequest, other: AdmittedRequest) -> bool:
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """An entry for each steering that is checked."""
     seen: list[object] = []
-    drafting = steering.draft_steering
+    resolve = admission.resolve_steering
 
     def noted(message, *args):
         seen.append(message)
-        return drafting(message, *args)
+        return resolve(message, *args)
 
-    monkeypatch.setattr(steering, "draft_steering", noted)
+    monkeypatch.setattr(admission, "resolve_steering", noted)
     return seen
 
 

@@ -22,7 +22,6 @@ from rheostat_server.generation.sample import Sample
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.sequence import EngineSequence, SequenceKind
-from rheostat_server.steering import interventions as steering
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import generation_pb2, types_pb2
 
@@ -72,13 +71,13 @@ def on_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str], list[
 
 
 def test_ranges_are_looked_for_off_the_event_loop_if_they_are_many(on_threads) -> None:
-    drafting = on_threads(steering, "draft_steering")
+    steering = on_threads(admission, "resolve_steering")
     capturing = on_threads(admission, "resolve_captures")
     admitted(asked(steer=[add()], captures=[capture()]), roomy())
-    assert (drafting, capturing) == ([False], [False])
+    assert (steering, capturing) == ([False], [False])
     many = selector(*[token_range(5)] * 10)
     admitted(asked(steer=[add(where=many)], captures=[capture(where=many)]), roomy())
-    assert (drafting, capturing) == ([False, True], [False, True])
+    assert (steering, capturing) == ([False, True], [False, True])
 
 
 def test_the_plan_of_many_spans_is_made_off_the_event_loop(on_threads) -> None:

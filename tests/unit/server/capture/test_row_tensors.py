@@ -13,8 +13,6 @@ from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
-    find_all_directions,
-    project_all,
     resolve_capture,
 )
 from rheostat_server.delivery.byte_budget import ByteCounter
@@ -61,8 +59,9 @@ STORE = VectorStore(1 << 20, lambda digest: None)
 def resolved(*layers: int, **fields: object) -> ResolvedCapture:
     """A capture of resid_post, everywhere."""
     spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=layers or LAYERS), **fields)
-    one = resolve_capture(spec, SITES, typical_context(INFO), "captures[0]", Target.INLINE)
-    (found,) = project_all([one], find_all_directions([one], STORE, SITES), SITES)
+    found = resolve_capture(
+        spec, SITES, typical_context(INFO), STORE.view(), "captures[0]", Target.INLINE
+    )
     return replace(found, selection=Selection(((0, OPEN_END),), ()))
 
 

@@ -179,7 +179,7 @@ def test_steering_that_was_changed_is_told_by_update() -> None:
     sequence = EngineSequence(
         Job(before.plan, before.prompt.token_ids, before.sampling, 0), SequenceKind.OWN, 0
     )
-    sequence.steering_changes.append(SteeringChange(7, 5, after))
+    sequence.steering_changes.append(SteeringChange(7, 5, after, 0))
     sample = Sample(before, sequence, 0.0, ByteCounter())
     sample.tokens = [13, 14, 15, 16]
     sample.released = Released(

@@ -95,13 +95,13 @@ async def test_an_opening_that_is_too_large_is_refused_before_it_is_decoded(runn
 
 async def test_a_large_opening_is_worked_out_beside_the_event_loop(running, monkeypatch) -> None:
     threads: list[threading.Thread] = []
-    draft = openings._draft
+    resolve = openings.resolve_capture
 
-    def drafting(*args):
+    def noted(*args):
         threads.append(threading.current_thread())
-        return draft(*args)
+        return resolve(*args)
 
-    monkeypatch.setattr(openings, "_draft", drafting)
+    monkeypatch.setattr(openings, "resolve_capture", noted)
     ids = token_range(*[5] * 4096)
     await Subscriber.open(running, opening(specs=[wanted(where=selector(*[ids] * 60))]))
     assert threads
