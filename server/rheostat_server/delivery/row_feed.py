@@ -88,7 +88,7 @@ class RowFeed(ItemSource):
                 return
             sequence_rows = self._sequence_rows(sequence_key)
         sequence_rows.tokens += token_ids
-        if sequence_rows.waits and not self.closed:
+        if sequence_rows.token_lets_leave and not self.closed:
             self._buffer.touch(self)
 
     def add(self, sequence_key: SequenceKey, rows: Rows) -> None:

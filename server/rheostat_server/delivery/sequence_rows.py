@@ -38,7 +38,11 @@ class SequenceRows:
         self.tokens: list[int] = []
         """Generated so far."""
         self.waits = bool(refused)
-        """Whether rows wait, or losses may have to be reported. Tokens let them leave."""
+        """Whether rows wait, or losses may have to be reported."""
+        self._newest = -1
+        """The highest position of which rows came."""
+        self._awaited = -1
+        """Waiting rows leave once the token after this position is known."""
         self._prompt = prompt
         self._captures = captures
         self._refused = refused
@@ -81,6 +85,10 @@ class SequenceRows:
 
     def add(self, rows: Rows) -> list[RowBatch]:
         """Adds rows; returns the batches that hold them."""
+        last = int(rows.positions[-1])
+        if not self.waits:
+            self._awaited = last
+        self._newest = max(self._newest, last)
         self.waits = True
         if self._start is None:
             self._early.append(rows)
@@ -90,20 +98,27 @@ class SequenceRows:
             rows = replace(rows, positions=rows.positions[kept], data=rows.data[:, kept])
         return [batch for capture_rows in self._rows.values() for batch in capture_rows.add(rows)]
 
+    @property
+    def token_lets_leave(self) -> bool:
+        """Whether rows or losses can leave after the newest token.
+
+        Rows that came together leave together. If each left with its own token, a server whose
+        tokens come later than its rows would send a message for each token, and fall behind
+        further.
+        """
+        return self.waits and (self._lossy is not None or self._awaited < self._end)
+
     def note_pulled(self) -> None:
         """Rows and losses were pulled as far as they can leave."""
         self.waits = self._lossy is not None or any(
             capture_rows.waits for capture_rows in self._rows.values()
         )
+        self._awaited = self._newest
 
     def leave_before_token(self, batches: Sequence[RowBatch]) -> bool:
-        """Whether rows that came should leave before the next token.
-
-        If only the last of them needs the next token, all of them leave with it in one chunk.
-        """
-        end = len(self._prompt) + len(self.tokens) - 1
-        ready = any(batch.count and batch.first < end for batch in batches)
-        return ready and not any(batch.count and batch.last == end for batch in batches)
+        """Whether rows that came leave before the next token, because none of them needs it."""
+        counted = [batch for batch in batches if batch.count]
+        return bool(counted) and all(batch.last < self._end for batch in counted)
 
     def lose_from(self, position: int) -> None:
         """Notes that rows from a position on may be missing."""
@@ -172,6 +187,11 @@ class SequenceRows:
             return ()
         selection = self._captures[number].selection
         return selection.held(len(self._prompt), self.tokens, start, end)
+
+    @property
+    def _end(self) -> int:
+        """One past the last position that has a row for certain after the newest token."""
+        return len(self._prompt) + len(self.tokens) - 1
 
     def _row_end(self, tokens: int) -> int:
         """One past the last position that has a row for certain after some tokens."""

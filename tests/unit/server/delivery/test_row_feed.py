@@ -72,6 +72,24 @@ def test_prompt_rows_leave_before_there_is_a_token() -> None:
     assert positions(everything(buffer)) == (list(range(50)), [])
 
 
+def test_rows_that_came_together_leave_together_after_their_last_token() -> None:
+    """Otherwise each token of a busy server would make two messages."""
+    buffer = room()
+    feed = feed_of(buffer, FAIL)
+    feed.add(KEY, rows(0, 3))
+    feed.extend(KEY, [7])
+    assert positions(everything(buffer)) == ([0, 1, 2], [])
+    feed.add(KEY, rows(3, 15))
+    left = []
+    for token in range(20):
+        if token == 4:
+            feed.add(KEY, rows(15, 20))
+        feed.extend(KEY, [7])
+        if buffer.news.is_set():
+            left.append((token, positions(everything(buffer))[0]))
+    assert left == [(11, list(range(3, 15))), (16, list(range(15, 20)))]
+
+
 @pytest.mark.parametrize("policy", [NEWEST, OLDEST])
 def test_lost_rows_take_no_memory_while_a_reader_stands_still(policy: int) -> None:
     feed = feed_of(room(1 << 20), policy)
