@@ -26,7 +26,10 @@ def skip_last_collection(*, own_process: bool = False) -> None:
 
 def _freeze() -> None:
     gc.freeze()
-    # nanobind reports types of modules that are not collected as leaked, in dozens of lines.
+    # nanobind reports types of modules that are not collected as leaked, in dozens of lines. It
+    # writes to descriptor 2. Python still reports errors of finalisers, on a copy of it.
     sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    sys.__stderr__ = sys.stderr  # type: ignore[misc]  # Python restores it while modules go
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 2)

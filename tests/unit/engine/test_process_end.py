@@ -36,3 +36,22 @@ def test_garbage_is_left_to_the_system_at_the_end(skip: str, said: bytes) -> Non
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert (ended.returncode, ended.stdout) == (3, said)
     assert ended.stderr == b"said\n"
+
+
+def test_errors_of_finalisers_are_reported_and_native_messages_are_not() -> None:
+    program = f"""
+import atexit, os, sys, types
+
+class Failing:
+    def __del__(self):
+        raise ValueError("the finaliser failed")
+
+sys.modules["other"] = types.ModuleType("other")
+sys.modules["other"].failing = Failing()
+atexit.register(os.write, 2, b"written by a library")
+{SKIP.format("own_process=True")}
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert ended.returncode == 0
+    assert b"ValueError: the finaliser failed" in ended.stderr
+    assert b"written by a library" not in ended.stderr
