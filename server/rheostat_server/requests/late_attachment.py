@@ -1,8 +1,8 @@
-"""Subscriptions take part in requests that already run, and leave those that still do.
+"""Attaches subscriptions to requests that already run, and detaches them from running requests.
 
-Invariants: a request neither waits for an observer nor is refused for one. What an observer wants
-beside it needs room in the engine as everything that is captured; without, nothing of it is
-captured, and the observer is told why. Changes reach the engine in the order of their numbers.
+Invariants: a request neither waits for an observer nor is refused because of one. If the engine has
+no capacity for an observer's captures, the observer gets no rows, and the reason. Changes of a
+sample's captures reach the engine in the order of their numbers.
 """
 
 import asyncio
@@ -49,15 +49,15 @@ from rheostat_server.tensors import FloatType
 _LOG = logging.getLogger(__name__)
 
 PATIENCE = 1.0
-"""Seconds that a subscription's opening takes at most, about, for the requests that it joins."""
+"""Seconds that the opening of a subscription may wait for running requests, approximately."""
 
 _ENDING = "it is about to end"
-_LATE = "the server could not look at it in time: too much runs, or the captures are too fragmented"
-_FRAGMENTED = "what is captured of it together would be too fragmented: use fewer, longer spans"
+_LATE = "the server had no time for it: too many requests run, or the captures are too fragmented"
+_FRAGMENTED = "all its captures together would be too fragmented: use fewer, longer spans"
 
 
 class LateAttachment:
-    """Changes what is captured of requests in flight. Lives on the event loop."""
+    """Changes the captures of running requests. Used on the event loop alone."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class LateAttachment:
         routes: Mapping[str, tuple[ActiveRequest, EngineSequence]],
         add_route: Callable[[ActiveRequest, EngineSequence], None],
     ) -> None:
-        """Nothing has changed.
+        """No captures have changed.
 
         Args:
             backend: the engine.
@@ -88,21 +88,21 @@ class LateAttachment:
         self._routes = routes
         self._add_route = add_route
         self._changed: dict[ActiveRequest, None] = {}
-        """Of which something else is to be captured, and the engine does not know."""
+        """Requests whose new captures were not sent to the engine."""
         self._gone: set[str] = set()
-        """Plans of samples that have ended; changes wait for them in vain."""
+        """Plan ids of ended samples, whose waiting changes the workers must discard."""
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def attach(self, subscription: Subscription) -> None:
-        """Lets a new subscription take part in the requests that it selects and that run.
+        """Attaches a new subscription to the running requests that it selects.
 
-        Requests that wait for room are left to `catch_up`: what is captured for an observer must
-        not take the room for which they wait.
+        Requests that wait for capacity are attached by `catch_up`, because an observer must not
+        take the capacity for which they wait.
 
-        Returns once each of them has come to its next step, or after `PATIENCE`.
+        Returns once each request has run its next step, or after `PATIENCE`.
         """
-        subscription.on_left = partial(self._left, subscription)
+        subscription.on_left = partial(self._detach, subscription)
         running = [
             active
             for active in self._active_requests.values()
@@ -112,35 +112,35 @@ class LateAttachment:
             active.attachment_attempts.add(subscription.name)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE
-        joined: list[PendingAttachment] = []
+        pending: list[PendingAttachment] = []
         for active in running:
             if loop.time() > deadline:
                 _miss(subscription, active, _LATE)
                 continue
-            joined += await self._join(subscription, active, named=True)
+            pending += await self._attach(subscription, active, named=True)
             await asyncio.sleep(0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
-                for one in joined:
-                    await one.resolved.wait()
+                for attachment in pending:
+                    await attachment.resolved.wait()
 
     async def catch_up(self, active: ActiveRequest) -> None:
-        """Lets those subscriptions take part that were opened while the request was admitted.
+        """Attaches the subscriptions that were opened while the request was admitted.
 
-        To be called once the request has the room that it needs.
+        Is called once the request has reserved its capacity.
         """
         admitted = active.admitted
-        known = {
+        attempted = {
             observer_capture.subscription.name for observer_capture in admitted.observer_captures
         } | active.attachment_attempts
         for subscription in self._subscriptions.selecting(admitted.request_id, admitted.labels):
-            if subscription.name not in known:
-                await self._join(subscription, active, named=False)
+            if subscription.name not in attempted:
+                await self._attach(subscription, active, named=False)
         if active.unobserved and any(sequence.capture_changes for sequence in active.sequences):
             self._change(active, _running(active))
 
     def forget(self, active: ActiveRequest) -> None:
-        """A flight has ended; changes that it did not live to see wait no more."""
+        """Ends the waits for changes of a request that has ended."""
         for sequence in active.sequences:
             sequence.resolve_all_changes()
             if sequence.capture_changes > sequence.answered_changes:
@@ -149,10 +149,10 @@ class LateAttachment:
         if self._gone:
             self._send()
 
-    async def _join(
+    async def _attach(
         self, subscription: Subscription, active: ActiveRequest, *, named: bool
     ) -> list[PendingAttachment]:
-        """Lets a subscription take part in a request; what it waits for then."""
+        """Attaches a subscription to a request. Returns a change for each running sample."""
         observer_capture = await self._observer_capture(subscription, active)
         async with active.capture_lock:
             need, reason = await self._need(active, observer_capture)
@@ -194,14 +194,14 @@ class LateAttachment:
         subscription.attached = (*subscription.attached, feed)
         active.attachments.append(Attachment(observer_capture, feed, named))
         self._change(active, sequences)
-        joined: list[PendingAttachment] = []
+        pending: list[PendingAttachment] = []
         for sequence in sequences:
             feed.attach(sequence.key, sequence.tokens)
-            joined.append(
+            pending.append(
                 PendingAttachment(sequence.capture_changes, feed, partial(_refuse, subscription))
             )
-            sequence.pending_changes.append(joined[-1])
-        return joined
+            sequence.pending_changes.append(pending[-1])
+        return pending
 
     async def _observer_capture(
         self, subscription: Subscription, active: ActiveRequest
@@ -222,16 +222,17 @@ class LateAttachment:
     async def _need(
         self, active: ActiveRequest, observer_capture: ObserverCapture | None = None
     ) -> tuple[CaptureNeed, str]:
-        """What a sample needs beside its own plan with all that is captured of it, and a wish.
+        """The capacity that a sample needs beyond its own plan, with one more observer if given.
 
-        The second is why no engine could capture all of it, or nothing.
+        Returns:
+            The capacity, and the reason if no engine could capture all of it, otherwise "".
         """
         captures = self._captured(active)
         if observer_capture is not None:
             captures += observer_capture.captures.values()
         return await offload(
             _work(active, observer_capture),
-            _looked_through,
+            _need_beside,
             active.sequences[0].job.plan,
             captures,
             _computed(active),
@@ -246,9 +247,9 @@ class LateAttachment:
         sequences: Sequence[EngineSequence],
         need: CaptureNeed,
     ) -> str:
-        """Reserves what samples need with a wish; why that cannot be, or nothing.
+        """Reserves the capacity for one more observer. Returns the reason if it cannot, or "".
 
-        What is reserved already stays, because the engine may not know of earlier changes yet.
+        Earlier reservations stay, because the engine may not have applied earlier changes yet.
         """
         if not sequences or not observer_capture.subscription.taking:
             return _ENDING
@@ -258,11 +259,11 @@ class LateAttachment:
         try:
             queue.reserve_captures(name, CaptureNeed(rows, sites), active.reserved)
         except (BankFull, CaptureOverflow) as error:
-            return f"the engine has no room for its rows: {error.message}"
+            return f"the engine has no capacity for its rows: {error.message}"
         return ""
 
     def _captured(self, active: ActiveRequest) -> list[ResolvedCapture]:
-        """What is to be captured of a flight now."""
+        """All current captures of a request."""
         beside = (
             capture
             for observer_capture in _observing(active)
@@ -272,33 +273,29 @@ class LateAttachment:
         )
         return [*active.admitted.captures, *beside]
 
-    def _left(self, subscription: Subscription) -> None:
-        """Nothing more is copied for a subscription that takes nothing any more."""
+    def _detach(self, subscription: Subscription) -> None:
+        """Stops all captures for a subscription that takes no more rows."""
         subscription.on_left = lambda: None
         for active in self._active_requests.values():
             if all(one.subscription is not subscription for one in _observing(active)):
                 continue
-            joined = [
-                one
-                for one in active.attachments
-                if one.observer_capture.subscription is subscription
+            detached = [
+                attachment
+                for attachment in active.attachments
+                if attachment.observer_capture.subscription is subscription
             ]
-            for one in joined:
-                active.outputs.remove(one.feed)
-            active.attachments = [
-                one
-                for one in active.attachments
-                if one.observer_capture.subscription is not subscription
-            ]
+            for attachment in detached:
+                active.outputs.remove(attachment.feed)
+                active.attachments.remove(attachment)
             self._change(active, _running(active))
-            if joined:
-                self._soon(self._give_back(active))
+            if detached:
+                self._soon(self._release(active))
 
-    async def _give_back(self, active: ActiveRequest) -> None:
-        """Gives back what nobody wants of a request any more, once the engine copies none of it."""
+    async def _release(self, active: ActiveRequest) -> None:
+        """Releases capacity of detached subscriptions, once the engine has applied the change."""
         while changes := _awaiting(active):
-            for one in changes:
-                await one.resolved.wait()
+            for change in changes:
+                await change.resolved.wait()
         async with active.capture_lock:
             name = _reservation(active)
             need, sequences = CaptureNeed(0, 0), _running(active)
@@ -309,7 +306,7 @@ class LateAttachment:
                 self._queue.reserve_captures(name, need._replace(rows=rows), active.reserved)
 
     def _change(self, active: ActiveRequest, sequences: Sequence[EngineSequence]) -> None:
-        """Something else is to be captured of some samples of a flight from now on."""
+        """Numbers a change of the captures of some samples, and sends it soon."""
         for sequence in sequences:
             sequence.capture_changes += 1
             self._add_route(active, sequence)
@@ -320,7 +317,7 @@ class LateAttachment:
             self._send()
 
     def _send(self) -> None:
-        """Lets the engine know of all changes."""
+        """Starts the task that sends all changes to the engine, unless it runs."""
         if self._sending is None or self._sending.done():
             self._sending = self._soon(self._send_all())
 
@@ -335,35 +332,36 @@ class LateAttachment:
                 changes |= await self._changes(active)
             changes |= dict.fromkeys(self._gone)
             self._gone.clear()
-            if not changes:  # what should have changed has ended
+            if not changes:  # the changed samples have ended
                 continue
             try:
                 await self._backend.update_captures(changes)
             except EngineLost:
-                return  # all who wait hear of that
-            except Exception as error:  # a task's end: whatever it is, who waits must hear of it
-                _LOG.error("the engine was not told what to capture", exc_info=error)
+                return  # the manager ends every request, and with it every wait
+            except Exception as error:  # no caller awaits this task, so any error ends the waits
+                _LOG.error("changed captures were not sent to the engine", exc_info=error)
                 self._fail({name: one.number for name, one in changes.items() if one is not None})
 
     async def _changes(self, active: ActiveRequest) -> dict[str, CapturesUpdate]:
-        """What the engine is told of a flight; nothing where that cannot be made."""
+        """The updates of a request's samples, by plan id; empty if they cannot be made."""
         numbers = {sequence.plan_id: sequence.capture_changes for sequence in _running(active)}
         try:
             captures, first = self._captured(active), _computed(active)
-            made = await offload(_work(active), _captures_from, captures, first)
-        except Exception as error:  # whatever it is, who waits must hear of it, and others go on
+            updated = await offload(_work(active), _captures_from, captures, first)
+        except Exception as error:  # any error ends the waits, and other requests go on
             name = active.admitted.request_id
-            _LOG.error("what to capture of %s was not told to the engine", name, exc_info=error)
+            _LOG.error("the changed captures of %s could not be made", name, exc_info=error)
             self._fail(numbers)
             return {}
-        return {name: CapturesUpdate(number, made, first) for name, number in numbers.items()}
+        return {name: CapturesUpdate(number, updated, first) for name, number in numbers.items()}
 
     def _fail(self, numbers: Mapping[str, int]) -> None:
-        """Of some changes, by the id of a plan, the engine does not hear."""
+        """Ends the waits for changes, by plan id, that cannot be sent to the engine."""
         for name, number in numbers.items():
             route = self._routes.get(name)
             if route is not None:
-                route[1].resolve_changes(Attached(name, number, OPEN_END, "it could not be told"))
+                failed = Attached(name, number, OPEN_END, "the change could not be sent")
+                route[1].resolve_changes(failed)
 
     def _soon(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -382,7 +380,7 @@ def _miss(subscription: Subscription, active: ActiveRequest, reason: str) -> Non
 
 
 def _observing(active: ActiveRequest) -> list[ObserverCapture]:
-    """What is captured of a flight, or was, for those of which it does not know."""
+    """The observers of a request, also those that were detached but are still captured."""
     observed = () if active.unobserved else active.admitted.observer_captures
     return [
         *(observer_capture for observer_capture in observed if observer_capture.observed),
@@ -398,7 +396,7 @@ def _work(active: ActiveRequest, other: ObserverCapture | None = None) -> int:
 
 
 def _running(active: ActiveRequest) -> list[EngineSequence]:
-    """The samples of a flight of which something may still be captured.
+    """The samples of a request that the engine may still capture.
 
     The engine may have released a sample whose last token has not arrived yet. It would never
     answer a change of that sample.
@@ -410,57 +408,57 @@ def _running(active: ActiveRequest) -> list[EngineSequence]:
 
 
 def _awaiting(active: ActiveRequest) -> list[PendingChange]:
-    """Changes of samples in the engine of which it has not said what became of them."""
-    found: list[PendingChange] = []
+    """The latest change of each sample, if the engine has not answered it."""
+    pending: list[PendingChange] = []
     for sequence in active.sequences:
-        held = sequence.kind is not SequenceKind.SCORE and not (
+        in_engine = sequence.kind is not SequenceKind.SCORE and not (
             sequence.ended and sequence.released.is_set()
         )
-        if held and sequence.answered_changes < sequence.capture_changes:
-            found.append(PendingChange(sequence.capture_changes))
-            sequence.pending_changes.append(found[-1])
-    return found
+        if in_engine and sequence.answered_changes < sequence.capture_changes:
+            pending.append(PendingChange(sequence.capture_changes))
+            sequence.pending_changes.append(pending[-1])
+    return pending
 
 
 def _reservation(active: ActiveRequest) -> str:
-    """Under which the ledger holds room for what is captured of a request beside its plan."""
+    """The name of the reservation for captures beyond the request's own plan."""
     return active.plan_id("observed")
 
 
 def _computed(active: ActiveRequest) -> int:
-    """A position before which every sample that runs has computed everything."""
+    """A position up to which every running sample has computed its rows."""
     tokens = min((len(sequence.tokens) for sequence in _running(active)), default=0)
     return active.admitted.prompt_len + tokens - 1 if tokens else 0
 
 
 def _captures_from(captures: Sequence[ResolvedCapture], first: int) -> tuple[Capture, ...]:
-    """What the engine has to copy from a position on."""
+    """The engine's captures from a position on."""
     return update_captures(Plan(""), engine_captures(captures), first).captures
 
 
-def _looked_through(
+def _need_beside(
     plan: Plan,
     captures: Sequence[ResolvedCapture],
     first: int,
     prompt_len: int,
     step_tokens: int,
 ) -> tuple[CaptureNeed, str]:
-    """What captures from a position on need beside a plan, and why no engine could do them."""
+    """The capacity that captures from a position on need beyond a plan; see `_need`."""
     together = Plan("", (), _captures_from(captures, first))
     try:
-        own, all_of_it = (
+        own, total = (
             capture_need(one.packed_captures, prompt_len=prompt_len, max_step_tokens=step_tokens)
             for one in (plan, together)
         )
     except PlanTooLarge:
         return CaptureNeed(0, 0), _FRAGMENTED
-    if all_of_it.rows <= own.rows and all_of_it.sites <= own.sites:
+    if total.rows <= own.rows and total.sites <= own.sites:
         return CaptureNeed(0, 0), ""
-    return CaptureNeed(max(0, all_of_it.rows - own.rows), all_of_it.sites), ""
+    return CaptureNeed(max(0, total.rows - own.rows), total.sites), ""
 
 
 def _refuse(subscription: Subscription, feed: RowFeed, reason: str) -> None:
-    """What a subscription does where the engine cannot capture for it."""
+    """Reports to a subscription that the engine cannot capture a request for it."""
     if subscription.taking:
-        what = f"the engine cannot capture from a request that runs: {reason}. Capture less"
-        subscription.refuse(feed, frozenset(feed.captures), what)
+        problem = f"the engine cannot capture a running request: {reason}. Capture less"
+        subscription.refuse(feed, frozenset(feed.captures), problem)

@@ -254,7 +254,7 @@ async def test_a_change_that_cannot_be_made_is_lost_as_the_policy_says_and_logge
         patch.setattr(late_attachment, "offload", broken)
         one = await Subscriber.open(running, opening(EVERY, [wanted(0)], overload=policy))
         assert attached(one.events[0].opened) == [("a", 0, None)]
-        assert "what to capture of a was not told to the engine" in caplog.text
+        assert "the changed captures of a could not be made" in caplog.text
     if policy == capture_pb2.OVERLOAD_FAIL:
         assert (await failure(one)).reason == "REASON_CAPTURE_OVERFLOW"
     other = await opened_while_they_step(running, opening(EVERY, [wanted(1)]))
