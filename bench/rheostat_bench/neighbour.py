@@ -6,6 +6,7 @@ each text and each row must equal those of an idle server.
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 import rheostat
+from rheostat_bench.served_process import cpu_stolen
 
 _PING_EVERY = 0.1
 """Seconds between two health checks."""
@@ -58,6 +60,8 @@ class Heard(NamedTuple):
     """Generations that failed, by the error."""
     pings: tuple[float, ...]
     """Durations of health checks. A check that has not ended is included too."""
+    own_gaps: tuple[float, ...] = ()
+    """The `gaps` that have ended, each without the time that the host took from all cores."""
 
     @property
     def longest(self) -> float:
@@ -75,6 +79,7 @@ class _Log:
 
     def __init__(self) -> None:
         self.gaps: list[tuple[float, float]] = []
+        self.own_gaps: list[tuple[float, float]] = []
         self.firsts: list[tuple[float, float]] = []
         self.ends: list[tuple[float, bool, bool]] = []
         self.failures: list[tuple[float, str]] = []
@@ -157,6 +162,7 @@ class Neighbour:
             sum(not rows for _, _, rows in ends),
             failures,
             tuple(pings),
+            tuple(gap for at, gap in log.own_gaps if at >= since),
         )
 
     async def close(self) -> None:
@@ -193,15 +199,19 @@ class Neighbour:
     async def _generation(self, engine: rheostat.aio.Engine, job: Job, prompt: str) -> _Undisturbed:
         self._waits_since = last = time.monotonic()
         self._waits_for_first = True
+        taken = cpu_stolen()
         stream = engine.stream(
             prompt, max_tokens=job.tokens, temperature=0, ignore_eos=True, capture=job.capture
         )
         async for event in stream:
             if not isinstance(event, rheostat.Tokens):
                 continue
-            now = time.monotonic()
+            now, before, taken = time.monotonic(), taken, cpu_stolen()
             waits = self._log.firsts if self._waits_for_first else self._log.gaps
             waits.append((now, now - last))
+            if not self._waits_for_first:
+                own = now - last - (taken - before) / (os.cpu_count() or 1)
+                self._log.own_gaps.append((now, own))
             self._log.tokens.append((now, len(event.token_ids)))
             self._waits_since = last = now
             self._waits_for_first = False
