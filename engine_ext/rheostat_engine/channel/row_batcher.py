@@ -12,6 +12,7 @@ Order
     Of each request and site, rows leave in the order in which they came.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -22,6 +23,8 @@ import numpy.typing as npt
 
 from rheostat_engine.channel.events import RowArray, RowBlocks, Rows
 from rheostat_engine.channel.frame_copies import FrameCopies
+
+_LOG = logging.getLogger(__name__)
 
 REQUESTS_AT_ONCE = 8
 """Requests in a step up to which rows leave at once."""
@@ -235,17 +238,31 @@ class RowBatcher:
             del self._groups[key]  # and its frames
         return ready
 
-    def take_due(self, names: Mapping[int, Mapping[int, str]]) -> list[Rows]:
-        """The events of rows that have waited long enough; `names` by rank, then by number."""
+    def take_due(
+        self, names: Mapping[int, Mapping[int, str]]
+    ) -> tuple[list[Rows], list[tuple[int, int, tuple[int, ...]]]]:
+        """Removes the rows that have waited long enough; `names` by rank, then by number.
+
+        Returns:
+            Their events, and the rows that are lost because there was no memory to join them: the
+            worker's rank, its number of the request, and the sites.
+        """
         ready: list[Rows] = []
+        lost: list[tuple[int, int, tuple[int, ...]]] = []
         now = self._clock()
         for key, group in list(self._groups.items()):
             if group.due <= now:
                 old = group.take_old(now - group.delay / _NEWEST_SHARE)
-                ready += self._joined(key, old, names[key.rank])
+                try:
+                    ready += self._joined(key, old, names[key.rank])
+                except MemoryError:
+                    _LOG.exception("there is no memory for captured rows, which are lost")
+                    lost += [
+                        (key.rank, number, key.sites) for step in old for number in step.index_of
+                    ]
                 if not group.steps:
                     del self._groups[key]
-        return ready
+        return ready, lost
 
     def _joined(self, key: _Key, steps: Sequence[_Step], names: Mapping[int, str]) -> list[Rows]:
         """The events of the rows of some steps, one or a few for each request."""

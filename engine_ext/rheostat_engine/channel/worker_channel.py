@@ -135,7 +135,10 @@ class EventMerger:
 
     def take_due(self) -> list[Event]:
         """The events of rows that have waited for later rows long enough."""
-        return self._pass_on(self._batcher.take_due(self._names))
+        rows, lost = self._batcher.take_due(self._names)
+        for rank, number, sites in lost:
+            self._lost.setdefault((rank, number), Counter()).update(sites)
+        return self._pass_on(rows)
 
     def _split(
         self,
@@ -411,8 +414,8 @@ class WorkerChannel:
             if isinstance(head, RowsHead):
                 return self._rows_of(head)
             return self._merger.feed(head)
-        except (msgspec.MsgspecError, LookupError, OverflowError, ValueError):
-            _LOG.exception("a frame of the side channel is malformed and was skipped")
+        except (msgspec.MsgspecError, LookupError, OverflowError, ValueError, MemoryError):
+            _LOG.exception("a frame of the side channel could not be read and was skipped")
             return self._merger.skip(head)
 
     def _copies(self, arrays: Sequence[RowArray]) -> list[RowArray]:

@@ -178,6 +178,26 @@ def test_rows_of_a_slow_reader_keep_no_other_rows_once_memory_is_short(
     assert workers.came == workers.sent
 
 
+def test_rows_that_no_memory_is_left_for_are_counted_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They end no thread, and the rows of later steps come."""
+    workers = Workers()
+    workers.step(decode(0))
+
+    def full(_: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers.frames, "empty", full)
+        assert workers.later(1.0) == []
+    workers.step(decode(1))
+    assert len(workers.later(1.0)) == MANY
+    (end,) = workers.merger.feed(released("r3", number=3, captured={3: 2}))
+    assert isinstance(end, Released)
+    assert (end.captured, end.lost_rows) == ({3: 1}, 1)
+
+
 def test_a_frame_of_an_unknown_request_leaves_nothing_behind() -> None:
     workers = Workers()
     with pytest.raises(LookupError):

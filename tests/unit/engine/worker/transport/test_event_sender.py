@@ -290,7 +290,7 @@ def test_a_bad_frame_is_logged_and_skipped_and_holds_no_room(
         gone = [DROPPED] if name == "released by nobody" else []
         assert server.wait_for(2 + len(gone)) == [(Installed("r", ""),), *gone, ROWS_OF_2]
     assert [record.message for record in caplog.records] == [
-        "a frame of the side channel is malformed and was skipped"
+        "a frame of the side channel could not be read and was skipped"
     ]
     assert server.area.free_bytes == server.area.size
 
