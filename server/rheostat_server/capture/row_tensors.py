@@ -1,8 +1,8 @@
 """The tensor of a block of rows, whatever was already done to them on the device.
 
-Invariant: what travels is the same whether the device, this server, or both made it: to the bit
-where rows are cast or coded, up to the order of float32 sums where they are projected (`projection`
-and ENCODING_RP8).
+Invariant: the tensor is the same whether the device, this server or both encoded the rows. It is
+equal to the bit if rows are cast or coded. If rows are projected (`projection` and ENCODING_RP8),
+it is equal up to the order of float32 sums.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,12 @@ import numpy.typing as npt
 from rheostat_engine import Site
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.tensors import FloatType, converted, stack_rows, widened
-from rheostat_wire.dtypes import FloatArray, StoredArray
+from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import tensor_pb2
 
-_COPY = 8
-"""Rows that are only copied count for an eighth of their bytes: a thread would cost more."""
+_COPY = 128
+"""Rows that are only copied count for a 128th of their bytes. A copy with its checksum takes 75 us
+per MiB, but a thread may wait half a millisecond for the interpreter."""
 
 
 class SiteRows(NamedTuple):
@@ -28,9 +29,9 @@ class SiteRows(NamedTuple):
     site: Site
     """Its name."""
     data: StoredArray
-    """[positions, width]; in the capture's form uint8 [positions, bytes of a row]."""
+    """[positions, width]; encoded rows are uint8 [positions, bytes of a row]."""
     encoded: bool
-    """Whether they came in the capture's form."""
+    """Whether the device has encoded them."""
 
 
 def encoding_work(parts: Sequence[SiteRows], capture: ResolvedCapture) -> int:
@@ -58,12 +59,13 @@ def tensor_of(
     """
     form, kind = capture.form, capture.kind
     if not any(part.encoded for part in parts):
-        numbers = [_numbers(part, capture, row_type) for part in parts]
-        source_type = row_type if capture.projection is None else FloatType.FLOAT32
-        return form.encode(stack_rows(numbers), row_type=source_type, wanted=kind)
+        numbers, source_types = zip(
+            *(_numbers(part, capture, row_type) for part in parts), strict=True
+        )
+        return form.encode(stack_rows(numbers), row_type=source_types[0], wanted=kind)
     if form.coded:
         coded = [
-            part.data if part.encoded else form.codes(_float32(part, capture, row_type))
+            part.data if part.encoded else form.codes(widened(*_numbers(part, capture, row_type)))
             for part in parts
         ]
         return form.tensor_of_codes(np.stack(coded), capture.numbers, kind)
@@ -105,7 +107,7 @@ def write_rows(
 
 
 def _bytes_of(rows: StoredArray) -> bytes:
-    """The bytes of an array: those that it was made of, if it is all of them."""
+    """The bytes of an array, without a copy if it is a view of all of a bytes object."""
     owner: object = rows
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -118,17 +120,15 @@ def elements(part: SiteRows, capture: ResolvedCapture, row_type: FloatType) -> S
     """Rows of a site as ENCODING_RAW has them, [positions, numbers]."""
     if part.encoded:
         return np.ascontiguousarray(part.data).view(capture.kind.numpy)
-    source = row_type if capture.projection is None else FloatType.FLOAT32
-    return converted(_numbers(part, capture, row_type), row_type=source, wanted=capture.kind)
+    numbers, source_type = _numbers(part, capture, row_type)
+    return converted(numbers, row_type=source_type, wanted=capture.kind)
 
 
-def _numbers(part: SiteRows, capture: ResolvedCapture, row_type: FloatType) -> StoredArray:
-    """What is to be encoded of rows as they are: themselves, or their projection in float32."""
+def _numbers(
+    part: SiteRows, capture: ResolvedCapture, row_type: FloatType
+) -> tuple[StoredArray, FloatType]:
+    """Raw rows, or their projection, and their element type."""
     if capture.projection is None:
-        return part.data
-    return capture.projection.apply(widened(part.data, row_type), part.site.layer)
-
-
-def _float32(part: SiteRows, capture: ResolvedCapture, row_type: FloatType) -> FloatArray:
-    found = _numbers(part, capture, row_type)
-    return widened(found, row_type if capture.projection is None else FloatType.FLOAT32)
+        return part.data, row_type
+    projected = capture.projection.apply(widened(part.data, row_type), part.site.layer)
+    return projected, FloatType.FLOAT32

@@ -56,7 +56,7 @@ class SendQueue:
         self.batched = False
         """Whether the reader accepts several events in a message."""
         self._buffer = buffer
-        self._carrier = transport
+        self._transport = transport
         self._pulled: deque[_QueuedItem] = deque()
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class SendQueue:
     @property
     def bytes(self) -> int:
         """Bytes of their payloads, or of their rows until they are encoded."""
-        return sum(one.bytes for one in self._pulled)
+        return sum(queued.bytes for queued in self._pulled)
 
     def prepare(self) -> None:
         """Takes the next group of items, and begins to encode it if that takes long.
@@ -85,14 +85,16 @@ class SendQueue:
 
     def _pull(self) -> _Group:
         """Takes the next items that leave together; none if no item can leave."""
-        group, work = _Group(), 0
+        group, work, size = _Group(), 0, 0
         most = min(BATCH_BYTES, self._buffer.limit // _BATCH_SHARE) if self.batched else 0
-        while not group.pulled or (work < most and len(group.pulled) < BATCH_EVENTS):
+        while not group.pulled or (size < most and len(group.pulled) < BATCH_EVENTS):
             item = self._buffer.take()
             if item is None:
                 break
-            group.pulled.append(_QueuedItem(item, group))
+            queued = _QueuedItem(item, group)
+            group.pulled.append(queued)
             work += _work(item)
+            size += max(_work(item), queued.bytes)
         group.long = work >= OFFLOAD_BYTES
         return group
 
@@ -123,9 +125,9 @@ class SendQueue:
         return group.encoding
 
     async def _encode(self, group: _Group) -> None:
-        messages = await self._carrier.messages_of([one.item for one in group.pulled])
-        for one, message in zip(group.pulled, messages, strict=True):
-            one.message = message
+        messages = await self._transport.messages_of([queued.item for queued in group.pulled])
+        for queued, message in zip(group.pulled, messages, strict=True):
+            queued.message = message
 
 
 def _work(item: DeliveryItem) -> int:
