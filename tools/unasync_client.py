@@ -10,7 +10,7 @@ from pathlib import Path
 
 import unasync
 
-HEADER = '''"""The synchronous client, made by tools/generate: edit rheostat/aio.py instead.
+HEADER = '''"""The synchronous client, generated from aio.py by tools/generate: edit aio.py instead.
 
 It runs on gRPC's own threads, so it works inside a running event loop, as in a notebook, and may be
 shared between threads.

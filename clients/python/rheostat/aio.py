@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rheostat._arrays import ArrayLike, Element
 from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._capture.runs import RunInfo
-from rheostat._client import calls, run_calls, vector_calls
+from rheostat._client import calls, vector_calls
 from rheostat._client.requests import GenerateOptions, check_options
 from rheostat._client.sessions import SessionCall, SessionEvent, Updates
 from rheostat._connection import readiness
@@ -448,15 +448,15 @@ class Engine:
 
     async def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` makes one."""
-        return await self._connection.paged(run_calls.list_runs())
+        return await self._connection.paged(calls.list_runs())
 
     async def delete_run(self, run_id: str) -> int:
         """Delete a run, leased or not, and return its bytes. Raises Refused if it is in use."""
-        return await self._connection.unary(run_calls.delete_run(run_id))
+        return await self._connection.unary(calls.delete_run(run_id))
 
     async def renew_lease(self, run_id: str, seconds: float) -> RunInfo:
         """Keep a run for ``seconds`` from now on, 1 to 86400. A lease never becomes shorter."""
-        return await self._connection.unary(run_calls.renew_lease(run_id, seconds))
+        return await self._connection.unary(calls.renew_lease(run_id, seconds))
 
     async def stats(self) -> Stats:
         """The server's counters."""

@@ -18,10 +18,10 @@ def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
     is; see `row_tensors`.
     """
     if len(captures) == 1 and captures[0].site_forms.alike is not None:
-        (one,) = captures
-        reach = one.selection.reach
-        form = _common(set(one.site_forms.alike or ()))
-        return (Capture(one.indices, reach, form),) if reach else ()
+        (capture,) = captures
+        reach = capture.selection.reach
+        form = _common(set(capture.site_forms.alike or ()))
+        return (Capture(capture.indices, reach, form),) if reach else ()
     by_sites: dict[tuple[int, ...], list[int]] = {}
     for number, capture in enumerate(captures):
         by_sites.setdefault(capture.indices, []).append(number)
@@ -40,8 +40,8 @@ def engine_captures(captures: Sequence[ResolvedCapture]) -> tuple[Capture, ...]:
         if spans:
             for index, form in zip(shared, _forms(together, shared), strict=True):
                 alike_too.setdefault((spans, form), []).append(index)
-    found = [Capture(tuple(sorted(sites)), *key) for key, sites in alike_too.items()]
-    return tuple(sorted(found, key=lambda one: one.sites))
+    merged = [Capture(tuple(sorted(sites)), *key) for key, sites in alike_too.items()]
+    return tuple(sorted(merged, key=lambda capture: capture.sites))
 
 
 def _forms(together: Sequence[ResolvedCapture], indices: Sequence[int]) -> list[RowEncoding | None]:

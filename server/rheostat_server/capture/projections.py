@@ -42,7 +42,7 @@ class Projection:
 
     def directions(self, layer: int) -> Directions:
         """What rows of a layer are projected on, as the engine knows it."""
-        return Directions(tuple(one.digest for one in self.vectors), self.rows[layer])
+        return Directions(tuple(vector.digest for vector in self.vectors), self.rows[layer])
 
     def apply(self, rows: FloatArray, layer: int) -> FloatArray:
         """Rows [n, W] of a layer, projected: float32 [n, D]."""
@@ -53,11 +53,11 @@ class Projection:
 
 @lru_cache(maxsize=_MATRICES)
 def _matrix(projection: Projection, layer: int) -> FloatArray:  # [D, W]
-    found = []
+    rows = []
     for vector, row in zip(projection.vectors, projection.rows[layer], strict=True):
         size = vector.width * vector.kind.itemsize
-        found.append(widen(vector.data[row * size : (row + 1) * size], vector.kind))
-    return np.stack(found)
+        rows.append(widen(vector.data[row * size : (row + 1) * size], vector.kind))
+    return np.stack(rows)
 
 
 def resolve_projection(

@@ -29,7 +29,7 @@ then need not scan all requests again."""
 
 
 class ByteCounter:
-    """Counts waiting rows and tokens, in itself and in the meter that it is a part of."""
+    """Counts waiting rows and tokens, in itself and in the counter that it is a part of."""
 
     __slots__ = ("_closed", "_on_rows", "_whole", "batches", "bytes", "rows", "token_bytes")
 
@@ -42,7 +42,7 @@ class ByteCounter:
         self._closed = False
         self.bytes = 0
         self.batches = 0
-        """Pieces in which rows wait."""
+        """Batches in which rows wait."""
         self.rows = 0
         self.token_bytes = 0
         """Memory of tokens and their log-probabilities."""
@@ -70,7 +70,7 @@ class ByteCounter:
             byte_counter = byte_counter._whole
 
     def close(self) -> None:
-        """Stops counting, and subtracts its counts from the meter that it is a part of."""
+        """Stops counting, and subtracts its counts from the counter that it is a part of."""
         self.add(-self.bytes, -self.rows, -self.batches)
         self.add_tokens(-self.token_bytes)
         self._closed = True
@@ -107,7 +107,7 @@ class Holder(Protocol):
     def leaving(self) -> int:
         """Further bytes that are being written to a disk, with the memory of their batches.
 
-        They change only when `give_up` is called or the share's meter counts rows.
+        They change only when `give_up` is called or the share's counter counts rows.
         """
 
     @property
@@ -158,12 +158,12 @@ class Share:
     @property
     def leaving(self) -> int:
         """Bytes that are being written to a disk."""
-        return sum(one.leaving for one in self._holders)
+        return sum(holder.leaving for holder in self._holders)
 
     @property
     def _over(self) -> int:
         """Bytes above the limit that are not being written to a disk."""
-        rows = self.byte_counter.bytes - sum(one.leaving_rows for one in self._holders)
+        rows = self.byte_counter.bytes - sum(holder.leaving_rows for holder in self._holders)
         return max(rows, self.held - _UNCOUNTED) - self.limit
 
     def give_up(self, size: int, why: str) -> None:
@@ -171,7 +171,7 @@ class Share:
         target = self.held - size
         for cost in Cost:
             if self.held > target:
-                some = [one for one in self._holders if one.cost is cost]
+                some = [holder for holder in self._holders if holder.cost is cost]
                 relieve(some, self.held - target, why)
         self._changed()
 
@@ -286,7 +286,7 @@ def relieve(holders: Sequence[_Held], size: int, why: str) -> None:
     """
     if size <= 0:
         return
-    ranked = sorted(((one.held, -n, one) for n, one in enumerate(holders)), reverse=True)
+    ranked = sorted(((holder.held, -n, holder) for n, holder in enumerate(holders)), reverse=True)
     level = _level([held for held, _, _ in ranked], size)
     for held, _, holder in ranked:
         if size <= 0 or held <= level:
@@ -298,8 +298,8 @@ def relieve(holders: Sequence[_Held], size: int, why: str) -> None:
 def _level(held: Sequence[int], size: int) -> int:
     """The level to which the largest of `held`, descending, must shrink to free `size` in all."""
     total = 0
-    for count, one in enumerate(held, start=1):
-        total += one
+    for count, size_held in enumerate(held, start=1):
+        total += size_held
         level = (total - size) // count
         if count == len(held) or level >= held[count]:
             return max(0, level)

@@ -24,7 +24,7 @@ _ADVICE = (
 )
 
 _KEPT_ARRIVALS = 1024
-"""Pieces that are remembered at least before those that have left are forgotten."""
+"""The fewest arrivals that are remembered before those without waiting rows are removed."""
 
 _DROPPING = (capture_pb2.OVERLOAD_DROP_OLDEST, capture_pb2.OVERLOAD_DROP_NEWEST)
 

@@ -1,7 +1,7 @@
-"""Rows that wait, in batches as the engine sent them, and the counter of their memory.
+"""Waiting rows, in batches as the engine sent them.
 
 Invariant: waiting rows count in their byte counter, and rows that have left hold no memory.
-Positions mostly follow one another; then no code goes over them one by one.
+Positions mostly follow one another. Then no code iterates over them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -115,12 +115,12 @@ class RowBatch:
 
     @property
     def first(self) -> int:
-        """The first position that waits; there is one."""
+        """The first waiting position. The batch must have one."""
         return int(self.positions[0]) if self._first is None else self._first
 
     @property
     def last(self) -> int:
-        """The last position that waits; there is one."""
+        """The last waiting position. The batch must have one."""
         return int(self.positions[-1]) if self._first is None else self._first + self.count - 1
 
     @property

@@ -15,9 +15,10 @@ from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import capture_pb2, types_pb2
 
 _ENDED_BYTES = 2048
-_TAP_BYTES = 4096
+"""Approximate memory of a feed whose items have all left."""
+_FEED_BYTES = 4096
 _TOKEN_BYTES = 40
-"""What a feed weighs of which everything has left, another one, and each token that this knows."""
+"""Approximate memory of any other feed, and of each of its tokens."""
 
 
 class RowFeed(ItemSource):
@@ -33,7 +34,7 @@ class RowFeed(ItemSource):
         buffer: DeliveryBuffer,
         on_closed: Callable[["RowFeed"], None] = lambda _: None,
     ) -> None:
-        """A feed through which nothing has come.
+        """No rows have come.
 
         Args:
             request_id: the request.
@@ -57,16 +58,16 @@ class RowFeed(ItemSource):
         self._rows_by_sequence: dict[SequenceKey, SequenceRows] = {}
         self._ended = False
         self._counts: Mapping[int, tuple[int, int]] | None = None
-        """What `counts` says, once nothing changes it any more."""
+        """The final result of `counts`; None until all items have left."""
         self._refused: frozenset[int] = frozenset()
 
     @property
     def weight(self) -> int:
-        """Bytes that it takes beside its rows, about."""
+        """Approximate bytes of memory beside the rows."""
         if self._counts is not None:
             return _ENDED_BYTES
         tokens = sum(len(sequence_rows.tokens) for sequence_rows in self._rows_by_sequence.values())
-        return _TAP_BYTES + _TOKEN_BYTES * (len(self._prompt) + tokens)
+        return _FEED_BYTES + _TOKEN_BYTES * (len(self._prompt) + tokens)
 
     def attach(self, sequence_key: SequenceKey, token_ids: Sequence[int]) -> None:
         """Attaches a sequence that has generated some tokens. Its rows wait until `begin`."""

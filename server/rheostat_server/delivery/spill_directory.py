@@ -162,7 +162,7 @@ class SpillFile:
             SpoolFull: they do not fit.
             OSError: they cannot be written.
         """
-        heads = (_HEAD.pack(len(one), google_crc32c.value(one)) for one in records)
+        heads = (_HEAD.pack(len(record), google_crc32c.value(record)) for record in records)
         data = b"".join(part for pair in zip(heads, records, strict=True) for part in pair)
         self._spool.claim(len(data))
         try:
@@ -183,10 +183,10 @@ class SpillFile:
         """
         file = self._files[0]
         with self._spool.open(file.path) as descriptor:
-            found = _next(file, descriptor, most)
+            records = _next(file, descriptor, most)
         if file.begin == file.end:
             self._drop(self._files.popleft())
-        return found
+        return records
 
     def close(self) -> None:
         """Removes what is there; nothing is written or read any more."""
@@ -228,23 +228,23 @@ def _next(file: _File, descriptor: int, most: int) -> list[bytes]:
         OSError: they cannot be read.
     """
     data, at = _read(file, descriptor, max(most, _HEAD.size)), 0
-    found: list[bytes] = []
+    records: list[bytes] = []
     while len(data) - at >= _HEAD.size:
         length, checksum = _HEAD.unpack_from(data, at)
         past = at + _HEAD.size + length
         if past > len(data):
-            if found:
+            if records:
                 break
             data = _read(file, descriptor, past)
         record = data[at + _HEAD.size : past]
         if len(record) < length or google_crc32c.value(record) != checksum:
             raise SpillFileDamaged
-        found.append(record)
+        records.append(record)
         at = past
-    if not found:
+    if not records:
         raise SpillFileDamaged
     file.begin += at
-    return found
+    return records
 
 
 def _read(file: _File, descriptor: int, most: int) -> bytes:

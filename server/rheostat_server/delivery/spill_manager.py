@@ -71,7 +71,7 @@ class SpillManager:
     @property
     def rows(self) -> int:
         """Number of rows on disk."""
-        return sum(one.rows for one in self._spills)
+        return sum(spill.rows for spill in self._spills)
 
     def open(self, buffer: DeliveryBuffer, on_broken: Callable[[RheostatError], None]) -> None:
         """Lets a buffer spill until it is closed; calls `on_broken` if rows cannot be read back."""
@@ -94,7 +94,7 @@ class SpillManager:
 
     def refusal(self) -> CaptureOverflow | None:
         """The error if no more rows may wait for the disk; None if they may."""
-        waiting = sum(one.excess for one in self._spills)
+        waiting = sum(spill.excess for spill in self._spills)
         if waiting > self.spool.left:
             return self.full
         if waiting > self._slack:
@@ -239,7 +239,7 @@ class SpillQueue:
         self._memory.add(sizes)
         try:
             await on_pool(
-                _POOL, _append, self._file, [(one, self._number(one.feed)) for one in batch]
+                _POOL, _append, self._file, [(item, self._number(item.feed)) for item in batch]
             )
         except (OSError, SpillDirectoryFull) as error:
             self._writing = ()
@@ -282,7 +282,7 @@ class SpillQueue:
         self._hungry = False
         try:
             most = min(_READ_BYTES, self._buffer.limit // 4)
-            found = await on_pool(_POOL, _load, self._file, most)
+            records = await on_pool(_POOL, _load, self._file, most)
         except (OSError, SpillFileDamaged):
             if not self._closed:
                 self._on_broken(
@@ -296,24 +296,24 @@ class SpillQueue:
             return
         if self._closed:
             return
-        for one in found:
+        for record in records:
             self._written -= 1
-            self.rows -= one.rows
-            self.bytes -= one.size
-            item = self._restored(one)
+            self.rows -= record.rows
+            self.bytes -= record.size
+            item = self._restored(record)
             self._back.append(item)
             self._memory.add(size_of(item))
         self._buffer.news.set()
 
-    def _restored(self, one: "_Loaded") -> DeliveryItem:
-        feed = self._feeds[one.feed]
-        if isinstance(one.message, capture_pb2.Captured):
-            return EncodedChunk(feed, one.sequence_key, one.message)
-        if one.message is None:
+    def _restored(self, record: "_Loaded") -> DeliveryItem:
+        feed = self._feeds[record.feed]
+        if isinstance(record.message, capture_pb2.Captured):
+            return EncodedChunk(feed, record.sequence_key, record.message)
+        if record.message is None:
             return End(feed)
-        lost = one.message
+        lost = record.message
         spans = tuple((run.start, run.start + run.count) for run in lost.positions)
-        return Loss(feed, one.sequence_key, lost.capture_index, spans, lost.row_count)
+        return Loss(feed, record.sequence_key, lost.capture_index, spans, lost.row_count)
 
     def _number(self, feed: ItemSource) -> int:
         number = self._numbers.get(feed)
@@ -361,7 +361,7 @@ def _encoded(item: DeliveryItem, feed: int) -> bytes:
 
 
 def _load(file: SpillFile, most: int) -> list[_Loaded]:
-    return [_decoded(one) for one in file.read(most)]
+    return [_decoded(record) for record in file.read(most)]
 
 
 def _decoded(record: bytes) -> _Loaded:

@@ -23,7 +23,7 @@ from rheostat_server.errors import Defect, RheostatError
 from rheostat_server.requests.request_outputs import RequestOutputs
 from rheostat_server.requests.response_queue import Notice, Pace, ResponseItem, ResponseQueue, Sign
 from rheostat_server.requests.sequence import FINISH_REASONS, EngineSequence, SequenceKind
-from rheostat_server.subscriptions.attachments import Attachment
+from rheostat_server.subscriptions.observer_captures import Attachment
 from rheostat_wire.v1 import types_pb2
 
 _LOG = logging.getLogger(__name__)

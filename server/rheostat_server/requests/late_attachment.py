@@ -31,8 +31,8 @@ from rheostat_server.engine.backend import Backend, CapturesUpdate
 from rheostat_server.errors import BankFull, CaptureOverflow, EngineLost
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.sequence import EngineSequence, SequenceKind
-from rheostat_server.subscriptions.attachments import Attachment
 from rheostat_server.subscriptions.observer_captures import (
+    Attachment,
     ObserverCapture,
     observer_captures,
 )

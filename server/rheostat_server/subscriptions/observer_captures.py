@@ -11,8 +11,10 @@ observer missed it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.limits import OBSERVER_SPANS, OBSERVERS_COST
 from rheostat_server.selectors.prepared_selection import TooFragmented
 from rheostat_server.selectors.selection import SelectionContext
@@ -48,7 +50,7 @@ class ObserverCapture:
     @property
     def beside(self) -> list[ResolvedCapture]:
         """The captures that the request does not send itself."""
-        return [one for number, one in self.captures.items() if number not in self.own]
+        return [capture for number, capture in self.captures.items() if number not in self.own]
 
     def unobserved(self, reason: str) -> "ObserverCapture":
         """The captures that the request itself sends."""
@@ -56,22 +58,31 @@ class ObserverCapture:
         return ObserverCapture(self.subscription, own, self.own, reason)
 
 
+class Attachment(NamedTuple):
+    """A subscription that was attached to a request while the request ran."""
+
+    observer_capture: ObserverCapture
+    """Its captures of the request."""
+    feed: RowFeed
+    """Takes the rows."""
+    named: bool
+    """Whether `SubscribeOpened` names the request, so that its end must follow."""
+
+
 def merged(observer_captures: Sequence[ObserverCapture]) -> tuple[ObserverCapture, ...]:
     """One entry per subscription, so that the request ends once for each."""
-    found: dict[str, ObserverCapture] = {}
+    by_name: dict[str, ObserverCapture] = {}
     for observer_capture in observer_captures:
         name = observer_capture.subscription.name
-        other = found.get(name)
-        if other is None:
-            found[name] = observer_capture
-        else:
-            found[name] = ObserverCapture(
+        if (other := by_name.get(name)) is not None:
+            observer_capture = ObserverCapture(
                 observer_capture.subscription,
                 {**other.captures, **observer_capture.captures},
                 other.own or observer_capture.own,
                 other.missed or observer_capture.missed,
             )
-    return tuple(found.values())
+        by_name[name] = observer_capture
+    return tuple(by_name.values())
 
 
 def observer_captures(
@@ -85,19 +96,20 @@ def observer_captures(
         spent: the cost of other observers of the request.
     """
     left = OBSERVERS_COST - spent
-    found: dict[str, ObserverCapture] = {}
-    for one in sorted(observers, key=lambda one: one.captures.cost):
-        left -= one.captures.cost
-        found[one.name] = (
-            _observer_capture(one, context)
+    by_name: dict[str, ObserverCapture] = {}
+    for subscription in sorted(observers, key=lambda subscription: subscription.captures.cost):
+        left -= subscription.captures.cost
+        by_name[subscription.name] = (
+            _observer_capture(subscription, context)
             if left >= 0
-            else ObserverCapture(one, {}, missed=CROWDED)
+            else ObserverCapture(subscription, {}, missed=CROWDED)
         )
-    return [found[one.name] for one in observers]
+    return [by_name[subscription.name] for subscription in observers]
 
 
-def _observer_capture(one: Subscription, context: SelectionContext) -> ObserverCapture:
+def _observer_capture(subscription: Subscription, context: SelectionContext) -> ObserverCapture:
     try:
-        return ObserverCapture(one, dict(enumerate(one.captures.resolve(context))))
+        captures = dict(enumerate(subscription.captures.resolve(context)))
     except TooFragmented:
-        return ObserverCapture(one, {}, missed=FRAGMENTED)
+        return ObserverCapture(subscription, {}, missed=FRAGMENTED)
+    return ObserverCapture(subscription, captures)

@@ -128,9 +128,9 @@ class Subscription:
         """Sends payloads to the reader, in messages or through shared memory."""
         self._send_queue = SendQueue(self.buffer, self.transport)
         self.attached: Sequence[RowFeed] = ()
-        """Taps of requests that began before the subscription."""
+        """Feeds of requests that began before the subscription."""
         self.missed: Sequence[MissedRequest] = ()
-        """Requests that it selects, that began before it, and that it could not join."""
+        """Selected requests that began before it and could not be attached."""
         self.on_left: Callable[[], None] = lambda: None
         """Called when it takes no more rows."""
         self.vectors: Sequence[Vector] = ()
@@ -195,7 +195,7 @@ class Subscription:
             request_id: the request.
             prompt: its tokens.
             captures: its captures for this subscription, by number.
-            row_type: element type in which rows come.
+            row_type: element type of raw rows.
             fail: fails the request when the buffer is full; None if the subscription fails instead.
         """
         feed = RowFeed(
@@ -266,8 +266,8 @@ class Subscription:
             self._reason = reason
         self._closing = True
         self._credit.endless = True
-        for one in list(self._feeds.values()):
-            one.feed.close()
+        for entry in list(self._feeds.values()):
+            entry.feed.close()
         self.on_left()
         self.buffer.news.set()
 
@@ -275,8 +275,8 @@ class Subscription:
         """Ends it with an error. Waiting events are lost."""
         if self.failure is None and not self.ended:
             self.failure = error
-            for one in list(self._feeds.values()):
-                one.feed.discard()
+            for entry in list(self._feeds.values()):
+                entry.feed.discard()
             self._feeds.clear()
             self._replay.clear()
             self._send_queue.clear()
@@ -360,10 +360,7 @@ class Subscription:
             raise self.failure
 
     async def _after(self, sequence: int, call: object) -> list[Sent]:
-        """The events after a sequence number that leave together.
-
-        None: there is no such event, or too little credit.
-        """
+        """The next events after a sequence number; none if there are none or credit is too low."""
         self.buffer.news.clear()
         if self._replay.after(sequence) is not None:
             return self._sent_before(sequence)
@@ -415,7 +412,7 @@ class Subscription:
         if len(sent) == 1:
             return self.transport.readable(sent[0].response)
         response = Response()
-        response.batch.events.extend(self.transport.readable(one.response) for one in sent)
+        response.batch.events.extend(self.transport.readable(event.response) for event in sent)
         return response
 
     def _count(self, item: DeliveryItem, response: Response) -> None:
@@ -438,10 +435,10 @@ class Subscription:
         most = max(_UNREAD, self.buffer.limit)
         if self._unread_bytes <= most:
             return
-        unread = [one for one in self._feeds.values() if one.unread_bytes]
-        for one in unread:
-            one.unread_bytes = one.feed.weight
-        self._unread_bytes = sum(one.unread_bytes for one in unread)
+        unread = [entry for entry in self._feeds.values() if entry.unread_bytes]
+        for entry in unread:
+            entry.unread_bytes = entry.feed.weight
+        self._unread_bytes = sum(entry.unread_bytes for entry in unread)
         if self._unread_bytes > most and not self._closing:
             self.fail(
                 CaptureOverflow(
@@ -473,7 +470,7 @@ class Subscription:
 
     def _broken(self, error: RheostatError) -> None:
         """Fails the subscription and the requests that send rows to it, because rows were lost."""
-        senders = [one.fail for one in self._feeds.values() if one.fail is not None]
+        senders = [entry.fail for entry in self._feeds.values() if entry.fail is not None]
         self.fail(error)
         for fail in senders:
             fail(error)

@@ -1,8 +1,4 @@
-"""Every call as a value: its path, its request, and how its answer is read.
-
-The two clients differ only in how they carry such a value to the server and back, so nothing about
-a call is written twice.
-"""
+"""Every call but those about vectors as a value; see `rheostat._connection.calls`."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from typing import Unpack
 from grpc_health.v1 import health_pb2
 
 from rheostat._capture.artifacts import Artifact, SinkInfo, read_artifacts, read_sinks
+from rheostat._capture.runs import RunInfo, lease_duration, read_run, valid_run_id
 from rheostat._client import requests
 from rheostat._client.requests import GenerateOptions
 from rheostat._client.sessions import SessionAccumulator, SessionCall, SessionEvent
@@ -38,6 +35,7 @@ from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
+    run_service_pb2,
     steering_pb2,
     steering_service_pb2,
 )
@@ -174,4 +172,37 @@ def get_global() -> UnaryCall[steering_service_pb2.GetGlobalResponse, GlobalStee
         steering_service_pb2.GetGlobalRequest(),
         steering_service_pb2.GetGlobalResponse,
         read_global,
+    )
+
+
+def list_runs() -> PagedCall[run_service_pb2.ListRunsResponse, list[RunInfo]]:
+    """Every run, page by page."""
+    pages = yield from every_page(
+        "/rheostat.v1.RunService/ListRuns",
+        lambda token: run_service_pb2.ListRunsRequest(page_size=PAGE, page_token=token),
+        run_service_pb2.ListRunsResponse,
+    )
+    return [read_run(run) for page in pages for run in page.runs]
+
+
+def delete_run(run_id: str) -> UnaryCall[run_service_pb2.DeleteRunResponse, int]:
+    """Delete a run; gives the bytes that became free."""
+    return UnaryCall(
+        "/rheostat.v1.RunService/DeleteRun",
+        run_service_pb2.DeleteRunRequest(run_id=valid_run_id(run_id)),
+        run_service_pb2.DeleteRunResponse,
+        lambda answer: answer.freed_bytes,
+    )
+
+
+def renew_lease(
+    run_id: str, seconds: float
+) -> UnaryCall[run_service_pb2.RenewLeaseResponse, RunInfo]:
+    """Extend a run's lease."""
+    lease = lease_duration(seconds, "lease")
+    return UnaryCall(
+        "/rheostat.v1.RunService/RenewLease",
+        run_service_pb2.RenewLeaseRequest(run_id=valid_run_id(run_id), lease=lease),
+        run_service_pb2.RenewLeaseResponse,
+        lambda answer: read_run(answer.run),
     )

@@ -1,4 +1,4 @@
-"""The calls about stored vectors; see `_calls`."""
+"""The calls about stored vectors as values; see `rheostat._connection.calls`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The events of a subscription, and the check that none is missing or damaged.
-
-Every tensor's checksum is verified. At the end of a request its rows are verified once more: by
-count, and by a checksum over the checksums.
-"""
+"""The events of a subscription."""
 
 from __future__ import annotations
 

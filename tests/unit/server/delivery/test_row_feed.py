@@ -1,4 +1,4 @@
-"""Rows on their way to a reader: what waits is bounded, what is lost is told, nothing is kept."""
+"""RowFeed and DeliveryBuffer: waiting rows are bounded, losses are reported, no memory stays."""
 
 import asyncio
 import random

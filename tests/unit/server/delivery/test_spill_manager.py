@@ -1,4 +1,4 @@
-"""What waits on disk leaves in its place, whatever comes and goes meanwhile."""
+"""Rows on disk leave in order, whatever is added or discarded meanwhile."""
 
 import asyncio
 import errno
@@ -37,7 +37,7 @@ def unexpected(*args: object) -> None:
 
 
 class Watched:
-    """A reservoir that spills, in which several requests' rows wait."""
+    """A buffer that spills, with the waiting rows of several requests."""
 
     def __init__(self, folder: Path, limit: int = 40 * ROW, spool_bytes: int = 1 << 20) -> None:
         self.spool = SpillDirectory(folder, spool_bytes)
