@@ -1,11 +1,11 @@
-"""Descriptors of files that are used now and again, at most so many at a time.
+"""A cache of descriptors of files that are used repeatedly, with a limit.
 
-Why a limit: clients choose how many files there are. A sink has a pair of files for each tag, a
-recording or a slow reader has a file of its own. Without a limit, one client's tags take the
-descriptors that everybody's connections need.
+Why a limit: clients choose the number of files. A sink has two files for each tag, and each
+recording and each slow reader has a file. Without a limit, the tags of one client would take the
+descriptors that the connections of all clients need.
 
-Invariant: a descriptor is never closed while somebody uses it. The limit is exceeded only by files
-that are in use, of which each thread has a few.
+Invariant: a descriptor in use is never closed. Only files in use can exceed the limit, and each
+thread uses a few at a time.
 """
 
 import os
@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from threading import Lock
 
 _DESCRIPTORS = 1 << 16
-"""Descriptors that a process asks for at most; some libraries keep a table of all of them."""
+"""The most descriptors that a process requests, because some libraries make a table of all."""
 
 
 def raise_descriptor_limit() -> int:
-    """Raises this process's soft limit on descriptors as far as it may; the limit then."""
+    """Raises this process's soft limit on descriptors as far as possible. Returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -30,7 +30,7 @@ def raise_descriptor_limit() -> int:
 
 
 class _File:
-    """A descriptor, and how many use it."""
+    """A descriptor, and the number of its users."""
 
     __slots__ = ("descriptor", "forgotten", "users")
 
@@ -41,36 +41,36 @@ class _File:
 
 
 class OpenFiles:
-    """A cache of descriptors that closes those used longest ago. For any thread."""
+    """A cache that closes the least recently used descriptors. Any thread may use it."""
 
     def __init__(self, most: int) -> None:
-        """Nothing is open.
+        """Makes an empty cache.
 
         Args:
-            most: descriptors that stay open while nobody uses them.
+            most: unused descriptors that stay open.
         """
         self._most = most
         self._lock = Lock()
         self._files: OrderedDict[Hashable, _File] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many are open."""
+        """Number of open descriptors."""
         return len(self._files)
 
     @contextmanager
     def use(self, key: Hashable, reopen: Callable[[], int]) -> Iterator[int]:
-        """A file's descriptor, which stays open while the context lasts. It may stand anywhere.
+        """A file's descriptor, which stays open while the context lasts. Its offset is undefined.
 
         Args:
-            key: names the file.
-            reopen: opens it where it is not open. Raises OSError.
+            key: identifies the file.
+            reopen: opens the file if it is not open. May raise OSError.
         """
         file = self._taken(key)
         if file is None:
             opened = _File(reopen())
             file = self._taken(key, opened)
             assert file is not None
-            if file is not opened:  # another thread was quicker
+            if file is not opened:  # another thread has opened it meanwhile
                 os.close(opened.descriptor)
         try:
             yield file.descriptor
@@ -78,7 +78,7 @@ class OpenFiles:
             self._give_back(file)
 
     def forget(self, key: Hashable) -> None:
-        """Closes a file; one that is in use, once it is not."""
+        """Closes a file, at once or after its last use."""
         with self._lock:
             file = self._files.pop(key, None)
             if file is not None:
@@ -87,7 +87,7 @@ class OpenFiles:
                     os.close(file.descriptor)
 
     def close(self) -> None:
-        """Closes all of them, as `forget` does."""
+        """Closes all files, as `forget` does."""
         for key in list(self._files):
             self.forget(key)
 

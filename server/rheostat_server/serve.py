@@ -256,7 +256,7 @@ def _make_sinks(config: ServerConfig) -> Sinks:
     """The sinks of a server.
 
     Raises:
-        SinksFailed: one cannot be made.
+        SinksFailed: a sink cannot be made.
     """
     try:
         return Sinks([parse_sink(text) for text in config.sinks])
@@ -265,7 +265,7 @@ def _make_sinks(config: ServerConfig) -> Sinks:
 
 
 async def start(config: ServerConfig, bring_up: BackendFactory = start_backend) -> RunningServer:
-    """A server that serves.
+    """Starts a server, and returns it once it serves.
 
     Raises:
         StartupError: a setting cannot be used, the address is taken, there is no such model, or the
@@ -283,7 +283,7 @@ async def start(config: ServerConfig, bring_up: BackendFactory = start_backend) 
 
 
 def run(config: ServerConfig) -> int:
-    """Serves until a signal, the Drain rpc or the engine's end ends it; the exit status.
+    """Serves until a signal, the Drain rpc or the engine's end. Returns the exit status.
 
     The status is 0 after a signal or a drain. Otherwise it is the `exit_code` of a `ServerFailed`,
     whose text is printed.
@@ -355,7 +355,7 @@ async def _bring_up(config: ServerConfig) -> Backend:
 
 async def _abandon(loading: asyncio.Task[None]) -> None:
     """Ends a load by killing its processes, because the server has to end meanwhile."""
-    _LOG.info("told to end while the model is being loaded")
+    _LOG.info("the server must end while the model is being loaded")
     while not loading.done():
         for child in multiprocessing.active_children():
             child.kill()

@@ -133,14 +133,14 @@ class GlobalSteeringState:
                 before.version + 1, _spelled_out(steering, ops), ops, time.time()
             )
             store = self._loader.store
-            store.keep(after.vectors)
+            store.retain(after.vectors)
             unused = after.vectors
             try:
                 await self._loader.ensure(after.vectors)
                 unused, self.current = before.vectors, after
                 self._on_change(after.version)
             finally:
-                store.let_go(unused)
+                store.release(unused)
             _LOG.info("server-wide steering: version %d, %d interventions", after.version, len(ops))
             return after
 

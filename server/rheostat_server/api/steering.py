@@ -139,12 +139,12 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         self, request: steering_service_pb2.GetGlobalRequest, context: Context
     ) -> steering_service_pb2.GetGlobalResponse:
         """The server-wide steering."""
-        held = self._readiness.manager().server_wide.current
+        current = self._readiness.manager().server_wide.current
         response = _pb.GetGlobalResponse(
-            policy=_pb.Policy(steering=held.steering), version=held.version
+            policy=_pb.Policy(steering=current.steering), version=current.version
         )
-        if held.set_time is not None:
-            response.set_time.CopyFrom(_timestamp(held.set_time))
+        if current.set_time is not None:
+            response.set_time.CopyFrom(_timestamp(current.set_time))
         return response
 
 

@@ -384,7 +384,7 @@ class CaptureRows:
         if not self._capture.selection.conditions or not len(positions):
             return positions
         first, past = int(positions[0]), int(positions[-1]) + 1
-        spans = self._capture.selection.held(self._prompt_len, generated, first, past)
+        spans = self._capture.selection.selected(self._prompt_len, generated, first, past)
         return positions[_within(positions, spans)]
 
     def cut(self, frontier: int, most: int) -> int:

@@ -186,7 +186,7 @@ class SequenceRows:
         if start >= end:
             return ()
         selection = self._captures[number].selection
-        return selection.held(len(self._prompt), self.tokens, start, end)
+        return selection.selected(len(self._prompt), self.tokens, start, end)
 
     @property
     def _end(self) -> int:

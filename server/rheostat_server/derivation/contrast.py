@@ -1,8 +1,8 @@
 """The direction between two sets of rows, and how well it tells them apart. Pure arithmetic.
 
-Everything is computed in float64. The separation is measured on rows that had no part in the
-direction that they are measured along: in a wide stream a direction fits the rows that it is made
-of however little the sets differ. n rows of isotropic noise of some width per set would seem to lie
+Everything is computed in float64. The separation is cross-validated: rows are projected on a
+direction that was computed without them. Otherwise, a direction in a wide stream fits its own rows
+even if the sets do not differ. Two sets of n rows of isotropic noise would seem to be
 sqrt(2 * width / n) standard deviations apart.
 
 Sources: the difference of means is that of Rimsky et al., "Steering Llama 2 via Contrastive
@@ -22,14 +22,14 @@ from rheostat_wire.dtypes import FloatArray
 _Wide = npt.NDArray[np.float64]
 
 _FOLDS = 10
-"""Most parts into which sets are cut to measure the separation."""
+"""The most folds of the cross-validation."""
 
 _LARGEST = 1e9
-"""Separations beyond this are those of rounding errors: the rows of each set are equal."""
+"""Larger separations come from rounding errors, because the rows of each set are equal."""
 
 
 class Method(Enum):
-    """How a direction is made of rows."""
+    """How a direction is computed from rows."""
 
     DIFFERENCE_OF_MEANS = auto()
     """mean(p) - mean(n)."""
@@ -38,7 +38,7 @@ class Method(Enum):
 
 
 class Direction(NamedTuple):
-    """A direction, and what is known of it."""
+    """A direction and its statistics."""
 
     row: FloatArray
     """[width]."""
@@ -47,7 +47,7 @@ class Direction(NamedTuple):
     explained: float
     """Fraction, 0 to 1, of the differences' sum of squares along it; 0 if there are none."""
     separation: float | None
-    """Cohen's d of rows that were held out; None where that is not defined."""
+    """Cohen's d of held-out rows; None if it is not defined."""
 
 
 def contrast(

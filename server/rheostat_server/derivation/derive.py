@@ -1,7 +1,7 @@
-"""DeriveVectors: two sets of prompts in, vectors out.
+"""DeriveVectors: derives vectors from two sets of prompts.
 
-Invariants: nothing is stored unless every prompt has run; a call that ends early, for whatever
-reason, leaves no request running; all calls together hold at most `DERIVED_BYTES` of rows.
+Invariants: vectors are stored only after every prompt has run. A call that ends early leaves no
+running requests. The rows of all calls together take at most `DERIVED_BYTES`.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from rheostat_wire.v1 import steering_service_pb2, types_pb2
 _pb = steering_service_pb2
 
 _AT_ONCE = 8
-"""Prompts of all calls together that run at the same time. Those of one step end in the same turn
-of the event loop, and each occupies it for about 10 ms at 72 sites."""
+"""Prompts of all calls together that run at the same time. Prompts of one step end in the same
+iteration of the event loop, and each occupies it for about 10 ms at 72 sites."""
 
 
 _METHODS = {
@@ -45,7 +45,7 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A request that can run."""
+    """A checked request."""
 
     request: steering_service_pb2.DeriveVectorsRequest
     reading: Reading
@@ -75,7 +75,7 @@ class _Rows:
 
 
 class _Job(NamedTuple):
-    """A prompt to run, and where its rows go."""
+    """A prompt to run, and the destination of its rows."""
 
     prompt: types_pb2.Prompt
     path: str
@@ -87,17 +87,17 @@ class Derivations:
     """Runs the derivations of a server."""
 
     def __init__(self) -> None:
-        """None runs."""
+        """Makes a runner without derivations."""
         self._held = 0
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def derive(
         self, request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager
     ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
-        """Makes vectors and stores them. Yields progress while prompts run, the vectors last.
+        """Derives vectors and stores them. Yields progress while prompts run, then the vectors.
 
         Raises:
-            RheostatError: the request is wrong, there is no room, or a prompt failed.
+            RheostatError: the request is invalid, there is too little memory, or a prompt failed.
         """
         order = _check(request, manager)
         with self._room(order.size):
@@ -229,15 +229,15 @@ async def _derive(
 async def _run(
     jobs: Sequence[_Job], reading: Reading, manager: RequestManager, turns: asyncio.Semaphore
 ) -> AsyncGenerator[int, None]:
-    """Runs prompts; yields how many have run, at first 0.
+    """Runs prompts. Yields the number of prompts that have run, beginning with 0.
 
-    A reader that is late misses numbers, but never the last.
+    A slow reader misses numbers, but never the last.
 
     Args:
         jobs: the prompts.
-        reading: what is read of each.
-        manager: where they run.
-        turns: one for each prompt that may run now, shared by all calls.
+        reading: the captures of each prompt.
+        manager: runs the requests.
+        turns: limits the prompts that run at a time, for all calls together.
     """
     waiting, done, changed = iter(jobs), 0, asyncio.Event()
 
@@ -262,14 +262,14 @@ async def _run(
 
     working = asyncio.create_task(work_at_once())
     try:
-        yield (told := 0)
+        yield (reported := 0)
         while not working.done():
             await changed.wait()
             changed.clear()
-            if done > told:
-                yield (told := done)
+            if done > reported:
+                yield (reported := done)
         await working
-        if done > told:  # the last prompts ended while the reader was busy
+        if done > reported:  # the last prompts ended while the reader was busy
             yield done
     finally:
         working.cancel()
@@ -282,7 +282,7 @@ async def _stored(
     rows: Sequence[steering_service_pb2.DerivedRow],  # one per site
     manager: RequestManager,
 ) -> steering_service_pb2.DerivedVectors:
-    """Stores the vectors, all of which are made before the first is stored."""
+    """Makes all vectors, then stores them."""
     points = [to_wire(site).point for site in order.reading.sites]
     made = []
     for point, name in zip(order.request.sites.points, order.names, strict=True):

@@ -1,7 +1,7 @@
-"""One prompt of a contrast: a request for one token, of whose captured rows the mean is kept.
+"""One prompt of a contrast: runs a request for one token, and averages its captured rows.
 
-Invariant: a mean is made of every row that the selector picks from the prompt, each once, or there
-is an error that says which prompt it concerns.
+Invariant: a mean contains each selected row of the prompt once. Otherwise there is an error, which
+names the prompt.
 """
 
 from collections.abc import Iterator
@@ -41,20 +41,20 @@ from rheostat_wire.v1 import (
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is read of every prompt."""
+    """The captures of every prompt."""
 
     site_set: types_pb2.SiteSet
-    """Where."""
+    """The sites, as a message."""
     sites: tuple[Site, ...]
-    """The same, resolved."""
+    """The same sites, resolved."""
     where: selector_pb2.Selector
-    """Which tokens; see `prompt_selector`."""
+    """The selected tokens; see `prompt_selector`."""
     lora: str
-    """Adapter; empty: none."""
+    """Name of the adapter; empty if there is none."""
 
 
 class PromptMean(NamedTuple):
-    """What is kept of a prompt."""
+    """The means of a prompt."""
 
     rows: FloatArray
     """[sites, width]: the mean of the selected rows."""
@@ -63,13 +63,13 @@ class PromptMean(NamedTuple):
 
 
 def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selector:
-    """A selector that names no generated tokens; the last prompt token for None.
+    """Checks a selector of prompt tokens; returns one for the last prompt token if it is None.
 
-    It need not exclude them: the only token that a prompt's request generates has no row.
+    It need not exclude generated tokens, because the only generated token has no row.
 
     Raises:
-        EmptySelector: it has no range.
-        InvalidPosition: it includes generated tokens.
+        EmptySelector: the selector has no range.
+        InvalidPosition: the selector includes generated tokens.
     """
     last = selector_pb2.Range(positions=selector_pb2.Window(start=-1))
     if where is None:
@@ -80,7 +80,7 @@ def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selecto
         kind = one.WhichOneof("kind")
         if kind == "generated" or one.phase == types_pb2.PHASE_GENERATED:
             raise InvalidPosition(
-                "prompts alone are contrasted, nothing is generated after them",
+                "only prompts are contrasted, because nothing is generated after them",
                 field=f"where.include[{index}].{kind}",
             )
     return where
@@ -89,18 +89,18 @@ def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selecto
 async def read_prompt(
     prompt: types_pb2.Prompt, path: str, reading: Reading, manager: RequestManager
 ) -> PromptMean:
-    """Runs a prompt. Leaving early aborts it.
+    """Runs a prompt, and returns its means. A cancelled call aborts the request.
 
     Args:
-        prompt: with one of its fields set.
-        path: the prompt's own, for errors.
-        reading: what is read of it.
-        manager: where it runs.
+        prompt: the prompt; one of its fields is set.
+        path: the field of the prompt, for errors.
+        reading: the captures.
+        manager: runs the request.
 
     Raises:
-        RheostatError: it cannot run, or failed.
+        RheostatError: the request cannot run, or has failed.
     """
-    with _told_of(path):
+    with _naming(path):
         admitted = await admit(_request(prompt, reading), manager.admission)
         count = _selected(admitted, reading.where)
         mean = _Mean(reading.sites, manager.sites.width)
@@ -145,10 +145,10 @@ def _request(prompt: types_pb2.Prompt, reading: Reading) -> generation_service_p
 
 
 def _selected(admitted: AdmittedRequest, where: selector_pb2.Selector) -> int:
-    """How many rows a site has.
+    """The number of selected rows of each site.
 
     Raises:
-        InvalidPosition: there are none, or a window reaches past the prompt.
+        InvalidPosition: no row is selected, or a window ends after the prompt.
     """
     end = admitted.prompt_len
     for index, one in enumerate(where.include):
@@ -164,7 +164,7 @@ def _selected(admitted: AdmittedRequest, where: selector_pb2.Selector) -> int:
 
 
 class _Mean:
-    """Sums rows as they come, in float64."""
+    """Sums rows in float64 as they arrive."""
 
     def __init__(self, sites: tuple[Site, ...], width: int) -> None:
         """No rows yet."""
@@ -180,7 +180,7 @@ class _Mean:
         return self._sums.nbytes
 
     def add(self, part: capture_pb2.Captured) -> None:
-        """Takes rows, [sites, positions, width], float32."""
+        """Adds rows, [sites, positions, width], float32."""
         places = [self._places[site.point, site.layer] for site in part.sites]
         shape = tuple(part.tensor.shape)
         rows = np.frombuffer(part.tensor.inline, dtype="<f4").reshape(shape).astype(np.float64)
@@ -190,18 +190,18 @@ class _Mean:
         self._counts[places] += rows.shape[1]
 
     def complete(self, count: int) -> bool:
-        """Whether every site has had `count` rows."""
+        """Whether every site got `count` rows."""
         return bool((self._counts == count).all())
 
     def result(self) -> PromptMean:
-        """The means, once every site has had a row."""
+        """The means. Every site must have got a row."""
         rows = self._sums / self._counts[:, None]
         return PromptMean(rows.astype(np.float32), self._norms / self._counts)
 
 
 @contextmanager
-def _told_of(path: str) -> Iterator[None]:
-    """Makes an error of a prompt's request one of the call that it belongs to."""
+def _naming(path: str) -> Iterator[None]:
+    """Makes errors of a prompt's request name the fields of the DeriveVectors call."""
     try:
         yield
     except RheostatError as error:

@@ -52,13 +52,13 @@ class Naming(NamedTuple):
         Raises:
             NameConflict: the name is not on the expected vector.
         """
-        held = before.digest if before is not None else b""
-        if self.expected is not None and self.expected != held:
-            where = f"on {held.hex()}" if held else "on no vector"
+        current = before.digest if before is not None else b""
+        if self.expected is not None and self.expected != current:
+            where = f"on {current.hex()}" if current else "on no vector"
             raise NameConflict(
                 f'the name "{name}" is {where} now',
                 field="expected_digest",
-                metadata={"digest": held.hex()},
+                metadata={"digest": current.hex()},
             )
         description, sites = self.description, self.sites
         if before is not None:
@@ -111,17 +111,17 @@ class PersistentVectorStore:
         self._saved = {saved.vector.digest for saved in vectors}
         evicted = len(vectors) - len(self._store)
         if evicted:
-            _LOG.warning("%d vectors without a name do not fit any more and go", evicted)
+            _LOG.warning("%d vectors without a name do not fit any more and are deleted", evicted)
             self._sweep_soon(files)
         _LOG.info(
-            "%d vectors and %d names are back from %s", len(self._store), len(names), files.folder
+            "%d vectors and %d names were read from %s", len(self._store), len(names), files.folder
         )
 
     async def put(self, vector: Vector) -> bool:
         """Stores a vector. Returns whether it was stored before.
 
         Raises:
-            StoreFull: held vectors leave too little room, or the disk is full.
+            StoreFull: vectors in use leave too little memory, or the disk is full.
             NotSupported: the folder cannot be written.
         """
         return await self._see_through(self._put(vector))
@@ -130,7 +130,7 @@ class PersistentVectorStore:
         """Stores a vector and puts a name on it. An existing name moves.
 
         Raises:
-            StoreFull: held vectors or other names leave too little room, or the disk is full.
+            StoreFull: vectors in use or other names leave too little memory, or the disk is full.
             NotSupported: the folder cannot be written.
         """
         return await self._see_through(self._put_named(vector, name, label))
@@ -141,7 +141,7 @@ class PersistentVectorStore:
         Raises:
             NameConflict: the name is not on the expected vector.
             VectorNotFound: the vector is not stored.
-            StoreFull: other names leave too little room, or the disk is full.
+            StoreFull: other names leave too little memory, or the disk is full.
             NotSupported: the folder cannot be written.
         """
         return await self._see_through(self._set_name(name, naming))
@@ -162,14 +162,14 @@ class PersistentVectorStore:
 
     async def _put(self, vector: Vector) -> bool:
         async with self._turn:
-            with self._store.held(vector) as existed:
+            with self._store.retained(vector) as existed:
                 await self._save(vector)
             return existed
 
     async def _put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
         async with self._turn:
             self._store.check_name(name, label, "header.name")
-            with self._store.held(vector) as existed:
+            with self._store.retained(vector) as existed:
                 result = await self._name(vector, name, label)
             return PutResult(existed, result.previous)
 
@@ -179,7 +179,7 @@ class PersistentVectorStore:
             label = naming.label(name, before)
             vector = self._store.get(naming.digest, "digest")
             self._store.check_name(name, label, "name")
-            with self._store.held(vector):
+            with self._store.retained(vector):
                 await self._name(vector, name, label)
             return before.digest if before is not None else b""
 

@@ -227,5 +227,5 @@ def what_happened(error: Exception) -> str:
     if not lines:
         return type(error).__name__
     # Pydantic's first line counts the problems; the next lines describe them.
-    told = " ".join(lines[1:3]) if "validation error" in lines[0] else lines[0]
-    return told[:400]
+    text = " ".join(lines[1:3]) if "validation error" in lines[0] else lines[0]
+    return text[:400]

@@ -84,21 +84,21 @@ class _Part:
     def computed(self) -> Spans:
         """The positions that the sample computed under it."""
         start, end = self.released.computed
-        return self._held(start, min(end, self.sample.row_end))
+        return self._selected(start, min(end, self.sample.row_end))
 
     @cached_property
     def cached(self) -> Spans:
         """The selected positions that came from the prefix cache."""
         start, end = self.released.computed
-        return self._held(0, min(start, end, self.sample.row_end))
+        return self._selected(0, min(start, end, self.sample.row_end))
 
     @cached_property
     def surplus(self) -> int:
         """Number of rows that were computed beyond the sample's last position."""
-        return length(self._held(self.sample.row_end, self.released.computed[1]))
+        return length(self._selected(self.sample.row_end, self.released.computed[1]))
 
-    def _held(self, start: int, end: int) -> Spans:
-        return self.sample.held(
+    def _selected(self, start: int, end: int) -> Spans:
+        return self.sample.selected(
             self.intervention.selection, max(start, self.start), min(end, self.end)
         )
 

@@ -76,9 +76,9 @@ class Sample:
         """One past the last position that was an input of the model."""
         return self._admitted.prompt_len + len(self.tokens) - 1
 
-    def held(self, selection: Selection, start: int, end: int) -> Spans:
+    def selected(self, selection: Selection, start: int, end: int) -> Spans:
         """The positions in [start, end) that a selection selects in this sample."""
-        return selection.held(self._admitted.prompt_len, self.tokens, start, end)
+        return selection.selected(self._admitted.prompt_len, self.tokens, start, end)
 
     def take(self, delta: Delta) -> list[Response]:
         """The messages of a delta."""

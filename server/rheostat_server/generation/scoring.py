@@ -60,12 +60,12 @@ class Score:
         if self._failed or not self._installed:
             return None
         steered, baseline = self._sample.readings, self._readings[prompt_len - 1 :]
-        known = sum(len(reading.alternatives) for reading in steered)
-        found = await offload(
-            known * _READING_BYTES, measure, self._sample.index, steered, baseline
+        logprobs = sum(len(reading.alternatives) for reading in steered)
+        divergence = await offload(
+            logprobs * _READING_BYTES, measure, self._sample.index, steered, baseline
         )
         self._sample.forget_readings()
-        return found
+        return divergence
 
 
 def scoring_sequence(

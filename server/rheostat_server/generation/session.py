@@ -132,7 +132,7 @@ class _Control:
             self._active.fail(error)
         except Exception as error:  # the task ends here, so any error must fail the request
             _LOG.error("session %s failed", self._admitted.request_id, exc_info=error)
-            self._active.fail(Defect("the server could not hear the session"))
+            self._active.fail(Defect("the server could not read the session's messages"))
         finally:
             worker.cancel()
             await asyncio.wait({worker})

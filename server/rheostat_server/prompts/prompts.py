@@ -1,7 +1,7 @@
-"""Prompts: text, token ids or chat in; token ids out, and where each token stands in the text.
+"""Prompts: converts text, token ids or a chat to token ids, and to offsets in the text.
 
-All that uses the tokenizer runs on threads of its own (`tokenizer_threads`). A text that cannot fit
-into the context is refused before all of it is tokenised.
+The tokenizer is used on its own threads only; see `tokenizer_threads`. A text that cannot fit into
+the context is refused before all of it is tokenised.
 """
 
 import json
@@ -54,9 +54,9 @@ class PromptTokens:
     token_ids: tuple[int, ...]
     """Its tokens; P is their number."""
     source: str
-    """The field it came in: "text", "token_ids" or "chat"."""
+    """The field that it came in: "text", "token_ids" or "chat"."""
     text: str | None
-    """As given, rendered or decoded; None if nobody asked for it."""
+    """The given, rendered or decoded text; None if it was not needed."""
     offsets: Offsets | None
     """Code points [start, end) of `text`, one per token; None if unknown."""
 
@@ -65,10 +65,10 @@ class Prompts:
     """Resolves prompts."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, vocabulary: int, model_tokens: int) -> None:
-        """Resolver for a model.
+        """Resolves the prompts of a model.
 
         Args:
-            tokenizer: the model's, or None: token ids only.
+            tokenizer: the model's tokenizer. None: only token ids are accepted.
             vocabulary: number of token ids.
             model_tokens: tokens that the context holds.
         """
@@ -76,7 +76,7 @@ class Prompts:
         self._vocabulary = vocabulary
         self._model_tokens = model_tokens
         self._read: WeakKeyDictionary[PromptTokens, PromptTokens] = WeakKeyDictionary()
-        """Prompts of token ids with their text, for as long as the prompts are somebody's."""
+        """Prompts of token ids, with their text and offsets, while a request refers to them."""
         self._threads = None if tokenizer is None else TokenizerThreads(tokenizer)
 
     @property
@@ -104,7 +104,7 @@ class Prompts:
         Raises:
             InvalidArgument: the prompt is malformed or too long.
             NoTokenizer, NoChatTemplate: this server cannot read this kind of prompt.
-            NotSupported: `with_text`, and the tokenizer cannot tell where tokens stand.
+            NotSupported: `with_text`, and the tokenizer gives no offsets.
             QueueFull: too many texts wait to be tokenised.
         """
         kind = validation.required(message.WhichOneof("prompt"), "", "text, token_ids and chat")
@@ -144,30 +144,30 @@ class Prompts:
         validation.token_ids(encoded.token_ids, self._vocabulary, kind)
         if with_text and encoded.offsets is None:
             raise NotSupported(
-                "this model's tokenizer does not tell where tokens stand in the text; "
+                "this model's tokenizer gives no offsets of tokens in the text; "
                 "select positions instead",
                 field=kind,
             )
         return PromptTokens(encoded.token_ids, kind, text, encoded.offsets)
 
     async def read(self, prompt: PromptTokens) -> PromptTokens:
-        """A prompt with its text and where its tokens stand in it, as far as that can be told."""
+        """A prompt with its text and offsets, if there is a tokenizer."""
         threads, ids = self._threads, prompt.token_ids
         if prompt.text is not None or threads is None:
             return prompt
         if prompt not in self._read:
-            text, places = await threads.run(
+            text, offsets = await threads.run(
                 DECODED_TOKEN_BYTES * len(ids),
                 lambda tokenizer: decode_with_offsets(tokenizer, ids),
             )
-            self._read[prompt] = replace(prompt, text=text, offsets=places)
+            self._read[prompt] = replace(prompt, text=text, offsets=offsets)
         return self._read[prompt]
 
     def _check_length(self, text: str, field: str) -> int:
-        """The bytes of a text.
+        """The number of bytes of a text.
 
         Raises:
-            PromptTooLong: no context holds so many.
+            PromptTooLong: the text is too long for the context, whatever its tokens are.
         """
         limit = PROMPT_TOKEN_BYTES * self._model_tokens
         size = len(text.encode(errors="surrogatepass"))
@@ -190,8 +190,8 @@ class Prompts:
                 "this model has no chat template; send text or token_ids", field="chat"
             )
         messages, variables = _messages(chat), _variables(chat)
-        said = [part for message in chat.messages for part in (message.role, message.content)]
-        size = self._check_length("".join(said), "chat")
+        parts = [part for message in chat.messages for part in (message.role, message.content)]
+        size = self._check_length("".join(parts), "chat")
         continue_final = chat.continue_final_message
         if continue_final and chat.add_generation_prompt:
             raise InvalidValue(
@@ -203,8 +203,8 @@ class Prompts:
 
         def render(tokenizer: Tokenizer) -> tuple[str, int | None]:
             return _rendered(
-                lambda those: tokenizer.render(
-                    those,
+                lambda messages: tokenizer.render(
+                    messages,
                     add_generation_prompt=opens,
                     continue_final_message=continue_final,
                     variables=variables,
@@ -233,10 +233,10 @@ class Prompts:
 def _rendered(
     render: Callable[[list[dict[str, str]]], str], messages: list[dict[str, str]]
 ) -> tuple[str, int | None]:
-    """The text of a chat, and the first message of a role that the template leaves out, if any.
+    """The text of a chat, and the index of the first message that the template leaves out, or None.
 
-    Most templates write nothing for a role that they do not know, so that its messages would be
-    lost without a word. Whether a role is left out shows when its messages grow by a character.
+    Most templates write nothing for an unknown role, so its messages would be lost silently. A role
+    is left out if the text stays the same when a character is added to the role's messages.
     """
     text = render(messages)
     rare: dict[str, int] = {}
@@ -253,7 +253,7 @@ def _rendered(
 
 
 def _grown(messages: list[dict[str, str]], roles: Collection[str]) -> list[dict[str, str]]:
-    """The messages, those of some roles a character longer."""
+    """The messages, with one more character in the messages of some roles."""
     return [
         {**one, "content": one["content"] + "."} if one["role"] in roles else one
         for one in messages
@@ -273,16 +273,16 @@ def _messages(chat: types_pb2.Chat) -> list[dict[str, str]]:
 
 
 _COMMON_ROLES = frozenset({"user", "assistant"})
-"""Every template has these, so nothing need be tried."""
+"""Roles that every template has, so they are not tried."""
 
 _TRIED_ROLES = 8
-"""Roles that are tried one by one, each of which renders the whole chat."""
+"""Number of roles that are tried one by one. Each try renders the whole chat."""
 
 _SHOWN_ROLE = 64
 """Characters of a role that an error shows."""
 
 _TEMPLATE_WORDS = 200
-"""Characters of a template's own message that an error passes on."""
+"""Characters of a template's own message that an error shows."""
 
 _TAKEN = frozenset(
     {
@@ -304,7 +304,7 @@ _TAKEN = frozenset(
         "self",
     }
 )
-"""Variables that the rendering itself owns."""
+"""Variables that the rendering itself sets."""
 
 
 def _variables(chat: types_pb2.Chat) -> dict[str, object]:

@@ -1,6 +1,6 @@
-"""What the server asks of a tokenizer, and Hugging Face's tokenizers behind it.
+"""The interface of tokenizers, and its implementation with Hugging Face's tokenizers.
 
-Offsets are code points [start, end) of the text; tokens that share a character have the same.
+Offsets are code points [start, end) of the text. Tokens that share a character have equal offsets.
 """
 
 import copy
@@ -13,7 +13,7 @@ _PIECE = 32 << 10
 """Characters of a long text that are counted at a time."""
 
 _LOOKBACK = 6
-"""Tokens of context with which the next ones are decoded."""
+"""Number of earlier tokens with which the next tokens are decoded."""
 
 
 class Encoded(NamedTuple):
@@ -21,19 +21,19 @@ class Encoded(NamedTuple):
 
     token_ids: tuple[int, ...]
     offsets: Offsets | None
-    """One per token; None where the tokenizer cannot tell."""
+    """One per token; None if the tokenizer gives no offsets."""
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than it may."""
+    """A text has too many tokens."""
 
 
 class ChatTemplateError(Exception):
-    """The model's template does not render these messages."""
+    """The model's chat template cannot render these messages."""
 
 
 class Tokenizer(Protocol):
-    """A model's tokenizer. Used from one thread at a time, its twin from another."""
+    """A model's tokenizer. One thread at a time may use it; its twin is for another thread."""
 
     def twin(self) -> "Tokenizer":
         """The same tokenizer for another thread."""
@@ -46,11 +46,11 @@ class Tokenizer(Protocol):
         """The tokens of a text, with the usual special tokens around them if `special`.
 
         Raises:
-            TooManyTokens: they are more than `most`. A text of many more is not gone over whole.
+            TooManyTokens: there are more than `most`. A much longer text is not read to its end.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included, invalid UTF-8 replaced."""
+        """The text of tokens, with special tokens. Invalid UTF-8 is replaced."""
 
     def render(
         self,
@@ -60,28 +60,28 @@ class Tokenizer(Protocol):
         continue_final_message: bool,
         variables: Mapping[str, object],
     ) -> str:
-        """Messages through the model's chat template.
+        """The text that the model's chat template makes of messages.
 
         Raises:
-            ChatTemplateError: the template refuses them.
+            ChatTemplateError: the template refuses the messages.
         """
 
 
 class _Encoding(Protocol):
-    """A text as tokens, in Rust: what is asked for is made into Python objects."""
+    """A text as tokens, in Rust. An attribute becomes a Python object when it is read."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
 
     def __len__(self) -> int:
-        """How many tokens."""
+        """Number of tokens."""
 
 
 class _Backend(Protocol):
     """The parts of `tokenizers.Tokenizer` that are used."""
 
     def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[_Encoding]:
-        """Encodes. Unlike `encode` it lets other threads run meanwhile."""
+        """Encodes texts. Unlike `encode`, it releases the GIL."""
 
     def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
         """The texts of all tokens."""
@@ -92,7 +92,7 @@ class _HuggingFace(Protocol):
 
     is_fast: bool
     backend_tokenizer: _Backend
-    """Only of fast ones."""
+    """Only fast tokenizers have it."""
     chat_template: str | Mapping[str, str] | None
 
     def __call__(
@@ -122,14 +122,14 @@ class _HuggingFace(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers: a copy, since the engine uses the original itself."""
+    """A copy of a tokenizer of transformers, because the engine uses the original itself."""
 
     def __init__(self, tokenizer: object) -> None:
         """Copies `tokenizer`."""
         self._inner = cast(_HuggingFace, copy.deepcopy(tokenizer))
         self._longest = 1
         if self._inner.is_fast:
-            # A first call switches truncation and padding off, which `tokenizer.json` may ask for.
+            # The first call disables truncation and padding, which `tokenizer.json` may enable.
             self._inner("a", add_special_tokens=False, return_offsets_mapping=True)
             vocabulary = self._inner.backend_tokenizer.get_vocab(with_added_tokens=True)
             self._longest = max(map(len, vocabulary), default=1)
@@ -140,7 +140,7 @@ class HuggingFaceTokenizer:
         return bool(self._inner.chat_template)
 
     def twin(self) -> "HuggingFaceTokenizer":
-        """Itself where it is fast: what is written in Rust may be used by several threads."""
+        """Itself if it is fast, because several threads may use the Rust code."""
         return self if self._inner.is_fast else HuggingFaceTokenizer(self._inner)
 
     def encode(self, text: str, *, special: bool, most: int) -> Encoded:
@@ -161,13 +161,13 @@ class HuggingFaceTokenizer:
         return Encoded(ids, None)
 
     def _check_pieces(self, text: str, most: int) -> None:
-        """Counts the tokens of a long text piece by piece until they are too many.
+        """Counts the tokens of a long text piece by piece, until there are too many.
 
-        The pieces' tokens are not the text's. But a cut changes little: it splits one token of the
-        text, into no more tokens than it has characters. So many are allowed for each cut.
+        A cut splits one token of the text into at most as many tokens as it has characters. So the
+        limit rises by the longest token for each cut.
 
         Raises:
-            TooManyTokens: the text has more tokens than `most`, wherever it is cut.
+            TooManyTokens: the text has more tokens than `most`, whatever the cuts are.
         """
         count = 0
         for start in range(0, len(text), _PIECE):
@@ -198,7 +198,7 @@ class HuggingFaceTokenizer:
         continue_final_message: bool,
         variables: Mapping[str, object],
     ) -> str:
-        """Messages through the chat template."""
+        """The text that the chat template makes of messages."""
         try:
             return self._inner.apply_chat_template(
                 messages,
@@ -207,15 +207,15 @@ class HuggingFaceTokenizer:
                 continue_final_message=continue_final_message,
                 **variables,
             )
-        except Exception as error:  # a template is a program of the model's: it may raise anything
+        except Exception as error:  # a template is a program, which may raise any error
             raise ChatTemplateError(str(error)) from error
 
 
 def decode_with_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, Offsets]:
-    """The text of tokens and where each of them stands in it.
+    """The text of tokens, and the offsets of each token.
 
-    Tokens are decoded a few at a time behind some context, so that the cost is linear. Tokens that
-    only together make a character share its place.
+    A few tokens are decoded at a time, after some earlier tokens, so that the cost is linear.
+    Tokens that form a character together have the offsets of that character.
     """
     text: list[str] = []
     offsets: list[tuple[int, int]] = []

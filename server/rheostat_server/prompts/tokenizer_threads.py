@@ -1,9 +1,9 @@
-"""Threads on which texts are tokenised: one for short texts, one for long ones.
+"""Threads that tokenise texts: one for short texts, and one for long texts.
 
-Why two: a text that fills the context takes up to a second. A short one must not wait for it.
+Why two: a text that fills the context takes up to a second. A short text must not wait for it.
 
-Within a thread, a text waits for those that came before it, but not for a much longer one that came
-a moment before: each text has a due time, which is later the longer it is.
+A thread takes the text that is due first. A long text is due later than a short text that came at
+the same time. So a text does not wait for a much longer text that came shortly before.
 """
 
 import asyncio
@@ -25,26 +25,26 @@ from rheostat_server.prompts.tokenizer import Tokenizer
 R = TypeVar("R")
 
 _BYTES_PER_SECOND = 1 << 20
-"""How fast a tokenizer is, about, with a text of rare characters."""
+"""Approximate speed of a tokenizer for a text of rare characters."""
 
 
 class TokenizerThreads:
-    """Uses a tokenizer without holding up the event loop. Lives on the event loop."""
+    """Runs a tokenizer on threads. Used on the event loop alone."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Two threads that do nothing yet."""
+        """Makes two idle threads."""
         self._short = _Thread(tokenizer, "tokenizer", SHORT_TEXTS_WAITING)
         self._long = _Thread(tokenizer.twin(), "tokenizer-long", LONG_TEXTS_WAITING)
 
     async def run(self, size: int, work: Callable[[Tokenizer], R]) -> R:
-        """Does some work with the tokenizer.
+        """Calls `work` with the tokenizer, on a thread.
 
         Args:
-            size: bytes of the text that it goes over.
-            work: a function of a tokenizer that touches nothing that the event loop owns.
+            size: bytes of the text that is processed.
+            work: a function that uses no state of the event loop.
 
         Raises:
-            QueueFull: too many others wait.
+            QueueFull: too many texts wait.
         """
         thread = self._short if size <= SHORT_TEXT_BYTES else self._long
         return await thread.run(size, work)
@@ -62,7 +62,7 @@ class _Waiting(NamedTuple):
 
 
 class _Thread:
-    """One thread, and who waits for it."""
+    """A thread, and the callers that wait for it."""
 
     def __init__(self, tokenizer: Tokenizer, name: str, most_waiting: int) -> None:
         self._tokenizer = tokenizer
@@ -77,7 +77,7 @@ class _Thread:
         if self._busy:
             await self._turn(loop, size)
         self._busy = True
-        # Whoever stops waiting does not stop the thread, so the thread itself says when it is free.
+        # A cancelled caller does not stop the thread, so the thread itself reports its end.
         done = self._executor.submit(work, self._tokenizer)
         done.add_done_callback(lambda _: _soon(loop, self._next))
         return await asyncio.wrap_future(done)
@@ -106,7 +106,7 @@ class _Thread:
             raise
 
     def _next(self) -> None:
-        """Gives the thread to whoever is due first."""
+        """Gives the thread to the caller that is due first."""
         self._busy = False
         while self._waiting:
             turn = heapq.heappop(self._waiting).turn

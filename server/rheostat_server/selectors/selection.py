@@ -100,7 +100,7 @@ class Selection:
     def _token_sets(self) -> tuple[frozenset[int], ...]:
         return tuple(frozenset(one.tokens) for one in self.conditions)
 
-    def held(self, prompt_len: int, generated: Sequence[int], start: int, end: int) -> Spans:
+    def selected(self, prompt_len: int, generated: Sequence[int], start: int, end: int) -> Spans:
         """The selected positions of [start, end).
 
         Args:

@@ -254,7 +254,7 @@ class Subscriptions:
         """
         if not vectors:
             return
-        self._loader.store.keep(vectors)
+        self._loader.store.retain(vectors)
         subscription.vectors = vectors
         load = asyncio.create_task(self._load(vectors))
         self._loads.add(load)
@@ -290,7 +290,7 @@ class Subscriptions:
         self._cancel_expiry(subscription.name)
         subscription.transport.close()
         if self._open.pop(subscription.name, None) is not None:
-            self._loader.store.let_go(subscription.vectors)
+            self._loader.store.release(subscription.vectors)
 
     def _cancel_expiry(self, name: str) -> None:
         expiry = self._expiries.pop(name, None)

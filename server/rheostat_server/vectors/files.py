@@ -1,9 +1,8 @@
-"""Vectors in a folder: a safetensors file each, named by its digest, and a table of names.
+"""The folder of vectors: a safetensors file for each, named by its digest, and a table of names.
 
-Invariants: a file under its final name is whole and on the disk, whenever power fails; one whose
-content does not have the digest in its name is set aside, never loaded and never deleted; no other
-server has the folder while this one has it. Everything here waits for the disk, so it runs off the
-event loop, one call at a time.
+Invariants: a file under its final name is complete, even after a power failure. A file whose
+content does not match its digest is renamed, but neither loaded nor deleted. Only one server uses a
+folder at a time. Calls wait for the disk, so they run off the event loop, one at a time.
 """
 
 import fcntl
@@ -33,7 +32,7 @@ _KINDS = {"F32": FloatType.FLOAT32, "F16": FloatType.FLOAT16, "BF16": FloatType.
 
 
 class Saved(NamedTuple):
-    """A vector that the folder holds."""
+    """A vector of the folder."""
 
     vector: Vector
     store_time: float
@@ -46,21 +45,21 @@ class Contents(NamedTuple):
     vectors: list[Saved]
     """Oldest first."""
     names: dict[str, Name]
-    """On these vectors only."""
+    """The names of these vectors."""
 
 
 class _Damaged(Exception):
-    """A file is not the vector that its name promises."""
+    """The content of a file does not match its name."""
 
 
 class VectorFiles:
-    """A folder that is this server's own until `close`."""
+    """A folder that only this server uses until `close`."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder if need be, and locks it.
+        """Makes the folder if there is none, and locks it.
 
         Raises:
-            VectorDirFailed: another server has it, or it cannot be used.
+            VectorDirFailed: another server uses the folder, or it cannot be written.
         """
         self.folder = folder
         try:
@@ -87,7 +86,7 @@ class VectorFiles:
         if self._open:
             self._open = False
             self._names.close()
-            # Closing alone would leave it locked while a process that was forked from ours lives.
+            # `os.close` alone would leave it locked while a forked process has the descriptor.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
 
@@ -127,18 +126,18 @@ class VectorFiles:
             NotSupported: the folder cannot be written, and may have changed.
         """
         if self._lost:
-            # The vector may be theirs. A name that was dropped must not come back with it.
+            # A dropped name may refer to this vector, and must not appear with it again.
             self._names.delete_names(self._lost)
             self._lost = []
-        held = np.frombuffer(vector.data, np.uint8)
+        data = np.frombuffer(vector.data, np.uint8)
         tensor = TensorSpec(
             dtype=vector.kind.value,
             shape=(vector.rows, vector.width),
-            data_ptr=held.ctypes.data,
-            data_len=held.nbytes,
+            data_ptr=data.ctypes.data,
+            data_len=data.nbytes,
         )
-        data = serialize({_TENSOR: tensor}, metadata={_STORE_TIME: repr(store_time)})
-        self._replace(_file_name(vector.digest), data)
+        file = serialize({_TENSOR: tensor}, metadata={_STORE_TIME: repr(store_time)})
+        self._replace(_file_name(vector.digest), file)
 
     def remove(self, digest: bytes) -> None:
         """Deletes a vector's file. Raises OSError if it stays."""
@@ -196,7 +195,7 @@ class VectorFiles:
 
 
 def _move_in(data: bytes, path: Path) -> None:
-    """Puts a file in place, whole, or raises OSError and changes nothing."""
+    """Writes a complete file, or raises OSError and changes nothing."""
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -209,10 +208,10 @@ def _move_in(data: bytes, path: Path) -> None:
 
 
 def _move_back(before: bytes | None, path: Path, reason: OSError) -> None:
-    """Gives a file the content that it had before, or takes it away if it was not there.
+    """Restores the earlier content of a file, or deletes the file if there was none.
 
     Raises:
-        NotSupported: it stays as it is.
+        NotSupported: the file keeps its new content.
     """
     try:
         if before is None:
@@ -239,7 +238,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _read_vector(path: Path) -> Saved:
-    """The vector of a file, which must have the digest that the file is named by."""
+    """The vector of a file. Its digest must match the name of the file."""
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}

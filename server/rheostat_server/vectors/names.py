@@ -22,7 +22,7 @@ from rheostat_server.vectors.store import Name
 from rheostat_wire.v1 import types_pb2
 
 NAMES_FILE = "names.sqlite"
-"""Its name in the folder of vectors."""
+"""The name of the table's file in the folder of vectors."""
 
 _VERSION = 1
 _SCHEMA = """
@@ -39,17 +39,17 @@ _CLEAN = {
     sqlite3.SQLITE_READONLY: errno.EROFS,
     sqlite3.SQLITE_CANTOPEN: errno.EACCES,
 }
-"""Failures before anything was written, and what the system calls them."""
+"""Errors of SQLite that occur before anything is written, with their numbers as `OSError`s."""
 
 _PRIMARY = 0xFF
 """Masks the extended part of SQLite's error codes."""
 
 
 class NameFile:
-    """The table of a folder that is this process's own."""
+    """The table of a folder that only this process uses."""
 
     def __init__(self, folder: Path) -> None:
-        """The table in `folder`, which the first call opens or makes."""
+        """The table in `folder`. The first call opens or makes it."""
         self.path = folder / NAMES_FILE
         self._opened: sqlite3.Connection | None = None
 
@@ -60,10 +60,10 @@ class NameFile:
             self._opened = None
 
     def read(self) -> dict[str, Name]:
-        """Every name.
+        """All names.
 
         Raises:
-            VectorDirFailed: the file is not what a server writes.
+            VectorDirFailed: the file is not a table of names.
         """
         try:
             rows = self._database().execute("SELECT name, digest, description, sites FROM names")
@@ -75,7 +75,7 @@ class NameFile:
             ) from error
 
     def set_name(self, name: str, label: Name) -> None:
-        """Puts a name in place, or moves it.
+        """Adds a name, or moves it to another vector.
 
         Raises:
             OSError: the disk cannot be written, and nothing was changed.
@@ -111,7 +111,7 @@ class NameFile:
 
 
 def _connected(path: Path) -> sqlite3.Connection:
-    """A connection, for one thread at a time, whose commits return once they are on the disk."""
+    """Opens a connection for one thread at a time. A commit returns once it is on the disk."""
     database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     try:
         database.execute("PRAGMA journal_mode = WAL")

@@ -272,7 +272,7 @@ class VectorStore:
         """Stores a vector. Returns whether it was stored before.
 
         Raises:
-            StoreFull: held vectors leave too little room.
+            StoreFull: vectors in use leave too little memory.
         """
         if vector.digest in self._vectors:
             self._vectors.move_to_end(vector.digest)
@@ -288,7 +288,7 @@ class VectorStore:
         """Stores a vector and puts a name on it. An existing name moves.
 
         Raises:
-            StoreFull: held vectors or other names leave too little room.
+            StoreFull: vectors in use or other names leave too little memory.
         """
         self.check_name(name, label, "header.name")
         before = self._names.get(name)
@@ -334,7 +334,7 @@ class VectorStore:
         """Stores a vector from the folder of vectors, with its names.
 
         Raises:
-            StoreFull: held vectors leave too little room.
+            StoreFull: vectors in use leave too little memory.
         """
         self.put(vector)
         self._store_time[vector.digest] = store_time
@@ -342,21 +342,21 @@ class VectorStore:
             self.put_named(vector, name, label)
 
     @contextmanager
-    def held(self, vector: Vector) -> Iterator[bool]:
+    def retained(self, vector: Vector) -> Iterator[bool]:
         """Stores a vector, and keeps it during the context. Yields whether it was stored before.
 
         If the context fails, a vector that was not stored before is removed, unless it is used.
 
         Raises:
-            StoreFull: held vectors leave too little room.
+            StoreFull: vectors in use leave too little memory.
         """
         existed = wanted = vector.digest in self
-        self.keep([vector])
+        self.retain([vector])
         try:
             yield existed
             wanted = True
         finally:
-            self.let_go([vector])
+            self.release([vector])
             digest = vector.digest
             if not (wanted or self._named[digest] or self._users[digest] or self._kept[digest]):
                 self._evict(digest)
@@ -414,7 +414,7 @@ class VectorStore:
         """Keeps a vector for a request, and stores it if necessary.
 
         Raises:
-            StoreFull: held vectors leave too little room.
+            StoreFull: vectors in use leave too little memory.
         """
         self.put(vector)
         self._users[vector.digest] += 1
@@ -425,11 +425,11 @@ class VectorStore:
         if not self._users[digest]:
             del self._users[digest]
 
-    def keep(self, vectors: Sequence[Vector]) -> None:
+    def retain(self, vectors: Sequence[Vector]) -> None:
         """Keeps vectors for server-wide steering or a subscription. Stores them if necessary.
 
         Raises:
-            StoreFull: held vectors leave too little room. None of these vectors is then kept.
+            StoreFull: vectors in use leave too little memory. None of these vectors is then kept.
         """
         kept: list[Vector] = []
         try:
@@ -438,11 +438,11 @@ class VectorStore:
                 self._kept[vector.digest] += 1
                 kept.append(vector)
         except StoreFull:
-            self.let_go(kept)
+            self.release(kept)
             raise
 
-    def let_go(self, vectors: Sequence[Vector]) -> None:
-        """Ends one `keep`."""
+    def release(self, vectors: Sequence[Vector]) -> None:
+        """Ends one `retain`."""
         self._kept.subtract(vector.digest for vector in vectors)
         self._kept += Counter()
 
@@ -491,7 +491,7 @@ class VectorStore:
             free += vector.size
         if free < size:
             raise StoreFull(
-                f"{size} bytes are needed; names, running requests and server-wide steering hold "
+                f"{size} bytes are needed; names, running requests and server-wide steering use "
                 f"all but {free} of {self.capacity}. Delete names, or raise the server's "
                 "--vector-store-mib",
                 retry_after=RETRY_SECONDS if free + pinned >= size else None,
@@ -503,5 +503,5 @@ class VectorStore:
         self._used -= self._vectors.pop(digest).size
         self._listing.remove("", digest)
         del self._store_time[digest]
-        for tell in self._on_evict:
-            tell(digest)
+        for on_evict in self._on_evict:
+            on_evict(digest)

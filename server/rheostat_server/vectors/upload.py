@@ -1,8 +1,8 @@
-"""Uploads of vectors: a header, chunks, and a check that they are what the header says.
+"""Uploads of vectors: reads a header and chunks, and checks the chunks against the header.
 
-Invariants: all uploads together hold at most `UPLOADED_BYTES` of elements, from the header until
-the vector is stored or refused. An upload that falls behind its pace is refused, so that it keeps
-no room. What is kept of a header holds nothing else of its message.
+Invariants: the elements of all uploads together take at most `UPLOADED_BYTES`, from the header
+until the vector is stored or refused. An upload that is too slow is refused, so that it occupies no
+memory. A stored header does not keep the rest of its message in memory.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ Messages = AsyncIterator[steering_service_pb2.PutVectorRequest]
 
 
 class Upload(NamedTuple):
-    """A vector and what was said of it."""
+    """An uploaded vector with its header."""
 
     header: steering_service_pb2.VectorHeader
     vector: Vector
@@ -59,7 +59,7 @@ class Uploads:
     """Receives the uploads of a server."""
 
     def __init__(self) -> None:
-        """None is on its way."""
+        """There are no uploads."""
         self._held = 0
         self._making = asyncio.Lock()
 
@@ -67,10 +67,10 @@ class Uploads:
     async def receive(
         self, messages: Messages, width: int, layers: int, capacity: int
     ) -> AsyncIterator[Upload]:
-        """Reads an upload to its end, also one that is refused. It has room within the context.
+        """Reads an upload to its end. Its memory is reserved while the context lasts.
 
-        Python's asyncio gRPC reports a write that finds the call ended as INTERNAL, and loses the
-        status that ended it. So a refusal waits, for a moment, until its sender has written.
+        A refused upload is read on for a moment. Otherwise the client's write fails, and Python's
+        asyncio gRPC then reports INTERNAL in place of the status.
 
         Args:
             messages: the header, then chunks.
@@ -120,7 +120,7 @@ class Uploads:
             raise TruncatedUpload(
                 f"{len(data)} of {header.total_bytes} bytes came", field="header.total_bytes"
             )
-        # Making a vector takes several times its bytes for a moment.
+        # Making a vector briefly takes several times its memory.
         async with self._making:
             vector = await offload(len(data), _make, header, data)
         if header.digest and header.digest != vector.digest:
@@ -136,8 +136,8 @@ async def _in_time(
     """The next message of an upload, None at its end.
 
     Raises:
-        TruncatedUpload: it did not come in time. An upload that says nothing more would keep the
-            room of others for ever.
+        TruncatedUpload: it did not come in time. Without the limit, a silent upload would occupy
+            memory for ever.
     """
     due = begun + UPLOAD_GRACE_SECONDS + received / UPLOAD_BYTES_PER_SECOND
     try:
@@ -193,10 +193,10 @@ def _make(header: steering_service_pb2.VectorHeader, data: bytearray) -> Vector:
 
 
 def check_label(name: str, description: str, path: str) -> None:
-    """Checks a name, which may be empty, and what is kept with it.
+    """Checks a name, which may be empty, and its description.
 
     Raises:
-        InvalidValue: it is no name, or the description is too long.
+        InvalidValue: the name is invalid, or the description is too long.
     """
     if name:
         validation.matches(name, validation.VECTOR_NAME, field_path(path, "name"))
@@ -204,11 +204,11 @@ def check_label(name: str, description: str, path: str) -> None:
 
 
 def check_meant_sites(sites: types_pb2.SiteSet, layer_count: int, path: str) -> None:
-    """Checks the sites that are kept with a name, for a model of so many layers.
+    """Checks the sites of a name, for a model with `layer_count` layers.
 
     Raises:
         InvalidValue: there are too many.
-        UnknownLayer: the model lacks one of the layers.
+        UnknownLayer: the model does not have one of the layers.
     """
     validation.check_count(len(sites.points), POINTS, field_path(path, "points"), "points")
     validation.check_count(

@@ -77,7 +77,7 @@ async def waiting_for(
     tasks = []
     for values in wanted:
         vectors = [vector(value) for value in values]
-        worker_vectors.store.keep(vectors)
+        worker_vectors.store.retain(vectors)
         tasks.append(asyncio.create_task(worker_vectors.ensure(vectors)))
         await until(lambda: bool(backend.calls))
     await asyncio.sleep(0)

@@ -173,9 +173,9 @@ def test_a_selection_says_where_it_can_reach_and_what_is_known() -> None:
 
 def test_positions_beyond_the_known_tokens_are_held_only_if_no_token_matters() -> None:
     one = Selection(((5, 9),), (Condition(((2, 5),), (7,), True),))
-    assert one.held(2, [7], 0, 7) == ((2, 3), (5, 7))
-    assert one.held(2, [8, 7, 7], 0, 100) == ((3, 9),)
-    assert one.held(2, [8, 7, 7], 4, 6) == ((4, 6),)
+    assert one.selected(2, [7], 0, 7) == ((2, 3), (5, 7))
+    assert one.selected(2, [8, 7, 7], 0, 100) == ((3, 9),)
+    assert one.selected(2, [8, 7, 7], 4, 6) == ((4, 6),)
 
 
 @pytest.mark.parametrize(
@@ -303,8 +303,8 @@ def test_a_selector_selects_what_a_check_of_each_token_selects(include, exclude,
 
     wanted = {p for p in range(END) if (not include or named(p, include)) and not named(p, exclude)}
     first, past = sorted(part)
-    assert members(selection.held(PROMPT_LEN, new, 0, END)) == wanted
-    assert members(selection.held(PROMPT_LEN, new, first, past)) == {
+    assert members(selection.selected(PROMPT_LEN, new, 0, END)) == wanted
+    assert members(selection.selected(PROMPT_LEN, new, first, past)) == {
         p for p in wanted if first <= p < past
     }
     assert wanted <= members(clipped(selection.reach, 0, END))

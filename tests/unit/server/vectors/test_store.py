@@ -174,7 +174,7 @@ def test_a_listing_is_the_store_whatever_happened_to_it() -> None:
                 case 2:
                     store.delete_name(label, "n")
                 case 3:
-                    with contextlib.suppress(ValueError), store.held(one):
+                    with contextlib.suppress(ValueError), store.retained(one):
                         raise ValueError
         names = store.names
         named = {label.digest for label in names.values()}
