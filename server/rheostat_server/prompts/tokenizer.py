@@ -5,7 +5,7 @@ Offsets are code points [start, end) of the text. Tokens that share a character 
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 Offsets = tuple[tuple[int, int], ...]
 
@@ -67,66 +67,13 @@ class Tokenizer(Protocol):
         """
 
 
-class _Encoding(Protocol):
-    """A text as tokens, in Rust. An attribute becomes a Python object when it is read."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-
-    def __len__(self) -> int:
-        """Number of tokens."""
-
-
-class _Backend(Protocol):
-    """The parts of `tokenizers.Tokenizer` that are used."""
-
-    def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[_Encoding]:
-        """Encodes texts. Unlike `encode`, it releases the GIL."""
-
-    def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
-        """The texts of all tokens."""
-
-
-class _HuggingFace(Protocol):
-    """The parts of transformers' tokenizers that are used."""
-
-    is_fast: bool
-    backend_tokenizer: _Backend
-    """Only fast tokenizers have it."""
-    chat_template: str | Mapping[str, str] | None
-
-    def __call__(
-        self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool
-    ) -> Mapping[str, Sequence[object]]:
-        """Encodes."""
-
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool,
-        clean_up_tokenization_spaces: bool,
-    ) -> str:
-        """Decodes."""
-
-    def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, str]],
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        **variables: object,
-    ) -> str:
-        """Renders."""
-
-
 class HuggingFaceTokenizer:
     """A copy of a tokenizer of transformers, because the engine uses the original itself."""
 
     def __init__(self, tokenizer: object) -> None:
         """Copies `tokenizer`."""
-        self._inner = cast(_HuggingFace, copy.deepcopy(tokenizer))
+        # Not typed, because the server does not import transformers.
+        self._inner: Any = copy.deepcopy(tokenizer)
         self._longest = 1
         if self._inner.is_fast:
             # The first call disables truncation and padding, which `tokenizer.json` may enable.
@@ -147,18 +94,22 @@ class HuggingFaceTokenizer:
         """The tokens of a text."""
         if len(text) > max(most, _PIECE):
             self._check_pieces(text, most)
-        if self._inner.is_fast:
-            (found,) = self._inner.backend_tokenizer.encode_batch(
-                [text], add_special_tokens=special
-            )
-            if len(found) > most:
-                raise TooManyTokens
-            return Encoded(tuple(found.ids), tuple(found.offsets))
-        encoded = self._inner(text, add_special_tokens=special, return_offsets_mapping=False)
-        ids = tuple(cast(Sequence[int], encoded["input_ids"]))
-        if len(ids) > most:
+        encoded = self._encode(text, special=special)
+        if len(encoded) > most:
             raise TooManyTokens
-        return Encoded(ids, None)
+        if self._inner.is_fast:
+            return Encoded(tuple(encoded.ids), tuple(encoded.offsets))
+        return Encoded(tuple(encoded), None)
+
+    def _encode(self, text: str, *, special: bool) -> Any:
+        """The `tokenizers.Encoding` of a text; the token ids if the tokenizer is not fast."""
+        if self._inner.is_fast:
+            # Unlike `encode`, `encode_batch` releases the GIL.
+            backend = self._inner.backend_tokenizer
+            (encoded,) = backend.encode_batch([text], add_special_tokens=special)
+            return encoded
+        encoded = self._inner(text, add_special_tokens=special, return_offsets_mapping=False)
+        return encoded["input_ids"]
 
     def _check_pieces(self, text: str, most: int) -> None:
         """Counts the tokens of a long text piece by piece, until there are too many.
@@ -171,24 +122,17 @@ class HuggingFaceTokenizer:
         """
         count = 0
         for start in range(0, len(text), _PIECE):
-            piece = text[start : start + _PIECE]
-            if self._inner.is_fast:
-                (found,) = self._inner.backend_tokenizer.encode_batch(
-                    [piece], add_special_tokens=False
-                )
-                count += len(found)
-            else:
-                encoded = self._inner(piece, add_special_tokens=False, return_offsets_mapping=False)
-                count += len(encoded["input_ids"])
+            count += len(self._encode(text[start : start + _PIECE], special=False))
             if count > most:
                 raise TooManyTokens
             most += self._longest
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens."""
-        return self._inner.decode(
+        text = self._inner.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return cast(str, text)
 
     def render(
         self,
@@ -200,13 +144,14 @@ class HuggingFaceTokenizer:
     ) -> str:
         """The text that the chat template makes of messages."""
         try:
-            return self._inner.apply_chat_template(
+            text = self._inner.apply_chat_template(
                 messages,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **variables,
             )
+            return cast(str, text)
         except Exception as error:  # a template is a program, which may raise any error
             raise ChatTemplateError(str(error)) from error
 

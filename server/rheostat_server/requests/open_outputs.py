@@ -1,6 +1,7 @@
-"""Opens what a request's rows go to, before it starts."""
+"""Opens the receivers of a request's rows, before the request starts."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol
 
@@ -11,13 +12,14 @@ from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
 from rheostat_server.delivery.response_rows import ADVICE, LOSSLESS
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.spill_manager import SpillManager
+from rheostat_server.errors import RheostatError
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.sink_writer import (
     Recording,
+    SinkWriter,
     about_capture,
     open_recording,
-    start_writer,
 )
 from rheostat_server.runs.store import Runs
 from rheostat_server.sinks import Sinks
@@ -26,11 +28,11 @@ from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import capture_pb2
 
 _RUN_WRITERS = ThreadPoolExecutor(4, "run-writer")
-"""Threads that copy rows into runs: they wait for no disk."""
+"""Threads that copy rows into runs. They never wait for a disk."""
 
 
 class Openers(Protocol):
-    """What it takes to open them."""
+    """The parts of the request manager that receivers need."""
 
     config: ServerConfig
     info: ModelInfo
@@ -45,27 +47,19 @@ class Openers(Protocol):
 async def open_outputs(active: ActiveRequest, manager: Openers) -> None:
     """Opens the response, subscriptions, sinks and runs that get the rows of a request.
 
-    What is open when it raises is for `ActiveRequest.discard_outputs`.
+    If it raises, `ActiveRequest.discard_outputs` discards the receivers that are open already.
 
     Raises:
-        SubscriptionNotFound: the request sends rows to one that has ended meanwhile.
-        ArtifactExists: the sink holds rows under the request's id and tag.
-        SinkFailed: a sink does not take the request.
-        RunExists: a run has been made meanwhile whose id the request gives to one.
-        StoreFull: there is no room for another run.
+        SubscriptionNotFound: the request sends rows to a subscription that has ended meanwhile.
+        ArtifactExists: a sink has rows under the request's id and tag.
+        SinkFailed: a sink cannot be opened.
+        RunExists: another run has this id now.
+        StoreFull: there is too little memory for another run.
     """
     admitted = active.admitted
     row_type = FloatType(manager.sites.dtype)
     for policy, inline in admitted.inline_captures.items():
-        buffer = DeliveryBuffer(
-            active.share,
-            lambda _, error: active.overflow(error),
-            manager.deliveries,
-            news=active.response_rows.news,
-            advice=ADVICE,
-        )
-        if manager.spill_manager is not None and policy == capture_pb2.OVERLOAD_SPILL:
-            manager.spill_manager.open(buffer, active.overflow)
+        buffer = _buffer(active, manager, policy, active.overflow, active.response_rows.news)
         feed = RowFeed(
             admitted.request_id, admitted.prompt.token_ids, inline, row_type, policy, buffer
         )
@@ -116,16 +110,33 @@ def _write(
     manager: Openers,
     threads: Executor,
 ) -> None:
-    """Lets the rows of some captures go to a recording."""
-    writer = start_writer(
-        recording,
-        active.admitted,
-        captures,
-        row_type=FloatType(manager.sites.dtype),
-        share=active.share,
-        deliveries=manager.deliveries,
-        spill_manager=manager.spill_manager,
-        fail=active.fail,
-        threads=threads,
-    )
+    """Starts to write the rows of some captures, all with the same policy, to a recording."""
+    admitted = active.admitted
+    policy = next(iter(captures.values())).overload
+    buffer = _buffer(active, manager, policy, lambda error: writer.overflow(error))
+    row_type = FloatType(manager.sites.dtype)
+    prompt = admitted.prompt.token_ids
+    feed = RowFeed(admitted.request_id, prompt, captures, row_type, policy, buffer)
+    abouts = {index: about_capture(index, capture) for index, capture in captures.items()}
+    writer = SinkWriter(recording, abouts, feed, buffer, active.share, active.fail, threads)
     active.outputs.add_writer(writer)
+
+
+def _buffer(
+    active: ActiveRequest,
+    manager: Openers,
+    policy: capture_pb2.Overload.ValueType,
+    overflow: Callable[[RheostatError], None],
+    news: asyncio.Event | None = None,
+) -> DeliveryBuffer:
+    """A buffer in the memory of a request, which spills to disk if the policy says so."""
+    buffer = DeliveryBuffer(
+        active.share,
+        lambda _, error: overflow(error),
+        manager.deliveries,
+        news=news,
+        advice=ADVICE,
+    )
+    if manager.spill_manager is not None and policy == capture_pb2.OVERLOAD_SPILL:
+        manager.spill_manager.open(buffer, overflow)
+    return buffer

@@ -15,12 +15,10 @@ from typing import Protocol
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
-from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
+from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
 from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, Loss, size_of
-from rheostat_server.delivery.response_rows import ADVICE
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.row_messages import captured_of
-from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.errors import CaptureOverflow, Defect, RheostatError
 from rheostat_server.selectors.sites import from_wire
 from rheostat_server.sinks import (
@@ -36,8 +34,7 @@ from rheostat_server.sinks import (
     encoding_of,
 )
 from rheostat_server.tasks.offload import on_pool
-from rheostat_server.tensors import FloatType
-from rheostat_wire.v1 import capture_pb2, types_pb2
+from rheostat_wire.v1 import types_pb2
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,7 +86,7 @@ class SinkWriter:
         fail: Callable[[RheostatError], None],
         threads: Executor,
     ) -> None:
-        """A writer that works from now on; see `start_writer`.
+        """A writer that works from now on.
 
         Args:
             recording: where rows go.
@@ -279,42 +276,3 @@ async def open_recording(
     except asyncio.CancelledError:
         opening.add_done_callback(partial(_abandon, threads))
         raise
-
-
-def start_writer(
-    recording: Recording,
-    admitted: AdmittedRequest,
-    captures: Mapping[int, ResolvedCapture],
-    *,
-    row_type: FloatType,
-    share: Share,
-    deliveries: Deliveries,
-    spill_manager: SpillManager | None,
-    fail: Callable[[RheostatError], None],
-    threads: Executor,
-) -> SinkWriter:
-    """Begins to write some captures of a request, all with the same policy, to one recording.
-
-    Args:
-        recording: where the rows go.
-        admitted: the request.
-        captures: by index in the request.
-        row_type: element type of raw rows.
-        share: the memory that the request may take.
-        deliveries: counts what is lost on the way.
-        spill_manager: where more may wait.
-        fail: ends the request.
-        threads: where the recording may block.
-    """
-    buffer = DeliveryBuffer(
-        share, lambda _, error: writer.overflow(error), deliveries, advice=ADVICE
-    )
-    policy = next(iter(captures.values())).overload
-    if spill_manager is not None and policy == capture_pb2.OVERLOAD_SPILL:
-        spill_manager.open(buffer, lambda error: writer.overflow(error))
-    feed = RowFeed(
-        admitted.request_id, admitted.prompt.token_ids, captures, row_type, policy, buffer
-    )
-    abouts = {index: about_capture(index, one) for index, one in captures.items()}
-    writer = SinkWriter(recording, abouts, feed, buffer, share, fail, threads)
-    return writer
