@@ -73,7 +73,7 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: object) -> None:
         """Copies `tokenizer`."""
         # Not typed, because the server does not import transformers.
-        self._inner: Any = copy.deepcopy(tokenizer)
+        self._inner = cast(Any, copy.deepcopy(tokenizer))
         self._longest = 1
         if self._inner.is_fast:
             # The first call disables truncation and padding, which `tokenizer.json` may enable.

@@ -104,28 +104,28 @@ def _request(rng: random.Random, number: int) -> generation_service_pb2.Generate
 def _subscription(rng: random.Random, number: int) -> Iterator[Message]:
     kind = capture_service_pb2.SubscribeRequest
     first = kind()
-    wish = first.open
+    request_message = first.open
     if rng.random() < 0.15:
-        wish.resume.subscription_id = rng.choice(["", "nobody", "0" * 32])
-        wish.resume.after_sequence = rng.choice([0, 1, 2**63])
+        request_message.resume.subscription_id = rng.choice(["", "nobody", "0" * 32])
+        request_message.resume.after_sequence = rng.choice([0, 1, 2**63])
     else:
         which = rng.randrange(3)
         if which == 0:
-            wish.filter.every.SetInParent()
+            request_message.filter.every.SetInParent()
         elif which == 1:
-            wish.filter.labels.labels["team"] = rng.choice(["red", "green"])
+            request_message.filter.labels.labels["team"] = rng.choice(["red", "green"])
         else:
             names = [f"rows-{number + ahead}" for ahead in range(3)]
-            wish.filter.requests.request_ids.extend(names)
+            request_message.filter.requests.request_ids.extend(names)
         for _ in range(rng.choice([0, 1, 1, 2])):
             spec = _capture(rng).to_wire()
             spec.ClearField("inline")
             spec.ClearField("overload")
-            wish.captures.append(spec)
-        wish.buffer_bytes = rng.choice([1, 1 << 10, 1 << 16, 1 << 20])
+            request_message.captures.append(spec)
+        request_message.buffer_bytes = rng.choice([1, 1 << 10, 1 << 16, 1 << 20])
         if rng.random() < 0.7:
-            wish.overload = rng.choice(capture_pb2.Overload.values()[1:])
-    wish.credit_bytes = rng.choice([0, 1, 1 << 10, 1 << 30])
+            request_message.overload = rng.choice(capture_pb2.Overload.values()[1:])
+    request_message.credit_bytes = rng.choice([0, 1, 1 << 10, 1 << 30])
     yield first
     for _ in range(rng.choice([0, 0, 1, 3])):
         if rng.random() < 0.5:

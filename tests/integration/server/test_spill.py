@@ -31,10 +31,10 @@ def test_rows_wait_on_disk_for_a_reader_that_stands_still(
     engine: rheostat.Engine, spool: Path, sink_root: Path, reference: HfReference
 ) -> None:
     capture = rheostat.Capture(POINTS)
-    wish = {"overload": "spill", "buffer_bytes": 1 << 16, "credit": 1 << 20}
+    request_message = {"overload": "spill", "buffer_bytes": 1 << 16, "credit": 1 << 20}
     sink = rheostat.Sink("disk", tag="spilled")
     dropped = engine.stats().dropped_row_count
-    with engine.subscribe(every=True, capture=capture, **wish) as subscription:
+    with engine.subscribe(every=True, capture=capture, **request_message) as subscription:
 
         def run(number: int) -> rheostat.Generation:
             to_sink = rheostat.Capture(POINTS, to=sink, overload="spill")

@@ -174,8 +174,8 @@ def test_several_subscribers_watch_a_full_batch_and_it_does_not_notice(
 
 def test_a_stalled_reader_loses_rows_and_nobody_else_does(engine: rheostat.Engine) -> None:
     capture = rheostat.Capture(POINTS)
-    wish = {"overload": "drop_newest", "buffer_bytes": 1 << 20, "credit": 1 << 20}
-    with engine.subscribe(every=True, capture=capture, **wish) as subscription:
+    request_message = {"overload": "drop_newest", "buffer_bytes": 1 << 20, "credit": 1 << 20}
+    with engine.subscribe(every=True, capture=capture, **request_message) as subscription:
 
         def run(number: int) -> rheostat.Generation:
             own = rheostat.Capture("resid_post", layers=[1])

@@ -35,10 +35,10 @@ async def begun(running, request_id: str, tokens: int = 5, n: int = 1, **fields:
     return call
 
 
-async def opened_while_they_step(running, wish, steps: int = 1) -> Subscriber:
+async def opened_while_they_step(running, request_message, steps: int = 1) -> Subscriber:
     """A subscription that opens, and requests that come to a step meanwhile."""
     asked = len(running.backend.capture_updates)
-    opening_call = asyncio.ensure_future(Subscriber.open(running, wish))
+    opening_call = asyncio.ensure_future(Subscriber.open(running, request_message))
     await until(lambda: len(running.backend.capture_updates) > asked)
     running.backend.hold.go(steps)
     return await opening_call

@@ -74,10 +74,12 @@ class Subscriber:
         self.name = ""
 
     @classmethod
-    async def open(cls, running, wish: capture_service_pb2.SubscribeOpen) -> "Subscriber":
+    async def open(
+        cls, running, request_message: capture_service_pb2.SubscribeOpen
+    ) -> "Subscriber":
         """A subscription that stands."""
         one = cls(running)
-        await one.call.write(capture_service_pb2.SubscribeRequest(open=wish))
+        await one.call.write(capture_service_pb2.SubscribeRequest(open=request_message))
         opened = await one.hear()
         one.name = opened.opened.subscription_id
         return one

@@ -64,7 +64,7 @@ def captures(rng: random.Random, name: str, n: int = 1) -> list[capture_pb2.Capt
     return made
 
 
-def wish(rng: random.Random, name: str) -> generation_service_pb2.GenerateRequest:
+def request_message(rng: random.Random, name: str) -> generation_service_pb2.GenerateRequest:
     n = rng.choice([1, 1, 2, 5])
     sampling = generation_pb2.Sampling(
         max_tokens=rng.choice([1, 5, 60, 400]), n=n, temperature=1.0 if n > 1 else 0.0
@@ -85,7 +85,7 @@ def wish(rng: random.Random, name: str) -> generation_service_pb2.GenerateReques
 
 async def generate(client: Client, rng: random.Random, name: str) -> grpc.StatusCode:
     """A request whose client reads, reads late, leaves, or has no patience."""
-    message = wish(rng, name)
+    message = request_message(rng, name)
     deadline = rng.choice([None, None, None, 0.02, 0.2])
     call = client.generation.Generate(message, timeout=deadline)
     try:

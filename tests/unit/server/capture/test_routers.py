@@ -78,9 +78,9 @@ async def test_the_model_says_how_wide_each_layers_rows_are(mixture) -> None:
 
 
 async def test_explain_counts_their_bytes(mixture) -> None:
-    wish = request(captures=[router(1), capture(site_set(POST, layers=[1]))])
+    request_message = request(captures=[router(1), capture(site_set(POST, layers=[1]))])
     answer = await mixture.client.generation.Explain(
-        generation_service_pb2.ExplainRequest(request=wish)
+        generation_service_pb2.ExplainRequest(request=request_message)
     )
     sizes = [one.payload_bytes for one in answer.captures]
     assert sizes[0] * WIDTH == sizes[1] * EXPERTS > 0
@@ -148,13 +148,13 @@ async def test_a_router_is_neither_steered_nor_averaged(mixture) -> None:
         "steering.interventions[0].sites",
     )
     prompt = types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[1, 2]))
-    wish = steering_service_pb2.DeriveVectorsRequest(
+    request_message = steering_service_pb2.DeriveVectorsRequest(
         positive=[prompt],
         negative=[prompt],
         sites=site_set(ROUTER, layers=[1]),
     )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await mixture.client.steering.DeriveVectors(wish).read()
+        await mixture.client.steering.DeriveVectors(request_message).read()
     assert Refusal.of(caught.value).brief == (
         Code.FAILED_PRECONDITION,
         "REASON_NOT_SUPPORTED",

@@ -36,8 +36,8 @@ async def stalled(
     running, specs: Sequence[capture_pb2.CaptureSpec], n: int = 1, **fields: object
 ) -> list[Response]:
     """What comes of a request whose client reads nothing before all of it was generated."""
-    wish = request(request_id="a", sampling=sampled(TOKENS, n), captures=specs, **fields)
-    admitted = await admit(wish, running.manager.admission)
+    request_message = request(request_id="a", sampling=sampled(TOKENS, n), captures=specs, **fields)
+    admitted = await admit(request_message, running.manager.admission)
     events = []
     async with aclosing(run(admitted, running.manager)) as responses:
         events.append(await anext(responses))
@@ -118,9 +118,9 @@ async def test_rows_wait_on_disk_and_come_in_order(starter, tmp_path) -> None:
 
 async def test_a_request_that_goes_away_leaves_no_file(starter, tmp_path) -> None:
     running = await starter(request_buffer_bytes=8 * ROW, spool=str(tmp_path))
-    wish = request(request_id="a", sampling=sampled(TOKENS, 3), captures=[spec(SPILL)])
+    request_message = request(request_id="a", sampling=sampled(TOKENS, 3), captures=[spec(SPILL)])
     async with aclosing(
-        run(await admit(wish, running.manager.admission), running.manager)
+        run(await admit(request_message, running.manager.admission), running.manager)
     ) as responses:
         await anext(responses)
         await until(lambda: bool(list(tmp_path.glob("*.spool"))))
@@ -166,8 +166,8 @@ async def test_a_full_spool_fails_the_request(starter, tmp_path) -> None:
 
 async def test_an_observer_s_losses_are_not_the_response_s(starter) -> None:
     running = await starter(request_buffer_bytes=1 << 20)
-    wish = opening(specs=[wanted(0, 1)], credit=0, buffer_bytes=2 * ROW, overload=NEWEST)
-    one = await Subscriber.open(running, wish)
+    request_message = opening(specs=[wanted(0, 1)], credit=0, buffer_bytes=2 * ROW, overload=NEWEST)
+    one = await Subscriber.open(running, request_message)
     events = await stalled(running, [spec(FAIL)])
     assert (kept(events), lost(events)) == (list(range(POSITIONS)), [])
     await one.credit(1 << 20)
@@ -177,9 +177,9 @@ async def test_an_observer_s_losses_are_not_the_response_s(starter) -> None:
 
 async def test_a_stalled_client_holds_no_rows_after_it_has_gone(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event(), hold_from=9))
-    wish = request(request_id="a", sampling=sampled(TOKENS), captures=[spec(NEWEST)])
+    request_message = request(request_id="a", sampling=sampled(TOKENS), captures=[spec(NEWEST)])
     async with aclosing(
-        run(await admit(wish, running.manager.admission), running.manager)
+        run(await admit(request_message, running.manager.admission), running.manager)
     ) as responses:
         await anext(responses)
         active = running.manager._active_requests["a"]

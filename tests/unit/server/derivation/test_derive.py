@@ -71,11 +71,13 @@ def order(**fields: object) -> steering_service_pb2.DeriveVectorsRequest:
     return pb.DeriveVectorsRequest(**given)
 
 
-async def derive(running, wish: steering_service_pb2.DeriveVectorsRequest) -> pb.DerivedVectors:
+async def derive(
+    running, request_message: steering_service_pb2.DeriveVectorsRequest
+) -> pb.DerivedVectors:
     """What a derivation ends with, once its progress was checked."""
-    *events, last = await rest(running.client.steering.DeriveVectors(wish))
+    *events, last = await rest(running.client.steering.DeriveVectors(request_message))
     told = [event.progress for event in events]
-    total = len(wish.positive) + len(wish.negative)
+    total = len(request_message.positive) + len(request_message.negative)
     assert {one.total_prompt_count for one in told} == {total}
     counts = [one.done_prompt_count for one in told]
     assert (counts[0], counts[-1], sorted(set(counts))) == (0, total, counts)
@@ -327,9 +329,12 @@ async def test_all_calls_together_run_few_prompts_at_the_same_time(starter) -> N
     """Each prompt that ends occupies the event loop, and those of a step end together."""
     running = await starter(TokenBackend())
     running.backend.hold = asyncio.Event()
-    wishes = [order(positive=[ids(1 + i, 2)] * 20) for i in range(3)]
+    request_messages = [order(positive=[ids(1 + i, 2)] * 20) for i in range(3)]
     async with peak(lambda: running.manager.open_requests) as most:
-        calls = [asyncio.ensure_future(derive(running, wish)) for wish in wishes]
+        calls = [
+            asyncio.ensure_future(derive(running, request_message))
+            for request_message in request_messages
+        ]
         await until(lambda: len(running.backend.jobs) == 8)
         running.backend.hold.set()
         assert [len((await call).vectors) for call in calls] == [1, 1, 1]

@@ -222,6 +222,6 @@ async def test_few_large_requests_are_explained_at_a_time(starter, monkeypatch) 
     windows = (generated(2 * i, 2 * i + 1) for i in range(200))
     steer = [add(where=selector(*windows))]
     sampling = generation_pb2.Sampling(max_tokens=1000)
-    wishes = (explained(running, steer=steer, sampling=sampling) for _ in range(6))
-    await asyncio.gather(*wishes)
+    request_messages = (explained(running, steer=steer, sampling=sampling) for _ in range(6))
+    await asyncio.gather(*request_messages)
     assert most == LARGE_REQUESTS

@@ -110,8 +110,11 @@ async def test_lookups_that_hang_hold_up_no_request_and_are_refused_beyond_a_num
 
     monkeypatch.setattr(registry, "entry_points", lambda **_: [Plugin(Hanging)])
     running = await starter(sinks=("slow=theirs", "mem=memory"))
-    wish = capture_service_pb2.GetArtifactsRequest(request_id="a")
-    asked = [asyncio.ensure_future(running.client.capture.GetArtifacts(wish)) for _ in range(100)]
+    request_message = capture_service_pb2.GetArtifactsRequest(request_id="a")
+    asked = [
+        asyncio.ensure_future(running.client.capture.GetArtifacts(request_message))
+        for _ in range(100)
+    ]
     async with asyncio.timeout(10):
         # One that is refused shows that as many hang as may.
         done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
@@ -178,8 +181,8 @@ async def test_observers_take_no_room_of_the_response(starter) -> None:
 async def test_observers_are_no_part_of_an_explanation(starter) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(capture_rows=2)))
     await Subscriber.open(running, opening(EVERY, [wanted(0, 1)], **LOSING))
-    wish = generation_service_pb2.ExplainRequest(request=request(request_id="b"))
-    assert (await running.client.generation.Explain(wish)).prompt_token_ids
+    request_message = generation_service_pb2.ExplainRequest(request=request(request_id="b"))
+    assert (await running.client.generation.Explain(request_message)).prompt_token_ids
 
 
 async def test_an_observer_without_room_does_not_end_a_request_that_also_sends(starter) -> None:

@@ -53,7 +53,7 @@ def engine(kind: type[ScriptedBackend] = Paced, **script: object) -> ScriptedBac
     return kind(sites=sites_with(capture_rows=1 << 20), **script)
 
 
-def wish(tokens: int, n: int = 1, logprobs: int | None = None, **fields: object):
+def request_message(tokens: int, n: int = 1, logprobs: int | None = None, **fields: object):
     sampling = generation_pb2.Sampling(
         max_tokens=tokens, n=n, temperature=1.0 if n > 1 else 0.0, logprobs=logprobs
     )
@@ -109,7 +109,7 @@ async def test_tokens_that_are_not_read_merge_into_few_messages(starter, n, logp
             active = running.manager._active_requests["a"]
             await until(lambda: all(sequence.ended for sequence in active.sequences))
 
-    events = await read(running, wish(500, n, logprobs, request_id="a"), pace)
+    events = await read(running, request_message(500, n, logprobs, request_id="a"), pace)
     check_exact(events, 500, n, logprobs)
     assert kinds(events).count("tokens") == n
     assert kinds(events)[-1] == "receipt"
@@ -125,7 +125,7 @@ async def test_however_a_reader_pauses_every_token_comes_once_in_order(starter, 
             await asyncio.sleep(0)
 
     n, logprobs = rng.randrange(1, 5), rng.choice([None, 1, 3])
-    message = wish(
+    message = request_message(
         200, n, logprobs, with_baseline=seed % 2 == 0,
         sampling={"prompt_logprobs": 1} if seed % 3 == 0 else {},
     )  # fmt: skip
@@ -145,7 +145,7 @@ async def test_a_reader_that_keeps_up_gets_each_token_by_itself(starter) -> None
     async def pace(number: int) -> None:
         running.backend.step.set()
 
-    events = await read(running, wish(50), pace)
+    events = await read(running, request_message(50), pace)
     assert [[*e.tokens.token_ids] for e in events if e.HasField("tokens")] == [
         [one] for one in expected(50)
     ]
@@ -160,7 +160,7 @@ async def test_messages_that_merged_are_of_bounded_size(starter, monkeypatch) ->
             active = running.manager._active_requests["a"]
             await until(lambda: all(sequence.ended for sequence in active.sequences))
 
-    events = await read(running, wish(300, 2, 3, request_id="a"), pace)
+    events = await read(running, request_message(300, 2, 3, request_id="a"), pace)
     check_exact(events, 300, 2, 3)
     parts = [event.tokens for event in events if event.HasField("tokens")]
     assert 20 < len(parts) < 200
@@ -177,12 +177,15 @@ async def test_a_client_that_reads_nothing_ends_when_its_tokens_fill_its_memory(
     running = await starter(engine(), request_buffer_bytes=128 * KIB)
     budget = running.manager.budget
     async with narrow(running) as client, peak(lambda: budget.used) as most:
-        calls = [client.generation.Generate(wish(600, 4, 5, request_id=f"r{k}")) for k in range(2)]
+        calls = [
+            client.generation.Generate(request_message(600, 4, 5, request_id=f"r{k}"))
+            for k in range(2)
+        ]
         for call in calls:
             assert (await call.read()).HasField("started")
         await until(lambda: not running.manager.open_requests)
         assert 64 * KIB < most.value <= 2 * (128 * KIB + UNCOUNTED)
-        assert tokens(await running.client.generate(wish(40))) == expected(40)
+        assert tokens(await running.client.generate(request_message(40))) == expected(40)
         for call in calls:
             refusal = await refusal_of(call)
             assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -205,7 +208,7 @@ async def test_the_widest_request_that_nobody_reads_stays_within_its_memory(star
     )
     budget = running.manager.budget
     async with narrow(running) as client, peak(lambda: budget.used) as most:
-        call = client.generation.Generate(wish(4000, 64, 20, request_id="a"))
+        call = client.generation.Generate(request_message(4000, 64, 20, request_id="a"))
         assert (await call.read()).HasField("started")
         refusal = await refusal_of(call)
     assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -218,8 +221,8 @@ async def test_the_widest_request_that_nobody_reads_stays_within_its_memory(star
 async def test_tokens_of_a_hog_give_way_for_all_together(starter) -> None:
     running = await starter(engine(), buffers_bytes=256 * KIB)
     async with narrow(running) as client:
-        modest = client.generation.Generate(wish(200, request_id="modest"))
-        hog = client.generation.Generate(wish(600, 8, 5, request_id="hog"))
+        modest = client.generation.Generate(request_message(200, request_id="modest"))
+        hog = client.generation.Generate(request_message(600, 8, 5, request_id="hog"))
         for call in (modest, hog):
             await call.read()
         await until(lambda: "hog" not in running.manager._active_requests)
@@ -231,7 +234,7 @@ async def test_tokens_of_a_hog_give_way_for_all_together(starter) -> None:
 
 async def test_readings_that_wait_to_be_compared_count_too(starter) -> None:
     running = await starter(engine(), request_buffer_bytes=64 * KIB)
-    refusal = await running.client.refusal(wish(2000, 2, 5, with_baseline=True))
+    refusal = await running.client.refusal(request_message(2000, 2, 5, with_baseline=True))
     assert refusal.reason == "REASON_RESPONSE_OVERFLOW"
     stats = await settled(running)
     assert (stats.request_buffer_bytes, stats.leaked_count) == (0, 0)
@@ -248,7 +251,7 @@ async def test_rows_leave_while_tokens_wait(starter) -> None:
             await asyncio.sleep(0)
 
     spec = capture(site_set(POST, layers=[0, 1]), overload=capture_pb2.OVERLOAD_FAIL)
-    events = await read(running, wish(300, 8, captures=[spec]), pace)
+    events = await read(running, request_message(300, 8, captures=[spec]), pace)
     check_exact(events, 300, 8, None)
     assert len(captured(events)) == 8 * 2 * (PROMPT + 300 - 1)
     found = kinds(events)
@@ -266,7 +269,7 @@ async def test_captures_of_all_policies_leave_by_turns(starter) -> None:
 
     policies = (capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_DROP_NEWEST)
     specs = [capture(site_set(POST, layers=[0]), overload=policy) for policy in policies]
-    events = await read(running, wish(200, 4, captures=specs), pace)
+    events = await read(running, request_message(200, 4, captures=specs), pace)
     turns = [e.captured.capture_index for e in events if e.HasField("captured")]
     half = turns[: len(turns) // 2]
     assert abs(half.count(0) - half.count(1)) <= len(half) // 5
@@ -277,7 +280,9 @@ async def test_what_the_engine_has_let_go_of_is_free_though_nobody_reads(starter
         Paced(info=replace(INFO, model_tokens=8192), sites=sites_with(bank_rows=1))
     )
     async with narrow(running) as client:
-        unread = client.generation.Generate(wish(1000, logprobs=5, steer=[add()], request_id="a"))
+        unread = client.generation.Generate(
+            request_message(1000, logprobs=5, steer=[add()], request_id="a")
+        )
         await unread.read()
         await until(
             lambda: all(
@@ -295,7 +300,9 @@ async def test_what_a_failed_request_held_is_free_though_nobody_reads(starter) -
         Paced(info=replace(INFO, model_tokens=8192), sites=sites_with(bank_rows=1))
     )
     async with narrow(running) as client:
-        unread = client.generation.Generate(wish(4000, logprobs=5, steer=[add()], request_id="a"))
+        unread = client.generation.Generate(
+            request_message(4000, logprobs=5, steer=[add()], request_id="a")
+        )
         await unread.read()
         active = running.manager._active_requests["a"]
         await until(lambda: active.queue.held > 4 * UNCOUNTED)
@@ -313,7 +320,7 @@ async def test_sinks_of_a_failed_request_end_though_nobody_reads(starter, monkey
     to_sink = capture(site_set(POST, layers=[0]), sink=capture_pb2.SinkTarget(sink_name="slow"))
     async with narrow(running) as client:
         unread = client.generation.Generate(
-            wish(4000, logprobs=5, captures=[to_sink], request_id="a")
+            request_message(4000, logprobs=5, captures=[to_sink], request_id="a")
         )
         await unread.read()
         active = running.manager._active_requests["a"]
@@ -335,7 +342,7 @@ async def test_a_request_that_has_failed_ends_though_its_tokens_give_way(starter
 
     with pytest.raises(Defect, match="it fails"):
         async with asyncio.timeout(10):
-            await read(running, wish(200, request_id="a"), pace)
+            await read(running, request_message(200, request_id="a"), pace)
     stats = await settled(running)
     assert (stats.request_buffer_bytes, stats.leaked_count) == (0, 0)
 
@@ -344,7 +351,7 @@ async def test_a_client_that_does_not_read_holds_up_no_drain(starter, monkeypatc
     monkeypatch.setattr("rheostat_server.requests.manager._LAST_READS", 0.2)
     running = await starter(engine())
     async with narrow(running) as client:
-        unread = client.generation.Generate(wish(1000, logprobs=5, request_id="a"))
+        unread = client.generation.Generate(request_message(1000, logprobs=5, request_id="a"))
         await unread.read()
         await until(lambda: running.manager._active_requests["a"].sequences[0].ended)
         async with asyncio.timeout(10):

@@ -52,8 +52,8 @@ async def generate(running, request_id: str, *specs, **fields):
 
 
 async def artifacts(running, request_id: str, sink: str = ""):
-    wish = capture_service_pb2.GetArtifactsRequest(request_id=request_id, sink_name=sink)
-    return (await running.client.capture.GetArtifacts(wish)).artifacts
+    request_message = capture_service_pb2.GetArtifactsRequest(request_id=request_id, sink_name=sink)
+    return (await running.client.capture.GetArtifacts(request_message)).artifacts
 
 
 def expected(layer: int, positions) -> np.ndarray:

@@ -40,8 +40,8 @@ Code = grpc.StatusCode
 
 async def test_a_full_buffer_ends_the_subscription_and_no_request(starter) -> None:
     running = await starter()
-    wish = opening(EVERY, [wanted(0)], credit=0, buffer_bytes=3 * ROW)
-    one = await Subscriber.open(running, wish)
+    request_message = opening(EVERY, [wanted(0)], credit=0, buffer_bytes=3 * ROW)
+    one = await Subscriber.open(running, request_message)
     events = await generate(running, "a", tokens=6)
     assert events[-1].HasField("receipt")
     refusal = await failure(one)
@@ -54,8 +54,8 @@ async def test_a_full_buffer_ends_the_subscription_and_no_request(starter) -> No
 
 
 async def test_a_full_buffer_ends_the_request_that_sends_to_it(running) -> None:
-    wish = opening(by_id("nobody"), credit=0, buffer_bytes=3 * ROW)
-    one = await Subscriber.open(running, wish)
+    request_message = opening(by_id("nobody"), credit=0, buffer_bytes=3 * ROW)
+    one = await Subscriber.open(running, request_message)
     spec = capture_pb2.CaptureSpec(sites=site_set(POST, layers=[0]), subscription_id=one.name)
     refusal = await running.client.refusal(
         request(request_id="a", sampling=sampled(9), captures=[spec])
@@ -72,14 +72,14 @@ async def test_a_full_buffer_ends_the_request_that_sends_to_it(running) -> None:
 async def test_rows_that_are_lost_are_counted_and_said(starter, policy) -> None:
     running = await starter()
     room = 4 * ROW
-    wish = opening(
+    request_message = opening(
         EVERY,
         [wanted(0)],
         credit=0,
         buffer_bytes=room,
         overload=capture_pb2.Overload.Value(f"OVERLOAD_{policy}"),
     )
-    one = await Subscriber.open(running, wish)
+    one = await Subscriber.open(running, request_message)
     await generate(running, "a", tokens=8)
     await one.credit(PLENTY)
     await one.until("end_of_request")
@@ -125,7 +125,7 @@ async def test_rows_that_the_ring_lost_are_said(starter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "reason", "field"),
+    ("request_message", "reason", "field"),
     [
         (opening(None, [wanted()]), "REASON_MISSING_FIELD", "open.filter"),
         (opening(by_id(), [wanted()]), "REASON_INVALID_VALUE", "open.filter.requests.request_ids"),
@@ -163,9 +163,9 @@ async def test_rows_that_the_ring_lost_are_said(starter) -> None:
         (resuming("none"), "REASON_SUBSCRIPTION_NOT_FOUND", "open.resume.subscription_id"),
     ],
 )
-async def test_what_is_wrong_is_refused_by_field(running, wish, reason, field) -> None:
+async def test_what_is_wrong_is_refused_by_field(running, request_message, reason, field) -> None:
     one = Subscriber(running)
-    await one.call.write(Message(open=wish))
+    await one.call.write(Message(open=request_message))
     refusal = await failure(one)
     assert (refusal.reason, refusal.field) == (reason, field)
 

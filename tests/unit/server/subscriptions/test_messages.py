@@ -86,9 +86,9 @@ async def test_what_was_sent_is_sent_again_in_batches_or_one_by_one(running) -> 
     sent = await ended(one, 3)
     one.call.cancel()
     again = Subscriber(running)
-    wish = resuming(one.name)
-    wish.batches = True
-    await again.call.write(Message(open=wish))
+    request_message = resuming(one.name)
+    request_message.batches = True
+    await again.call.write(Message(open=request_message))
     await again.hear()
     assert await ended(again, 3) == sent
     assert len(again.events) == 2

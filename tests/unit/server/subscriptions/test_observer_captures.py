@@ -39,14 +39,14 @@ Code = grpc.StatusCode
 NEWEST = capture_pb2.OVERLOAD_DROP_NEWEST
 
 
-async def refused(running, wish) -> Refusal:
+async def refused(running, request_message) -> Refusal:
     one = Subscriber(running)
-    await one.call.write(Message(open=wish))
+    await one.call.write(Message(open=request_message))
     return await failure(one)
 
 
 @pytest.mark.parametrize(
-    ("wish", "reason", "field"),
+    ("request_message", "reason", "field"),
     [
         (
             opening(specs=[wanted(where=selector(*[window(0, 1)] * 1024))] * 5),
@@ -72,8 +72,10 @@ async def refused(running, wish) -> Refusal:
         (opening(namespace="x" * SUBSCRIBE_OPEN_BYTES), "REASON_MESSAGE_TOO_LARGE", ""),
     ],
 )
-async def test_what_a_subscription_selects_with_is_limited(running, wish, reason, field) -> None:
-    refusal = await refused(running, wish)
+async def test_what_a_subscription_selects_with_is_limited(
+    running, request_message, reason, field
+) -> None:
+    refusal = await refused(running, request_message)
     assert (refusal.reason, refusal.field) == (reason, field)
     if field == "open.captures":
         assert f"at most {OBSERVER_COST}" in refusal.message
@@ -136,7 +138,10 @@ async def test_the_cheapest_observers_come_first_and_the_others_miss_the_request
 ) -> None:
     running = await starter()
     dear = opening(specs=[wanted(0, 1, 2)], overload=NEWEST)
-    ones = [await Subscriber.open(running, wish) for wish in (dear, opening(specs=[wanted(1)]))]
+    ones = [
+        await Subscriber.open(running, request_message)
+        for request_message in (dear, opening(specs=[wanted(1)]))
+    ]
     cheap_cost = running.manager.subscriptions.named(ones[1].name, "").captures.cost
     monkeypatch.setattr(observer_captures, "OBSERVERS_COST", cheap_cost)
     await generate(running, "a")

@@ -40,10 +40,12 @@ def everything_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(send_queue, "OFFLOAD_BYTES", 1)
 
 
-async def shared(running, wish=None, **fields: object) -> Subscriber:
+async def shared(running, request_message=None, **fields: object) -> Subscriber:
     """A subscription with shared memory that its reader has not proven to read yet."""
-    wish = wish or opening(EVERY, [wanted(0, 1)], shared_memory=True, **fields)
-    return await Subscriber.open(running, wish)
+    request_message = request_message or opening(
+        EVERY, [wanted(0, 1)], shared_memory=True, **fields
+    )
+    return await Subscriber.open(running, request_message)
 
 
 def memory(one: Subscriber) -> capture_service_pb2.SharedMemory:
@@ -293,7 +295,7 @@ async def test_rows_that_do_not_fit_into_shared_memory_come_inside_messages(
 
 
 async def test_a_full_buffer_has_its_policy_all_the_same(running) -> None:
-    wish = opening(
+    request_message = opening(
         EVERY,
         [wanted(0)],
         credit=0,
@@ -301,7 +303,7 @@ async def test_a_full_buffer_has_its_policy_all_the_same(running) -> None:
         buffer_bytes=3 * ROW,
         overload=capture_pb2.OVERLOAD_DROP_NEWEST,
     )
-    one = await shared(running, wish)
+    one = await shared(running, request_message)
     await proven(running, one)
     await generate(running, "a", tokens=12)
     await settled(running)
@@ -356,11 +358,11 @@ async def test_the_end_of_the_server_removes_all(starter) -> None:
 
 @pytest.mark.parametrize("field", [{"shared_memory": True}, {"namespace": "x:1"}])
 async def test_it_cannot_be_asked_for_when_resuming(running, field) -> None:
-    wish = resuming("any")
+    request_message = resuming("any")
     for name, value in field.items():
-        setattr(wish, name, value)
+        setattr(request_message, name, value)
     one = Subscriber(running)
-    await one.call.write(Message(open=wish))
+    await one.call.write(Message(open=request_message))
     assert (await failure(one)).brief == (
         Code.INVALID_ARGUMENT,
         "REASON_INVALID_VALUE",

@@ -179,8 +179,8 @@ async def test_chunks_are_no_larger_than_the_credit_that_comes_back(running, row
 
 @pytest.mark.parametrize("left", [0, 1])
 async def test_a_call_that_goes_on_with_little_credit_cuts_chunks_as_before(running, left) -> None:
-    wish = opening(EVERY, [wanted(0, 1)], credit=4 * ROW)
-    one = await Subscriber.open(running, wish)
+    request_message = opening(EVERY, [wanted(0, 1)], credit=4 * ROW)
+    one = await Subscriber.open(running, request_message)
     one.call.cancel()
     two = await Subscriber.open(running, resuming(one.name, credit=left))
     await generate(running, "a", tokens=1)

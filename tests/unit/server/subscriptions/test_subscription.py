@@ -122,8 +122,8 @@ async def test_a_client_gets_the_resume_window(starter) -> None:
 
 
 async def test_a_request_that_was_refused_is_not_named(running) -> None:
-    wish = generation_service_pb2.ExplainRequest(request=request(request_id="e"))
-    await running.client.generation.Explain(wish)
+    request_message = generation_service_pb2.ExplainRequest(request=request(request_id="e"))
+    await running.client.generation.Explain(request_message)
     bad = capture(site_set(POST, layers=[77]))
     await running.client.refusal(request(request_id="b", captures=[bad]))
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
@@ -162,8 +162,8 @@ async def test_a_call_whose_client_does_not_read_gives_its_place_back(
     async with narrow(running) as client:
         unread = client.capture.Subscribe()
         size = 8 << 20 if how == "resumed" else 64 << 10
-        wish = opening(EVERY, [wanted(0, 1, 2)], buffer_bytes=size)
-        await unread.write(capture_service_pb2.SubscribeRequest(open=wish))
+        request_message = opening(EVERY, [wanted(0, 1, 2)], buffer_bytes=size)
+        await unread.write(capture_service_pb2.SubscribeRequest(open=request_message))
         name = (await unread.read()).opened.subscription_id
         await running.client.generate(request(sampling=sampled(2000, 4)))
         await asyncio.sleep(0.3)  # until unread events have filled the connection of the call

@@ -25,8 +25,8 @@ async def stored(running):
 
 
 async def set_name(running, name: str, data: bytes, **fields: object) -> bytes:
-    wish = pb.SetNameRequest(name=name, digest=digest(data), **fields)
-    return (await running.client.steering.SetName(wish)).previous_digest
+    request_message = pb.SetNameRequest(name=name, digest=digest(data), **fields)
+    return (await running.client.steering.SetName(request_message)).previous_digest
 
 
 async def listed(running) -> list[tuple[str, bytes, str, bool]]:
@@ -120,8 +120,8 @@ BAD = {
 @pytest.mark.parametrize("case", list(BAD))
 async def test_what_cannot_be_named_is_refused_by_its_field(stored, case) -> None:
     fields, code, reason, path = BAD[case]
-    wish = pb.SetNameRequest(**{"name": "joy", "digest": digest(TWO), **fields})
-    refusal = await refusal_of(stored.client.steering.SetName(wish))
+    request_message = pb.SetNameRequest(**{"name": "joy", "digest": digest(TWO), **fields})
+    refusal = await refusal_of(stored.client.steering.SetName(request_message))
     assert refusal.brief == (code, f"REASON_{reason}", path)
     assert ("joy", digest(ONE), "glad", True) in await listed(stored)
 
