@@ -144,6 +144,8 @@ def _soak(hostile: Mapping[str, Any], control: Mapping[str, Any] | None) -> str:
     rows.append(
         [f"waits above {hostile['bar_ms']:.0f} ms between tokens, for a first token", *late]
     )
+    own = [f"{client['own_over_bar']:,}" for client in clients]
+    rows.append(["of those between tokens, also without the time that the host took", *own])
     wrong = [
         f"{client['different_texts'] + client['different_rows'] + client['failed']:,}"
         for client in clients

@@ -329,6 +329,7 @@ def test_a_soak_is_shown_beside_its_control(tmp_path: Path) -> None:
         "first_token_longest_ms": 500.0,
         "first_token_p99_ms": 400.0,
         "over_bar": 3,
+        "own_over_bar": 2,
         "first_tokens_over_bar": 4,
         "tokens": 12345,
         "generations": 99,
@@ -341,6 +342,7 @@ def test_a_soak_is_shown_beside_its_control(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     (alone,) = tables(path)
     assert "| longest wait between tokens, ms | 284 | 284 |" in alone
+    assert "also without the time that the host took | 2 | 2 |" in alone
     assert "| answers that differ or failed | 6 | 6 |" in alone
     quiet = {**figures, "longest_ms": 260.0}
     control.write_text(json.dumps({**content, "benchmark": "soak, control", "streaming": quiet}))
