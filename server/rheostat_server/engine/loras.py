@@ -1,7 +1,8 @@
 """LoRA adapters that a server is started with.
 
 Invariant: if an adapter cannot be read, the server does not start, and the error names the adapter.
-Configs are read here. vLLM reads the weights once its engine runs; see `vllm_backend`.
+Configs and the weights' header are read here, because the engine takes long to load. vLLM reads the
+weights once its engine runs; see `vllm_backend`.
 """
 
 import json
@@ -9,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from rheostat_server.errors import InvalidConfig, ModelNotFound
 
 _CONFIG = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""Files that vLLM reads. It takes the first that is there."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `max_lora_rank`."""
 
@@ -31,7 +36,7 @@ class Lora:
 
 
 def read_loras(named: Sequence[tuple[str, str]]) -> tuple[Lora, ...]:
-    """Reads the configs of adapters.
+    """Reads the configs of adapters, and checks that their weights are there.
 
     Args:
         named: (name, folder) of each.
@@ -45,7 +50,7 @@ def read_loras(named: Sequence[tuple[str, str]]) -> tuple[Lora, ...]:
         if names.count(name) > 1:
             raise InvalidConfig(f"two adapters are named {name}")
     return tuple(
-        Lora(name, number, str(Path(folder).expanduser()), _rank(name, Path(folder).expanduser()))
+        _read(name, number, Path(folder).expanduser())
         for number, (name, folder) in enumerate(named, start=1)
     )
 
@@ -64,6 +69,25 @@ def lora_arguments(loras: Sequence[Lora], *, cpu: bool) -> dict[str, object]:
         "max_loras": len(loras) + cpu,
         "max_lora_rank": next(rank for rank in _RANKS if rank >= widest),
     }
+
+
+def _read(name: str, number: int, folder: Path) -> Lora:
+    rank = _rank(name, folder)
+    _check_weights(name, folder)
+    return Lora(name, number, str(folder), rank)
+
+
+def _check_weights(name: str, folder: Path) -> None:
+    weights = next((folder / one for one in _WEIGHTS if (folder / one).is_file()), None)
+    if weights is None:
+        raise ModelNotFound(f"the adapter {name}: {folder} holds none of {', '.join(_WEIGHTS)}")
+    if weights.suffix != ".safetensors":
+        return  # a pickle, which only vLLM may load
+    try:
+        with safe_open(weights, framework="np"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ModelNotFound(f"the adapter {name}: cannot read {weights}: {error}") from error
 
 
 def _rank(name: str, folder: Path) -> int:

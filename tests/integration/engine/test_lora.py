@@ -103,3 +103,19 @@ def test_adapters_do_not_share_what_the_prefix_cache_holds(adapted: Adapted) -> 
         )
     ]
     assert cached == [0, 96, 0, 0, 0, 96]
+
+
+def test_an_adapter_of_another_model_is_refused_and_the_engine_goes_on(
+    adapted: Adapted, tmp_path: Path
+) -> None:
+    """Only vLLM finds this out, once its engine runs. The server does not start then."""
+    from vllm.lora.request import LoRARequest
+
+    other = write_adapter(
+        tmp_path / "odd", 0, layers=1, targets={"other.nonsense": (64, 64)}, scale=0.2
+    )
+    with pytest.raises(ValueError, match="nonsense"):
+        adapted.engine.llm.llm_engine.add_lora(LoRARequest("odd", 9, str(other)))
+    ours = LoRARequest("a", 1, str(adapted.paths["a"]))
+    (outcome,) = adapted.engine.run(prompts(1, 6, 7), max_tokens=TOKENS, loras=[ours])
+    assert len(outcome.token_ids) == TOKENS

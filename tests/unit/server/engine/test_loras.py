@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rheostat_server.engine.loras import Lora, lora_arguments, read_loras
 from rheostat_server.errors import InvalidConfig, ModelNotFound
@@ -11,6 +13,7 @@ from rheostat_server.errors import InvalidConfig, ModelNotFound
 
 def adapter(folder: Path, rank: object) -> str:
     folder.mkdir()
+    save_file({}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank}))
     return str(folder)
 
@@ -46,6 +49,24 @@ def test_an_adapter_without_a_rank_that_vllm_serves_stops_the_start(
 def test_a_folder_without_an_adapter_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"holds no adapter_config\.json"):
         read_loras([("none", str(tmp_path))])
+
+
+def test_an_adapter_without_weights_stops_the_start(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a", 8)
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match=r"the adapter odd: .* holds none of adapter_model"):
+        read_loras([("odd", folder)])
+    (tmp_path / "a" / "adapter_model.bin").touch()  # what is in it, only vLLM finds out
+    assert read_loras([("odd", folder)])
+
+
+def test_an_adapter_whose_weights_are_cut_off_stops_the_start(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a", 8)
+    weights = tmp_path / "a" / "adapter_model.safetensors"
+    save_file({"x": np.zeros(100, np.float32)}, weights)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelNotFound, match=r"the adapter odd: cannot read .*\.safetensors: "):
+        read_loras([("odd", folder)])
 
 
 def test_a_name_that_comes_twice_stops_the_start(tmp_path: Path) -> None:
