@@ -9,8 +9,10 @@ from _pytest.nodeid import coerce_node_id
 # Without this, vLLM binds the threads of every engine to the same core.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-LONG = ("test_split.py", "test_ending.py", "test_compiled.py")
-"""Modules whose few tests take minutes. They begin early, so that no worker is left with them."""
+SERVERS = ("server", "small_server", "tight_server", "compiled_server")
+"""Fixtures of servers. The tests of each are a group."""
+LONG = (*SERVERS[:2], "test_split", "test_ending", *SERVERS[2:])
+"""Groups that take minutes. They begin first, so that no worker is left with one at the end."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -20,8 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in ours:
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(_group(item)))
-    first = {id(item) for item in ours if _group(item) == "server" or item.path.name in LONG}
-    items.sort(key=lambda item: id(item) not in first)
+    begin = {group: number for number, group in enumerate(LONG)}
+    places = {id(item): begin.get(_group(item), len(LONG)) for item in ours}
+    items.sort(key=lambda item: (places.get(id(item), len(LONG)), _ends_its_server(item)))
     yield
     # pytest-xdist 3.8 adds the group to an attribute that pytest 9.2 no longer reads.
     for item in ours:
@@ -31,4 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 def _group(item: pytest.Item) -> str:
     names = item.fixturenames if isinstance(item, pytest.Function) else []
-    return next((name for name in ("server", "small_server") if name in names), item.path.stem)
+    return next((name for name in SERVERS if name in names), item.path.stem)
+
+
+def _ends_its_server(item: pytest.Item) -> bool:
+    return item.path.name == "test_ending.py"

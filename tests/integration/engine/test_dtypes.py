@@ -1,5 +1,6 @@
 """What float32 serves, bfloat16 and float16 serve too: a worker's sites, without an engine."""
 
+import gc
 import multiprocessing
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -53,6 +54,8 @@ def describe(path: Path, dtype: str, load_format: str, channel: str) -> Mapping[
 
     from rheostat_engine.adapters.worker_cpu import CpuSiteWorker
 
+    # vLLM collects garbage five times. It need not go through all that is imported each time.
+    gc.freeze()
     settings = EngineSettings(channel=channel, bank_bytes=4 << 20, capture_bytes=4 << 20)
     config = EngineArgs(
         model=str(path),

@@ -113,10 +113,10 @@ def spool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     tmp_path_factory: pytest.TempPathFactory, sink_root: Path, spool: Path
 ) -> Iterator[Server]:
-    """The server of nearly all tests."""
+    """The server of nearly all tests. It leads a process group, to which a test sends a signal."""
     folders = [f"--sink=disk=filesystem:root={sink_root}", f"--spool={spool}"]
     options = ["--capture-mib", "64", "--resume-window", "15", "--front-ends", "0", *folders]
-    with serving(tmp_path_factory.mktemp("server"), *options) as one:
+    with serving(tmp_path_factory.mktemp("server"), *options, own_group=True) as one:
         yield one
 
 
@@ -141,6 +141,22 @@ def small_server(
     memory = ["--bank-mib=1", "--capture-mib=16", "--kv-cache-memory-mib=6"]
     memory.append("--max-num-batched-tokens=160")
     with serving(folder, *memory, *options, "--front-ends=2") as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def tight_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose device has no memory for directions, and a sink."""
+    folder = tmp_path_factory.mktemp("tight")
+    sink = f"--sink=disk=filesystem:root={folder}/rows"
+    with serving(folder, "--capture-mib", "16", "--encode-mib", "0", sink) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def compiled_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that compiles its model."""
+    with serving(tmp_path_factory.mktemp("compiled"), eager=False) as one:
         yield one
 
 

@@ -1,24 +1,22 @@
 """A compiled server computes what Hugging Face's model does, as the eager one does."""
 
-from pathlib import Path
-
 import pytest
 import transformers as hf
 
 import rheostat
 
 from ..engine.reference import HfReference
-from .conftest import MODEL, assert_empty, serving
+from .conftest import MODEL, Server, assert_empty
 from .test_generation import assert_huggingfaces
 
 pytestmark = pytest.mark.integration
 
 
 def test_rows_of_prompt_and_generated_tokens_equal_hugging_faces_when_compiled(
-    tmp_path: Path, reference: HfReference
+    compiled_server: Server, reference: HfReference
 ) -> None:
     tokenizer = hf.AutoTokenizer.from_pretrained(MODEL)
-    with serving(tmp_path, eager=False) as server, rheostat.connect(server.target) as engine:
+    with rheostat.connect(compiled_server.target) as engine:
         assert engine.model().engine.compiled
         assert_huggingfaces(engine, reference, tokenizer)
         assert_empty(engine)

@@ -1,4 +1,8 @@
-"""How a server ends: what runs is finished, what comes is refused, nothing hangs."""
+"""How a server ends: what runs is finished, what comes is refused, nothing hangs.
+
+Servers of other tests are ended here, because each start takes 20 seconds or more.
+`tests/integration/conftest.py` sorts these tests behind all others of the same server.
+"""
 
 import json
 import os
@@ -13,7 +17,7 @@ import pytest
 
 import rheostat
 
-from .conftest import command, free_port, serving, wait_until_serving
+from .conftest import Server, command, free_port, wait_until_serving
 from .test_buf_curl import ENDS_THE_SERVER, curl
 
 pytestmark = pytest.mark.integration
@@ -99,31 +103,34 @@ def until_refused(client: rheostat.Engine) -> str | None:
 
 
 def test_a_server_that_is_killed_takes_its_engine_and_what_it_runs_with_it(
-    tmp_path: Path,
+    tight_server: Server,
 ) -> None:
-    one_by_one = ["--max-num-seqs=1", "--max-model-len=2048"]
-    with serving(tmp_path, *one_by_one) as server, rheostat.connect(server.target) as client:
-        stream = client.stream("My day was", max_tokens=2000, ignore_eos=True, n=16)
+    process = tight_server.process
+    with rheostat.connect(tight_server.target) as client:
+        # Half of the samples run. The others wait.
+        stream = client.stream("My day was", max_tokens=480, ignore_eos=True, n=64)
         next(event for event in stream if isinstance(event, rheostat.Tokens))
-        ours = descendants(server.process.pid)
+        ours = descendants(process.pid)
         assert len(ours) >= 2
-        server.process.kill()
-        server.process.wait(60)
+        process.kill()
+        process.wait(60)
         deadline = time.monotonic() + 30
         while any(Path(f"/proc/{one}").exists() for one in ours):
-            assert time.monotonic() < deadline, server.log.read_text()[-2000:]
+            assert time.monotonic() < deadline, tight_server.log.read_text()[-2000:]
             time.sleep(0.2)
 
 
-def test_a_server_whose_engine_is_killed_ends_its_requests_and_then_itself(tmp_path: Path) -> None:
+def test_a_server_whose_engine_is_killed_ends_its_requests_and_then_itself(
+    compiled_server: Server,
+) -> None:
+    process, log = compiled_server.process, compiled_server.log
     with (
-        serving(tmp_path, "--max-model-len=2048") as server,
-        rheostat.connect(server.target) as at,
+        rheostat.connect(compiled_server.target) as at,
         at.subscribe(every=True, capture=rheostat.Capture("resid_post", 3)) as watching,
     ):
-        stream = at.stream("My day was", max_tokens=2000, ignore_eos=True)
+        stream = at.stream("My day was", max_tokens=480, ignore_eos=True)
         next(event for event in stream if isinstance(event, rheostat.Tokens))
-        (engine,) = (one for one in descendants(server.process.pid) if is_engine(one))
+        (engine,) = (one for one in descendants(process.pid) if is_engine(one))
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(rheostat.Unavailable) as lost:
             stream.result()
@@ -132,8 +139,8 @@ def test_a_server_whose_engine_is_killed_ends_its_requests_and_then_itself(tmp_p
             list(watching)
         with pytest.raises(rheostat.Unavailable):
             at.generate("My day was", max_tokens=1)
-        assert server.process.wait(60) == 9, server.log.read_text()[-2000:]
-        assert "\nrheostat: the server has ended: " in server.log.read_text()
+        assert process.wait(60) == 9, log.read_text()[-2000:]
+        assert "\nrheostat: the server has ended: " in log.read_text()
 
 
 def is_engine(pid: int) -> bool:
@@ -150,17 +157,17 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def test_a_server_that_is_terminated_ends_what_runs_without_a_traceback(tmp_path: Path) -> None:
+def test_a_server_that_is_terminated_ends_what_runs_without_a_traceback(server: Server) -> None:
     """Its whole process group gets the signal, as from Ctrl-C or `timeout`."""
-    with serving(tmp_path, "--max-model-len=2048", own_group=True) as server:
-        with rheostat.connect(server.target) as client:
-            stream = client.stream("My day was", max_tokens=300, ignore_eos=True)
-            next(event for event in stream if isinstance(event, rheostat.Tokens))
-            os.killpg(server.process.pid, signal.SIGTERM)
-            assert stream.result().finish_reason == "length"
-        assert server.process.wait(60) == 0
-        said = server.log.read_text()
-        assert "Traceback" not in said, said[-4000:]
-        assert "EngineDeadError" not in said
-        assert "force killing" not in said, "vLLM has killed its engine, which did not end in time"
-        assert "leaked" not in said
+    before = len(server.log.read_text())
+    with rheostat.connect(server.target) as client:
+        stream = client.stream("My day was", max_tokens=300, ignore_eos=True)
+        next(event for event in stream if isinstance(event, rheostat.Tokens))
+        os.killpg(server.process.pid, signal.SIGTERM)
+        assert stream.result().finish_reason == "length"
+    assert server.process.wait(60) == 0
+    said = server.log.read_text()[before:]
+    assert "Traceback" not in said, said[-4000:]
+    assert "EngineDeadError" not in said
+    assert "force killing" not in said, "vLLM has killed its engine, which did not end in time"
+    assert "leaked" not in said

@@ -17,7 +17,7 @@ from rheostat_server.tensors import FloatType, converted, widened
 from rheostat_wire.v1 import tensor_pb2
 
 from ..engine.reference import HfReference
-from .conftest import Server, serving, watched
+from .conftest import Server, watched
 
 pytestmark = pytest.mark.integration
 
@@ -191,13 +191,13 @@ def test_many_requests_in_many_forms_share_steps(engine: rheostat.Engine, raw: R
 
 
 def test_a_sink_keeps_projections(
-    tight: Server, sinking: rheostat.Engine, reference: HfReference
+    tight_server: Server, sinking: rheostat.Engine, reference: HfReference
 ) -> None:
     directions = np.random.default_rng(5).normal(size=(3, WIDTH)).astype(np.float32)
     to = rheostat.Sink("disk", tag="probe")
     capture = rheostat.Capture("resid_post", 3, "prompt", to, projection=directions)
     sinking.generate(PROMPT, capture=capture, max_tokens=1)
-    root = tight.log.parent / "rows"
+    root = tight_server.log.parent / "rows"
     (batch,) = captures.open_captures(root, tag="probe").rows("resid_post", 3)
     (manifest,) = (json.loads(one.read_text()) for one in root.rglob("manifest.json"))
     digests = [rheostat.inline(one).digest for one in directions]
@@ -208,18 +208,9 @@ def test_a_sink_keeps_projections(
     assert (np.abs(batch.values - rows @ directions.T) <= TOLERANCE * size).all()
 
 
-@pytest.fixture(scope="module")
-def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose device has no memory for directions, and a sink."""
-    folder = tmp_path_factory.mktemp("tight")
-    sink = f"--sink=disk=filesystem:root={folder}/rows"
-    with serving(folder, "--capture-mib", "16", "--encode-mib", "0", sink) as one:
-        yield one
-
-
 @pytest.fixture
-def sinking(tight: Server) -> Iterator[rheostat.Engine]:
-    yield from watched(tight)
+def sinking(tight_server: Server) -> Iterator[rheostat.Engine]:
+    yield from watched(tight_server)
 
 
 def test_rows_whose_form_finds_no_room_leave_whole_and_are_projected_by_the_server(

@@ -144,11 +144,13 @@ def test_a_name_that_is_moved_and_deleted_changes_nothing_for_who_runs(
     engine.vectors.put(row(0), name="kept")
     handle = rheostat.named("kept", points="resid_post", layers=2)
     steering = [rheostat.ablate(handle) if ablating else handle * 3.0]
-    alone = engine.generate(PROMPT, steering=steering, **LONG)
-    assert alone.token_ids != engine.generate(PROMPT, **LONG).token_ids
+    options = {**LONG, "max_tokens": 240}
+    alone = engine.generate(PROMPT, steering=steering, **options)
+    plain = engine.generate(PROMPT, **{**LONG, "max_tokens": 40})
+    assert alone.token_ids[:40] != plain.token_ids
     with (
-        engine.stream(PROMPT, steering=steering, **LONG) as one,
-        engine.stream(PROMPT, steering=steering, **LONG) as two,
+        engine.stream(PROMPT, steering=steering, **options) as one,
+        engine.stream(PROMPT, steering=steering, **options) as two,
     ):
         next(one)
         next(two)
