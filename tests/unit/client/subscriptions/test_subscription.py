@@ -94,7 +94,7 @@ def test_requests_that_cannot_be_joined_are_named_with_the_reason(starter, kind)
             pass
         with kind(running.target).subscribe(capture=POST, every=True) as subscription:
             assert list(subscription.missed) == ["early"]
-            assert "no room" in subscription.missed["early"]
+            assert "no capacity" in subscription.missed["early"]
             assert subscription.attached == ()
 
 

@@ -158,8 +158,8 @@ def test_a_receipt_finds_the_positions_of_a_sample_once_for_all_sites(monkeypatc
     got = admitted(asked(steer=[add(where=FREQUENT, sites=EVERYWHERE)]), roomy())
     sample = done(got)
     looks: list[int] = []
-    held = sample.held
-    monkeypatch.setattr(sample, "held", lambda *args: (looks.append(1), held(*args))[1])
+    selected = sample.selected
+    monkeypatch.setattr(sample, "selected", lambda *args: (looks.append(1), selected(*args))[1])
     write_receipt(got, [sample], {}, {})
     assert len(looks) == 2
 
