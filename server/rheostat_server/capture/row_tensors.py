@@ -18,9 +18,8 @@ from rheostat_server.tensors import FloatType, converted, stack_rows, widened
 from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import tensor_pb2
 
-_COPY = 128
-"""Rows that are only copied count for a 128th of their bytes. A copy with its checksum takes 75 us
-per MiB, but a thread may wait half a millisecond for the interpreter."""
+_COPY = 8
+"""Rows that are only copied count for an eighth of their bytes: a thread would cost more."""
 
 
 class SiteRows(NamedTuple):

@@ -191,7 +191,7 @@ class SequenceRows:
     @property
     def _end(self) -> int:
         """One past the last position that has a row for certain after the newest token."""
-        return len(self._prompt) + len(self.tokens) - 1
+        return self._row_end(len(self.tokens))
 
     def _row_end(self, tokens: int) -> int:
         """One past the last position that has a row for certain after some tokens."""

@@ -85,16 +85,14 @@ class SendQueue:
 
     def _pull(self) -> _Group:
         """Takes the next items that leave together; none if no item can leave."""
-        group, work, size = _Group(), 0, 0
+        group, work = _Group(), 0
         most = min(BATCH_BYTES, self._buffer.limit // _BATCH_SHARE) if self.batched else 0
-        while not group.pulled or (size < most and len(group.pulled) < BATCH_EVENTS):
+        while not group.pulled or (work < most and len(group.pulled) < BATCH_EVENTS):
             item = self._buffer.take()
             if item is None:
                 break
-            queued = _QueuedItem(item, group)
-            group.pulled.append(queued)
+            group.pulled.append(_QueuedItem(item, group))
             work += _work(item)
-            size += max(_work(item), queued.bytes)
         group.long = work >= OFFLOAD_BYTES
         return group
 

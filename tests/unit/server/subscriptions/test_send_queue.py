@@ -17,7 +17,7 @@ from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import capture_pb2
 
 SITE = Site(Point.RESID_POST, 0)
-WIDTH = 1 << 21
+WIDTH = 1 << 18
 """A row of float32 is so long that a thread encodes it."""
 
 
