@@ -38,6 +38,9 @@ _LONGEST_DELAY = 0.25
 _LARGE_BLOCK = 64 << 10
 """Bytes of a block of rows that leaves at once, because a larger event would save little."""
 
+_JOINED_BYTES = 4 << 20
+"""Bytes of rows that share memory, approximately. The allocator reuses blocks of this size."""
+
 _NEWEST_SHARE = 4
 """Steps of the last quarter of the delay stay for the next event. A row leaves the server only with
 the token after it, which comes later than the row, so the newest row would leave alone."""
@@ -102,10 +105,19 @@ class _Step(NamedTuple):
     places: npt.NDArray[np.int64] | None
     """Where the rows are in the frame, [n]; None: they are all of it."""
 
-    @property
-    def rows(self) -> npt.NDArray[np.uint8]:
-        """[n, bytes of the rows at a position]."""
-        return self.frame if self.places is None else self.frame[self.places]
+    def rows_at(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.uint8]:
+        """The rows of some requests, [m, bytes of the rows at a position].
+
+        They are a view if the requests are consecutive, as in a batch that has not changed.
+
+        Args:
+            indices: the indices of the requests, [m].
+        """
+        if self.places is not None:
+            return self.frame[self.places[indices]]
+        if len(indices) and (np.diff(indices) == 1).all():
+            return self.frame[indices[0] : indices[-1] + 1]
+        return self.frame[indices]
 
 
 class _Group:
@@ -270,26 +282,47 @@ class RowBatcher:
         order = numbers.argsort(kind="stable")
         numbers = numbers[order]
         positions = np.concatenate([step.positions for step in steps])[order].astype(np.int32)
-        target = np.empty(len(order), np.intp)
-        target[order] = np.arange(len(order))
+        events: list[Rows] = []
+        bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(order)]
+        requests = [
+            (number, start, end)
+            for start, end in pairwise(bounds)
+            if (number := int(numbers[start])) != _TAKEN
+        ]
+        # Each part of some requests' rows gets memory of its own.
+        at_once = max(1, _JOINED_BYTES // (key.position_bytes * len(steps)))
+        for first in range(0, len(requests), at_once):
+            part = requests[first : first + at_once]
+            begin, stop = part[0][1], part[-1][2]
+            rows, shared = self._gathered(key, steps, order[begin:stop])
+            for number, start, end in part:
+                some_rows = rows[start - begin : end - begin]
+                if not shared:
+                    some_rows = some_rows.copy()
+                events += key.events(names[number], positions[start:end], some_rows)
+        return events
+
+    def _gathered(
+        self, key: _Key, steps: Sequence[_Step], order: npt.NDArray[np.intp]
+    ) -> tuple[RowArray, bool]:
+        """Some of the rows of steps, and whether they may keep their memory.
+
+        Args:
+            key: the rows' key.
+            steps: the steps.
+            order: the indices of the rows, of all steps one after the other.
+        """
         size = len(order) * key.position_bytes
         shared = self._frames.empty(size)
         memory = np.empty(size, np.uint8) if shared is None else shared
-        by_request = memory.reshape(len(order), -1)
+        gathered = memory.reshape(len(order), -1)
         first = 0
         for step in steps:
             last = first + len(step.numbers)
-            by_request[target[first:last]] = step.rows
+            (target,) = np.nonzero((first <= order) & (order < last))
+            gathered[target] = step.rows_at(order[target] - first)
             first = last
-        rows = key.rows_of(memory)
-        events: list[Rows] = []
-        bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(order)]
-        for start, end in pairwise(bounds):
-            number = int(numbers[start])
-            if number != _TAKEN:
-                some_rows = rows[start:end] if shared is not None else rows[start:end].copy()
-                events += key.events(names[number], positions[start:end], some_rows)
-        return events
+        return key.rows_of(memory), shared is not None
 
 
 def _single(numbers: _Numbers) -> npt.NDArray[np.bool_]:

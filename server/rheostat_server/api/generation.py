@@ -6,10 +6,12 @@ from contextlib import aclosing
 from rheostat_server.admission.admit import admit
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
+from rheostat_server.delivery.row_messages import CapturedRows
 from rheostat_server.errors import MissingField, RheostatError
 from rheostat_server.generation.explain import explain
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.session import run_session
+from rheostat_server.message_parts import MessageParts
 from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import (
@@ -31,9 +33,9 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         """A service of the server in this state."""
         self._readiness = readiness
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # `Rpcs` also sends messages in wire format
         self, request: generation_service_pb2.GenerateRequest, context: Context
-    ) -> AsyncGenerator[generation_service_pb2.GenerateResponse, None]:
+    ) -> AsyncGenerator[generation_service_pb2.GenerateResponse | MessageParts, None]:
         """Runs one request."""
         manager = self._readiness.manager()
         begun = False
@@ -42,17 +44,19 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             async with aclosing(run(admitted, manager)) as responses:
                 async for response in responses:
                     begun = True
-                    if isinstance(response, _pb.GenerateResponse):
+                    if isinstance(response, CapturedRows):
+                        yield response.as_field(_pb.GenerateResponse.CAPTURED_FIELD_NUMBER)
+                    elif isinstance(response, _pb.GenerateResponse):
                         yield response
         except RheostatError:
             manager.counts.refused += not begun
             raise
 
-    async def Session(
+    async def Session(  # type: ignore[override]  # as in Generate
         self,
         request_iterator: AsyncIterator[generation_service_pb2.SessionRequest],
         context: Context,
-    ) -> AsyncGenerator[generation_service_pb2.SessionResponse, None]:
+    ) -> AsyncGenerator[generation_service_pb2.SessionResponse | MessageParts, None]:
         """Runs one request whose steering its client may change."""
         manager = self._readiness.manager()
         begun = False

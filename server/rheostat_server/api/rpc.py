@@ -35,6 +35,7 @@ from rheostat_server.limits import (
     SUBSCRIBE_OPEN_BYTES,
     TENSOR_MESSAGE_BYTES,
 )
+from rheostat_server.message_parts import MessageParts
 from rheostat_server.tasks.interruption import Interruption
 
 _LOG = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class _Method:
             interruption = Interruption()
             begun = False
             async for response in responses:
-                message = self._encode(response)
+                message = response if isinstance(response, MessageParts) else self._encode(response)
                 if not begun:
                     await call.send_headers()
                     begun = True

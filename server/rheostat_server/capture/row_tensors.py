@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from rheostat_engine import Site
 from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.message_parts import Payload
 from rheostat_server.tensors import FloatType, converted, stack_rows, widened
 from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import tensor_pb2
@@ -91,28 +92,48 @@ def write_rows(
     if capture.form.encoding != tensor_pb2.ENCODING_RAW:
         tensor.CopyFrom(tensor_of(parts, capture, row_type))
         return len(tensor.inline)
+    payload = write_raw(parts, capture, row_type, tensor, room)
+    if room is None:
+        tensor.inline = _bytes_of(payload)
+    return len(payload)
+
+
+def write_raw(
+    parts: Sequence[SiteRows],
+    capture: ResolvedCapture,
+    row_type: FloatType,
+    tensor: tensor_pb2.Tensor,
+    room: npt.NDArray[np.uint8] | None = None,
+) -> Payload:
+    """Makes a raw tensor in an empty message, without its payload. Returns the payload.
+
+    The payload is a view of the rows, if they are of one site and need no conversion. Arguments as
+    those of `write_rows`.
+    """
     rows = [elements(part, capture, row_type) for part in parts]
     tensor.dtype = capture.kind.wire
     tensor.shape.extend((len(rows), len(rows[0]), capture.numbers))
     tensor.encoding = tensor_pb2.ENCODING_RAW
+    payload: Payload
     if room is not None:
         np.concatenate(rows, out=room.view(rows[0].dtype).reshape(-1, rows[0].shape[1]))
-        tensor.crc32c = google_crc32c.value(room)
-        return len(room)
-    payload = _bytes_of(rows[0]) if len(rows) == 1 else b"".join(part.data for part in rows)
-    tensor.inline = payload
-    tensor.crc32c = google_crc32c.value(payload)
-    return len(payload)
+        payload = room.data
+    elif len(rows) == 1:
+        payload = np.ascontiguousarray(rows[0]).reshape(-1).view(np.uint8).data
+    else:
+        payload = b"".join(part.data for part in rows)
+    tensor.crc32c = google_crc32c.value(np.frombuffer(payload, np.uint8))
+    return payload
 
 
-def _bytes_of(rows: StoredArray) -> bytes:
-    """The bytes of an array, without a copy if it is a view of all of a bytes object."""
-    owner: object = rows
+def _bytes_of(payload: Payload) -> bytes:
+    """The bytes of a payload, without a copy if they are all of a bytes object."""
+    owner: object = payload if isinstance(payload, bytes) else payload.obj
     while isinstance(owner, np.ndarray):
         owner = owner.base
-    if isinstance(owner, bytes) and len(owner) == rows.nbytes:
+    if isinstance(owner, bytes) and len(owner) == len(payload):
         return owner
-    return rows.tobytes()
+    return bytes(payload)
 
 
 def elements(part: SiteRows, capture: ResolvedCapture, row_type: FloatType) -> StoredArray:

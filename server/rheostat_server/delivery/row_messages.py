@@ -1,16 +1,50 @@
 """The messages of items, without the request's id."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from rheostat_engine import Spans
-from rheostat_server.capture.row_tensors import write_rows
+from rheostat_server.capture.row_tensors import write_raw, write_rows
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
+from rheostat_server.message_parts import MessageParts, Payload, field_head
 from rheostat_server.selectors.sites import write_site
 from rheostat_server.selectors.spans import runs
 from rheostat_server.tasks.offload import offload
-from rheostat_wire.v1 import capture_pb2, generation_service_pb2, types_pb2
+from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
 
-Response = generation_service_pb2.GenerateResponse
+
+class CapturedRows(NamedTuple):
+    """A `Captured` message, whose payload is not copied if it is raw."""
+
+    message: capture_pb2.Captured
+    """Complete, unless there is a payload."""
+    tensor: tensor_pb2.Tensor | None = None
+    """If there is a payload, the message's tensor without it."""
+    payload: Payload = b""
+    """The tensor's payload, unless it is in the message."""
+
+    def to_message(self) -> capture_pb2.Captured:
+        """The complete message, with a copy of the payload."""
+        if self.tensor is not None:
+            self.message.tensor.CopyFrom(self.tensor)
+            self.message.tensor.inline = bytes(self.payload)
+        return self.message
+
+    def as_field(self, number: int) -> MessageParts:
+        """A message in wire format whose only field is this message.
+
+        Args:
+            number: the field's number.
+        """
+        head = self.message.SerializeToString()
+        if self.tensor is not None:
+            tensor = MessageParts(
+                self.tensor.SerializeToString()
+                + field_head(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(self.payload)),
+                self.payload,
+            )
+            head += tensor.as_field(capture_pb2.Captured.TENSOR_FIELD_NUMBER).head
+        return MessageParts(head, self.payload).as_field(number)
 
 
 def add_runs(add: Callable[[], types_pb2.PositionRun], spans: Spans) -> None:
@@ -37,25 +71,27 @@ def label_captured(message: capture_pb2.Captured, chunk: Chunk) -> None:
 
 def captured_of(chunk: Chunk) -> capture_pb2.Captured:
     """Rows, encoded."""
-    message = capture_pb2.Captured()
-    _fill(message, chunk)
+    message, block = capture_pb2.Captured(), chunk.block
+    label_captured(message, chunk)
+    write_rows(block.parts, block.capture, block.row_type, message.tensor)
     return message
 
 
-async def captured(item: Chunk | EncodedChunk) -> Response:
-    """The response with rows, encoded off the event loop if they are many."""
+async def captured_rows(item: Chunk | EncodedChunk) -> CapturedRows:
+    """Rows, encoded off the event loop if they are many."""
     if isinstance(item, EncodedChunk):
-        return Response(captured=item.message)
-    response = Response()
-    await offload(item.block.work, _fill, response.captured, item)
-    return response
+        return CapturedRows(item.message)
+    return await offload(item.block.work, _captured_rows, item)
 
 
-def _fill(message: capture_pb2.Captured, chunk: Chunk) -> None:
-    """Writes rows into a message in place, because copying them would cost as much again."""
-    label_captured(message, chunk)
+def _captured_rows(chunk: Chunk) -> CapturedRows:
     block = chunk.block
-    write_rows(block.parts, block.capture, block.row_type, message.tensor)
+    if block.capture.form.encoding != tensor_pb2.ENCODING_RAW:
+        return CapturedRows(captured_of(chunk))
+    message, tensor = capture_pb2.Captured(), tensor_pb2.Tensor()
+    label_captured(message, chunk)
+    payload = write_raw(block.parts, block.capture, block.row_type, tensor)
+    return CapturedRows(message, tensor, payload)
 
 
 def dropped(loss: Loss) -> capture_pb2.Dropped:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from rheostat_engine import Site
 from rheostat_server.admission.admit import AdmittedRequest, admit
+from rheostat_server.delivery.row_messages import CapturedRows
 from rheostat_server.errors import (
     Defect,
     Draining,
@@ -23,7 +24,6 @@ from rheostat_server.errors import (
     RheostatError,
 )
 from rheostat_server.generation.responses import run
-from rheostat_server.generation.sample import Response
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import to_wire
 from rheostat_server.selectors.spans import clipped, length
@@ -106,8 +106,8 @@ async def read_prompt(
         mean = _Mean(reading.sites, manager.sites.width)
         async with aclosing(run(admitted, manager)) as responses:
             async for response in responses:
-                if isinstance(response, Response) and response.HasField("captured"):
-                    part = response.captured
+                if isinstance(response, CapturedRows):
+                    part = response.to_message()
                     await offload(len(part.tensor.inline), mean.add, part)
         if not mean.complete(count):
             if manager.draining:

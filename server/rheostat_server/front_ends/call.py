@@ -13,6 +13,7 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from rheostat_server.limits import STATUS_SECONDS
+from rheostat_server.message_parts import MessageParts
 
 DETAILS_KEY = "grpc-status-details-bin"
 """Key of the trailing metadata that holds a status with its details."""
@@ -52,7 +53,7 @@ class Call(Protocol):
             CancelledError: the client has disconnected.
         """
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, message: bytes | MessageParts) -> None:
         """Sends a message. Returns when gRPC has taken all but a few of the last messages.
 
         So a slow client slows its writer.
@@ -117,9 +118,11 @@ class GrpcCall:
         """Sends the headers of the response, once before the first message."""
         await _sent(self._context.send_initial_metadata(()))
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, message: bytes | MessageParts) -> None:
         """Sends a message. Returns when gRPC has taken it."""
-        await _sent(self._context.write(message))
+        await _sent(
+            self._context.write(message if isinstance(message, bytes) else message.joined())
+        )
 
     async def flush(self) -> None:
         """Does nothing: `write` has waited for every message."""

@@ -18,6 +18,7 @@ from typing import Final
 import grpc.aio
 from google.rpc import status_pb2
 
+from rheostat_server.allocator import keep_freed_memory
 from rheostat_server.errors import PortInUse
 from rheostat_server.front_ends.call import Call
 from rheostat_server.front_ends.grpc_server import GrpcServer
@@ -73,7 +74,7 @@ class FrontEnd:
         try:
             await self._server.start(host, port)
         except PortInUse as error:
-            self._connection.send(Kind.NOT_LISTENING, body=str(error).encode())
+            self._connection.send(Kind.NOT_LISTENING, 0, str(error).encode())
             await self._stop
             return
         self._connection.send(Kind.LISTENING)
@@ -256,6 +257,7 @@ def main() -> None:
     # Ctrl-C and service managers signal all processes of a group. The server drains first.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    keep_freed_memory()
     asyncio.run(_run(arguments.fd, arguments.host, arguments.port))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
+from rheostat_server.message_parts import Payload
+
 _HEAD = struct.Struct("<IBI")
 """Bytes of the body, kind, number of the call."""
 
@@ -20,6 +22,10 @@ _CALL = struct.Struct("<dB")
 if there is one."""
 
 _COUNT = struct.Struct("<I")
+
+_LARGE_PART = 16 << 10
+"""Bytes of a part that is written by itself. Joining it with others would take longer than the
+system call."""
 
 
 class Kind(IntEnum):
@@ -134,16 +140,22 @@ class RecordConnection(asyncio.Protocol):
         self._receive = receive
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
-        self._outgoing: list[bytes] = []
+        self._outgoing: list[Payload] = []
         self._received = bytearray()
         self._wanted = _HEAD.size
         """Bytes that must have been received before the next record is complete."""
 
-    def send(self, kind: Kind, call: int = 0, body: bytes = b"") -> None:
-        """Sends a record soon. After the connection is lost it is dropped."""
+    def send(self, kind: Kind, call: int = 0, *body: Payload) -> None:
+        """Sends a record soon. After the connection is lost it is dropped.
+
+        Args:
+            kind: the kind.
+            call: the number of the call.
+            *body: the parts of the body, which may not change until they are sent.
+        """
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing += (_HEAD.pack(len(body), kind, call), body)
+        self._outgoing += (_HEAD.pack(sum(map(len, body)), kind, call), *body)
 
     def close(self) -> None:
         """Sends what is left, then closes the connection."""
@@ -184,5 +196,15 @@ class RecordConnection(asyncio.Protocol):
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, []
-        if self._transport is not None and outgoing:
-            self._transport.write(b"".join(outgoing))
+        if self._transport is None:
+            return
+        small: list[Payload] = []
+        for part in outgoing:
+            if len(part) < _LARGE_PART:
+                small.append(part)
+                continue
+            self._transport.write(b"".join(small))
+            small = []
+            self._transport.write(part)
+        if small:
+            self._transport.write(b"".join(small))

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from google.rpc import code_pb2, status_pb2
 
 from rheostat_server.front_ends.records import CallBegin, First, Kind, read_count_body
 from rheostat_server.limits import STATUS_SECONDS
+from rheostat_server.message_parts import MessageParts, Payload
 
 T = TypeVar("T")
 
@@ -22,8 +22,12 @@ _AHEAD = 4
 _AHEAD_BYTES = 64 << 10
 """Bytes of these messages. A longer message is sent alone."""
 
-Send = Callable[[Kind, bytes], None]
-"""Sends a record of the call to the front end."""
+
+class Send(Protocol):
+    """Sends a record of the call to the front end."""
+
+    def __call__(self, kind: Kind, *body: Payload) -> None:
+        """The body is the parts, one after the other."""
 
 
 class RemoteCall:
@@ -75,21 +79,23 @@ class RemoteCall:
             return None
         self._read = asyncio.get_running_loop().create_future()
         if not self._reading:
-            self._send(Kind.READ, b"")
+            self._send(Kind.READ)
         self._reading = False
         return await self._read
 
     async def send_headers(self) -> None:
         """Does nothing: the front end sends the headers before the first message."""
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, message: bytes | MessageParts) -> None:
         """Sends a message. Returns when the front end's gRPC has taken all but a few of the last.
 
         Waiting for each message would wake up the task twice for each token.
         """
-        self._send(Kind.MESSAGE, message)
-        self._unwritten.append(len(message))
-        self._unwritten_bytes += len(message)
+        parts = message if isinstance(message, MessageParts) else (message,)
+        size = sum(map(len, parts))
+        self._send(Kind.MESSAGE, *parts)
+        self._unwritten.append(size)
+        self._unwritten_bytes += size
         while len(self._unwritten) > _AHEAD or self._unwritten_bytes > _AHEAD_BYTES:
             await self._next_written()
 

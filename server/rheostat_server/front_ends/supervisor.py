@@ -24,6 +24,7 @@ from rheostat_server.front_ends.records import (
     seconds_body,
 )
 from rheostat_server.front_ends.remote_call import RemoteCall
+from rheostat_server.message_parts import Payload
 
 _LOG = logging.getLogger(__name__)
 
@@ -235,13 +236,13 @@ class _FrontEnd:
             process.kill()
 
     def set_health(self, status: int) -> None:
-        self._connection.send(Kind.HEALTH, body=bytes([status]))
+        self._connection.send(Kind.HEALTH, 0, bytes([status]))
 
     async def stop(self, grace: float) -> None:
         """Ends the process; kills it if it does not end."""
         if self._process is None:
             return
-        self._connection.send(Kind.STOP, body=seconds_body(grace))
+        self._connection.send(Kind.STOP, 0, seconds_body(grace))
         try:
             async with asyncio.timeout(grace + _STOP_SECONDS):
                 await self._process.wait()
@@ -269,8 +270,8 @@ class _FrontEnd:
     def _begin(self, number: int, body: bytes) -> None:
         begin = read_call_body(body)
 
-        def send(kind: Kind, body: bytes) -> None:
-            self._connection.send(kind, number, body)
+        def send(kind: Kind, *body: Payload) -> None:
+            self._connection.send(kind, number, *body)
 
         call = RemoteCall(send, begin)
         task = asyncio.create_task(_answered(self._answer, begin.method, call))

@@ -14,7 +14,7 @@ from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
 from rheostat_server.delivery.items import DeliveryItem as RowItem
 from rheostat_server.delivery.response_rows import LOSSLESS
-from rheostat_server.delivery.row_messages import captured, dropped
+from rheostat_server.delivery.row_messages import CapturedRows, captured_rows, dropped
 from rheostat_server.engine.backend import Delta
 from rheostat_server.errors import Defect, RowsLost
 from rheostat_server.generation.receipts import receipt_work, write_receipt
@@ -42,7 +42,7 @@ Companion = Callable[[ActiveRequest], Coroutine[None, None, None]]
 
 async def run(
     admitted: AdmittedRequest, manager: RequestManager, companion: Companion | None = None
-) -> AsyncGenerator[Response | Notice, None]:
+) -> AsyncGenerator[Response | CapturedRows | Notice, None]:
     """Runs a request, and yields its responses.
 
     Args:
@@ -132,7 +132,7 @@ class _Stream:
         """The request's own samples, in order."""
         return [self._samples[sequence] for sequence in self._active.own_samples]
 
-    async def responses(self) -> AsyncIterator[Response | Notice]:
+    async def responses(self) -> AsyncIterator[Response | CapturedRows | Notice]:
         """Every message between Started and Receipt."""
         active = self._active
         while active.pending_notices or self._open:
@@ -157,7 +157,7 @@ class _Stream:
         if self._lost:
             raise RowsLost.no_room(self._lost)
 
-    async def _rest(self) -> AsyncIterator[Response | Notice]:
+    async def _rest(self) -> AsyncIterator[Response | CapturedRows | Notice]:
         """Yields the remaining rows after all samples have ended."""
         self._active.finish()
         while True:
@@ -286,10 +286,10 @@ class _Stream:
             self._scores[sequence] = self._open[sequence] = score
             self._manager.add_sequence(self._active, sequence)
 
-    async def _rows(self, item: RowItem) -> Response:
-        """The response for captured rows, or for lost rows."""
+    async def _rows(self, item: RowItem) -> Response | CapturedRows:
+        """Captured rows, or the response for lost rows."""
         if isinstance(item, Chunk | EncodedChunk):
-            return await captured(item)
+            return await captured_rows(item)
         assert isinstance(item, Loss)
         if item.feed.policy in LOSSLESS:
             self._lost += item.rows

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from rheostat_engine import Plan
 from rheostat_server.admission.admit import AdmittedRequest, admit, compile_update
 from rheostat_server.admission.planning import check_affordable
+from rheostat_server.delivery.row_messages import CapturedRows
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.errors import (
     Defect,
@@ -29,6 +30,7 @@ from rheostat_server.errors.status import to_status
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.sample import Response
 from rheostat_server.limits import RETRY_SECONDS, UNREAD_ANSWERS, UPDATES, WAITING_UPDATES
+from rheostat_server.message_parts import MessageParts
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.response_queue import Notice
@@ -56,7 +58,7 @@ class _Update(NamedTuple):
 
 async def run_session(
     messages: AsyncIterator[Message], manager: RequestManager
-) -> AsyncGenerator[Answer, None]:
+) -> AsyncGenerator[Answer | MessageParts, None]:
     """Runs a session: applies its client's messages, and yields the answers.
 
     Raises:
@@ -90,7 +92,9 @@ async def _opening(messages: AsyncIterator[Message]) -> generation_service_pb2.G
     raise MissingField("a session's first message is start", field="start")
 
 
-def _to_wire(happening: Response | Notice) -> Answer:
+def _to_wire(happening: Response | CapturedRows | Notice) -> Answer | MessageParts:
+    if isinstance(happening, CapturedRows):
+        return happening.as_field(_pb.SessionResponse.CAPTURED_FIELD_NUMBER)
     if isinstance(happening, generation_pb2.UpdateApplied):
         return _pb.SessionResponse(applied=happening)
     if isinstance(happening, generation_pb2.UpdateRefused):

@@ -57,6 +57,8 @@ SERVER_LAYERS = (
     "validation",
     "model_info",
     "open_files",
+    "allocator",
+    "message_parts",
     "tensors",
     "tasks",
     "prompts",

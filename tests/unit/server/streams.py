@@ -7,9 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rheostat_wire.v1 import (
-    engine_service_pb2,
-)
+from rheostat_server.delivery.row_messages import CapturedRows
+from rheostat_server.requests.response_queue import Notice
+from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2
+
+
+def received(
+    response: generation_service_pb2.GenerateResponse | CapturedRows | Notice,
+) -> generation_service_pb2.GenerateResponse | Notice:
+    """A response as its client receives it."""
+    if not isinstance(response, CapturedRows):
+        return response
+    message = generation_service_pb2.GenerateResponse
+    return message.FromString(response.as_field(message.CAPTURED_FIELD_NUMBER).joined())
 
 
 def kinds(events) -> list[str]:

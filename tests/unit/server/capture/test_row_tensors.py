@@ -1,5 +1,6 @@
 """What a reader gets does not depend on who brought rows into their form, nor when that changed."""
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -18,11 +19,11 @@ from rheostat_server.capture.specs import (
 from rheostat_server.delivery.byte_budget import ByteCounter
 from rheostat_server.delivery.capture_rows import CaptureRows
 from rheostat_server.delivery.items import Chunk, SequenceKey
-from rheostat_server.delivery.row_messages import captured_of
+from rheostat_server.delivery.row_messages import captured_of, captured_rows
 from rheostat_server.selectors.selection import Selection, typical_context
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector, VectorStore
-from rheostat_wire.v1 import capture_pb2, tensor_pb2
+from rheostat_wire.v1 import capture_pb2, generation_service_pb2, tensor_pb2
 
 from ..fakes import INFO, SITES, WIDTH, ScriptedBackend, row
 from ..messages import FIRST, along, site_set, tensor
@@ -85,8 +86,8 @@ def rows(capture: ResolvedCapture, site: Site, start: int, end: int, *, made: bo
     return Rows("r", (site.index,), positions, made[None], form.key)
 
 
-def read(capture: ResolvedCapture, plan: list[list[tuple[int, bool]]]) -> list[tuple]:
-    """All that a reader gets, row by row; `plan` says of each site how its rows come."""
+def chunks(capture: ResolvedCapture, plan: list[list[tuple[int, bool]]]) -> list[Chunk]:
+    """All that a reader gets; `plan` says of each site how its rows come."""
     waiting = CaptureRows(0, capture, FloatType.FLOAT32, END, ByteCounter())
     for site, runs in zip(capture.sites, plan, strict=True):
         at = 0
@@ -95,9 +96,17 @@ def read(capture: ResolvedCapture, plan: list[list[tuple[int, bool]]]) -> list[t
             if end > at:
                 waiting.add(rows(capture, site, at, end, made=made))
             at = end
+    return [
+        Chunk(None, SequenceKey(0, False), block, [0] * len(block.positions))
+        for block in waiting.ready([], END)
+    ]
+
+
+def read(capture: ResolvedCapture, plan: list[list[tuple[int, bool]]]) -> list[tuple]:
+    """All that a reader gets, row by row."""
     found = []
-    for block in waiting.ready([], END):
-        message = captured_of(Chunk(None, SequenceKey(0, False), block, [0] * len(block.positions)))
+    for chunk in chunks(capture, plan):
+        message, block = captured_of(chunk), chunk.block
         tensor = read_tensor(message.tensor)
         for i, site in enumerate(block.sites):
             for j, position in enumerate(block.positions.tolist()):
@@ -176,3 +185,19 @@ def test_rows_leave_in_the_form_that_all_want_if_it_is_smaller(captures, expecte
         else next(iter(resolved(0, **WANTED[name]).row_encodings.values()))
         for layers, name in expected.items()
     }
+
+
+@pytest.mark.parametrize("name", WANTED)
+@pytest.mark.parametrize("number", [1, 4, 300])
+@settings(deadline=None)
+@given(plan=st.tuples(RUNS, RUNS))
+def test_rows_in_parts_are_the_same_message(name, number, plan) -> None:
+    message_class = generation_service_pb2.GenerateResponse
+    for chunk in chunks(resolved(**WANTED[name]), [*plan]):
+        rows = asyncio.run(captured_rows(chunk))
+        parts = rows.as_field(number)
+        assert parts.size == len(parts.joined())
+        assert rows.to_message() == captured_of(chunk)
+        if number == message_class.CAPTURED_FIELD_NUMBER:
+            received = message_class.FromString(parts.joined())
+            assert received == message_class(captured=captured_of(chunk))

@@ -15,7 +15,7 @@ from rheostat_wire.v1 import capture_pb2, engine_service_pb2
 
 from ..fakes import ScriptedBackend, row
 from ..messages import capture, request, site_set
-from ..streams import captured, kinds, settled, until
+from ..streams import captured, kinds, received, settled, until
 from ..subscribers import POST, ROW, Subscriber, opening, sampled, wanted
 
 FAIL, OLDEST, NEWEST, SPILL = (
@@ -48,7 +48,7 @@ async def stalled(
             await until(
                 lambda: all(one._task is None or one._task.done() for one in spill_manager._spills)
             )
-        events += [response async for response in responses]
+        events += [received(response) async for response in responses]
     return events
 
 

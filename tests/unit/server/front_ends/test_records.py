@@ -68,6 +68,28 @@ def test_records_arrive_however_their_bytes_are_cut(records: list[Record], data)
     assert received == records
 
 
+def test_large_parts_of_a_record_are_written_without_a_copy() -> None:
+    large = memoryview(bytes(range(256)) * 256)
+    pipe, received = Pipe(), []
+
+    async def send() -> None:
+        sender = connection([])
+        sender.connection_made(pipe)
+        sender.send(Kind.MESSAGE, 1, b"before")
+        sender.send(Kind.MESSAGE, 2, b"head", large)
+        sender.send(Kind.MESSAGE, 3, b"after")
+        await asyncio.sleep(0)
+
+    asyncio.run(send())
+    connection(received).data_received(b"".join(pipe.writes))
+    assert received == [
+        (Kind.MESSAGE, 1, b"before"),
+        (Kind.MESSAGE, 2, b"head" + bytes(large)),
+        (Kind.MESSAGE, 3, b"after"),
+    ]
+    assert [part is large for part in pipe.writes] == [False, True, False]
+
+
 def test_records_of_one_iteration_leave_in_one_write() -> None:
     records = [(Kind.MESSAGE, number, b"x" * number) for number in range(100)]
     assert len(written(records)) == 1
@@ -100,7 +122,7 @@ async def test_a_large_record_arrives_between_small_ones(pair) -> None:
 
 async def test_what_is_sent_before_a_close_arrives(pair) -> None:
     sender, _, received = pair
-    sender.send(Kind.NOT_LISTENING, body=b"why")
+    sender.send(Kind.NOT_LISTENING, 0, b"why")
     sender.close()
     async with asyncio.timeout(30):
         while not received:

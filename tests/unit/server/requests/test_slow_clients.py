@@ -24,7 +24,7 @@ from ..conftest import Refusal, narrow, rest
 from ..fakes import INFO, VOCABULARY, Paced, ScriptedBackend, sites_with
 from ..messages import add, capture, request, site_set
 from ..sink_plugins import Plugin, Slow
-from ..streams import captured, kinds, peak, settled, tokens, until
+from ..streams import captured, kinds, peak, received, settled, tokens, until
 from ..subscribers import POST
 
 KIB = 1 << 10
@@ -94,7 +94,7 @@ async def read(running, message, pace) -> list:
     admitted = await admit(message, running.manager.admission)
     async with aclosing(run(admitted, running.manager)) as responses:
         async for response in responses:
-            events.append(response)
+            events.append(received(response))
             await pace(len(events))
     return events
 
