@@ -228,7 +228,7 @@ class RowSender:
         values.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             host.copy_(values, non_blocking=True)
-            left = torch.cuda.Event()
+            left = torch.cuda.Event(blocking=True)
             left.record(self._stream)
         return host, left
 
@@ -281,7 +281,8 @@ class RowSender:
         """A fence behind the work launched so far; None if that work is complete."""
         if self._stream is None:
             return None
-        launched = torch.cuda.Event()
+        # Its threads wait for whole steps. Spinning meanwhile would take a core.
+        launched = torch.cuda.Event(blocking=True)
         launched.record(self._stream)
         return launched
 
