@@ -105,6 +105,10 @@ class ServerConfig:
     tensor_parallel_size: int = 1
     """Devices that share each layer."""
 
+    distributed_executor_backend: str | None = None
+    """How vLLM runs its workers: "mp", "ray", "uni", or the import path of a subclass of vLLM's
+    `Executor`. None: vLLM's choice."""
+
     seed: int = 0
     """Seed of the engine, for samples that bring none."""
 

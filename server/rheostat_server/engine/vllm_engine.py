@@ -211,6 +211,7 @@ def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         "block_size": config.block_size,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": config.distributed_executor_backend,
         "seed": config.seed,
         "load_format": config.load_format,
         "skip_tokenizer_init": config.skip_tokenizer_init,

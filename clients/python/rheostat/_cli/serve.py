@@ -129,6 +129,13 @@ not start""",
         type=int,
         metavar="DEVICES",
     )
+    flag(
+        engine,
+        "--distributed-executor-backend",
+        "how vLLM runs its workers: mp, ray, uni or the import path of an executor class",
+        default="vLLM's choice",
+        metavar="BACKEND",
+    )
     flag(engine, "--seed", "seed for requests that give none", type=int, metavar="SEED")
     flag(
         engine,
