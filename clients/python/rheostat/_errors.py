@@ -239,27 +239,7 @@ class ServerError(RheostatError):
     code = grpc.StatusCode.INTERNAL
 
 
-_BY_CODE: dict[grpc.StatusCode, type[RheostatError]] = {
-    error.code: error
-    for error in (
-        InvalidRequest,
-        NotFound,
-        AlreadyExists,
-        Refused,
-        ResourceExhausted,
-        OutOfRange,
-        DataLoss,
-        Aborted,
-        Cancelled,
-        DeadlineExceeded,
-        Unavailable,
-        Unauthenticated,
-        PermissionDenied,
-        Unimplemented,
-        ServerError,
-    )
-}
-
+_BY_CODE = {error.code: error for error in RheostatError.__subclasses__()}
 _BY_NUMBER = {code.value[0]: error for code, error in _BY_CODE.items()}
 
 

@@ -1,4 +1,4 @@
-"""The errors of calls, as a tree; `status` gives each branch its status code.
+"""The errors of calls, as a tree of status codes and reasons.
 
     RheostatError
     ├── InvalidArgument
@@ -23,13 +23,18 @@
     ├── Unimplemented ── NotImplementedHere
     └── Internal ── Defect
 
-Every leaf names its value of `rheostat.v1.Reason`. Texts are for people and contain no Python
-reprs. Errors that keep the server from starting, or end it, are at the end of this module.
+The name of a branch is that of its status code, and the name of a leaf that of its value of
+`rheostat.v1.Reason`, unless the leaf has another: UnknownLayer is INVALID_ARGUMENT with
+REASON_UNKNOWN_LAYER. Texts are for people and contain no Python reprs. Errors that keep the server
+from starting, or end it, are at the end of this module.
 """
 
 import errno
+import re
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
+
+from grpc import StatusCode
 
 
 class Resource(NamedTuple):
@@ -42,7 +47,16 @@ class Resource(NamedTuple):
 class RheostatError(Exception):
     """A call that cannot be served, and why."""
 
+    code: ClassVar[StatusCode] = StatusCode.INTERNAL
     reason: ClassVar[str] = "REASON_INTERNAL"
+
+    def __init_subclass__(cls) -> None:
+        """Derives a branch's code, or a leaf's reason, from the name of the class."""
+        name, base = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).upper(), cls.__mro__[1]
+        if base is RheostatError:
+            cls.code = StatusCode[name]
+        elif RheostatError in base.__bases__ and "reason" not in vars(cls):
+            cls.reason = f"REASON_{name}"
 
     def __init__(
         self,
@@ -121,259 +135,173 @@ class Internal(RheostatError):
 class MissingField(InvalidArgument):
     """A required field or oneof is not set."""
 
-    reason = "REASON_MISSING_FIELD"
-
 
 class InvalidValue(InvalidArgument):
     """A value is outside its limits, malformed, repeated or at odds with another."""
-
-    reason = "REASON_INVALID_VALUE"
 
 
 class UnknownEnum(InvalidArgument):
     """An enum is unspecified or has an unknown value."""
 
-    reason = "REASON_UNKNOWN_ENUM"
-
 
 class UnknownField(InvalidArgument):
     """A message has a field that this server does not know."""
-
-    reason = "REASON_UNKNOWN_FIELD"
 
 
 class NonFinite(InvalidArgument):
     """A number is infinite or not a number."""
 
-    reason = "REASON_NON_FINITE"
-
 
 class EmptySelector(InvalidArgument):
     """A selector is present and has no range."""
-
-    reason = "REASON_EMPTY_SELECTOR"
 
 
 class InvalidPosition(InvalidArgument):
     """A position lies outside the request, or a window is empty."""
 
-    reason = "REASON_INVALID_POSITION"
-
 
 class SpanNotFound(InvalidArgument):
     """A span's text, or its occurrence, is not in the prompt."""
-
-    reason = "REASON_SPAN_NOT_FOUND"
 
 
 class SpanAmbiguous(InvalidArgument):
     """A span's text occurs more than once and no occurrence was chosen."""
 
-    reason = "REASON_SPAN_AMBIGUOUS"
-
 
 class UnknownLayer(InvalidArgument):
     """A layer is not below the number of layers."""
-
-    reason = "REASON_UNKNOWN_LAYER"
 
 
 class UnknownToken(InvalidArgument):
     """A token id is not below the vocabulary's size."""
 
-    reason = "REASON_UNKNOWN_TOKEN"
-
 
 class TensorPayload(InvalidArgument):
     """A tensor's payload does not fit its dtype, shape, encoding or checksum."""
-
-    reason = "REASON_TENSOR_PAYLOAD"
 
 
 class VectorShape(InvalidArgument):
     """A vector has the wrong rank, width or number of rows."""
 
-    reason = "REASON_VECTOR_SHAPE"
-
 
 class ZeroVector(InvalidArgument):
     """A vector that is normalised is zero."""
-
-    reason = "REASON_ZERO_VECTOR"
 
 
 class DigestMismatch(InvalidArgument):
     """An upload's bytes do not have the digest that its header gives."""
 
-    reason = "REASON_DIGEST_MISMATCH"
-
 
 class TruncatedUpload(InvalidArgument):
     """An upload ended early."""
-
-    reason = "REASON_TRUNCATED_UPLOAD"
 
 
 class PromptTooLong(InvalidArgument):
     """Prompt and max_tokens exceed the context length."""
 
-    reason = "REASON_PROMPT_TOO_LONG"
-
 
 class DuplicateRequest(AlreadyExists):
     """A running request has this id."""
-
-    reason = "REASON_DUPLICATE_REQUEST"
 
 
 class RunExists(AlreadyExists):
     """A run has this id."""
 
-    reason = "REASON_RUN_EXISTS"
-
 
 class ArtifactExists(AlreadyExists):
     """The sink holds rows under this request id and tag."""
-
-    reason = "REASON_ARTIFACT_EXISTS"
 
 
 class VectorNotFound(NotFound):
     """No vector with this digest is stored."""
 
-    reason = "REASON_VECTOR_NOT_FOUND"
-
 
 class NameNotFound(NotFound):
     """No vector has this name."""
-
-    reason = "REASON_NAME_NOT_FOUND"
 
 
 class RunNotFound(NotFound):
     """No run has this id; it may have been evicted."""
 
-    reason = "REASON_RUN_NOT_FOUND"
-
 
 class RequestNotFound(NotFound):
     """No such request is running."""
-
-    reason = "REASON_REQUEST_NOT_FOUND"
 
 
 class LoraNotFound(NotFound):
     """No such adapter is loaded."""
 
-    reason = "REASON_LORA_NOT_FOUND"
-
 
 class SubscriptionNotFound(NotFound):
     """There is no such subscription, open or resumable."""
-
-    reason = "REASON_SUBSCRIPTION_NOT_FOUND"
 
 
 class SinkNotFound(NotFound):
     """The server has no such sink."""
 
-    reason = "REASON_SINK_NOT_FOUND"
-
 
 class ArtifactNotFound(NotFound):
     """No sink wrote anything for the request."""
-
-    reason = "REASON_ARTIFACT_NOT_FOUND"
 
 
 class SiteNotServed(FailedPrecondition):
     """The model has no such site."""
 
-    reason = "REASON_SITE_NOT_SERVED"
-
 
 class OpNotServed(FailedPrecondition):
     """The op cannot be done at this site."""
-
-    reason = "REASON_OP_NOT_SERVED"
 
 
 class NotSupported(FailedPrecondition):
     """This configuration cannot do it."""
 
-    reason = "REASON_NOT_SUPPORTED"
-
 
 class NoTokenizer(FailedPrecondition):
     """The server has no tokenizer."""
-
-    reason = "REASON_NO_TOKENIZER"
 
 
 class NoChatTemplate(FailedPrecondition):
     """The model has no chat template."""
 
-    reason = "REASON_NO_CHAT_TEMPLATE"
-
 
 class VersionConflict(FailedPrecondition):
     """The server-wide steering has another version."""
-
-    reason = "REASON_VERSION_CONFLICT"
 
 
 class NameConflict(FailedPrecondition):
     """The name is on another vector than was expected."""
 
-    reason = "REASON_NAME_CONFLICT"
-
 
 class RunInUse(FailedPrecondition):
     """A request uses the run, or makes it."""
-
-    reason = "REASON_RUN_IN_USE"
 
 
 class BankFull(ResourceExhausted):
     """The request needs more bank rows or slots than there are, or than come free in time."""
 
-    reason = "REASON_BANK_FULL"
-
 
 class QueueFull(ResourceExhausted):
     """Too many requests wait."""
-
-    reason = "REASON_QUEUE_FULL"
 
 
 class StoreFull(ResourceExhausted):
     """Held vectors or leased runs fill their store."""
 
-    reason = "REASON_STORE_FULL"
-
 
 class MessageTooLarge(ResourceExhausted):
     """A message, vector or inline tensor exceeds its limit."""
-
-    reason = "REASON_MESSAGE_TOO_LARGE"
 
 
 class CaptureOverflow(ResourceExhausted):
     """Rows came, or would come, faster than they can be handed over."""
 
-    reason = "REASON_CAPTURE_OVERFLOW"
-
 
 class ResponseOverflow(ResourceExhausted):
     """Tokens came faster than the caller read them."""
 
-    reason = "REASON_RESPONSE_OVERFLOW"
-
 
 class RowsLost(DataLoss):
     """Rows are gone that no policy allowed to lose."""
-
-    reason = "REASON_ROWS_LOST"
 
     @classmethod
     def no_room(cls, rows: int) -> "RowsLost":
@@ -388,13 +316,9 @@ class RowsLost(DataLoss):
 class CursorExpired(OutOfRange):
     """The cursor is older than what is kept for a resumption."""
 
-    reason = "REASON_CURSOR_EXPIRED"
-
 
 class Superseded(Aborted):
     """Another call took this subscription up."""
-
-    reason = "REASON_SUPERSEDED"
 
 
 class DeadlinePassed(DeadlineExceeded):
@@ -406,25 +330,17 @@ class DeadlinePassed(DeadlineExceeded):
 class WarmingUp(Unavailable):
     """The model is being loaded."""
 
-    reason = "REASON_WARMING_UP"
-
 
 class Draining(Unavailable):
     """The server admits nothing more."""
-
-    reason = "REASON_DRAINING"
 
 
 class EngineLost(Unavailable):
     """The engine or one of its workers is gone."""
 
-    reason = "REASON_ENGINE_LOST"
-
 
 class CacheSuspect(Unavailable):
     """The request may have read KV that was computed without the plan that it was cached under."""
-
-    reason = "REASON_CACHE_SUSPECT"
 
 
 class NotImplementedHere(Unimplemented):

@@ -1,28 +1,12 @@
-"""From an error to its status code, and to the google.rpc.Status in a call's trailing metadata."""
+"""From an error to the google.rpc.Status in a call's trailing metadata."""
 
-from collections.abc import Mapping
 from itertools import islice
 
-import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from rheostat_server.errors import (
-    Aborted,
-    AlreadyExists,
-    DataLoss,
-    DeadlineExceeded,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    OutOfRange,
-    ResourceExhausted,
-    RheostatError,
-    Unavailable,
-    Unimplemented,
-)
+from rheostat_server.errors import AlreadyExists, FailedPrecondition, NotFound, RheostatError
 
 DOMAIN = "rheostat.dev"
 """Domain of every ErrorInfo."""
@@ -33,31 +17,6 @@ _MESSAGE_BYTES = 512
 _NAME_BYTES = 256
 _METADATA_BYTES = 128
 _METADATA_ENTRIES = 4
-
-
-STATUS_CODES: Mapping[type[RheostatError], grpc.StatusCode] = {
-    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
-    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    NotFound: grpc.StatusCode.NOT_FOUND,
-    FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
-    ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    DataLoss: grpc.StatusCode.DATA_LOSS,
-    OutOfRange: grpc.StatusCode.OUT_OF_RANGE,
-    Aborted: grpc.StatusCode.ABORTED,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
-    Internal: grpc.StatusCode.INTERNAL,
-}
-"""From exception to status code; a leaf has its branch's."""
-
-
-def status_code(error: RheostatError) -> grpc.StatusCode:
-    """The status code of an error."""
-    for kind in type(error).__mro__:
-        if kind in STATUS_CODES:
-            return STATUS_CODES[kind]
-    return grpc.StatusCode.INTERNAL
 
 
 def to_status(error: RheostatError) -> status_pb2.Status:
@@ -96,7 +55,7 @@ def to_status(error: RheostatError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    number: int = status_code(error).value[0]
+    number: int = error.code.value[0]
     return status_pb2.Status(
         code=number, message=message, details=[_packed(detail) for detail in details]
     )

@@ -7,7 +7,6 @@ import grpc
 import pytest
 
 from rheostat_server import errors
-from rheostat_server.errors.status import status_code
 from rheostat_server.sinks import (
     Artifact,
     Ending,
@@ -157,7 +156,7 @@ def test_what_a_plugin_raises_is_a_typed_failure_that_gives_nothing_away(
     with pytest.raises(SinkFailed) as caught:
         recorded(sinks, request("a", None, sink="s", captures=CAPTURES[:1]))
     assert caught.value.message == f"the sink s could not keep the rows: {words}"
-    assert status_code(caught.value) is grpc.StatusCode.DATA_LOSS
+    assert caught.value.code is grpc.StatusCode.DATA_LOSS
     sink = sinks.sink("s")
     assert isinstance(sink, Broken)
     assert sink.calls.count("abandon") == (where != "open")
