@@ -115,7 +115,7 @@ def find_plugins() -> dict[str, EntryPoint]:
 
 
 class Sinks:
-    """The sinks of a server. Everything but `listed` and `check` may wait for a disk."""
+    """The sinks of a server. `open` and `close` may wait for a disk."""
 
     def __init__(
         self,
@@ -208,71 +208,53 @@ class Sinks:
         """The threads that a sink's recordings are opened and written on."""
         return self._made[name].writers
 
-    def artifacts(self, request_id: str, sink: str = "") -> list[Found]:
-        """What was written for a request, by sink, path and offset. Waits for the sinks' disks.
-
-        Files that are not finished or have failed are among them.
-
-        Raises:
-            SinkNotFound: `sink` is not empty, and there is none of this name.
-            ArtifactNotFound: there is nothing.
-        """
-        names = self._named(sink)
-        return self._merged(request_id, {name: self._known(name, request_id) for name in names})
-
-    def page(
-        self, request_id: str, sink: str = "", *, after: ArtifactKey | None = None, most: int
-    ) -> Page:
-        """At most so many of `artifacts`, those after a key. Raises as `artifacts` does."""
-        return _page(self.artifacts(request_id, sink), after, most)
-
     async def lookup(
         self, request_id: str, sink: str = "", *, after: ArtifactKey | None = None, most: int
     ) -> Page:
-        """The same as `page`, for the event loop. Each sink is asked on threads of its own.
+        """What was written for a request, by sink, path and offset, unfinished files among it.
+
+        Each sink is asked on threads of its own, because it may wait for a disk.
+
+        Args:
+            request_id: the request.
+            sink: the sink that is asked; empty: all are.
+            after: only artefacts after this one count; None: all do.
+            most: artefacts that are returned at most.
 
         Raises:
-            SinkNotFound, ArtifactNotFound: as for `artifacts`.
+            SinkNotFound: there is no sink of this name.
+            ArtifactNotFound: there is nothing.
             QueueFull: too many lookups wait for slow sinks.
         """
         if self._lookups >= _LOOKUPS:
             raise QueueFull(
                 f"{self._lookups} lookups wait for sinks; try again later", retry_after=1.0
             )
-        names = self._named(sink)
+        asked = {sink: self._get(sink, "sink_name")} if sink else self._made
         self._lookups += 1
         try:
             known = await asyncio.gather(
                 *(
-                    on_pool(self._made[name].readers, self._known, name, request_id)
-                    for name in names
+                    on_pool(made.readers, self._known, name, request_id)
+                    for name, made in asked.items()
                 )
             )
-            by_name = dict(zip(names, known, strict=True))
+            by_name = dict(zip(asked, known, strict=True))
             size = sum(_ARTIFACT_BYTES * len(some) for some in known)
-            return await offload(size, self._selected, request_id, by_name, after, most)
+            return await offload(size, self._page, request_id, by_name, after, most)
         finally:
             self._lookups -= 1
 
-    def _selected(
+    def _page(
         self,
         request_id: str,
         known: Mapping[str, Sequence[Artifact]],
         after: ArtifactKey | None,
         most: int,
     ) -> Page:
-        return _page(self._merged(request_id, known), after, most)
-
-    def _named(self, sink: str) -> list[str]:
-        """The sinks that are meant."""
-        if not sink:
-            return list(self._made)
-        self._get(sink, "sink_name")
-        return [sink]
-
-    def _merged(self, request_id: str, known: Mapping[str, Sequence[Artifact]]) -> list[Found]:
-        """What sinks know of a request, and what is remembered for them, in order."""
-        found = {one.key: one for name, some in known.items() for one in _all_found(name, some)}
+        """A page of what sinks know of a request, and of what is remembered for them."""
+        listed = [Found(name, artifact) for name, some in known.items() for artifact in some]
+        found = {one.key: one for one in listed}
         for one in self._written.of(request_id):
             complete = one.artifact.state is State.COMPLETE
             if one.sink in known and (one.key not in found or complete):
@@ -282,7 +264,10 @@ class Sinks:
                 f"nothing was written for the request {request_id}",
                 resource=Resource("artifact", request_id),
             )
-        return [found[key] for key in sorted(found)]
+        keys = sorted(found)
+        start = 0 if after is None else bisect_right(keys, after)
+        page = [found[key] for key in keys[start : start + most]]
+        return Page(page, start + most < len(keys))
 
     def _known(self, name: str, request_id: str) -> list[Artifact]:
         try:
@@ -309,15 +294,6 @@ class Sinks:
                 f'there is no sink "{name}"; {there}', field=field, resource=Resource("sink", name)
             )
         return self._made[name]
-
-
-def _all_found(sink: str, artifacts: Sequence[Artifact]) -> list[Found]:
-    return [Found(sink, artifact) for artifact in artifacts]
-
-
-def _page(found: Sequence[Found], after: ArtifactKey | None, most: int) -> Page:
-    start = 0 if after is None else bisect_right(found, after, key=lambda one: one.key)
-    return Page([*found[start : start + most]], start + most < len(found))
 
 
 def _make(config: SinkConfig, known: Mapping[str, EntryPoint]) -> Sink:

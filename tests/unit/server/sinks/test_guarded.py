@@ -1,5 +1,6 @@
 """Recordings keep to their life cycle, whatever plugins do, and what was written is remembered."""
 
+import asyncio
 import tracemalloc
 from pathlib import Path
 
@@ -36,28 +37,32 @@ def sinks(tmp_path: Path):
     found.close()
 
 
+def looked_up(sinks: Sinks, request_id: str, sink: str = "") -> list[Found]:
+    return asyncio.run(sinks.lookup(request_id, sink, most=1000)).found
+
+
 def test_artifacts_are_asked_for_by_request_and_sink(sinks: Sinks) -> None:
     made = recorded(sinks, request("a", Layout.PACKED, sink="disk"))
     recorded(sinks, request("a", None, sink="m"))
     expected = sorted((Found("disk", one) for one in made), key=lambda one: one.artifact.path)
-    assert sinks.artifacts("a") == sinks.artifacts("a", "disk") == expected
+    assert looked_up(sinks, "a") == looked_up(sinks, "a", "disk") == expected
     for name, sink in (("b", ""), ("a", "m")):
         with pytest.raises(errors.ArtifactNotFound):
-            sinks.artifacts(name, sink)
+            looked_up(sinks, name, sink)
     with pytest.raises(errors.SinkNotFound):
-        sinks.artifacts("a", "x")
+        looked_up(sinks, "a", "x")
 
 
 def test_what_is_being_written_is_pending_and_what_failed_says_so(sinks: Sinks) -> None:
     recording = sinks.open(request("a", Layout.PACKED, sink="disk"))
     paths = ["default/requests/a/manifest.json", "default/requests/a/rows.safetensors"]
-    found = [(one.artifact.path, one.artifact.state) for one in sinks.artifacts("a")]
+    found = [(one.artifact.path, one.artifact.state) for one in looked_up(sinks, "a")]
     assert found == [(path, State.PENDING) for path in paths]
     recording.abandon(OSError("made up"))
-    found = [(one.artifact.path, one.artifact.state) for one in sinks.artifacts("a")]
+    found = [(one.artifact.path, one.artifact.state) for one in looked_up(sinks, "a")]
     assert found == [(path, State.FAILED) for path in paths]
     recorded(sinks, request("a", Layout.PACKED, sink="disk"))
-    assert {one.artifact.state for one in sinks.artifacts("a")} == {State.COMPLETE}
+    assert {one.artifact.state for one in looked_up(sinks, "a")} == {State.COMPLETE}
 
 
 def test_a_collision_takes_nothing_from_the_request_that_is_there(sinks: Sinks) -> None:
@@ -65,15 +70,15 @@ def test_a_collision_takes_nothing_from_the_request_that_is_there(sinks: Sinks) 
     recorded(sinks, about)
     with pytest.raises(errors.ArtifactExists, match="is not overwritten"):
         sinks.open(about)
-    assert {one.artifact.state for one in sinks.artifacts("a")} == {State.COMPLETE}
+    assert {one.artifact.state for one in looked_up(sinks, "a")} == {State.COMPLETE}
 
 
 def test_a_sink_that_remembers_nothing_is_remembered_for() -> None:
     sinks = with_plugin(Broken)
     recording = sinks.open(request("a", None, sink="s"))
-    assert [one.artifact.state for one in sinks.artifacts("a")] == [State.PENDING]
+    assert [one.artifact.state for one in looked_up(sinks, "a")] == [State.PENDING]
     (made,) = recording.finish(COMPLETE)
-    assert sinks.artifacts("a") == [Found("s", made)]
+    assert looked_up(sinks, "a") == [Found("s", made)]
 
 
 def test_a_request_that_is_refused_takes_nothing_from_what_is_remembered() -> None:
@@ -85,7 +90,7 @@ def test_a_request_that_is_refused_takes_nothing_from_what_is_remembered() -> No
     sink.fails = {"open": SinkError("it is there")}
     with pytest.raises(SinkFailed):
         sinks.open(about)
-    assert sinks.artifacts("a") == [Found("s", made)]
+    assert looked_up(sinks, "a") == [Found("s", made)]
 
 
 def artifacts(count: int, state: State = State.COMPLETE) -> list[Artifact]:
@@ -127,11 +132,11 @@ def test_artifacts_come_in_pages(sinks: Sinks, size: int) -> None:
     for tag in ("x", "y"):
         recorded(sinks, request("a", Layout.PER_FILE, sink="disk", tag=tag))
     sinks.open(request("a", Layout.PACKED, sink="disk", tag="z"))
-    whole = sinks.artifacts("a")
+    whole = looked_up(sinks, "a")
     assert {one.artifact.state for one in whole} == {State.COMPLETE, State.PENDING}
     pages, after = [], None
     while True:
-        page = sinks.page("a", after=after, most=size)
+        page = asyncio.run(sinks.lookup("a", after=after, most=size))
         pages.append(page.found)
         if not page.more:
             break
@@ -212,4 +217,4 @@ def test_a_plugin_that_cannot_say_what_it_has_is_a_defect() -> None:
             raise KeyError(request_id)
 
     with pytest.raises(errors.Defect):
-        with_plugin(Vague).artifacts("a")
+        looked_up(with_plugin(Vague), "a")
