@@ -1,9 +1,12 @@
-"""How a server is configured: one frozen object, complete before anything starts."""
+"""How a server is configured: one frozen object, complete before anything starts.
+
+A field that a flag of `rheostat serve` sets describes the flag too, with the words of its help.
+"""
 
 import math
 import os
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from rheostat_server.errors import InvalidConfig
 
@@ -13,45 +16,62 @@ _MOST_BYTES = 1 << 44
 """16 TiB: more memory than any machine that this runs on has."""
 
 
-class _Bounds(NamedTuple):
+class Bounds(NamedTuple):
     """What a number may be, both ends included."""
 
     least: float
     most: float = math.inf
 
 
-_BYTES = _Bounds(1, _MOST_BYTES)
-_COUNT = _Bounds(1, 1 << 31)
-_SECONDS = _Bounds(0, 7 * 24 * 3600)
+_BYTES = Bounds(1, _MOST_BYTES)
+_BYTES_OR_NONE = Bounds(0, _MOST_BYTES)
+_COUNT = Bounds(1, 1 << 31)
+_SECONDS = Bounds(0, 7 * 24 * 3600)
 
-_BOUNDS = {
-    "port": _Bounds(0, 65535),
-    "front_ends": _Bounds(0, 256),
-    "maximum_concurrent_rpcs": _COUNT,
-    "max_model_len": _COUNT,
-    "max_num_seqs": _COUNT,
-    "max_num_batched_tokens": _COUNT,
-    "gpu_memory_utilization": _Bounds(0.01, 1.0),
-    "kv_cache_memory_bytes": _BYTES,
-    "block_size": _COUNT,
-    "tensor_parallel_size": _Bounds(1, 1024),
-    "seed": _Bounds(0, (1 << 63) - 1),
-    "bank_bytes": _BYTES,
-    "capture_bytes": _BYTES,
-    "encode_bytes": _Bounds(0, _MOST_BYTES),
-    "staging_bytes": _Bounds(0, _MOST_BYTES),
-    "vector_store_bytes": _BYTES,
-    "runs_bytes": _BYTES,
-    "request_buffer_bytes": _BYTES,
-    "buffers_bytes": _BYTES,
-    "spool_bytes": _BYTES,
-    "subscriptions_bytes": _BYTES,
-    "resume_window": _SECONDS,
-    "heartbeat": _Bounds(0.001, 3600),
-    "capacity_wait": _SECONDS,
-    "drain_grace": _SECONDS,
-}
-"""Of every field that is a number."""
+_VLLM = "vLLM's choice"
+
+
+class Flag(NamedTuple):
+    """The flag that sets a field: `--max-num-seqs` sets `max_num_seqs`."""
+
+    help: str
+    metavar: str | None
+    default: str
+    """What the field's default means, in words; empty: the default itself says it."""
+    group: str
+    """The title of the group that begins with this flag; empty: it goes on."""
+    choices: tuple[str, ...] | None
+    name: str
+    """The flag's name where it is another than the field's; it may then be repeated."""
+
+
+def _flag(  # the default of a field of any type
+    default: Any,
+    help: str,
+    metavar: str | None = None,
+    bounds: Bounds | None = None,
+    words: str = "",
+    *,
+    group: str = "",
+    choices: tuple[str, ...] | None = None,
+    name: str = "",
+) -> Any:
+    """A field that a flag sets; see `Flag`."""
+    flag = Flag(help, metavar, words, group, choices, name)
+    return field(default=default, metadata={"flag": flag, "bounds": bounds})
+
+
+def _mib(
+    default: int | None, help: str, bounds: Bounds = _BYTES, words: str = "", *, group: str = ""
+) -> Any:  # as for `_flag`
+    """A field in bytes, `bank_bytes`, that a flag in MiB sets, `--bank-mib`."""
+    size = None if default is None else default * _MIB
+    return _flag(size, help, "MIB", bounds, words, group=group)
+
+
+def _bounded(default: float | None, bounds: Bounds) -> Any:  # as for `_flag`
+    """A number that no flag sets."""
+    return field(default=default, metadata={"bounds": bounds})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,124 +81,156 @@ class ServerConfig:
     model: str
     """A folder with a model, a name on the Hugging Face hub, or "demo" for the bundled model."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on."""
+    host: str = _flag("127.0.0.1", "address to listen on", "ADDRESS", group="where it listens")
+    port: int = _flag(50051, "port to listen on; 0 takes any free port", "PORT", Bounds(0, 65535))
+    front_ends: int | None = _flag(
+        None,
+        "processes that speak gRPC with clients; 0: the server's own process does",
+        "PROCESSES",
+        Bounds(0, 256),
+        "one for every 4 cores, at most 8; 0 on fewer than 8 cores",
+    )
+    """`serve.front_end_count` chooses if it is None."""
+    maximum_concurrent_rpcs: int = _flag(
+        2048, "calls that run at the same time; more are refused", "RPCS", _COUNT
+    )
+    """Calls of EngineService have a limit of their own."""
+    enable_log_requests: bool = _flag(
+        False, "log a line for each request that has ended", words="off"
+    )
 
-    port: int = 50051
-    """Port to listen on; 0 lets the system choose."""
-
-    front_ends: int | None = None
-    """Processes that speak gRPC with clients; 0: the server's own process does. None: by cores, see
-    `serve.front_end_count`."""
-
-    maximum_concurrent_rpcs: int = 2048
-    """Calls that run at a time, those of EngineService apart. More are refused unread."""
-
-    enable_log_requests: bool = False
-    """Logs a line for each request that has ended."""
-
-    dtype: str = "auto"
-    """Element type of weights and stream: "auto", "float32", "bfloat16" or "float16"."""
-
-    max_model_len: int | None = None
-    """Tokens of prompt and generation together. None: what the model allows."""
-
-    max_num_seqs: int | None = None
-    """Samples that run at once. None: vLLM's choice."""
-
-    max_num_batched_tokens: int | None = None
-    """Tokens that one step computes at most. None: vLLM's choice."""
-
-    enforce_eager: bool = False
-    """Runs the model uncompiled and without graphs."""
-
-    gpu_memory_utilization: float | None = None
-    """Fraction of the device's memory that vLLM may take. None: vLLM's choice."""
-
-    kv_cache_memory_bytes: int | None = None
-    """Bytes of the KV cache; goes before `gpu_memory_utilization`. None: vLLM's choice on a GPU, up
-    to 4 GiB on a CPU."""
-
-    block_size: int | None = None
+    dtype: str = _flag(
+        "auto",
+        "element type of weights and activations",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        group="how the model runs",
+    )
+    max_model_len: int | None = _flag(
+        None,
+        "longest prompt and generation together, in tokens",
+        "TOKENS",
+        _COUNT,
+        "what the model allows",
+    )
+    max_num_seqs: int | None = _flag(
+        None, "samples that run at the same time", "SAMPLES", _COUNT, _VLLM
+    )
+    max_num_batched_tokens: int | None = _flag(
+        None, "tokens that one step computes", "TOKENS", _COUNT, _VLLM
+    )
+    enforce_eager: bool = _flag(
+        False, "run the model uncompiled and without CUDA graphs", words="off"
+    )
+    gpu_memory_utilization: float | None = _flag(
+        None,
+        "fraction of the device's memory that vLLM may take",
+        "FRACTION",
+        Bounds(0.01, 1.0),
+        _VLLM,
+    )
+    tensor_parallel_size: int = _flag(
+        1, "devices that share each layer", "DEVICES", Bounds(1, 1024)
+    )
+    distributed_executor_backend: str | None = _flag(
+        None,
+        "how vLLM runs its workers: mp, ray, uni or the import path of an executor class",
+        "BACKEND",
+        words=_VLLM,
+    )
+    """The class is a subclass of vLLM's `Executor`."""
+    seed: int = _flag(0, "seed for requests that give none", "SEED", Bounds(0, (1 << 63) - 1))
+    loras: tuple[tuple[str, str], ...] = _flag(
+        (),
+        "an adapter that requests may name; may be repeated",
+        "NAME=FOLDER",
+        words="none",
+        name="lora",
+    )
+    """(name, folder) of each LoRA adapter."""
+    load_format: str = _flag("auto", 'how to read weights; "dummy" makes random ones', "FORMAT")
+    """"dummy" needs the model's config alone."""
+    block_size: int | None = _bounded(None, _COUNT)
     """Tokens per block of the KV cache. None: vLLM's choice."""
-
-    tensor_parallel_size: int = 1
-    """Devices that share each layer."""
-
-    distributed_executor_backend: str | None = None
-    """How vLLM runs its workers: "mp", "ray", "uni", or the import path of a subclass of vLLM's
-    `Executor`. None: vLLM's choice."""
-
-    seed: int = 0
-    """Seed of the engine, for samples that bring none."""
-
-    load_format: str = "auto"
-    """How weights are read; "dummy" makes random ones from the model's config alone."""
-
     skip_tokenizer_init: bool = False
     """Loads no tokenizer: token ids in, token ids out."""
 
-    bank_bytes: int = 256 * _MIB
-    """Device memory for what steering adds and acts along: three quarters hold rows that are added,
-    a quarter the float32 directions of `norm_add`, `ablate`, `clamp` and `scale`."""
+    kv_cache_memory_bytes: int | None = _mib(
+        None,
+        "KV cache",
+        words="vLLM's choice on a GPU, up to 4096 on a CPU",
+        group="memory, in MiB",
+    )
+    """Goes before `gpu_memory_utilization`."""
+    bank_bytes: int = _mib(256, "device memory for steering vectors")
+    """Three quarters hold rows that are added, a quarter the float32 directions of `norm_add`,
+    `ablate`, `clamp` and `scale`."""
+    capture_bytes: int = _mib(512, "device memory for the ring of captured rows")
+    encode_bytes: int = _mib(
+        128, "device memory to encode and project captured rows", _BYTES_OR_NONE
+    )
+    """Up to three quarters are for what rows are projected on, a quarter for the work. Without
+    room, rows leave whole."""
+    staging_bytes: int = _mib(
+        1024,
+        "host memory of each worker in which captured rows wait for the server",
+        _BYTES_OR_NONE,
+    )
+    """Pinned on CUDA; never less than `capture_bytes`. What finds no room is lost and counted."""
+    request_buffer_bytes: int = _mib(
+        512,
+        "memory in which one request's rows, tokens and log-probabilities wait for slow readers",
+    )
+    """Readers are its response, its sinks and its runs. Beyond, rows are lost or spilled as their
+    policies say, or the request fails."""
+    buffers_bytes: int = _mib(2048, "the same for all requests together")
+    """When it is full, those that hold most give way."""
+    subscriptions_bytes: int = _mib(
+        2048,
+        "captured rows that subscribers have not acknowledged, for all subscriptions together",
+    )
+    vector_store_bytes: int = _mib(1024, "memory for stored vectors")
+    runs_bytes: int = _mib(1024, "memory for stored runs")
+    """Those being made are included."""
 
-    capture_bytes: int = 512 * _MIB
-    """Device memory for the ring that captured rows pass through."""
+    sinks: tuple[str, ...] = _flag(
+        (),
+        'a sink that requests may name, e.g. "disk=filesystem:root=/data"; may be repeated',
+        "NAME=PLUGIN:KEY=VALUE,...",
+        words="none",
+        group="files for captured rows",
+        name="sink",
+    )
 
-    encode_bytes: int = 128 * _MIB
-    """Device memory for making captured rows smaller before they leave it: up to three quarters are
-    for what rows are projected on, a quarter for the work. Without room, rows leave whole."""
-
-    staging_bytes: int = 1024 * _MIB
-    """Host memory of each worker, pinned on CUDA, in which captured rows wait for the server; never
-    less than `capture_bytes`. What finds no room is lost and counted."""
-
-    loras: tuple[tuple[str, str], ...] = ()
-    """(name, folder) of each LoRA adapter that requests may name."""
-
-    vector_store_bytes: int = 1024 * _MIB
-    """Memory of the server for stored vectors."""
-
-    vector_dir: str | None = None
-    """Folder that keeps stored vectors and their names over restarts, of this server alone. None:
-    they go with the server."""
-
-    runs_bytes: int = 1024 * _MIB
-    """Memory of the server for stored runs, those being made included."""
-
-    request_buffer_bytes: int = 512 * _MIB
-    """Memory of the server for what waits of one request for slow readers: captured rows on their
-    way into its response, its sinks and its runs, tokens and log-probabilities. Beyond, rows are
-    lost or spilled as their policies say, or the request fails."""
-
-    buffers_bytes: int = 2048 * _MIB
-    """The same of all requests together. When it is full, those that hold most give way."""
-
-    sinks: tuple[str, ...] = ()
-    """Sinks for captured rows, each as "name=plugin:key=value,key=value"."""
-
-    spool: str | None = None
-    """Folder in which captured rows wait that find no room in memory and may not be lost, of this
-    server alone. None: no request and no subscription may ask for that."""
-
-    spool_bytes: int = 16384 * _MIB
-    """Bytes of disk that they may take there."""
-
-    subscriptions_bytes: int = 2048 * _MIB
-    """Memory of the server for captured rows on their way to subscribers, all together; what a
-    subscriber has not acknowledged counts."""
-
-    resume_window: float = 60.0
-    """Seconds that a subscription waits for a reader whose connection broke."""
-
-    heartbeat: float = 5.0
+    resume_window: float = _flag(
+        60.0,
+        "how long a subscription waits for its client to reconnect",
+        "SECONDS",
+        _SECONDS,
+        group="broken connections",
+    )
+    heartbeat: float = _bounded(5.0, Bounds(0.001, 3600))
     """Seconds after which a subscription that has nothing to say gives a sign of life."""
 
-    capacity_wait: float = 30.0
+    spool: str | None = _flag(
+        None,
+        "folder in which captured rows wait under the policy spill; one server per folder",
+        "FOLDER",
+        words="none",
+        group="folders",
+    )
+    """None: no request and no subscription may have the policy."""
+    spool_bytes: int = _mib(16384, "largest size of that folder")
+    vector_dir: str | None = _flag(
+        None,
+        "folder that keeps stored vectors and their names over restarts; one server per folder",
+        "FOLDER",
+        words="none",
+    )
+
+    capacity_wait: float = _bounded(30.0, _SECONDS)
     """Seconds that a request waits for what others hold before it is refused: bank rows,
     directions, slots, steps, token rules, ruled intervals, captured rows per step."""
-
-    drain_grace: float = 30.0
+    drain_grace: float = _bounded(30.0, _SECONDS)
     """Seconds that running requests get to finish when the server is told to end."""
 
 
@@ -188,10 +240,10 @@ def check_config(config: ServerConfig) -> None:
     Raises:
         InvalidConfig: one is outside its bounds. The message names the flag.
     """
-    for name, bounds in _BOUNDS.items():
-        value: float | None = getattr(config, name)
-        if value is not None and not bounds.least <= value <= bounds.most:
-            raise InvalidConfig(_out_of_bounds(name, value, bounds))
+    for setting in fields(config):
+        bounds, value = setting.metadata.get("bounds"), getattr(config, setting.name)
+        if bounds and value is not None and not bounds.least <= value <= bounds.most:
+            raise InvalidConfig(_out_of_bounds(setting.name, value, bounds))
     held = max(config.staging_bytes, config.capture_bytes)
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if held > there:
@@ -201,7 +253,7 @@ def check_config(config: ServerConfig) -> None:
         )
 
 
-def _out_of_bounds(name: str, value: float, bounds: _Bounds) -> str:
+def _out_of_bounds(name: str, value: float, bounds: Bounds) -> str:
     flag, unit = f"--{name.replace('_', '-')}", 1
     if name.endswith("_bytes"):
         flag, unit = f"{flag.removesuffix('-bytes')}-mib", _MIB
