@@ -1,5 +1,6 @@
 """`rheostat serve` in a process of its own, watched from outside: its memory and its log."""
 
+import json
 import os
 import re
 import shutil
@@ -67,9 +68,18 @@ def write_model(folder: Path) -> Path:
 
 
 def copy_tokenizer(folder: Path) -> None:
-    """Gives a model's folder the bundled model's tokenizer."""
+    """Gives a model's folder the bundled model's tokenizer, with a text for each of its tokens.
+
+    Tokens without a text would not only make no text. A decoder keeps them until a text comes, and
+    decodes all of them with each further token.
+    """
     for name in _TOKENIZER:
         shutil.copy(DEMO_MODEL / name, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokens = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocabulary |= {f"Ġw{token}": token for token in range(len(vocabulary), tokens)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def unused_port() -> int:

@@ -2,7 +2,7 @@
 
 A step of hundreds of requests has one row for each. To copy the frame at once takes a tenth of the
 time that a copy for each request takes. In return the frame stays as long as one of its rows waits.
-Readers that keep up take their rows within a quarter of a second. If readers are slow, the bytes of
+Readers that keep up take their rows within half a second. If readers are slow, the bytes of
 all such frames reach a limit. From then on each request's rows are copied by themselves, until
 frames are free again.
 """

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from rheostat import _cli
 from rheostat_bench.bars import Bar, read_bars
+from rheostat_bench.served_process import copy_tokenizer
+from rheostat_bench.shapes import write_shape
 from rheostat_bench.sidebyside import (
     IDLE,
     STOCK,
@@ -37,6 +40,16 @@ def test_a_turn_counts_from_the_first_call_to_the_last_token() -> None:
 
 def test_requests_of_one_token_have_no_time_per_token() -> None:
     assert turn([Streamed(0.0, 0.5, 0.5, 1, 0)], 0, 0).per_token_ms == 0.0
+
+
+def test_every_token_of_a_shape_has_a_text(tmp_path) -> None:
+    path = write_shape("qwen3-0.6b", tmp_path)
+    copy_tokenizer(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokens = int(json.loads((path / "config.json").read_text())["vocab_size"])
+    assert tokenizer.get_vocab_size() == tokens
+    assert all(tokenizer.decode([token]) for token in range(3, tokens, 97))
+    assert tokenizer.decode([tokens - 2, tokens - 1]) == f" w{tokens - 2} w{tokens - 1}"
 
 
 def test_shares_are_those_of_stock() -> None:
