@@ -1,5 +1,6 @@
 """GetModel's features: what is listed is served, and what is not listed is refused by name."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -51,8 +52,12 @@ def steers(**fields: object) -> Use:
 
 async def session(running: Running, *later: generation_service_pb2.SessionRequest) -> None:
     messages = [start(token_ids=types_pb2.TokenIds(ids=[1, 2])), *later]
-    events = await rest(running.client.generation.Session(iter(messages), timeout=10))
-    for event in events:
+    if later:
+        running.backend.hold = asyncio.Event()  # no update may come after the session's end
+    call = running.client.generation.Session(iter(messages), timeout=10)
+    while (event := await call.read()) is not grpc.aio.EOF:
+        if running.backend.hold and event.WhichOneof("event") in ("applied", "refused"):
+            running.backend.hold.set()
         if event.HasField("refused"):
             status = event.refused.status
             raise _Refused(Refusal.of_status(status, grpc.StatusCode.OK, status.message))
