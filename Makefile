@@ -2,6 +2,8 @@
 PYTHON ?= python3
 MODEL ?= demo
 BIN := .venv/bin
+# Tests start hundreds of Python processes, each of which would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Processes that run tests at the same time.
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses $(WORKERS)
