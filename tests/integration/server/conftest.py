@@ -20,6 +20,12 @@ from ..engine.reference import HfReference
 from .adapters import write_adapter
 
 STARTUP = 240
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Runs vLLM's worker in the process of its engine core.
+
+On a CPU, vLLM's default is a process for each. The core then spins on a core of the machine while
+the worker computes.
+"""
 MODEL = Path(__file__).parents[3] / "server" / "rheostat_server" / "demo_model"
 
 
@@ -113,9 +119,13 @@ def spool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     tmp_path_factory: pytest.TempPathFactory, sink_root: Path, spool: Path
 ) -> Iterator[Server]:
-    """The server of nearly all tests. It leads a process group, to which a test sends a signal."""
+    """The server of nearly all tests. It leads a process group, to which a test sends a signal.
+
+    Its engine runs in one process. The engines of all other servers run in two, as vLLM chooses.
+    """
     folders = [f"--sink=disk=filesystem:root={sink_root}", f"--spool={spool}"]
     options = ["--capture-mib", "64", "--resume-window", "15", "--front-ends", "0", *folders]
+    options += ["--distributed-executor-backend", ONE_PROCESS]
     with serving(tmp_path_factory.mktemp("server"), *options, own_group=True) as one:
         yield one
 
@@ -134,13 +144,13 @@ def small_server(
     """A server with the smallest bank that can be asked for, little KV, and two adapters.
 
     Its steps take so few tokens that longer prompts are cut in pieces. Two front ends speak gRPC
-    for it; `server` speaks gRPC itself.
+    for it; `server` speaks gRPC itself. It leads a process group too.
     """
     options = [f"--lora={name}={path}" for name, path in adapters.items()]
     folder = tmp_path_factory.mktemp("small")
     memory = ["--bank-mib=1", "--capture-mib=16", "--kv-cache-memory-mib=6"]
     memory.append("--max-num-batched-tokens=160")
-    with serving(folder, *memory, *options, "--front-ends=2") as one:
+    with serving(folder, *memory, *options, "--front-ends=2", own_group=True) as one:
         yield one
 
 

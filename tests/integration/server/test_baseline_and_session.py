@@ -47,10 +47,11 @@ def test_the_divergence_is_a_lower_bound_of_that_between_hugging_faces_distribut
     steps = range(len(prompt) - 1, len(read) - 1)
     full = np.array([(np.exp(own[i]) * (own[i] - plain[i])).sum() for i in steps])
     # What is listed gives nearly all where it has nearly all the probability, and here about half
-    # of it at least elsewhere; 1e-6 is what float32 log-probabilities leave open.
+    # of it at least elsewhere. The rest is what float32 leaves open: two log-probabilities near -10
+    # are each rounded by up to 5e-7, and two implementations add in other orders.
     least = np.where(found.compared > 0.99, 0.9, 0.4) * full
-    assert (least - 1e-6 <= found.kl).all()
-    assert (found.kl <= full + 1e-6).all()
+    assert (least - 2e-6 <= found.kl).all()
+    assert (found.kl <= full + 2e-6).all()
     assert full.max() > 1e-3
     expected = [plain[i][token] for i, token in zip(steps, out.token_ids, strict=True)]
     np.testing.assert_allclose(found.baseline_logprobs, expected, rtol=0, atol=TOLERANCE)

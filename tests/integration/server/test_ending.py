@@ -158,7 +158,15 @@ def descendants(pid: int) -> set[int]:
 
 
 def test_a_server_that_is_terminated_ends_what_runs_without_a_traceback(server: Server) -> None:
-    """Its whole process group gets the signal, as from Ctrl-C or `timeout`."""
+    assert_termination_ends_what_runs(server)
+
+
+def test_front_ends_and_an_engine_in_two_processes_end_alike(small_server: Server) -> None:
+    assert_termination_ends_what_runs(small_server)
+
+
+def assert_termination_ends_what_runs(server: Server) -> None:
+    """Sends the signal to the server's whole process group, as Ctrl-C and `timeout` do."""
     before = len(server.log.read_text())
     with rheostat.connect(server.target) as client:
         stream = client.stream("My day was", max_tokens=300, ignore_eos=True)
