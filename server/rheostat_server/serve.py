@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rheostat_engine.process_end import skip_last_collection
-from rheostat_server.allocator import keep_freed_memory
 from rheostat_server.api.capture import CaptureService
 from rheostat_server.api.engine import EngineService
 from rheostat_server.api.generation import GenerationService
@@ -294,7 +293,6 @@ def run(config: ServerConfig) -> int:
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     log_requests(config)
     _LOG.debug("up to %d descriptors", raise_descriptor_limit())
-    keep_freed_memory()
     try:
         asyncio.run(_serve(config))
     except ServerFailed as error:

@@ -20,8 +20,8 @@ from rheostat_engine import (
     receive_outputs,
     stop_front_end,
 )
+from rheostat_server.allocator import keep_freed_memory
 from rheostat_server.config import ServerConfig
-from rheostat_server.engine.allocator import keep_freed_memory
 from rheostat_server.engine.backend import (
     CapturesUpdate,
     Delta,

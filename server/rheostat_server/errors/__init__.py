@@ -34,8 +34,6 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
-from grpc import StatusCode
-
 
 class Resource(NamedTuple):
     """What was not found, or exists already."""
@@ -47,14 +45,15 @@ class Resource(NamedTuple):
 class RheostatError(Exception):
     """A call that cannot be served, and why."""
 
-    code: ClassVar[StatusCode] = StatusCode.INTERNAL
+    code: ClassVar[str] = "INTERNAL"
+    """The name of the status code."""
     reason: ClassVar[str] = "REASON_INTERNAL"
 
     def __init_subclass__(cls) -> None:
         """Derives a branch's code, or a leaf's reason, from the name of the class."""
         name, base = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).upper(), cls.__mro__[1]
         if base is RheostatError:
-            cls.code = StatusCode[name]
+            cls.code = name
         elif RheostatError in base.__bases__ and "reason" not in vars(cls):
             cls.reason = f"REASON_{name}"
 

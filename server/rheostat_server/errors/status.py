@@ -4,7 +4,7 @@ from itertools import islice
 
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from rheostat_server.errors import AlreadyExists, FailedPrecondition, NotFound, RheostatError
 
@@ -55,9 +55,10 @@ def to_status(error: RheostatError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    number: int = error.code.value[0]
     return status_pb2.Status(
-        code=number, message=message, details=[_packed(detail) for detail in details]
+        code=code_pb2.Code.Value(error.code),
+        message=message,
+        details=[_packed(detail) for detail in details],
     )
 
 

@@ -4,7 +4,6 @@ import asyncio
 import tracemalloc
 from pathlib import Path
 
-import grpc
 import pytest
 
 from rheostat_server import errors
@@ -161,7 +160,7 @@ def test_what_a_plugin_raises_is_a_typed_failure_that_gives_nothing_away(
     with pytest.raises(SinkFailed) as caught:
         recorded(sinks, request("a", None, sink="s", captures=CAPTURES[:1]))
     assert caught.value.message == f"the sink s could not keep the rows: {words}"
-    assert caught.value.code is grpc.StatusCode.DATA_LOSS
+    assert caught.value.code == "DATA_LOSS"
     sink = sinks.sink("s")
     assert isinstance(sink, Broken)
     assert sink.calls.count("abandon") == (where != "open")
