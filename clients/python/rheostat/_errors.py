@@ -39,12 +39,12 @@ _WARMING_UP = "REASON_WARMING_UP"
 _NO_SUBSCRIPTION = "REASON_SUBSCRIPTION_NOT_FOUND"
 
 START_ONE = "start one with rheostat serve MODEL, or connect to where one runs"
-"""What to do if no server answers."""
+"""Advice if no server answers."""
 
 CANCELLED_HERE = "the call was cancelled in this program, so it has no result"
-"""What is said of a call that cancel(), close(), the end of its block or Ctrl-C ended."""
+"""The error text of a call that cancel(), close(), the end of its block or Ctrl-C ended."""
 _CANCELLED_HERE = ("Locally cancelled by application!", "Channel closed!")
-"""What gRPC says of it."""
+"""The texts that gRPC gives such a call."""
 
 _CAUSES = (
     (
@@ -70,7 +70,7 @@ _ARGUMENTS = (
     (re.compile(r"^open\."), ""),
     (re.compile(r"\.sites\.list\."), "."),
 )
-"""What of a path on the wire reads otherwise as an argument in Python."""
+"""Parts of a field path on the wire, and the Python argument that each corresponds to."""
 _WORD = re.compile(r"\b(ENCODING|OVERLOAD|LAYOUT|DTYPE)_([A-Z0-9_]+)")
 """A word of the wire that is the value of an argument in Python."""
 
@@ -91,11 +91,11 @@ class Violation(NamedTuple):
     """Field of the request, e.g. ``steering.interventions[2].where``; or what a precondition
     concerns."""
     description: str
-    """What is wrong with it, a sentence."""
+    """A sentence that describes the error."""
 
 
 class Resource(NamedTuple):
-    """What was not found, or is in the way."""
+    """A resource that was not found, or that already exists."""
 
     type: str
     """Kind of thing: "vector", "run", ..."""

@@ -228,7 +228,7 @@ def knows_point(number: types_pb2.Point.ValueType) -> bool:
 
 
 def read_point(number: types_pb2.Point.ValueType) -> Point:
-    """The point of a wire number. Raises ServerError for one that this client does not know."""
+    """The point of a wire number. Raises ServerError if the number is unknown."""
     point = _FROM_WIRE.get(number)
     if point is None:
         raise ServerError(f"the server sent point {number}, which needs a newer client")

@@ -201,7 +201,7 @@ def _gain(replay: Replay, module: nn.Module, other: nn.Module) -> float:
 
 
 def _add_up(replay: Replay, branches: Sequence[Branch], mid: nn.Module | None) -> bool:
-    """Whether the stream after attention and the one that leaves the block are the sums."""
+    """Whether the streams after attention and after the block are sums of the branches."""
     sums, around = [replay.entry], dict[nn.Module, Around]()
     for seed, branch in enumerate(branches, 3):
         assert branch.module is not None

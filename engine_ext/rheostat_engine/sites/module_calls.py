@@ -97,7 +97,7 @@ def copied(value: _T) -> _T:
 
 
 def returned(out: Value, width: int) -> list[torch.Tensor]:
-    """Those of the values that a module returned that may be parts of the stream, as `streams`."""
+    """Selects the values of a module's output that may be parts of the stream; see `streams`."""
     return streams(out if isinstance(out, tuple) else (out,), {}, width)
 
 

@@ -2,8 +2,8 @@
 
     rheostat::site(Tensor(a!) h, Tensor? carried, Tensor site_handle) -> ()
 
-What is at the site is s = gain * h + carried: the stream, or a branch that is about to be added to
-it. The op lets the programs of the step's tokens change s, all of the change going into h, and
+The value at the site is s = gain * h + carried: the stream, or a branch that is about to be added
+to it. The op lets the programs of the step's tokens change s, all of the change going into h, and
 copies rows of the result to the capture ring. Acting on h, the branch that the next norm is about
 to add, both the norm and the carried stream see the change. A router's logits are narrower than the
 stream: no program ever changes them, and they fill the first columns of a ring row.

@@ -162,7 +162,7 @@ class Replay:
     def loud(
         self, like: torch.Tensor, seed: int, *, times: float = 1.0, apart: bool = False
     ) -> torch.Tensor:
-        """Noise as large as the stream that enters the block or the one that leaves it.
+        """Noise as large as the stream before the block, or after the block.
 
         The larger of the two counts: the first block of a trained model adds branches that are far
         larger than the embedding, and noise of the embedding's size would be rounded away.

@@ -1,4 +1,4 @@
-"""What is captured, in which form, and where it goes, as a caller writes it."""
+"""Captures as a caller writes them: the rows, their encoding and their destination."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Capture:
     dtype: Element | None
     """Element type of the rows. Default: the model's; of projections float32."""
     projection: tuple[Vector, ...]
-    """What comes in place of rows x is x.d for each of these; none: the rows."""
+    """Directions d. If there are any, the numbers x.d are captured in place of the rows x."""
 
     def __init__(
         self,

@@ -284,7 +284,7 @@ def _cells(info: VectorInfo) -> tuple[str, ...]:
 
 
 def _fields(info: VectorInfo) -> dict[str, object]:
-    """What is known, by the words of Python; layers by number, or "all"."""
+    """A vector's fields, named as in Python. Layers are numbers, or "all"."""
     vector = info.vector
     return {
         "digest": vector.digest,

@@ -1,7 +1,7 @@
-"""Requests as the wire wants them, built from what a caller writes.
+"""Builds request messages from the arguments of a caller.
 
-Every function here is pure. What is left out of a request stays absent on the wire, so that the
-defaults are the contract's and stand in one place.
+Every function here is pure. Arguments that a caller omits stay absent in the message, so that the
+defaults are defined only once, in the protos.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _ELSEWHERE = {
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What generate, stream, session and explain take beside the prompt.
+    """Arguments of generate, stream, session and explain besides the prompt.
 
-    What is left out is left to the server; the defaults given here are its own.
+    The server chooses arguments that are omitted. The defaults shown here are the server's.
     """
 
     steering: SteeringLike

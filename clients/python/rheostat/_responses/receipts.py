@@ -100,7 +100,7 @@ class CaptureReceipt:
 
 @dataclass(frozen=True, repr=False)
 class Receipt:
-    """What was really done to a request. ``print`` shows it in words."""
+    """A record of the interventions and captures that were carried out. ``print`` shows a text."""
 
     request_id: str
     """The request."""
@@ -109,7 +109,7 @@ class Receipt:
     generated_token_count: int
     """Tokens generated, all samples together."""
     interventions: tuple[AppliedIntervention, ...] = ()
-    """Every intervention; one that touched nothing is here with 0 rows."""
+    """Every intervention. If it changed nothing, its row count is 0."""
     captures: tuple[CaptureReceipt, ...] = ()
     """Every capture, in the request's order."""
     cached_prompt_token_count: int = 0

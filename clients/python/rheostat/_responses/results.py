@@ -160,7 +160,7 @@ class Sample:
     """One continuation of the prompt."""
 
     text: str
-    """What was generated."""
+    """The generated text."""
     token_ids: tuple[int, ...]
     """Its tokens."""
     finish_reason: FinishReason
@@ -197,7 +197,7 @@ class Samples:
 
     @property
     def text(self) -> str:
-        """What was generated."""
+        """The generated text."""
         return self.samples[0].text
 
     @property
@@ -236,7 +236,7 @@ class Generation(Samples):
     prompt_token_ids: tuple[int, ...]
     """The prompt's tokens."""
     receipt: Receipt
-    """What was really done; the baseline is not counted."""
+    """A record of the interventions and captures that were carried out, without the baseline."""
     baseline: Samples | None = None
     """The same request without its steering; None unless asked for ``with_baseline``."""
 

@@ -38,7 +38,7 @@ METHODS: dict[DeriveMethod, steering_service_pb2.DeriveMethod.ValueType] = {
 
 @dataclass(frozen=True)
 class DerivedRow:
-    """What is known of one row of a derived vector."""
+    """The statistics of one row of a derived vector."""
 
     site: Site
     """Where it was read, and is meant to act."""
@@ -67,7 +67,7 @@ class Derivation:
     """The figures of every row, by point in the same order, then by layer, ascending."""
 
     def __getitem__(self, point: PointLike) -> Vector:
-        """The vector of a point. Raises KeyError for one that was not asked for."""
+        """The vector of a point. Raises KeyError if the point was not requested."""
         chosen = point_of(point)
         for vector in self.vectors:
             if vector.points == (chosen,):

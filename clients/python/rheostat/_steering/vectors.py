@@ -140,7 +140,7 @@ class Vector:
     ) -> Add:
         """A dose: this vector, added at these points, layers and tokens.
 
-        What is left out stays as it is. `select` gives a vector, not a dose.
+        Omitted arguments keep the vector's own values. `select` gives a vector, not a dose.
         """
         return Add(self).at(points=points, layers=layers, where=where)
 
@@ -341,7 +341,7 @@ DOSE = (
     "this is a dose, not a vector, as .at(...) and a scale make doses: pass its vector; "
     "vector.select(layers=3) is a vector of the row of layer 3"
 )
-"""What is said of a dose in the place of a vector."""
+"""The error text if a dose is passed in place of a vector."""
 
 
 def check_row_count(shape: tuple[int, int], layers: Layers | None) -> None:

@@ -100,7 +100,7 @@ class Payloads:
     """The payloads of one subscription."""
 
     def __init__(self, wanted: bool | None, views: bool) -> None:
-        """Of one that has not been opened.
+        """The subscription is not open yet.
 
         ``wanted``: through shared memory; None: if possible. ``views``: see `View`.
         """

@@ -4,8 +4,8 @@
     for batch in stored.rows("resid_post", 3):
         probe.learn(batch.values, batch.token_ids)
 
-Layout and format of the files do not show. What can be read is whole: a request comes to be with
-all of its rows, while the server goes on writing others.
+The layout and the format of the files do not matter to a reader. Only complete requests can be
+read: a request appears with all of its rows, even while the server writes other requests.
 """
 
 from rheostat.captures._batches import RowBatch

@@ -36,7 +36,7 @@ class Functions:
         self._last = 0
         self._sizes: dict[int, int] = {}
         self.written = 0
-        """Intervals written since the start; one that is moved counts again."""
+        """Intervals written since the start. An interval that is moved counts again."""
 
     def __len__(self) -> int:
         """The number of functions without function 0."""
