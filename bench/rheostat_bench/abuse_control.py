@@ -41,7 +41,7 @@ def stats(target: Target, rng: random.Random, size: float) -> Call:
 
 
 def model(target: Target, rng: random.Random, size: float) -> Call:
-    """What does not change while the server runs."""
+    """A GetModel call, whose answer does not change while the server runs."""
     message = engine_service_pb2.GetModelRequest()
     return Call("EngineService/GetModel", (message.SerializeToString(),))
 
@@ -158,7 +158,7 @@ def malformed(target: Target, rng: random.Random, size: float) -> Call:
             request[rng.randrange(len(request))] = rng.randrange(256)
     else:
         request = bytearray(_NO_FIELD + rng.randbytes(count(size, MIB)))
-    # What is left may be a valid request, which is not read to its end.
+    # The cut bytes may still be a valid request. Its response is not read to the end.
     return Call(method, (bytes(request),), reads=1)
 
 

@@ -44,7 +44,7 @@ _METHODS = {
 }
 """The rpcs, by what a `Call` calls them."""
 METHODS = tuple(name for name in _METHODS if name != "EngineService/Drain")
-"""The names of all rpcs but the one that ends the server."""
+"""The names of all rpcs except the rpc that shuts the server down."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -65,7 +65,7 @@ class Call:
     method: str
     """As `GenerationService/Generate`."""
     messages: tuple[bytes, ...]
-    """What is sent."""
+    """The messages to send."""
     pause: float = 0.0
     """Seconds before each message but the first."""
     reads: int | None = None
@@ -264,7 +264,7 @@ class Caller:
         calls = list(self._calls)
         if shuffle is not None:
             random.Random(shuffle).shuffle(calls)
-        ledger = _Ledger()
+        counts = _CallCounts()
         began, used = time.monotonic(), time.process_time()
         remaining = iter(calls)
 
@@ -278,24 +278,24 @@ class Caller:
 
         async def loop(channel: grpc.aio.Channel) -> None:
             while (call := following()) is not None:
-                ledger.began(call)
-                ledger.ended(call, await make(channel, self._target, call))
+                counts.began(call)
+                counts.ended(call, await make(channel, self._target, call))
                 await asyncio.sleep(pause)
 
         async with connect(self._target) as channel:
             loops = [asyncio.create_task(loop(channel)) for _ in range(at_once)]
             done, running = await asyncio.wait(loops, timeout=seconds)
             took, cpu = time.monotonic() - began, time.process_time() - used
-            for one in running:
-                one.cancel()
+            for task in running:
+                task.cancel()
             if running:
                 await asyncio.wait(running, timeout=_LAST_ANSWERS)
-            for one in done:
-                one.result()
-        return ledger.outcome(took, cpu)
+            for task in done:
+                task.result()
+        return counts.outcome(took, cpu)
 
     async def burn(self, seconds: float) -> Outcome:
-        """Calls nobody, and takes all the CPU time that one thread can get."""
+        """Makes no calls; uses all the CPU time that one thread can get."""
         began, used = time.monotonic(), time.process_time()
         await asyncio.to_thread(_burn, seconds)
         took = time.monotonic() - began
@@ -308,7 +308,7 @@ def _burn(seconds: float) -> None:
         sum(range(1000))
 
 
-class _Ledger:
+class _CallCounts:
     """Counts calls and how they ended."""
 
     def __init__(self) -> None:

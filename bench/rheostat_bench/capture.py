@@ -90,7 +90,7 @@ ARMS = (
     Arm("all layers, 8 of 1,024 tokens", posts, LONG, REQUESTS),
     Arm("all layers, 8 of 1,024 tokens, all pieces at once", posts, LONG, REQUESTS, engine=1),
 )
-"""What is measured; the reference of each is the stock arm above it."""
+"""The measured workloads; the reference of each is the stock arm above it."""
 
 
 class _Sent:

@@ -77,7 +77,7 @@ ARMS = (
     Load("prompt, 256 MiB", 1, 32, 1024, 2),
     Load("decode, 32 MiB", _MOST, 32, 1, 8),
 )
-"""What is measured: rows of one request's prompt, and one position of many requests."""
+"""The measured workloads: rows of one request's prompt, and one position of many requests."""
 
 
 def _installed() -> list[InstalledHead]:

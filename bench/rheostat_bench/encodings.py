@@ -168,8 +168,8 @@ def compare(rows: StoredArray, repeats: int) -> Figures:
     size = rows.itemsize
     parts = [part.tobytes() for part in blocks(rows)]
     table: Figures = {}
-    for one in compressors():
-        for way in (one, _on_planes(one, size)):
+    for compressor in compressors():
+        for way in (compressor, _on_planes(compressor, size)):
             encoded, sent = _timed(way.compress, parts, repeats)
             decoded, got = _timed(way.expand, sent, repeats)
             if got != parts:

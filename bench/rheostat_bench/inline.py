@@ -63,7 +63,7 @@ ARMS = (
     Arm("a new vector each, one layer", middle, _EACH),
     Arm("a new vector each, all layers", posts, _EACH),
 )
-"""What is measured; the first is the reference."""
+"""The measured arms; the first is the reference."""
 
 
 def brought(sites: list[int], width: int, rng: np.random.Generator) -> tuple[Vectors, Plan]:
@@ -79,7 +79,7 @@ def in_calls(made: Iterable[Vectors], most: int = CALL_BYTES) -> list[Vectors]:
     calls: list[dict[bytes, npt.NDArray[np.float32]]] = []
     room = -1
     for vectors in made:
-        size = sum(one.nbytes for one in vectors.values())
+        size = sum(vector.nbytes for vector in vectors.values())
         if size > room:
             calls.append({})
             room = most

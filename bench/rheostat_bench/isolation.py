@@ -217,11 +217,11 @@ class _Stage:
 
     def _watched(self, order: Callable[[Caller], Awaitable[Outcome]]) -> Outcome:
         """Runs the hostile client; stops the server if it takes too much memory."""
-        self._caller.tell(order)
-        while not self._caller.answered(0.2):
+        self._caller.send(order)
+        while not self._caller.has_result(0.2):
             if self._server.memory().total > _MOST_MEMORY:
                 self._server.stop()
-        outcome: Outcome = self._caller.answer()
+        outcome: Outcome = self._caller.result()
         return outcome
 
     def _wait_until_quiet(self) -> None:
@@ -278,19 +278,21 @@ def misses(table: Figures) -> list[str]:
     those of the machine or of vLLM.
     """
     found = []
-    for one in SCENARIOS:
-        row = table.get(one.name)
+    for scenario in SCENARIOS:
+        row = table.get(scenario.name)
         if row is None:
             continue
         if row["longest_gap_ms"] > BAR_MS:
-            found.append(f"{one.name}: {row['longest_gap_ms']:.0f} ms between tokens")
-        if row["first_token_longest_ms"] > _first_token_limit(one, table):
-            found.append(f"{one.name}: {row['first_token_longest_ms']:.0f} ms for a first token")
+            found.append(f"{scenario.name}: {row['longest_gap_ms']:.0f} ms between tokens")
+        if row["first_token_longest_ms"] > _first_token_limit(scenario, table):
+            found.append(
+                f"{scenario.name}: {row['first_token_longest_ms']:.0f} ms for a first token"
+            )
         if row["memory_growth_mib"] > ALLOWED_GROWTH / MIB:
-            found.append(f"{one.name}: {row['memory_growth_mib']:.0f} MiB more")
+            found.append(f"{scenario.name}: {row['memory_growth_mib']:.0f} MiB more")
         for broken in ("failed", "unexpected", "faults", "died"):
             if row[broken]:
-                found.append(f"{one.name}: {broken} {row[broken]:.0f}")
+                found.append(f"{scenario.name}: {broken} {row[broken]:.0f}")
     return found
 
 
@@ -317,9 +319,10 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     chosen = [
-        one
-        for one in controls()
-        if not arguments.only or (one if isinstance(one, str) else one.name) in arguments.only
+        control
+        for control in controls()
+        if not arguments.only
+        or (control if isinstance(control, str) else control.name) in arguments.only
     ]
     turns: dict[str, Turn] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -328,9 +331,9 @@ def main() -> None:
         stage = _Stage(model, scratch, arguments.front_ends)
         try:
             info = stage.info()
-            for one in chosen:
-                name = one if isinstance(one, str) else one.name
-                turns[name] = turn = stage.quiet_turn(one, arguments.seconds)
+            for scenario in chosen:
+                name = scenario if isinstance(scenario, str) else scenario.name
+                turns[name] = turn = stage.quiet_turn(scenario, arguments.seconds)
                 _show(name, turn)
         finally:
             stage.close()

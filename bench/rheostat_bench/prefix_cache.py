@@ -88,7 +88,7 @@ ARMS = (
     Arm("decode-only, each another", _from(SHARED + TAIL)),
     Arm("from the middle, each another", _from(MIDDLE), shared=MIDDLE),
 )
-"""What is measured; the first is the reference."""
+"""The measured arms; the first is the reference."""
 
 
 def run(engines: Engines, arm: Arm, state: str) -> Ran:

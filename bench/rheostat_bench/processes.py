@@ -1,8 +1,8 @@
-"""Processes of a benchmark that do what they are told, one order after the other.
+"""Processes of a benchmark, which run the calls that they receive in order.
 
-Invariant: each has one state of its own, a server, an engine or a client, which lives as long as
-the process, on one event loop. An order is a coroutine function of that state that can be pickled.
-What it raises is raised where it was given.
+Invariant: each process has one state: a server, an engine or a client. The state exists as long as
+the process, on one event loop. A call is a coroutine function of that state that can be pickled. An
+exception of a call is raised again in the process that sent it.
 """
 
 import asyncio
@@ -15,69 +15,71 @@ from typing import Any, Generic, Self, TypeVar
 _SPAWNED = multiprocessing.get_context("spawn")
 
 State = TypeVar("State")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 _GRACE = 60.0
 """Seconds that a process has to end."""
 
 
 class Ended(Exception):
-    """A process ended before it answered; what it printed says why."""
+    """A process ended before it returned a result. Its output shows why."""
 
 
 class Worker(Generic[State]):
-    """A process. It starts at once; the first answer waits until its state stands."""
+    """A process. It starts at once; the first result waits until its state is made."""
 
     def __init__(
-        self, life: Callable[[], AbstractAsyncContextManager[State]], *, parent: bool = False
+        self, make_state: Callable[[], AbstractAsyncContextManager[State]], *, parent: bool = False
     ) -> None:
         """Starts it.
 
         Args:
-            life: makes the state.
-            parent: whether the process has processes of its own. One that has none is ended
-                with this process, whatever happens here.
+            make_state: makes the state.
+            parent: whether the process starts processes. Otherwise it is a daemon, so it ends with
+                this process in any case.
         """
-        self._told, theirs = _SPAWNED.Pipe()
-        self._process = _SPAWNED.Process(target=_live, args=(theirs, life), daemon=not parent)
+        self._connection, theirs = _SPAWNED.Pipe()
+        self._process = _SPAWNED.Process(
+            target=_process_main, args=(theirs, make_state), daemon=not parent
+        )
         self._process.start()
         theirs.close()
 
-    def tell(self, order: Callable[[State], Awaitable[object]]) -> None:
-        """Gives an order; `answer` has what comes of it."""
-        self._told.send(order)
+    def send(self, call: Callable[[State], Awaitable[object]]) -> None:
+        """Sends a call; `result` returns its result."""
+        self._connection.send(call)
 
-    def answer(self) -> Any:
-        """What came of the oldest order that has not been answered.
+    def result(self) -> Any:
+        """Returns the result of the oldest call whose result was not yet returned.
 
         Raises:
             Ended: the process has ended.
         """
         try:
-            failed, answer = self._told.recv()
+            failed, result = self._connection.recv()
         except EOFError:
             raise Ended("a process of the benchmark has ended") from None
         if failed:
-            raise answer
-        return answer
+            raise result
+        return result
 
-    def answered(self, timeout: float) -> bool:
-        """Waits so many seconds at most; returns whether `answer` has something at once."""
-        return self._told.poll(timeout)
+    def has_result(self, timeout: float) -> bool:
+        """Waits at most `timeout` seconds; returns whether `result` would return at once."""
+        return self._connection.poll(timeout)
 
-    def do(self, order: Callable[[State], Awaitable[Answer]]) -> Answer:
-        """An order and its answer."""
-        self.tell(order)
-        answer: Answer = self.answer()
-        return answer
+    def do(self, call: Callable[[State], Awaitable[Result]]) -> Result:
+        """Sends a call and returns its result."""
+        self.send(call)
+        result: Result = self.result()
+        return result
 
     def __enter__(self) -> Self:
         """Itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Lets the state end, then the process."""
-        self._told.close()
+        """Closes the state, then ends the process."""
+        self._connection.close()
         self._process.join(_GRACE)
         if self._process.is_alive():
             self._process.kill()
@@ -85,27 +87,31 @@ class Worker(Generic[State]):
 
 
 def together(
-    workers: Sequence[Worker[State]], orders: Sequence[Callable[[State], Awaitable[Answer]]]
-) -> list[Answer]:
-    """What comes of an order for each, carried out at the same time."""
-    for worker, order in zip(workers, orders, strict=True):
-        worker.tell(order)
-    return [worker.answer() for worker in workers]
+    workers: Sequence[Worker[State]], calls: Sequence[Callable[[State], Awaitable[Result]]]
+) -> list[Result]:
+    """Runs one call in each process, at the same time; returns the results."""
+    for worker, call in zip(workers, calls, strict=True):
+        worker.send(call)
+    return [worker.result() for worker in workers]
 
 
-def _live(told: Connection, life: Callable[[], AbstractAsyncContextManager[State]]) -> None:
-    asyncio.run(_obey(told, life))
+def _process_main(
+    calls: Connection, make_state: Callable[[], AbstractAsyncContextManager[State]]
+) -> None:
+    asyncio.run(_serve_state(calls, make_state))
 
 
-async def _obey(told: Connection, life: Callable[[], AbstractAsyncContextManager[State]]) -> None:
-    async with life() as state:
+async def _serve_state(
+    calls: Connection, make_state: Callable[[], AbstractAsyncContextManager[State]]
+) -> None:
+    async with make_state() as state:
         while True:
             try:
-                order = await asyncio.to_thread(told.recv)
+                call = await asyncio.to_thread(calls.recv)
             except EOFError:
                 return
             try:
-                answer = (False, await order(state))
-            except Exception as error:  # whatever it is, it is for whoever gave the order
-                answer = (True, error)
-            told.send(answer)
+                result = (False, await call(state))
+            except Exception as error:  # the process that sent the call raises it again
+                result = (True, error)
+            calls.send(result)

@@ -45,7 +45,7 @@ MEMORY = {
 }
 """MiB that a server may take for each purpose, by the name of its flag."""
 GROWING = ("staging", "buffers", "subscriptions", "vector-store", "runs")
-"""Those of which an idle server has taken nothing."""
+"""Purposes for which an idle server has used no memory yet."""
 ALLOWED_GROWTH = sum(MEMORY[name] for name in GROWING) * MIB + REQUESTS_BYTES
 """Bytes that a server may take beyond what it takes when it is idle: what its flags allow, and
 requests. Freed memory that the C library keeps must fit into it too."""
@@ -136,8 +136,8 @@ class ServedProcess:
     def memory(self) -> Memory:
         """What it takes now."""
         found = [memory_of(pid) for pid in _tree(self._process.pid)]
-        private = sum(one.private for one in found)
-        return Memory(private, max((one.shared for one in found), default=0))
+        private = sum(process.private for process in found)
+        return Memory(private, max((process.shared for process in found), default=0))
 
     def take_peak(self) -> Memory:
         """The most that it took since the last call."""

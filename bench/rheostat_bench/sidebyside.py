@@ -85,16 +85,16 @@ def turn(streams: Sequence[Streamed], wanted_rows: int, watched_rows: int) -> Tu
         wanted_rows: rows that all clients together should have got.
         watched_rows: rows that a subscriber got.
     """
-    seconds = max(one.last for one in streams) - min(one.began for one in streams)
-    steps = [one for one in streams if one.tokens > 1]
-    rows = sum(one.rows for one in streams) + watched_rows
+    seconds = max(stream.last for stream in streams) - min(stream.began for stream in streams)
+    steps = [stream for stream in streams if stream.tokens > 1]
+    rows = sum(stream.rows for stream in streams) + watched_rows
     return Turn(
-        sum(one.tokens for one in streams) / seconds,
+        sum(stream.tokens for stream in streams) / seconds,
         len(streams) / seconds,
-        1e3 * statistics.median((one.last - one.first) / (one.tokens - 1) for one in steps)
+        1e3 * statistics.median((step.last - step.first) / (step.tokens - 1) for step in steps)
         if steps
         else 0.0,
-        1e3 * statistics.median(one.first - one.began for one in streams),
+        1e3 * statistics.median(stream.first - stream.began for stream in streams),
         wanted_rows - rows,
     )
 
@@ -267,7 +267,7 @@ def runs_of_openai(name: str, clients: Sequence[Worker[HttpClient]]) -> dict[str
             for share in spread(wanted, clients)
         ]
         streams = together(clients[: len(orders)], orders)
-        return turn([one for part in streams for one in part], 0, 0)
+        return turn([stream for part in streams for stream in part], 0, 0)
 
     return {name: run}
 
@@ -293,7 +293,7 @@ def runs_of_server(
             partial(Client.run, arm=arm, wanted=share, tokens=tokens)
             for share in spread(wanted, clients)
         ]
-        streams = [one for part in together(clients[: len(orders)], orders) for one in part]
+        streams = [stream for part in together(clients[: len(orders)], orders) for stream in part]
         watched = watcher.do(Watcher.finish).rows if arm == SUBSCRIBED else 0
         rows = sum(len(prompt) + tokens - 1 for prompt in wanted)
         wanted_rows = {
@@ -357,10 +357,10 @@ def summary(
     for name, by_workload in turns.items():
         for workload, some in by_workload.items():
             row = {
-                field: float(statistics.median(getattr(one, field) for one in some))
+                field: float(statistics.median(getattr(result, field) for result in some))
                 for field in Turn._fields
             }
-            row["lost_rows"] = float(sum(one.lost_rows for one in some))
+            row["lost_rows"] = float(sum(result.lost_rows for result in some))
             table.setdefault(name, {})[workload] = row
     for by_name in table.values():
         for workload, row in by_name.items():
@@ -431,7 +431,7 @@ def _save(
 ) -> None:
     """Writes the turns so far, so that a run which is cut short leaves what it has measured."""
     by_arm = {
-        name: {workload: [one._asdict() for one in some] for workload, some in by.items()}
+        name: {workload: [result._asdict() for result in some] for workload, some in by.items()}
         for name, by in turns.items()
     }
     path.write_text(json.dumps({**about, "summary": summary(turns), "turns": by_arm}, indent=1))

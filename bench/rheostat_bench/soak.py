@@ -104,7 +104,7 @@ _NAMES = "hostile/"
 
 
 class Served(NamedTuple):
-    """A server that nobody else uses."""
+    """A server that only this benchmark uses."""
 
     target: str
     """Where it listens."""
@@ -169,7 +169,7 @@ class Soaked(NamedTuple):
                 sentence = self.outcome.sentences.get(label, "")
                 found.append(f"{number} calls ended with {label}: {sentence}")
         for client, heard in (("streaming", self.streaming), ("capturing", self.capturing)):
-            found += [f"the {client} client: {one}" for one in _wrong(heard)]
+            found += [f"the {client} client: {error}" for error in _wrong(heard)]
         return found
 
 
@@ -314,16 +314,16 @@ def left_over(target: str, before: Mapping[str, int]) -> dict[str, int]:
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
     endings: Counter[str] = Counter()
     sentences: dict[str, str] = {}
-    for one in outcomes:
-        endings.update(one.endings)
-        sentences = {**one.sentences, **sentences}
+    for outcome in outcomes:
+        endings.update(outcome.endings)
+        sentences = {**outcome.sentences, **sentences}
     return Outcome(
-        sum(one.calls for one in outcomes),
-        sum(one.nbytes for one in outcomes),
+        sum(outcome.calls for outcome in outcomes),
+        sum(outcome.nbytes for outcome in outcomes),
         dict(endings.most_common()),
         sentences,
-        sum(one.seconds for one in outcomes),
-        sum(one.cpu for one in outcomes),
+        sum(outcome.seconds for outcome in outcomes),
+        sum(outcome.cpu for outcome in outcomes),
     )
 
 
@@ -403,7 +403,7 @@ def main() -> None:
         "memory_flags_mib": MEMORY,
         "streaming": _figures(found.streaming),
         "capturing": _figures(found.capturing),
-        "chunks": [one.figures() for one in found.chunks],
+        "chunks": [chunk.figures() for chunk in found.chunks],
         "memory_mib": {
             "idle": idle.total / MIB,
             "peak": peak.total / MIB,

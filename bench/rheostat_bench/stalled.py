@@ -70,7 +70,7 @@ class Turn(NamedTuple):
     longest: float
     """Seconds that the longest of the requests that ended in it took."""
     lost_rows: int
-    """Rows of which a reader was told that they are lost."""
+    """Rows that were reported to a reader as lost."""
     waiting_rows: int
     """Rows that waited on disk at the end."""
     busiest: float = 0.0
@@ -168,12 +168,12 @@ class _Stage:
             asked = together(self._askers, orders)
             after = engine.stats()
         return Turn(
-            statistics.fmean(one.seconds for one in asked),
-            sum(one.tokens for one in asked),
-            max(one.longest for one in asked),
+            statistics.fmean(result.seconds for result in asked),
+            sum(result.tokens for result in asked),
+            max(result.longest for result in asked),
             after.dropped_row_count - before.dropped_row_count,
             after.spooled_row_count,
-            max(one.cpu / one.seconds for one in asked),
+            max(result.cpu / result.seconds for result in asked),
         )
 
 

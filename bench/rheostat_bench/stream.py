@@ -179,7 +179,7 @@ class _StandIn:
     async def update_steering(
         self, updates: Sequence[SteeringUpdate]
     ) -> list[list[int | None] | Defect]:
-        return [[None] * len(one.plan_ids) for one in updates]
+        return [[None] * len(update.plan_ids) for update in updates]
 
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         pass
@@ -313,8 +313,10 @@ def main() -> None:
     server.join()
     table: Figures = {}
     for name, measured in found.items():
-        kept = [one.figures() for one in measured[1:]]
-        table[name] = {key: statistics.median(one[key] for one in kept) for key in kept[0]}
+        kept = [measurement.figures() for measurement in measured[1:]]
+        table[name] = {
+            key: statistics.median(measurement[key] for measurement in kept) for key in kept[0]
+        }
     result = {
         "benchmark": "stream",
         "measures": "rows of a stand-in engine through server and client, each a process",

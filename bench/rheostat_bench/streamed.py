@@ -49,7 +49,7 @@ _WARM_UP = 150
 STOCK, PLAIN = "stock, in process", "over gRPC"
 INLINE, SUBSCRIBED = "rows in the answer", "rows to a subscriber"
 ARMS = (STOCK, PLAIN, INLINE, SUBSCRIBED)
-"""What is measured; the first is the reference."""
+"""The measured arms; the first is the reference."""
 
 PER_TOKEN, FIRST, FIRST_AT_CLIENT, WHOLE = (
     "per_token",
@@ -150,15 +150,21 @@ def milliseconds(workload: Workload, asked: Sequence[Asked], last_row: float) ->
         asked: its requests.
         last_row: when a subscriber had everything; 0: there was none.
     """
-    whole = max(last_row, *(one.ended for one in asked)) - min(one.began for one in asked)
+    whole = max(last_row, *(result.ended for result in asked)) - min(
+        result.began for result in asked
+    )
     seconds = {
-        FIRST: statistics.median(one.first for one in asked),
-        FIRST_AT_CLIENT: statistics.median(one.first_at_client - one.began for one in asked),
+        FIRST: statistics.median(result.first for result in asked),
+        FIRST_AT_CLIENT: statistics.median(
+            result.first_at_client - result.began for result in asked
+        ),
         WHOLE: whole,
     }
     if workload.tokens > 1:
         steps = workload.tokens - 1
-        seconds[PER_TOKEN] = statistics.median((one.last - one.first) / steps for one in asked)
+        seconds[PER_TOKEN] = statistics.median(
+            (result.last - result.first) / steps for result in asked
+        )
     return {measure: 1e3 * seconds[measure] for measure in workload.measures}
 
 
@@ -193,7 +199,7 @@ class _Stage:
                 partial(Watcher.open, options=options, requests=workload.requests)
             )
         asked = self._ask(wanted, workload.tokens, self._capture if arm == INLINE else None)
-        rows, last_row = sum(one.rows for one in asked), 0.0
+        rows, last_row = sum(result.rows for result in asked), 0.0
         if arm == SUBSCRIBED:
             rows, last_row = self._watcher.do(Watcher.finish)
         if arm != PLAIN:
@@ -208,7 +214,9 @@ class _Stage:
         orders = [
             partial(ask, wanted=share, tokens=tokens, capture=capture) for share in shares if share
         ]
-        return [one for asked in together(self._askers[: len(orders)], orders) for one in asked]
+        return [
+            result for asked in together(self._askers[: len(orders)], orders) for result in asked
+        ]
 
 
 def measure(stage: _Stage, workloads: Sequence[Workload]) -> dict[str, Times]:
