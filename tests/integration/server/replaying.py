@@ -47,7 +47,7 @@ SELECTORS: Sequence[tuple[rheostat.Selector | str, Holds]] = (
 )
 
 
-class Wish(NamedTuple):
+class RequestSpec(NamedTuple):
     """One request."""
 
     request_id: str
@@ -59,7 +59,7 @@ class Wish(NamedTuple):
     seed: int
     lora: str | None
     phases: list[list[Placed]]
-    """Its steering; further ones replace it while it runs."""
+    """Its steering at the start; each further list replaces it while the request runs."""
     updates_at: list[int]
     """After how many messages with tokens each update is sent."""
     points: list[str]
@@ -78,7 +78,7 @@ class Watch(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What came of a request."""
+    """The result of a request."""
 
     out: rheostat.Generation
     rows: dict[int, Rows]
@@ -88,20 +88,20 @@ class Ran(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """What came to a subscription."""
+    """The rows and events that a subscription received."""
 
-    wish: Watch
+    watch: Watch
     rows: dict[tuple[str, int], Rows]
     """By request and sample."""
     firsts: dict[tuple[str, int], int | None]
     """Samples that ran when it began, with the first position that it has of them."""
     ended: set[str]
-    """Requests of which it has all."""
+    """Requests whose rows it received completely."""
     missed: set[str]
 
 
 class Verdict(NamedTuple):
-    """How the rows compare with those of the replay."""
+    """The comparison of the rows with the rows of the replay."""
 
     compared: int
     wrong: int
@@ -118,7 +118,7 @@ class Verdict(NamedTuple):
     """Of samples with wrong or missing rows: which, and where."""
 
     def problems(self) -> list[str]:
-        """What must not be; empty: all rows are right, and the round was what it says it is."""
+        """Errors of the round; empty: all rows are right, and the round tested what it should."""
         found = list(self.examples)
         if self.doubled:
             found.append(f"{self.doubled} rows came twice")
@@ -131,7 +131,7 @@ class Verdict(NamedTuple):
 
 
 class _Doubled:
-    """Collects rows; counts those that came twice."""
+    """Collects rows and counts duplicates."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -144,7 +144,7 @@ class _Doubled:
                 into[key] = row
 
 
-def wishes(seed: int, loras: Sequence[str]) -> tuple[list[Wish], list[Watch]]:
+def request_specs(seed: int, loras: Sequence[str]) -> tuple[list[RequestSpec], list[Watch]]:
     """Requests and observers; equal seeds give equal ones."""
     rng = random.Random(seed)
     ids = [[rng.randrange(3, 1900) for _ in range(200)] for _ in range(2)]
@@ -155,12 +155,12 @@ def wishes(seed: int, loras: Sequence[str]) -> tuple[list[Wish], list[Watch]]:
             for where, holds in rng.sample(SELECTORS, rng.choice([0, 1, 1, 2]))
         ]
 
-    def request(number: int) -> Wish:
+    def request(number: int) -> RequestSpec:
         shared = rng.choice(ids)[: rng.choice([0, 130, 200])]
         own = [rng.randrange(3, 1900) for _ in range(rng.randrange(24, 120))]
         updates = rng.choice([0, 0, 1, 2, 4])
         where, holds = rng.choice(SELECTORS)
-        return Wish(
+        return RequestSpec(
             f"replay-{seed}-{number}",
             shared + own,
             rng.random() * 2.0,
@@ -187,30 +187,30 @@ def wishes(seed: int, loras: Sequence[str]) -> tuple[list[Wish], list[Watch]]:
     return [request(number) for number in range(REQUESTS)], watches
 
 
-async def _run(engine: rheostat.aio.Engine, wish: Wish, doubled: _Doubled) -> Ran:
-    await asyncio.sleep(wish.delay)
+async def _run(engine: rheostat.aio.Engine, spec: RequestSpec, doubled: _Doubled) -> Ran:
+    await asyncio.sleep(spec.delay)
     session = engine.session(
-        wish.prompt,
-        steering=[placed.ours for placed in wish.phases[0]],
-        capture=rheostat.Capture(wish.points, layers=wish.layers, where=wish.where),
-        max_tokens=wish.tokens,
-        n=wish.samples,
-        seed=wish.seed,
+        spec.prompt,
+        steering=[placed.ours for placed in spec.phases[0]],
+        capture=rheostat.Capture(spec.points, layers=spec.layers, where=spec.where),
+        max_tokens=spec.tokens,
+        n=spec.samples,
+        seed=spec.seed,
         temperature=1.0,
         ignore_eos=True,
-        lora=wish.lora,
-        request_id=wish.request_id,
+        lora=spec.lora,
+        request_id=spec.request_id,
     )
-    rows: dict[int, Rows] = {sample: {} for sample in range(wish.samples)}
-    phases = [(wish.phases[0], dict.fromkeys(range(wish.samples), 0))]
+    rows: dict[int, Rows] = {sample: {} for sample in range(spec.samples)}
+    phases = [(spec.phases[0], dict.fromkeys(range(spec.samples), 0))]
     sent: dict[int, list[Placed]] = {}
-    due, messages = list(wish.updates_at), 0
+    due, messages = list(spec.updates_at), 0
     async for event in session:
         if isinstance(event, rheostat.Tokens):
             messages += 1
             if due and messages >= due[0]:
                 del due[0]
-                phase = wish.phases[len(sent) + 1]
+                phase = spec.phases[len(sent) + 1]
                 sent[session.steer([placed.ours for placed in phase])] = phase
         elif isinstance(event, rheostat.Rows):
             doubled.take(rows[event.sample], [event])
@@ -244,7 +244,7 @@ async def _watch(
 
 async def play(target: str, seed: int, loras: Sequence[str] = ()) -> Verdict:
     """All requests at once, then each sample alone; every row of both."""
-    requests, watches = wishes(seed, loras)
+    requests, watches = request_specs(seed, loras)
     doubled = _Doubled()
     last = f"replay-{seed}-last"
     async with AsyncExitStack() as stack:
@@ -253,18 +253,18 @@ async def play(target: str, seed: int, loras: Sequence[str] = ()) -> Verdict:
             asyncio.create_task(_watch(engines[-1], watch, {last}, doubled)) for watch in watches
         ]
         runs = [
-            asyncio.create_task(_run(engines[number % 3], wish, doubled))
-            for number, wish in enumerate(requests)
+            asyncio.create_task(_run(engines[number % 3], spec, doubled))
+            for number, spec in enumerate(requests)
         ]
         ran = await asyncio.gather(*runs)
-        await asyncio.sleep(max(0.0, 4.0 - max(wish.delay for wish in requests)))
+        await asyncio.sleep(max(0.0, 4.0 - max(spec.delay for spec in requests)))
         # Ends after all others, so that observers know that nothing more comes.
         await engines[0].generate([5, 6, 7], max_tokens=2, temperature=0, request_id=last)
         watched = await asyncio.gather(*observers)
         replayed = {
-            (wish.request_id, sample): await _replay(engines[0], wish, one, sample)
-            for wish, one in zip(requests, ran, strict=True)
-            for sample in range(wish.samples)
+            (spec.request_id, sample): await _replay(engines[0], spec, one, sample)
+            for spec, one in zip(requests, ran, strict=True)
+            for sample in range(spec.samples)
         }
     return _verdict(requests, ran, watched, replayed, doubled.count)
 
@@ -274,9 +274,9 @@ def _tokens(ran: Ran, sample: int) -> list[int]:
     return [*ran.out.prompt_token_ids, *ran.out.samples[sample].token_ids][:-1]
 
 
-async def _replay(engine: rheostat.aio.Engine, wish: Wish, ran: Ran, sample: int) -> Rows:
+async def _replay(engine: rheostat.aio.Engine, spec: RequestSpec, ran: Ran, sample: int) -> Rows:
     """Every row of a sample's tokens, steered at each position as the sample was."""
-    tokens, length = _tokens(ran, sample), len(wish.prompt)
+    tokens, length = _tokens(ran, sample), len(spec.prompt)
     steering: list[rheostat.Intervention] = []
     starts = [firsts.get(sample, len(tokens)) for _, firsts in ran.phases]
     for (placed, _), start, end in zip(ran.phases, starts, [*starts[1:], len(tokens)], strict=True):
@@ -292,7 +292,7 @@ async def _replay(engine: rheostat.aio.Engine, wish: Wish, ran: Ran, sample: int
         capture=rheostat.Capture(POINTS),
         max_tokens=1,
         temperature=0,
-        lora=wish.lora,
+        lora=spec.lora,
     )
     rows: Rows = {}
     for point in POINTS:
@@ -318,7 +318,7 @@ def _windows(at: Sequence[int]) -> rheostat.Selector:
 
 
 def _verdict(
-    requests: Sequence[Wish],
+    requests: Sequence[RequestSpec],
     ran: Sequence[Ran],
     watched: Sequence[Watched],
     replayed: dict[tuple[str, int], Rows],
@@ -347,30 +347,30 @@ def _verdict(
                 where = f"layers {layers}, {len(at)} positions from {at[0]} to {at[-1]}"
                 examples.append(f"{word} {len(keys)} of {name}: {where}")
 
-    for wish, one in zip(requests, ran, strict=True):
-        for sample in range(wish.samples):
-            tokens, all_rows = _tokens(one, sample), replayed[wish.request_id, sample]
-            length = len(wish.prompt)
-            at = [p for p, token in enumerate(tokens) if wish.holds(p, token, length)]
-            keys = [(point, n, p) for point in wish.points for n in wish.layers for p in at]
-            name = f"{wish.request_id}[{sample}], {length} prompt tokens"
+    for spec, one in zip(requests, ran, strict=True):
+        for sample in range(spec.samples):
+            tokens, all_rows = _tokens(one, sample), replayed[spec.request_id, sample]
+            length = len(spec.prompt)
+            at = [p for p, token in enumerate(tokens) if spec.holds(p, token, length)]
+            keys = [(point, n, p) for point in spec.points for n in spec.layers for p in at]
+            name = f"{spec.request_id}[{sample}], {length} prompt tokens"
             compare(name, one.rows[sample], {key: all_rows[key] for key in keys})
             for each in watched:
-                if wish.request_id in each.missed or wish.request_id not in each.ended:
-                    assert (wish.request_id, sample) not in each.rows
+                if spec.request_id in each.missed or spec.request_id not in each.ended:
+                    assert (spec.request_id, sample) not in each.rows
                     continue
-                first = each.firsts.get((wish.request_id, sample), 0)
-                count["attached"] += (wish.request_id, sample) in each.firsts
+                first = each.firsts.get((spec.request_id, sample), 0)
+                count["attached"] += (spec.request_id, sample) in each.firsts
                 first = len(tokens) if first is None else first
                 seen = [
                     (point, layer, p)
-                    for point in each.wish.points
-                    for layer in each.wish.layers
+                    for point in each.watch.points
+                    for layer in each.watch.layers
                     for p in range(first, len(tokens))
                 ]
-                rows = each.rows.get((wish.request_id, sample), {})
+                rows = each.rows.get((spec.request_id, sample), {})
                 wanted = {key: all_rows[key] for key in seen}
-                compare(f"{each.wish} of {name}", rows, wanted)
+                compare(f"{each.watch} of {name}", rows, wanted)
     return Verdict(
         count["compared"],
         count["wrong"],

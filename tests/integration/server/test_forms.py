@@ -53,7 +53,7 @@ def raw(engine: rheostat.Engine) -> Raw:
     return Raw(dict(out.activations), [*PROMPT, *out.token_ids])
 
 
-class Meter:
+class DeviceBytes:
     """Counts the bytes that leave the device."""
 
     def __init__(self, engine: rheostat.Engine) -> None:
@@ -76,7 +76,7 @@ def test_coded_rows_are_the_server_s_and_only_their_codes_leave(
     engine: rheostat.Engine, raw: Raw, name: str
 ) -> None:
     _, options, row_bytes = CODED[name]
-    meter = Meter(engine)
+    meter = DeviceBytes(engine)
     capture = rheostat.Capture("resid_post", "all", encoding=name, **options)
     out = engine.generate(PROMPT, capture=capture, **OPTIONS)
     assert meter.left() == ROWS * LAYERS * row_bytes
@@ -101,7 +101,7 @@ def test_coded_rows_are_the_server_s_and_only_their_codes_leave(
 def test_a_narrower_type_is_made_on_the_device(
     engine: rheostat.Engine, raw: Raw, dtype: str, encoding: str
 ) -> None:
-    meter = Meter(engine)
+    meter = DeviceBytes(engine)
     capture = rheostat.Capture("attn_out", [1, 4], dtype=dtype, encoding=encoding)
     out = engine.generate(PROMPT, capture=capture, **OPTIONS)
     assert meter.left() == ROWS * 2 * WIDTH * 2
@@ -119,7 +119,7 @@ def test_projections_are_scalar_products_with_hugging_face_s_rows(
     flat, by_layer = rng.normal(size=(5, WIDTH)), rng.normal(size=(LAYERS, WIDTH))
     stored = engine.vectors.put(by_layer.astype(np.float32), name="by-layer")
     streams = reference.run(raw.token_ids[:-1]).streams
-    meter = Meter(engine)
+    meter = DeviceBytes(engine)
     capture = rheostat.Capture("resid_post", "all", projection=[stored, rheostat.inline(flat[0])])
     out = engine.generate(PROMPT, capture=capture, **OPTIONS)
     assert meter.left() == ROWS * LAYERS * 2 * 4
@@ -130,7 +130,7 @@ def test_projections_are_scalar_products_with_hugging_face_s_rows(
         size = np.linalg.norm(rows, axis=1, keepdims=True) * np.linalg.norm(by_layer, axis=1).max()
         expected = rows @ np.stack([by_layer[layer], flat[0]]).T
         assert (np.abs(found - expected) <= TOLERANCE * size).all()
-    meter = Meter(engine)
+    meter = DeviceBytes(engine)
     coded = rheostat.Capture("resid_post", 2, projection=flat, encoding="full8")
     out = engine.generate(PROMPT, capture=coded, **OPTIONS)
     assert meter.left() == ROWS * (8 + 5)
@@ -147,7 +147,7 @@ def test_readers_who_want_one_row_in_different_forms_are_all_right(
     direction = np.random.default_rng(4).normal(size=(1, WIDTH)).astype(np.float32)
     eight = rheostat.Capture("resid_post", [0, 1, 2], encoding="full8")
     probe = rheostat.Capture("resid_post", [1, 2], projection=direction)
-    meter = Meter(engine)
+    meter = DeviceBytes(engine)
     with engine.subscribe(capture=probe, every=True) as subscription:
         out = engine.generate(PROMPT, capture=eight, **OPTIONS)
         got: dict[tuple[int, int], np.ndarray] = {}
