@@ -17,7 +17,7 @@ _MOST_BYTES = 1 << 44
 
 
 class Bounds(NamedTuple):
-    """What a number may be, both ends included."""
+    """The smallest and the largest allowed value of a number."""
 
     least: float
     most: float = math.inf
@@ -37,12 +37,12 @@ class Flag(NamedTuple):
     help: str
     metavar: str | None
     default: str
-    """What the field's default means, in words; empty: the default itself says it."""
+    """The default in words; empty: the help shows the default itself."""
     group: str
-    """The title of the group that begins with this flag; empty: it goes on."""
+    """The title of the group that starts with this flag; empty: the previous group continues."""
     choices: tuple[str, ...] | None
     name: str
-    """The flag's name where it is another than the field's; it may then be repeated."""
+    """The flag's name, if it differs from the field's. Such a flag may be repeated."""
 
 
 def _flag(  # the default of a field of any type
@@ -76,7 +76,7 @@ def _bounded(default: float | None, bounds: Bounds) -> Any:  # as for `_flag`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Everything that a server is told before it starts."""
+    """All settings of a server."""
 
     model: str
     """A folder with a model, a name on the Hugging Face hub, or "demo" for the bundled model."""
@@ -160,7 +160,7 @@ class ServerConfig:
         words="vLLM's choice on a GPU, up to 4096 on a CPU",
         group="memory, in MiB",
     )
-    """Goes before `gpu_memory_utilization`."""
+    """If set, it overrides `gpu_memory_utilization`."""
     bank_bytes: int = _mib(256, "device memory for steering vectors")
     """Three quarters hold rows that are added, a quarter the float32 directions of `norm_add`,
     `ablate`, `clamp` and `scale`."""
@@ -168,29 +168,29 @@ class ServerConfig:
     encode_bytes: int = _mib(
         128, "device memory to encode and project captured rows", _BYTES_OR_NONE
     )
-    """Up to three quarters are for what rows are projected on, a quarter for the work. Without
-    room, rows leave whole."""
+    """Up to three quarters hold the directions that rows are projected on; a quarter is work space.
+    If it is too small, rows are sent whole."""
     staging_bytes: int = _mib(
         1024,
         "host memory of each worker in which captured rows wait for the server",
         _BYTES_OR_NONE,
     )
-    """Pinned on CUDA; never less than `capture_bytes`. What finds no room is lost and counted."""
+    """Pinned on CUDA; never less than `capture_bytes`. Rows beyond it are lost and counted."""
     request_buffer_bytes: int = _mib(
         512,
         "memory in which one request's rows, tokens and log-probabilities wait for slow readers",
     )
-    """Readers are its response, its sinks and its runs. Beyond, rows are lost or spilled as their
-    policies say, or the request fails."""
+    """Readers are its response, its sinks and its runs. If it is full, rows are lost or spilled
+    by the policy of their capture, or the request fails."""
     buffers_bytes: int = _mib(2048, "the same for all requests together")
-    """When it is full, those that hold most give way."""
+    """If it is full, the policies apply first to the requests that hold most."""
     subscriptions_bytes: int = _mib(
         2048,
         "captured rows that subscribers have not acknowledged, for all subscriptions together",
     )
     vector_store_bytes: int = _mib(1024, "memory for stored vectors")
     runs_bytes: int = _mib(1024, "memory for stored runs")
-    """Those being made are included."""
+    """Unfinished runs count too."""
 
     sinks: tuple[str, ...] = _flag(
         (),
@@ -209,7 +209,7 @@ class ServerConfig:
         group="broken connections",
     )
     heartbeat: float = _bounded(5.0, Bounds(0.001, 3600))
-    """Seconds after which a subscription that has nothing to say gives a sign of life."""
+    """Seconds without an event after which a subscription sends a heartbeat."""
 
     spool: str | None = _flag(
         None,
@@ -218,7 +218,7 @@ class ServerConfig:
         words="none",
         group="folders",
     )
-    """None: no request and no subscription may have the policy."""
+    """None: requests and subscriptions with this policy are refused."""
     spool_bytes: int = _mib(16384, "largest size of that folder")
     vector_dir: str | None = _flag(
         None,
@@ -228,28 +228,28 @@ class ServerConfig:
     )
 
     capacity_wait: float = _bounded(30.0, _SECONDS)
-    """Seconds that a request waits for what others hold before it is refused: bank rows,
+    """Seconds that a request waits for resources of other requests before it is refused: bank rows,
     directions, slots, steps, token rules, ruled intervals, captured rows per step."""
     drain_grace: float = _bounded(30.0, _SECONDS)
-    """Seconds that running requests get to finish when the server is told to end."""
+    """Seconds that running requests get to finish when the server shuts down."""
 
 
 def check_config(config: ServerConfig) -> None:
     """Checks every number of a configuration, before anything is loaded.
 
     Raises:
-        InvalidConfig: one is outside its bounds. The message names the flag.
+        InvalidConfig: a number is outside its bounds. The message names the flag.
     """
     for setting in fields(config):
         bounds, value = setting.metadata.get("bounds"), getattr(config, setting.name)
         if bounds and value is not None and not bounds.least <= value <= bounds.most:
             raise InvalidConfig(_out_of_bounds(setting.name, value, bounds))
-    held = max(config.staging_bytes, config.capture_bytes)
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if held > there:
+    needed = max(config.staging_bytes, config.capture_bytes)
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > installed:
         raise InvalidConfig(
-            f"--staging-mib and --capture-mib ask for {held // _MIB} MiB of host memory in each "
-            f"worker; this machine has {there // _MIB} MiB"
+            f"--staging-mib and --capture-mib ask for {needed // _MIB} MiB of host memory in each "
+            f"worker; this machine has {installed // _MIB} MiB"
         )
 
 
@@ -257,8 +257,8 @@ def _out_of_bounds(name: str, value: float, bounds: Bounds) -> str:
     flag, unit = f"--{name.replace('_', '-')}", 1
     if name.endswith("_bytes"):
         flag, unit = f"{flag.removesuffix('-bytes')}-mib", _MIB
-    least, most, given = (_number(one, unit) for one in (*bounds, value))
-    return f"{flag} must be {least} to {most}, not {given}"
+    least, most, actual = (_number(number, unit) for number in (*bounds, value))
+    return f"{flag} must be {least} to {most}, not {actual}"
 
 
 def _number(value: float, unit: int) -> str:

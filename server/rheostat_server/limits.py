@@ -53,17 +53,17 @@ CHUNK_BYTES = MIB
 
 SHARED_CHUNK_BYTES = 12 * MIB
 """Size at which raw rows are cut for shared memory, where a message costs more than its bytes.
-Below the largest message, in which they travel where there is no room."""
+It is below the largest message, because a message carries the rows if shared memory is full."""
 
 BATCH_BYTES = 4 * MIB
-"""Rows of a subscription that travel in one message, about. A message costs a front end and its
+"""Approximate bytes of a subscription's rows in one message. A message costs a front end and its
 client as much as 100 KiB of rows."""
 
 BATCH_EVENTS = 1024
 """Most events of a subscription that travel in one message."""
 
 SHARED_BYTES = 16 << 10
-"""Payloads from this size on go through shared memory, where it is used."""
+"""Payloads of at least this size go through shared memory if the subscription uses it."""
 
 OFFLOAD_BYTES = 64 << 10
 """Work on more bytes runs on a thread, not on the event loop."""
@@ -102,7 +102,7 @@ PAGE_ENTRIES = 1000
 """Most entries of a page of a listing."""
 
 PAGE_BYTES = 1 << 20
-"""Size of a page of a listing, about, at which it ends early."""
+"""Approximate size at which a page of a listing ends, even if it has fewer entries."""
 
 VECTOR_ROWS = 1024
 """Most rows of a vector."""
@@ -132,7 +132,7 @@ SPAN_BYTES = 4096
 """Longest text of a span."""
 
 POINTS = 6
-"""Most points of a site set: each once."""
+"""Most points of a site set: each point once."""
 
 LAYERS = 1024
 """Most layers of a list."""
@@ -158,8 +158,8 @@ QUEUED_PROMPT_TOKENS = 1 << 24
 the engine."""
 
 PROMPT_LOGPROBS = 1 << 17
-"""Most log-probabilities of a prompt: its tokens, times `prompt_logprobs` and one. The tokens' own
-may always be asked for."""
+"""Most log-probabilities of a prompt: its tokens, times `prompt_logprobs` plus one. A request may
+always ask for the log-probabilities of the prompt's own tokens."""
 
 CHAT_MESSAGES = 1024
 """Most messages of a chat."""
@@ -177,10 +177,10 @@ LONG_TEXTS_WAITING = 64
 """Longer texts that may wait to be tokenised."""
 
 DECODED_TOKEN_BYTES = 16
-"""Bytes that a token to decode counts for, among texts that wait."""
+"""Bytes that each waiting token to decode counts for."""
 
 SPAN_SEARCH = 1 << 28
-"""Most characters that the spans of a request may go over: each text goes over the prompt once."""
+"""Most characters that a request's text spans may search. Each span searches the prompt once."""
 
 TEMPLATE_VARIABLES = 32
 """Most variables given to a chat template."""
@@ -246,7 +246,7 @@ SUBSCRIPTIONS = 64
 """Most subscriptions at the same time."""
 
 DEFAULT_SUBSCRIPTIONS = 16
-"""Subscriptions that ask for no buffer size and fit into the server's memory for subscriptions."""
+"""Subscriptions of the default buffer size that fit into the server's memory for subscriptions."""
 
 SUBSCRIBE_OPEN_BYTES = 4 * MIB
 """Largest message that opens a subscription."""
@@ -256,14 +256,15 @@ SUBSCRIPTION_SELECTOR_BYTES = 256 << 10
 
 OBSERVER_COST = 4096
 """Most that a subscription may cost each request that it observes: 1 for each site and each range,
-and 8 for each capture. A unit takes about a microsecond."""
+and 8 for each capture. A unit of cost is about a microsecond."""
 
 OBSERVERS_COST = 16384
-"""Most that all observers of a request may cost it. The costliest miss the request."""
+"""Most that all observers of a request may cost it. If it is exceeded, the costliest observers miss
+the request."""
 
 OBSERVER_SPANS = 1024
-"""Most spans of positions that a subscription may capture of a request. With more it misses the
-request, because they would cut the request's own plan into as many pieces."""
+"""Most spans of positions that a subscription may capture of a request. A subscription with more
+misses the request, because each span splits the intervals of the request's own plan."""
 
 OBSERVERS_PLAN_COST = 400
 """The largest sum that the subscriptions which observe a request may add to the cost of its plan,
@@ -276,12 +277,12 @@ SUBSCRIBED_REQUESTS = 4096
 """Most request ids of a subscription's filter."""
 
 CALL_BYTES = 32 * MIB
-"""Bytes as float32 that a call of the workers carries at most, or a single vector: no step waits
-for more than these."""
+"""Most bytes, as float32, in a call to the workers, because a step waits for the call. A single
+larger vector is sent alone."""
 
 STATS_SECONDS = 0.25
-"""Largest age of the workers' counts in `GetStats`. A call of the workers delays a step, so newer
-counts are used again."""
+"""Largest age of the workers' counts in `GetStats`. A call to the workers delays a step, so
+newer counts are reused."""
 
 RETRY_SECONDS = 1.0
 """Seconds after which a refused client should try again, if the server knows no better time."""

@@ -4,7 +4,7 @@ Why
     Protobuf copies a payload when it is set in a message, and again when the message is serialised.
     Each copy into fresh memory takes the event loop about as long as a token.
 How
-    The payload stays where it is, and `head` has everything before it. That is a valid message,
+    The payload is not copied, and `head` has all bytes before it. That is a valid message,
     because fields may have any order: the payload is the last field of the last nested message.
 """
 
@@ -44,7 +44,7 @@ class MessageParts(NamedTuple):
 
 
 def field_head(number: int, size: int) -> bytes:
-    """What comes before the content of a field that is a message, or bytes.
+    """The tag and the size that precede the content of a message or bytes field.
 
     Args:
         number: the field's number.

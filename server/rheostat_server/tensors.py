@@ -102,7 +102,8 @@ def checked_payload(tensor: tensor_pb2.Tensor, path: str, *, kind: FloatType) ->
     Raises:
         MissingField: there is no payload.
         InvalidValue: requests must not have this rank, encoding or kind of payload.
-        TensorPayload: the length or the checksum is wrong, or it is no LZ4 frame of that length.
+        TensorPayload: the length or the checksum is wrong, or the payload is no LZ4 frame of
+            that length.
     """
     if len(tensor.shape) > TENSOR_RANK:
         raise InvalidValue(
@@ -162,7 +163,7 @@ def encode_rows(
 
 
 def converted(rows: StoredArray, *, row_type: FloatType, wanted: FloatType) -> StoredArray:
-    """Converts rows from type `row_type` to `wanted`. If both are equal, every bit stays."""
+    """Converts rows from type `row_type` to `wanted`. If both are equal, the bits do not change."""
     if row_type is wanted:
         return np.ascontiguousarray(rows, dtype=row_type.numpy)
     return narrow(widened(rows, row_type), wanted.dtype)

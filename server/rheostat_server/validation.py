@@ -32,70 +32,70 @@ def required(chosen: str | None, path: str, options: str) -> str:
     """The name of the member of a oneof that is set.
 
     Raises:
-        MissingField: none is.
+        MissingField: no member is set.
     """
     if chosen is None:
         raise MissingField(f"one of {options} is required", field=path)
     return chosen
 
 
-def known_enum(value: int, known: Collection[int], path: str) -> None:
+def known_enum(value: int, values: Collection[int], path: str) -> None:
     """Checks an enum.
 
     Raises:
-        UnknownEnum: it is zero or unknown.
+        UnknownEnum: the value is zero or unknown.
     """
-    if value == 0 or value not in known:
+    if value == 0 or value not in values:
         raise UnknownEnum(f"{value} is not a value that can be used here", field=path)
 
 
 def finite(value: float, path: str) -> float:
-    """The value.
+    """Returns the value, if it is finite.
 
     Raises:
-        NonFinite: it is infinite or not a number.
+        NonFinite: the value is infinite or not a number.
     """
     if not math.isfinite(value):
         raise NonFinite("must be a finite number", field=path)
     return value
 
 
-def check_count(count: int, limit: int, path: str, what: str) -> None:
+def check_count(count: int, limit: int, path: str, noun: str) -> None:
     """Checks a count.
 
     Raises:
         InvalidValue: there are too many.
     """
     if count > limit:
-        raise InvalidValue(f"{count} {what}; at most {limit} are allowed", field=path)
+        raise InvalidValue(f"{count} {noun}; at most {limit} are allowed", field=path)
 
 
 def text_bytes(text: str, limit: int, path: str) -> None:
     """Checks the length of a text in UTF-8.
 
     Raises:
-        InvalidValue: it is longer.
+        InvalidValue: the text is longer than `limit` bytes.
     """
     size = len(text.encode(errors="surrogatepass"))
     if size > limit:
         raise InvalidValue(f"has {size} bytes; at most {limit} are allowed", field=path)
 
 
-def no_repeats(values: Sequence[int], path: str, what: str) -> None:
+def no_repeats(values: Sequence[int], path: str, noun: str) -> None:
     """Checks that all values differ.
 
     Raises:
-        InvalidValue: one comes twice.
+        InvalidValue: a value is repeated.
     """
     if len(set(values)) != len(values):
-        raise InvalidValue(f"{what} may not be repeated", field=path)
+        raise InvalidValue(f"{noun} may not be repeated", field=path)
 
 
 def matches(value: str, pattern: re.Pattern[str], path: str) -> str:
-    """The value.
+    """Returns the value, if it has the form of the pattern.
 
     Raises:
-        InvalidValue: it is not of the pattern, or longer than a name may be.
+        InvalidValue: the value does not match, or it is longer than a name may be.
     """
     text_bytes(value, ID_BYTES, path)
     if not pattern.fullmatch(value):
@@ -103,14 +103,14 @@ def matches(value: str, pattern: re.Pattern[str], path: str) -> str:
     return value
 
 
-def labels(given: Mapping[str, str], path: str) -> None:
+def labels(labels_by_key: Mapping[str, str], path: str) -> None:
     """Checks labels of requests.
 
     Raises:
         InvalidValue: there are too many, or a key or value is too long.
     """
-    check_count(len(given), LABELS, path, "labels")
-    for key, value in given.items():
+    check_count(len(labels_by_key), LABELS, path, "labels")
+    for key, value in labels_by_key.items():
         if not 1 <= len(key.encode()) <= LABEL_KEY_BYTES:
             raise InvalidValue(f"a label's key has 1 to {LABEL_KEY_BYTES} bytes", field=path)
         if len(value.encode()) > LABEL_VALUE_BYTES:
@@ -124,7 +124,7 @@ def token_ids(ids: Sequence[int], vocabulary: int, path: str) -> None:
 
     Raises:
         MissingField: there are none.
-        UnknownToken: one is not below the vocabulary's size.
+        UnknownToken: an id is not below the vocabulary's size.
     """
     if not ids:
         raise MissingField("at least one token id is required", field=path)

@@ -480,8 +480,8 @@ def _any_needs_text(
     steering: steering_pb2.Steering, captures: Sequence[capture_pb2.CaptureSpec]
 ) -> bool:
     """Whether a selector looks for text."""
-    selectors = [one.where for one in steering.interventions]
-    selectors += [one.where for one in captures]
+    selectors = [intervention.where for intervention in steering.interventions]
+    selectors += [capture.where for capture in captures]
     return any(map(needs_text, selectors))
 
 

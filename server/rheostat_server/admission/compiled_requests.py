@@ -111,8 +111,8 @@ class CompiledRequests:
         """Keeps a compiled request, unless it is too large, or names or steering have changed."""
         inline = sum(
             vector.size
-            for one in compiled.own
-            for vector in one.op.vectors
+            for intervention in compiled.own
+            for vector in intervention.op.vectors
             if vector.digest not in lookups.vectors
         )
         if (
@@ -139,7 +139,7 @@ def key_of(
 ) -> Key | None:
     """The key of a request in the cache; None if it is not kept."""
     steering = request.steering.SerializeToString() if request.HasField("steering") else b""
-    captures = tuple([one.SerializeToString() for one in request.captures])
+    captures = tuple([capture.SerializeToString() for capture in request.captures])
     if len(steering) + sum(map(len, captures)) > COMPILED_REQUEST_BYTES:
         return None
     counts = _counts_positions(request.steering.interventions) if steering else False
@@ -157,9 +157,9 @@ def key_of(
 def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> bool | None:
     """Whether a selector counts positions; None if a selector depends on the prompt's tokens."""
     counts = False
-    for one in interventions:
-        if one.HasField("where"):
-            if _reads_tokens(one.where):
+    for intervention in interventions:
+        if intervention.HasField("where"):
+            if _reads_tokens(intervention.where):
                 return None
             counts = True
     return counts
@@ -167,11 +167,11 @@ def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> boo
 
 def _count_positions_too(captures: Sequence[capture_pb2.CaptureSpec], counts: bool) -> bool | None:
     """The same for captures; None also if a capture goes to a sink or a run."""
-    for one in captures:
-        if one.HasField("sink") or one.HasField("run"):
+    for capture in captures:
+        if capture.HasField("sink") or capture.HasField("run"):
             return None
-        if one.HasField("where"):
-            if _reads_tokens(one.where):
+        if capture.HasField("where"):
+            if _reads_tokens(capture.where):
                 return None
             counts = True
     return counts
@@ -179,7 +179,7 @@ def _count_positions_too(captures: Sequence[capture_pb2.CaptureSpec], counts: bo
 
 def _reads_tokens(selector: selector_pb2.Selector) -> bool:
     return any(
-        one.HasField("token_ids") or one.HasField("text")
+        token_range.HasField("token_ids") or token_range.HasField("text")
         for ranges in (selector.include, selector.exclude)
-        for one in ranges
+        for token_range in ranges
     )

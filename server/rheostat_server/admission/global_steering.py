@@ -151,7 +151,7 @@ class GlobalSteeringState:
         work = steering_work(steering, context.prompt_len, self._sites, vectors)
         interventions, plan = await offload(work, self._compile, steering, context, vectors)
         self._fits([Reservation(plan)], context.prompt_len)
-        return tuple(one.op for one in interventions)
+        return tuple(intervention.op for intervention in interventions)
 
     def _compile(
         self, steering: steering_pb2.Steering, context: SelectionContext, vectors: VectorView

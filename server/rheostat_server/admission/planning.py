@@ -50,12 +50,12 @@ def compile_plan(
     acts: list[Act] = []
     own: list[Act] = []
     vectors: dict[bytes, Vector] = {}
-    for one in interventions:
-        act = one.act
+    for intervention in interventions:
+        act = intervention.act
         if act is not None:
             acts.append(act)
-            vectors |= {v.digest: v for v in one.op.vectors if v.digest in act.vectors}
-            if one.origin != receipt_pb2.ORIGIN_GLOBAL:
+            vectors |= {v.digest: v for v in intervention.op.vectors if v.digest in act.vectors}
+            if intervention.origin != receipt_pb2.ORIGIN_GLOBAL:
                 own.append(act)
     plan = Plan(request_id, tuple(acts), engine_captures(captures))
     try:
@@ -100,7 +100,7 @@ class ObservedPlans:
 
     def add(self, first: Subscription, key: _ObservedKey, observed: _ObservedPlan) -> None:
         """Keeps a plan."""
-        if any(one.projection is not None for one in observed.beside):
+        if any(capture.projection is not None for capture in observed.beside):
             return
         plans = self._plans.setdefault(first, {})
         if len(plans) == _OBSERVED_PLANS:
@@ -142,7 +142,7 @@ def observe(
         observed = _ObservedPlan(
             together,
             frozenset(observer_capture.subscription.name for observer_capture in kept),
-            tuple(one for observer_capture in observing for one in observer_capture.beside),
+            tuple(capture for observer_capture in observing for capture in observer_capture.beside),
         )
         plans.add(first, key, observed)
     names = observed.names
@@ -161,7 +161,7 @@ def _affordable(
     most = plan.packed_captures.plan_cost + OBSERVERS_PLAN_COST
     kept = sorted(observing, key=_spans)
     while kept:
-        beside = [one for observer_capture in kept for one in observer_capture.beside]
+        beside = [capture for observer_capture in kept for capture in observer_capture.beside]
         try:
             together = plan.with_captures(engine_captures([*captures, *beside]))
             if together.packed_captures.plan_cost <= most:
@@ -174,7 +174,7 @@ def _affordable(
 
 
 def _spans(observer_capture: ObserverCapture) -> int:
-    return sum(one.selection.span_count for one in observer_capture.beside)
+    return sum(capture.selection.span_count for capture in observer_capture.beside)
 
 
 def check_affordable(spent: int, plan: Plan) -> int:

@@ -37,14 +37,18 @@ def steering_work(
 ) -> int:
     """Bytes that `offload` counts for resolving and compiling a steering."""
     work = steering.ByteSize()
-    for one in steering.interventions:
+    for intervention in steering.interventions:
         if work > OFFLOAD_BYTES:
             break
-        work += _SITE_BYTES * _site_count(one.sites, model)
-        work += _selector_work(one.where, prompt_len) if one.HasField("where") else _SPAN_BYTES
-        if one.HasField("ablate") and len(one.ablate.directions) > 1:
+        work += _SITE_BYTES * _site_count(intervention.sites, model)
+        work += (
+            _selector_work(intervention.where, prompt_len)
+            if intervention.HasField("where")
+            else _SPAN_BYTES
+        )
+        if intervention.HasField("ablate") and len(intervention.ablate.directions) > 1:
             # `check_directions` compares these rows.
-            work += sum(_size(ref, vectors) for ref in one.ablate.directions)
+            work += sum(_size(ref, vectors) for ref in intervention.ablate.directions)
     return work
 
 
@@ -53,11 +57,13 @@ def captures_work(
 ) -> int:
     """Bytes that `offload` counts for resolving and compiling captures."""
     work = 0
-    for one in captures:
-        sites = _site_count(one.sites, model)
-        work += one.ByteSize() + _SITE_BYTES * sites
-        work += _selector_work(one.where, prompt_len) if one.HasField("where") else _SPAN_BYTES
-        work += _DIRECTION_BYTES * len(one.projection.readouts.readouts) * sites
+    for capture in captures:
+        sites = _site_count(capture.sites, model)
+        work += capture.ByteSize() + _SITE_BYTES * sites
+        work += (
+            _selector_work(capture.where, prompt_len) if capture.HasField("where") else _SPAN_BYTES
+        )
+        work += _DIRECTION_BYTES * len(capture.projection.readouts.readouts) * sites
     return work
 
 
@@ -65,8 +71,10 @@ def observers_work(observers: Sequence[Subscription], prompt_len: int) -> int:
     """Bytes that `offload` counts for adding the captures of observers."""
     if not observers:
         return 0
-    spans = sum(min(OBSERVER_SPANS, one.captures.most_spans(prompt_len)) for one in observers)
-    cost = min(OBSERVERS_COST, sum(one.captures.cost for one in observers))
+    spans = sum(
+        min(OBSERVER_SPANS, observer.captures.most_spans(prompt_len)) for observer in observers
+    )
+    cost = min(OBSERVERS_COST, sum(observer.captures.cost for observer in observers))
     return _COST_BYTES * cost + len(observers) * prompt_len + _SPAN_BYTES * spans
 
 
@@ -82,7 +90,10 @@ def _selector_work(selector: selector_pb2.Selector, prompt_len: int) -> int:
     if work > OFFLOAD_BYTES:
         return work
     for side in (selector.include, selector.exclude):
-        reading = sum(one.HasField("token_ids") or one.HasField("text") for one in side)
+        reading = sum(
+            token_range.HasField("token_ids") or token_range.HasField("text")
+            for token_range in side
+        )
         if reading:
             # Every other token may be selected.
             work += reading * _TOKEN_BYTES * prompt_len + _SPAN_BYTES * (prompt_len // 2)

@@ -50,16 +50,16 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         listed = self._readiness.manager().sinks.listed()
         if request.page_token:
             (after,) = from_token(request.page_token, 1)
-            listed = [one for one in listed if one.name > after]
+            listed = [sink for sink in listed if sink.name > after]
         page = listed[: page_size(request.page_size)]
         sinks = [
             _pb.Sink(
-                name=one.name,
-                plugin_name=one.plugin,
-                layouts=[to_wire_layout(layout) for layout in one.layouts],
-                options=one.options,
+                name=sink.name,
+                plugin_name=sink.plugin,
+                layouts=[to_wire_layout(layout) for layout in sink.layouts],
+                options=sink.options,
             )
-            for one in page
+            for sink in page
         ]
         token = to_token(page[-1].name) if len(page) < len(listed) else ""
         return _pb.ListSinksResponse(sinks=sinks, next_page_token=token)
@@ -79,7 +79,7 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
             most=page_size(request.page_size),
         )
         page = fitting(found, _artifact_size)
-        answer = _pb.GetArtifactsResponse(artifacts=[to_artifact(one) for one in page])
+        answer = _pb.GetArtifactsResponse(artifacts=[to_artifact(artifact) for artifact in page])
         if more or len(page) < len(found):
             sink, path, offset = page[-1].key
             answer.next_page_token = to_token(sink, path, str(offset))

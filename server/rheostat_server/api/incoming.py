@@ -8,17 +8,17 @@ Why gRPC does not do it
 The rules:
 
 * A call counts from its start. A call above the limit is refused before its message is read.
-* A large request takes room in `REQUESTS_BYTES` before it is decoded, until its call ends. A later
-  message of a stream takes room until the next message comes.
-* The fields of a message are counted before it is decoded, and have a limit.
+* A large request reserves memory in `REQUESTS_BYTES` before it is decoded, until its call ends. A
+  later message of a stream reserves memory until the next message arrives.
+* The fields of a message are counted before it is decoded. Their number is limited.
 * Large messages, and messages of many fields, are walked and decoded in turns. All turns together
   take at most half of the event loop's time.
-* The first messages of at most `FIRST_READS` calls are read at a time, because gRPC keeps the
-  received part of each message. Of one connection it is at most `CONNECTION_READS` calls, so that a
-  client with hundreds of large messages delays no other client. The next call is one of the
-  connection with the fewest reads. Of these calls the newest is read first: it is the least likely
-  to be stuck.
-* A call ends if its first message does not come within `FIRST_MESSAGE_SECONDS`, because a silent
+* At most `FIRST_READS` first messages are read at a time, because gRPC keeps the received part of
+  each message. At most `CONNECTION_READS` of them belong to one connection. So a client with
+  hundreds of large messages delays no other client.
+* The next call comes from the connection with the fewest reads. Its newest call is read first,
+  because that call is the least likely to be stuck.
+* A call ends if its first message does not arrive within `FIRST_MESSAGE_SECONDS`, because a silent
   call would count for ever. While other calls wait to be read, the limit is `FIRST_READ_SECONDS`.
 """
 
@@ -86,12 +86,12 @@ class _Reads:
         """Enters when a call may be read; the body reads its first message.
 
         Args:
-            connection: the client's connection; None: not known, which has no limit of its own.
+            connection: the client's connection; None: unknown, without a limit of its own.
 
         Raises:
-            DeadlinePassed: the message did not come within `FIRST_MESSAGE_SECONDS`.
-            QueueFull: the call waited too long for its turn. Or its message did not come within
-                `FIRST_READ_SECONDS`, and other calls waited to be read.
+            DeadlinePassed: the message did not arrive within `FIRST_MESSAGE_SECONDS`.
+            QueueFull: the call waited too long for its turn. This is also raised if its message did
+                not arrive within `FIRST_READ_SECONDS` while other calls waited to be read.
         """
         begun = hurried = False
         try:
@@ -154,7 +154,7 @@ class _Reads:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._forget(connection, turn)
+                self._stop_waiting(connection, turn)
             else:
                 self._end(connection)
             raise
@@ -164,18 +164,18 @@ class _Reads:
         self._reads_of[connection] -= 1
         if not self._reads_of[connection]:
             del self._reads_of[connection]
-        while waiting := [one for one in reversed(self._waiting) if self._may_read(one)]:
-            following = min(waiting, key=self._reads_of.__getitem__)
-            turn = self._waiting[following][-1]
-            self._forget(following, turn)
+        while allowed := [other for other in reversed(self._waiting) if self._may_read(other)]:
+            next_connection = min(allowed, key=self._reads_of.__getitem__)
+            turn = self._waiting[next_connection][-1]
+            self._stop_waiting(next_connection, turn)
             if not turn.done():
-                self._reads_of[following] += 1
+                self._reads_of[next_connection] += 1
                 turn.set_result(None)
                 return
         self._free += 1
 
-    def _forget(self, connection: str | None, turn: asyncio.Future[None]) -> None:
-        """Removes a call that waits no more."""
+    def _stop_waiting(self, connection: str | None, turn: asyncio.Future[None]) -> None:
+        """Removes a call from the calls that wait to be read."""
         waiting = self._waiting.get(connection, [])
         if turn in waiting:
             waiting.remove(turn)
@@ -190,8 +190,8 @@ class Calls:
         """No call runs. At most `maximum` calls may run, without calls of EngineService."""
         self._limits = {False: maximum, True: CONTROL_RPCS}
         self._running = {False: 0, True: 0}
-        self._held = 0
-        """Bytes that large requests have taken."""
+        self._taken_bytes = 0
+        """Bytes that large requests have reserved."""
         self.reads = _Reads(FIRST_READS)
         """The reads of first messages."""
         self._turns = asyncio.Lock()
@@ -220,7 +220,7 @@ class Calls:
         return Incoming(self, control=control)
 
     def end(self, *, control: bool) -> None:
-        """Counts a call no longer."""
+        """Stops counting a call."""
         self._running[control] -= 1
         if not any(self._running.values()):
             self._idle.set()
@@ -230,22 +230,22 @@ class Calls:
         await self._idle.wait()
 
     def take(self, size: int) -> None:
-        """Takes room for a large request.
+        """Reserves memory for a large request.
 
         Raises:
-            QueueFull: other requests leave too little room.
+            QueueFull: other requests leave too little memory.
         """
-        if self._held + size > REQUESTS_BYTES:
+        if self._taken_bytes + size > REQUESTS_BYTES:
             raise QueueFull(
                 f"the request takes {size} bytes of memory; other large requests leave "
-                f"{REQUESTS_BYTES - self._held} of {REQUESTS_BYTES}",
+                f"{REQUESTS_BYTES - self._taken_bytes} of {REQUESTS_BYTES}",
                 retry_after=RETRY_SECONDS,
             )
-        self._held += size
+        self._taken_bytes += size
 
     def give_back(self, size: int) -> None:
-        """Gives back room that `take` took."""
-        self._held -= size
+        """Releases memory that `take` reserved."""
+        self._taken_bytes -= size
 
     async def walked(self, data: bytes, reader: "Reader[Request]") -> Walk | None:
         """Walks a message before it is decoded, and counts its fields.
@@ -307,19 +307,19 @@ class Incoming:
     """The messages of one call."""
 
     def __init__(self, calls: Calls, *, control: bool) -> None:
-        """No message has come; see `Calls.begin`."""
+        """No message has arrived; see `Calls.begin`."""
         self._calls = calls
         self._control = control
         self._first = self._last = 0
-        """Bytes taken for the first message, and for the latest message."""
+        """Bytes reserved for the first message, and for the latest message."""
 
     def release(self) -> None:
-        """Gives back the room of all messages."""
+        """Releases the memory of all messages."""
         self._calls.give_back(self._first + self._last)
         self._first = self._last = 0
 
     def end(self) -> None:
-        """Gives back the room of all messages, and the call's place among those that run."""
+        """Releases the memory of all messages and stops counting the call."""
         self.release()
         self._calls.end(control=self._control)
 
@@ -332,10 +332,10 @@ class Incoming:
             most: bytes of the largest message that is allowed.
 
         Raises:
-            DeadlinePassed: the message did not come in time.
+            DeadlinePassed: the message did not arrive in time.
             InvalidArgument: it cannot be decoded, or has a field that this server does not know.
             MessageTooLarge: it is larger than `most`, or has too many fields.
-            QueueFull: there is no room for it, or other calls wait to be read.
+            QueueFull: there is too little memory, or other calls wait to be read.
         """
         if call.received():
             data = await call.read()
@@ -383,7 +383,7 @@ class Incoming:
         return await self._calls.decoded(data, reader, walk)
 
     def _taken(self, data: bytes, most: int) -> int:
-        """Takes room for a large message; the bytes that it took."""
+        """Reserves memory for a large message; returns the reserved bytes."""
         size = len(data)
         if size > most:
             raise MessageTooLarge(
@@ -395,7 +395,7 @@ class Incoming:
         return size
 
     def _taken_by_fields(self, walk: Walk | None) -> int:
-        """Takes room for the fields of a decoded message; the bytes that it took."""
+        """Reserves memory for the fields of a decoded message; returns the reserved bytes."""
         size = 0 if walk is None else walk.fields * FIELD_BYTES
         if size <= OFFLOAD_BYTES:
             return 0

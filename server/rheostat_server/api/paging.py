@@ -1,7 +1,7 @@
-"""Pages of listings: their sizes, and the tokens that lead from one to the next.
+"""Pages of listings: their sizes, and the token of the next page.
 
-A token is the key of a page's last entry, not a position. So entries that come or go between two
-pages neither repeat others nor hide them, and the server remembers nothing of a listing.
+A token is the key of a page's last entry, not a position. So entries added or removed between two
+pages cause no repeated or skipped entries, and the server keeps no state for a listing.
 """
 
 import base64
@@ -20,23 +20,23 @@ _DEFAULT_ENTRIES = 100
 _SEPARATOR = "\0"
 
 
-def page_size(asked: int) -> int:
-    """How many entries a page has if a request asks for `asked`; 0: it asks for no number."""
-    return min(asked or _DEFAULT_ENTRIES, PAGE_ENTRIES)
+def page_size(requested: int) -> int:
+    """The number of entries of a page. If `requested` is 0, the default applies."""
+    return min(requested or _DEFAULT_ENTRIES, PAGE_ENTRIES)
 
 
 def fitting(entries: Sequence[Entry], size: Callable[[Entry], int]) -> Sequence[Entry]:
-    """The first entries, as many as make a message of about `PAGE_BYTES`; one at least.
+    """The first entries that fit into a message of about `PAGE_BYTES`; at least one entry.
 
     Args:
         entries: in the order of the listing.
-        size: bytes of an entry's message, about.
+        size: returns the approximate bytes of an entry's message.
     """
-    left = PAGE_BYTES
+    free = PAGE_BYTES
     for count, entry in enumerate(entries):
-        if left <= 0:
+        if free <= 0:
             return entries[:count]
-        left -= size(entry)
+        free -= size(entry)
     return entries
 
 
@@ -46,10 +46,10 @@ def to_token(*key: str) -> str:
 
 
 def from_token(token: str, parts: int) -> tuple[str, ...]:
-    """The key of which `to_token` made a token; it has `parts` strings.
+    """Decodes a token to the `parts` strings of its key.
 
     Raises:
-        InvalidValue: this server made no such token.
+        InvalidValue: `to_token` did not make this token.
     """
     validation.text_bytes(token, PAGE_TOKEN_BYTES, "page_token")
     try:

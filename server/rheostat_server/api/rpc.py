@@ -57,12 +57,12 @@ _INSTEAD = {
 }
 """Alternatives to rpcs that are not served yet."""
 
-_LOGGED = 400
-"""Characters of a refusal's text in the log; clients choose parts of it."""
+_LOGGED_CHARACTERS = 400
+"""Characters of a refusal's text in the log. It is cut because clients choose parts of it."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[object, object]"
 Context = grpc.aio.ServicerContext[Message, Message]
-"""The second argument of every behaviour. It is None: behaviours know nothing of the transport."""
+"""The second argument of every behaviour. It is None: behaviours do not depend on the transport."""
 
 Service = TypeVar("Service")
 
@@ -82,7 +82,7 @@ class Rpcs:
 
         Args:
             add_to_server: the generated `add_..._to_server` function of the service.
-            service: what implements it.
+            service: the implementation.
         """
         add_to_server(service, cast(grpc.aio.Server, self))
 
@@ -113,19 +113,19 @@ class Rpcs:
                 incoming = self._calls.begin(control=method.control)
                 await method.answer(call, incoming)
                 return
-            except Exception as error:  # the boundary: whatever it is, the wire gets a status
+            except Exception as error:  # the boundary: every exception becomes a status
                 status = _status(path, error)
             await call.fail(status)
         finally:
             if incoming is not None:
-                incoming.end()  # a call keeps its place while its status is on its way
+                incoming.end()  # after the status is sent: until then the call counts as running
 
 
 class _Method:
     """A method of a service."""
 
     def __init__(self, path: str, handler: Handler) -> None:
-        """Reads what a generated `add_..._to_server` function says of the method."""
+        """Reads the handler that a generated `add_..._to_server` function registered."""
         self._path = path
         self._request_streaming = handler.request_streaming
         self._behaviour = cast(
@@ -140,7 +140,7 @@ class _Method:
             Callable[[object, None], AsyncGenerator[object, None]],
             self._behaviour if responses else self._only_response,
         )
-        # Generated methods, which nothing implements, are not asynchronous as ours are.
+        # Generated stubs of methods that we do not implement are not coroutine functions.
         self._served = responses or inspect.iscoroutinefunction(self._behaviour)
         self._reader = Reader(handler.request_deserializer or bytes)
         self._encode = handler.response_serializer or cast(Callable[[object], bytes], bytes)
@@ -223,4 +223,4 @@ def _status(method: str, error: Exception) -> status_pb2.Status:
 
 def _one_line(text: str) -> str:
     """The beginning of a text. Spaces replace line breaks and other unprintable characters."""
-    return "".join(c if c.isprintable() else " " for c in text[:_LOGGED])
+    return "".join(c if c.isprintable() else " " for c in text[:_LOGGED_CHARACTERS])

@@ -203,7 +203,7 @@ class Walk:
             self._unknown = level, tag >> 3
 
     def unknown(self) -> str | None:
-        """The path of the first unknown field that the walk found; None if it found none.
+        """The path of the first unknown field; None if there is none.
 
         The path ends with the field's number, for example "steering.interventions[0].#77".
 
@@ -212,8 +212,8 @@ class Walk:
         """
         if self._unknown is None:
             return None
-        found, number = self._unknown
-        parts, level = [f"#{number}"], found
+        level, number = self._unknown
+        parts = [f"#{number}"]
         while level.field is not None and level.parent is not None:
             parts.append(self._name(level, level.field, parts))
             level = level.parent

@@ -97,7 +97,7 @@ class Form:
         return 4 * self.kept * width if self.encoding == tensor_pb2.ENCODING_RP8 else 0
 
 
-AS_THEY_ARE = Form()
+RAW = Form()
 """ENCODING_RAW."""
 
 _CODED = (tensor_pb2.ENCODING_FULL8, tensor_pb2.ENCODING_RP8, tensor_pb2.ENCODING_TOPK8)

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from rheostat_engine import Codec, Directions, ModelSites, RowEncoding, Site
 from rheostat_server import validation
-from rheostat_server.capture.encodings import AS_THEY_ARE, Form
+from rheostat_server.capture.encodings import RAW, Form
 from rheostat_server.capture.projections import (
     Projection,
     resolve_projection,
@@ -84,7 +84,7 @@ class ResolvedCapture:
     """Which tokens. The engine copies every row within its reach; see `CaptureStream`."""
     kind: FloatType
     """Element type of the delivered rows, once decoded."""
-    form: Form = AS_THEY_ARE
+    form: Form = RAW
     """How they travel."""
     target: Target = Target.INLINE
     """Where they go."""
@@ -99,7 +99,7 @@ class ResolvedCapture:
     projection: Projection | None = None
     """What rows are projected on."""
     row_encodings: Mapping[Site, RowEncoding] = field(default_factory=dict)
-    """The form in which rows of a site may leave the device; one that is missing: as they are."""
+    """The encoding in which a site's rows may leave the device. Rows of other sites leave raw."""
     width: int = 0
     """Numbers of a row in the engine: W, or the experts of a router."""
     site_forms: SiteForms = field(init=False, repr=False, compare=False)
@@ -187,8 +187,8 @@ def resolve_captures(
 
 def direction_vectors(captures: Sequence[ResolvedCapture]) -> dict[bytes, Vector]:
     """The vectors that rows are projected on, by digest."""
-    projections = (one.projection for one in captures if one.projection is not None)
-    return {vector.digest: vector for one in projections for vector in one.vectors}
+    projections = (capture.projection for capture in captures if capture.projection is not None)
+    return {vector.digest: vector for projection in projections for vector in projection.vectors}
 
 
 def sink_groups(

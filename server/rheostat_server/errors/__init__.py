@@ -23,10 +23,10 @@
     ├── Unimplemented ── NotImplementedHere
     └── Internal ── Defect
 
-The name of a branch is that of its status code, and the name of a leaf that of its value of
-`rheostat.v1.Reason`, unless the leaf has another: UnknownLayer is INVALID_ARGUMENT with
-REASON_UNKNOWN_LAYER. Texts are for people and contain no Python reprs. Errors that keep the server
-from starting, or end it, are at the end of this module.
+A branch has the name of its gRPC status code. A leaf has the name of its value of
+`rheostat.v1.Reason`, unless it sets a different value. For example, UnknownLayer is
+INVALID_ARGUMENT with REASON_UNKNOWN_LAYER. Texts are for people and contain no Python reprs.
+Errors that keep the server from starting, or end it, are at the end of this module.
 """
 
 import errno
@@ -36,7 +36,7 @@ from typing import ClassVar, NamedTuple
 
 
 class Resource(NamedTuple):
-    """What was not found, or exists already."""
+    """A resource that was not found, or that already exists."""
 
     kind: str
     name: str
@@ -108,7 +108,7 @@ class DataLoss(RheostatError):
 
 
 class OutOfRange(RheostatError):
-    """What is asked for is not kept any more."""
+    """The server no longer keeps the requested item."""
 
 
 class Aborted(RheostatError):

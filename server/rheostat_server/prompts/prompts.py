@@ -255,8 +255,8 @@ def _rendered(
 def _grown(messages: list[dict[str, str]], roles: Collection[str]) -> list[dict[str, str]]:
     """The messages, with one more character in the messages of some roles."""
     return [
-        {**one, "content": one["content"] + "."} if one["role"] in roles else one
-        for one in messages
+        {**message, "content": message["content"] + "."} if message["role"] in roles else message
+        for message in messages
     ]
 
 

@@ -55,7 +55,7 @@ class TokenizerThreads:
         self._long.close()
 
 
-class _Waiting(NamedTuple):
+class _QueuedText(NamedTuple):
     due: float
     number: int
     turn: asyncio.Future[None]
@@ -69,7 +69,7 @@ class _Thread:
         self._most_waiting = most_waiting
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._busy = False
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_QueuedText] = []
         self._numbers = itertools.count()
 
     async def run(self, size: int, work: Callable[[Tokenizer], R]) -> R:
@@ -93,7 +93,7 @@ class _Thread:
                 retry_after=RETRY_SECONDS,
             )
         due = loop.time() + size / _BYTES_PER_SECOND
-        waiting = _Waiting(due, next(self._numbers), loop.create_future())
+        waiting = _QueuedText(due, next(self._numbers), loop.create_future())
         heapq.heappush(self._waiting, waiting)
         try:
             await waiting.turn

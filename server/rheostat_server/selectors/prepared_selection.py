@@ -57,7 +57,7 @@ class PreparedSelector:
     def most_spans(self, prompt_len: int) -> int:
         """The most spans that it can select in a prompt of this length and in the answer."""
         sides = (self._include, self._exclude)
-        spans = sum(one.windows for one in sides) + 1
+        spans = sum(side.windows for side in sides) + 1
         return spans + prompt_len // 2 if self.reads_tokens else spans
 
     def resolve(self, context: SelectionContext, most: int) -> Selection:
@@ -89,7 +89,11 @@ class _Side:
     """The includes or the excludes of a selector."""
 
     def __init__(self, ranges: Sequence[selector_pb2.Range]) -> None:
-        self._windows = [_window(one) for one in ranges if one.WhichOneof("kind") != "token_ids"]
+        self._windows = [
+            _window(token_range)
+            for token_range in ranges
+            if token_range.WhichOneof("kind") != "token_ids"
+        ]
         starts, starts_from_end, ends, ends_from_end, of_prompt = (
             zip(*self._windows, strict=True) if self._windows else ((),) * 5
         )
@@ -140,7 +144,7 @@ class _Side:
 
 
 def _ids(ranges: Iterable[selector_pb2.Range]) -> Iterable[int]:
-    return (token for one in ranges for token in one.token_ids.ids)
+    return (token for token_range in ranges for token in token_range.token_ids.ids)
 
 
 def _window(one: selector_pb2.Range) -> _Window:

@@ -16,7 +16,7 @@ from rheostat_server.limits import SPAN_SEARCH
 from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.selectors.spans import runs
 
-Places = npt.NDArray[np.int64]
+Offsets = npt.NDArray[np.int64]
 
 _TEXTS = 1024
 """Texts whose occurrences are cached."""
@@ -49,13 +49,13 @@ class PromptIndex:
         """The positions of tokens with these ids, all below the vocabulary's size."""
         return runs(self.positions(np.fromiter(ids, np.int64)))
 
-    def positions(self, ids: Places) -> Places:
+    def positions(self, ids: Offsets) -> Offsets:
         """The positions of tokens with these ids, ascending."""
         wanted = np.zeros(self._vocabulary, dtype=np.bool_)
         wanted[ids] = True
         return np.flatnonzero(wanted[self._ids])
 
-    def occurrences(self, text: str) -> Places:
+    def occurrences(self, text: str) -> Offsets:
         """The offsets at which a text begins in the prompt, ascending. Occurrences do not overlap.
 
         Raises:
@@ -72,7 +72,7 @@ class PromptIndex:
         held = np.flatnonzero((begins < end) & (stops > start) & (begins < stops))
         return (first + int(held[0]), first + int(held[-1]) + 1) if len(held) else None
 
-    def _find(self, text: str) -> Places:
+    def _find(self, text: str) -> Offsets:
         assert self._prompt.text is not None
         self._searched += len(self._prompt.text) + _MATCH * self._prompt.text.count(text)
         if self._searched > SPAN_SEARCH:
@@ -81,11 +81,11 @@ class PromptIndex:
         return np.fromiter((match.start() for match in found), np.int64)
 
     @cached_property
-    def _ids(self) -> Places:
+    def _ids(self) -> Offsets:
         return np.array(self._prompt.token_ids, dtype=np.int64)
 
     @cached_property
-    def _places(self) -> tuple[Places, Places, Places, Places]:
+    def _places(self) -> tuple[Offsets, Offsets, Offsets, Offsets]:
         """The start and the end of each token in the text, and two ascending bounds.
 
         The bounds are the largest end up to each token, and the least start from each token on.

@@ -78,12 +78,14 @@ class Selection:
     @property
     def span_count(self) -> int:
         """Number of spans."""
-        return len(self.spans) + sum(len(one.spans) for one in self.conditions)
+        return len(self.spans) + sum(len(condition.spans) for condition in self.conditions)
 
     @cached_property
     def reach(self) -> Spans:
         """Every position that may be selected."""
-        return joined(self.spans, [span for one in self.conditions for span in one.spans])
+        return joined(
+            self.spans, [span for condition in self.conditions for span in condition.spans]
+        )
 
     @cached_property
     def edges(self) -> Edges:
@@ -93,12 +95,12 @@ class Selection:
     @cached_property
     def known(self) -> Spans:
         """Positions that are selected unless they have an excluded token."""
-        barred = [one.spans for one in self.conditions if not one.among]
+        barred = [condition.spans for condition in self.conditions if not condition.among]
         return joined(self.spans, [span for spans in barred for span in spans])
 
     @cached_property
     def _token_sets(self) -> tuple[frozenset[int], ...]:
-        return tuple(frozenset(one.tokens) for one in self.conditions)
+        return tuple(frozenset(condition.tokens) for condition in self.conditions)
 
     def selected(self, prompt_len: int, generated: Sequence[int], start: int, end: int) -> Spans:
         """The selected positions of [start, end).

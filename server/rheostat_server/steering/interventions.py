@@ -198,7 +198,7 @@ def _excess(addends: Sequence[_Addend], largest: float) -> list[_Addend]:
         total += addend.peak
         if not total < largest:
             meeting = [held[number] for number in sorted(held)]
-            sums = accumulate(one.peak for one in meeting)
+            sums = accumulate(intervention.peak for intervention in meeting)
             needed = sum(1 for reached in sums if reached < largest)
             return meeting[: needed + 1]
     return []

@@ -93,7 +93,7 @@ _ADDING = {receipt_pb2.OP_ADD: Kind.ADD, receipt_pb2.OP_NORM_ADD: Kind.NORM_ADD}
 
 
 def check_served(intervention: steering_pb2.Intervention, path: str) -> None:
-    """Refuses an intervention without an op, or with one that is not served.
+    """Refuses an intervention that has no op, or whose op is not served.
 
     Raises:
         MissingField: there is no op.

@@ -1,7 +1,7 @@
-"""What of a readout is served: scalar products, of unit vectors in ops and of any in projections.
+"""Checks readouts: only scalar products are served.
 
-The contract has more: biases, cosines, activations. Each is refused by its field, with what can be
-done instead.
+Ops take unit vectors; projections take any vectors. The protos also define biases, cosines and
+activations. Each of them is refused with its field path and an alternative.
 """
 
 from typing import NamedTuple

@@ -70,7 +70,7 @@ def check_credit(
     Raises:
         InvalidValue: one of them is too small.
     """
-    rows = [one.form.row_bytes(one.numbers, one.kind) for one in captures]
+    rows = [capture.form.row_bytes(capture.numbers, capture.kind) for capture in captures]
     least = max(rows, default=0)
     if 0 < observer_capture.credit_bytes < least:
         raise InvalidValue(
@@ -92,4 +92,4 @@ def position_bytes(captures: Sequence[ResolvedCapture], row_type: FloatType) -> 
     Rows are counted in the engine's element type whatever their encoding, because rows that several
     readers want in different forms leave the engine as they are.
     """
-    return sum(len(one.indices) * one.width * row_type.itemsize for one in captures)
+    return sum(len(capture.indices) * capture.width * row_type.itemsize for capture in captures)

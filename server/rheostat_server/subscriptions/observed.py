@@ -26,9 +26,9 @@ class ObservedRequests:
     """Which requests a subscription observes."""
 
     ids: frozenset[str] | None = None
-    """Those of these ids; None: of any."""
+    """Only requests with these ids; None: all ids."""
     labels: Mapping[str, str] | None = None
-    """Those with all of these labels; None: of any."""
+    """Only requests with all of these labels; None: all labels."""
 
     def hold(self, request_id: str, labels: Mapping[str, str]) -> bool:
         """Whether a request is among them."""
@@ -59,8 +59,8 @@ class ObservedCaptures:
 
     def most_spans(self, prompt_len: int) -> int:
         """The most spans that the captures can have in a request with a prompt of this length."""
-        different = {id(one): one for one in self.selectors if one is not None}
-        return 1 + sum(one.most_spans(prompt_len) for one in different.values())
+        different = {id(selector): selector for selector in self.selectors if selector is not None}
+        return 1 + sum(selector.most_spans(prompt_len) for selector in different.values())
 
     def resolve(self, context: SelectionContext) -> tuple[ResolvedCapture, ...]:
         """The captures in a request. What its prompt does not have is not captured.
@@ -81,7 +81,7 @@ class ObservedCaptures:
 
     @cached_property
     def _reads_tokens(self) -> bool:
-        return any(one is not None and one.reads_tokens for one in self.selectors)
+        return any(selector is not None and selector.reads_tokens for selector in self.selectors)
 
     @cached_property
     def _by_lengths(self) -> dict[tuple[int, int], tuple[ResolvedCapture, ...]]:

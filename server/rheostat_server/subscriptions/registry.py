@@ -93,12 +93,12 @@ class Subscriptions:
     @property
     def waiting_bytes(self) -> int:
         """Bytes of rows that were not sent yet."""
-        return sum(one.buffer.waiting for one in self._open.values())
+        return sum(subscription.buffer.waiting for subscription in self._open.values())
 
     @property
     def used_bytes(self) -> int:
         """Bytes of memory of their rows, including sent and unacknowledged ones."""
-        return sum(one.buffer.total.weight for one in self._open.values())
+        return sum(subscription.buffer.total.weight for subscription in self._open.values())
 
     @property
     def waiting(self) -> int:
@@ -168,7 +168,9 @@ class Subscriptions:
                 f"a subscription has at most {self.buffer_bytes} bytes", field="open.buffer_bytes"
             )
         size = size or max(self.buffer_bytes // DEFAULT_SUBSCRIPTIONS, least)
-        free = self.buffer_bytes - sum(one.buffer.limit for one in self._open.values())
+        free = self.buffer_bytes - sum(
+            subscription.buffer.limit for subscription in self._open.values()
+        )
         if len(self._open) >= SUBSCRIPTIONS or size > free:
             raise QueueFull(
                 f"{len(self._open)} subscriptions are open; {max(0, free)} of "
@@ -229,22 +231,26 @@ class Subscriptions:
 
     def selecting(self, request_id: str, labels: Mapping[str, str]) -> list[Subscription]:
         """The subscriptions whose filter selects a request."""
-        return [one for one in self._open.values() if one.selects(request_id, labels)]
+        return [
+            subscription
+            for subscription in self._open.values()
+            if subscription.selects(request_id, labels)
+        ]
 
     def end(self, reason: RheostatError) -> None:
         """Captures no more rows, sends the waiting ones, then ends each call with `reason`."""
-        for one in list(self._open.values()):
-            one.close(reason)
+        for subscription in list(self._open.values()):
+            subscription.close(reason)
 
     def remove_shared_memory(self) -> None:
         """Removes shared memory of subscriptions whose readers did not come back."""
-        for one in self._open.values():
-            one.transport.close()
+        for subscription in self._open.values():
+            subscription.transport.close()
 
     def lose(self, error: RheostatError) -> None:
         """Ends every subscription with an error."""
-        for one in list(self._open.values()):
-            one.fail(error)
+        for subscription in list(self._open.values()):
+            subscription.fail(error)
 
     def _keep(self, subscription: Subscription, vectors: Sequence[Vector]) -> None:
         """Keeps the vectors on which its rows are projected until the subscription ends.

@@ -125,7 +125,7 @@ class Arena:
         handle = os.open(self._path, flags, 0o600)
         try:
             os.fchmod(handle, 0o600)
-            # A server that starts at this moment may hold it for one that was left behind.
+            # A server that starts now may lock the file, because it takes it for a leftover.
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(handle).st_nlink == 0:
                 raise FileNotFoundError(2, "removed by a server that started", self.name)
@@ -180,7 +180,7 @@ class Arena:
         )
 
     def free(self, offset: int) -> None:
-        """What was placed there is not needed any more."""
+        """Frees the region at an offset."""
         if not self._closed:
             self._regions.give_back(offset)
 
@@ -192,7 +192,7 @@ class Arena:
             self._full = False
 
     def close(self) -> None:
-        """Removes it. Who has mapped it keeps what he sees, since nothing is written any more."""
+        """Removes the file. Readers that have mapped it keep their data: nothing overwrites it."""
         if not self._closed:
             self._closed = True
             os.close(self._handle)

@@ -59,8 +59,8 @@ class RefusedUpdate(Refusal):
         return replace(cls.of_status(status, code, status.message), update_id=message.update_id)
 
 
-class Talk:
-    """A session, as its client has it."""
+class SessionCall:
+    """The client side of a session."""
 
     def __init__(self, running) -> None:
         self.call = running.client.generation.Session()
@@ -92,7 +92,7 @@ async def held(starter, count: int = 1, **fields: object):
     """A server, and a session whose samples wait after `count` tokens each."""
     backend = ScriptedBackend(hold=asyncio.Event(), hold_from=count)
     running = await starter(backend)
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(**fields))
     heard = 0
     while heard < count:

@@ -14,7 +14,7 @@ from rheostat_wire.v1 import generation_pb2
 from ..fakes import ScriptedBackend
 from ..messages import add
 from ..streams import until
-from ..talks import P, Talk, start, update
+from ..talks import P, SessionCall, start, update
 
 Positions = list[int | None]
 
@@ -146,7 +146,7 @@ async def test_updates_of_sessions_that_have_ended_are_not_sent() -> None:
 
 async def test_an_update_of_a_session_is_one_call_however_many_samples_it_has(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
-    talk = Talk(running)
+    talk = SessionCall(running)
     samples = 32
     await talk.say(start(sampling=generation_pb2.Sampling(max_tokens=4, n=samples)))
     await until(lambda: len(running.backend.positions) == samples)

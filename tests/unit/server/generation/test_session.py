@@ -21,14 +21,14 @@ from rheostat_wire.v1 import (
 from ..fakes import WIDTH, ScriptedBackend
 from ..messages import GENERATED, add, request, selector, span, tensor
 from ..streams import kinds, settled, tokens, until
-from ..talks import P, RefusedUpdate, Talk, applied, held, start, stop, update
+from ..talks import P, RefusedUpdate, SessionCall, applied, held, start, stop, update
 
 Sampling = generation_pb2.Sampling
 Code = grpc.StatusCode
 
 
 async def test_a_session_without_updates_is_a_request(running) -> None:
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(request_id="r", steer=[add()], sampling=Sampling(max_tokens=2)))
     await talk.call.done_writing()
     events = await talk.end()
@@ -43,7 +43,7 @@ async def test_a_session_without_updates_is_a_request(running) -> None:
 async def test_what_a_session_generates_is_its_own_and_the_engine_knows_every_one(
     running, steer
 ) -> None:
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(steer=steer))
     assert kinds(await talk.end())[-1] == "receipt"
     await running.client.generate(request(steer=steer))
@@ -109,7 +109,7 @@ async def test_an_update_finds_text_in_a_prompt_of_token_ids_whatever_the_sessio
 async def test_without_a_tokenizer_an_update_that_names_text_is_refused(starter) -> None:
     backend = ScriptedBackend(text=None, hold=asyncio.Event(), hold_from=1)
     running = await starter(backend)
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start())
     await talk.hear("tokens")
     await talk.say(update(1, add(where=selector(span("x")))))
@@ -145,7 +145,7 @@ async def test_server_wide_steering_stays_whatever_an_update_says(starter) -> No
             policy={"steering": steering_pb2.Steering(interventions=[add(scale=0.5)])}
         )
     )
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(steer=[add(scale=2.0)]))
     await talk.hear("tokens")
     await talk.say(update(1, add(scale=3.0)), update(2))
@@ -164,7 +164,7 @@ async def test_server_wide_steering_stays_whatever_an_update_says(starter) -> No
 
 async def test_an_update_waits_until_its_sample_begins_and_leaves_the_prompt_alone(starter) -> None:
     running = await starter(ScriptedBackend(unscheduled=asyncio.Event(), hold=asyncio.Event()))
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(), update(1, add(scale=3.0)))
     await talk.hear("started")
     await until(lambda: bool(running.backend.jobs))
@@ -189,7 +189,7 @@ async def test_every_sample_has_its_own_first_position_and_an_ended_one_has_none
 
     gates = [None, asyncio.Event(), asyncio.Event()]
     running = await starter(Uneven())
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(sampling=Sampling(max_tokens=4, n=3)))
     assert (await talk.hear("finished")).sample == 0
     await talk.say(update(1, add()))
@@ -238,7 +238,7 @@ async def test_stop_does_not_wait_behind_updates(starter, monkeypatch) -> None:
     monkeypatch.setattr(sequences, "UNSCHEDULED_GRACE", 0.01)
     monkeypatch.setattr(generation, "UNSCHEDULED_GRACE", 0.01)
     running = await starter(ScriptedBackend(silent=True))
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(), update(1, add()), stop(2))
     events = await talk.end()
     assert [e.applied for e in events if e.WhichOneof("event") == "applied"] == [applied(2)]
@@ -275,7 +275,7 @@ async def test_a_client_that_leaves_aborts_its_session_and_frees_everything(star
 
 async def test_updates_do_not_touch_the_baseline(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(with_baseline=True, request_id="r"))
     await talk.hear("tokens")
     await talk.hear("tokens")

@@ -21,7 +21,7 @@ from ..conftest import Refusal, rest
 from ..fakes import WIDTH, ScriptedBackend, sites_with
 from ..messages import add, generated, request, selector, span, tensor, window
 from ..streams import kinds, settled, until
-from ..talks import P, RefusedUpdate, Talk, applied, held, start, update
+from ..talks import P, RefusedUpdate, SessionCall, applied, held, start, update
 
 Sampling = generation_pb2.Sampling
 Code = grpc.StatusCode
@@ -72,7 +72,7 @@ async def test_an_update_without_room_is_refused_and_the_request_goes_on(starter
     running = await starter(ScriptedBackend(sites=sites_with(bank_rows=2), hold=asyncio.Event()))
     other = running.client.generation.Generate(request(steer=[add(scale=9.0)]))
     await other.read()
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(steer=[add(scale=2.0)]))
     await talk.hear("tokens")
     two = [add(scale=3.0, where=selector(window(P, P + 1))), add(scale=4.0)]
@@ -92,7 +92,7 @@ async def test_an_update_without_room_is_refused_and_the_request_goes_on(starter
 
 async def test_a_refused_update_keeps_no_vector_in_the_store(starter) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(bank_rows=1), hold=asyncio.Event()))
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(steer=[add(scale=2.0)]))
     await talk.hear("tokens")
     pins, held = running.manager.store.pins, running.manager.ledger.requests
@@ -111,7 +111,7 @@ async def test_a_session_that_asks_for_nothing_does_not_stand_in_line(starter) -
     await first.read()
     waiting = asyncio.ensure_future(running.client.generate(request(steer=[add(scale=8.0)])))
     await until(lambda: running.manager.admission_queue.waiting == 1)
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start())
     await talk.hear("tokens")
     running.backend.hold.set()
@@ -122,7 +122,7 @@ async def test_a_session_that_asks_for_nothing_does_not_stand_in_line(starter) -
 
 async def test_an_update_takes_nothing_new_while_others_wait(starter) -> None:
     running = await starter(ScriptedBackend(sites=sites_with(bank_rows=2), hold=asyncio.Event()))
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(steer=[add(scale=2.0)]))
     await talk.hear("tokens")
     steer = [add(scale=5.0, where=selector(window(0, 1))), add(scale=6.0)]
@@ -210,7 +210,7 @@ async def test_an_update_that_finds_every_sample_ended_is_refused_before_the_rec
             await super().load_vectors(vectors)
 
     running = await starter(Quick(hold=asyncio.Event()))
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start())
     await talk.hear("tokens")
     await talk.say(update(1, add()))
@@ -260,7 +260,7 @@ async def test_a_session_takes_only_so_many_updates(starter, monkeypatch) -> Non
 async def test_only_so_many_updates_wait(starter, monkeypatch) -> None:
     monkeypatch.setattr(session, "WAITING_UPDATES", 1)
     running = await starter(ScriptedBackend(unscheduled=asyncio.Event()))
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start())
     await talk.hear("started")
     await until(lambda: bool(running.backend.jobs))
@@ -287,7 +287,7 @@ async def test_updates_that_together_cost_too_much_are_refused(starter, monkeypa
 async def test_a_client_that_talks_and_never_listens_ends_its_session(starter, monkeypatch) -> None:
     monkeypatch.setattr(session, "UNREAD_ANSWERS", 2)
     running = await starter(ScriptedBackend(unscheduled=asyncio.Event()))
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(), *(update(number, add()) for number in range(1, 5)))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await talk.end()

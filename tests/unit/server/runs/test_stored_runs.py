@@ -38,7 +38,7 @@ from ..messages import (
     window,
 )
 from ..streams import captured, settled
-from ..talks import Talk, start, stop
+from ..talks import SessionCall, start, stop
 from ..uploads import refusal_of
 
 Code = grpc.StatusCode
@@ -175,7 +175,7 @@ async def test_an_aborted_request_leaves_no_run_and_frees_its_id(starter) -> Non
 
 async def test_a_session_that_is_stopped_leaves_no_run_and_its_receipt_names_none(starter) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event(), hold_from=2))
-    talk = Talk(running)
+    talk = SessionCall(running)
     await talk.say(start(sampling=sampled(9), captures=[into("a")]))
     await talk.hear("tokens")
     await talk.say(stop(1))
