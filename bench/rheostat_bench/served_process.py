@@ -135,7 +135,7 @@ class ServedProcess:
 
     def memory(self) -> Memory:
         """What it takes now."""
-        found = [memory_of(pid) for pid in _tree(self._process.pid)]
+        found = [memory_of(pid) for pid in process_tree(self._process.pid)]
         private = sum(process.private for process in found)
         return Memory(private, max((process.shared for process in found), default=0))
 
@@ -148,7 +148,7 @@ class ServedProcess:
         """Ends the server and whatever it has started."""
         self._over.set()
         self._watching.join()
-        pids = _tree(self._process.pid)
+        pids = process_tree(self._process.pid)
         self._process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_SHUTDOWN)
@@ -164,7 +164,7 @@ class ServedProcess:
 
 def handles(root: int) -> Handles:
     """Descriptors and threads of a process and all its descendants."""
-    pids = _tree(root)
+    pids = process_tree(root)
     return Handles(
         sum(_entries(pid, "fd") for pid in pids), sum(_entries(pid, "task") for pid in pids)
     )
@@ -228,7 +228,7 @@ def cpu_elsewhere() -> float:
     user, nice, system, _idle, _iowait, *interrupts = map(
         int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]
     )
-    own = sum(_cpu_ticks(pid) for pid in _tree(os.getpid()))
+    own = sum(_cpu_ticks(pid) for pid in process_tree(os.getpid()))
     return (user + nice + system + sum(interrupts) - own) / ticks
 
 
@@ -248,7 +248,7 @@ def _cpu_ticks(pid: int) -> int:
     return 0
 
 
-def _tree(root: int) -> list[int]:
+def process_tree(root: int) -> list[int]:
     """A process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
