@@ -33,7 +33,7 @@ from rheostat_engine.plan.acts import (
     TokenSet,
 )
 from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
-from rheostat_engine.plan.capacity import Capacity, CapacityLedger, Shortage, capture_need
+from rheostat_engine.plan.capacity import Capacity, CapacityLedger, Shortage
 from rheostat_engine.plan.composition import MAX_STEPS, MAX_TOKEN_SETS
 from rheostat_engine.plan.intervals import PlanTooLarge
 from rheostat_engine.plan.plan import EXTRA_ARG, Plan
@@ -93,7 +93,6 @@ __all__ = [
     "SteeredBlocks",
     "TokenSet",
     "WorkerChannel",
-    "capture_need",
     "engine_kwargs",
     "prepare_front_end",
     "receive_outputs",

@@ -16,7 +16,7 @@ from rheostat_engine.plan.plan import (
     EncodedTable,
     ReceivedPlan,
     captures_of,
-    read,
+    read_plan,
     steering_of,
 )
 from rheostat_engine.plan.tables import CaptureTable
@@ -56,7 +56,7 @@ def _read(request: Request) -> RequestPlan | None:
     if wire is None:
         return None
     try:
-        plan = read(wire)
+        plan = read_plan(wire)
         captures = None if plan.captures is None else captures_of(plan.captures)
         return RequestPlan(BlockKeys(plan, _blocks(plan.acts)), captures)
     except ValueError:

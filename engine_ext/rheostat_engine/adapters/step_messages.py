@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from rheostat_engine.plan.plan import EXTRA_ARG, EncodedTable, read
+from rheostat_engine.plan.plan import EXTRA_ARG, EncodedTable, read_plan
 
 _SCHEDULE = "schedule"
 
@@ -38,7 +38,7 @@ def _share(params: SamplingParams, tables: dict[bytes, EncodedTable]) -> None:
     if not extra or EXTRA_ARG not in extra:
         return
     try:
-        plan = read(extra[EXTRA_ARG])
+        plan = read_plan(extra[EXTRA_ARG])
     except ValueError:
         return
     acts, captures = (

@@ -1,7 +1,7 @@
 """The parts of a plan: acts, which change the stream, and captures, which copy it.
 
-Invariant: both refer only to absolute token positions and token ids. Phases, windows and texts are
-resolved before, so that chunking, preemption and batching can't change which tokens are touched.
+Invariant: both refer only to absolute token positions and token ids. The server resolves phases,
+windows and texts, so chunking, preemption and batching can't change the selected tokens.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,53 +15,52 @@ import numpy.typing as npt
 from rheostat_engine.plan.row_encodings import RowEncoding
 
 OPEN_END = 2**31 - 1
-"""End of a span that has none."""
+"""End of an open span."""
 
 Spans = tuple[tuple[int, int], ...]
 """Half-open [start, end) token positions, ascending, disjoint, not touching."""
 
 TokenSet = tuple[int, ...]
-"""Token ids, ascending, each once."""
+"""Distinct token ids, ascending."""
 
 
 class Kind(IntEnum):
-    """How an act changes a row x of the stream. Norms are L2; u is a row v made a unit vector."""
+    """How an act changes a row x of the stream. |x| is the L2 norm; u is v / |v|."""
 
     ADD = 1
     """x + scale * v."""
     NORM_ADD = 2
     """x + scale * |x| * u."""
     PULL = 3
-    """For each direction in turn x + strength * (clip(x.u, low, high) - x.u) * u.
+    """For each direction in turn: x + strength * (clip(x.u, low, high) - x.u) * u.
 
-    This is ablation (low = high = 0), clamping (a band) and, with low = high = 0 and strength
-    1 - f, scaling by f along u."""
+    Ablation has low = high = 0. Scaling by f along u is the same with strength 1 - f. Clamping has
+    a band."""
 
 
 class Band(NamedTuple):
-    """Where a pull wants a coordinate, and how much of the way it goes."""
+    """The interval into which a pull moves x.u, and the fraction of the way that it moves."""
 
     low: float
     """Lower bound, or -inf."""
     high: float
     """Upper bound, or inf; at least `low`."""
     strength: float
-    """Part of the way; finite."""
+    """Fraction of the way; finite."""
 
 
 class Condition(NamedTuple):
-    """Positions of which only some tokens are selected."""
+    """Positions at which an act selects tokens by token id."""
 
     spans: Spans
-    """The positions."""
     tokens: TokenSet
     """Token ids, at least one."""
     among: bool
-    """Whether the selected tokens are those with such an id, or all others."""
+    """True: tokens with one of these ids are selected. False: all other tokens."""
 
 
 SiteRow = tuple[int, tuple[int, ...]]
-"""A site's index, and the index of the row of each vector that is used there."""
+"""Index of a site, and the row of each vector that the act uses there."""
 
 Int32 = npt.NDArray[np.int32]
 
@@ -75,12 +74,7 @@ class SiteRows(Sequence[SiteRow]):
     __slots__ = ("rows", "sites")
 
     def __init__(self, sites: Int32, rows: Int32) -> None:
-        """Keeps both arrays.
-
-        Args:
-            sites: [n]: site indices, ascending.
-            rows: [n, vectors].
-        """
+        """`sites`, [n], are site indices, ascending; `rows` is [n, vectors]."""
         self.sites = sites
         self.rows = rows
 
@@ -98,11 +92,9 @@ class SiteRows(Sequence[SiteRow]):
         return self._pairs(first, end)
 
     def __len__(self) -> int:
-        """The number of sites."""
         return len(self.sites)
 
     def __iter__(self) -> Iterator[SiteRow]:
-        """The pairs, ascending by site."""
         return self._pairs(0, len(self))
 
     @overload
@@ -112,7 +104,6 @@ class SiteRows(Sequence[SiteRow]):
     def __getitem__(self, index: slice) -> "SiteRows": ...
 
     def __getitem__(self, index: int | slice) -> "SiteRow | SiteRows":
-        """The pair at an index, or the pairs of a slice."""
         if isinstance(index, slice):
             return SiteRows(self.sites[index], self.rows[index])
         return int(self.sites[index]), tuple(self.rows[index].tolist())
@@ -126,11 +117,10 @@ class SiteRows(Sequence[SiteRow]):
         return self._content == other._content
 
     def __hash__(self) -> int:
-        """The hash of the equal tuple."""
+        # Equal to the hash of the tuple, because the two compare equal.
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        """Shows the pairs as tuples."""
         return f"SiteRows({tuple(self)!r})"
 
     @property
@@ -148,24 +138,22 @@ class Act:
 
     kind: Kind
     vectors: tuple[bytes, ...]
-    """SHA-256 of its vectors' content: one, or a pull's directions in order."""
+    """SHA-256 of the content of each vector: one, or a pull's directions in order."""
     rows: Sequence[SiteRow]
-    """(site index, row of each vector that is used there), ascending by site; see `site_rows`."""
+    """Ascending by site."""
     spans: Spans
-    """Positions that are touched, whatever their token."""
+    """Positions selected whatever their token."""
     scale: float = 1.0
     """ADD, NORM_ADD: factor; finite."""
     bands: tuple[Band, ...] = ()
     """PULL: one per vector."""
     orthogonal: bool = False
-    """PULL: whether each direction is first made orthogonal to those before it, so that together
-    they act on the directions' span."""
+    """PULL: whether each direction is first made orthogonal to the earlier ones, so that the act
+    covers their span."""
     conditions: tuple[Condition, ...] = ()
-    """Further positions, which are touched only under some tokens; apart from `spans` and from each
-    other."""
+    """Further positions, selected by token id; disjoint from `spans` and from each other."""
 
     def __post_init__(self) -> None:
-        """Converts the rows to arrays."""
         if not isinstance(self.rows, SiteRows):
             object.__setattr__(self, "rows", SiteRows.of(self.rows))
 
@@ -176,14 +164,14 @@ class Act:
 
     @property
     def strong(self) -> bool:
-        """Whether it changes the tokens that it touches."""
+        """Whether it changes a token that it selects."""
         if self.kind is Kind.PULL:
             return bool(self.rows) and any(band.strength != 0 for band in self.bands)
         return bool(self.rows) and self.scale != 0
 
     @property
     def acts(self) -> bool:
-        """Whether it can change anything."""
+        """Whether it changes any token."""
         return self.strong and bool(self.spans or self.conditions)
 
 
@@ -194,6 +182,5 @@ class Capture:
     sites: tuple[int, ...]
     """Site indices, ascending."""
     spans: Spans
-    """Positions that are captured."""
     encoding: RowEncoding | None = None
-    """The encoding in which the rows leave the device, if all their readers want it; None: raw."""
+    """Encoding of the rows on the device, if all readers accept it; None: raw."""

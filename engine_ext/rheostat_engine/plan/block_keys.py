@@ -1,12 +1,12 @@
-"""Keys of the prefix cache: digests of the acts that touch each block of tokens.
+"""Extra keys of prefix-cache blocks: digests of the acts on each block of tokens.
 
 The KV of a token depends on every act at or before it. vLLM chains a block's hash on the hash of
 the block before it. A block's own key therefore covers only the acts on its own tokens. A block
-that no act touches gets no key, so blocks before the first act keep vLLM's own hashes. A key costs
-as much as the acts that begin or end in its block. Requests with equal acts share their keys.
+without acts gets no key, so blocks before the first act keep vLLM's own hashes. The cost of a key
+grows with the acts that begin or end in its block. Requests with equal acts share their keys.
 
-Invariant: two requests with equal tokens find each other's blocks exactly if equal content acts in
-equal order at equal positions. Blocks whose acts depend on when the request runs are private.
+Invariant: two requests with equal tokens share blocks if, and only if, equal acts apply in equal
+order at equal positions. Blocks whose acts depend on when the request runs are private.
 """
 
 import hashlib
@@ -22,31 +22,32 @@ from rheostat_engine.plan.plan import Plan, ReceivedPlan
 from rheostat_engine.plan.tables import SteeringTable
 
 
-class _Clause(NamedTuple):
+class _Occurrence(NamedTuple):
     number: int
-    """Its number in the table."""
+    """Index of the clause in the table."""
     act: int
     """Index of its act."""
     condition: bytes
-    """Digest of the condition under which it holds; empty if it always holds."""
+    """Digest of the clause's condition; empty if it has none."""
 
 
 class SteeredBlocks:
-    """Digests of the acts on blocks, for all requests with a table of acts."""
+    """Digests of the acts on blocks, shared by all requests with a table of acts."""
 
     def __init__(self, table: SteeringTable) -> None:
-        """Encodes the acts of `table` once."""
         self._contents = [hashlib.sha256(_content(act)).digest() for act in table.acts]
         self._kinds = [act.kind for act in table.acts]
         clauses = [
-            _Clause(
+            _Occurrence(
                 number,
-                owner.act,
-                b"" if owner.tokens is None else _condition(table.sets[owner.tokens], owner.among),
+                clause.act,
+                b""
+                if clause.tokens is None
+                else _condition(table.sets[clause.tokens], clause.among),
             )
-            for number, owner in enumerate(table.owners)
+            for number, clause in enumerate(table.clauses)
         ]
-        strong = {owner.act for owner in table.owners if table.acts[owner.act].strong}
+        strong = {clause.act for clause in table.clauses if table.acts[clause.act].strong}
         self._starts = table.intervals.starts.tolist()
         self._sets = table.intervals.sets.tolist()
         self._members = [
@@ -55,10 +56,10 @@ class SteeredBlocks:
         ]
         self._whole: dict[tuple[int, int], bytes] = {}
         self._fragmented: dict[tuple[int, int], bytes] = {}
-        """Digests by position, because all samples of a request have the same blocks."""
+        """Digests by block, because all samples of a request have the same blocks."""
 
     def touching(self, start: int, end: int) -> bytes:
-        """Digest of the acts on positions [start, end); empty if no act touches them."""
+        """Digest of the acts on positions [start, end); empty if there are none."""
         first = bisect_right(self._starts, start) - 1
         last = bisect_left(self._starts, end)
         if last - first > 1:
@@ -72,8 +73,8 @@ class SteeredBlocks:
         return self._whole[whole]
 
     def _touching(self, first: int, last: int, start: int, end: int) -> bytes:
-        """Digest of the acts on a block, from intervals `first` to `last`."""
-        edges: dict[_Clause, list[int]] = {}
+        """Digest of the acts on a block that meets intervals `first` to `last` - 1."""
+        edges: dict[_Occurrence, list[int]] = {}
         for interval in range(first, last):
             begins = max(self._starts[interval], start) - start
             ends = (
@@ -106,10 +107,10 @@ class SteeredBlocks:
 
 
 class BlockKeys:
-    """The keys of one request."""
+    """The block keys of one request."""
 
     def __init__(self, plan: Plan | ReceivedPlan, steered: SteeredBlocks | None) -> None:
-        """Keys for a request with a plan; `steered` is None if the plan has no acts."""
+        """`steered` is None if the plan has no acts."""
         self._steered = steered
         self._epoch = struct.pack("<q", plan.epoch)
         self._private_from = plan.private_from
@@ -117,7 +118,7 @@ class BlockKeys:
         self._keys: dict[bytes, str] = {}
 
     def key(self, start: int, end: int) -> str | None:
-        """The key of the block [start, end); None if no act touches it."""
+        """The key of the block [start, end); None if no act applies to it."""
         if self._private_from is not None and end > self._private_from:
             return f"private {self._nonce}"
         touching = b"" if self._steered is None else self._steered.touching(start, end)
@@ -144,6 +145,6 @@ def _condition(tokens: bytes, among: bool) -> bytes:
     return hashlib.sha256(struct.pack("<?", among) + tokens).digest()
 
 
-def _tokens(clause: _Clause, edges: Sequence[int]) -> bytes:
-    """The tokens of a block at which a clause holds, counted from the block's start."""
+def _tokens(clause: _Occurrence, edges: Sequence[int]) -> bytes:
+    """A clause's condition and its positions, counted from the block's start."""
     return clause.condition + struct.pack(f"<{1 + len(edges)}q", len(edges), *edges)

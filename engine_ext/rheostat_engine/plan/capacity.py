@@ -1,14 +1,14 @@
-"""A ledger of the engine's resources in use, which admission asks before a request enters.
+"""The ledger of the engine's resources, which admission consults before a request enters.
 
-Invariant: the worker's tables and ring never overflow. Every plan must pass through `admit` before
-it reaches the engine, and may be released only after the worker has released it.
+Invariant: the worker's tables and ring never overflow. Every plan must pass `admit` before it
+reaches the engine, and is released only after the worker has released it.
 
-Resources are counted by content, exactly as the worker shares them. Captured rows are counted as if
-all requests took their densest step at once, unless no step is large enough for that to matter.
-Captures that a running request gets beside its plan are counted with the request (`observe`).
+Resources are counted by content, exactly as the worker shares them. Ring rows are counted as if all
+requests ran their densest step together, unless even the largest step fits. Captures added to a
+running request are counted with `observe`.
 
-A thread reads a plan's content when it packs the plan. Here a plan is a few arrays, so that the
-event loop pays little for the largest plan.
+A plan is packed on another thread. Here it is a few arrays, so even the largest plan costs the
+event loop little.
 """
 
 from collections import Counter
@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine.plan.needs import Needs
-from rheostat_engine.plan.plan import PackedCaptures, Plan
+from rheostat_engine.plan.plan import Plan
 from rheostat_engine.plan.tables import CaptureNeed
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The resources of the engine."""
+    """The amount of each engine resource."""
 
     bank_rows: int
     """Distinct rows that are added."""
@@ -37,13 +37,13 @@ class Capacity:
     slots: int
     """Distinct configurations."""
     token_rules: int
-    """Distinct families of token-id sets that decide about generated tokens."""
+    """Distinct tuples of token-id sets on which acts depend."""
     capture_rows: int
     """Rows that one step can capture."""
     ruled_intervals: int = 4096
-    """Combinations under a rule about token ids, of all running samples. They are not shared."""
+    """Combinations that depend on token ids, summed over running samples. Not shared."""
     intervals: int = 1 << 21
-    """Intervals into which distinct plans cut the positions of their requests."""
+    """Intervals of positions, summed over distinct tables."""
 
 
 class Shortage(NamedTuple):
@@ -52,50 +52,50 @@ class Shortage(NamedTuple):
     resource: str
     """A field of `Capacity`."""
     needed: int
-    """The number that the plan needs in addition."""
+    """The additional amount that the plan needs."""
     free: int
-    """The number that is free now."""
+    """The amount that is free now."""
     ever: bool
-    """Whether the plan fits when other requests have ended; False if it can never fit."""
+    """Whether the plan will fit once other requests have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reserved:
     needs: tuple[Needs, ...]
-    """Resources that it shares by content."""
-    own: Mapping[str, int]
-    """Resources that it does not share, by name."""
+    """Resources shared by content."""
+    unshared: Mapping[str, int]
+    """Amounts by resource."""
     sites: int
-    """The most sites at which it captures a token."""
+    """The most sites at which the plan captures one token."""
 
 
 class CapacityLedger:
     """Counts the resources of admitted plans."""
 
     def __init__(self, capacity: Capacity) -> None:
-        """No resource is in use. The worker reports `capacity` (`ModelSites`)."""
+        """The worker reports `capacity` in `ModelSites`."""
         self._limits: dict[str, int] = asdict(capacity)
-        self._shared = _Shared()
-        self._own: Counter[str] = Counter()
+        self._shared = _SharedContent()
+        self._unshared: Counter[str] = Counter()
         self._admitted: dict[str, _Reserved] = {}
         self._observed: dict[str, CaptureNeed] = {}
         self._sites: Counter[int] = Counter()
-        """Numbers of requests, by the most sites at which they capture a token."""
+        """Number of requests, by the most sites at which they capture one token."""
 
     @property
     def requests(self) -> int:
-        """Plans admitted and not released, and requests with captures beside their plan."""
+        """Number of admitted plans and of reservations by `observe`."""
         return len(self._admitted) + len(self._observed)
 
     def used(self, resource: str) -> int:
-        """The amount of a resource, a field of `Capacity`, that admitted plans use."""
-        return self._own[resource] + self._shared.used[resource]
+        """The amount of a resource (a field of `Capacity`) in use."""
+        return self._unshared[resource] + self._shared.used[resource]
 
-    def lacks(self, plan: Plan) -> Counter[str]:
-        """The amount of each resource that a plan's steering needs beside all admitted plans."""
-        lacking = self._shared.fresh(plan.packed_acts.needs)
-        lacking["ruled_intervals"] = plan.packed_acts.ruled
-        return lacking
+    def additional_needs(self, plan: Plan) -> Counter[str]:
+        """The amount of each resource that a plan's steering would add to `used`."""
+        amounts = self._shared.added_by(plan.packed_acts.needs)
+        amounts["ruled_intervals"] = plan.packed_acts.ruled
+        return amounts
 
     def admit(
         self, plan: Plan, *, prompt_len: int, max_step_tokens: int, samples: int = 1
@@ -103,59 +103,59 @@ class CapacityLedger:
         """Reserves all resources that a plan needs, or none.
 
         Args:
-            plan: the request's plan; its id must not be admitted. A plan that is not packed is
-                packed here, which may take long.
+            plan: the request's plan. It is packed here unless `Plan.pack` did so before, which may
+                take long.
             prompt_len: tokens of the prompt.
             max_step_tokens: the most tokens that one step computes.
-            samples: the number of engine requests that carry out the plan at the same time.
+            samples: the number of engine requests with this plan that run at once.
 
         Returns:
             The missing resource; None if all were reserved.
 
         Raises:
-            ValueError: no engine can carry out the plan.
+            ValueError: the id is already admitted, or the plan's acts can't be combined.
         """
         if plan.request_id in self._admitted:
             raise ValueError(f"request {plan.request_id!r} is already admitted")
         acts, captures = plan.packed_acts, plan.packed_captures
         needs = (acts.needs, captures.needs)
-        need = capture_need(captures, prompt_len=prompt_len, max_step_tokens=max_step_tokens)
-        own = {"capture_rows": samples * need.rows, "ruled_intervals": samples * acts.ruled}
-        fresh = Counter(own)
+        need = captures.need(prompt_len=prompt_len, max_step_tokens=max_step_tokens)
+        unshared = {"capture_rows": samples * need.rows, "ruled_intervals": samples * acts.ruled}
+        added = Counter(unshared)
         for part in needs:
-            fresh.update(self._shared.fresh(part))
+            added.update(self._shared.added_by(part))
         short = [
             resource
             for resource, limit in self._limits.items()
-            if (fresh[resource] or (need.sites and resource == "capture_rows"))
-            and self.used(resource) + fresh[resource] > limit
+            if (added[resource] or (need.sites and resource == "capture_rows"))
+            and self.used(resource) + added[resource] > limit
             and not (
                 resource == "capture_rows" and self._any_step_fits(need.sites, max_step_tokens)
             )
         ]
         if short:
-            return self._shortage(short, fresh, Counter(own) + needs[0].total + needs[1].total)
+            return self._shortage(short, added, Counter(unshared) + needs[0].total + needs[1].total)
         for part in needs:
-            self._shared.take(part)
-        self._own.update(own)
+            self._shared.acquire(part)
+        self._unshared.update(unshared)
         self._count_sites(need.sites, 1)
-        self._admitted[plan.request_id] = _Reserved(needs, own, need.sites)
+        self._admitted[plan.request_id] = _Reserved(needs, unshared, need.sites)
         return None
 
     def _shortage(
-        self, short: Sequence[str], fresh: Mapping[str, int], alone: Mapping[str, int]
+        self, short: Sequence[str], added: Mapping[str, int], alone: Mapping[str, int]
     ) -> Shortage:
-        """The shortage to report: of a resource that can never suffice, if there is one.
+        """The shortage to report; a resource that can never suffice comes first.
 
         Args:
-            short: the resources of which a plan needs more than are free.
-            fresh: the amounts that it needs beside all admitted plans.
+            short: the resources of which too little is free.
+            added: the amounts that the plan would add.
             alone: the amounts that it would need without any other plan.
         """
         shortages = [
             Shortage(
                 resource,
-                fresh[resource],
+                added[resource],
                 max(0, self._limits[resource] - self.used(resource)),
                 alone[resource] <= self._limits[resource],
             )
@@ -164,17 +164,17 @@ class CapacityLedger:
         return min(shortages, key=lambda shortage: shortage.ever)
 
     def observed(self, name: str) -> CaptureNeed:
-        """The reservation that `observe` made under a name."""
+        """The current reservation under a name; see `observe`."""
         return self._observed.get(name, CaptureNeed(0, 0))
 
     def observe(self, name: str, need: CaptureNeed, *, max_step_tokens: int) -> Shortage | None:
-        """Reserves ring rows for captures that a running request gets beside its plan.
+        """Reserves ring rows for captures that are added to a running request.
 
         Args:
-            name: the name of the reservation; no plan may have it. An earlier reservation with this
-                name is replaced.
-            need: rows of these captures for all samples, without the rows of the request's plans;
-                sites at which a token is captured, with the sites of the plans.
+            name: the name of the reservation, which must differ from every plan's. An earlier
+                reservation with this name is replaced.
+            need: `rows` counts these captures in all samples, without the request's plans; `sites`
+                includes the sites of its plans.
             max_step_tokens: the most tokens that one step computes.
 
         Returns:
@@ -182,12 +182,12 @@ class CapacityLedger:
         """
         before = self.observed(name)
         self._count_sites(before.sites, -1)
-        used, limit = self._own["capture_rows"], self._limits["capture_rows"]
+        used, limit = self._unshared["capture_rows"], self._limits["capture_rows"]
         more = need.rows - before.rows
         if used + more > limit and not self._any_step_fits(need.sites, max_step_tokens):
             self._count_sites(before.sites, 1)
             return Shortage("capture_rows", more, max(0, limit - used), ever=True)
-        self._own["capture_rows"] += more
+        self._unshared["capture_rows"] += more
         self._count_sites(need.sites, 1)
         self._observed[name] = need
         if not need.sites:
@@ -195,23 +195,23 @@ class CapacityLedger:
         return None
 
     def release(self, request_id: str) -> None:
-        """Gives back the resources of a request, if it has any."""
+        """Releases the resources of a plan or reservation, if there are any."""
         observed = self._observed.pop(request_id, None)
         if observed is not None:
-            self._own["capture_rows"] -= observed.rows
+            self._unshared["capture_rows"] -= observed.rows
             self._count_sites(observed.sites, -1)
         reserved = self._admitted.pop(request_id, None)
         if reserved is None:
             return
         for part in reserved.needs:
-            self._shared.give(part)
-        self._own.subtract(reserved.own)
+            self._shared.release(part)
+        self._unshared.subtract(reserved.unshared)
         self._count_sites(reserved.sites, -1)
 
     def _any_step_fits(self, sites: int, max_step_tokens: int) -> bool:
-        """Whether every step fits into the ring if a request captures a token at `sites` sites.
+        """Whether every step fits into the ring, with a request that captures `sites` sites.
 
-        A step has at most as many rows as its tokens times the most sites of any request.
+        A step captures at most its tokens times the most sites of any request.
         """
         widest = max((*self._sites, sites))
         return widest * max_step_tokens <= self._limits["capture_rows"]
@@ -225,35 +225,33 @@ class CapacityLedger:
 
 @dataclass(slots=True)
 class _Use:
-    """Content that plans with one and the same `Needs` use."""
+    """The plans with one `Needs` object."""
 
     needs: Needs
     users: int = 1
 
 
-class _Shared:
-    """Shared content in use, as sorted arrays: a plan of thousands of rows costs a few numpy calls.
+class _SharedContent:
+    """Reference counts of shared content, as sorted arrays.
 
-    An operation takes a few nanoseconds for each content in use, and for each content of the plan.
-    Plans that share a `Needs` count as one user of its content: the second costs a reference.
+    A plan of thousands of rows costs a few numpy calls: some nanoseconds for each content in use
+    and each content of the plan. Plans with the same `Needs` object count as one user.
     """
 
     def __init__(self) -> None:
         self._keys = np.zeros(0, np.uint64)
         self._users = np.zeros(0, np.int64)
         self._uses: dict[int, _Use] = {}
-        """By identity of the needs, which a use keeps in memory."""
+        """By `id` of the needs, which the value keeps alive."""
         self.used: Counter[str] = Counter()
-        """The amount of each resource in use."""
 
-    def fresh(self, needs: Needs) -> Counter[str]:
-        """The amount of each resource that `take` would add."""
+    def added_by(self, needs: Needs) -> Counter[str]:
+        """The amount of each resource that `acquire` would add."""
         if id(needs) in self._uses or not len(needs.keys):
             return Counter()
         return needs.part(~self._find(needs)[1])
 
-    def take(self, needs: Needs) -> None:
-        """Adds a use of content."""
+    def acquire(self, needs: Needs) -> None:
         use = self._uses.get(id(needs))
         if use is not None:
             use.users += 1
@@ -267,8 +265,7 @@ class _Shared:
         self._keys = np.insert(self._keys, at[~present], needs.keys[~present])
         self._users = np.insert(self._users, at[~present], 1)
 
-    def give(self, needs: Needs) -> None:
-        """Ends one use of content that was taken."""
+    def release(self, needs: Needs) -> None:
         use = self._uses.get(id(needs))
         if use is None:
             return
@@ -289,8 +286,3 @@ class _Shared:
         inside = at < len(self._keys)
         present[inside] = self._keys[at[inside]] == needs.keys[inside]
         return at, present
-
-
-def capture_need(captures: PackedCaptures, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
-    """The rows of the ring that captures of a plan need, for one sample."""
-    return captures.need(prompt_len, max_step_tokens)

@@ -1,48 +1,48 @@
 """Programs and steps: the combined effect of several acts on a token.
 
-Positions are cut into intervals with the same acts (`intervals`). In an interval each site has one
-program: the steps of the acts at this site, in their order. Acts that depend on the token make
-variants.
+A clause is an act with positions at which it applies, perhaps only to some token ids. Positions are
+cut into intervals with the same clauses (`intervals`). In an interval, each site has one program:
+the steps of its acts, in order. If clauses depend on the token, there are several variants.
 
-Invariant: equal content gives equal programs and combinations, whatever the names and the order of
-neighbouring additions. Rows, slots and steps are therefore shared by content.
+Invariant: equal content gives equal programs and combinations, whatever the request ids and the
+order of adjacent additions. So rows, slots and steps are shared by content.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rheostat_engine.plan.acts import Act, Band, Kind, SiteRow
+from rheostat_engine.plan.acts import Act, Kind, SiteRow
 
 RowKey = tuple[tuple[bytes, int, float], ...]
-"""Content of a row that is added: (digest, row, scale) of each addend, sorted."""
+"""A row to add: (digest, row, scale) of each addend, sorted."""
 
 Direction = tuple[tuple[bytes, int], ...]
-"""Content of a unit vector: the last (digest, row), made orthogonal to the rows before it."""
+"""A unit vector: the last (digest, row), made orthogonal to the earlier ones."""
 
 MAX_TOKEN_SETS = 4
-"""The most sets of token ids that may meet at one position."""
+"""The most sets of token ids at one position."""
 
 MAX_STEPS = 64
 """The most steps of a program."""
 
 
 class Step(NamedTuple):
-    """One elementary change of a row."""
+    """An elementary change of a row."""
 
     kind: Kind
     addends: RowKey = ()
-    """ADD: the row that is added."""
+    """ADD: the row."""
     direction: Direction = ()
     """NORM_ADD, PULL: the unit vector."""
     low: float = 0.0
-    """PULL: lower bound of its band."""
+    """PULL: lower bound of the band."""
     high: float = 0.0
-    """PULL: upper bound of its band."""
+    """PULL: upper bound of the band."""
     strength: float = 0.0
-    """PULL: of its band. NORM_ADD: the scale."""
+    """PULL: strength of the band. NORM_ADD: the scale."""
     last: bool = True
-    """Whether this is the last step of its act, after which the act's change is measured."""
+    """Whether this is the act's last step, after which its change is measured."""
 
 
 Program = tuple[Step, ...]
@@ -50,70 +50,64 @@ Program = tuple[Step, ...]
 
 
 def only_adds(program: Program) -> bool:
-    """Whether a program is a single row that is added."""
+    """Whether a program adds a single row."""
     return len(program) == 1 and program[0].kind is Kind.ADD
 
 
 Combination = tuple[tuple[int, Program], ...]
-"""All (site, program) for one token, ascending by site."""
+"""The (site, program) pairs for one token, ascending by site."""
 
 
 class Variant(NamedTuple):
-    """The combination of an interval for tokens that are in the same sets of token ids."""
+    """The combination for tokens that are in the same sets of token ids."""
 
     members: tuple[int, ...]
-    """The acts, by index in the plan."""
+    """Indices of the acts in the plan."""
     combination: Combination
-    """Their programs."""
 
     @property
     def dose_slots(self) -> int:
-        """Measurements that its longest program makes."""
+        """The number of measurements of the longest program."""
         return max(
             (sum(step.last for step in program) for _, program in self.combination), default=0
         )
 
 
-class Owner(NamedTuple):
-    """The act of a clause, and the tokens for which the clause holds."""
+class Clause(NamedTuple):
+    """An act, and the token ids to which it applies."""
 
     act: int
-    """Index in the plan."""
+    """Index of the act in the plan."""
     tokens: int | None
-    """The set of token ids that it depends on, by number."""
+    """Index of a set of token ids; None: the clause applies to every token."""
     among: bool
-    """Whether the selected tokens are those with such an id."""
+    """True: the clause applies to tokens in the set. False: to all other tokens."""
 
 
-class Mix(NamedTuple):
-    """The variants for positions at which the same clauses hold."""
+class TokenVariants(NamedTuple):
+    """The variants at positions with the same clauses."""
 
     sets: tuple[bytes, ...]
-    """The sets of token ids that decide which variant applies."""
+    """The sets of token ids that select the variant."""
     variants: tuple[Variant, ...]
-    """2 ** len(sets); bit i of the index says whether the token is in set i."""
+    """2 ** len(sets); bit i of the index: whether the token is in set i."""
 
 
-class Meeting(NamedTuple):
-    """The acts of clauses that hold at the same positions, before they are combined."""
+class VariantActs(NamedTuple):
+    """As `TokenVariants`, but with the acts of each variant in place of its programs."""
 
     sets: tuple[bytes, ...]
-    """As in `Mix`."""
     members: tuple[tuple[int, ...], ...]
-    """The acts of each variant."""
+    """Indices of the acts of each variant."""
 
 
-def meeting(owners: Sequence[Owner], sets: Sequence[bytes]) -> Meeting:
-    """Finds the acts of each variant at positions where some clauses hold together.
-
-    Args:
-        owners: the owners of the clauses.
-        sets: the plan's sets of token ids.
+def variant_acts(clauses: Sequence[Clause], sets: Sequence[bytes]) -> VariantActs:
+    """Finds the acts of each variant at positions with all of these clauses.
 
     Raises:
-        ValueError: more than `MAX_TOKEN_SETS` sets meet.
+        ValueError: the clauses refer to more than `MAX_TOKEN_SETS` of the plan's `sets`.
     """
-    numbers = sorted({owner.tokens for owner in owners if owner.tokens is not None})
+    numbers = sorted({clause.tokens for clause in clauses if clause.tokens is not None})
     if len(numbers) > MAX_TOKEN_SETS:
         raise ValueError(
             f"{len(numbers)} different sets of token ids meet at one position; at most "
@@ -124,28 +118,12 @@ def meeting(owners: Sequence[Owner], sets: Sequence[bytes]) -> Meeting:
         inside = {number: bool(variant >> bit & 1) for bit, number in enumerate(numbers)}
         variants.append(
             tuple(
-                owner.act
-                for owner in owners
-                if owner.tokens is None or inside[owner.tokens] == owner.among
+                clause.act
+                for clause in clauses
+                if clause.tokens is None or inside[clause.tokens] == clause.among
             )
         )
-    return Meeting(tuple(sets[number] for number in numbers), tuple(variants))
-
-
-def compose(acts: Sequence[Act], owners: Sequence[Owner], sets: Sequence[bytes]) -> Mix:
-    """Combines the acts of clauses that hold together.
-
-    Args:
-        acts: the acts of the plan.
-        owners: the owners of the clauses.
-        sets: the plan's sets of token ids.
-
-    Raises:
-        ValueError: more than `MAX_TOKEN_SETS` sets meet, or a program is longer than `MAX_STEPS`.
-    """
-    met = meeting(owners, sets)
-    variants = (Variant(members, combine(acts, members)) for members in met.members)
-    return Mix(met.sets, tuple(variants))
+    return VariantActs(tuple(sets[number] for number in numbers), tuple(variants))
 
 
 def combine(acts: Sequence[Act], members: Sequence[int], sites: range | None = None) -> Combination:
@@ -182,11 +160,11 @@ def combine(acts: Sequence[Act], members: Sequence[int], sites: range | None = N
 def attribution(
     acts: Sequence[Act], members: Sequence[int], sites: range | None = None
 ) -> dict[int, list[list[int]]]:
-    """The acts of each measurement, by site. Neighbouring additions are measured together.
+    """The acts of each measurement, by site. Adjacent additions are measured together.
 
     Args:
         acts: the acts of the plan.
-        members: the indices of the acts that make the programs.
+        members: the indices of the acts that apply.
         sites: the sites to list; None for all.
     """
     by_site: defaultdict[int, list[list[int]]] = defaultdict(list)
@@ -218,9 +196,6 @@ def _steps(act: Act, rows: tuple[int, ...]) -> list[Step]:
     steps = []
     for i, band in enumerate(act.bands):
         direction = parts[: i + 1] if act.orthogonal else parts[i : i + 1]
-        steps.append(_pull(direction, band, last=i == len(act.bands) - 1))
+        last = i == len(act.bands) - 1
+        steps.append(Step(Kind.PULL, (), direction, band.low, band.high, band.strength, last))
     return steps
-
-
-def _pull(direction: Direction, band: Band, *, last: bool) -> Step:
-    return Step(Kind.PULL, (), direction, band.low, band.high, band.strength, last)

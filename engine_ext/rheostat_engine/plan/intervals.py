@@ -1,7 +1,7 @@
-"""Positions cut into intervals, in each of which the same spans hold.
+"""Cuts positions into intervals, each covered by the same spans.
 
-Invariant: an interval costs two integers. Intervals in which the same spans hold share one set of
-members, so that twenty thousand intervals that alternate between two sets cost two sets.
+Invariant: an interval costs two integers. Intervals covered by the same spans share one set of
+members: twenty thousand intervals that alternate between two sets cost two sets.
 """
 
 from collections import defaultdict
@@ -17,18 +17,18 @@ Int32 = npt.NDArray[np.int32]
 
 
 class PlanTooLarge(ValueError):
-    """A plan has more intervals than a plan may have, or costs more."""
+    """A plan has too many intervals, or costs too much."""
 
 
 class Intervals(NamedTuple):
-    """All positions from 0 on. Neighbouring intervals have different members."""
+    """All positions from 0 on. Adjacent intervals have different members."""
 
     starts: Int32
     """[p]: first position of each interval, ascending from 0."""
     sets: Int32
     """[p]: the members of each interval, as an index into `members`."""
     members: tuple[tuple[int, ...], ...]
-    """The different sets of spans that hold together, each as ascending indices."""
+    """The distinct sets of members; each has ascending indices."""
 
     @property
     def ends(self) -> Int32:
@@ -36,23 +36,23 @@ class Intervals(NamedTuple):
         return np.append(self.starts[1:], np.int32(OPEN_END))
 
 
-def cut(
+def cut_intervals(
     spans: Sequence[Spans],
     *,
-    price: Callable[[tuple[int, ...]], int] = len,
-    budget: int | None = None,
-    most: int | None = None,
+    cost_of: Callable[[tuple[int, ...]], int] = len,
+    max_cost: int | None = None,
+    max_intervals: int | None = None,
 ) -> Intervals:
     """Cuts the positions where membership changes.
 
     Args:
-        spans: the spans of each member, which is named by its index.
-        price: returns the cost of a set of members. Each different set costs once.
-        budget: the most that all sets may cost.
-        most: the most intervals.
+        spans: the spans of each member.
+        cost_of: returns the cost of a set of members. Each distinct set counts once.
+        max_cost: the largest cost of all sets.
+        max_intervals: the most intervals.
 
     Raises:
-        PlanTooLarge: a limit is exceeded. The check costs no more than `budget` and `most`.
+        PlanTooLarge: a limit is exceeded. The check stops as soon as it is.
     """
     toggles: defaultdict[int, int] = defaultdict(int)
     for index, pairs in enumerate(spans):
@@ -63,8 +63,10 @@ def cut(
     toggles.pop(OPEN_END, None)
     toggles.setdefault(0, 0)
     starts = sorted(start for start, bits in toggles.items() if bits or not start)
-    if most is not None and len(starts) > most:
-        raise PlanTooLarge(f"There are {len(starts)} intervals; at most {most} are allowed")
+    if max_intervals is not None and len(starts) > max_intervals:
+        raise PlanTooLarge(
+            f"There are {len(starts)} intervals; at most {max_intervals} are allowed"
+        )
     numbers: dict[int, int] = {}
     members: list[tuple[int, ...]] = []
     sets: list[int] = []
@@ -74,15 +76,15 @@ def cut(
         number = numbers.setdefault(active, len(numbers))
         if number == len(members):
             members.append(_bits(active))
-            spent += price(members[-1])
-            if budget is not None and spent > budget:
-                raise PlanTooLarge(f"It costs over {budget}, which is the most that is allowed")
+            spent += cost_of(members[-1])
+            if max_cost is not None and spent > max_cost:
+                raise PlanTooLarge(f"It costs over {max_cost}, which is the most that is allowed")
         sets.append(number)
     return Intervals(np.array(starts, np.int32), np.array(sets, np.int32), tuple(members))
 
 
 def _bits(mask: int) -> tuple[int, ...]:
-    """The numbers of the bits that are set, ascending."""
+    """The indices of the set bits, ascending."""
     numbers = []
     while mask:
         lowest = mask & -mask

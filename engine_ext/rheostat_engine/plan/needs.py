@@ -1,7 +1,7 @@
-"""The resources of the engine that a plan needs, by content, computed once at admission.
+"""The engine resources that a plan needs, by content, computed once at admission.
 
 Invariant: equal content has one key, and the worker shares it. Keys are hashed with a secret of
-this process, so that nobody can choose two contents that count as one.
+this process, so that no client can construct colliding contents.
 """
 
 import hashlib
@@ -26,29 +26,28 @@ SHARED: Final[tuple[str, ...]] = (
     "token_rules",
     "intervals",
 )
-"""Resources of the engine that requests share by content; fields of `Capacity`."""
+"""Resources that requests share by content; fields of `Capacity`."""
 
 _SECRET = os.urandom(16)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 class Needs(NamedTuple):
-    """Content, each once, ascending by key."""
+    """Distinct content, ascending by key."""
 
     keys: npt.NDArray[np.uint64]
-    """[n]: key of the content."""
     resources: npt.NDArray[np.int64]
-    """[n]: its resource, as an index into `SHARED`."""
+    """[n]: index into `SHARED`."""
     weights: npt.NDArray[np.int64]
-    """[n]: the amount of the resource that it takes."""
+    """[n]: the amount of the resource."""
 
     @property
     def total(self) -> Counter[str]:
-        """The amount of each resource that all content takes."""
+        """The amount of each resource."""
         return self.part(np.ones(len(self.keys), np.bool_))
 
     def part(self, wanted: npt.NDArray[np.bool_]) -> Counter[str]:
-        """The amount of each resource that the content of a mask, [n], takes."""
+        """The amount of each resource for the content selected by a mask, [n]."""
         totals = np.bincount(self.resources[wanted], self.weights[wanted], minlength=len(SHARED))
         return Counter(dict(zip(SHARED, map(int, totals), strict=True)))
 
@@ -71,15 +70,15 @@ def needs_of(contents: Iterator[tuple[str, object, int]]) -> Needs:
 
 
 def contents_of(table: SteeringTable) -> Iterator[tuple[str, object, int]]:
-    """The content of a table of acts, beside its intervals.
+    """The content of a table of acts, without its intervals.
 
     Raises:
-        ValueError: it can't be composed.
+        ValueError: the acts can't be combined.
     """
-    for mix in table.mixes:
-        if mix.sets:
-            yield "token_rules", mix.sets, 1
-        for variant in mix.variants:
+    for token_variants in table.all_token_variants:
+        if token_variants.sets:
+            yield "token_rules", token_variants.sets, 1
+        for variant in token_variants.variants:
             yield from _contents(variant.combination)
 
 

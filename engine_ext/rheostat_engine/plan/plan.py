@@ -1,8 +1,8 @@
-"""Plans: everything that the engine does to one request, and the bytes of a plan.
+"""Plans: all interventions and captures of one request, and their serialization.
 
-Invariant: a plan reaches the worker with its request (`SamplingParams.extra_args`), so that no plan
-is used before it is registered. Its tables are made once for all requests with the same acts or
-captures, and are named by a digest of their content (`tables`).
+Invariant: a plan reaches the worker with its request (`SamplingParams.extra_args`), so there is no
+race between registering and using it. Requests with the same acts or captures share a table, which
+is identified by a digest of its content (`tables`).
 """
 
 import hashlib
@@ -28,33 +28,30 @@ EXTRA_ARG = "rheostat"
 """The key of the plan in `SamplingParams.extra_args`."""
 
 CACHED_TOKENS_RECOMPUTED_ARG = "rheostat_cached_tokens_recomputed"
-"""The key of the number of cached tokens that are computed again because they are captured."""
-
+"""The key of the number of cached tokens that are recomputed because they are captured."""
 
 _LENGTHS = 64
-"""Lengths of prompts for which a plan keeps the need of its captures."""
+"""The most prompt lengths for which a plan caches its `CaptureNeed`."""
 
 
 class EncodedTable(NamedTuple):
-    """A table as bytes."""
+    """A serialized table; see `plan.wire`."""
 
     digest: bytes
-    """Its name in the workers: 16 bytes, equal for equal content."""
+    """16 bytes, equal for equal content; the table's key in the workers."""
     wire: bytes
-    """Its bytes; see `plan.wire`."""
 
     @classmethod
     def of(cls, wire: bytes) -> "EncodedTable":
-        """The bytes of a table with their digest."""
+        """Adds the digest to the bytes of a table."""
         return cls(hashlib.blake2b(wire, digest_size=16).digest(), wire)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedActs:
-    """The table of a plan's acts, and its bytes. All plans with these acts share it."""
+    """The table of a plan's acts, computed once and shared by all plans with these acts."""
 
     acts: tuple[Act, ...]
-    """The source of the table."""
 
     @cached_property
     def table(self) -> SteeringTable | None:
@@ -67,15 +64,15 @@ class PackedActs:
 
     @cached_property
     def encoded(self) -> EncodedTable | None:
-        """The table as bytes; None if there are no acts."""
+        """The serialized table; None if there are no acts."""
         return None if self.table is None else EncodedTable.of(steering_to(self.table))
 
     @cached_property
     def needs(self) -> Needs:
-        """The resources that it shares with other requests by content.
+        """The resources shared with other requests by content.
 
         Raises:
-            ValueError: it can't be composed.
+            ValueError: the acts can't be combined.
         """
         if self.table is None or self.encoded is None:
             return needs_of(iter(()))
@@ -89,7 +86,7 @@ class PackedActs:
 
     @cached_property
     def ruled(self) -> int:
-        """Sets of clauses that depend on the token. Each sample needs variants for all of them."""
+        """Number of clause sets that depend on the token. Each sample needs variants of each."""
         return 0 if self.table is None else self.table.ruled
 
     @property
@@ -100,10 +97,9 @@ class PackedActs:
 
 @dataclass(frozen=True, eq=False)
 class PackedCaptures:
-    """The table of a plan's captures, and its bytes. All plans with these captures share it."""
+    """The table of a plan's captures, computed once and shared by all plans with these captures."""
 
     captures: tuple[Capture, ...]
-    """The source of the table."""
 
     @cached_property
     def table(self) -> CaptureTable | None:
@@ -116,20 +112,20 @@ class PackedCaptures:
 
     @cached_property
     def encoded(self) -> EncodedTable | None:
-        """The table as bytes; None if nothing is captured."""
+        """The serialized table; None if nothing is captured."""
         return None if self.table is None else EncodedTable.of(captures_to(self.table))
 
     @cached_property
     def needs(self) -> Needs:
-        """The resources that it shares with other requests by content."""
+        """The resources shared with other requests by content."""
         if self.table is None or self.encoded is None:
             return needs_of(iter(()))
         return needs_of(
             iter([("intervals", self.encoded.digest, len(self.table.intervals.starts))])
         )
 
-    def need(self, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
-        """The rows of the ring that one sample needs; see `CaptureTable.need`."""
+    def need(self, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
+        """The ring rows that one sample needs; see `CaptureTable.need`."""
         if self.table is None:
             return CaptureNeed(0, 0)
         lengths = prompt_len, max_step_tokens
@@ -143,7 +139,7 @@ class PackedCaptures:
 
     @cached_property
     def _needs_by_lengths(self) -> dict[tuple[int, int], CaptureNeed]:
-        """The needs that were computed, because requests with equal captures come together."""
+        """By (prompt_len, max_step_tokens): requests with equal captures often come together."""
         return {}
 
     def build(self) -> "PackedCaptures":
@@ -159,24 +155,24 @@ class PackedCaptures:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that the engine does to one request."""
+    """The interventions and captures of one request."""
 
     request_id: str
-    """The server's name of the request; events come back under it."""
+    """The server's id of the request, which its events carry."""
     acts: tuple[Act, ...] = ()
-    """Interventions, in the order in which they act at a site."""
+    """Interventions, in the order in which they apply at a site."""
     captures: tuple[Capture, ...] = ()
-    """Captures. Where several meet, a row is copied once. They see the stream after all acts."""
+    """Captures of the stream after all acts. A row selected by several captures is copied once."""
     epoch: int = 0
-    """Part of the prefix cache's keys of every touched block; see `BlockKeys`."""
+    """Part of the prefix-cache key of every block with acts; see `BlockKeys`."""
     private_from: int | None = None
-    """Position from which on no other request may use the KV; None: it may be shared."""
+    """First position whose KV no other request may reuse; None: all KV may be shared."""
     _acts: PackedActs | None = field(default=None, compare=False, repr=False)
     _captures: PackedCaptures | None = field(default=None, compare=False, repr=False)
 
     @property
     def touches_kv(self) -> bool:
-        """Whether the request's KV differs from that of the same tokens without interventions."""
+        """Whether the request's KV differs from the KV of the same tokens without acts."""
         return self.private_from is not None or any(act.acts for act in self.acts)
 
     @property
@@ -187,7 +183,7 @@ class Plan:
 
     @property
     def packed_acts(self) -> PackedActs:
-        """Its acts with their table; made again unless `pack` has stored them."""
+        """The acts with their table; computed anew unless `pack` has stored them."""
         packed = self._acts
         if packed is not None and packed.acts is self.acts:
             return packed
@@ -195,7 +191,7 @@ class Plan:
 
     @property
     def packed_captures(self) -> PackedCaptures:
-        """Its captures with their table; made again unless `pack` has stored them."""
+        """The captures with their table; computed anew unless `pack` has stored them."""
         packed = self._captures
         if packed is not None and packed.captures is self.captures:
             return packed
@@ -203,44 +199,36 @@ class Plan:
 
     @property
     def plan_cost(self) -> int:
-        """The cost of its tables, which the first request that uses them pays; see `tables`.
+        """The cost of building its tables; see `tables`.
 
         Raises:
             PlanTooLarge: it exceeds a worker's limits.
         """
         return self.packed_acts.plan_cost + self.packed_captures.plan_cost
 
-    def under(self, request_id: str, epoch: int) -> "Plan":
-        """The plan under another name and in another epoch, with the same tables."""
-        return Plan(
-            request_id,
-            self.acts,
-            self.captures,
-            epoch,
-            self.private_from,
-            self._acts,
-            self._captures,
-        )
+    def for_request(self, request_id: str, epoch: int) -> "Plan":
+        """A copy with another id and epoch, and the same tables."""
+        return replace(self, request_id=request_id, epoch=epoch)
 
     def with_captures(self, captures: tuple[Capture, ...]) -> "Plan":
-        """The plan with other captures. Their table is made once, when it is first used."""
+        """A copy with other captures. Their table is computed once, on first use."""
         return replace(self, captures=captures, _captures=PackedCaptures(captures))
 
     def with_captures_of(self, other: "Plan") -> "Plan":
-        """The plan with the captures of another plan, and with their table."""
+        """A copy with the captures of another plan, and their table."""
         return replace(self, captures=other.captures, _captures=other._captures)
 
     def pack(self) -> "Plan":
-        """The plan with its tables, which all its copies share. Takes long for large plans.
+        """A copy with computed tables, which its own copies share. Slow for large plans.
 
         Raises:
             PlanTooLarge: it exceeds a worker's limits.
-            ValueError: its acts can't be composed.
+            ValueError: its acts can't be combined.
         """
         return replace(self, _acts=self.packed_acts.build(), _captures=self.packed_captures.build())
 
     def to_wire(self) -> bytes:
-        """The plan as bytes, because vLLM passes bytes on without reading or copying them."""
+        """Serializes the plan. vLLM passes bytes on without reading or copying them."""
         wire = _Wire(self.request_id, self.epoch, self.private_from)
         wire.acts, wire.captures = self.packed_acts.encoded, self.packed_captures.encoded
         return msgspec.msgpack.encode(wire)
@@ -249,11 +237,11 @@ class Plan:
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _Named(msgspec.Struct):
+class _RequestId(msgspec.Struct):
     id: str
 
 
-class _Wire(_Named, omit_defaults=True):
+class _Wire(_RequestId, omit_defaults=True):
     epoch: _Number = 0
     private_from: _Number | None = None
     acts: EncodedTable | None = None
@@ -261,33 +249,30 @@ class _Wire(_Named, omit_defaults=True):
 
 
 class ReceivedPlan(NamedTuple):
-    """A plan in a worker. Its tables have not been read yet."""
+    """A plan in a worker. Its tables are still serialized."""
 
     request_id: str
-    """The first three fields are those of `Plan`."""
     epoch: int
     private_from: int | None
     acts: EncodedTable | None
-    """Its acts; None if it has none."""
     captures: EncodedTable | None
-    """Its captures; None if it has none."""
 
 
-def name_of(wire: object) -> str | None:
-    """Reads the request's name from the bytes of a plan; None if they can't be read."""
+def read_request_id(wire: object) -> str | None:
+    """Reads the request's id from the bytes of a plan; None if they can't be parsed."""
     if isinstance(wire, ReceivedPlan):
         return wire.request_id
     try:
-        return msgspec.msgpack.decode(wire, type=_Named).id if isinstance(wire, bytes) else None
+        return msgspec.msgpack.decode(wire, type=_RequestId).id if isinstance(wire, bytes) else None
     except msgspec.MsgspecError:
         return None
 
 
-def read(wire: object) -> ReceivedPlan:
-    """Reads the bytes of `Plan.to_wire`; a plan that was read before is returned as it is.
+def read_plan(wire: object) -> ReceivedPlan:
+    """Parses the bytes of `Plan.to_wire`, but not the tables. Returns a `ReceivedPlan` unchanged.
 
     Raises:
-        ValueError: `wire` is no plan; the text names the field.
+        ValueError: `wire` is no plan; the message names the field.
     """
     if isinstance(wire, ReceivedPlan):
         return wire
@@ -302,11 +287,11 @@ def read(wire: object) -> ReceivedPlan:
 
 _STEERING: WeakValueDictionary[bytes, SteeringTable] = WeakValueDictionary()
 _CAPTURES: WeakValueDictionary[bytes, CaptureTable] = WeakValueDictionary()
-"""The tables in use that were read in this process, by digest."""
+"""Parsed tables that are in use, by digest."""
 
 
 def steering_of(encoded: EncodedTable) -> SteeringTable:
-    """Reads a table of acts. A table in use is not read again.
+    """Parses a table of acts, unless it is in use already.
 
     Raises:
         ValueError: the bytes are no table of acts.
@@ -318,7 +303,7 @@ def steering_of(encoded: EncodedTable) -> SteeringTable:
 
 
 def captures_of(encoded: EncodedTable) -> CaptureTable:
-    """Reads a table of captures. A table in use is not read again.
+    """Parses a table of captures, unless it is in use already.
 
     Raises:
         ValueError: the bytes are no table of captures.

@@ -1,10 +1,16 @@
-"""Points, layers and sites, and the one number that stands for a site inside the engine.
+"""Points, layers and sites, and the index of a site.
 
-Invariant: two names of the same tensor have the same index, and indices ascend as a sequential
-block comes to its sites. `resid_post` of layer L and `resid_pre` of layer L+1 are one site,
-4 * (L + 1). 4 * L + 1, 2 and 3 are `attn_out`, `resid_mid` and `mlp_out` of layer L. A model of N
-layers has the sites 0 ... 4N. Beside them, `router_logits` of layer L is `ROUTERS` + L: it is no
-part of the stream, can only be captured, and few models have it.
+Invariant: two names of the same tensor have one index, and indices ascend in the order in which a
+sequential block computes its sites.
+
+| site                                          | index         |
+|-----------------------------------------------|---------------|
+| `resid_pre` of layer L, `resid_post` of L - 1 | 4 * L         |
+| `attn_out`, `resid_mid`, `mlp_out` of layer L | 4 * L + 1 ... 3 |
+| `router_logits` of layer L                    | `ROUTERS` + L |
+
+A stream of N layers has the sites 0 ... 4N. Router logits are no part of the stream, can only be
+captured, and exist in few models.
 """
 
 from enum import StrEnum
@@ -18,19 +24,19 @@ class Point(StrEnum):
     """The stream that enters the block."""
 
     RESID_MID = "resid_mid"
-    """The stream after attention is added; parallel blocks have none."""
+    """The stream after attention is added. Parallel blocks have none."""
 
     RESID_POST = "resid_post"
     """The stream that leaves the block."""
 
     ATTN_OUT = "attn_out"
-    """The output of attention as it is added to the stream: normed and scaled."""
+    """Attention's output as it is added to the stream, after any norm and scaling."""
 
     MLP_OUT = "mlp_out"
-    """The output of the MLP or mixture as it is added to the stream."""
+    """The MLP's or mixture of experts' output as it is added to the stream."""
 
     ROUTER_LOGITS = "router_logits"
-    """The logit of each expert from a mixture's router, before any softmax."""
+    """The router's logit of each expert, before any softmax."""
 
 
 ROUTERS = 1 << 20
@@ -55,7 +61,7 @@ class Site(NamedTuple):
 
     @property
     def index(self) -> int:  # type: ignore[override]  # a site is no sequence to search
-        """The site's number, equal for both names of one tensor."""
+        """The site's index, equal for both names of a tensor."""
         if self.point is Point.ROUTER_LOGITS:
             return ROUTERS + self.layer
         return _PER_LAYER * self.layer + _OFFSET[self.point]
@@ -79,5 +85,5 @@ class Site(NamedTuple):
 
 
 def site_count(num_layers: int) -> int:
-    """How many sites the stream of `num_layers` decoder blocks has."""
+    """The number of sites in the stream of `num_layers` decoder blocks."""
     return _PER_LAYER * num_layers + 1

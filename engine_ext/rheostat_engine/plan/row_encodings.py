@@ -1,7 +1,7 @@
-"""Encodings in which captured rows leave the device, if no reader wants whole rows.
+"""Encodings of captured rows on the device, used if no reader wants raw rows.
 
-Invariant: an encoding and a row decide the bytes. All rows of an encoding have the same number of
-bytes, and are decoded one by one. A worker may send any row raw, so readers look at the key.
+Invariant: the bytes depend only on the encoding and the row. All rows of an encoding have the same
+size, and each is decoded alone. A worker may send any row raw, so readers must check the key.
 """
 
 import hashlib
@@ -10,36 +10,35 @@ from enum import IntEnum
 from functools import cached_property
 
 RAW_KEY = b""
-"""The key of raw rows."""
+"""The `RowEncoding.key` of raw rows."""
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of an element, by the name of its type."""
+"""Bytes of an element, by dtype."""
 
 
 class Codec(IntEnum):
-    """How the numbers of a row become bytes; all little-endian.
+    """How the numbers of a row become little-endian bytes.
 
-    Scale and offset are float32; a number is about offset + scale * code, as tensor.proto says.
+    Scale and offset are float32. A number is about offset + scale * code; see tensor.proto.
     """
 
     CAST = 1
-    """Elements of another type."""
+    """Elements of another dtype."""
     FULL8 = 2
-    """Scale, offset, a code per number."""
+    """Scale, offset, and one code per number."""
     RP8 = 3
-    """As FULL8, of the random projection to K numbers that a seed determines."""
+    """FULL8 of a random projection to K numbers, which the seed determines."""
     TOPK8 = 4
-    """Scale, offset, K indices (uint32, ascending), K codes: the largest numbers."""
+    """Scale, offset, K indices (uint32, ascending) and K codes of the K largest numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Directions:
-    """The directions on which rows are projected: number i is x.d, where d is a row of vector i."""
+    """A projection of rows: number i is x.d, where d is `rows[i]` of vector i."""
 
     vectors: tuple[bytes, ...]
     """SHA-256 of each vector's content; at least one."""
     rows: tuple[int, ...]
-    """The row of each vector."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class RowEncoding:
     """An encoding of rows."""
 
     codec: Codec
-    """How numbers become bytes."""
     dtype: str = ""
     """CAST: the element type."""
     kept: int = 0
@@ -55,18 +53,17 @@ class RowEncoding:
     seed: int = 0
     """Of RP8."""
     directions: Directions | None = None
-    """If set, the numbers are the row's projection, not the row."""
+    """If set, the row's projection is encoded in place of the row."""
 
     def __hash__(self) -> int:
-        """The hash of the key, which is computed once because directions may be many."""
-        return hash(self.key)
+        return hash(self.key)  # cached, because there may be many directions
 
     def numbers(self, width: int) -> int:
-        """The numbers of a row of `width` that are encoded, before RP8 and TOPK8 reduce them."""
+        """Numbers of a row of width W before RP8 and TOPK8 reduce them."""
         return len(self.directions.vectors) if self.directions is not None else width
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of an encoded row of `width` numbers."""
+        """Bytes of an encoded row of width W."""
         if self.codec is Codec.CAST:
             return self.numbers(width) * ITEM_BYTES[self.dtype]
         if self.codec is Codec.TOPK8:
@@ -75,7 +72,7 @@ class RowEncoding:
 
     @cached_property
     def key(self) -> bytes:
-        """16 bytes that differ from those of any other encoding."""
+        """16 bytes that identify the encoding."""
         digest = hashlib.sha256(repr((int(self.codec), self.dtype, self.kept, self.seed)).encode())
         if self.directions is not None:
             digest.update(b"".join(self.directions.vectors))

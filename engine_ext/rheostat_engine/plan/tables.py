@@ -1,15 +1,15 @@
-"""Tables of integers, made at admission: one of a plan's acts, and one of its captures.
+"""Integer tables of a plan's acts and captures, computed at admission.
 
 Why tables
-    All samples of a request, and all requests with equal steering, share one table. A worker finds
-    a table by its digest. It reads and builds a table once. Each further request costs a reference.
+    All samples of a request, and all requests with equal steering, share one table. A worker
+    identifies a table by its digest, and parses and builds it once. Another request costs a
+    reference.
 Why integers
     The server pays for an expensive plan at admission. A worker receives the intervals of twenty
-    thousand spans as two arrays, and handles each different set of acts or captures once.
+    thousand spans as two arrays, and handles each distinct set of acts or captures once.
 Why a cost
-    `plan_cost` is the cost of building a new table in a worker. Its unit is about the same for
-    everything that is built: a row at a site, a step of a program, a set of sites. Admission limits
-    the cost and the number of intervals.
+    `plan_cost` estimates the time to build a new table in a worker. A row at a site, a step of a
+    program and a set of sites cost about 1 each. Admission limits the cost and the intervals.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Capture, Spans
-from rheostat_engine.plan.composition import MAX_TOKEN_SETS, Mix, Owner, compose
-from rheostat_engine.plan.intervals import Intervals, PlanTooLarge, cut
+from rheostat_engine.plan.composition import (
+    MAX_TOKEN_SETS,
+    Clause,
+    TokenVariants,
+    Variant,
+    combine,
+    variant_acts,
+)
+from rheostat_engine.plan.intervals import Intervals, PlanTooLarge, cut_intervals
 
 MAX_PLAN_COST = 50_000
 """The largest cost of a table of acts. Workers build it in slices."""
@@ -31,103 +38,102 @@ MAX_CAPTURE_COST = 4_000
 """The largest cost of a table of captures. Workers build it at once."""
 
 MAX_INTERVALS = 65_536
-"""The most intervals of a table. One takes eight bytes, on the wire and in the workers."""
+"""The most intervals of a table. Each takes eight bytes, on the wire and in the workers."""
 
 REQUEST_COST = 20
-"""The cost of an update of a running request, beside its tables."""
+"""The cost of updating a running request, in addition to its tables."""
 
 STEP_COST = 1000
-"""The largest cost that a worker builds or releases between two steps, beside the tables of small
-new requests."""
+"""The largest cost that a worker builds or releases between two steps, in addition to the tables of
+small new requests."""
 
 _ITEMS_READ = 64
-"""Intervals, token ids or sites that numpy reads at a cost of 1."""
+"""Intervals, token ids or sites that numpy reads at cost 1."""
 
 _PAIRS = 4
-"""Pairs of directions that are made orthogonal at a cost of 1."""
+"""Pairs of directions made orthogonal at cost 1."""
 
 _Table = TypeVar("_Table", "SteeringTable", "CaptureTable")
 
 _ROWS_READ = 16
-"""Rows of acts that are read from the wire at a cost of 1."""
+"""Rows of acts parsed at cost 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class SteeringTable:
-    """The acts of a plan."""
+    """A plan's acts."""
 
     acts: tuple[Act, ...]
-    """The acts, without spans and conditions."""
-    owners: tuple[Owner, ...]
-    """The act of each clause. An act has a clause for its spans, and one for each condition."""
+    """Without spans and conditions."""
+    clauses: tuple[Clause, ...]
+    """Each act has a clause for its spans, and a clause for each condition."""
     sets: tuple[bytes, ...]
-    """The different sets of token ids, each as ascending little-endian int32."""
+    """The distinct sets of token ids, each as ascending little-endian int32."""
     intervals: Intervals
-    """The clauses that hold at each position."""
+    """The members are indices into `clauses`."""
 
     @cached_property
     def plan_cost(self) -> int:
         """The cost of building it; see the module."""
-        price = _price(self.acts, self.owners)
-        return sum(price(members) for members in self.intervals.members) + self.read_cost
+        cost_of = _clause_cost(self.acts, self.clauses)
+        return sum(cost_of(members) for members in self.intervals.members) + self.read_cost
 
     @cached_property
     def read_cost(self) -> int:
-        """The cost of reading it, including acts that hold at no position."""
+        """The cost of parsing the table, including acts without positions."""
         rows = sum(len(act.rows) * len(act.vectors) for act in self.acts)
         ids = sum(len(tokens) // 4 for tokens in self.sets)
         return rows // _ROWS_READ - -(len(self.intervals.starts) + ids) // _ITEMS_READ
 
     @property
     def ruled(self) -> int:
-        """The number of sets of clauses that depend on the token."""
-        conditional = [owner.tokens is not None for owner in self.owners]
+        """Number of clause sets that depend on the token."""
+        conditional = [clause.tokens is not None for clause in self.clauses]
         return sum(any(conditional[i] for i in members) for members in self.intervals.members)
 
     @property
     def used(self) -> tuple[int, ...]:
         """The indices of the acts that change a token."""
-        present = {self.owners[i].act for members in self.intervals.members for i in members}
+        present = {self.clauses[i].act for members in self.intervals.members for i in members}
         return tuple(index for index in sorted(present) if self.acts[index].strong)
 
-    def mix(self, number: int) -> Mix:
-        """Composes the acts of a set of clauses, given by number.
+    def token_variants(self, number: int) -> TokenVariants:
+        """Combines the acts of a clause set, `intervals.members[number]`.
 
         Raises:
-            ValueError: the acts can't be composed.
+            ValueError: more than `MAX_TOKEN_SETS` sets meet, or a program is too long.
         """
-        owners = [self.owners[i] for i in self.intervals.members[number]]
-        return compose(self.acts, owners, self.sets)
+        clauses = [self.clauses[i] for i in self.intervals.members[number]]
+        acts = variant_acts(clauses, self.sets)
+        variants = (Variant(members, combine(self.acts, members)) for members in acts.members)
+        return TokenVariants(acts.sets, tuple(variants))
 
     @property
-    def mixes(self) -> tuple[Mix, ...]:
-        """Composes the acts of each set of clauses.
+    def all_token_variants(self) -> tuple[TokenVariants, ...]:
+        """Combines the acts of each clause set; see `token_variants`.
 
-        They are not kept, because they take many times the memory of the table.
-
-        Raises:
-            ValueError: the acts of a set can't be composed.
+        Not cached, because the result takes many times the memory of the table.
         """
-        return tuple(map(self.mix, range(len(self.intervals.members))))
+        return tuple(map(self.token_variants, range(len(self.intervals.members))))
 
 
 class CaptureNeed(NamedTuple):
-    """The rows of the ring that captures need."""
+    """The ring rows that captures need."""
 
     rows: int
-    """The most rows that one step can need."""
+    """The most rows of one step."""
     sites: int
     """The most sites at which one token is captured."""
 
 
 @dataclass(frozen=True, eq=False)
 class CaptureTable:
-    """The captures of a plan."""
+    """A plan's captures."""
 
     captures: tuple[Capture, ...]
-    """The captures, without spans."""
+    """Without spans."""
     intervals: Intervals
-    """The captures that hold at each position."""
+    """The members are indices into `captures`."""
 
     @cached_property
     def plan_cost(self) -> int:
@@ -145,11 +151,10 @@ class CaptureTable:
         return int(self.intervals.starts[where[0]]) if len(where) else OPEN_END
 
     def need(self, *, prompt_len: int, max_step_tokens: int) -> CaptureNeed:
-        """The rows of the ring that one sample needs.
+        """The ring rows that one sample needs.
 
-        A chunk of the prompt is at most `max_step_tokens` long. A step computes one generated token
-        of a sample. A preempted request computes generated tokens again in chunks, but their rows
-        were delivered before.
+        A step computes at most `max_step_tokens` of the prompt, or one generated token. A preempted
+        request recomputes generated tokens in chunks, but their rows were delivered before.
         """
         in_prompt = count(self.intervals, 0, prompt_len)
         later = np.zeros(len(in_prompt), np.bool_)
@@ -165,68 +170,75 @@ class CaptureTable:
 
 
 def count(intervals: Intervals, start: int, end: int) -> npt.NDArray[np.int64]:
-    """Counts the positions of [start, end) at which each set holds, [sets]."""
+    """[sets]: the number of positions in [start, end) of each set of members."""
     inside = np.clip(intervals.ends, start, end) - np.clip(intervals.starts, start, end)
     counts = np.bincount(intervals.sets, inside, minlength=len(intervals.members))
     return counts.astype(np.int64)
 
 
 def direction_cost(before: int) -> int:
-    """The cost of a unit vector that is made orthogonal to `before` others."""
+    """The cost of making a unit vector orthogonal to `before` others."""
     return 1 + before // _PAIRS
 
 
 def site_cost(act: Act) -> int:
-    """The cost of an act at each of its sites."""
+    """The cost of an act at one site."""
     count = len(act.vectors)
     return sum(map(direction_cost, range(count))) if act.orthogonal else count
 
 
 def steering_table(acts: tuple[Act, ...]) -> SteeringTable | None:
-    """Makes the table of a plan's acts; None if there are none.
+    """The table of a plan's acts; None if there are none.
 
     Raises:
-        PlanTooLarge: it would cost more than `MAX_PLAN_COST`, or have more than `MAX_INTERVALS`
-            intervals.
+        PlanTooLarge: it costs more than `MAX_PLAN_COST`, or has more than
+            `MAX_INTERVALS` intervals.
     """
     if not acts:
         return None
     sets = tuple(sorted({condition.tokens for act in acts for condition in act.conditions}))
     number = {tokens: index for index, tokens in enumerate(sets)}
-    owners: list[Owner] = []
+    clauses: list[Clause] = []
     spans: list[Spans] = []
     for index, act in enumerate(acts):
-        owners.append(Owner(index, None, among=True))
+        clauses.append(Clause(index, None, among=True))
         spans.append(act.spans)
         for condition in act.conditions:
-            owners.append(Owner(index, number[condition.tokens], condition.among))
+            clauses.append(Clause(index, number[condition.tokens], condition.among))
             spans.append(condition.spans)
-    intervals = cut(spans, price=_price(acts, owners), budget=MAX_PLAN_COST, most=MAX_INTERVALS)
+    intervals = cut_intervals(
+        spans,
+        cost_of=_clause_cost(acts, clauses),
+        max_cost=MAX_PLAN_COST,
+        max_intervals=MAX_INTERVALS,
+    )
     bare = tuple(
         Act(act.kind, act.vectors, act.rows, (), act.scale, act.bands, act.orthogonal)
         for act in acts
     )
     packed = tuple(np.array(tokens, "<i4").tobytes() for tokens in sets)
-    return _affordable(SteeringTable(bare, tuple(owners), packed, intervals), MAX_PLAN_COST)
+    return _affordable(SteeringTable(bare, tuple(clauses), packed, intervals), MAX_PLAN_COST)
 
 
 def capture_table(captures: tuple[Capture, ...]) -> CaptureTable | None:
-    """Makes the table of a plan's captures; None if nothing is captured.
+    """The table of a plan's captures; None if nothing is captured.
 
     Raises:
-        PlanTooLarge: it would cost more than `MAX_CAPTURE_COST`, or have more than `MAX_INTERVALS`
-            intervals.
+        PlanTooLarge: it costs more than `MAX_CAPTURE_COST`, or has more than
+            `MAX_INTERVALS` intervals.
     """
     used = [capture for capture in captures if capture.sites and capture.spans]
     if not used:
         return None
     sites = [len(capture.sites) for capture in used]
 
-    def price(members: tuple[int, ...]) -> int:
+    def cost_of(members: tuple[int, ...]) -> int:
         return 1 + sum(sites[i] for i in members) // _ITEMS_READ
 
     spans = [capture.spans for capture in used]
-    intervals = cut(spans, price=price, budget=MAX_CAPTURE_COST, most=MAX_INTERVALS)
+    intervals = cut_intervals(
+        spans, cost_of=cost_of, max_cost=MAX_CAPTURE_COST, max_intervals=MAX_INTERVALS
+    )
     bare = tuple(Capture(capture.sites, (), capture.encoding) for capture in used)
     return _affordable(CaptureTable(bare, intervals), MAX_CAPTURE_COST)
 
@@ -237,16 +249,18 @@ def _affordable(table: _Table, most: int) -> _Table:
     return table
 
 
-def _price(acts: Sequence[Act], owners: Sequence[Owner]) -> Callable[[tuple[int, ...]], int]:
-    """The price of a set of clauses: its acts at their sites, in every variant."""
-    sizes = [len(acts[owner.act].rows) * site_cost(acts[owner.act]) for owner in owners]
+def _clause_cost(
+    acts: Sequence[Act], clauses: Sequence[Clause]
+) -> Callable[[tuple[int, ...]], int]:
+    """A function for the cost of a clause set: its acts at their sites, in every variant."""
+    sizes = [len(acts[clause.act].rows) * site_cost(acts[clause.act]) for clause in clauses]
 
-    def price(members: tuple[int, ...]) -> int:
-        sets = {owners[i].tokens for i in members} - {None}
+    def cost_of(members: tuple[int, ...]) -> int:
+        sets = {clauses[i].tokens for i in members} - {None}
         variants = 1 << min(len(sets), MAX_TOKEN_SETS + 1)
         return variants * sum(sizes[i] for i in members)
 
-    return price
+    return cost_of
 
 
 def _directions(captures: Sequence[Capture]) -> int:

@@ -1,7 +1,7 @@
-"""Updates of a plan from a position on, while its request runs.
+"""Updates of a running request's plan from a position on.
 
-Invariant: after a preemption, the request computes earlier positions as before. The old acts and
-captures keep the positions before the update, and the new ones get the positions after it.
+Invariant: after a preemption, positions before the update are computed as before. The old acts and
+captures keep those positions; the new ones get the later positions.
 """
 
 from dataclasses import replace

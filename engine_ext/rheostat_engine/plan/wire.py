@@ -1,9 +1,8 @@
-"""The tables of a plan as bytes, because vLLM passes bytes on without reading or copying them.
+"""Serialization of a plan's tables. vLLM passes bytes on without reading or copying them.
 
-Invariants: the cost of reading a table depends on its acts, captures and different sets, and not on
-its intervals. `steering_from` and `captures_from` return only tables that admission could have
-made. For all other bytes they raise a `ValueError` that names the field. Nothing is executed or
-unpickled.
+Invariants: the cost of parsing a table depends on its acts, captures and distinct sets, not on its
+intervals. `steering_from` and `captures_from` return only tables that admission could have made.
+For other bytes they raise a `ValueError` that names the field. Nothing is executed or unpickled.
 """
 
 import math
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Band, Capture, Kind, SiteRows
-from rheostat_engine.plan.composition import Owner
+from rheostat_engine.plan.composition import Clause
 from rheostat_engine.plan.intervals import Intervals
 from rheostat_engine.plan.row_encodings import ITEM_BYTES, Codec, Directions, RowEncoding
 from rheostat_engine.plan.tables import CaptureTable, SteeringTable
@@ -44,7 +43,7 @@ class _Act(msgspec.Struct):
 
 class _Steering(msgspec.Struct):
     acts: tuple[_Act, ...]
-    owners: tuple[tuple[_Number, _Number | None, bool], ...]
+    clauses: tuple[tuple[_Number, _Number | None, bool], ...]
     intervals: _Intervals
     sets: tuple[bytes, ...] = ()
 
@@ -66,7 +65,7 @@ class _Captures(msgspec.Struct):
 
 
 def steering_to(table: SteeringTable) -> bytes:
-    """The bytes of a table of acts."""
+    """Serializes a table of acts."""
     acts = []
     for act in table.acts:
         sites, rows = (_bytes(part) for part in (act.site_rows.sites, act.site_rows.rows))
@@ -75,13 +74,13 @@ def steering_to(table: SteeringTable) -> bytes:
             (_finite(band.low), _finite(band.high), band.strength) for band in act.bands
         )
         acts.append(plain)
-    owners = tuple((owner.act, owner.tokens, owner.among) for owner in table.owners)
+    clauses = tuple((clause.act, clause.tokens, clause.among) for clause in table.clauses)
     intervals = _intervals_to(table.intervals)
-    return msgspec.msgpack.encode(_Steering(tuple(acts), owners, intervals, table.sets))
+    return msgspec.msgpack.encode(_Steering(tuple(acts), clauses, intervals, table.sets))
 
 
 def steering_from(wire: bytes) -> SteeringTable:
-    """Reads the table that `steering_to` wrote.
+    """Parses the bytes of `steering_to`.
 
     Raises:
         ValueError: the bytes are no table of acts.
@@ -90,26 +89,26 @@ def steering_from(wire: bytes) -> SteeringTable:
     acts = tuple(map(_act_from, plain.acts))
     for act in acts:
         _check(act)
-    owners = tuple(Owner(*fields) for fields in plain.owners)
-    for owner in owners:
-        if owner.act >= len(acts):
-            raise ValueError(f"this is no plan: there is no act {owner.act}")
-        if owner.tokens is not None and owner.tokens >= len(plain.sets):
-            raise ValueError(f"this is no plan: there is no set {owner.tokens} of token ids")
+    clauses = tuple(Clause(*fields) for fields in plain.clauses)
+    for clause in clauses:
+        if clause.act >= len(acts):
+            raise ValueError(f"this is no plan: there is no act {clause.act}")
+        if clause.tokens is not None and clause.tokens >= len(plain.sets):
+            raise ValueError(f"this is no plan: there is no set {clause.tokens} of token ids")
     for tokens in plain.sets:
         ids = _int32(tokens, "token ids")
         if not len(ids) or ids[0] < 0 or (np.diff(ids) <= 0).any():
             raise ValueError("this is no plan: token ids are missing or not ascending")
-    intervals = _intervals_from(plain.intervals, len(owners))
+    intervals = _intervals_from(plain.intervals, len(clauses))
     for members in intervals.members:
-        acts_there = [owners[i].act for i in members]
+        acts_there = [clauses[i].act for i in members]
         if len(set(acts_there)) < len(acts_there):
             raise ValueError("this is no plan: conditions of an act overlap")
-    return SteeringTable(acts, owners, plain.sets, intervals)
+    return SteeringTable(acts, clauses, plain.sets, intervals)
 
 
 def captures_to(table: CaptureTable) -> bytes:
-    """The bytes of a table of captures."""
+    """Serializes a table of captures."""
     encodings = list(
         dict.fromkeys(
             capture.encoding for capture in table.captures if capture.encoding is not None
@@ -134,7 +133,7 @@ def captures_to(table: CaptureTable) -> bytes:
 
 
 def captures_from(wire: bytes) -> CaptureTable:
-    """Reads the table that `captures_to` wrote.
+    """Parses the bytes of `captures_to`.
 
     Raises:
         ValueError: the bytes are no table of captures.
@@ -219,7 +218,7 @@ def _finite(bound: float) -> float | None:
 
 
 def _check(act: Act) -> None:
-    """Raises ValueError for an act that no admission would have let through."""
+    """Raises ValueError for an act that admission would have refused."""
     problem = ""
     if act.kind is Kind.PULL and len(act.bands) != len(act.vectors):
         problem = "bands and vectors don't fit"

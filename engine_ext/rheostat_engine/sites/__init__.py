@@ -1,1 +1,1 @@
-"""Sites in the module tree: how they are found, proven on the model itself, and put in."""
+"""Finds the sites in the module tree, tests them on the running model, and installs the op."""

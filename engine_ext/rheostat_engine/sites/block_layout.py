@@ -1,6 +1,6 @@
-"""How a decoder block holds the stream: the result of the probe, from which sites are installed.
+"""The layout of a decoder block: the probe's result, from which sites are installed.
 
-Invariant: a layout describes how the block behaved when it ran, never what its class name suggests.
+Invariant: a layout describes how the block behaved when it ran. Class names play no part.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class StreamLayout(StrEnum):
 
 
 class SiteError(Exception):
-    """The model's sites can't be found or verified; the text says which sites and why."""
+    """The model's sites can't be found or verified; the message names the sites and the reason."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class Branch:
     """The tensor that attention or the MLP adds to the stream."""
 
     module: nn.Module | None
-    """The module that returns it. None, with pairs: the first of the two parts that enter the mid
-    norm or leave the block."""
+    """The module that returns it. None (pair layout only): the branch is the first of the two parts
+    that enter the mid norm or leave the block."""
     gain: float = 1.0
     """The factor by which the block multiplies it before the addition."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The layout of a decoder block. A missing point is None, and refused with a reason."""
+    """The layout of a decoder block. A missing point is None, with its reason in `refused`."""
 
     stream_layout: StreamLayout
     mid: nn.Module | None
-    """The module whose input is the stream after attention: with pairs the norm of both parts, else
-    the next module."""
+    """The module whose input is the stream after attention. With pair layout it is the norm of both
+    parts."""
     attention: Branch | None
     mlp: Branch | None
     refused: Mapping[Point, str] = field(default_factory=dict)

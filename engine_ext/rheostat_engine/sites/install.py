@@ -1,11 +1,14 @@
-"""Puts the op at the sites: blocks and norms get a subclass whose forward calls it.
+"""Installs the op at the sites: blocks and norms get a subclass whose forward calls the op.
 
-Invariant: each site's op stands exactly once, at a block's exit, before the module at `resid_mid`,
-and at the first block's entry; a branch's stands behind the module that returns it, or, in pair
-form, right before the op of the stream that it is added to. What the op is given exists anyway: in
-pair form the exit's carried part is the float32 sum that the mid norm forms, not the norm's rounded
-output, because asking for that output would make the compiler store it and round what follows
-differently.
+Invariant: each site has exactly one op.
+
+Where the op runs
+    At each block's exit, before the module at `resid_mid`, and at the first block's entry. A
+    branch's op runs after the module that returns the branch. With pair layout, it runs right
+    before the op of the stream to which the branch is added.
+Why the residual at a pair's exit is recomputed
+    It is the float32 sum that the mid norm forms anyway, not the norm's rounded output. Reading
+    that output would make the compiler store it, and round later values differently.
 """
 
 from collections.abc import Sequence
@@ -16,12 +19,12 @@ from torch import nn
 
 from rheostat_engine.plan.points import Point, Site
 from rheostat_engine.sites.block_layout import Block, BlockLayout, Branch, SiteError, StreamLayout
-from rheostat_engine.sites.module_calls import returned, streams
+from rheostat_engine.sites.module_calls import output_tensors, stream_tensors
 from rheostat_engine.sites.op import site
 from rheostat_engine.worker.state.buffers import Buffers
 
-_CARRIED: list[torch.Tensor] = []
-"""Between a pair-form block's mid norm and its exit, while it is traced: the sum of the two."""
+_RESIDUALS: list[torch.Tensor] = []
+"""While torch.compile traces a block with pair layout: the sum from its mid norm to its exit."""
 
 
 def install(
@@ -32,7 +35,7 @@ def install(
     width: int,
     entry: bool,
 ) -> list[Site]:
-    """Changes the classes of blocks and mid modules in place.
+    """Changes the classes of blocks, mid modules and branch modules in place.
 
     Args:
         blocks: consecutive decoder blocks.
@@ -54,10 +57,10 @@ def install(
     def swap(module: nn.Module, mixin: type[nn.Module]) -> None:
         base, own = type(module), module.__dict__.pop("forward", None)
         if own is not None and not isinstance(own, MethodType):
-            raise SiteError(f"{base.__name__} has a forward of its own that is no method")
+            raise SiteError(f"{base.__name__} has a forward on the instance that is not a method")
         key = (mixin, base, own and own.__func__)
         if key not in subclasses:
-            # A forward that was set on the instance alone moves into the class: it would hide ours.
+            # A forward set on the instance would hide ours, so it moves into the class.
             inner = base if own is None else type(base.__name__, (base,), {"forward": own.__func__})
             subclasses[key] = type(f"Sited{base.__name__}", (mixin, inner), {})
         module.__class__ = subclasses[key]
@@ -99,7 +102,7 @@ def install(
 
 
 class _Sited(nn.Module):
-    """The attributes of all mixins, which come before the module's own class."""
+    """Attributes of the mixins, which precede the module's class in the method resolution order."""
 
     _rheostat_width: int
     _rheostat_has_mid: bool
@@ -113,33 +116,33 @@ class _Sited(nn.Module):
 class _Branch(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
         out = super().forward(*args, **kwargs)
-        site(returned(out, self._rheostat_width)[0], None, self.rheostat_branch)
+        site(output_tensors(out, self._rheostat_width)[0], None, self.rheostat_branch)
         return out
 
 
 class _PairMid(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
-        h, residual = streams(args, kwargs, self._rheostat_width)
+        h, residual = stream_tensors(args, kwargs, self._rheostat_width)
         if self._rheostat_has_branch:
             site(h, None, self.rheostat_branch)
         site(h, residual, self.rheostat_mid)
         if torch.compiler.is_compiling():
-            _CARRIED.append(h.float() + residual.float())
+            _RESIDUALS.append(h.float() + residual.float())
         return super().forward(*args, **kwargs)
 
 
 class _SingleMid(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
-        site(streams(args, kwargs, self._rheostat_width)[0], None, self.rheostat_mid)
+        site(stream_tensors(args, kwargs, self._rheostat_width)[0], None, self.rheostat_mid)
         return super().forward(*args, **kwargs)
 
 
 class _PairBlock(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
         out = super().forward(*args, **kwargs)
-        h, residual = returned(out, self._rheostat_width)
+        h, residual = output_tensors(out, self._rheostat_width)
         if torch.compiler.is_compiling() and self._rheostat_has_mid:
-            residual = _CARRIED.pop()
+            residual = _RESIDUALS.pop()
         if self._rheostat_has_branch:
             site(h, None, self.rheostat_branch)
         site(h, residual, self.rheostat_exit)
@@ -148,18 +151,18 @@ class _PairBlock(_Sited):
 
 class _FirstPairBlock(_PairBlock):
     def forward(self, *args: object, **kwargs: object) -> object:
-        site(streams(args, kwargs, self._rheostat_width)[0], None, self.rheostat_entry)
+        site(stream_tensors(args, kwargs, self._rheostat_width)[0], None, self.rheostat_entry)
         return super().forward(*args, **kwargs)
 
 
 class _SingleBlock(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
         out = super().forward(*args, **kwargs)
-        site(returned(out, self._rheostat_width)[0], None, self.rheostat_exit)
+        site(output_tensors(out, self._rheostat_width)[0], None, self.rheostat_exit)
         return out
 
 
 class _FirstSingleBlock(_SingleBlock):
     def forward(self, *args: object, **kwargs: object) -> object:
-        site(streams(args, kwargs, self._rheostat_width)[0], None, self.rheostat_entry)
+        site(stream_tensors(args, kwargs, self._rheostat_width)[0], None, self.rheostat_entry)
         return super().forward(*args, **kwargs)

@@ -1,7 +1,7 @@
 """The Triton kernel of a site's op.
 
-Invariants: it equals `run_site`, bit for bit where rows are only added and copied, and up to the
-order of float32 sums elsewhere. It neither reads nor writes a token whose two instructions are 0.
+Invariants: the kernel equals `run_site` bit for bit if rows are only added and copied, otherwise up
+to the order of float32 sums. It neither reads nor writes a token whose two instructions are 0.
 """
 
 from collections.abc import Collection
@@ -40,7 +40,7 @@ def _run_chain(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What a chain of steps adds to x, [BLOCK]."""
+    """The change that a chain of steps makes to x, [BLOCK]."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     delta = tl.zeros([BLOCK], tl.float32)
@@ -81,7 +81,7 @@ def _run_chain(
 @triton.jit
 def _site_kernel(
     h_ptr,  # [T, W]
-    rest_ptr,  # [T, W], the carried part
+    residual_ptr,  # [T, W]
     code_ptr,  # [T] int32
     cap_ptr,  # [T] int32
     dose_slot_ptr,  # [T] int32
@@ -92,7 +92,7 @@ def _site_kernel(
     doses_ptr,  # [C, 4] float32
     ring_ptr,  # [N, W]
     h_stride,
-    rest_stride,
+    residual_stride,
     ring_stride,
     gain,
     inverse,  # 1 / gain
@@ -100,24 +100,26 @@ def _site_kernel(
     own_limit,  # see `Limits.own`
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    CARRIED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     code = tl.load(code_ptr + token).to(tl.int64)
     target = tl.load(cap_ptr + token).to(tl.int64)
     dose_slot = doses_ptr + tl.load(dose_slot_ptr + token).to(tl.int64) * 4
     if (code != 0) | (target != 0):
-        # All loads are issued before anything waits for one; row 0 is zero.
+        # All loads are issued before the first use, to overlap their latencies. Row 0 is zero.
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
         added = tl.maximum(code, 0) * WIDTH
         row = tl.load(rows_ptr + added + column, mask=inside, other=0.0)
         h = tl.load(h_ptr + token * h_stride + column, mask=inside, other=0.0)
         x = h.to(tl.float32) * gain
-        if CARRIED:
-            rest = tl.load(rest_ptr + token * rest_stride + column, mask=inside, other=0.0)
-            rest = rest.to(tl.float32)
-            x = x + rest
+        if HAS_RESIDUAL:
+            residual = tl.load(
+                residual_ptr + token * residual_stride + column, mask=inside, other=0.0
+            )
+            residual = residual.to(tl.float32)
+            x = x + residual
         delta = row.to(tl.float32)
         if code < 0:
             delta = _run_chain(
@@ -139,23 +141,23 @@ def _site_kernel(
             _measure(dose_slot, 0.0, tl.where(norm > 0, 1.0 / norm, 0.0))
         if target != 0:
             stream = h.to(tl.float32) * gain
-            if CARRIED:
-                stream = stream + rest
+            if HAS_RESIDUAL:
+                stream = stream + residual
             stream = stream.to(ring_ptr.dtype.element_ty)
             tl.store(ring_ptr + target * ring_stride + column, stream, mask=inside)
 
 
 def launch_site(
-    h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers, gain: float = 1.0
+    h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers, gain: float = 1.0
 ) -> None:
     """The site's op on a CUDA device; see `run_site`."""
     width = h.shape[-1]
     rows = h.view(-1, width)
-    rest = rows if carried is None else carried.view(-1, width)
+    residual_rows = rows if residual is None else residual.view(-1, width)
     block = triton.next_power_of_2(width)
     _site_kernel[(rows.shape[0],)](
         rows,
-        rest,
+        residual_rows,
         site.code,
         site.cap_row,
         site.dose_slot,
@@ -166,14 +168,14 @@ def launch_site(
         site.doses,
         site.ring,
         rows.stride(0),
-        rest.stride(0),
+        residual_rows.stride(0),
         site.ring.stride(0),
         gain,
         1 / gain,
         *limits(rows.dtype),
         WIDTH=width,
         BLOCK=block,
-        CARRIED=carried is not None,
+        HAS_RESIDUAL=residual is not None,
         num_warps=min(16, max(4, block // 512)),
     )
 
@@ -181,17 +183,17 @@ def launch_site(
 def warm_up(
     buffers: Buffers, instructions: Instructions, narrow: Collection[tuple[int, torch.dtype]] = ()
 ) -> None:
-    """Compiles every variant of both kernels, so that no request waits for one.
+    """Compiles every variant of both kernels, so that no request waits for compilation.
 
     Args:
-        buffers: what the kernels will be given; nothing in them says anything yet.
-        instructions: of a step with one token, which does nothing.
-        narrow: widths and types of rows that are no stream's.
+        buffers: the kernels' arguments; all instructions in them are still 0.
+        instructions: of a step with one token and no effect.
+        narrow: widths and dtypes of router logits.
     """
     site = buffers.of(0)
     row = torch.zeros_like(buffers.ring[:1])
-    for carried in (None, row, row.float()):
-        launch_site(row, carried, site)
+    for residual in (None, row, row.float()):
+        launch_site(row, residual, site)
     for width, dtype in narrow:
         launch_site(torch.zeros(1, width, dtype=dtype, device=row.device), None, site)
     ids = torch.zeros(1, dtype=torch.int32, device=row.device)

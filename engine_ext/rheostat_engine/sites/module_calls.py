@@ -1,6 +1,6 @@
-"""Running one block again and again, and watching or changing what passes through its modules.
+"""Records and patches the `forward` of modules while a block runs.
 
-Invariant: every patch is undone when its context ends, whatever happens within.
+Invariant: every patch is undone when its context ends, even after an exception.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,19 +18,19 @@ _T = TypeVar("_T")
 Forward = Callable[..., Value]
 
 
-class Around(Protocol):
-    """Stands in for a module's forward."""
+class ForwardPatch(Protocol):
+    """Runs in place of a module's forward."""
 
     def __call__(self, forward: Forward, args: Args, kwargs: Kwargs) -> Value:
-        """Returns what the module should return."""
+        """Returns the module's output; `forward` is the original."""
 
 
 @contextmanager
-def patched(around: dict[nn.Module, Around]) -> Iterator[None]:
-    """Passes calls of the modules' `forward` through the given functions in the `with` block."""
-    own = {module: module.__dict__.get("forward") for module in around}
+def patched_forwards(patches: dict[nn.Module, ForwardPatch]) -> Iterator[None]:
+    """Replaces the `forward` of modules inside the `with` block."""
+    own = {module: module.__dict__.get("forward") for module in patches}
     try:
-        for module, function in around.items():
+        for module, function in patches.items():
             module.__dict__["forward"] = _wrap(module.forward, function)
         yield
     finally:
@@ -41,9 +41,9 @@ def patched(around: dict[nn.Module, Around]) -> Iterator[None]:
                 module.__dict__["forward"] = forward
 
 
-def _wrap(forward: Forward, around: Around) -> Forward:
+def _wrap(forward: Forward, patch: ForwardPatch) -> Forward:
     def call(*args: Value, **kwargs: Value) -> Value:
-        return around(forward, args, kwargs)
+        return patch(forward, args, kwargs)
 
     return call
 
@@ -54,10 +54,10 @@ class Call:
 
     module: nn.Module
     args: Args
-    """Copies of its arguments, with cloned tensors."""
+    """Copies of the arguments, with cloned tensors."""
     kwargs: Kwargs
     out: Value = None
-    """Copy of its result."""
+    """Copy of the result."""
 
 
 @dataclass
@@ -69,39 +69,39 @@ class Trace:
     ended: list[Call] = field(default_factory=list)
     """In the order in which they ended."""
 
-    def watch(self, module: nn.Module) -> Around:
+    def watch(self, module: nn.Module) -> ForwardPatch:
         """Records the module's calls and changes nothing."""
 
-        def around(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
-            call = Call(module, copied(args), copied(kwargs))
+        def patch(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
+            call = Call(module, cloned(args), cloned(kwargs))
             self.calls.append(call)
             out = forward(*args, **kwargs)
-            call.out = copied(out)
+            call.out = cloned(out)
             self.ended.append(call)
             return out
 
-        return around
+        return patch
 
 
-def copied(value: _T) -> _T:
-    """`value` with every tensor in it cloned."""
+def cloned(value: _T) -> _T:
+    """A copy of `value` in which every tensor is cloned."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()  # type: ignore[return-value]  # a tensor stays a tensor
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(copied(element) for element in value)  # type: ignore[return-value]  # as above
+        return tuple(cloned(element) for element in value)  # type: ignore[return-value]  # as above
     if isinstance(value, list):
-        return [copied(element) for element in value]  # type: ignore[return-value]  # as above
+        return [cloned(element) for element in value]  # type: ignore[return-value]  # as above
     if isinstance(value, dict):
-        return {key: copied(element) for key, element in value.items()}  # type: ignore[return-value]  # as above
+        return {key: cloned(element) for key, element in value.items()}  # type: ignore[return-value]  # as above
     return value
 
 
-def returned(out: Value, width: int) -> list[torch.Tensor]:
-    """Selects the values of a module's output that may be parts of the stream; see `streams`."""
-    return streams(out if isinstance(out, tuple) else (out,), {}, width)
+def output_tensors(out: Value, width: int) -> list[torch.Tensor]:
+    """The values of a module's output that may be parts of the stream; see `stream_tensors`."""
+    return stream_tensors(out if isinstance(out, tuple) else (out,), {}, width)
 
 
-def streams(args: Args, kwargs: Kwargs, width: int) -> list[torch.Tensor]:
+def stream_tensors(args: Args, kwargs: Kwargs, width: int) -> list[torch.Tensor]:
     """The arguments that may be parts of the stream: floating tensors [..., width], in order."""
     return [
         value

@@ -1,18 +1,20 @@
-"""The one op that stands in the compiled forward pass at every site.
+"""The custom op that runs at every site of the compiled forward pass.
 
-    rheostat::site(Tensor(a!) h, Tensor? carried, Tensor site_handle) -> ()
+    rheostat::site(Tensor(a!) h, Tensor? residual, Tensor site_handle) -> ()
 
-The value at the site is s = gain * h + carried: the stream, or a branch that is about to be added
-to it. The op lets the programs of the step's tokens change s, all of the change going into h, and
-copies rows of the result to the capture ring. Acting on h, the branch that the next norm is about
-to add, both the norm and the carried stream see the change. A router's logits are narrower than the
-stream: no program ever changes them, and they fill the first columns of a ring row.
+The value at a site is s = gain * h + residual: the stream, or a branch before it is added. The op
+runs the programs of the step's tokens on s, and copies rows of the result to the capture ring. It
+writes every change to h alone: the next norm adds h to the residual, and so sees the change. Router
+logits are narrower than the stream: no program changes them, and they fill the first columns of a
+ring row.
 
-Invariant: the op is opaque to the compiler and reads only tensors that exist anyway, so that what
-is compiled around it computes the same bits as without it; a site that isn't active launches
-nothing. The op finds its other tensors through `site_handle`, one of `Buffers`' views, so that the
-compiled code of equal blocks is equal. They are written although the schema does not say so, which
-is safe because nothing in the graph reads them.
+Invariants: the op is opaque to the compiler and reads only tensors that exist anyway, so the code
+compiled around it computes the same bits as without it. An inactive site launches no kernel.
+
+Why `site_handle`
+    It is a view of `Buffers`, through which the op finds its other tensors. So the compiled code of
+    equal blocks is equal. The op writes those tensors although the schema does not say so. That is
+    safe because no other node of the graph reads them.
 """
 
 import torch
@@ -22,7 +24,7 @@ from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.state.buffers import Buffers
 
 _LIBRARY = torch.library.Library("rheostat", "DEF")
-_LIBRARY.define("site(Tensor(a!) h, Tensor? carried, Tensor site_handle) -> ()")
+_LIBRARY.define("site(Tensor(a!) h, Tensor? residual, Tensor site_handle) -> ()")
 
 
 class _Bound:
@@ -30,20 +32,20 @@ class _Bound:
 
 
 def bind(buffers: Buffers) -> None:
-    """Makes `buffers` those that this process's sites follow."""
+    """Sets the buffers that all sites of this process use."""
     _Bound.buffers = buffers
 
 
 def site(
     h: torch.Tensor,  # [..., W]
-    carried: torch.Tensor | None,  # [..., W]
+    residual: torch.Tensor | None,  # [..., W]
     site_handle: torch.Tensor,  # [tokens] int32
 ) -> None:
     """Calls the op; see the module's docstring."""
-    torch.ops.rheostat.site(h, carried, site_handle)
+    torch.ops.rheostat.site(h, residual, site_handle)
 
 
-def _on_cpu(h: torch.Tensor, carried: torch.Tensor | None, site_handle: torch.Tensor) -> None:
+def _on_cpu(h: torch.Tensor, residual: torch.Tensor | None, site_handle: torch.Tensor) -> None:
     buffers = _Bound.buffers
     if buffers is None:
         return
@@ -51,10 +53,10 @@ def _on_cpu(h: torch.Tensor, carried: torch.Tensor | None, site_handle: torch.Te
     if buffers.call_counts is not None:
         buffers.call_counts[number] += 1
     if buffers.active.mask[number]:
-        run_site(h, carried, buffers.of(number), buffers.gains[number])
+        run_site(h, residual, buffers.of(number), buffers.gains[number])
 
 
-def _on_cuda(h: torch.Tensor, carried: torch.Tensor | None, site_handle: torch.Tensor) -> None:
+def _on_cuda(h: torch.Tensor, residual: torch.Tensor | None, site_handle: torch.Tensor) -> None:
     from rheostat_engine.sites.kernels import launch_site
 
     buffers = _Bound.buffers
@@ -64,13 +66,13 @@ def _on_cuda(h: torch.Tensor, carried: torch.Tensor | None, site_handle: torch.T
     if buffers.call_counts is not None:
         buffers.call_counts[number] += 1
     if torch.cuda.is_current_stream_capturing():
-        launch_site(h, carried, buffers.of(number), buffers.gains[number])
+        launch_site(h, residual, buffers.of(number), buffers.gains[number])
         recorder.note(number)
     elif buffers.active.mask[number]:
-        launch_site(h, carried, buffers.of(number), buffers.gains[number])
+        launch_site(h, residual, buffers.of(number), buffers.gains[number])
 
 
-def _fake(h: torch.Tensor, carried: torch.Tensor | None, site_handle: torch.Tensor) -> None:
+def _fake(h: torch.Tensor, residual: torch.Tensor | None, site_handle: torch.Tensor) -> None:
     return None
 
 

@@ -1,12 +1,14 @@
 """Finds each block's sites by running the block with changed tensors.
 
-A tensor that a module is given is `resid_mid` if, and only if,
-* the module is called once, after attention,
-* the tensor changes when attention's output changes, and
-* what is added to it, with the module's own output held fixed, comes out of the block added to the
-  stream, no more and no less.
-Where a block returns two tensors they are a pair if the next block doesn't care which is which.
-`branches.py` says what a branch is. Names of classes and attributes play no part.
+The input of a module is `resid_mid` if all of these hold:
+
+* The module is called once, after attention.
+* The input changes when attention's output changes.
+* With the module's own output held fixed, a tensor added to the input leaves the block added to the
+  stream.
+
+If a block returns two tensors and the next block gives the same result with the two swapped, they
+are a pair. `branches.py` defines branches. Names of classes and attributes play no part.
 
 Invariant: a block whose behaviour doesn't fit is refused with the reason.
 """
@@ -25,8 +27,8 @@ from rheostat_engine.sites.branches import (
     NOT_AFTER,
     NOT_BEFORE,
     Branches,
-    beside,
-    search,
+    find_in_pair,
+    find_in_single,
 )
 from rheostat_engine.sites.module_calls import (
     Args,
@@ -35,11 +37,17 @@ from rheostat_engine.sites.module_calls import (
     Kwargs,
     Trace,
     Value,
-    copied,
-    patched,
-    streams,
+    cloned,
+    patched_forwards,
+    stream_tensors,
 )
-from rheostat_engine.sites.replay import LOUD, AttentionNoise, Replay, equal, whole
+from rheostat_engine.sites.replay import (
+    NOISE_FACTOR,
+    AttentionNoise,
+    Replay,
+    bitwise_equal,
+    stream_sum,
+)
 
 PARALLEL = "attention and MLP run in parallel on the same stream"
 NOWHERE = "no module is given the stream after attention"
@@ -62,7 +70,9 @@ def probe(
     """
     noise = AttentionNoise([attention for block in blocks for attention in block.attention])
     trace = Trace()
-    with patched({**noise.around(1), **{b.module: trace.watch(b.module) for b in blocks}}):
+    with patched_forwards(
+        {**noise.patches(1), **{b.module: trace.watch(b.module) for b in blocks}}
+    ):
         run_model()
     calls = {call.module: call for call in trace.calls}
     for block in blocks:
@@ -70,8 +80,8 @@ def probe(
             raise SiteError(f"layer {block.layer} did not run as a module; its sites are unknown")
     replays = [Replay(block, calls[block.module], width, rank) for block in blocks]
     for replay, following in pairwise(replays):
-        # One that returns more than the stream may hand on the stream alone.
-        if not equal(replay.parts[: max(1, len(following.given))], following.given):
+        # A block may return more than the stream, of which the next block receives only the stream.
+        if not bitwise_equal(replay.parts[: max(1, len(following.inputs))], following.inputs):
             raise SiteError(
                 f"the stream is changed between layers {replay.block.layer} and "
                 f"{following.block.layer}; resid_post and resid_pre would not be one tensor"
@@ -82,18 +92,18 @@ def probe(
 
 
 def _stream_layout(replay: Replay, following: Replay, *, alone: bool) -> StreamLayout:
-    """How a block passes the stream on, found with the next block; the last block tests itself."""
+    """Tests the outputs of a block on the next block; the last block is tested on itself."""
     if len(replay.parts) == 1:
         return StreamLayout.SINGLE
-    if len(following.given) > 1:
-        module, other, third = (following.loud(following.given[0], seed) for seed in (4, 5, 6))
+    if len(following.inputs) > 1:
+        h, residual, noise = (following.noise(following.inputs[0], seed) for seed in (4, 5, 6))
         left, swapped, changed = (
-            following.exit_parts(following.run(given=parts))
-            for parts in ([module, other], [other, module], [module, third])
+            following.exit_parts(following.run(inputs=parts))
+            for parts in ([h, residual], [residual, h], [h, noise])
         )
-        if following.near(whole(left), whole(swapped), whole(left)):
+        if following.close(stream_sum(left), stream_sum(swapped), stream_sum(left)):
             return StreamLayout.PAIR
-        if following.near(left[0], changed[0], left[0]):
+        if following.close(left[0], changed[0], left[0]):
             return StreamLayout.SINGLE
     elif not alone:
         return StreamLayout.SINGLE
@@ -107,10 +117,10 @@ def _stream_layout(replay: Replay, following: Replay, *, alone: bool) -> StreamL
 def _layout(replay: Replay) -> BlockLayout:
     mid, parallel = _find_mid(replay)
     if replay.stream_layout is StreamLayout.SINGLE:
-        branches = search(replay, mid)
+        branches = find_in_single(replay, mid)
         why = NO_MODULES, NO_MODULES
     elif mid is not None:
-        branches, why = beside(replay, mid), (NOT_BEFORE, NOT_AFTER)
+        branches, why = find_in_pair(replay, mid), (NOT_BEFORE, NOT_AFTER)
     else:
         branches, why = Branches(None, None), (NOWHERE, NOWHERE)
     points = {Point.RESID_MID: mid, Point.ATTN_OUT: branches.attention, Point.MLP_OUT: branches.mlp}
@@ -129,33 +139,33 @@ def _layout(replay: Replay) -> BlockLayout:
 
 
 def _find_mid(replay: Replay) -> tuple[nn.Module | None, bool]:
-    """The module at `resid_mid`, and whether one was given the stream before attention instead."""
-    base, other = replay.run(), replay.run(seed=2, scale=LOUD)
-    empty = [torch.zeros_like(part) for part in replay.given]
-    alone, changed = replay.run(given=empty), replay.run(given=empty, seed=2)
+    """The module at `resid_mid`; else None, and whether a module received the block's input."""
+    base, other = replay.run(), replay.run(seed=2, scale=NOISE_FACTOR)
+    empty = [torch.zeros_like(part) for part in replay.inputs]
+    alone, changed = replay.run(inputs=empty), replay.run(inputs=empty, seed=2)
     parallel = False
     runs = Counter(call.module for call in base.calls)
     for candidate in _after_attention(replay.block, base):
         if runs[candidate.module] > 1 or not _is_candidate(candidate, replay):
             continue
-        if not _carries(replay, candidate, base):
+        if not _reaches_exit(replay, candidate, base):
             continue
-        given, twin, only, other_only = (
-            _given(replay, trace, candidate.module) for trace in (base, other, alone, changed)
+        inputs, other_inputs, alone_inputs, changed_inputs = (
+            _inputs_of(replay, trace, candidate.module) for trace in (base, other, alone, changed)
         )
-        # A stream may round a small branch away, so what attention changes is also looked for
-        # without a stream. There nothing may be left of a branch that the stream gates.
-        if equal(given, twin) and not replay.differ(only, other_only):
+        # Two tests, because a large stream may round a small branch away, and without a stream a
+        # branch that the stream gates is zero.
+        if bitwise_equal(inputs, other_inputs) and not replay.differ(alone_inputs, changed_inputs):
             parallel = True
             continue
         return candidate.module, False
     return None, parallel
 
 
-def _given(replay: Replay, trace: Trace, module: nn.Module) -> list[torch.Tensor]:
-    """The parts of the stream that a module was given in its only call."""
+def _inputs_of(replay: Replay, trace: Trace, module: nn.Module) -> list[torch.Tensor]:
+    """The stream inputs of a module's only call."""
     call = next(call for call in trace.calls if call.module is module)
-    return streams(call.args, call.kwargs, replay.width)
+    return stream_tensors(call.args, call.kwargs, replay.width)
 
 
 def _after_attention(block: Block, trace: Trace) -> list[Call]:
@@ -170,25 +180,25 @@ def _after_attention(block: Block, trace: Trace) -> list[Call]:
 
 
 def _is_candidate(call: Call, replay: Replay) -> bool:
-    given = streams(call.args, call.kwargs, replay.width)
-    return len(given) == (2 if replay.stream_layout is StreamLayout.PAIR else 1)
+    inputs = stream_tensors(call.args, call.kwargs, replay.width)
+    return len(inputs) == (2 if replay.stream_layout is StreamLayout.PAIR else 1)
 
 
-def _carries(replay: Replay, seen: Call, base: Trace) -> bool:
+def _reaches_exit(replay: Replay, call: Call, base: Trace) -> bool:
     """Whether a change of the candidate's input leaves the block."""
-    added = replay.loud(streams(seen.args, seen.kwargs, replay.width)[0], 3)
+    added = replay.noise(stream_tensors(call.args, call.kwargs, replay.width)[0], 3)
 
-    def around(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
-        streams(args, kwargs, replay.width)[0].add_(added)
+    def patch(forward: Forward, args: Args, kwargs: Kwargs) -> Value:
+        stream_tensors(args, kwargs, replay.width)[0].add_(added)
         out = forward(*args, **kwargs)
         if replay.stream_layout is StreamLayout.PAIR:
-            if not (isinstance(out, tuple) and len(out) == 2 and isinstance(seen.out, tuple)):
+            if not (isinstance(out, tuple) and len(out) == 2 and isinstance(call.out, tuple)):
                 return out
-            return (copied(seen.out[0]), out[1])
-        return copied(seen.out)
+            return (cloned(call.out[0]), out[1])
+        return cloned(call.out)
 
-    changed = replay.run({seen.module: around})
+    changed = replay.run({call.module: patch})
     before, after = replay.exit(base), replay.exit(changed)
     if before.shape != after.shape or before.shape != added.shape:
         return False
-    return replay.near(after - before, added, added)
+    return replay.close(after - before, added, added)

@@ -1,6 +1,6 @@
-"""Which kernel nodes of a CUDA graph belong to which site, noted while the graph is captured.
+"""Records the site of each kernel node while a CUDA graph is captured.
 
-Invariant: outside of a recording, `note` does nothing; recordings don't nest.
+Invariant: outside a recording, `note` does nothing. Recordings don't nest.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ class Recording(Protocol):
     """Receives the sites of captured kernels."""
 
     def note(self, site: int) -> None:
-        """The last kernel that was captured on the current stream belongs to `site`."""
+        """Assigns the last kernel captured on the current CUDA stream to `site`."""
 
 
 class _Current:
@@ -20,14 +20,14 @@ class _Current:
 
 
 def note(site: int) -> None:
-    """Notifies the current recording, if there is one, that a site's kernel was captured."""
+    """Notifies the current recording, if any, that a site's kernel was captured."""
     if _Current.recording is not None:
         _Current.recording.note(site)
 
 
 @contextmanager
 def recording(recorder: Recording) -> Iterator[None]:
-    """Notifies `recorder` in the `with` block."""
+    """Makes `recorder` the current recording inside the `with` block."""
     if _Current.recording is not None:
         raise RuntimeError("a CUDA graph is already being recorded")
     _Current.recording = recorder

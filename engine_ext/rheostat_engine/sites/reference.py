@@ -1,14 +1,14 @@
-"""The site's op in plain torch: it runs on a CPU, and is the reference for other implementations.
+"""The site's op in plain torch: it runs on a CPU, and is the reference for the kernel.
 
-For each token, the stream is x = gain * h + carried in float32. A program's steps change x in their
+For each token, the stream is x = gain * h + residual in float32. A program's steps change x in
 order. `delta`, the sum of their changes, is added to h as delta / gain in float32 and rounded once.
-Elements that don't change keep their bits.
+Unchanged elements keep their bits.
 
 Why changed elements are limited
     A norm of infinities is NaN, and NaN in the KV cache outlives its request: attention multiplies
     stale elements of a block by 0, which keeps NaN.
 Why x is limited, and not h alone
-    The model adds h to `carried` in its own dtype, and then adds the next branch. If only h were
+    The model adds h to `residual` in its own dtype, and then adds the next branch. If only h were
     limited, each steered site could raise the sum by the limit.
 """
 
@@ -24,10 +24,10 @@ _LARGEST = 1e15
 
 
 class Limits(NamedTuple):
-    """The largest magnitudes that a change gives to an element."""
+    """The largest magnitudes that a change can give to an element."""
 
     stream: float
-    """For x. An element of x that is larger already may shrink, but does not grow."""
+    """For x. An element of x that is already larger may shrink, but not grow."""
     own: float
     """For h: the largest number of its dtype."""
 
@@ -35,53 +35,53 @@ class Limits(NamedTuple):
 def limits(dtype: torch.dtype) -> Limits:
     """The limits for a model's dtype.
 
-    In float16 half of the range stays free, because the model's next branch must still fit.
+    In float16 half of the range stays free for the model's next branch.
     """
     most = torch.finfo(dtype).max
     return Limits(min(_LARGEST, most / 2), most)
 
 
 def run_site(
-    h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers, gain: float = 1.0
+    h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers, gain: float = 1.0
 ) -> None:
-    """Carries out a site's instructions.
+    """Executes a site's instructions.
 
     Args:
-        h: [..., W], changed in place; narrower at sites that are never changed.
-        carried: [..., W], the other part of the stream; None if h is the whole stream.
-        site: the instructions, and the tables to which they refer.
+        h: [..., W], changed in place. Router logits are narrower, and never changed.
+        residual: [..., W], added to h; None if h is the whole value.
+        site: the instructions and their tables.
         gain: the factor by which the model multiplies h.
     """
     width = h.shape[-1]
     h = h.view(-1, width)
-    rest = None if carried is None else carried.reshape(-1, width)
+    residual = None if residual is None else residual.reshape(-1, width)
     codes = site.code[: h.shape[0]]
     for code in codes.unique().tolist():
         if code:
-            _change(h, rest, (codes == code).nonzero().squeeze(1), code, site, gain)
+            _change(h, residual, (codes == code).nonzero().squeeze(1), code, site, gain)
     captured = site.cap_row[: h.shape[0]].nonzero().squeeze(1)
     if captured.numel():
-        stream = _stream(h, rest, captured, gain)
+        stream = _stream(h, residual, captured, gain)
         site.ring[site.cap_row[captured].long(), :width] = stream.to(site.ring.dtype)
 
 
 def _stream(
-    h: torch.Tensor, rest: torch.Tensor | None, tokens: torch.Tensor, gain: float
+    h: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor, gain: float
 ) -> torch.Tensor:
     stream = h[tokens].float() * gain
-    return stream if rest is None else stream + rest[tokens].float()
+    return stream if residual is None else stream + residual[tokens].float()
 
 
 def _change(
     h: torch.Tensor,
-    rest: torch.Tensor | None,
+    residual: torch.Tensor | None,
     tokens: torch.Tensor,
     code: int,
     site: SiteBuffers,
     gain: float,
 ) -> None:
-    """Runs one program on the rows of the tokens that have it."""
-    x = _stream(h, rest, tokens, gain)
+    """Runs a program on the rows of its tokens."""
+    x = _stream(h, residual, tokens, gain)
     delta = torch.zeros_like(x)
     dose_slots = site.dose_slot[tokens].long()
     if code > 0:
@@ -120,7 +120,7 @@ def _change(
 def _measure(
     doses: torch.Tensor, dose_slots: torch.Tensor, change: torch.Tensor | None, x: torch.Tensor
 ) -> None:
-    """Adds to each token's dose slot; a change of None has norm 1 and the sum 0."""
+    """Adds to each token's dose slot. None is an addition: share 1 / |x|, and no |change|."""
     norm = x.square().sum(1).sqrt()
     moved = torch.zeros_like(norm) if change is None else change.square().sum(1).sqrt()
     share = (torch.ones_like(norm) if change is None else moved) / norm

@@ -11,7 +11,7 @@ Invariant: the tables of a preparation stay until the preparation is released by
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rheostat_engine.plan.plan import EncodedTable, read
+from rheostat_engine.plan.plan import EncodedTable, read_plan
 from rheostat_engine.worker.capture.capture_sets import CaptureSet
 from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.steering.built_tables import BuiltTable
@@ -64,7 +64,7 @@ class Preparations:
         """
         try:
             if name not in self._preparations:
-                plan = read(wire)
+                plan = read_plan(wire)
                 self._preparations[name] = _Preparation(acts=plan.acts)
                 budget -= self._use_captures(self._preparations[name], plan.captures)
             preparation = self._preparations[name]

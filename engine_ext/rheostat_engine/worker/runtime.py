@@ -17,7 +17,7 @@ import torch
 
 from rheostat_engine.channel.events import AttachedHead, Head, InstalledHead, ReleasedHead
 from rheostat_engine.plan.acts import OPEN_END
-from rheostat_engine.plan.plan import EncodedTable, name_of, read
+from rheostat_engine.plan.plan import EncodedTable, read_plan, read_request_id
 from rheostat_engine.plan.tables import REQUEST_COST, STEP_COST
 from rheostat_engine.worker.capture.capture_sets import RequestCaptures
 from rheostat_engine.worker.capture.captures import Captures
@@ -153,7 +153,7 @@ class SiteRuntime:
         """
         if request_id in self._requests:
             return
-        name = name_of(wire)
+        name = read_request_id(wire)
         if name is None:
             _LOG.error(
                 "the plan of request %s has no name, so no error can be reported", request_id
@@ -161,7 +161,7 @@ class SiteRuntime:
             return
         problem = ""
         try:
-            plan = read(wire)
+            plan = read_plan(wire)
             request = self._make_request(name, plan.acts, plan.captures, cached_tokens_recomputed)
         except (BankError, ValueError) as error:
             problem = str(error)
@@ -182,7 +182,7 @@ class SiteRuntime:
         first = max(int(self._progress.computed_end[request.number]), not_before)
         try:
             steering = self.steering.set_acts(
-                request.number, read(wire).acts, request.steering, first
+                request.number, read_plan(wire).acts, request.steering, first
             )
         except (BankError, ValueError) as error:
             return UpdateResult(first, str(error))
@@ -340,7 +340,7 @@ class SiteRuntime:
         first = max(int(self._progress.computed_end[request.number]), computed, update.not_before)
         problem, cost = "", REQUEST_COST
         try:
-            captures = read(update.wire).captures
+            captures = read_plan(update.wire).captures
             if self.captures is not None:
                 cost += self.captures.sets.cost(captures)
                 span = self._progress.span(request.number)

@@ -120,7 +120,7 @@ class AdmissionQueue:
             BankFull, CaptureOverflow: the engine has too little capacity now.
         """
         if self._queue:
-            lacking = self.ledger.lacks(reservation.plan)
+            lacking = self.ledger.additional_needs(reservation.plan)
             del lacking["intervals"]  # every new plan has some of its own
             if reservation.plan.captures or lacking.total():
                 raise _no_capacity(None)

@@ -72,7 +72,7 @@ def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
     table = plan.packed_acts.table
     if table is not None:
         keys = BlockKeys(replace(plan, private_from=None), SteeredBlocks(table))
-        holding = [sorted({table.owners[i].act for i in one}) for one in table.intervals.members]
+        holding = [sorted({table.clauses[i].act for i in one}) for one in table.intervals.members]
         starts, sets = table.intervals.starts.tolist(), table.intervals.sets.tolist()
         for start, end, number in zip(starts, [*starts[1:], OPEN_END], sets, strict=True):
             key = keys.key(start, min(end, shared_end)) if start < shared_end else None

@@ -162,7 +162,7 @@ class ActiveRequest:
         for sequence in sequences:
             plan = sequence.job.plan
             if plan.epoch != epoch:
-                sequence.job = replace(sequence.job, plan=plan.under(plan.request_id, epoch))
+                sequence.job = replace(sequence.job, plan=plan.for_request(plan.request_id, epoch))
             sequence.started = True
         self._backend = backend
         _keep(self._starting, self._start(backend, sequences))
@@ -330,7 +330,7 @@ class ActiveRequest:
         return [
             EngineSequence(
                 Job(
-                    plan.under(self.plan_id(sample, kind), plan.epoch),
+                    plan.for_request(self.plan_id(sample, kind), plan.epoch),
                     admitted.prompt.token_ids,
                     sampling,
                     sample,

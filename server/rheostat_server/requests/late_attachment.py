@@ -19,7 +19,6 @@ from rheostat_engine import (
     ModelSites,
     Plan,
     PlanTooLarge,
-    capture_need,
     update_captures,
 )
 from rheostat_server.admission.request_work import observers_work
@@ -447,7 +446,7 @@ def _need_beside(
     together = Plan("", (), _captures_from(captures, first))
     try:
         own, total = (
-            capture_need(one.packed_captures, prompt_len=prompt_len, max_step_tokens=step_tokens)
+            one.packed_captures.need(prompt_len=prompt_len, max_step_tokens=step_tokens)
             for one in (plan, together)
         )
     except PlanTooLarge:

@@ -216,7 +216,7 @@ class RequestManager:
         active = ActiveRequest(admitted, Share(0, ""))
         active.unobserve()
         self.admission_queue.check_ever_fits(active.reservations, admitted.prompt_len)
-        return self.ledger.lacks(admitted.plan)["bank_rows"]
+        return self.ledger.additional_needs(admitted.plan)["bank_rows"]
 
     async def pin_vectors(self, active: ActiveRequest, vectors: Sequence[Vector]) -> None:
         """Pins vectors until a request ends. Returns once the workers have them.

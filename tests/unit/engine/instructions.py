@@ -109,12 +109,12 @@ class Expected:
     doses: np.ndarray = field(default_factory=lambda: np.zeros((DOSE_SLOTS, 4)))
 
 
-def naive(h: torch.Tensor, carried: torch.Tensor | None, site: SiteBuffers) -> Expected:
+def naive(h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers) -> Expected:
     """One token after the other, one step after the other."""
     expected = Expected(h.double().numpy().copy(), site.ring.double().numpy().copy())
     rows, directions = site.rows.double().numpy(), site.directions.double().numpy()
     for token in range(len(h)):
-        rest = 0 if carried is None else carried[token].double().numpy()
+        rest = 0 if residual is None else residual[token].double().numpy()
         x = before = expected.h[token] + rest
         code, dose_slot = int(site.code[token]), int(site.dose_slot[token])
         if code > 0:

@@ -42,7 +42,7 @@ def noise(tokens: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tenso
 
 
 def check_additions(
-    width: int, dtype: torch.dtype, carried: torch.dtype | None, gain: float = 1.0
+    width: int, dtype: torch.dtype, residual: torch.dtype | None, gain: float = 1.0
 ) -> None:
     """Rows are added and copied bit for bit."""
     codes = [0, 3, 0, 4, 1, 0, 2, 2, 0]
@@ -50,7 +50,7 @@ def check_additions(
     site = buffers(width, dtype=dtype, codes=codes, captured=captured, programs=[])
     other = twin(site)
     h = noise(len(codes), width, dtype, 1)
-    rest = None if carried is None else noise(len(codes), width, carried, 2)
+    rest = None if residual is None else noise(len(codes), width, residual, 2)
     ones, others = h.clone(), h.clone()
     launch_site(ones, rest, site, gain)
     run_site(others, rest, other, gain)
@@ -62,7 +62,7 @@ def check_additions(
 
 
 def check_chains(
-    width: int, dtype: torch.dtype, carried: torch.dtype | None, gain: float = 1.0
+    width: int, dtype: torch.dtype, residual: torch.dtype | None, gain: float = 1.0
 ) -> None:
     """Every kind of step, alone and in chains, with rows copied after."""
     programs = chains()
@@ -71,7 +71,7 @@ def check_chains(
     site = buffers(width, dtype=dtype, codes=codes, captured=captured, programs=programs)
     other = twin(site)
     h = 3 * noise(len(codes), width, dtype, 3)
-    rest = None if carried is None else noise(len(codes), width, carried, 4)
+    rest = None if residual is None else noise(len(codes), width, residual, 4)
     ones, others = h.clone(), h.clone()
     launch_site(ones, rest, site, gain)
     run_site(others, rest, other, gain)
@@ -83,7 +83,7 @@ def check_chains(
     assert int(site.doses[:, 0].sum()) == 1 + sum(one.last for chain in programs for one in chain)
 
 
-def check_huge(dtype: torch.dtype, carried: torch.dtype | None, gain: float = 1.0) -> None:
+def check_huge(dtype: torch.dtype, residual: torch.dtype | None, gain: float = 1.0) -> None:
     """What would be infinite is limited alike, and nothing becomes NaN."""
     programs = huge_chains()
     codes = [0, *range(-len(programs), 0), 1]
@@ -93,8 +93,8 @@ def check_huge(dtype: torch.dtype, carried: torch.dtype | None, gain: float = 1.
     site.directions[1, 3:] = 0.0
     other = twin(site)
     h = noise(len(codes), 12, dtype, 8)
-    rest = None if carried is None else 2e4 * noise(len(codes), 12, carried, 9)
-    h[:, 7] = 2.5e4  # beyond the limit of float16 where the carried part is of the same sign
+    rest = None if residual is None else 2e4 * noise(len(codes), 12, residual, 9)
+    h[:, 7] = 2.5e4  # beyond the limit of float16 where the residual part is of the same sign
     ones, others = h.clone(), h.clone()
     launch_site(ones, rest, site, gain)
     run_site(others, rest, other, gain)
@@ -145,7 +145,7 @@ IDLE = [
 ]
 
 
-def check_idle(dtype: torch.dtype, carried: torch.dtype | None) -> None:
+def check_idle(dtype: torch.dtype, residual: torch.dtype | None) -> None:
     """What changes nothing changes no bit."""
     programs = [*IDLE, [one for chain in IDLE for one in chain]]
     codes = [*range(-len(programs), 0), 0]
@@ -155,7 +155,7 @@ def check_idle(dtype: torch.dtype, carried: torch.dtype | None) -> None:
     h[:, 3:6] = torch.tensor([0.0, -0.0, -1e-7]).to(dtype)
     h[2] = -0.0
     before = h.clone()
-    launch_site(h, None if carried is None else noise(len(codes), 13, carried, 6), site)
+    launch_site(h, None if residual is None else noise(len(codes), 13, residual, 6), site)
     assert same_bits(h, before)
     assert not site.ring.any()
     assert not site.doses[:, 1].any()
@@ -225,20 +225,20 @@ def main() -> None:
     """Every variant."""
     exact = [torch.float32, torch.float16]  # the interpreter truncates to bfloat16
     for width, dtype in product([1500, 48, 7], exact):
-        for carried in (None, dtype, torch.float32):
-            check_additions(width, dtype, carried)
+        for residual in (None, dtype, torch.float32):
+            check_additions(width, dtype, residual)
         check_additions(width, dtype, None, 0.25)
     for width in (4, 24, 9):
         check_narrow(width, torch.float32, torch.float32)
         check_narrow(width, torch.float32, torch.float16)
     for width, dtype in product([300, 64, 5], TOLERANCE):
-        for carried in (None, dtype, torch.float32):
-            check_chains(width, dtype, carried)
+        for residual in (None, dtype, torch.float32):
+            check_chains(width, dtype, residual)
         check_chains(width, dtype, None, -0.22)
     for dtype in TOLERANCE:
-        for carried in (None, dtype, torch.float32):
-            check_idle(dtype, carried)
-            check_huge(dtype, carried)
+        for residual in (None, dtype, torch.float32):
+            check_idle(dtype, residual)
+            check_huge(dtype, residual)
         for gain in (0.22, -4.0):
             check_huge(dtype, None, gain)
         check_not_finite(dtype)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rheostat_engine import Plan
 from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
-from rheostat_engine.plan.plan import read, steering_of
+from rheostat_engine.plan.plan import read_plan, steering_of
 
 from .strategies import DIGESTS, LIMIT, plans
 
@@ -29,7 +29,7 @@ def unpacked(wire: bytes) -> dict[str, object]:
 
 def block_keys(plan: Plan) -> BlockKeys:
     """The keys of a request with a plan, as they are made of what arrives."""
-    found = read(plan.to_wire())
+    found = read_plan(plan.to_wire())
     return BlockKeys(found, None if found.acts is None else SteeredBlocks(steering_of(found.acts)))
 
 
@@ -100,13 +100,13 @@ ACT = st.fixed_dictionaries(
         "orthogonal": mostly(st.booleans()),
     },
 )
-OWNER = st.tuples(
+CLAUSE = st.tuples(
     mostly(st.integers(0, 2)), mostly(st.none() | st.integers(0, 1)), mostly(st.booleans())
 ).map(list)
 STEERING = st.fixed_dictionaries(
     {
         "acts": mostly(st.lists(mostly(ACT), max_size=3)),
-        "owners": mostly(st.lists(mostly(OWNER), max_size=3)),
+        "clauses": mostly(st.lists(mostly(CLAUSE), max_size=3)),
         "intervals": PIECES,
     },
     optional={

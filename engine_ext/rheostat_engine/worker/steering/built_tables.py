@@ -28,7 +28,7 @@ from rheostat_engine.plan.composition import (
     Program,
     Variant,
     combine,
-    meeting,
+    variant_acts,
 )
 from rheostat_engine.plan.tables import STEP_COST, SteeringTable, direction_cost, site_cost
 from rheostat_engine.worker.state.position_functions import Functions, Int32
@@ -215,7 +215,7 @@ class BuiltTables:
         ruled: list[tuple[list[int], list[int]]] = []
         columns = np.zeros((len(table.intervals.members), 3), np.int32)
         for number, clauses in enumerate(table.intervals.members):
-            variants_there = meeting([table.owners[i] for i in clauses], table.sets)
+            variants_there = variant_acts([table.clauses[i] for i in clauses], table.sets)
             slots, dose_slots = [], []
             for members in variants_there.members:
                 slot, dose_slot = yield from self._take_slot(built, members)

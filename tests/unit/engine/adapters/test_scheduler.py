@@ -21,7 +21,7 @@ from rheostat_engine import EXTRA_ARG, OPEN_END, Capture, Condition, Plan
 from rheostat_engine.adapters import request_plan
 from rheostat_engine.adapters.scheduler import install_block_keys, site_scheduler
 from rheostat_engine.plan import plan
-from rheostat_engine.plan.plan import ReceivedPlan, read
+from rheostat_engine.plan.plan import ReceivedPlan, read_plan
 from rheostat_engine.plan.tables import SteeringTable
 from rheostat_engine.plan.wire import steering_from
 
@@ -200,9 +200,9 @@ def test_a_plan_is_read_once_for_each_request(monkeypatch: pytest.MonkeyPatch) -
 
     def reading(wire: object) -> ReceivedPlan:
         found.append(wire)
-        return read(wire)
+        return read_plan(wire)
 
-    monkeypatch.setattr(request_plan, "read", reading)
+    monkeypatch.setattr(request_plan, "read_plan", reading)
     wire = Plan("r", (add(1),)).to_wire()
     made = request(wire)
     for token in range(20):

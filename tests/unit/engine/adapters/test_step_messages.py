@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from rheostat_engine import EXTRA_ARG, OPEN_END, Act, Capture, Kind, Plan
 from rheostat_engine.adapters.step_messages import share_tables
-from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG, name_of, read
+from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG, read_plan, read_request_id
 
 from ..cpu_worker import NOTHING, Worker
 from ..strategies import DIGESTS, EVERYWHERE, add
@@ -65,14 +65,14 @@ def test_samples_that_start_in_a_step_send_their_tables_once() -> None:
     assert all_of_them < one + 64 * 1000
     arrived = pickle.loads(pickle.dumps(step))
     for name, wire, request in zip((f"r{n}" for n in range(64)), wires, arrived, strict=True):
-        assert name_of(plan_of(request)) == name
-        assert read(plan_of(request)) == read(wire)
+        assert read_request_id(plan_of(request)) == name
+        assert read_plan(plan_of(request)) == read_plan(wire)
 
 
 def test_requests_with_different_tables_keep_their_own() -> None:
     wires = [Plan("r", (add(1, scale=1.0 + n),), epoch=n).to_wire() for n in range(3)]
     (step,) = scheduled([new(wire) for wire in wires])
-    assert [read(plan_of(one)) for one in step] == [read(wire) for wire in wires]
+    assert [read_plan(plan_of(one)) for one in step] == [read_plan(wire) for wire in wires]
 
 
 def test_a_request_that_is_scheduled_again_brings_what_it_brought() -> None:
@@ -80,7 +80,7 @@ def test_a_request_that_is_scheduled_again_brings_what_it_brought() -> None:
     one, other = new(plan.to_wire(), **{CACHED_TOKENS_RECOMPUTED_ARG: 5}), new(plan.to_wire())
     scheduled([one], [other])
     (again,) = scheduled([one, other])
-    assert [read(plan_of(request)) for request in again] == [read(plan.to_wire())] * 2
+    assert [read_plan(plan_of(request)) for request in again] == [read_plan(plan.to_wire())] * 2
     assert one.sampling_params is not None
     assert (one.sampling_params.extra_args or {})[CACHED_TOKENS_RECOMPUTED_ARG] == 5
 

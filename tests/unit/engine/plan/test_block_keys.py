@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
 from rheostat_engine.plan import block_keys as block_keys_module
 from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
-from rheostat_engine.plan.plan import read, steering_of
+from rheostat_engine.plan.plan import read_plan, steering_of
 
 from ..naive import steps
 from ..strategies import (
@@ -243,7 +243,7 @@ def test_requests_with_equal_acts_share_what_is_made_for_their_keys() -> None:
     blocks._touching = lambda *where: made.append(where[2:]) or touching(*where)  # type: ignore[method-assign, func-returns-value]  # counts
     found = []
     for number in range(64):
-        wire = read(replace(plan, request_id=f"{number}", epoch=number % 2).to_wire())
+        wire = read_plan(replace(plan, request_id=f"{number}", epoch=number % 2).to_wire())
         found.append([BlockKeys(wire, blocks).key(start, start + 1) for start in range(400)])
     assert len(set(map(tuple, found))) == 2
     assert sorted(made) == [(0, 1), (1, 2)]  # every other block says the same as one of these
@@ -260,7 +260,7 @@ def test_a_fragmented_block_is_looked_through_once_for_all_samples(
 
     monkeypatch.setattr(block_keys_module, "groupby", counting)
     plan = Plan("r", (add(0, where=tuple((p, p + 1) for p in range(0, LIMIT, 2))),))
-    received = read(plan.to_wire())
+    received = read_plan(plan.to_wire())
     assert received.acts is not None
     steered = SteeredBlocks(steering_of(received.acts))
     (first, *others) = (

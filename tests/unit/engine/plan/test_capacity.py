@@ -18,8 +18,7 @@ from rheostat_engine import (
     Shortage,
 )
 from rheostat_engine.plan import tables
-from rheostat_engine.plan.capacity import capture_need
-from rheostat_engine.plan.composition import Mix
+from rheostat_engine.plan.composition import TokenVariants
 from rheostat_engine.plan.needs import SHARED
 from rheostat_engine.plan.tables import CaptureNeed
 from rheostat_engine.worker.steering.steering import RequestSteering
@@ -123,8 +122,13 @@ def test_rows_that_come_to_nothing_are_reserved_though_the_worker_needs_none() -
 @given(plans())
 def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan) -> None:
     table = plan.packed_acts.table
-    mixes = () if table is None else table.mixes
-    combinations = {v.combination for mix in mixes for v in mix.variants if v.combination}
+    all_token_variants = () if table is None else table.all_token_variants
+    combinations = {
+        v.combination
+        for token_variants in all_token_variants
+        for v in token_variants.variants
+        if v.combination
+    }
     programs = {program for combination in combinations for _, program in combination}
     chains = {p for p in programs if len(p) > 1 or not p[0].addends}
     total = plan.packed_acts.needs.total
@@ -133,10 +137,14 @@ def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan
         "directions": len({step.direction for p in programs for step in p if step.direction}),
         "steps": sum(len(described(program)) for program in chains),
         "slots": len(combinations),
-        "token_rules": len({mix.sets for mix in mixes if mix.sets}),
+        "token_rules": len(
+            {token_variants.sets for token_variants in all_token_variants if token_variants.sets}
+        ),
         "intervals": 0 if table is None else len(table.intervals.starts),
     }
-    assert plan.packed_acts.ruled == sum(bool(mix.sets) for mix in mixes)
+    assert plan.packed_acts.ruled == sum(
+        bool(token_variants.sets) for token_variants in all_token_variants
+    )
 
 
 def ruled(*spans: tuple[int, int], token: int = 1) -> Act:
@@ -189,7 +197,7 @@ def test_what_a_plan_lacks_is_what_admitting_would_add(one: Plan, other: Plan) -
     ledger = CapacityLedger(capacity(capture_rows=10**6))
     assert ledger.admit(one, prompt_len=LIMIT, max_step_tokens=LIMIT) is None
     plan = replace(other, request_id="other", captures=())
-    lacking = ledger.lacks(plan)
+    lacking = ledger.additional_needs(plan)
     expected = {name: ledger.used(name) + lacking[name] for name in RESOURCES}
     assert ledger.admit(plan, prompt_len=LIMIT, max_step_tokens=LIMIT) is None
     assert {name: ledger.used(name) for name in RESOURCES} == expected
@@ -199,7 +207,7 @@ def test_what_a_plan_lacks_is_what_admitting_would_add(one: Plan, other: Plan) -
 def test_no_step_of_a_request_needs_more_ring_rows_than_were_reserved(
     plan: Plan, prompt_len: int, chunk: int
 ) -> None:
-    reserved = capture_need(plan.packed_captures, prompt_len=prompt_len, max_step_tokens=chunk).rows
+    reserved = plan.packed_captures.need(prompt_len=prompt_len, max_step_tokens=chunk).rows
     chunks = [range(s, min(s + chunk, prompt_len)) for s in range(prompt_len)]
     generated = [range(position, position + 1) for position in range(prompt_len, LIMIT + 2)]
     needed = [sum(len(captured(plan, p)) for p in step) for step in [*chunks, *generated]]
@@ -293,12 +301,12 @@ def test_pieces_are_counted_once_for_equal_acts_or_captures() -> None:
 
 def test_a_plan_that_is_packed_is_not_looked_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan("r", (add(0), ablate(1)), (Capture((1,), ((0, 4),)),)).pack()
-    monkeypatch.setattr(tables, "cut", None)
-    monkeypatch.setattr(tables, "compose", None)
+    monkeypatch.setattr(tables, "cut_intervals", None)
+    monkeypatch.setattr(tables, "combine", None)
     ledger = CapacityLedger(capacity())
     for name in ("a", "b"):
         one = replace(plan, request_id=name, epoch=5)
-        assert ledger.lacks(one)["slots"] == (name == "a")
+        assert ledger.additional_needs(one)["slots"] == (name == "a")
         assert ledger.admit(one, prompt_len=4, max_step_tokens=4, samples=3) is None
 
 
@@ -314,7 +322,7 @@ def test_a_packed_plan_keeps_no_programs() -> None:
 
 
 def programs_in_memory() -> int:
-    return sum(type(one) is Mix for one in gc.get_objects())
+    return sum(type(one) is TokenVariants for one in gc.get_objects())
 
 
 def different(*sites: int, scale: float = 1.0, digest: bytes = A) -> Act:

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import MAX_STEPS, MAX_TOKEN_SETS, Act, Band, Condition, Kind, Plan
-from rheostat_engine.plan.composition import Mix, Step, Variant, attribution, combine, only_adds
+from rheostat_engine.plan.composition import (
+    Step,
+    TokenVariants,
+    Variant,
+    attribution,
+    combine,
+    only_adds,
+)
 from rheostat_engine.plan.tables import steering_table
 
 from ..naive import described, steps
@@ -31,21 +38,22 @@ A, B, C = DIGESTS
 ACTS = st.lists(acts(), max_size=4)
 
 
-def mix_at(acts: Sequence[Act], position: int) -> Mix:
+def mix_at(acts: Sequence[Act], position: int) -> TokenVariants:
     """What happens at a position."""
     table = steering_table(tuple(acts))
     if table is None:
-        return Mix((), (Variant((), ()),))
+        return TokenVariants((), (Variant((), ()),))
     interval = int(np.searchsorted(table.intervals.starts, position, side="right")) - 1
-    return table.mix(int(table.intervals.sets[interval]))
+    return table.token_variants(int(table.intervals.sets[interval]))
 
 
-def variant_of(mix: Mix, token: int) -> Variant:
+def variant_of(token_variants: TokenVariants, token: int) -> Variant:
     """What happens to a token."""
     number = sum(
-        (token.to_bytes(4, "little") in ids(tokens)) << bit for bit, tokens in enumerate(mix.sets)
+        (token.to_bytes(4, "little") in ids(tokens)) << bit
+        for bit, tokens in enumerate(token_variants.sets)
     )
-    return mix.variants[number]
+    return token_variants.variants[number]
 
 
 def ids(tokens: bytes) -> list[bytes]:
@@ -58,19 +66,19 @@ def test_the_variant_of_a_position_and_token_has_exactly_the_acts_that_select_it
     many: list[Act],
 ) -> None:
     for position in POSITIONS:
-        mix = mix_at(many, position)
-        assert len(mix.variants) == 2 ** len(mix.sets)
+        token_variants = mix_at(many, position)
+        assert len(token_variants.variants) == 2 ** len(token_variants.sets)
         for token in range(VOCABULARY):
             expected = tuple(i for i, act in enumerate(many) if selects(act, position, token))
-            assert variant_of(mix, token).members == expected
+            assert variant_of(token_variants, token).members == expected
 
 
 @given(plans())
 def test_a_variant_does_at_each_site_what_its_acts_do_in_their_order(plan: Plan) -> None:
     for position in POSITIONS:
-        mix = mix_at(plan.acts, position)
+        token_variants = mix_at(plan.acts, position)
         for token in range(VOCABULARY):
-            combination = variant_of(mix, token).combination
+            combination = variant_of(token_variants, token).combination
             expected = {site: steps(plan, site, position, token) for site in range(SITES)}
             found = {site: described(program) for site, program in combination}
             assert found == {site: one for site, one in expected.items() if one}
@@ -82,8 +90,8 @@ def test_a_program_measures_as_often_as_attribution_says_and_every_acting_act_on
     plan: Plan,
 ) -> None:
     table = steering_table(plan.acts)
-    for mix in () if table is None else table.mixes:
-        for variant in mix.variants:
+    for token_variants in () if table is None else table.all_token_variants:
+        for variant in token_variants.variants:
             programs = dict(variant.combination)
             longest = 0
             for site in range(SITES):
@@ -160,27 +168,33 @@ def conditional(count: int) -> list[Act]:
     ]
 
 
-def mixes(acts: Sequence[Act]) -> tuple[Mix, ...]:
+def all_token_variants(acts: Sequence[Act]) -> tuple[TokenVariants, ...]:
     """What happens, piece by piece."""
     table = steering_table(tuple(acts))
     assert table is not None
-    return tuple(table.mix(number) for number in table.intervals.sets.tolist())
+    return tuple(table.token_variants(number) for number in table.intervals.sets.tolist())
 
 
 def test_no_more_than_so_many_sets_of_token_ids_may_meet_at_one_position() -> None:
-    assert [len(mix.sets) for mix in mixes(conditional(MAX_TOKEN_SETS))] == [2, 3, 4, 0]
+    assert [
+        len(token_variants.sets)
+        for token_variants in all_token_variants(conditional(MAX_TOKEN_SETS))
+    ] == [2, 3, 4, 0]
     sentence = "^5 different sets of token ids meet at one position; at most 4 can$"
     with pytest.raises(ValueError, match=sentence):
-        mixes(conditional(MAX_TOKEN_SETS + 1))
+        all_token_variants(conditional(MAX_TOKEN_SETS + 1))
 
 
 def test_equal_sets_of_token_ids_count_once() -> None:
     one = Condition(EVERYWHERE, (1, 2), True)
     other = Condition(EVERYWHERE, (1, 2), False)
     many = [add(0, where=(), conditions=(one,)), add(1, where=(), conditions=(other,))] * 5
-    (mix,) = mixes(many)
-    assert mix.sets == (packed_ids((1, 2)),)
-    assert [variant.members for variant in mix.variants] == [(1, 3, 5, 7, 9), (0, 2, 4, 6, 8)]
+    (token_variants,) = all_token_variants(many)
+    assert token_variants.sets == (packed_ids((1, 2)),)
+    assert [variant.members for variant in token_variants.variants] == [
+        (1, 3, 5, 7, 9),
+        (0, 2, 4, 6, 8),
+    ]
 
 
 def test_no_more_than_so_many_steps_may_meet_at_one_site() -> None:
@@ -191,6 +205,8 @@ def test_no_more_than_so_many_steps_may_meet_at_one_site() -> None:
     with pytest.raises(ValueError, match=sentence):
         combine([*most, add(1)], range(MAX_STEPS + 1))
     with pytest.raises(ValueError, match=sentence):
-        mixes([*most, add(1)])
+        all_token_variants([*most, add(1)])
     apart = [*(replace(act, spans=((0, 4),)) for act in most), add(1, where=((4, 5),))]
-    assert [len(mix.variants[0].members) for mix in mixes(apart)] == [MAX_STEPS, 1, 0]
+    assert [
+        len(token_variants.variants[0].members) for token_variants in all_token_variants(apart)
+    ] == [MAX_STEPS, 1, 0]

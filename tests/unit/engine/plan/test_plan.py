@@ -25,7 +25,7 @@ from rheostat_engine import (
     Plan,
     RowEncoding,
 )
-from rheostat_engine.plan.plan import ReceivedPlan, name_of, read, steering_of
+from rheostat_engine.plan.plan import ReceivedPlan, read_plan, read_request_id, steering_of
 from rheostat_engine.plan.tables import CaptureTable, SteeringTable
 from rheostat_engine.plan.wire import captures_from, captures_to, steering_from, steering_to
 
@@ -52,11 +52,11 @@ def test_a_plan_says_on_its_way_who_it_is_and_what_it_shares(
     acts: Plan, epoch: int, private_from: int | None
 ) -> None:
     plan = replace(acts, epoch=epoch, private_from=private_from)
-    found = read(plan.to_wire())
+    found = read_plan(plan.to_wire())
     assert found == ReceivedPlan(
         plan.request_id, epoch, private_from, plan.packed_acts.encoded, plan.packed_captures.encoded
     )
-    assert name_of(plan.to_wire()) == plan.request_id
+    assert read_request_id(plan.to_wire()) == plan.request_id
 
 
 def test_an_empty_plan_is_a_name_alone_on_the_wire() -> None:
@@ -218,11 +218,11 @@ UNFIT = "a set is not ascending, or names a missing member"
         (act_with(PULL, bands=[BAND, [0.0, 0.0, NAN]]), "PULL: .* its strength not finite"),
         (act_with(PULL, bands=[BAND, [0.0, 0.0]]), r"\$.acts\[1\].bands\[1\]"),
         (act_with(PULL, orthogonal=1), r"\$.acts\[1\].orthogonal"),
-        (acts_with(owners=[[2, None, True]]), "there is no act 2"),
-        (acts_with(owners=[[0, 1, True]]), "there is no set 1 of token ids"),
-        (acts_with(owners=[[0, 0, None]]), r"\$.owners\[0\]\[2\]"),
-        (acts_with(owners=[[0, None, True]]), UNFIT),
-        (acts_with(owners=[[0, None, True]] * 3), "conditions of an act overlap"),
+        (acts_with(clauses=[[2, None, True]]), "there is no act 2"),
+        (acts_with(clauses=[[0, 1, True]]), "there is no set 1 of token ids"),
+        (acts_with(clauses=[[0, 0, None]]), r"\$.clauses\[0\]\[2\]"),
+        (acts_with(clauses=[[0, None, True]]), UNFIT),
+        (acts_with(clauses=[[0, None, True]] * 3), "conditions of an act overlap"),
         (acts_with(sets=[b""]), "token ids are missing or not ascending"),
         (acts_with(sets=[int32([3, 3])]), "token ids are missing or not ascending"),
         (acts_with(sets=[int32([7, 3])]), "token ids are missing or not ascending"),
@@ -278,12 +278,12 @@ def test_what_is_no_table_is_refused_with_its_place(table: tuple[str, object], w
 )
 def test_what_is_no_plan_is_refused_with_its_place(wire: object, where: str) -> None:
     with pytest.raises(ValueError, match=f"^this is no plan: .*{where}"):
-        read(wire)
+        read_plan(wire)
 
 
 @pytest.mark.parametrize("wire", [None, {"id": "r"}, "r", PLAN.to_wire()[:-1], b""])
 def test_what_was_never_a_wire_names_nobody(wire: object) -> None:
-    assert name_of(wire) is None
+    assert read_request_id(wire) is None
 
 
 @given(WIRES)
@@ -291,7 +291,7 @@ def test_what_was_never_a_wire_names_nobody(wire: object) -> None:
 @example(packed({1: 2, None: "r", "id": "r"}))
 def test_reading_a_wire_yields_tables_or_a_value_error(wire: object) -> None:
     try:
-        found = read(wire)
+        found = read_plan(wire)
         acts = None if found.acts is None else steering_from(found.acts.wire)
         captures = None if found.captures is None else captures_from(found.captures.wire)
     except ValueError as error:
@@ -306,11 +306,11 @@ def check_tables(acts: SteeringTable | None, captures: CaptureTable | None) -> N
     """Whatever was read can be written again, priced and looked through."""
     if acts is not None:
         again = steering_from(steering_to(acts))
-        assert (again.acts, again.owners, again.sets) == (acts.acts, acts.owners, acts.sets)
+        assert (again.acts, again.clauses, again.sets) == (acts.acts, acts.clauses, acts.sets)
         assert acts.plan_cost >= 0
         for number in range(len(acts.intervals.members)):
             with contextlib.suppress(ValueError):
-                acts.mix(number)
+                acts.token_variants(number)
     if captures is not None:
         assert captures_from(captures_to(captures)).captures == captures.captures
         assert captures.need(prompt_len=5, max_step_tokens=3).rows >= 0

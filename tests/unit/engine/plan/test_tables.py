@@ -24,9 +24,9 @@ from rheostat_engine import (
     Spans,
     update_steering,
 )
-from rheostat_engine.plan.composition import Owner
-from rheostat_engine.plan.intervals import cut
-from rheostat_engine.plan.plan import captures_of, read, steering_of
+from rheostat_engine.plan.composition import Clause
+from rheostat_engine.plan.intervals import cut_intervals
+from rheostat_engine.plan.plan import captures_of, read_plan, steering_of
 from rheostat_engine.plan.row_encodings import Codec, Directions
 from rheostat_engine.plan.tables import (
     CaptureTable,
@@ -56,7 +56,7 @@ A, B, C = DIGESTS
 
 @given(st.lists(spans(), max_size=4))
 def test_pieces_hold_at_each_position_the_spans_that_do(many: list[Spans]) -> None:
-    starts, sets, members = cut(many)
+    starts, sets, members = cut_intervals(many)
     assert starts[0] == 0
     assert starts.tolist() == sorted(set(starts.tolist()))
     assert all(one != other for one, other in pairwise(sets.tolist()))
@@ -71,7 +71,7 @@ def test_pieces_hold_at_each_position_the_spans_that_do(many: list[Spans]) -> No
 
 @given(st.lists(spans(), max_size=4), st.integers(0, LIMIT), st.integers(0, LIMIT + 3))
 def test_the_positions_of_each_set_are_counted(many: list[Spans], start: int, length: int) -> None:
-    intervals = cut(many)
+    intervals = cut_intervals(many)
     held = [
         tuple(i for i, one in enumerate(many) if holds(one, position))
         for position in range(start, start + length)
@@ -84,11 +84,11 @@ def test_a_set_that_holds_in_many_pieces_is_priced_once() -> None:
     priced: list[tuple[int, ...]] = []
     many = tuple((2 * i, 2 * i + 1) for i in range(1000))
 
-    def price(members: tuple[int, ...]) -> int:
+    def cost_of(members: tuple[int, ...]) -> int:
         priced.append(members)
         return 1
 
-    intervals = cut([many, ((0, OPEN_END),)], price=price)
+    intervals = cut_intervals([many, ((0, OPEN_END),)], cost_of=cost_of)
     assert sorted(priced) == [(0, 1), (1,)]
     assert len(intervals.starts) == 2000
 
@@ -97,12 +97,12 @@ def test_spans_that_are_worth_too_much_are_found_out_without_looking_at_all_of_t
     priced = []
     nested = [((i, 20_000 - i),) for i in range(5000)]
     with pytest.raises(PlanTooLarge, match=r"^It costs over 10000, "):
-        cut(nested, price=lambda m: priced.append(m) or len(m), budget=10_000)
+        cut_intervals(nested, cost_of=lambda m: priced.append(m) or len(m), max_cost=10_000)
     assert len(priced) < 200
     with pytest.raises(
         PlanTooLarge, match=r"^There are 10000 intervals; at most 9999 are allowed$"
     ):
-        cut(nested, most=9_999)
+        cut_intervals(nested, max_intervals=9_999)
 
 
 def steering(*many: Act) -> SteeringTable:
@@ -219,7 +219,7 @@ def same_intervals(one: CaptureTable | SteeringTable, other: CaptureTable | Stee
 def test_a_table_of_acts_survives_the_way_into_the_worker(many: tuple[Act, ...]) -> None:
     table = steering(*many)
     found = steering_from(steering_to(table))
-    assert (found.acts, found.owners, found.sets) == (table.acts, table.owners, table.sets)
+    assert (found.acts, found.clauses, found.sets) == (table.acts, table.clauses, table.sets)
     assert same_intervals(found, table)
     assert found.plan_cost == table.plan_cost
 
@@ -242,8 +242,8 @@ def test_a_set_of_token_ids_travels_once() -> None:
     acts = tuple(replace(add(site), spans=(), conditions=(many,)) for site in range(5))
     table = steering(*acts)
     assert table.sets == (packed_ids(many.tokens),)
-    assert [owner.tokens for owner in table.owners] == [None, 0] * 5
-    assert table.owners[1] == Owner(0, 0, True)
+    assert [clause.tokens for clause in table.clauses] == [None, 0] * 5
+    assert table.clauses[1] == Clause(0, 0, True)
 
 
 def test_plans_with_equal_acts_and_captures_share_their_tables() -> None:
@@ -255,14 +255,14 @@ def test_plans_with_equal_acts_and_captures_share_their_tables() -> None:
     other = replace(packed, captures=(Capture((2,), ((0, 4),)),))
     assert other.packed_acts is packed.packed_acts
     assert other.packed_captures is not packed.packed_captures
-    assert read(other.to_wire()).captures != read(packed.to_wire()).captures
-    found = [read(one.to_wire()) for one in (plan, packed, copy)]
+    assert read_plan(other.to_wire()).captures != read_plan(packed.to_wire()).captures
+    found = [read_plan(one.to_wire()) for one in (plan, packed, copy)]
     assert len({one.acts for one in found}) == len({one.captures for one in found}) == 1
 
 
 def test_a_table_is_read_once_as_long_as_somebody_has_it() -> None:
     plan = Plan("a", (add(0, scale=77.0),), (Capture((1,), ((0, 77),)),))
-    one, other = read(plan.to_wire()), read(replace(plan, request_id="b").to_wire())
+    one, other = read_plan(plan.to_wire()), read_plan(replace(plan, request_id="b").to_wire())
     assert one.acts is not None
     assert other.acts is not None
     assert one.captures is not None

@@ -178,7 +178,9 @@ def test_a_forward_that_is_no_method_is_refused_by_name() -> None:
     layer = model.bases()[1]
     own = layer.forward
     layer.forward = lambda x: own(x)
-    with pytest.raises(SiteError, match=r"^Single has a forward of its own that is no method$"):
+    with pytest.raises(
+        SiteError, match=r"^Single has a forward on the instance that is not a method$"
+    ):
         sited(model)
 
 

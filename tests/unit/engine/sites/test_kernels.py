@@ -63,14 +63,14 @@ def pointer(name: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("carried", ["", "bf16", "fp32"])
-def test_the_kernel_of_a_site_can_be_compiled(dtype, carried) -> None:
+@pytest.mark.parametrize("residual", ["", "bf16", "fp32"])
+def test_the_kernel_of_a_site_can_be_compiled(dtype, residual) -> None:
     """The interpreter lets a variable change its type, which the compiler refuses."""
     own = dict.fromkeys(["h_ptr", "rows_ptr", "ring_ptr"], f"*{dtype}")
     floats = dict.fromkeys(["directions_ptr", "floats_ptr", "doses_ptr"], "*fp32")
     numbers = dict.fromkeys(["gain", "inverse", "limit", "own_limit"], "fp32")
-    types = {**own, **floats, **numbers, "rest_ptr": f"*{carried or dtype}"}
-    sizes = {"WIDTH": 100, "BLOCK": 128, "CARRIED": bool(carried)}
+    types = {**own, **floats, **numbers, "residual_ptr": f"*{residual or dtype}"}
+    sizes = {"WIDTH": 100, "BLOCK": 128, "HAS_RESIDUAL": bool(residual)}
     compile_front(kernels._site_kernel, types, sizes)
 
 

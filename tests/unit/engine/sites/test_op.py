@@ -36,9 +36,9 @@ def busy(layers: int, dtype: torch.dtype = torch.float32) -> Buffers:
     return made
 
 
-def call(made: Buffers, number: int, h: torch.Tensor, carried: torch.Tensor | None = None) -> None:
+def call(made: Buffers, number: int, h: torch.Tensor, residual: torch.Tensor | None = None) -> None:
     """The op at a site, through the dispatcher."""
-    site(h, carried, made.site_handle(number))
+    site(h, residual, made.site_handle(number))
 
 
 def test_a_site_that_is_not_active_touches_nothing() -> None:
@@ -81,13 +81,13 @@ def test_a_site_knows_itself_by_its_mark() -> None:
     ]
 
 
-def test_the_carried_part_is_seen_and_left_alone() -> None:
+def test_the_residual_is_read_and_not_changed() -> None:
     made = busy(1)
     bind(made)
-    h, carried = stream(), torch.full_like(stream(), 10.0)
-    call(made, 1, h, carried)
+    h, residual = stream(), torch.full_like(stream(), 10.0)
+    call(made, 1, h, residual)
     assert torch.equal(h[::2], stream()[::2] + 2)
-    assert torch.equal(carried, torch.full_like(stream(), 10.0))
+    assert torch.equal(residual, torch.full_like(stream(), 10.0))
     assert torch.equal(made.ring[4:7], h[::3] + 10)
 
 
@@ -152,7 +152,7 @@ def compiled(segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
     return result
 
 
-def test_an_idle_op_changes_no_bit_of_a_compiled_segment_because_it_is_given_the_unrounded_sum(
+def test_an_idle_op_changes_no_bit_of_a_compiled_segment_because_it_receives_the_unrounded_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
@@ -168,7 +168,7 @@ def test_an_idle_op_changes_no_bit_of_a_compiled_segment_because_it_is_given_the
 
     def at_exit_with_the_rounded_sum(self: installation._PairBlock, *args: object) -> Parts:
         out: Parts = super(installation._PairBlock, self).forward(*args)
-        installation._CARRIED.clear()
+        installation._RESIDUALS.clear()
         site(out[0], out[1], self.rheostat_exit)
         return out
 

@@ -37,36 +37,36 @@ def test_the_op_equals_a_loop_over_tokens_and_steps(
         seed=seed,
     )
     h = torch.randn(tokens, width, generator=generator).to(dtype)
-    carried = None
+    residual = None
     if data.draw(st.booleans()):
         other = data.draw(st.sampled_from([dtype, torch.float32]))
-        carried = torch.randn(tokens, width, generator=generator).to(other)
-    before, rest = h.clone(), None if carried is None else carried.clone()
-    expected = naive(h, carried, site)
+        residual = torch.randn(tokens, width, generator=generator).to(other)
+    before, rest = h.clone(), None if residual is None else residual.clone()
+    expected = naive(h, residual, site)
     # Tokens beyond those of the step: their instructions must not be followed.
     longer = site._replace(
         code=torch.cat([site.code, torch.tensor([2, -1], dtype=torch.int32)]),
         cap_row=torch.cat([site.cap_row, torch.tensor([9, 9], dtype=torch.int32)]),
     )
-    run_site(h, carried, longer)
+    run_site(h, residual, longer)
     rtol, atol = 2 * ERROR[dtype], 10 * ERROR[dtype]
     np.testing.assert_allclose(h.double(), expected.h, rtol, atol)
     np.testing.assert_allclose(site.ring.double(), expected.ring, rtol, atol)
     np.testing.assert_allclose(site.doses.double(), expected.doses, rtol=1e-3, atol=1e-4)
     assert torch.equal(h[site.code[:tokens] == 0], before[site.code[:tokens] == 0])
-    assert carried is None or (rest is not None and torch.equal(carried, rest))
+    assert residual is None or (rest is not None and torch.equal(residual, rest))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_addition_is_one_float32_sum_rounded_once(dtype: torch.dtype) -> None:
     site = buffers(64, dtype=dtype, codes=[1, 2, 0, 2], captured=[0, 3, 4, 0], programs=[])
     h = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
-    carried = torch.randn(4, 64, generator=torch.Generator().manual_seed(6))
+    residual = torch.randn(4, 64, generator=torch.Generator().manual_seed(6))
     added = torch.stack([site.rows[n].float() for n in (1, 2, 0, 2)])
     expected = (h.float() + added).to(dtype)
-    run_site(h, carried, site)
+    run_site(h, residual, site)
     assert torch.equal(h, expected)
-    captured = (expected.float() + carried).to(dtype)
+    captured = (expected.float() + residual).to(dtype)
     assert torch.equal(site.ring[3:5], captured[1:3])
     assert not site.ring[[0, 1, 2, *range(5, RING)]].any()
 
@@ -92,15 +92,15 @@ def special(dtype: torch.dtype) -> torch.Tensor:
     return rows.to(dtype)
 
 
-@pytest.mark.parametrize("carried", [None, torch.float32])
+@pytest.mark.parametrize("residual", [None, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", IDLE)
 def test_what_changes_nothing_changes_no_bit(
-    name: str, dtype: torch.dtype, carried: torch.dtype | None
+    name: str, dtype: torch.dtype, residual: torch.dtype | None
 ) -> None:
     site = buffers(8, dtype=dtype, codes=[-1] * 4, captured=[0] * 4, programs=[IDLE[name]])
     h = special(dtype)
-    rest = None if carried is None else special(carried) / 7
+    rest = None if residual is None else special(residual) / 7
     run_site(h, rest, site)
     assert torch.equal(h.view(torch.uint8), special(dtype).view(torch.uint8))
     assert site.doses[:, 0].sum() == 4 * sum(one.last for one in IDLE[name])
@@ -121,10 +121,10 @@ def test_elements_that_a_change_leaves_alone_keep_their_bits() -> None:
     assert torch.signbit(h[untouched]).all()
 
 
-@pytest.mark.parametrize("carried", [None, torch.float32])
+@pytest.mark.parametrize("residual", [None, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_change_makes_the_stream_infinite_or_nan(
-    dtype: torch.dtype, carried: torch.dtype | None
+    dtype: torch.dtype, residual: torch.dtype | None
 ) -> None:
     programs = huge_chains()
     codes = [0, *range(-len(programs), 0), 1]
@@ -134,7 +134,7 @@ def test_no_change_makes_the_stream_infinite_or_nan(
     site.directions[1, 3:] = 0.0
     h = torch.randn(len(codes), 16, generator=torch.Generator().manual_seed(2)).to(dtype)
     before = h.clone()
-    run_site(h, None if carried is None else torch.ones(len(codes), 16), site)
+    run_site(h, None if residual is None else torch.ones(len(codes), 16), site)
     assert h[1:].isfinite().all()
     assert h[1:].abs().max() <= 1.001 * most_of(dtype)
     assert torch.equal(h[1], before[1])  # infinity less infinity is no change

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import OPEN_END, Act, Band, Condition, Kind
-from rheostat_engine.plan.plan import read, steering_of
+from rheostat_engine.plan.plan import read_plan, steering_of
 from rheostat_server import errors
 from rheostat_server.steering.directions import DEPENDENT
 from rheostat_wire.v1 import gate_pb2, receipt_pb2, steering_pb2, types_pb2, vector_pb2
@@ -175,11 +175,11 @@ def test_the_engine_reads_every_act_as_it_was_written() -> None:
     ]
     plan = admitted(request(steer=steer)).plan
     assert len(plan.acts) == 5
-    sealed, table = read(plan.to_wire()).acts, plan.packed_acts.table
+    sealed, table = read_plan(plan.to_wire()).acts, plan.packed_acts.table
     assert sealed is not None
     assert table is not None
     found = steering_of(sealed)
-    assert (found.acts, found.owners, found.sets) == (table.acts, table.owners, table.sets)
+    assert (found.acts, found.clauses, found.sets) == (table.acts, table.clauses, table.sets)
     assert found.intervals.members == table.intervals.members
     assert found.intervals.starts.tolist() == table.intervals.starts.tolist()
     assert found.intervals.sets.tolist() == table.intervals.sets.tolist()

@@ -39,8 +39,13 @@ def measures(plan: Plan) -> Measures:
 def acted(plan: Plan) -> list[Variant]:
     """The variants that do anything, each set of acts once."""
     table = plan.packed_acts.table
-    mixes = () if table is None else table.mixes
-    found = {v.members: v for mix in mixes for v in mix.variants if v.combination}
+    all_token_variants = () if table is None else table.all_token_variants
+    found = {
+        v.members: v
+        for token_variants in all_token_variants
+        for v in token_variants.variants
+        if v.combination
+    }
     return list(found.values())
 
 

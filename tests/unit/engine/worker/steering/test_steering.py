@@ -20,7 +20,7 @@ from rheostat_engine import (
     Spans,
     update_steering,
 )
-from rheostat_engine.plan.composition import Mix, Variant
+from rheostat_engine.plan.composition import TokenVariants, Variant
 from rheostat_engine.plan.plan import EncodedTable
 from rheostat_engine.worker.steering import built_tables as built_tables
 from rheostat_engine.worker.steering.steering import RequestSteering
@@ -369,15 +369,15 @@ def test_the_sites_of_a_token_hold_all_where_one_of_its_variants_acts(one: Plan)
     worker.steering.set_acts(7, one.packed_acts.encoded)
     table = one.packed_acts.table
     for position in POSITIONS:
-        mix = Mix((), (Variant((), ()),))
+        token_variants = TokenVariants((), (Variant((), ()),))
         if table is not None:
             interval = int(np.searchsorted(table.intervals.starts, position, side="right")) - 1
-            mix = table.mix(int(table.intervals.sets[interval]))
-        expected = {site for v in mix.variants for site, _ in v.combination}
+            token_variants = table.token_variants(int(table.intervals.sets[interval]))
+        expected = {site for v in token_variants.variants for site, _ in v.combination}
         found = worker.steering.lookup(np.array([7, 3]), np.array([position, position]))
         assert set(np.flatnonzero(found.sites)) == expected
         assert found.slot[1] == found.dose_slot[1] == found.rule[1] == 0
-        assert bool(found.rule[0]) <= bool(mix.sets)
+        assert bool(found.rule[0]) <= bool(token_variants.sets)
     nobody = worker.steering.lookup(np.array([3]), np.array([0]))
     assert not any(part.any() for part in nobody)
 
