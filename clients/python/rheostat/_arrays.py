@@ -41,10 +41,9 @@ class _Tensor(Protocol):
 
 @dataclass(frozen=True)
 class VectorData:
-    """A vector's numbers as sent: rows of equal width, all finite."""
+    """The numbers of a vector as they are sent: rows of equal width, all finite."""
 
     element: Element
-    """Element type."""
     shape: tuple[int, int]
     """[rows, width]."""
     data: bytes
@@ -52,22 +51,22 @@ class VectorData:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the canonical form, which `VectorRef` in steering.proto defines; 32 bytes."""
+        """SHA-256 of the canonical form that `VectorRef` in steering.proto defines, 32 bytes."""
         return vector_digest(self.element, *self.shape, self.data)
 
     @property
     def values(self) -> FloatArray:
-        """The numbers as float32 [rows, width], exactly."""
+        """The numbers as float32 [rows, width]; widening is exact."""
         return widened(self.data, self.element, self.shape)
 
     def select(self, rows: Sequence[int]) -> VectorData:
-        """Some of its rows, in this order."""
+        """A vector of these rows, in this order."""
         size = len(self.data) // self.shape[0]
         data = b"".join(self.data[row * size : (row + 1) * size] for row in rows)
         return VectorData(self.element, (len(rows), self.shape[1]), data)
 
     def to_tensor(self) -> tensor_pb2.Tensor:
-        """The message that carries them inline."""
+        """The message that carries the numbers inline."""
         return tensor_pb2.Tensor(
             dtype=TO_WIRE[self.element],
             shape=self.shape,
@@ -91,11 +90,11 @@ def widened(
 
 
 def vector_data(array: ArrayLike | npt.ArrayLike, dtype: Element | None = None) -> VectorData:
-    """A vector's rows: [width] is one row, [rows, width] several.
+    """The rows of a vector; an array [width] is one row.
 
     Element types: float32, float16, bfloat16; others (float64, integers) are rounded to float32.
     ``dtype`` converts to that type, except that ``dtype="bfloat16"`` reads uint16 as its bits.
-    Raises InvalidRequest for another rank, no elements, and elements that are not finite.
+    Raises InvalidRequest for another rank, an empty array, and elements that are not finite.
     """
     numbers = _numpy(array)
     if numbers.ndim == 1:
@@ -128,7 +127,7 @@ def _numpy(array: object) -> npt.NDArray[np.generic]:
 
 
 def _bfloat16(numbers: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """The upper halves of float32 numbers, rounded to nearest even, tagged by a field name."""
+    """Rounds to bfloat16, whose bits are stored in a record with one field named "bfloat16"."""
     return narrow(numbers.astype(np.float32), "bfloat16").view(_BFLOAT16)
 
 
@@ -138,7 +137,7 @@ _BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 def _stored(
     numbers: npt.NDArray[np.generic], dtype: Element | None
 ) -> tuple[Element, npt.NDArray[np.generic]]:
-    """The element type to send and the array in its storage type."""
+    """The element type to send, and the array in the storage type of that element."""
     if numbers.dtype == _BFLOAT16 or numbers.dtype.name == "bfloat16":
         bits = numbers.view(np.uint16)
         if dtype in (None, "bfloat16"):
@@ -157,7 +156,7 @@ def _stored(
 
 
 def _floats(numbers: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Returns ``numbers``; raises InvalidRequest if they are not real numbers."""
+    """Returns ``numbers``. Raises InvalidRequest unless the dtype is real."""
     if numbers.dtype.kind not in "fiu":
         raise invalid("vector", f"a vector holds real numbers, not {numbers.dtype}")
     return numbers

@@ -1,25 +1,25 @@
-"""Every error that this package raises, server-side and client-side alike.
+"""Every error that this package raises, whether the server or the client detects it.
 
     RheostatError
-    ├── InvalidRequest      INVALID_ARGUMENT     the request is wrong; `path` says where
+    ├── InvalidRequest      INVALID_ARGUMENT     the request is wrong; `path` names the field
     ├── NotFound            NOT_FOUND            no such vector, name, run, request, adapter
     ├── AlreadyExists       ALREADY_EXISTS       a running request has this id
-    ├── Refused             FAILED_PRECONDITION  this model or configuration cannot do it
+    ├── Refused             FAILED_PRECONDITION  this model or configuration does not support it
     ├── ResourceExhausted   RESOURCE_EXHAUSTED   bank, queue, store, message size; `retry_after`
     ├── OutOfRange          OUT_OF_RANGE         a cursor fell out of the replay window
     ├── DataLoss            DATA_LOSS            rows are gone
     ├── Aborted             ABORTED              another call took over
     ├── Cancelled           CANCELLED            the call was cancelled
     ├── DeadlineExceeded    DEADLINE_EXCEEDED    the timeout passed
-    ├── Unavailable         UNAVAILABLE          no server there, warming up, draining
-    ├── Unauthenticated     UNAUTHENTICATED      no token or certificate that is known
+    ├── Unavailable         UNAVAILABLE          no server answers, or it warms up or drains
+    ├── Unauthenticated     UNAUTHENTICATED      the server does not accept the token or certificate
     ├── PermissionDenied    PERMISSION_DENIED    the caller lacks the role
-    ├── Unimplemented       UNIMPLEMENTED        this server does not have this
+    ├── Unimplemented       UNIMPLEMENTED        this server lacks the rpc or feature
     └── ServerError         INTERNAL, UNKNOWN    a defect of the server
 
-The class follows from the status code alone, so a reason that a newer server invents still lands
-in the right place; `reason` tells cases of one class apart. What the client can check before it
-sends raises the same classes with the same reasons.
+The status code alone decides the class, so a reason that only newer servers send gets the right
+class too. `reason` distinguishes cases of one class. Checks in the client raise the same classes
+with the same reasons.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _DOMAIN = "rheostat.dev"
 _WARMING_UP = "REASON_WARMING_UP"
 _NO_SUBSCRIPTION = "REASON_SUBSCRIPTION_NOT_FOUND"
 
-START_ONE = "start one with rheostat serve MODEL, or connect to where one runs"
+START_ONE = "start one with rheostat serve MODEL, or connect to a running one"
 """Advice if no server answers."""
 
 CANCELLED_HERE = "the call was cancelled in this program, so it has no result"
 """The error text of a call that cancel(), close(), the end of its block or Ctrl-C ended."""
 _CANCELLED_HERE = ("Locally cancelled by application!", "Channel closed!")
-"""The texts that gRPC gives such a call."""
+"""The details that gRPC gives such a call."""
 
 _CAUSES = (
     (
@@ -52,12 +52,12 @@ _CAUSES = (
         "something else listens there, which does not speak gRPC",
     ),
     (re.compile(r"Connection refused"), "nothing listens there"),
-    (re.compile(r"DNS|resolv|lookup failed"), "its host is not known"),
+    (re.compile(r"DNS|resolv|lookup failed"), "its host name cannot be resolved"),
     (re.compile(r"No route|unreachable"), "its host cannot be reached"),
     (re.compile(r"[Tt]ime(d )?out|Deadline|FD Shutdown"), "its host does not answer"),
     (re.compile(r"removed|ocket closed|recvmsg|reset by|pipe|GOAWAY"), "the connection was lost"),
 )
-"""What gRPC says of a connection that fails, in words. The first that matches holds."""
+"""Patterns of gRPC's details of a failed connection, and their causes. The first match counts."""
 
 _ARGUMENTS = (
     (re.compile(r"^(captures|open\.captures)\b"), "capture"),
@@ -70,9 +70,9 @@ _ARGUMENTS = (
     (re.compile(r"^open\."), ""),
     (re.compile(r"\.sites\.list\."), "."),
 )
-"""Parts of a field path on the wire, and the Python argument that each corresponds to."""
-_WORD = re.compile(r"\b(ENCODING|OVERLOAD|LAYOUT|DTYPE)_([A-Z0-9_]+)")
-"""A word of the wire that is the value of an argument in Python."""
+"""Parts of a protobuf field path, and the Python argument that each corresponds to."""
+_ENUM_VALUE = re.compile(r"\b(ENCODING|OVERLOAD|LAYOUT|DTYPE)_([A-Z0-9_]+)")
+"""A protobuf enum value, and in its groups the Python argument and the value of that argument."""
 
 _ADVICE = {
     "grant at least as much, or 0 now and more later": "give credit= at least as much",
@@ -81,33 +81,34 @@ _ADVICE = {
     ),
     ", or say with row_layers which layer each row is for": "",
 }
-"""What a server advises callers of the wire, and what works in Python."""
+"""Advice in a server's errors, which names protobuf fields, and the advice for Python callers."""
 
 
 class Violation(NamedTuple):
-    """One thing that is wrong with a request."""
+    """One error in a request."""
 
     path: str
-    """Field of the request, e.g. ``steering.interventions[2].where``; or what a precondition
-    concerns."""
+    """Field of the request, e.g. ``steering.interventions[2].where``, or subject of a
+    precondition."""
     description: str
-    """A sentence that describes the error."""
 
 
 class Resource(NamedTuple):
     """A resource that was not found, or that already exists."""
 
     type: str
-    """Kind of thing: "vector", "run", ..."""
+    """Kind of resource: "vector", "run", ..."""
     name: str
-    """Its name or digest."""
 
 
 class RheostatError(Exception):
-    """Base of all errors. Holds everything that the server said."""
+    """Base of all errors, with all details that the server sent."""
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
-    """gRPC status code; the same for every error of a class."""
+    """gRPC status code, the same for every error of a class."""
+
+    def __init_subclass__(cls, code: grpc.StatusCode | None = None) -> None:
+        cls.code = code or cls.code
 
     def __init__(
         self,
@@ -124,17 +125,17 @@ class RheostatError(Exception):
         self.message: str = message
         """A sentence for people."""
         self.reason: str = reason
-        """Name of a `Reason` of the wire, e.g. "REASON_UNKNOWN_LAYER"; "" if none was given."""
+        """Name of a `Reason` of errors.proto, e.g. "REASON_UNKNOWN_LAYER"; "" if none was given."""
         self.violations: tuple[Violation, ...] = tuple(dict.fromkeys(violations))
-        """Fields or preconditions that are violated, each once."""
+        """Violated fields or preconditions, each once."""
         self.metadata: dict[str, str] = dict(metadata or {})
-        """What the reason's comment promises, e.g. {"layers": "8"}."""
+        """Values that errors.proto documents for the reason, e.g. {"layers": "8"}."""
         self.resource: Resource | None = resource
-        """What the error is about, if it names one thing."""
+        """The resource that is missing or exists already, if there is one."""
         self.retry_after: float | None = retry_after
-        """Seconds after which trying again may help; None if the server gave no hint."""
+        """Seconds after which a retry may succeed; None if the server gave no hint."""
         self.details: str = details
-        """gRPC's own words, for a bug report, where no server said anything; else ""."""
+        """gRPC's own error text, for bug reports, if no server answered; else ""."""
 
     @property
     def path(self) -> str:
@@ -149,94 +150,64 @@ class RheostatError(Exception):
         return f"{self.message}{where}{reason}"
 
 
-class InvalidRequest(RheostatError):
-    """The request is wrong in itself, whatever the state of the server."""
-
-    code = grpc.StatusCode.INVALID_ARGUMENT
+class InvalidRequest(RheostatError, code=grpc.StatusCode.INVALID_ARGUMENT):
+    """The request is wrong, whatever the state of the server."""
 
 
-class NotFound(RheostatError):
-    """Something that the request names does not exist."""
-
-    code = grpc.StatusCode.NOT_FOUND
+class NotFound(RheostatError, code=grpc.StatusCode.NOT_FOUND):
+    """The request names something that does not exist."""
 
 
-class AlreadyExists(RheostatError):
+class AlreadyExists(RheostatError, code=grpc.StatusCode.ALREADY_EXISTS):
     """An id is in use."""
 
-    code = grpc.StatusCode.ALREADY_EXISTS
+
+class Refused(RheostatError, code=grpc.StatusCode.FAILED_PRECONDITION):
+    """This model, site, op or configuration does not support it; the message names what does."""
 
 
-class Refused(RheostatError):
-    """This model, site, op or configuration cannot do it; the message says what can."""
-
-    code = grpc.StatusCode.FAILED_PRECONDITION
-
-
-class ResourceExhausted(RheostatError):
+class ResourceExhausted(RheostatError, code=grpc.StatusCode.RESOURCE_EXHAUSTED):
     """Something is full or too large; `retry_after` is set if waiting helps."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+class OutOfRange(RheostatError, code=grpc.StatusCode.OUT_OF_RANGE):
+    """A cursor points at an event that the server no longer stores."""
 
 
-class OutOfRange(RheostatError):
-    """A cursor points at something that is no longer held."""
-
-    code = grpc.StatusCode.OUT_OF_RANGE
+class DataLoss(RheostatError, code=grpc.StatusCode.DATA_LOSS):
+    """Rows were lost although no overload policy allowed it."""
 
 
-class DataLoss(RheostatError):
-    """Rows are gone that no policy allowed to lose."""
-
-    code = grpc.StatusCode.DATA_LOSS
+class Aborted(RheostatError, code=grpc.StatusCode.ABORTED):
+    """Another call replaced this call."""
 
 
-class Aborted(RheostatError):
-    """Another call took this one's place."""
-
-    code = grpc.StatusCode.ABORTED
-
-
-class Cancelled(RheostatError):
+class Cancelled(RheostatError, code=grpc.StatusCode.CANCELLED):
     """The call was cancelled."""
 
-    code = grpc.StatusCode.CANCELLED
 
-
-class DeadlineExceeded(RheostatError):
+class DeadlineExceeded(RheostatError, code=grpc.StatusCode.DEADLINE_EXCEEDED):
     """The timeout passed first; the server aborted the request."""
 
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+class Unavailable(RheostatError, code=grpc.StatusCode.UNAVAILABLE):
+    """No server answers at the target, or it admits no requests now."""
 
 
-class Unavailable(RheostatError):
-    """No server answers at the target, or it admits nothing now."""
-
-    code = grpc.StatusCode.UNAVAILABLE
+class Unauthenticated(RheostatError, code=grpc.StatusCode.UNAUTHENTICATED):
+    """The server does not accept the caller's token or certificate."""
 
 
-class Unauthenticated(RheostatError):
-    """The server does not know the caller."""
-
-    code = grpc.StatusCode.UNAUTHENTICATED
-
-
-class PermissionDenied(RheostatError):
+class PermissionDenied(RheostatError, code=grpc.StatusCode.PERMISSION_DENIED):
     """The caller lacks the role that the call needs."""
 
-    code = grpc.StatusCode.PERMISSION_DENIED
 
-
-class Unimplemented(RheostatError):
+class Unimplemented(RheostatError, code=grpc.StatusCode.UNIMPLEMENTED):
     """This server does not have this rpc or feature."""
 
-    code = grpc.StatusCode.UNIMPLEMENTED
 
-
-class ServerError(RheostatError):
-    """A defect of the server, or an answer that breaks the contract."""
-
-    code = grpc.StatusCode.INTERNAL
+class ServerError(RheostatError, code=grpc.StatusCode.INTERNAL):
+    """A defect of the server, or an answer that violates the protocol."""
 
 
 _BY_CODE = {error.code: error for error in RheostatError.__subclasses__()}
@@ -244,16 +215,16 @@ _BY_NUMBER = {code.value[0]: error for code, error in _BY_CODE.items()}
 
 
 def invalid(path: str, description: str, reason: str = "REASON_INVALID_VALUE") -> InvalidRequest:
-    """The error of a client-side check on the field at ``path``."""
+    """The error of a check in the client of the field at ``path``."""
     return InvalidRequest(description, reason=reason, violations=(Violation(path, description),))
 
 
 def from_rpc(
     error: grpc.RpcError, target: str, timeout: float | None, *, begun: bool = False
 ) -> RheostatError:
-    """The error of a call to ``target`` that failed, with the details in its trailers.
+    """The error of a failed call to ``target``, with the details in its trailers.
 
-    ``timeout`` is what the call was given, in seconds; ``begun``: part of the answer had come.
+    ``timeout`` is that of the call, in seconds; ``begun``: part of the answer had arrived.
     """
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return ServerError(str(error))
@@ -261,7 +232,7 @@ def from_rpc(
     kind = _BY_CODE.get(code, ServerError)
     details = _Details.of(_status_in(error.trailing_metadata() or ()))
     text = _in_python(error.details() or f"the call failed with {code.name}")
-    if kind is Unavailable and not details.reason:  # a server of ours gives one
+    if kind is Unavailable and not details.reason:  # a Rheostat server always gives a reason
         lost = (
             f"the connection to {target} was lost before the answer had ended; send the request "
             "again once engine.wait_until_ready() has returned"
@@ -281,37 +252,37 @@ def from_rpc(
 
 
 def from_status(status: status_pb2.Status) -> RheostatError:
-    """The error that a stream reports while the call goes on."""
+    """The error that a stream reports while its call continues."""
     kind = _BY_NUMBER.get(status.code, ServerError)
     return _Details.of(status).error(kind, _in_python(status.message))
 
 
 def unanswered(target: str, details: str) -> str:
-    """That no server answers at ``target``, and why: ``said`` are gRPC's words."""
+    """The text that no server answers at ``target``, with the cause in gRPC's ``details``."""
     return f"no server answers at {target}: {cause(details)}"
 
 
 def cause(details: str) -> str:
-    """Why there is no connection, in words, where gRPC's are known."""
-    return next((ours for theirs, ours in _CAUSES if theirs.search(details)), details)
+    """The cause of a failed connection in plain words; unknown details stay as they are."""
+    return next((text for pattern, text in _CAUSES if pattern.search(details)), details)
 
 
 def _argument(path: str) -> str:
-    """The path of a field as its argument is written."""
-    for wire, ours in _ARGUMENTS:
-        path = wire.sub(ours, path)
+    """The Python argument that a protobuf field path corresponds to."""
+    for pattern, argument in _ARGUMENTS:
+        path = pattern.sub(argument, path)
     return path
 
 
 def _in_python(message: str) -> str:
-    """A server's sentence with advice and words of the wire as arguments are written."""
-    for wire, ours in _ADVICE.items():
-        message = message.replace(wire, ours)
-    return _WORD.sub(lambda word: f'{word[1].lower()}="{word[2].lower()}"', message)
+    """A server's message, whose protobuf fields and enum values become Python arguments."""
+    for advice, python_advice in _ADVICE.items():
+        message = message.replace(advice, python_advice)
+    return _ENUM_VALUE.sub(lambda match: f'{match[1].lower()}="{match[2].lower()}"', message)
 
 
 def _status_in(trailers: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status:
-    """The status in a call's trailers; empty if there is none that can be read."""
+    """The status in the trailers of a call; empty if there is none, or if it cannot be parsed."""
     status = status_pb2.Status()
     for key, value in trailers:
         if key == _DETAILS_KEY and isinstance(value, bytes):
@@ -323,7 +294,7 @@ def _status_in(trailers: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status
 
 
 class _Details(NamedTuple):
-    """The details of a google.rpc.Status, those of them that this package knows."""
+    """The details of a google.rpc.Status that this package understands."""
 
     reason: str = ""
     metadata: Mapping[str, str] = {}
@@ -333,7 +304,7 @@ class _Details(NamedTuple):
 
     @property
     def names_a_target(self) -> bool:
-        """Whether it is about where the rows of a request's captures go."""
+        """Whether the error concerns the destination of a capture."""
         return any(violation.path.startswith("captures[") for violation in self.violations)
 
     def error(self, kind: type[RheostatError], message: str) -> RheostatError:

@@ -1,8 +1,7 @@
-"""Single values, checked against what their fields on the wire can hold.
+"""Checks of single values against the range of their protobuf fields.
 
-Protobuf raises errors of its own for what a field cannot hold, and they never leave this package:
-what is easily written wrong is checked by name, and `builds_message` turns the rest into
-InvalidRequest.
+Errors that protobuf raises never leave this package: common mistakes are checked here by name, and
+`builds_message` turns all others into InvalidRequest.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from google.protobuf.message import Message
 from rheostat._errors import InvalidRequest, invalid
 
 UINT32 = 2**32 - 1
-"""Largest number of most fields."""
 UINT64 = 2**64 - 1
-"""Largest number of a version."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _Parameters = ParamSpec("_Parameters")
@@ -40,7 +37,7 @@ def whole_number(
     most: int = UINT32,
     reason: str = "REASON_INVALID_VALUE",
 ) -> int:
-    """``number``, if it is a whole one from ``least`` to ``most``; ``what`` names it in errors."""
+    """Returns ``number`` if it is an integer in the range; ``what`` names it in errors."""
     try:
         value = index(number)
     except TypeError:
@@ -53,16 +50,16 @@ def whole_number(
 def did_you_mean(
     word: str, words: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """As ": did you mean 'layers'?"; empty if nothing known is near.
+    """As ": did you mean 'layers'?"; empty if no word is similar.
 
-    ``elsewhere`` has words of other libraries and what they are called here.
+    ``elsewhere`` maps names in other libraries to names in this library.
     """
     matches = [elsewhere[word]] if word in elsewhere else get_close_matches(word, words, 1, 0.7)
     return f": did you mean {matches[0]!r}?" if matches else ""
 
 
 def utf8_text(value: object, path: str, what: str) -> str:
-    """``value``, if it is a text that UTF-8 can hold; ``what`` names it in errors."""
+    """Returns ``value`` if it is a text that UTF-8 can encode; ``what`` names it in errors."""
     if not isinstance(value, str):
         raise invalid(path, f"{what} is a text, not {type(value).__name__}")
     try:
@@ -71,13 +68,13 @@ def utf8_text(value: object, path: str, what: str) -> str:
         raise invalid(
             path,
             f"{what} has half a character at {error.start}, U+{ord(value[error.start]):04X}, which "
-            "UTF-8 cannot hold: take it out, or decode its bytes by their own encoding",
+            "UTF-8 cannot encode: remove it, or decode the bytes with their own encoding",
         ) from None
     return value
 
 
 def vector_name(name: str, path: str = "name") -> str:
-    """``name``, if it can be a vector's."""
+    """Returns ``name`` if it is valid for a vector."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise invalid(
             path, f"{name!r} is no name: 1 to 128 of [A-Za-z0-9._/-], first a letter or digit"
@@ -99,7 +96,7 @@ def vector_digest(digest: str, path: str = "digest") -> bytes:
 def builds_message(
     build: Callable[_Parameters, _Message],
 ) -> Callable[_Parameters, _Message]:
-    """``build``, raising InvalidRequest if an argument fits no field of its message."""
+    """Makes ``build`` raise InvalidRequest if an argument does not fit the field of a message."""
 
     @wraps(build)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Message:
@@ -107,7 +104,7 @@ def builds_message(
             return build(*args, **kwargs)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest(
-                f"the request cannot be written, as a value is of the wrong kind: {error}",
+                f"the request cannot be encoded, because a value has the wrong type: {error}",
                 reason="REASON_INVALID_VALUE",
             ) from error
 
@@ -115,12 +112,12 @@ def builds_message(
 
 
 def read_word(enum: EnumDescriptor, number: int, prefix: str) -> str:
-    """An enum's value as a word: OP_NORM_ADD is "norm_add", one of a newer server's "unknown 9"."""
+    """An enum value as a word: OP_NORM_ADD is "norm_add"; a value of newer servers "unknown 9"."""
     value = enum.values_by_number.get(number)
     return f"unknown {number}" if value is None else value.name.removeprefix(prefix).lower()
 
 
 def equal_fields(kind: type, message: Message) -> dict[str, Any]:
-    """The numbers and texts of a message that a dataclass has under the same names."""
+    """The numbers and texts of a message whose names are also fields of a dataclass."""
     values = ((field.name, getattr(message, field.name, None)) for field in fields(kind))
     return {name: value for name, value in values if isinstance(value, bool | int | float | str)}

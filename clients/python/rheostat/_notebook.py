@@ -1,4 +1,4 @@
-"""How results look in a notebook: plain HTML, everything that came from elsewhere escaped."""
+"""HTML of results in a notebook. All texts are escaped, because they may come from a model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Points, layers and sites: where in the model something happens.
+"""Points, layers and sites: the places in the model where interventions and captures act.
 
-A point is one of six words; older names for three of them are understood on the way in and never
-given back. Layers are kept as the caller wrote them where the wire can say the same.
+Three points have an alias, which is accepted and never returned. Layers keep the form that the
+caller chose, as far as protobuf has that form.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Point(StrEnum):
     RESID_POST = "resid_post"
     """The residual stream that leaves the block: ``resid_pre`` of the next layer."""
     ATTN_OUT = "attn_out"
-    """What attention adds to the stream, as it is added: normed and scaled."""
+    """The output of attention as it is added to the stream, after any norm and scale."""
     MLP_OUT = "mlp_out"
-    """What the MLP or mixture adds to the stream, as it is added."""
+    """The output of the MLP or mixture of experts as it is added to the stream."""
     ROUTER_LOGITS = "router_logits"
-    """What a mixture's router says of each of its experts; captured, never steered."""
+    """The router's logit of each expert of a mixture; captured, never steered."""
 
 
 PointLike: TypeAlias = Point | str
@@ -43,18 +43,18 @@ PointsLike: TypeAlias = PointLike | Iterable[PointLike]
 LayersLike: TypeAlias = Literal["all"] | int | Iterable[int]
 """"all", one layer, or several (a range, a list). Layers count from 0."""
 Layers: TypeAlias = Literal["all"] | range | tuple[int, ...]
-"""Layers in one form: "all", an ascending range, or layers ascending."""
+"""Normalised layers: "all", an ascending range, or an ascending tuple."""
 
 _ALIASES = {
     "pre_attn": Point.RESID_PRE,
     "post_attn": Point.RESID_MID,
     "post_block": Point.RESID_POST,
 }
-_ELSEWHERE = (
+_HOOKS_AND_MODULES = (
     re.compile(r"(?:blocks\.(?P<layer>\d+)\.)?hook_(?P<part>\w+)"),
     re.compile(r"(?:\w+\.)*(?:layers|h|blocks)\.(?P<layer>\d+)(?:\.(?P<part>\w+))?"),
 )
-"""How TransformerLens names its hooks, and Hugging Face its modules."""
+"""Names of hooks in TransformerLens, and of modules in Hugging Face models."""
 _PARTS = {
     "": Point.RESID_POST,
     "attn": Point.ATTN_OUT,
@@ -67,7 +67,7 @@ _PARTS = {
     "attn_out": Point.ATTN_OUT,
     "mlp_out": Point.MLP_OUT,
 }
-"""What they call the points. The output of a module is what leaves it: of a block the stream."""
+"""The point of each hook or module; "" is a whole block, whose output is the stream."""
 _TO_WIRE: dict[Point, types_pb2.Point.ValueType] = {
     Point.RESID_PRE: types_pb2.POINT_RESID_PRE,
     Point.RESID_MID: types_pb2.POINT_RESID_MID,
@@ -87,7 +87,7 @@ class Site(NamedTuple):
 
     @property
     def twin(self) -> Site | None:
-        """The same site under its other name; None for points that have but one."""
+        """The same site under its other name; None if it has only one name."""
         if self.point is Point.RESID_POST:
             return Site(Point.RESID_PRE, self.layer + 1)
         if self.point is Point.RESID_PRE and self.layer > 0:
@@ -100,7 +100,7 @@ class Site(NamedTuple):
 
 
 def point_of(name: PointLike) -> Point:
-    """The point of that name or alias. Raises InvalidRequest for any other."""
+    """The point of that name or alias. Raises InvalidRequest for any other name."""
     alias = _ALIASES.get(name) if isinstance(name, str) else None
     if alias is not None:
         return alias
@@ -113,9 +113,9 @@ def point_of(name: PointLike) -> Point:
 
 
 def _advice(name: object) -> str:
-    """Our name of a point that is called so elsewhere, else all that there are."""
+    """Advice for an unknown name: the point of that hook or module, or a list of all points."""
     names = [*Point, *_ALIASES]
-    for pattern in _ELSEWHERE:
+    for pattern in _HOOKS_AND_MODULES:
         match = pattern.fullmatch(name) if isinstance(name, str) else None
         point = _PARTS.get(match["part"] or "", "") if match else ""
         if match and point:
@@ -126,7 +126,7 @@ def _advice(name: object) -> str:
 
 
 def points_of(points: PointsLike) -> tuple[Point, ...]:
-    """One to five different points, in the caller's order."""
+    """The points in the caller's order. Raises InvalidRequest for none or repeated points."""
     if isinstance(points, str) or not isinstance(points, Iterable):
         points = (points,)
     chosen = tuple(point_of(name) for name in points)
@@ -138,7 +138,7 @@ def points_of(points: PointsLike) -> tuple[Point, ...]:
 
 
 def layers_of(layers: LayersLike) -> Layers:
-    """The layers in one form. Raises InvalidRequest for none, negative or repeated ones."""
+    """The layers, normalised. Raises InvalidRequest for none, negative or repeated layers."""
     if isinstance(layers, str):
         if layers == "all":
             return "all"
@@ -160,7 +160,7 @@ def layers_of(layers: LayersLike) -> Layers:
 
 
 def _in_numbers(layers: str) -> str:
-    """How to write layers that stand in a text, as on the command line."""
+    """Advice for layers in a text, the form that the command line takes."""
     match = re.fullmatch(r"(\d+)-(\d+)", layers)
     if match:
         return f"write range({int(match[1])}, {int(match[2]) + 1})"
@@ -171,7 +171,7 @@ def _in_numbers(layers: str) -> str:
 
 
 def _layer(number: int) -> int:
-    """``number``, if the wire can hold it as a layer, and the one after it as a range's end."""
+    """Returns ``number`` if it and the end of a range after it fit uint32."""
     try:
         layer = index(number)
     except TypeError:
@@ -188,7 +188,7 @@ def _layer(number: int) -> int:
 
 
 def site_set(points: tuple[Point, ...], layers: Layers) -> types_pb2.SiteSet:
-    """Every combination of the points with the layers, for the wire."""
+    """The message for every combination of the points with the layers."""
     message = types_pb2.SiteSet(points=[_TO_WIRE[point] for point in points])
     if layers == "all":
         message.all.SetInParent()
@@ -205,8 +205,8 @@ def site_set(points: tuple[Point, ...], layers: Layers) -> types_pb2.SiteSet:
 def read_site_set(message: types_pb2.SiteSet) -> tuple[tuple[Point, ...], Layers] | None:
     """Points and layers of a set that a server sent.
 
-    None where this client has no words for it: it has a point of a newer server, or layers from
-    one on to the model's last.
+    None if this client cannot express the set: it has a point that only newer clients know, or a
+    range of layers without an end.
     """
     if not all(knows_point(number) for number in message.points):
         return None
@@ -223,7 +223,7 @@ def read_site_set(message: types_pb2.SiteSet) -> tuple[tuple[Point, ...], Layers
 
 
 def knows_point(number: types_pb2.Point.ValueType) -> bool:
-    """Whether a wire number is a point of this client's."""
+    """Whether this client knows the point of a wire number."""
     return number in _FROM_WIRE
 
 
@@ -236,7 +236,6 @@ def read_point(number: types_pb2.Point.ValueType) -> Point:
 
 
 def read_site(message: types_pb2.Site) -> Site:
-    """The site of a wire message."""
     return _site(message.point, message.layer)
 
 

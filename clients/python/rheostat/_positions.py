@@ -1,4 +1,4 @@
-"""Sites and ranges of positions: read from the wire, and shown in words."""
+"""Sites and ranges of positions: read from messages, and shown as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rheostat_wire.v1 import types_pb2
 
 
 def show_sites(sites: Iterable[Site]) -> str:
-    """As "resid_post 2-5, resid_pre 0"; "no sites" for none."""
+    """As "resid_post 2-5, resid_pre 0", or "no sites"."""
     return ", ".join(show_points(sites)) or "no sites"
 
 
@@ -31,7 +31,7 @@ def _ranges(numbers: list[int]) -> list[range]:
 
 
 def show_ranges(ranges: Iterable[range]) -> str:
-    """As "0-4, 7"; "none" for none."""
+    """As "0-4, 7", or "none"."""
     shown = (
         str(extent[0]) if len(extent) == 1 else f"{extent[0]}-{extent[-1]}" for extent in ranges
     )
@@ -39,11 +39,10 @@ def show_ranges(ranges: Iterable[range]) -> str:
 
 
 def unknown_sites_text(count: int) -> list[str]:
-    """Text for ``count`` sites that this client cannot name; it follows the names of the others."""
+    """Text that follows a list of sites, for ``count`` further sites that this client lacks."""
     sites = "site" if count == 1 else "sites"
     return [f"{count} {sites} unknown to this client"] if count else []
 
 
 def read_ranges(ranges: Iterable[types_pb2.PositionRun]) -> tuple[range, ...]:
-    """The positions of a message as ranges."""
     return tuple(range(extent.start, extent.start + extent.count) for extent in ranges)

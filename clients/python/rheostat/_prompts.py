@@ -1,4 +1,4 @@
-"""Prompts and labels, as a caller writes them and as the wire carries them."""
+"""Prompts and labels: from Python values to messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rheostat_wire.v1 import generation_service_pb2, types_pb2
 
 _ONE_PROMPT = (
     "this takes one prompt, not a list of them: run several at once with rheostat.aio and "
-    "asyncio.gather(*(engine.generate(one) for one in prompts))"
+    "asyncio.gather(*(engine.generate(prompt) for prompt in prompts))"
 )
 
 
@@ -20,9 +20,8 @@ class ChatMessage(TypedDict):
     """One turn of a conversation."""
 
     role: str
-    """As the chat template knows it: "system", "user", "assistant"."""
+    """A role of the chat template: "system", "user", "assistant"."""
     content: str
-    """Text."""
 
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
@@ -80,7 +79,7 @@ def _message(message: object, number: int) -> types_pb2.ChatMessage:
 
 
 def labels_to_wire(labels: object, path: str) -> dict[str, str]:
-    """``labels``, if they are texts by texts."""
+    """Returns ``labels`` if it maps texts to texts."""
     if not isinstance(labels, Mapping):
         raise invalid(path, f"labels are a dict of strings, not {type(labels).__name__}")
     return {

@@ -1,7 +1,7 @@
-"""Which tokens of a request: a union of ranges less a union of ranges. Excludes always win.
+"""Selectors of tokens: a union of included ranges minus a union of excluded ranges.
 
-Because excludes win, uniting something that already excludes would silently take tokens away from
-the other side; that is refused here, so what a selector's expression reads like is what it does.
+Excludes always win. So the union with a selector that excludes would silently remove tokens of the
+other side. Such a union is refused, and a selector selects what its expression reads like.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from rheostat._fields import utf8_text, whole_number
 from rheostat_wire.v1 import selector_pb2, types_pb2
 
 _FIRST, _LAST = -(2**31), 2**31 - 1
-"""Ends of what the wire holds as a position."""
+"""The range of a position: int32."""
 
 PhaseName: TypeAlias = Literal["prompt", "generated", "all"]
-"""A selector's short form."""
+"""Short forms of selectors."""
 _CALLS = {'"prompt"': "window()", '"generated"': "generated()"}
-"""What selects the same as a word, where Python would take two words for texts."""
-
-
+"""Calls that select the same as a word. In an expression, Python would apply | to two strings."""
 _WORDS = {"last": -1, "first": 0}
 
 
@@ -92,15 +90,15 @@ _Range: TypeAlias = _Phase | _Window | _Generated | _TokenIds | _Span
 
 @dataclass(frozen=True, repr=False)
 class Selector:
-    """A set of tokens: ``a | b`` unites, ``a - b`` excludes.
+    """A set of tokens: ``a | b`` is a union, ``a - b`` excludes.
 
-    The words "prompt", "generated" and "all" may stand on either side.
+    Either side may be one of the words "prompt", "generated" and "all".
     """
 
     include: tuple[_Range, ...] = ()
     """Ranges whose union is selected; empty: every token."""
     exclude: tuple[_Range, ...] = ()
-    """Ranges that are not selected, whatever `include` says."""
+    """Ranges that are not selected, even if `include` has them."""
 
     def __or__(self, other: Selector | PhaseName) -> Selector:
         """The union. Raises InvalidRequest if a side excludes: unite first, then exclude."""
@@ -112,20 +110,18 @@ class Selector:
         return Selector(self.include + right.include)
 
     def __ror__(self, other: PhaseName) -> Selector:
-        """As ``|`` with a word on the left."""
         return selector_of(other) | self
 
     def __sub__(self, other: Selector | PhaseName) -> Selector:
-        """This, less all of ``other``. Raises InvalidRequest where ``other`` itself excludes."""
+        """The difference. Raises InvalidRequest if ``other`` excludes."""
         right = selector_of(other)
         if right.exclude:
-            raise invalid("where", "what is excluded cannot itself exclude")
+            raise invalid("where", "a selector that excludes cannot be excluded")
         if not right.include:
             raise invalid("where", "excluding all leaves no token", "REASON_EMPTY_SELECTOR")
         return Selector(self.include, self.exclude + right.include)
 
     def __rsub__(self, other: PhaseName) -> Selector:
-        """As ``-`` with a word on the left."""
         return selector_of(other) - self
 
     def __repr__(self) -> str:
@@ -141,7 +137,7 @@ class Selector:
 
 
 SelectorLike: TypeAlias = Selector | PhaseName | None
-"""A selector, a word for one, or None for every token."""
+"""A selector, its short form, or None for every token."""
 
 
 def selector_of(where: SelectorLike) -> Selector:
@@ -159,7 +155,7 @@ def selector_of(where: SelectorLike) -> Selector:
 
 
 def _advice(where: object) -> str:
-    """What selects the tokens that are probably meant."""
+    """Advice for a wrong selector: the call that the caller probably means."""
     if isinstance(where, str):
         at = _WORDS.get(where.removesuffix("_token"))
         if at is None:
@@ -171,17 +167,17 @@ def _advice(where: object) -> str:
 
 
 def positions(*at: int) -> Selector:
-    """Single positions. Those from 0 on are absolute; -1 is the last prompt token."""
-    runs: list[_Window] = []
-    for position in sorted({_position(one, _LAST - 1) for one in at}):
-        last = runs[-1] if runs else None
+    """Single positions, absolute from 0. Negative ones count back: -1 is the last prompt token."""
+    windows: list[_Window] = []
+    for position in sorted({_position(number, _LAST - 1) for number in at}):
+        last = windows[-1] if windows else None
         if last is not None and last.end == position:
-            runs[-1] = _Window(last.start, _after(position))
+            windows[-1] = _Window(last.start, _after(position))
         else:
-            runs.append(_Window(position, _after(position)))
-    if not runs:
+            windows.append(_Window(position, _after(position)))
+    if not windows:
         raise invalid("where", "no position is given", "REASON_EMPTY_SELECTOR")
-    return Selector(tuple(runs))
+    return Selector(tuple(windows))
 
 
 def _position(number: int, most: int = _LAST) -> int:
@@ -191,15 +187,15 @@ def _position(number: int, most: int = _LAST) -> int:
 
 
 def _after(position: int) -> int | None:
-    """The end of a window that stops after ``position``; the prompt's end if that is -1."""
+    """The end of a window whose last position is ``position``; None is the end of the prompt."""
     return None if position == -1 else position + 1
 
 
 def window(start: int | None = None, end: int | None = None) -> Selector:
-    """Positions ``start <= p < end``, written as a slice of the prompt.
+    """Positions ``start <= p < end``, like a slice of the prompt.
 
-    Negative numbers count from the prompt's end, an absent start is 0, an absent end is the
-    prompt's end. An end past the prompt reaches into generated tokens.
+    Negative numbers count from the end of the prompt. The default start is 0, the default end that
+    of the prompt. A larger end includes generated tokens.
     """
     start = None if start is None else _position(start)
     end = None if end is None else _position(end)
@@ -210,7 +206,7 @@ def window(start: int | None = None, end: int | None = None) -> Selector:
 
 
 def generated(start: int = 0, end: int | None = None) -> Selector:
-    """Generated tokens ``start <= g < end``, counted from the first one; no end: all further."""
+    """Generated tokens ``start <= g < end``, counted from the first; without an end: all others."""
     start, end = _generated_at(start), None if end is None else _generated_at(end)
     if end is not None and end <= start:
         raise invalid(
@@ -224,7 +220,7 @@ def _generated_at(number: int) -> int:
 
 
 def token_ids(*ids: int) -> Selector:
-    """Every token with one of these ids, in prompt and generation."""
+    """Every token with one of these ids, in the prompt or generated."""
     if not ids:
         raise invalid("where", "no token id is given", "REASON_EMPTY_SELECTOR")
     token_ids = (
@@ -247,7 +243,7 @@ def span(text: str, occurrence: int | None = None) -> Selector:
 
 
 def to_wire(selector: Selector) -> selector_pb2.Selector | None:
-    """The message; None where every token is selected, which the wire says by absence."""
+    """The message; None if every token is selected, because an absent selector means that."""
     if not selector.include and not selector.exclude:
         return None
     return selector_pb2.Selector(
@@ -257,7 +253,7 @@ def to_wire(selector: Selector) -> selector_pb2.Selector | None:
 
 
 def from_wire(message: selector_pb2.Selector, path: str) -> Selector:
-    """The selector of a message; one without ranges, as an absent one reads, is every token.
+    """The selector of a message; an empty message selects every token.
 
     Raises Unimplemented, which names ``path``, for ranges that this client does not know.
     """
@@ -286,4 +282,4 @@ def _read_range(message: selector_pb2.Range, path: str) -> _Range:
         case "text":
             text = message.text
             return _Span(text.text, text.occurrence if text.HasField("occurrence") else None)
-    raise Unimplemented(f"{path} of the server selects tokens as this client does not know")
+    raise Unimplemented(f"{path} of the server has a kind of range that this client does not know")

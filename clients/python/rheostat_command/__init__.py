@@ -1,7 +1,7 @@
-"""Where the command ``rheostat`` begins, so that an interrupt ends it quietly from then on.
+"""The entry point of the command ``rheostat``, which handles Ctrl-C from the first moment.
 
-A package of its own: to import anything of ``rheostat`` imports the whole client, which takes half
-a second.
+It is a package of its own, because importing any module of ``rheostat`` imports the whole client,
+which takes half a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _INTERRUPTED = 130
 
 def main() -> int:
     """Run the command line and give its exit code."""
-    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored
+    # A shell starts background jobs with SIGINT ignored; that must stay so.
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if raises:
         signal.signal(signal.SIGINT, _end)
     from rheostat._cli import main as command
@@ -26,4 +27,4 @@ def main() -> int:
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    os._exit(_INTERRUPTED)  # nothing has begun that would have to be ended
+    os._exit(_INTERRUPTED)  # only imports have run, so there is nothing to clean up

@@ -1,4 +1,4 @@
-"""Code that client and server share: the generated messages, and the encodings of numbers in them.
+"""Code that client and server share: the generated messages, and the encodings of tensors.
 
-Both import this package, so that they cannot disagree about a byte. It imports neither.
+It imports neither client nor server.
 """

@@ -3,8 +3,7 @@
 Plane k holds byte k of every element. LZ4 finds repeats only after this split, because the high
 bytes of neighbouring elements are then side by side.
 
-Invariant: decompression returns exactly the compressed elements. It never allocates more bytes
-than the caller expects, whatever a frame claims.
+Decompression never allocates more bytes than the caller expects, whatever size a frame declares.
 """
 
 import lz4.frame

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from rheostat_wire.v1 import tensor_pb2
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
-"""float32 numbers."""
 StoredArray: TypeAlias = npt.NDArray[np.generic]
 """Elements in their numpy storage type; see `STORAGE`."""
 DtypeName: TypeAlias = Literal["float32", "float16", "bfloat16"]
@@ -37,8 +36,7 @@ FROM_WIRE = {value: name for name, value in TO_WIRE.items()}
 
 _CHUNK = 1 << 18
 """Elements that are widened at a time, so that they fit the cache of a core."""
-_NAN = np.uint16(0x7FC0)
-"""The quiet NaN of bfloat16."""
+_QUIET_NAN = np.uint16(0x7FC0)
 
 
 def widen(stored: StoredArray, dtype: DtypeName) -> FloatArray:
@@ -63,4 +61,4 @@ def narrow(values: FloatArray, dtype: DtypeName) -> StoredArray:
             return values.astype(STORAGE[dtype])
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), _NAN, rounded)
+    return np.where(np.isnan(values), _QUIET_NAN, rounded)

@@ -14,13 +14,7 @@ _LAST_SHIFT = 31
 
 
 def projection_matrix(kept: int, width: int, seed: int) -> FloatArray:
-    """Makes the matrix [kept, width], whose elements are +1/sqrt(kept) or -1/sqrt(kept).
-
-    Args:
-        kept: numbers of a projected row, K.
-        width: numbers of a row, W.
-        seed: below 2^64.
-    """
+    """Makes the matrix [kept, width] of a seed below 2^64. Its elements are +-1/sqrt(kept)."""
     state = np.arange(1, kept * width + 1, dtype=np.uint64)
     state *= np.uint64(_INCREMENT)
     state += np.uint64(seed)

@@ -111,11 +111,9 @@ def parts_of_row(kept: int = 0) -> list[int]:
 
 
 def join_rows(rows: CodeArray, kept: int = 0) -> bytes:
-    """Makes the payload of rows that were coded one by one.
+    """Makes the payload of coded rows [n, bytes], whose layout `parts_of_row` defines.
 
-    Args:
-        rows: [n, bytes]: coded rows; `parts_of_row` gives their layout.
-        kept: K for TOPK8; 0 for FULL8 and RP8, whose rows have no indices.
+    `kept` is K for TOPK8, and 0 for FULL8 and RP8, whose rows have no indices.
     """
     edges = [*parts_of_row(kept), rows.shape[1]]
     return b"".join(rows[:, start:end].tobytes() for start, end in pairwise(edges))
@@ -162,7 +160,6 @@ def decode_topk8(
 
 
 def _ranges(payload: Payload, count: int) -> tuple[_Doubles, _Doubles]:
-    """Scales and offsets, [count] each."""
     both = np.frombuffer(payload, "<f4", 2 * count).astype(np.float64)
     return both[:count], both[count:]
 

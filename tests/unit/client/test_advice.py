@@ -22,7 +22,7 @@ def test_a_list_of_texts_is_answered_with_how_to_run_many(client, server):
             client.run(lambda engine, prompts=prompts: engine.generate(prompts))
         assert raised.value.message == (
             "this takes one prompt, not a list of them: run several at once with "
-            "rheostat.aio and asyncio.gather(*(engine.generate(one) for one in prompts))"
+            "rheostat.aio and asyncio.gather(*(engine.generate(prompt) for prompt in prompts))"
         )
     assert server.asked == []
 

@@ -150,7 +150,7 @@ def test_no_server_at_the_target_is_unavailable(client, server):
     assert str(error) == error.message
     assert error.message == (
         f"no server answers at {server.target}: nothing listens there; start one with rheostat "
-        "serve MODEL, or connect to where one runs"
+        "serve MODEL, or connect to a running one"
     )
     assert "failed to connect" in error.details
 
@@ -162,8 +162,11 @@ def test_no_server_at_the_target_is_unavailable(client, server):
             "failed to connect ... Failed to connect to remote host: Connection refused",
             "nothing listens there",
         ),
-        ("DNS resolution failed for nowhere:1: Domain name not found", "its host is not known"),
-        ("errors resolving x: address lookup failed", "its host is not known"),
+        (
+            "DNS resolution failed for nowhere:1: Domain name not found",
+            "its host name cannot be resolved",
+        ),
+        ("errors resolving x: address lookup failed", "its host name cannot be resolved"),
         ("connect: No route to host (113)", "its host cannot be reached"),
         ("Failed to connect to remote host: Network is unreachable", "its host cannot be reached"),
         (

@@ -9,8 +9,8 @@ from rheostat import Capture
 JOY = rheostat.named("joy", points="resid_post", layers=2)
 HALF = "caf\udce9"
 HALF_SAID = (
-    "has half a character at 3, U+DCE9, which UTF-8 cannot hold: take it out, or decode its bytes "
-    "by their own encoding"
+    "has half a character at 3, U+DCE9, which UTF-8 cannot encode: remove it, or decode the bytes "
+    "with their own encoding"
 )
 
 

@@ -1,6 +1,6 @@
-"""Captured rows, joined: one array per site, rows by ascending position, each position once.
+"""Captured rows: one array per site, rows by ascending position, each position once.
 
-Rows of one site that came in different encodings or widths are never mixed.
+Rows of a site that arrived in different encodings or widths are never mixed.
 """
 
 from __future__ import annotations
@@ -24,40 +24,35 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of one site, as they came."""
+    """Rows of one site, as the server sent them."""
 
     sample: int
     """Sample, from 0."""
     point: Point
-    """Where."""
     layer: int
-    """Where."""
     positions: IntArray
     """Absolute position of each row, int64 [rows]."""
     token_ids: IntArray
     """Input token at each position, int64 [rows]."""
     values: FloatArray
-    """The stream, float32 [rows, width]; for "rp8" its projection, [rows, kept]; where directions
-    were given, x.d for each, [rows, directions]."""
+    """The stream, float32 [rows, width]. For encoding "rp8" its projection, [rows, kept]; for
+    ``projection=`` x.d for each direction d, [rows, directions]."""
     baseline: bool = False
-    """Whether they are of the baseline."""
+    """Whether the rows are of the baseline."""
     encoding: Encoding = RAW
-    """How they travelled."""
+    """The encoding in which the rows were sent."""
     max_error: FloatArray | None = None
-    """Largest error of each row's numbers, float32 [rows]; NaN for rows that were not finite.
-    None: exact."""
+    """Largest error in each row, float32 [rows]; NaN for rows that were not finite. None: exact."""
 
     def __repr__(self) -> str:
-        """Sample, site and shape."""
         of = f"{'baseline ' if self.baseline else ''}sample={self.sample}"
         return f"Rows({of}, {Site(self.point, self.layer)}, shape={list(self.values.shape)})"
 
 
 class CapturedTensor(NamedTuple):
-    """Rows of sites that share their positions."""
+    """Rows of several sites at the same positions."""
 
     sites: tuple[Site, ...]
-    """Where."""
     positions: IntArray
     """Absolute position of each row, int64 [positions]."""
     token_ids: IntArray
@@ -67,7 +62,7 @@ class CapturedTensor(NamedTuple):
 
 
 def read_captured(message: capture_pb2.Captured) -> list[Rows]:
-    """The rows of a message, per site. Raises as `read_captured_tensor`."""
+    """The rows of a message, one `Rows` per site. Raises as `read_captured_tensor`."""
     captured = read_captured_tensor(message)
     values, error = captured.tensor.values, captured.tensor.max_error
     return [
@@ -89,9 +84,9 @@ def read_captured(message: capture_pb2.Captured) -> list[Rows]:
 def read_captured_tensor(
     message: capture_pb2.Captured, read: Callable[[tensor_pb2.Tensor], Numbers] = read_tensor
 ) -> CapturedTensor:
-    """The rows of a message, whose tensor is read by ``read``.
+    """The rows of a message; ``read`` decodes its tensor.
 
-    Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
+    Raises ServerError if shapes do not match, DataLoss if the checksum is wrong.
     """
     tensor = read(message.tensor)
     positions = positions_of(message.positions)
@@ -106,37 +101,41 @@ def read_captured_tensor(
     return CapturedTensor(tuple(map(read_site, message.sites)), positions, token_ids, tensor)
 
 
-def positions_of(runs: Iterable[types_pb2.PositionRun]) -> IntArray:
-    """Every position of the runs, int64 [positions]."""
-    parts = [np.arange(run.start, run.start + run.count, dtype=np.int64) for run in runs]
+def positions_of(ranges: Iterable[types_pb2.PositionRun]) -> IntArray:
+    """Every position of the ranges, int64 [positions]."""
+    parts = [np.arange(part.start, part.start + part.count, dtype=np.int64) for part in ranges]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 class Activations(Mapping[tuple[Point, int], FloatArray]):
     """Captured rows by (point, layer): ``activations["resid_post", 3]`` is float32 [rows, width].
 
-    Points go by their names and aliases. ``resid_post`` of layer L and ``resid_pre`` of layer L+1
-    are one site: either name finds rows that were captured under the other.
+    Points are given by name or alias. ``resid_post`` of layer L and ``resid_pre`` of layer L+1 are
+    one site: either name returns rows that were captured under the other.
     """
 
     def __init__(
-        self, parts: Mapping[Site, list[Rows]], *, asked: bool = True, elsewhere: Sequence[str] = ()
+        self,
+        parts: Mapping[Site, list[Rows]],
+        *,
+        in_answer: bool = True,
+        destinations: Sequence[str] = (),
     ) -> None:
-        """Join the parts of each site.
+        """Concatenates the parts of each site. The other arguments are for error texts.
 
-        ``asked``: the request had a capture whose rows come here; ``elsewhere``: where rows of
-        others went.
+        ``in_answer``: a capture of the request had no destination; ``destinations``: those of the
+        other captures.
         """
-        self._asked = asked
-        self._elsewhere = tuple(dict.fromkeys(elsewhere))
-        self._sites = {site: _joined(rows) for site, rows in sorted(parts.items(), key=_order)}
+        self._in_answer = in_answer
+        self._destinations = tuple(dict.fromkeys(destinations))
+        self._sites = {site: _merge(rows) for site, rows in sorted(parts.items(), key=_order)}
 
     def __getitem__(self, key: tuple[PointLike, int]) -> FloatArray:
         """The rows of a site, float32 [rows, width]; of "rp8" their projection.
 
-        Raises KeyError, naming what there is; InvalidRequest for what is no point and layer, and
-        where several captures brought rows of different encodings or widths, which a stream's
-        `Rows` events keep apart.
+        Raises KeyError, which lists the captured sites, if there are none. Raises InvalidRequest
+        if ``key`` is not a point and a layer, or if captures differ in encoding or width; the
+        `Rows` events of a stream have such rows separately.
         """
         return self._rows(*self._key(key)).values
 
@@ -145,7 +144,6 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         return iter(self._sites)
 
     def __len__(self) -> int:
-        """Number of sites."""
         return len(self._sites)
 
     def positions(self, point: PointLike, layer: int) -> IntArray:
@@ -157,13 +155,13 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         return self._rows(point, layer).token_ids
 
     def encoding(self, point: PointLike, layer: int) -> Encoding:
-        """How the rows of a site travelled."""
+        """The encoding in which the rows of a site were sent."""
         return self._rows(point, layer).encoding
 
     def max_error(self, point: PointLike, layer: int) -> FloatArray:
-        """Largest error of each row's numbers, float32 [rows]; 0 if the encoding is exact.
+        """Largest error in each row, float32 [rows]; 0 if the encoding is exact.
 
-        NaN if the row had numbers that were not finite. For "rp8" it is that of the projection.
+        NaN if the row was not finite. For "rp8" the error is that of the projection.
         """
         rows = self._rows(point, layer)
         if rows.max_error is None:
@@ -171,26 +169,26 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         return rows.max_error
 
     def layers(self, point: PointLike) -> tuple[int, ...]:
-        """Layers captured under this point's name, ascending."""
+        """Layers captured under the name of this point, ascending."""
         chosen = point_of(point)
         return tuple(site.layer for site in self._sites if site.point is chosen)
 
     def stack(self, point: PointLike) -> FloatArray:
         """All layers of a point, float32 [layers, rows, width], in the order of `layers`.
 
-        Raises KeyError if nothing was captured there, InvalidRequest if layers hold rows of
-        different positions.
+        Raises KeyError if no rows were captured there, InvalidRequest if the positions of layers
+        differ.
         """
         layers = self.layers(point)
         if not layers:
-            raise KeyError(f"no rows of {point_of(point)}; {self._known()}")
+            raise KeyError(f"no rows of {point_of(point)}; {self._listing()}")
         first = self.positions(point, layers[0])
         if any(not np.array_equal(first, self.positions(point, layer)) for layer in layers):
             raise invalid("captures", f"layers of {point} hold rows of different positions")
         return np.stack([self[point, layer] for layer in layers])
 
     def _key(self, key: object) -> tuple[PointLike, int]:
-        """``key``, if it is a point and a layer. Raises InvalidRequest, which says how to index."""
+        """Returns ``key`` if it is a point and a layer."""
         match key:
             case (str() as point, SupportsIndex() as layer):
                 return point, index(layer)
@@ -199,7 +197,7 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         raise invalid(
             "captures",
             f'rows go by point and layer, e.g. activations["{point}", {layer}], not by {key!r}; '
-            f"{self._known()}",
+            f"{self._listing()}",
         )
 
     def _rows(self, point: PointLike, layer: int) -> Rows:
@@ -208,7 +206,7 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         if parts is None and site.twin is not None:
             parts = self._sites.get(site.twin)
         if parts is None:
-            raise KeyError(f"no rows of {site}; {self._known()}")
+            raise KeyError(f"no rows of {site}; {self._listing()}")
         if len(parts) > 1:
             kinds = " and ".join(
                 f"{rows.encoding.name} of width {rows.values.shape[1]}" for rows in parts
@@ -216,15 +214,14 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
             raise invalid("captures", f"{site} holds rows in {kinds}: read them from the stream")
         return parts[0]
 
-    def _known(self) -> str:
-        went = f"went to {' and '.join(self._elsewhere)}"
-        if not self._asked:
-            return f"they {went}" if self._elsewhere else "no capture= was asked for"
+    def _listing(self) -> str:
+        went = f"went to {' and '.join(self._destinations)}"
+        if not self._in_answer:
+            return f"they {went}" if self._destinations else "no capture= was asked for"
         listing = f"there are {', '.join(str(site) for site in self._sites) or 'none at all'}"
-        return f"{listing}, and others {went}" if self._elsewhere else listing
+        return f"{listing}, and others {went}" if self._destinations else listing
 
     def __repr__(self) -> str:
-        """Each site with the shape of its rows."""
         shapes = [
             f"{site}: {list(rows.values.shape)}"
             for site, parts in self._sites.items()
@@ -238,17 +235,17 @@ def _order(parts: tuple[Site, list[Rows]]) -> tuple[int, int]:
     return site.layer, list(Point).index(site.point)
 
 
-def _joined(parts: list[Rows]) -> tuple[Rows, ...]:
-    """One `Rows` of all parts alike; exact encodings are."""
-    alike: dict[tuple[Encoding, int], list[Rows]] = {}
+def _merge(parts: list[Rows]) -> tuple[Rows, ...]:
+    """One `Rows` per encoding and width; all exact encodings are merged."""
+    groups: dict[tuple[Encoding, int], list[Rows]] = {}
     for part in parts:
         encoding = RAW if part.encoding.exact else part.encoding
-        alike.setdefault((encoding, part.values.shape[1]), []).append(part)
-    return tuple(_concatenated(group) for group in alike.values())
+        groups.setdefault((encoding, part.values.shape[1]), []).append(part)
+    return tuple(_concatenate(group) for group in groups.values())
 
 
-def _concatenated(parts: list[Rows]) -> Rows:
-    """One `Rows` of all parts. Two captures may share positions; their rows are equal."""
+def _concatenate(parts: list[Rows]) -> Rows:
+    """Concatenates rows, each position once: two captures may share positions and equal rows."""
     if len(parts) == 1:
         return parts[0]
     positions, first = np.unique(

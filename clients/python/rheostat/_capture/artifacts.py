@@ -1,4 +1,4 @@
-"""Sinks of a server, and what they wrote, as it says them."""
+"""The sinks of a server, and the files that they wrote."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ class SinkInfo:
     """A sink of the server."""
 
     name: str
-    """What requests call it."""
     plugin_name: str
-    """What it is: "filesystem", "memory", "logging", or a plugin's name."""
+    """"filesystem", "memory", "logging", or the name of a plugin."""
     layouts: tuple[str, ...]
-    """How it can lay out files, its own first; empty if it writes none."""
+    """Layouts of files that it supports, its default first; empty if it writes no files."""
     options: Mapping[str, str]
-    """What a request may ask of it, each with one line of explanation."""
+    """Options that a request may set, each with one line of explanation."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,7 +33,6 @@ class Artifact:
     """A file that a sink wrote, or a request's part of one."""
 
     sink_name: str
-    """The sink."""
     path: str
     """Relative to the sink's root."""
     offset: int
@@ -48,14 +46,13 @@ class Artifact:
     row_count: int
     """Positions times sites."""
     sites: tuple[Site, ...]
-    """Where its rows are from."""
+    """Sites of its rows."""
     sha256: bytes
-    """Of these bytes, once complete."""
+    """SHA-256 of these bytes, once complete."""
     write_time: datetime | None
-    """When it was last written."""
+    """Time of the last write."""
 
     def __repr__(self) -> str:
-        """Sink, path, size, state and rows."""
         return (
             f"Artifact({self.sink_name!r}, {self.path!r}, {self.length} bytes, {self.state}, "
             f"{self.row_count} rows of {show_sites(self.sites)})"
@@ -63,7 +60,7 @@ class Artifact:
 
 
 def read_sinks(answer: capture_service_pb2.ListSinksResponse) -> list[SinkInfo]:
-    """The sinks, by name."""
+    """The sinks of one page, by name."""
     return [
         SinkInfo(
             sink.name,
@@ -76,7 +73,7 @@ def read_sinks(answer: capture_service_pb2.ListSinksResponse) -> list[SinkInfo]:
 
 
 def read_artifacts(answer: capture_service_pb2.GetArtifactsResponse) -> list[Artifact]:
-    """The artefacts, by sink and path."""
+    """The artefacts of one page, by sink and path."""
     return [
         Artifact(
             artifact.ref.sink_name,

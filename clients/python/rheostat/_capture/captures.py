@@ -1,4 +1,4 @@
-"""Captures as a caller writes them: the rows, their encoding and their destination."""
+"""Captures: which rows to copy, their encoding and their destination."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rheostat._steering.vectors import Vector, inline, refuse_dose, row_ref
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, vector_pb2
 
 Overload: TypeAlias = Literal["fail", "drop_oldest", "drop_newest", "spill"]
-"""What happens when rows come faster than they are taken and acknowledged."""
+"""What happens if rows arrive faster than they are read and acknowledged."""
 
 OVERLOADS: dict[str, capture_pb2.Overload.ValueType] = {
     "fail": capture_pb2.OVERLOAD_FAIL,
@@ -32,7 +32,7 @@ OVERLOADS: dict[str, capture_pb2.Overload.ValueType] = {
 }
 
 Layout: TypeAlias = Literal["per_file", "packed", "sharded"]
-"""How a sink lays out its files."""
+"""The layout of a sink's files."""
 
 _LAYOUTS: dict[str, capture_pb2.Layout.ValueType] = {
     "per_file": capture_pb2.LAYOUT_PER_FILE,
@@ -43,7 +43,7 @@ _MOST_CAPTURES = 16
 _MOST_DIRECTIONS = 4096
 
 DirectionsLike: TypeAlias = Vector | Iterable[Vector] | ArrayLike
-"""What rows are projected on: a vector, several, or an array [directions, width] of them."""
+"""Directions of a projection: one vector, several, or an array [directions, width]."""
 
 _ELEMENTS: tuple[Element, ...] = ("float32", "float16", "bfloat16")
 _DTYPES: dict[str, tensor_pb2.Dtype.ValueType] = {
@@ -54,7 +54,7 @@ Value = TypeVar("Value", bound=int)
 
 
 class RowDestination(ABC):
-    """A subscription, as ``to=`` of a `Capture` takes it."""
+    """A subscription as the ``to=`` of a `Capture`."""
 
     @property
     @abstractmethod
@@ -64,19 +64,18 @@ class RowDestination(ABC):
 
 @dataclass(frozen=True)
 class Sink:
-    """A sink of the server, which keeps rows; `Engine.sinks` lists those that there are."""
+    """A sink of the server, which stores rows; `Engine.sinks` lists the sinks."""
 
     name: str
-    """Its name."""
     tag: str | None = None
-    """Groups what is kept: a folder, for files. Default: "default"."""
+    """Group of stored rows; for files, a folder. Default: "default"."""
     layout: Layout | None = None
-    """How files are laid out. Default: the sink's own."""
+    """Layout of files. Default: the sink's own."""
     options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Further options that the sink documents."""
 
     def to_wire(self) -> capture_pb2.SinkTarget:
-        """The target."""
+        """The message."""
         message = capture_pb2.SinkTarget(
             sink_name=utf8_text(self.name, "captures", "a sink's name")
         )
@@ -91,10 +90,8 @@ class Sink:
         if self.layout is not None:
             message.layout = _one_of(_LAYOUTS, self.layout, "layout")
         for name, value in self.options.items():
-            path = "captures"
-            message.options[utf8_text(name, path, "an option")] = utf8_text(
-                value, path, "an option"
-            )
+            option = utf8_text(name, "captures", "an option")
+            message.options[option] = utf8_text(value, "captures", "an option")
         return message
 
 
@@ -103,27 +100,24 @@ class Capture:
     """Rows to copy out of the stream, after every op at their site."""
 
     points: tuple[Point, ...]
-    """Points."""
     layers: Layers
-    """Layers."""
     where: Selector
-    """Tokens whose rows are wanted."""
+    """Tokens whose rows are captured."""
     to: Sink | Run | str | None
-    """The sink that keeps them, the run that they become, or the id of the subscription that gets
-    them; None: they come back with the answer."""
+    """Destination of the rows: a sink, a run, or the id of a subscription; None: the answer."""
     encoding: EncodingName
-    """How they travel and are kept; see `Encoding`."""
+    """Encoding in which rows are sent and stored; see `Encoding`."""
     kept: int | None
     """K of "rp8" and "topk8": numbers kept per row."""
     seed: int | None
     """Seed of "rp8"."""
     overload: Overload | None
-    """What happens when a sink, or the reader of the answer, is slower than the model. Default:
-    "fail". Under "drop_oldest" and "drop_newest" the receipt counts what was lost."""
+    """What happens if the sink, or the reader of the answer, is slower than the model. Default:
+    "fail". Under "drop_oldest" and "drop_newest" the receipt counts lost rows."""
     dtype: Element | None
     """Element type of the rows. Default: the model's; of projections float32."""
     projection: tuple[Vector, ...]
-    """Directions d. If there are any, the numbers x.d are captured in place of the rows x."""
+    """Directions d. If there are any, the numbers x.d are captured instead of the rows x."""
 
     def __init__(
         self,
@@ -142,14 +136,14 @@ class Capture:
     ) -> None:
         """Every combination of points and layers, on the tokens that ``where`` selects.
 
-        The rows come back with the answer, or go to ``to``: a sink, a run, or a subscription, given
-        itself or by id. A run takes one sample, raw and whole rows. ``kept`` belongs to "rp8" and
-        "topk8", which need it; ``seed`` to "rp8".
+        The rows return with the answer, or go to ``to``: a sink, a run, or a subscription or its
+        id. A run takes one sample, encoding "raw" and no projection. "rp8" and "topk8" need
+        ``kept``; ``seed`` is for "rp8".
 
-        ``projection`` takes up to 4096 directions d: instead of rows x come the numbers x.d, in
-        their order, [rows, directions]. They are used as they are, not made unit vectors. A vector
-        has one row for all layers or one per layer; the rows of an array are a direction each, and
-        travel inside every request: store those that are used often.
+        ``projection`` takes up to 4096 directions d: the numbers x.d, [rows, directions], are
+        captured instead of the rows x. Directions are not normalised. A vector has one row for all
+        layers, or one per layer. Each row of an array is a direction. Arrays are sent inside every
+        request, so store directions that are used often.
         """
         for name in unknown:
             names = [argument.name for argument in fields(self)]
@@ -167,7 +161,7 @@ class Capture:
         object.__setattr__(self, "projection", _directions_of(projection))
 
     def to_wire(self) -> capture_pb2.CaptureSpec:
-        """The spec, with its target."""
+        """The message, with the destination."""
         spec = self.to_spec()
         if self.to is None:
             spec.inline.SetInParent()
@@ -180,7 +174,7 @@ class Capture:
         return spec
 
     def to_spec(self) -> capture_pb2.CaptureSpec:
-        """The spec without a target."""
+        """The message without a destination."""
         spec = capture_pb2.CaptureSpec(
             sites=site_set(self.points, self.layers), where=selector_to_wire(self.where)
         )
@@ -226,7 +220,7 @@ CaptureLike: TypeAlias = Capture | Iterable[Capture] | None
 
 
 def captures_of(capture: object) -> list[Capture]:
-    """The captures, at most as many as go together."""
+    """The captures as a list. Raises InvalidRequest for too many, and for other types."""
     if capture is None:
         return []
     if isinstance(capture, str) or not isinstance(capture, Iterable) or _is_site(capture):
@@ -236,12 +230,12 @@ def captures_of(capture: object) -> list[Capture]:
         raise invalid("captures", f"{len(captures)} captures; at most {_MOST_CAPTURES} go together")
     for number, item in enumerate(captures):
         if not isinstance(item, Capture):
-            raise _no_capture(f"captures[{number}]", item)
+            raise _wrong_type(f"captures[{number}]", item)
     return captures
 
 
 def _destination_of(given: object) -> Sink | Run | str | None:
-    """Where rows go; of a subscription its id."""
+    """The destination; a subscription is replaced by its id."""
     if given is None or isinstance(given, str | Sink | Run):
         return given
     if isinstance(given, RowDestination):
@@ -257,7 +251,7 @@ def _destination_of(given: object) -> Sink | Run | str | None:
 
 
 def _directions_of(given: object) -> tuple[Vector, ...]:
-    """Directions, of which an array holds one per row."""
+    """The directions as vectors; each row of an array becomes one."""
     if isinstance(given, Vector):
         return (given,)
     path = "captures.projection"
@@ -286,15 +280,15 @@ def _directions_of(given: object) -> tuple[Vector, ...]:
 
 
 def _is_site(given: object) -> bool:
-    """Whether it reads as a point and its layers."""
+    """Whether ``given`` is probably meant as a point and its layers."""
     match given:
         case (str(), int() | list() | tuple() | range() | "all"):
             return True
     return False
 
 
-def _no_capture(path: str, given: object) -> InvalidRequest:
-    """The error for what is no capture; it says what makes one of it."""
+def _wrong_type(path: str, given: object) -> InvalidRequest:
+    """The error for a value that is not a capture; it shows how to make a capture of it."""
     kind, arguments = type(given).__name__, '"resid_post", layers=...'
     if isinstance(given, str):
         kind, arguments = "a name", f'"{given}", layers=...'

@@ -1,6 +1,6 @@
 """Decodes tensors of every encoding of tensor.proto to float32.
 
-Invariant: checksum, shape and length are checked before a number is decoded, and no more bytes are
+Checksum, shape and length are checked before any number is decoded, and no more bytes are
 decompressed than the shape needs. Numbers of every dtype become float32 and are not rounded again,
 so that `max_error` bounds the error of a lossy encoding.
 """
@@ -23,7 +23,6 @@ from rheostat_wire.quantization import Payload, decode_full8, decode_topk8
 from rheostat_wire.v1 import tensor_pb2
 
 EncodingName: TypeAlias = Literal["raw", "lz4_planes", "full8", "rp8", "topk8"]
-"""Names of encodings."""
 
 _NAMES: dict[tensor_pb2.Encoding.ValueType, EncodingName] = {
     tensor_pb2.ENCODING_RAW: "raw",
@@ -35,7 +34,7 @@ _NAMES: dict[tensor_pb2.Encoding.ValueType, EncodingName] = {
 WIRE_ENCODINGS: dict[str, tensor_pb2.Encoding.ValueType] = {
     name: number for number, name in _NAMES.items()
 }
-"""Their values on the wire."""
+"""The enum value of each encoding."""
 
 _MAX_RANK = 8
 _MAX_ELEMENTS = 2**48
@@ -62,53 +61,45 @@ class Encoding:
 
 
 RAW = Encoding()
-"""The encoding "raw"."""
 
 
 class Decoded(NamedTuple):
-    """A tensor's numbers, with a bound on their error."""
+    """The numbers of a tensor, with a bound on their error."""
 
     values: FloatArray
     """float32 of the tensor's shape."""
     encoding: Encoding
     """The encoding in which they were sent."""
     max_error: FloatArray | None
-    """The largest error of each row, float32 [all of shape but the last]. It is NaN if a row had
-    numbers that were not finite. None: the numbers are exact."""
+    """The largest error of each row, float32 [all of shape but the last]; NaN if the row was not
+    finite. None: the numbers are exact."""
 
 
 class Numbers(Protocol):
-    """A tensor's numbers, with the fields of `Decoded`."""
+    """The fields of `Decoded`, which may be decoded at the first access."""
 
     @property
-    def values(self) -> FloatArray:
-        """float32 of the tensor's shape."""
-
+    def values(self) -> FloatArray: ...
     @property
-    def encoding(self) -> Encoding:
-        """The encoding in which they were sent."""
-
+    def encoding(self) -> Encoding: ...
     @property
-    def max_error(self) -> FloatArray | None:
-        """The largest error of each row; None: the numbers are exact."""
+    def max_error(self) -> FloatArray | None: ...
 
 
 def read_tensor(tensor: tensor_pb2.Tensor) -> Decoded:
-    """Decodes an inline tensor in any encoding.
-
-    Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
-    """
+    """Decodes an inline tensor. Raises as `decoded`."""
     if tensor.WhichOneof("payload") != "inline":
         raise ServerError("the server sent a tensor that is not inline")
     return decoded(tensor, tensor.inline)
 
 
 def decoded(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
-    """Decodes a tensor, of which the caller has the payload.
+    """Decodes a tensor from its payload.
 
-    Raises ServerError if its parts do not fit together, DataLoss if the checksum is wrong.
+    Raises ServerError if shape, encoding and length do not match, DataLoss if the checksum is
+    wrong.
     """
-    checked(tensor, payload)
+    check_crc(tensor, payload)
     return _read(tensor, payload)
 
 
@@ -120,13 +111,13 @@ def decoded_in_place(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
     try:
         numbers = _read(tensor, payload)
     except ServerError:
-        checked(tensor, payload)
+        check_crc(tensor, payload)
         raise
-    checked(tensor, payload)
+    check_crc(tensor, payload)
     return numbers
 
 
-def checked(tensor: tensor_pb2.Tensor, payload: Payload) -> None:
+def check_crc(tensor: tensor_pb2.Tensor, payload: Payload) -> None:
     """Raises DataLoss if the checksum is wrong."""
     if tensor.HasField("crc32c") and google_crc32c.value(payload) != tensor.crc32c:
         raise DataLoss(
@@ -136,7 +127,7 @@ def checked(tensor: tensor_pb2.Tensor, payload: Payload) -> None:
 
 
 def payload_size(tensor: tensor_pb2.Tensor) -> int:
-    """The bytes that a raw tensor's payload must have, without a copy of the payload."""
+    """The payload bytes of a raw tensor. The payload is not accessed, because that copies it."""
     element = read_element(tensor.dtype)
     return math.prod(tensor.shape) * itemsize(element)
 
@@ -144,7 +135,7 @@ def payload_size(tensor: tensor_pb2.Tensor) -> int:
 def elements(tensor: tensor_pb2.Tensor, payload: Payload) -> npt.NDArray[np.generic] | None:
     """A read-only view of a raw tensor's elements; None for other encodings.
 
-    Raises ServerError if its parts do not fit together.
+    Raises ServerError if shape and length do not match.
     """
     element, shape = read_element(tensor.dtype), _shape(tensor)
     if tensor.encoding != tensor_pb2.ENCODING_RAW:
@@ -166,7 +157,7 @@ def _read(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
     element = read_element(tensor.dtype)
     name = _NAMES.get(tensor.encoding)
     if name is None:
-        raise ServerError(f"the server sent encoding {tensor.encoding}, which is not known")
+        raise ServerError(f"the server sent encoding {tensor.encoding}, which needs a newer client")
     shape = _shape(tensor)
     if name == "raw" or name == "lz4_planes":
         size = math.prod(shape) * itemsize(element)

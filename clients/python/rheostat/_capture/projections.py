@@ -1,6 +1,6 @@
-"""The random projection of ``rp8``: its matrix from the seed, and rows estimated from it.
+"""The random projection of ``rp8``: its matrix, and estimates of rows from their projections.
 
-Invariant: the matrix depends on kept, width and seed alone, and is the one that the server used;
+The matrix depends on kept, width and seed alone, so client and server make the same matrix;
 `Quantization` in tensor.proto defines it.
 """
 

@@ -1,4 +1,4 @@
-"""Runs: captures that the server stores under an id, for patches to draw from."""
+"""Runs: captured rows that the server stores under an id, as a source of patches."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SHORTEST, _LONGEST = 1, 24 * 3600
 
 @dataclass(frozen=True)
 class Run:
-    """A run to make: the server stores the rows of one sample, in memory, for a while."""
+    """A run to store: the rows of one sample, in the server's memory, for a limited time."""
 
     id: str | None = None
-    """Its id, which no other run may have. Default: the server makes one; the receipt names it."""
+    """An id that no other run has. Default: the server makes one; the receipt has it."""
     lease: float | None = None
-    """Seconds after the request's end in which it is not evicted, 1 to 86400. Default: 3600."""
+    """Seconds after the end of the request before it may be evicted, 1 to 86400. Default: 3600."""
 
     def to_wire(self) -> capture_pb2.RunTarget:
-        """The target."""
+        """The message."""
         path = "captures.run"
         message = capture_pb2.RunTarget(
             run_id="" if self.id is None else valid_run_id(self.id, path)
@@ -43,24 +43,21 @@ class RunInfo:
     """A run that the server has stored."""
 
     id: str
-    """Its id."""
     sites: tuple[Site, ...]
-    """Where it holds rows, by layer, then point."""
+    """Sites whose rows it has, by layer, then point."""
     positions: tuple[range, ...]
-    """Positions that it holds at each of them."""
+    """Positions of its rows, the same at each site."""
     prompt_token_ids: tuple[int, ...]
-    """The tokens of its prompt."""
     size_bytes: int
-    """Bytes of the server's memory that it takes."""
+    """Bytes of server memory."""
     create_time: datetime
-    """When it was complete."""
+    """Time when all rows were stored."""
     lease_expire_time: datetime
-    """It is not evicted before."""
+    """Time until which it is not evicted."""
     labels: Mapping[str, str]
-    """Labels of the request that made it."""
+    """Labels of the request that stored it."""
 
     def __repr__(self) -> str:
-        """Id, sites, positions, size and lease."""
         return (
             f"RunInfo({self.id!r}, {show_sites(self.sites)}, positions "
             f"{show_ranges(self.positions)}, {self.size_bytes} bytes, leased until "
@@ -69,7 +66,7 @@ class RunInfo:
 
 
 def valid_run_id(value: object, path: str = "run_id") -> str:
-    """``value``, if it can be a run's id."""
+    """Returns ``value`` if it is valid as the id of a run."""
     if not isinstance(value, str) or not _ID.fullmatch(value):
         raise invalid(
             path,
@@ -79,7 +76,7 @@ def valid_run_id(value: object, path: str = "run_id") -> str:
 
 
 def lease_duration(seconds: float, path: str) -> duration_pb2.Duration:
-    """How long a lease lasts."""
+    """The message for a lease in seconds. Raises InvalidRequest if it is too short or long."""
     try:
         lasts = float(seconds)
     except (TypeError, ValueError):
@@ -92,7 +89,7 @@ def lease_duration(seconds: float, path: str) -> duration_pb2.Duration:
 
 
 def read_run(message: run_pb2.Run) -> RunInfo:
-    """A run of a wire message, without sites that this client cannot name."""
+    """The run of a message, without sites at points that this client does not know."""
     return RunInfo(
         message.run_id,
         tuple(read_site(site) for site in message.sites if knows_point(site.point)),

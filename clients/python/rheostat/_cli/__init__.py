@@ -1,6 +1,6 @@
-"""The command ``rheostat``: one module per subcommand, errors as one line, never a traceback.
+"""The command ``rheostat``: one module per subcommand. An error is one line, never a traceback.
 
-Exit codes: 0 done, 1 failed, 2 wrongly asked, 130 interrupted, 141 nobody reads the output.
+Exit codes: 0 done, 1 failed, 2 wrong command line, 130 interrupted, 141 stdout was closed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rheostat._errors import InvalidRequest, RheostatError
 
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
-"""What a shell reports of a program that SIGPIPE ended, as it ends most."""
+"""The exit code that a shell reports for a program that SIGPIPE ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and give its exit code; argparse itself exits with 2 on a wrong one."""
+    """Run a command line and return its exit code; argparse itself exits with 2."""
     _print_warnings()
     try:
         args, unknown = _parser().parse_known_args(arguments)
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # nobody reads our output: say nothing more, not at exit either
+    except BrokenPipeError:  # stdout was closed; Python must not flush it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except InvalidRequest as error:
@@ -65,7 +65,7 @@ The guide is docs/client.md of the project.""",
 
 
 def _print_warnings() -> None:
-    """Print what the client warns of on stderr, as the command's own words."""
+    """Print the client's log on stderr, prefixed by the name of the command."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("rheostat: %(message)s"))
     logging.getLogger("rheostat").handlers = [handler]

@@ -1,4 +1,4 @@
-"""A server of our own for as long as it is needed, and waiting until any server is ready."""
+"""A temporary server with the demo model, and waiting until a server is ready."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _TERMINATION = 30.0
 _LAST_LINES = 12
 _NOTE_WIDTH = 60
 _OWN_MESSAGE = re.compile(r"^\S+ \S+ INFO rheostat_server\S*: (.+)$", re.MULTILINE)
-"""A line of the server's log, as its ``_LOG_FORMAT`` writes it."""
+"""A line of the server's log, in the format ``_LOG_FORMAT`` of `rheostat_server.serve`."""
 
 
 @contextmanager
 def demo_server() -> Iterator[str]:
-    """Serve the bundled model on a free port; gives its target, once it is ready."""
+    """Serve the bundled model on a free port; yields the target once the server is ready."""
     target = f"127.0.0.1:{_free_port()}"
     with tempfile.TemporaryDirectory(prefix="rheostat-") as folder:
         log = Path(folder) / "server.log"
@@ -45,7 +45,7 @@ def demo_server() -> Iterator[str]:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt reaches it through us, in order
+                start_new_session=True,  # Ctrl-C must stop it through `_stop`, not directly
             )
         try:
             with Phase("starting a server with the demo model") as phase:
@@ -68,8 +68,9 @@ def wait_until_serving(
 ) -> None:
     """Return once the server's health is SERVING.
 
-    ``check`` may raise to give up. Raises CommandError if nothing answers for ``unreachable``
-    seconds, or where it answers but is not ready within 15 minutes; InvalidRequest for no target.
+    ``check`` may raise to end the wait. Raises CommandError if no server answers for
+    ``unreachable`` seconds, or if it is not ready within 15 minutes; InvalidRequest for a wrong
+    target.
     """
     began = answered = time.monotonic()
     with grpc.insecure_channel(checked_target(target)) as channel:
@@ -110,26 +111,25 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     try:
         child.wait(_TERMINATION)
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # its engine, too, while that loads
+        os.killpg(child.pid, signal.SIGKILL)  # includes the processes of its engine
         child.wait()
 
 
 def _lines(log: Path) -> list[str]:
-    """The log's last lines that are not empty."""
     lines = log.read_text(errors="replace").splitlines()
     return [line.strip() for line in lines[-_LAST_LINES:] if line.strip()]
 
 
 def progress_in(log: Path) -> str:
-    """The last message of the server's own in its log, "" if there is none.
+    """The last log line of the server itself, "" if there is none.
 
-    Other lines come from vLLM, whose warnings on a CPU read as failures.
+    Lines of vLLM are skipped, because its warnings on a CPU read like failures.
     """
     messages = _OWN_MESSAGE.findall(log.read_text(errors="replace"))
     return messages[-1][:_NOTE_WIDTH] if messages else ""
 
 
 def _reason(lines: list[str]) -> str:
-    """The line that says what went wrong: the command's own message, else the last one."""
+    """The line with the cause: the command's own message, or else the last line."""
     own = [line for line in lines if line.startswith("rheostat: ")]
     return (own or lines or ["it said nothing"])[-1].removeprefix("rheostat: ")

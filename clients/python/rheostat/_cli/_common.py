@@ -1,4 +1,4 @@
-"""What several commands share: their server, points and layers as typed, and their own error."""
+"""Shared by several commands: the parser, flags for the server, points, layers, and errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from rheostat._fields import did_you_mean
 from rheostat._points import LayersLike
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
-"""Where a command registers itself."""
-
+"""The argparse action to which a command adds its parser."""
 
 _MOST_LAYERS = 1024
 _CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
@@ -31,14 +30,13 @@ _HELP_WIDTH = 90
 
 
 class Parser(argparse.ArgumentParser):
-    """Explains itself: a description, an example, and one line for what is wrongly typed.
+    """A parser whose help has a description and examples, and whose errors are one line.
 
-    It leaves itself in what it parses, so that the command that was meant can be named. A command
+    The parsed arguments include the parser of the command, which reports unknown flags. A command
     without an action prints its help.
     """
 
     def __init__(self, *, description: str = "", example: str = "", **options: Any) -> None:
-        """Takes what argparse takes, and example lines."""
         super().__init__(
             formatter_class=argparse.RawDescriptionHelpFormatter,
             description=textwrap.fill(description, _HELP_WIDTH),
@@ -48,13 +46,13 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self, run=print_help)
 
     def error(self, message: str) -> NoReturn:
-        """Exit with 2, the cause in one line and where help is in another."""
+        """Exit with code 2; print one line with the cause, and one that refers to the help."""
         self.exit(
             2, f"{self.prog}: {self._message(message)}\n  {self.prog} --help shows what there is\n"
         )
 
     def unknown(self, words: Sequence[str]) -> NoReturn:
-        """Exit with 2, for words that no command takes."""
+        """Exit with code 2 because of arguments that the command does not have."""
         flag = words[0].partition("=")[0]
         if flag.startswith("-"):
             self.error(f"there is no {flag}{did_you_mean(flag, self._option_string_actions)}")
@@ -75,27 +73,26 @@ class Parser(argparse.ArgumentParser):
 
 
 def print_help(args: argparse.Namespace) -> int:
-    """Run a command without an action."""
+    """Run a command that was typed without an action."""
     args.parser.print_help()
     return 0
 
 
 class CommandError(Exception):
-    """A command cannot go on; its message is one line for people."""
+    """A command failed. The message is one line; ``code`` is the exit code."""
 
     def __init__(self, message: str, code: int = 1) -> None:
-        """The exit code is 1 for a failure, 2 for a wrong command line."""
         super().__init__(message)
         self.code = code
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Give a command ``--target`` and ``--wait``, for `connected`."""
+    """Add ``--target`` and ``--wait`` to a command, for `connected`."""
     parser.add_argument(
         "--target",
         default=default_target(),
         metavar="HOST:PORT",
-        help=f"server to talk to (default: ${TARGET_VARIABLE}, or else {DEFAULT_TARGET})",
+        help=f"address of the server (default: ${TARGET_VARIABLE}, or else {DEFAULT_TARGET})",
     )
     parser.add_argument(
         "--wait",
@@ -104,13 +101,13 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         const=READY_TIMEOUT,
         metavar="SECONDS",
         help="wait until the server has loaded its model "
-        f"(at most {READY_TIMEOUT:g} s, unless told otherwise); write it last, or --wait=SECONDS",
+        f"(default: at most {READY_TIMEOUT:g} s); write it last, or --wait=SECONDS",
     )
 
 
 @contextmanager
 def connected(args: argparse.Namespace) -> Iterator[Engine]:
-    """The server of `add_target`, waited for if that is asked."""
+    """A client of the server that ``--target`` names; waits for it if ``--wait`` is given."""
     with connect(args.target) as engine:
         if args.wait is not None:
             with Phase(f"waiting for {args.target}"):
@@ -119,12 +116,12 @@ def connected(args: argparse.Namespace) -> Iterator[Engine]:
 
 
 def warn(message: str) -> None:
-    """Say something on stderr and go on."""
+    """Print a message on stderr."""
     print(f"rheostat: {message}", file=sys.stderr)
 
 
 def may_write(path: Path, force: bool) -> None:
-    """Raise CommandError if no file can be written there, or one is in the way."""
+    """Raise CommandError if the file cannot be written, or exists and ``force`` is not given."""
     folder = path.parent
     if not folder.is_dir():
         raise CommandError(f"{path} cannot be written: there is no folder {folder}", 2)
@@ -133,12 +130,12 @@ def may_write(path: Path, force: bool) -> None:
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise CommandError(f"{path} cannot be written: it is read-only, or its folder is", 2)
     if path.is_file() and not force:
-        raise CommandError(f"{path} is there already; --force replaces it", 2)
+        raise CommandError(f"{path} exists already; --force replaces it", 2)
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """Give a command that writes a file ``--force``, for `may_write`."""
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    """Add ``--force`` to a command that writes a file, for `may_write`."""
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def need_server(task: str) -> None:
@@ -164,7 +161,7 @@ def _seconds(text: str) -> float:
 
 
 def label(text: str) -> tuple[str, str]:
-    """A label, from KEY=VALUE."""
+    """Parses KEY=VALUE."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE")
@@ -172,12 +169,12 @@ def label(text: str) -> tuple[str, str]:
 
 
 def points(text: str) -> list[str]:
-    """Points as typed: "resid_post" or "resid_pre,resid_mid"."""
+    """Parses points: "resid_post" or "resid_pre,resid_mid"."""
     return [name.strip() for name in text.split(",")]
 
 
 def layers(text: str) -> LayersLike:
-    """Layers as typed: "all", "3", "2-5" (5 included) or "0,4,7-9"."""
+    """Parses layers: "all", "3", "2-5" (5 included) or "0,4,7-9"."""
     if text == "all":
         return "all"
     numbers: list[int] = []

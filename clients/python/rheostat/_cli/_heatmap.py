@@ -1,4 +1,4 @@
-"""The picture of a trace: positions to the right, layers upwards."""
+"""The heatmap of a trace: positions on the x axis, layers on the y axis."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rheostat._points import Point, Site
 
 _DOTS_PER_INCH = 150
 _DARK = 0.6
-"""Values from which a cell is so dark that its number is white."""
+"""Above this value a cell is so dark that its number is white."""
 
 
 def check() -> None:
-    """Raise CommandError if the picture cannot be drawn, before anything long is begun."""
+    """Raise CommandError if matplotlib is missing, before the long trace begins."""
     try:
-        import matplotlib.figure  # noqa: F401  # whether it is there is the question
+        import matplotlib.figure  # noqa: F401  # only checks whether it is installed
     except ModuleNotFoundError as error:
         raise CommandError(
             "drawing the heatmap needs matplotlib: pip install matplotlib"
@@ -26,13 +26,13 @@ def check() -> None:
 
 
 def draw(trace: Trace, model: str, path: Path) -> None:
-    """Write the heatmap of a trace of ``model``. The file's ending chooses its format."""
+    """Write the heatmap of a trace of ``model``. The suffix of the file chooses the format."""
     from matplotlib.figure import Figure
 
     rows, columns = trace.recovered.shape
     figure = Figure(figsize=(2.9 + 0.68 * columns, 2.8 + 0.36 * rows), layout="constrained")
     axes = figure.add_subplot()
-    # Most cells are near 0, so the map's end there is white: what is coloured matters.
+    # Most cells are near 0, so 0 is white.
     image = axes.imshow(
         trace.recovered, origin="lower", aspect="auto", cmap="Blues", vmin=0.0, vmax=1.0
     )

@@ -1,4 +1,4 @@
-"""Listings: a table below a head for people, one JSON document for programs (``--json``)."""
+"""Listings: a table for people, one JSON document for programs (``--json``)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rheostat._cli._common import warn
 from rheostat._points import Site
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
-"""What JSON has."""
+"""A value that JSON can represent."""
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Give a command ``--json``."""
+    """Add ``--json`` to a command."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
 
 
@@ -27,7 +27,7 @@ def print_json(value: object) -> None:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], what: str) -> None:
-    """Print rows of as many cells as the head has. No row: say on stderr that ``what`` is none."""
+    """Print a table; without rows, print on stderr that no ``what`` are stored."""
     if not rows:
         warn(f"no {what} are stored")
         return
@@ -39,7 +39,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], what: str) -
 
 
 def plain(value: object) -> Plain:
-    """The value in what JSON has; what JSON cannot say is said in words."""
+    """Converts a value to JSON's types; values of other types become text."""
     match value:
         case None | bool() | int() | float():
             return value

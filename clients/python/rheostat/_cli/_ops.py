@@ -1,7 +1,7 @@
-"""Ops as typed on a command line: one flag per op, in the order in which they act.
+"""Ops on the command line: one flag per op, in the order in which they act.
 
-A flag names stored vectors, or gives their digests. They act at --points and --layers where given,
-else where the vectors are meant to act.
+A flag takes names or digests of stored vectors. The ops act at --points and --layers, by default
+those of the vectors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _HELP = {
 }
 
 
-class Typed(NamedTuple):
-    """An op as typed: the vectors that it names, and what is made of them."""
+class ParsedOp(NamedTuple):
+    """A parsed op: the names of its vectors, and a function that makes the intervention."""
 
     names: tuple[str, ...]
     make: Callable[..., Intervention]
@@ -45,7 +45,7 @@ class Typed(NamedTuple):
 
 
 def add_ops(parser: argparse.ArgumentParser) -> None:
-    """Give a command the flags of all ops."""
+    """Add the flags of all ops to a command."""
     group = parser.add_argument_group("steering", "Ops act in the order given.")
     for (flag, (metavar, text)), read in zip(_HELP.items(), _READERS, strict=True):
         group.add_argument(
@@ -64,23 +64,23 @@ def add_ops(parser: argparse.ArgumentParser) -> None:
 
 
 def steering(engine: Engine, args: argparse.Namespace) -> list[Intervention]:
-    """What the flags of `add_ops` ask for."""
-    ops: list[Typed] = args.ops
+    """The interventions of the flags of `add_ops`."""
+    ops: list[ParsedOp] = args.ops
     if not ops and (args.points is not None or args.layers is not None):
-        raise CommandError("--points and --layers say where ops act, and no op is given", 2)
-    made = [
+        raise CommandError("--points and --layers are for ops, and no op is given", 2)
+    interventions = [
         op.make(*(stored(engine, name) for name in op.names)).at(
             points=args.points, layers=args.layers
         )
         for op in ops
     ]
-    for intervention in made:
+    for intervention in interventions:
         _check_layers(engine, intervention)
-    return made
+    return interventions
 
 
 def _check_layers(engine: Engine, intervention: Intervention) -> None:
-    """Raise CommandError if one of its vectors has no row for one of its layers."""
+    """Raise CommandError if a vector of the op has no row for one of its layers."""
     if intervention.layers is None or intervention.layers == "all":
         return
     for vector in intervention.vectors:
@@ -98,31 +98,31 @@ def _check_layers(engine: Engine, intervention: Intervention) -> None:
         )
 
 
-def read_steer(text: str) -> Typed:
+def read_steer(text: str) -> ParsedOp:
     """NAME[:SCALE]."""
     name, *rest = _parts(text, 2)
     dose = _number(rest[0], text) if rest else 1.0
-    return Typed((name,), lambda vector: Add(vector, dose))
+    return ParsedOp((name,), lambda vector: Add(vector, dose))
 
 
-def read_norm_add(text: str) -> Typed:
+def read_norm_add(text: str) -> ParsedOp:
     """NAME[:SCALE]."""
     name, *rest = _parts(text, 2)
     dose = _number(rest[0], text) if rest else 1.0
-    return Typed((name,), lambda vector: norm_add(vector, dose))
+    return ParsedOp((name,), lambda vector: norm_add(vector, dose))
 
 
-def read_ablate(text: str) -> Typed:
+def read_ablate(text: str) -> ParsedOp:
     """NAME[,NAME...][:STRENGTH]."""
-    typed, *rest = _parts(text, 2)
-    names = tuple(typed.split(","))
+    listed, *rest = _parts(text, 2)
+    names = tuple(listed.split(","))
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} has a comma without a name beside it")
     strength = _number(rest[0], text) if rest else 1.0
-    return Typed(names, lambda *directions: ablate(*directions, strength=strength))
+    return ParsedOp(names, lambda *directions: ablate(*directions, strength=strength))
 
 
-def read_clamp(text: str) -> Typed:
+def read_clamp(text: str) -> ParsedOp:
     """NAME:BOUNDS[:STRENGTH][,...]."""
     bands = [_parts(band, 3) for band in text.split(",")]
     if any(len(parts) < 2 for parts in bands):
@@ -136,26 +136,28 @@ def read_clamp(text: str) -> Typed:
 
     def make(*directions: Vector) -> Clamp:
         return Clamp(
-            tuple(Band(direction, *how) for direction, how in zip(directions, limits, strict=True))
+            tuple(
+                Band(direction, *limit) for direction, limit in zip(directions, limits, strict=True)
+            )
         )
 
-    return Typed(tuple(parts[0] for parts in bands), make)
+    return ParsedOp(tuple(parts[0] for parts in bands), make)
 
 
-def read_scale(text: str) -> Typed:
+def read_scale(text: str) -> ParsedOp:
     """NAME:FACTOR."""
     name, *rest = _parts(text, 2)
     if not rest:
         raise argparse.ArgumentTypeError(f"{text!r} has no factor: NAME:FACTOR")
     factor = _number(rest[0], text)
-    return Typed((name,), lambda direction: scale(direction, factor))
+    return ParsedOp((name,), lambda direction: scale(direction, factor))
 
 
 _READERS = (read_steer, read_norm_add, read_ablate, read_clamp, read_scale)
 
 
 def _parts(text: str, most: int) -> list[str]:
-    """The parts between colons, of which the first is not empty."""
+    """Splits at colons; the first part must not be empty."""
     parts = text.split(":")
     if not parts[0] or len(parts) > most:
         raise argparse.ArgumentTypeError(f"{text!r} begins with no name or has too many colons")
@@ -170,7 +172,7 @@ def _number(text: str, whole: str) -> float:
 
 
 def _bounds(text: str, whole: str) -> tuple[float | None, float | None]:
-    """MIN..MAX, either of which may be left out, or one number for both."""
+    """Parses MIN..MAX, either of which may be omitted, or one number for both."""
     low, dots, high = text.partition("..")
     if not dots:
         high = low

@@ -1,7 +1,7 @@
-"""Signs of life during long waits, on stderr.
+"""Progress of long waits, on stderr.
 
-A terminal gets one line that counts the seconds and is rewritten. Anything else gets one line per
-phase and one more every 15 seconds, so that logs stay readable.
+On a terminal, one line counts the seconds. In a log, each phase prints one line, and another every
+15 seconds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Self, TextIO
 _FRAMES = "|/-\\"
 _INTERVAL = 0.2
 _LOGGED = 15.0
-"""Seconds between two lines of one phase without a terminal."""
+"""Seconds between two lines of a phase in a log."""
 
 
 class Phase:
-    """A context manager around a wait: ``with Phase("loading the model") as phase``."""
+    """A context manager around a wait: ``with Phase("loading the model") as phase``.
+
+    ``stream`` defaults to stderr.
+    """
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
-        """``stream`` is stderr unless given."""
         self._title = title
         self._stream = stream or sys.stderr
         self._note = ""
@@ -32,11 +34,10 @@ class Phase:
         self._began = time.monotonic()
 
     def note(self, text: str) -> None:
-        """Show ``text`` behind the title from now on."""
+        """Show ``text`` behind the title."""
         self._note = text
 
     def __enter__(self) -> Self:
-        """Begin."""
         terminal = self._stream.isatty()
         if not terminal:
             print(f"{self._title} ...", file=self._stream, flush=True)
@@ -51,7 +52,6 @@ class Phase:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End, leaving the title and how long it took."""
         self._done.set()
         if self._painter is not None:
             self._painter.join()

@@ -1,4 +1,4 @@
-"""The rows of a vector and the layers that they belong to. A row never changes its layer here."""
+"""Checks and selection of a vector's rows by layer. A row never moves to another layer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rheostat._steering.vectors import Vector
 
 
 def check_layers(vector: Vector, model: ModelInfo) -> None:
-    """Raise CommandError if the model lacks its layers, or the rows are not one for each."""
+    """Raise CommandError if the model lacks a layer, or if rows and layers do not match."""
     if vector.layers is None or vector.shape is None:
         return
     layers = _numbers(vector.layers, model.layer_count)
     if layers[-1] >= model.layer_count:
         raise CommandError(
-            f"{model.name} has the layers 0 to {model.layer_count - 1}, and no layer {layers[-1]}",
+            f"{model.name} has the layers 0 to {model.layer_count - 1}, no layer {layers[-1]}",
             2,
         )
     if vector.shape[0] not in (1, len(layers)):
@@ -31,8 +31,8 @@ def check_layers(vector: Vector, model: ModelInfo) -> None:
 def part(vector: Vector, points: tuple[Point, ...] | None, layers: Layers | None) -> Vector:
     """The vector at some of its points and layers, with the rows of those layers.
 
-    One whose points or layers are not known is said to act at these. Raises CommandError for other
-    points and layers than its own.
+    Points and layers that the vector lacks are set to these. Raises CommandError for points or
+    layers that are not among those of the vector.
     """
     if points is not None and vector.points is not None:
         foreign = [point for point in points if point not in vector.points]
@@ -61,7 +61,7 @@ def part(vector: Vector, points: tuple[Point, ...] | None, layers: Layers | None
 
 
 def _numbers(layers: Layers, count: int) -> range | tuple[int, ...]:
-    """The layers by number, if the model has ``count``."""
+    """The numbers of the layers of a model with ``count`` layers."""
     return range(count) if isinstance(layers, str) else layers
 
 

@@ -1,6 +1,6 @@
-"""Stored vectors as typed: by name, by digest, or by the beginning of a digest.
+"""Stored vectors on the command line: by name, by digest, or by the first digits of a digest.
 
-A name goes before a digest that begins as it reads.
+If a text is a name and also the beginning of a digest, the name counts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SHOWN_DIGITS = 12
 
 
 def looks_like_digest(text: str) -> bool:
-    """Whether a digest may begin so."""
+    """Whether ``text`` may be a digest or its first digits."""
     return _DIGITS.fullmatch(text) is not None
 
 
 def stored(engine: Engine, text: str) -> Vector:
-    """The stored vector that is meant, without its numbers.
+    """The stored vector, without its numbers.
 
-    Raises NotFound if there is none, and CommandError if several digests begin so.
+    Raises NotFound if there is none, and CommandError if several digests match.
     """
     if not looks_like_digest(text):
         for info in engine.vectors.list(text):
@@ -49,7 +49,7 @@ def stored(engine: Engine, text: str) -> Vector:
 
 
 def fetched(engine: Engine, text: str) -> Vector:
-    """The stored vector that is meant, with its numbers. Raises as `stored`."""
+    """The stored vector with its numbers. Raises as `stored`."""
     if not looks_like_digest(text):
         return engine.vectors.get(text)
     if len(text) == _ALL_DIGITS:
@@ -65,7 +65,7 @@ def fetched(engine: Engine, text: str) -> Vector:
 
 
 def names(engine: Engine, prefix: str) -> dict[str, str]:
-    """The digests by name, of names that begin so."""
+    """The digests of the names that begin with ``prefix``, by name."""
     return {
         info.vector.name: info.vector.digest
         for info in engine.vectors.list(prefix)
@@ -74,12 +74,12 @@ def names(engine: Engine, prefix: str) -> dict[str, str]:
 
 
 def warn_if_moved(before: dict[str, str], vector: Vector) -> None:
-    """Warn if the name of a vector that has been stored was on another one before."""
+    """Warn if another vector had the name ``before``."""
     digest = before.get(vector.name or "")
     if digest not in (None, vector.digest):
         warn(f"the name {vector.name} moved here from {digest}")
 
 
 def shown(vector: Vector) -> str:
-    """The beginning of the digest, as `stored` reads it."""
+    """The first digits of the digest, which `stored` accepts."""
     return (vector.digest or "")[:_SHOWN_DIGITS]

@@ -1,7 +1,7 @@
 """A tone as a vector: the difference of means between joyful and gloomy prompts, at one layer.
 
-The vector is read at the last prompt token of ``resid_post`` of the middle layer and added there to
-every token. Method: difference of means (Marks and Tegmark, 2023; Rimsky et al., 2024).
+The rows are captured at the last prompt token, at ``resid_post`` of the middle layer. The vector is
+added there to every token. Method: Marks and Tegmark (2023); Rimsky et al. (2024).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GLOOMY = (
     "What terrible news!", "This is the worst day of my life.", "Everything is bad.",
 )  # fmt: skip
 BEGINNINGS = ("My day was", "I feel", "The party was", "My trip was")
-"""What follows a cue, so that its last token says nothing about the tone by itself."""
+"""Texts after a cue, so that the last token itself has no tone."""
 NEUTRAL = ("My day was", "The weather today is", "The concert was")
 """Prompts that are continued at every dose."""
 DOSES = (-0.5, 0.0, 0.5)
@@ -37,16 +37,16 @@ _NEW_TOKENS = 16
 
 
 class Tone(NamedTuple):
-    """The vector and what it does."""
+    """The vector and its effect."""
 
     vector: Vector
     layer: int
     norm: float
     """L2 norm of the vector."""
     stream_norm: float
-    """Mean L2 norm of the rows that it was made of."""
+    """Mean L2 norm of the captured rows."""
     texts: dict[str, list[str]]
-    """Prompt to its continuations, in the order of `DOSES`."""
+    """Continuations by prompt, in the order of `DOSES`."""
     strongest: Generation
     """A generation at the last dose, for its receipt."""
 

@@ -1,9 +1,10 @@
-"""Where a fact sits: a causal trace by steering, one request per (site, position).
+"""A causal trace of a fact by steering, one request per (site, position).
 
-Clean and corrupted prompt differ in the subject alone. Adding clean minus corrupt of one row to the
-corrupted run makes that row the clean one; the grade of the cell is how much of the difference in
-ln p(clean answer) - ln p(corrupt answer) between the two runs this brings back: 0 nothing, 1 all.
-Method: causal tracing (Meng et al., 2022), with interchanged rows (Vig et al., 2020).
+Clean and corrupted prompt differ only in the subject. Each request adds (clean - corrupt) to one
+row of the corrupted run, which makes it the clean row. The score of a run is
+ln p(clean answer) - ln p(corrupt answer). The grade of a cell is the recovered fraction of the
+score difference between the two runs: 0 nothing, 1 all. Method: causal tracing (Meng et al., 2022),
+with interchanged rows (Vig et al., 2020).
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ OTHERS = (
     "Prado Museum", "Pergamon Museum", "Charles Bridge", "Trevi Fountain", "Brandenburg Gate",
     "Golden Pavilion", "Forbidden City", "Blue Mosque", "Red Fort",
 )  # fmt: skip
-"""Subjects to corrupt with: the first of equal length in tokens and another answer is taken."""
+"""Corrupted subjects. The first with as many tokens and another answer is used."""
 _MOST_LOGPROBS = 256
 _STREAM = (Point.RESID_PRE, Point.RESID_MID, Point.RESID_POST)
 
 
 class Pair(NamedTuple):
-    """Two prompts of equal length, with what the model says next, and their runs."""
+    """Two prompts of equal length in tokens, and their runs."""
 
     clean: str
     corrupt: str
     answers: tuple[str, str]
-    """The clean run's next token and the corrupted one's, as text."""
+    """The next token of the clean and of the corrupted run, as text."""
     pieces: tuple[str, ...]
-    """The clean prompt's tokens as text; where the prompts differ, "clean/corrupt"."""
+    """The texts of the clean prompt's tokens; "clean/corrupt" at positions that differ."""
     clean_run: Generation
     corrupt_run: Generation
 
@@ -68,16 +69,16 @@ class Trace(NamedTuple):
     recovered: FloatArray
     """[sites, positions]."""
     bounded: int
-    """Cells whose grade is but a bound: an answer was not among the log-probabilities."""
+    """Number of cells whose grade is a bound, because an answer has no log-probability."""
 
 
 def logprobs_for(model: ModelInfo) -> int:
-    """How many log-probabilities to ask for, so that both answers are among them."""
+    """A number of log-probabilities that probably includes both answers."""
     return min(model.limits.logprobs, model.vocabulary_size, _MOST_LOGPROBS)
 
 
 async def find_pair(engine: aio.Engine, model: ModelInfo) -> Pair:
-    """Run clean and corrupted prompt, capturing the stream wherever the model has it.
+    """Run a clean and a corrupted prompt, and capture the stream at every layer.
 
     Raises CommandError if no subject gives a pair.
     """
@@ -117,7 +118,7 @@ async def find_pair(engine: aio.Engine, model: ModelInfo) -> Pair:
 
 
 def sites_of(pair: Pair, model: ModelInfo) -> tuple[Site, ...]:
-    """The stream from the embedding on: what enters layer 0, then what leaves each layer."""
+    """The stream that enters layer 0, if captured, and the stream that leaves each layer."""
     first = Site(Point.RESID_PRE, 0)
     entry = (first,) if first in pair.clean_run.activations else ()
     return entry + tuple(Site(Point.RESID_POST, layer) for layer in range(model.layer_count))
@@ -168,7 +169,7 @@ def _swap(pair: Pair, site: Site, position: int) -> Add:
 
 
 def _score(out: Generation, pair: Pair) -> tuple[float, bool]:
-    """Difference of ln p of clean and corrupt answer, and whether one of them is but a bound."""
+    """ln p(clean answer) - ln p(corrupt answer), and whether one of them is a bound."""
     at = out.logprobs[0]
     least = min(token.logprob for token in (at.token, *at.alternatives))
     clean, corrupt = (at.of(answer) for answer in pair.answer_ids)

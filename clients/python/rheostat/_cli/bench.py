@@ -1,4 +1,4 @@
-"""``rheostat bench``: run a benchmark, if the package of benchmarks is installed."""
+"""``rheostat bench``: run a benchmark, if the package ``rheostat_bench`` is installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add(commands: Subparsers) -> None:
         "arguments",
         nargs=argparse.REMAINDER,
         metavar="ARGUMENT",
-        help="what the benchmark takes; NAME --help shows it",
+        help="arguments of the benchmark; NAME --help shows them",
     )
     parser.set_defaults(run=run)
 

@@ -24,7 +24,7 @@ def add(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "demo",
         help="show steering, capture and a causal trace",
-        description="Turn the tone of texts, show captured rows, and draw where a fact sits.",
+        description="Steer the tone of texts, show captured rows, and draw a causal trace.",
         example="rheostat demo --out demo.png",
     )
     parser.add_argument(
@@ -33,7 +33,7 @@ def add(commands: Subparsers) -> None:
         help="server to use (default: start one with the bundled model, and stop it afterwards)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("demo.png"), help="the picture (default: demo.png)"
+        "--out", type=Path, default=Path("demo.png"), help="file of the heatmap (default: demo.png)"
     )
     parser.set_defaults(run=run)
 
@@ -95,7 +95,6 @@ async def _show(target: str, out: Path) -> None:
 
 
 def _columns(tone: _tone.Tone) -> str:
-    """Continuations side by side, one column per dose."""
     width = min(max(shutil.get_terminal_size().columns, _LEAST_WIDTH), _MOST_WIDTH)
     column = width // len(_tone.DOSES) - 2
     titles = [f"{dose:+g} x joy" if dose else "baseline" for dose in _tone.DOSES]

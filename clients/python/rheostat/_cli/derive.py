@@ -1,4 +1,4 @@
-"""``rheostat vectors derive``: a vector that tells two files of prompts apart."""
+"""``rheostat vectors derive``: vectors that separate two files of prompts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def add(actions: Subparsers) -> None:
     """Register the action below ``rheostat vectors``."""
     derive = actions.add_parser(
         "derive",
-        help="make vectors that tell two sets of prompts apart",
-        description="Contrast the last tokens of two sets of prompts, and show how well the "
-        "vector of each layer separates them.",
+        help="make vectors that separate two sets of prompts",
+        description="Derive vectors from the last tokens of two sets of prompts, and show how well "
+        "the row of each layer separates them.",
         example="""\
 rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_post --layers all
 rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_post --layers 3 \\
@@ -42,7 +42,7 @@ rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_po
         "--method",
         choices=METHODS,
         default="difference_of_means",
-        help="how the sets are contrasted (default: %(default)s)",
+        help="method that derives the direction (default: %(default)s)",
     )
     derive.add_argument("--lora", metavar="NAME", help="a loaded adapter to run the prompts under")
     derive.add_argument(
@@ -54,7 +54,7 @@ rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_po
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the figures of every row, then one line per vector."""
+    """Print the statistics of every row, then one line per vector."""
     positive, negative = _prompts(args.positive), _prompts(args.negative)
     with connected(args) as engine:
         before = names(engine, args.name) if args.name else {}
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
             )
     print(derivation)
     if any(row.separation is None for row in derivation.rows):
-        print("-: not defined; it takes two prompts or more in each set, and sets that differ")
+        print("-: not defined; it needs two prompts or more in each set, and sets that differ")
     for vector in derivation.vectors:
         print(f"{vector.digest}  {vector.name or '-'}")
         warn_if_moved(before, vector)
-    # The client itself warns of a vector that is zero altogether.
+    # The client itself warns if a whole vector is zero.
     differing = {row.site.point for row in derivation.rows if row.norm}
     rows = [row.site for row in derivation.rows if not row.norm and row.site.point in differing]
     if rows:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(path: Path) -> list[str]:
-    """The lines of a file that hold something."""
+    """The lines of a file that are not blank."""
     try:
         prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

@@ -17,8 +17,8 @@ def add(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a prompt, steered or not",
-        description="Continue a prompt, steered or not. The text comes on stdout as it is "
-        "generated. What was done by steering comes on stderr: the receipt.",
+        description="Continue a prompt, steered or not. Prints the text on stdout while it is "
+        "generated, and the receipt of the steering on stderr.",
         example="""\
 rheostat generate "My day was" --max-tokens 16 --temperature 0
 rheostat generate "My day was" --max-tokens 16 --temperature 0 --steer joy:0.5 --baseline""",
@@ -29,13 +29,13 @@ rheostat generate "My day was" --max-tokens 16 --temperature 0 --steer joy:0.5 -
         "--max-tokens",
         type=int,
         default=_MAX_TOKENS,
-        help=f"most tokens to generate (default: {_MAX_TOKENS})",
+        help=f"maximum number of generated tokens (default: {_MAX_TOKENS})",
     )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the server's, 1)")
     parser.add_argument(
         "--top-p",
         type=float,
-        help="sample from the most likely tokens, up to this probability together",
+        help="sample from the most likely tokens whose probabilities sum up to this",
     )
     parser.add_argument("--seed", type=int, help="seed that makes sampling repeatable")
     parser.add_argument("--lora", metavar="NAME", help="a loaded adapter to run under")
@@ -57,7 +57,7 @@ rheostat generate "My day was" --max-tokens 16 --temperature 0 --steer joy:0.5 -
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the continuation as it comes, then the baseline's, then what was done."""
+    """Print the continuation while it is generated, then the baseline and the receipt."""
     if args.baseline and args.seed is None and args.temperature != 0:
         warn("without --seed or --temperature 0 the text and its baseline sample differently")
     prompt = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt

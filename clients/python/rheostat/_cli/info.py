@@ -1,4 +1,4 @@
-"""``rheostat info``: what a server runs and how it fares."""
+"""``rheostat info``: the model and the counters of a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rheostat runs``: captures that the server has stored, for patches to draw from."""
+"""``rheostat runs``: captured rows that the server stores in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add(commands: Subparsers) -> None:
 
     listing = actions.add_parser(
         "list",
-        help="show what is stored, oldest first",
+        help="show the stored runs, oldest first",
         description="Show the stored runs, oldest first.",
         example="rheostat runs list --json",
     )
@@ -56,9 +56,9 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_delete(args: argparse.Namespace) -> int:
-    """Print how many bytes became free."""
+    """Print the number of freed bytes."""
     with connected(args) as engine:
-        print(f"{args.id} is deleted: {engine.delete_run(args.id)} bytes are free")
+        print(f"deleted {args.id}; freed {engine.delete_run(args.id)} bytes")
     return 0
 
 

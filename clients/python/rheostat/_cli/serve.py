@@ -1,4 +1,4 @@
-"""``rheostat serve``: run a server. The only module that needs more than the client."""
+"""``rheostat serve``: run a server. The only module of the client that imports the server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def add(commands: Subparsers) -> None:
 rheostat serve demo
 rheostat serve Qwen/Qwen3-8B --port 50052 --vector-dir vectors
 
-Exit codes: 0 ended as told, 2 a setting is wrong, 3 the port cannot be listened on,
+Exit codes: 0 stopped by a signal, 2 a setting is wrong, 3 the port is not available,
 4 the model or an adapter cannot be read, 5 vLLM did not start, 6 --vector-dir cannot be
-used, 7 --sink, 8 --spool, 9 the engine was lost while the server served, 10 a front end did
+used, 7 --sink, 8 --spool, 9 the engine died while the server ran, 10 a front end did
 not start""",
     )
     parser.add_argument(
@@ -32,7 +32,7 @@ not start""",
     )
     parser.set_defaults(run=run)
     settings = _settings()
-    if not settings:  # `run` says what is missing, whatever flags are given
+    if not settings:  # accepts any flags, so that `run` reports the missing server
         parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     group: Any = parser
     for setting in settings:
@@ -62,7 +62,7 @@ def _add_flag(group: Any, setting: Field[Any], flag: Any) -> None:
 
 
 def _type_of(setting: Field[Any]) -> Callable[[str], object]:
-    """What makes a field's value of the words of its flag."""
+    """The function that parses the value of a field's flag."""
     special = {"port": _port, "loras": _lora}.get(setting.name)
     kinds = (setting.type, *get_args(setting.type))
     return special or (int if int in kinds else float if float in kinds else str)

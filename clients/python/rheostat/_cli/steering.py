@@ -1,4 +1,4 @@
-"""``rheostat global``: the server-wide steering, under which every request runs."""
+"""``rheostat global``: the server-wide steering, which acts on every request."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ def add(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "global",
         help="set, get and clear the server-wide steering",
-        description="Set, get and clear the server-wide steering, under which every request runs.",
+        description="Set, get and clear the server-wide steering, which acts on every request.",
         example="rheostat global set --scale joy:0\nrheostat global get\nrheostat global clear",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
 
     setting = actions.add_parser(
         "set",
-        help="replace it by these ops, for requests that start from now on",
-        description="Replace the server-wide steering by these ops, for requests from now on.",
+        help="replace it by these ops, for requests admitted from now on",
+        description="Replace the server-wide steering by these ops, for requests admitted from now "
+        "on.",
         example="rheostat global set --scale joy:0 --expected-version 3",
     )
     add_ops(setting)
@@ -30,7 +31,7 @@ def add(commands: Subparsers) -> None:
 
     getting = actions.add_parser(
         "get",
-        help="show it and its version",
+        help="show it with its version",
         description="Show the server-wide steering and its version.",
         example="rheostat global get --json",
     )
@@ -39,8 +40,8 @@ def add(commands: Subparsers) -> None:
 
     clearing = actions.add_parser(
         "clear",
-        help="replace it by none",
-        description="Replace the server-wide steering by none.",
+        help="remove it",
+        description="Remove the server-wide steering.",
         example="rheostat global clear",
     )
     clearing.set_defaults(run=run_clear)
@@ -57,9 +58,9 @@ def add(commands: Subparsers) -> None:
 
 
 def run_set(args: argparse.Namespace) -> int:
-    """Print the version that holds."""
+    """Print the new version."""
     if not args.ops:
-        raise CommandError("no op is given; to have none, use: rheostat global clear", 2)
+        raise CommandError("no op is given; to remove all, use: rheostat global clear", 2)
     with connected(args) as engine:
         version = engine.steering.set_global(steering(engine, args), args.expected_version)
     print(f"version {version}")
@@ -79,7 +80,7 @@ def run_get(args: argparse.Namespace) -> int:
 
 
 def run_clear(args: argparse.Namespace) -> int:
-    """Print the version that holds."""
+    """Print the new version."""
     with connected(args) as engine:
         print(f"version {engine.steering.set_global(None, args.expected_version)}")
     return 0

@@ -1,4 +1,4 @@
-"""``rheostat subscribe``: rows of requests that others run, a line per event."""
+"""``rheostat subscribe``: captured rows of other clients' requests, one line per event."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "subscribe",
         help="print captured rows of other clients' requests, live",
-        description="Print captured rows of other clients' requests while they run: a line per "
+        description="Print captured rows of other clients' requests while they run: one line per "
         "event, with the mean norm of the rows.",
         example="""\
 rheostat subscribe --every --points resid_post --layers 3 --limit 10 --out rows.npz
@@ -65,13 +65,13 @@ rheostat subscribe --label team=red --points resid_post --where -1""",
     parser.add_argument(
         "--overload",
         choices=get_args(Overload),
-        help="what happens if rows come faster than they are printed (default: fail)",
+        help="what happens if rows arrive faster than they are printed (default: fail)",
     )
     parser.add_argument(
         "--limit", type=_count, metavar="N", help="end after N requests (default: never)"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.npz", help="also keep the rows, as float32"
+        "--out", type=Path, metavar="FILE.npz", help="also save the rows, as float32"
     )
     add_force(parser)
     add_target(parser)
@@ -101,7 +101,11 @@ def run(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         for sample in subscription.attached:
-            first = "its next step" if sample.first_position is None else sample.first_position
+            first = (
+                "its next step"
+                if sample.first_position is None
+                else f"position {sample.first_position}"
+            )
             print(
                 f"{sample.request_id} began before the subscription and is shown from {first} on",
                 file=sys.stderr,
@@ -153,7 +157,7 @@ def _shown(positions: npt.NDArray[np.int64]) -> str:
 
 
 def _keep(event: CapturedRows, columns: _Columns) -> None:
-    """Add rows to their table, REQUEST/POINT.LAYER, whose columns are those of sinks."""
+    """Append rows to table REQUEST/POINT.LAYER, which has the columns of a sink's tables."""
     count = len(event.positions)
     for rows in event.rows:
         table = f"{event.request_id}/{rows.point}.{rows.layer}"
@@ -180,5 +184,5 @@ def _where(text: str) -> Selector | str:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of requests")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests")
     return int(text)

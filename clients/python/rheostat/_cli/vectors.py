@@ -1,4 +1,4 @@
-"""``rheostat vectors``: what is stored, and files in and out."""
+"""``rheostat vectors``: list stored vectors, and transfer them from and to files."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ rheostat vectors put joy.npy --points resid_post --layers 3""",
 
     listing = actions.add_parser(
         "list",
-        help="show what is stored",
-        description="Show the stored vectors: by name, then those without one.",
+        help="show the stored vectors",
+        description="Show the stored vectors by name, then those without a name.",
         example="rheostat vectors list --prefix demo/",
     )
     add_json(listing)
@@ -57,12 +57,12 @@ rheostat vectors put joy.npy --points resid_post --layers 3""",
     put = actions.add_parser(
         "put",
         help="store the array of a .npy file, [width] or [rows, width]",
-        description="Store the array of a .npy file: one row, or one for each of the layers.",
+        description="Store the array of a .npy file: one row, or one row per layer.",
         example="rheostat vectors put joy.npy --name joy --points resid_post --layers 3",
     )
     put.add_argument("file", metavar="FILE.npy", type=Path)
     put.add_argument("--name", help="default: the file's name without .npy")
-    put.add_argument("--points", type=points, help="where it is meant to act, e.g. resid_post")
+    put.add_argument("--points", type=points, help="where it acts by default, e.g. resid_post")
     put.add_argument("--layers", type=layers, help='e.g. 3, 2-5, "all"')
     put.add_argument("--description", default="")
     put.set_defaults(run=run_put)
@@ -73,13 +73,13 @@ rheostat vectors put joy.npy --points resid_post --layers 3""",
         description="Save a vector to a .npy file, as float32.",
         example="rheostat vectors get joy joy.npy",
     )
-    get.add_argument("name", metavar="NAME|DIGEST", help="8 digits of a digest or more")
+    get.add_argument("name", metavar="NAME|DIGEST", help="a digest needs 8 digits or more")
     get.add_argument(
         "file", type=Path, nargs="?", metavar="FILE.npy", help="default: NAME.npy, here"
     )
     get.set_defaults(run=run_get)
 
-    take = actions.add_parser(
+    importing = actions.add_parser(
         "import",
         help="store the vector of a .safetensors, .npz or .gguf file, or of an SAE",
         description="Store the vector of a .safetensors, .npz or .gguf file, or a row of an SAE's "
@@ -88,30 +88,34 @@ rheostat vectors put joy.npy --points resid_post --layers 3""",
 rheostat vectors import joy.gguf --name joy
 rheostat vectors import gpt2-res-jb/blocks.8.hook_resid_pre --feature 1234 --name cats""",
     )
-    take.add_argument("file", metavar="FILE", type=Path, help="or the folder of an SAE")
-    take.add_argument("--name", help="default: the file's own, else the file's name")
-    take.add_argument("--feature", type=int, metavar="N", help="row of an SAE's decoder")
-    take.add_argument("--description", help="default: the file's own")
-    take.set_defaults(run=run_import)
+    importing.add_argument("file", metavar="FILE", type=Path, help="or the folder of an SAE")
+    importing.add_argument("--name", help="default: the file's own, else the file's name")
+    importing.add_argument("--feature", type=int, metavar="N", help="row of an SAE's decoder")
+    importing.add_argument("--description", help="default: the file's own")
+    importing.set_defaults(run=run_import)
 
-    give = actions.add_parser(
+    exporting = actions.add_parser(
         "export",
         help="save a vector to a .safetensors, .npz or .gguf file",
-        description="Save a vector to a .safetensors, .npz or .gguf file, with what is known of "
-        "it.",
+        description="Save a vector to a .safetensors, .npz or .gguf file, with its name, "
+        "description, points and layers.",
         example="rheostat vectors export joy joy.safetensors",
     )
-    give.add_argument("name", metavar="NAME|DIGEST", help="8 digits of a digest or more")
-    give.add_argument("file", metavar="FILE", type=Path)
-    give.set_defaults(run=run_export)
+    exporting.add_argument("name", metavar="NAME|DIGEST", help="a digest needs 8 digits or more")
+    exporting.add_argument("file", metavar="FILE", type=Path)
+    exporting.set_defaults(run=run_export)
 
-    take.add_argument("--points", type=points, help="where it is meant to act (default: its own)")
-    take.add_argument("--layers", type=layers, help="default: the vector's own")
-    give.add_argument("--points", type=points, help="some of its points (default: all)")
-    give.add_argument("--layers", type=layers, help="the rows of some of its layers (default: all)")
-    for action, formats in ((take, FORMATS), (give, _WRITTEN)):
-        action.add_argument("--format", choices=formats, help="default: as the file's name ends")
-    for action in (get, give):
+    importing.add_argument(
+        "--points", type=points, help="where it acts by default (default: its own)"
+    )
+    importing.add_argument("--layers", type=layers, help="default: the vector's own")
+    exporting.add_argument("--points", type=points, help="some of its points (default: all)")
+    exporting.add_argument(
+        "--layers", type=layers, help="the rows of some of its layers (default: all)"
+    )
+    for action, formats in ((importing, FORMATS), (exporting, _WRITTEN)):
+        action.add_argument("--format", choices=formats, help="default: that of the file's suffix")
+    for action in (get, exporting):
         add_force(action)
 
     naming = actions.add_parser(
@@ -134,7 +138,7 @@ rheostat vectors name joy joy/v2 --expect joy/v1""",
     delete = actions.add_parser(
         "delete",
         help="delete a name",
-        description="Delete a name. Requests that run keep the vector that they started with.",
+        description="Delete a name. Running requests keep the vector that they started with.",
         example="rheostat vectors delete joy",
     )
     delete.add_argument("name", metavar="NAME")
@@ -142,7 +146,7 @@ rheostat vectors name joy joy/v2 --expect joy/v1""",
 
     derive.add(actions)
 
-    for action in (listing, put, get, take, give, naming, delete):
+    for action in (listing, put, get, importing, exporting, naming, delete):
         add_target(action)
 
 
@@ -170,7 +174,7 @@ def run_get(args: argparse.Namespace) -> int:
     with connected(args) as engine, Phase(f"fetching {args.name}"):
         vector = fetched(engine, args.name)
     try:
-        with path.open("wb") as file:  # np.save itself would write joy.npy where it is told joy
+        with path.open("wb") as file:  # given a path, np.save would append .npy to it
             np.save(file, vector.values)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error}") from error
@@ -197,7 +201,7 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Save a vector, or its rows of some layers, with what is known of it."""
+    """Save a vector, or its rows of some layers."""
     may_write(args.file, args.force)
     with connected(args) as engine, Phase(f"fetching {args.name}"):
         vector = part(fetched(engine, args.name), *defaults(args.points, args.layers))
@@ -207,12 +211,11 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def _array(path: Path) -> npt.NDArray[np.generic]:
-    """The array of a .npy file."""
     try:
         array = np.load(path, allow_pickle=False)
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror or error}", 2) from error
-    except (ValueError, EOFError) as error:  # numpy takes what it does not know for a pickle
+    except (ValueError, EOFError) as error:  # numpy's own message speaks of pickles
         raise CommandError(
             f"cannot read {path}: it is not a .npy file{_remedy(path)}", 2
         ) from error
@@ -227,7 +230,7 @@ def _remedy(path: Path) -> str:
 
 
 def _put(args: argparse.Namespace, vector: Vector) -> int:
-    """Store a vector, once the model has the layers that it is meant for."""
+    """Store a vector, after a check that the model has its layers."""
     name: str = args.name or vector.label
     with connected(args) as engine:
         check_layers(vector, engine.model())
@@ -245,7 +248,7 @@ def _put(args: argparse.Namespace, vector: Vector) -> int:
 
 
 def run_name(args: argparse.Namespace) -> int:
-    """Put a name on a stored vector."""
+    """Name a stored vector."""
     with connected(args) as engine:
         vector = stored(engine, args.vector)
         expected = "" if args.new else None
@@ -259,7 +262,7 @@ def run_name(args: argparse.Namespace) -> int:
 
 
 def run_delete(args: argparse.Namespace) -> int:
-    """Take a name off its vector."""
+    """Delete a name."""
     with connected(args) as engine:
         print(f"deleted the name {args.name} of {engine.vectors.delete(args.name)}")
     return 0
@@ -284,7 +287,7 @@ def _cells(info: VectorInfo) -> tuple[str, ...]:
 
 
 def _fields(info: VectorInfo) -> dict[str, object]:
-    """A vector's fields, named as in Python. Layers are numbers, or "all"."""
+    """The fields of a vector for JSON; layers are numbers, or "all"."""
     vector = info.vector
     return {
         "digest": vector.digest,

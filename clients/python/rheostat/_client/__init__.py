@@ -1,1 +1,1 @@
-"""Requests, sessions and calls, and the synchronous engine. `rheostat.aio` has its twin."""
+"""Requests, sessions and calls, and the synchronous engine, generated from `rheostat.aio`."""

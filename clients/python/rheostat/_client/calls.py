@@ -1,4 +1,4 @@
-"""Every call but those about vectors as a value; see `rheostat._connection.calls`."""
+"""All calls except those that transfer vectors, as values of `rheostat._connection.calls`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from rheostat._client import requests
 from rheostat._client.requests import GenerateOptions
 from rheostat._client.sessions import SessionAccumulator, SessionCall, SessionEvent
 from rheostat._connection.calls import PAGE, DownloadCall, PagedCall, UnaryCall, every_page
-from rheostat._fields import (
-    UINT64,
-    builds_message,
-    utf8_text,
-    whole_number,
-)
+from rheostat._fields import UINT64, builds_message, utf8_text, whole_number
 from rheostat._prompts import Prompt
 from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.explanations import (
@@ -44,7 +39,6 @@ from rheostat_wire.v1 import (
 def generate(
     prompt: Prompt, **options: Unpack[GenerateOptions]
 ) -> DownloadCall[generation_service_pb2.GenerateResponse, Event, Generation]:
-    """Run a request."""
     request = requests.generate_request(prompt, **options)
     return DownloadCall(
         "/rheostat.v1.GenerationService/Generate",
@@ -57,7 +51,6 @@ def generate(
 def session(
     prompt: Prompt, **options: Unpack[GenerateOptions]
 ) -> SessionCall[generation_service_pb2.SessionResponse, SessionEvent, Generation]:
-    """Run a request that can be changed."""
     request = requests.generate_request(prompt, **options)
     return SessionCall(
         "/rheostat.v1.GenerationService/Session",
@@ -70,7 +63,6 @@ def session(
 def explain(
     prompt: Prompt, **options: Unpack[GenerateOptions]
 ) -> UnaryCall[generation_service_pb2.ExplainResponse, Explanation]:
-    """Ask what a request would do."""
     return UnaryCall(
         "/rheostat.v1.GenerationService/Explain",
         generation_service_pb2.ExplainRequest(request=requests.generate_request(prompt, **options)),
@@ -80,7 +72,6 @@ def explain(
 
 
 def tokenize(prompt: Prompt) -> UnaryCall[generation_service_pb2.TokenizeResponse, Tokenized]:
-    """Tokenise, or decode token ids."""
     return UnaryCall(
         "/rheostat.v1.GenerationService/Tokenize",
         requests.tokenize_request(prompt),
@@ -90,7 +81,6 @@ def tokenize(prompt: Prompt) -> UnaryCall[generation_service_pb2.TokenizeRespons
 
 
 def model() -> UnaryCall[engine_service_pb2.GetModelResponse, ModelInfo]:
-    """The model and what can be done with it."""
     return UnaryCall(
         "/rheostat.v1.EngineService/GetModel",
         engine_service_pb2.GetModelRequest(),
@@ -100,7 +90,6 @@ def model() -> UnaryCall[engine_service_pb2.GetModelResponse, ModelInfo]:
 
 
 def stats() -> UnaryCall[engine_service_pb2.GetStatsResponse, Stats]:
-    """Counters and gauges."""
     return UnaryCall(
         "/rheostat.v1.EngineService/GetStats",
         engine_service_pb2.GetStatsRequest(),
@@ -110,7 +99,6 @@ def stats() -> UnaryCall[engine_service_pb2.GetStatsResponse, Stats]:
 
 
 def sinks() -> PagedCall[capture_service_pb2.ListSinksResponse, list[SinkInfo]]:
-    """The server's sinks, page by page."""
     pages = yield from every_page(
         "/rheostat.v1.CaptureService/ListSinks",
         lambda token: capture_service_pb2.ListSinksRequest(page_size=PAGE, page_token=token),
@@ -122,7 +110,6 @@ def sinks() -> PagedCall[capture_service_pb2.ListSinksResponse, list[SinkInfo]]:
 def artifacts(
     request_id: str, sink_name: str
 ) -> PagedCall[capture_service_pb2.GetArtifactsResponse, list[Artifact]]:
-    """What sinks wrote for a request, page by page."""
     utf8_text(request_id, "request_id", "a request's id")
     utf8_text(sink_name, "sink_name", "a sink's name")
     pages = yield from every_page(
@@ -136,7 +123,7 @@ def artifacts(
 
 
 def health() -> UnaryCall[health_pb2.HealthCheckResponse, str]:
-    """Whether the server admits requests: "SERVING" or the name of another status."""
+    """The health of the server: "SERVING", or the name of another status."""
     return UnaryCall(
         "/grpc.health.v1.Health/Check",
         health_pb2.HealthCheckRequest(),
@@ -149,7 +136,7 @@ def health() -> UnaryCall[health_pb2.HealthCheckResponse, str]:
 def set_global(
     steering: SteeringLike, expected_version: int | None
 ) -> UnaryCall[steering_service_pb2.SetGlobalResponse, int]:
-    """Replace the server-wide steering; gives its version."""
+    """Its result is the new version."""
     if expected_version is not None:
         whole_number(expected_version, "expected_version", "a version", most=UINT64)
     return UnaryCall(
@@ -166,7 +153,6 @@ def set_global(
 
 
 def get_global() -> UnaryCall[steering_service_pb2.GetGlobalResponse, GlobalSteering]:
-    """The server-wide steering."""
     return UnaryCall(
         "/rheostat.v1.SteeringService/GetGlobal",
         steering_service_pb2.GetGlobalRequest(),
@@ -176,7 +162,6 @@ def get_global() -> UnaryCall[steering_service_pb2.GetGlobalResponse, GlobalStee
 
 
 def list_runs() -> PagedCall[run_service_pb2.ListRunsResponse, list[RunInfo]]:
-    """Every run, page by page."""
     pages = yield from every_page(
         "/rheostat.v1.RunService/ListRuns",
         lambda token: run_service_pb2.ListRunsRequest(page_size=PAGE, page_token=token),
@@ -186,7 +171,7 @@ def list_runs() -> PagedCall[run_service_pb2.ListRunsResponse, list[RunInfo]]:
 
 
 def delete_run(run_id: str) -> UnaryCall[run_service_pb2.DeleteRunResponse, int]:
-    """Delete a run; gives the bytes that became free."""
+    """Its result is the number of freed bytes."""
     return UnaryCall(
         "/rheostat.v1.RunService/DeleteRun",
         run_service_pb2.DeleteRunRequest(run_id=valid_run_id(run_id)),
@@ -198,7 +183,6 @@ def delete_run(run_id: str) -> UnaryCall[run_service_pb2.DeleteRunResponse, int]
 def renew_lease(
     run_id: str, seconds: float
 ) -> UnaryCall[run_service_pb2.RenewLeaseResponse, RunInfo]:
-    """Extend a run's lease."""
     lease = lease_duration(seconds, "lease")
     return UnaryCall(
         "/rheostat.v1.RunService/RenewLease",

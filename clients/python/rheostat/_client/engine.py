@@ -46,28 +46,25 @@ _NAME = "Engine"
 
 
 class Reader(Generic[Answer, Step, Result]):
-    """A response stream while it is read: events as they come, then the whole."""
+    """Reads a response stream: events as they arrive, then one result made of all of them."""
 
     def __init__(
         self, responses: Responses[Answer], accumulator: Accumulator[Answer, Step, Result]
     ) -> None:
-        """Made by `Engine`, of a call that has been started."""
         self._responses = responses
         self._accumulator = accumulator
         self._events: deque[Step] = deque()
 
     def __iter__(self) -> Self:
-        """The events that have not been read yet."""
         return self
 
     def __next__(self) -> Step:
-        """The next event; waits for it."""
         while not self._events:
             self._events.extend(self._accumulator.add(next(self._responses)))
         return self._events.popleft()
 
     def result(self) -> Result:
-        """Read to the end and give the whole, events already read included."""
+        """Read to the end, and return the result. It includes events that were read before."""
         for _ in self:
             pass
         return self._accumulator.result()
@@ -77,28 +74,25 @@ class Reader(Generic[Answer, Step, Result]):
         self._responses.cancel()
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Cancel the call if it has not ended."""
         self.cancel()
 
     def __repr__(self) -> str:
-        """Kind and target."""
         return f"{type(self).__name__}({self._responses.target!r})"
 
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
-    """A generation while it runs: an iterator of events; ``result()`` gives the `Generation`."""
+    """A running generation: an iterator of events; ``result()`` returns the `Generation`."""
 
 
 class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Generation]):
     """A `Stream` whose steering can be replaced while it runs, also by other threads.
 
-    One event, `UpdateApplied` or `UpdateRefused`, answers each call of `steer`, before the
-    `Receipt`. In `rheostat.aio`, `steer`, `stop` and `cancel` are not awaited, and a session is
-    opened while its event loop runs.
+    Each call of `steer` gets one event, `UpdateApplied` or `UpdateRefused`, before the `Receipt`.
+    In `rheostat.aio`, `steer`, `stop` and `cancel` are not awaited, and the event loop must run
+    when a session is opened.
     """
 
     def __init__(
@@ -114,7 +108,6 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
         super().__init__(responses, call.accumulator(self._updates))
 
     def __next__(self) -> SessionEvent:
-        """The next event; waits for it."""
         try:
             return super().__next__()
         except RheostatError:
@@ -122,11 +115,11 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
             raise
 
     def steer(self, steering: SteeringLike) -> int:
-        """Replace the request's own steering, and return the update's id at once.
+        """Replace the request's own steering, and return the update's id without waiting.
 
         The update acts from the server's next step on, never before the first generated token.
-        ``None`` or ``[]`` leaves only the server-wide steering. An event answers the update. Raises
-        InvalidRequest for errors that the client can see, and Refused if the request has ended.
+        ``None`` or ``[]`` leaves only the server-wide steering. An event reports the outcome.
+        Raises InvalidRequest if the client finds an error, Refused if the request has ended.
         """
         return self._updates.steer(steering)
 
@@ -147,7 +140,6 @@ class Vectors:
     """The server's store of vectors."""
 
     def __init__(self, connection: Connection) -> None:
-        """Made by `Engine`."""
         self._connection = connection
 
     def put(
@@ -162,21 +154,20 @@ class Vectors:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> Vector:
-        """Store a vector and return its handle. Equal numbers are stored once.
+        """Store a vector and return its handle. Equal content is stored once.
 
         ``array`` is [width], one row for every layer, or [layers, width], one row per layer: a
         numpy array, a torch tensor or anything with ``__array__``. float32, float16 and bfloat16
         are kept, other numbers are rounded to float32. ``dtype`` converts; ``dtype="bfloat16"``
         reads uint16 as bits.
 
-        The handle acts at ``points`` and ``layers`` by default. With ``name`` and both given, the
-        server keeps them for other clients. If another vector has the name, the name moves to this
-        one. A vector without a name may be evicted when no request uses it. A `Vector` that holds
-        its numbers, for instance from `load_vector`, supplies the name, description, points and
-        layers that are not given.
+        The handle acts at ``points`` and ``layers`` by default. If ``name`` and both are given, the
+        server stores them for other clients. If another vector has the name, the name moves to this
+        vector. A vector without a name may be evicted while no request uses it. A `Vector` that
+        holds its numbers, for instance from `load_vector`, supplies omitted arguments.
 
-        Raises InvalidRequest for a dose, for another rank, for elements that are not finite, for
-        several rows that are not one for each of ``layers``, and for layers that the model lacks.
+        Raises InvalidRequest for a dose, for another rank, for elements that are not finite, if
+        the number of rows is neither 1 nor that of ``layers``, and for layers that the model lacks.
         ``progress`` is called on a thread of gRPC, in `rheostat.aio` on the event loop. Its
         exceptions end the upload and are raised unchanged.
         """
@@ -214,7 +205,7 @@ class Vectors:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> Derivation:
-        """Make and store vectors that separate two sets of prompts, and say how well they do.
+        """Derive and store vectors that separate two sets of prompts, and measure how well.
 
         The server runs every prompt and captures it at the points and layers, on the tokens
         ``where`` (default: the last prompt token), averaged per prompt. A vector has one row per
@@ -231,10 +222,9 @@ class Vectors:
         To steer at the best layer alone, take its row:
         ``derived.vector.select(layers=derived.best.site.layer)``.
 
-        ``progress`` is called with the number of prompts that have run and the number of all
-        prompts; its exceptions end the call and are raised unchanged. ``timeout`` is in seconds;
-        None waits without limit. If a prompt cannot run, InvalidRequest names it
-        (``positive[3].text``).
+        ``progress`` is called with the number of prompts that have run, and of all prompts. Its
+        exceptions end the call and are raised unchanged. ``timeout`` is in seconds; None waits
+        without limit. If a prompt cannot run, InvalidRequest names it (``positive[3].text``).
         """
         call = vector_calls.derive_vectors(
             positive,
@@ -267,10 +257,10 @@ class Vectors:
         ``vector`` and ``expected`` are handles or digests. If another vector has the name, the name
         moves, and no numbers are sent. Running requests keep the vector that they started with.
 
-        ``expected`` is the vector that should have the name now, "" for none. If that is not so,
-        Refused is raised with REASON_NAME_CONFLICT. ``points``, ``layers`` and ``description`` are
-        stored with the name; those that are neither given nor part of the handle stay unchanged.
-        Raises NotFound if ``vector`` is not stored, and InvalidRequest for layers that the model
+        ``expected`` is the vector that should have the name now, "" for none. If another vector has
+        it, Refused is raised with REASON_NAME_CONFLICT. ``points``, ``layers`` and ``description``
+        are stored with the name. If neither the call nor the handle has a value, the stored value
+        stays. Raises NotFound if ``vector`` is not stored, InvalidRequest for layers that the model
         lacks.
         """
         call = vector_calls.set_name(
@@ -284,7 +274,7 @@ class Vectors:
         return self._connection.unary(call)
 
     def list(self, prefix: str = "") -> list[VectorInfo]:
-        """Stored vectors whose name begins with ``prefix``, by name; "" lists unnamed ones too."""
+        """Stored vectors whose name begins with ``prefix``, by name; "" adds unnamed vectors."""
         return self._connection.paged(vector_calls.list_vectors(prefix))
 
     def delete(self, name: str) -> str:
@@ -292,32 +282,29 @@ class Vectors:
         return self._connection.unary(vector_calls.delete_name(name))
 
     def __repr__(self) -> str:
-        """The target."""
         return f"Vectors({self._connection.target!r})"
 
 
 class Steering:
-    """The server-wide steering, which acts on every request. To set it takes role steer_global."""
+    """The server-wide steering, which acts on every request. Setting it needs role steer_global."""
 
     def __init__(self, connection: Connection) -> None:
-        """Made by `Engine`."""
         self._connection = connection
 
     def set_global(self, steering: SteeringLike, expected_version: int | None = None) -> int:
-        """Replace it as a whole, for requests admitted from now on, and return its new version.
+        """Replace all of it for requests admitted from now on, and return its new version.
 
-        ``None`` or ``[]`` clears it. If ``expected_version`` is given and another version is in
-        force, Refused is raised with reason "REASON_VERSION_CONFLICT"; ``metadata["version"]`` is
-        the version in force.
+        ``None`` or ``[]`` clears it. If another version than ``expected_version`` is in force,
+        Refused is raised with reason "REASON_VERSION_CONFLICT"; ``metadata["version"]`` is the
+        version in force.
         """
         return self._connection.unary(calls.set_global(steering, expected_version))
 
     def get_global(self) -> GlobalSteering:
-        """The steering in force. Its interventions can be set again, changed or not."""
+        """The steering in force. Its interventions can be passed to `set_global`."""
         return self._connection.unary(calls.get_global())
 
     def __repr__(self) -> str:
-        """The target."""
         return f"Steering({self._connection.target!r})"
 
 
@@ -328,12 +315,9 @@ class Engine:
     """
 
     vectors: Vectors
-    """The server's store of vectors."""
     steering: Steering
-    """The server-wide steering."""
 
     def __init__(self, target: str, *, timeout: float | None = UNARY_TIMEOUT) -> None:
-        """See `connect`."""
         self._connection = Connection(target, timeout)
         self.vectors = Vectors(self._connection)
         self.steering = Steering(self._connection)
@@ -347,9 +331,9 @@ class Engine:
     ) -> Generation:
         """Run a request to its end. ``options`` are those of `GenerateOptions`.
 
-        The client sets no option that you leave out. By default the server samples at temperature
-        1 until an end token or the context's end, so give ``max_tokens``, and ``temperature=0`` for
-        the most likely text. ``timeout`` is in seconds; None waits without limit.
+        The server chooses options that you omit. By default it samples at temperature 1 until an
+        end token or the end of the context, so give ``max_tokens``, and ``temperature=0`` for
+        greedy decoding. ``timeout`` is in seconds; None waits without limit.
         """
         check_options("generate", options)
         with self.stream(prompt, timeout=timeout, **options) as stream:
@@ -380,22 +364,22 @@ class Engine:
         return Session(self._connection, calls.session(prompt, **options), timeout)
 
     def subscribe(self, **options: Unpack[SubscribeOptions]) -> Subscription:
-        """Subscribe to captured rows of other clients' requests, or of other calls of this one.
+        """Subscribe to captured rows of other clients' requests, or of other calls of this client.
 
-        ``options`` are those of `SubscribeOptions`. Requests that begin from now on are captured
-        whole, requests that run already from their next step on. Requests that have ended are not
-        captured; a subscription that names such a request waits for a new one of that id.
+        ``options`` are those of `SubscribeOptions`. Requests that begin later are captured from
+        their first token, running requests from their next step. A request that has ended is not
+        captured; a subscription to its id waits for a new request of that id.
 
-        The subscription that is returned is open. In `rheostat.aio` it opens when it is entered
-        with ``async with``, and the method is called while the event loop runs.
+        The returned subscription is open. In `rheostat.aio` it opens when it is entered with
+        ``async with``, and the event loop must run when the method is called.
         """
         check_options("subscribe", options, SubscribeOptions)
         return Subscription(self._connection, subscribe_requests.opening(**options))
 
     def resume(self, cursor: Cursor, **options: Unpack[ResumeOptions]) -> Subscription:
-        """Continue a subscription after ``cursor``, if its client left it or is gone.
+        """Continue a subscription that its client left, or whose client ended.
 
-        Iterating continues with the event after the cursor. Raises NotFound if the server has ended
+        Iterating continues with the event after ``cursor``. Raises NotFound if the server has ended
         the subscription, and OutOfRange if that event was acknowledged before;
         ``metadata["oldest"]`` is then the number of the first event that can still be read.
         """
@@ -409,7 +393,7 @@ class Engine:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Explanation:
-        """What `generate` would do: sites, positions and doses. Runs no model."""
+        """What `generate` would do: sites, positions and doses. The model does not run."""
         check_options("explain", options)
         return self._connection.unary(calls.explain(prompt, **options), timeout)
 
@@ -418,15 +402,15 @@ class Engine:
         return self._connection.unary(calls.tokenize(prompt))
 
     def wait_until_ready(self, timeout: float | None = readiness.READY_TIMEOUT) -> None:
-        """Wait until the server takes requests (its health is SERVING), while it loads its model.
+        """Wait until the server has loaded its model and its health is SERVING.
 
-        Raises DeadlineExceeded if it does not within ``timeout`` seconds (None waits without
-        limit), and Unavailable if no server answers for 10 seconds in a row.
+        Raises DeadlineExceeded after ``timeout`` seconds (None waits without limit), and
+        Unavailable if no server answers for 10 seconds in a row.
         """
         wait = readiness.Wait(self._connection.target, timeout)
         while True:
             try:
-                health = self._connection.unary(calls.health(), wait.patience())
+                health = self._connection.unary(calls.health(), wait.check_timeout())
             except (Unavailable, DeadlineExceeded) as error:
                 wait.unanswered(error)
             else:
@@ -435,7 +419,7 @@ class Engine:
             sleep(readiness.POLL)
 
     def model(self) -> ModelInfo:
-        """The model, its sites and what can be done there."""
+        """The model, its sites, and the ops and captures that each site supports."""
         return self._connection.unary(calls.model())
 
     def sinks(self) -> list[SinkInfo]:
@@ -443,11 +427,11 @@ class Engine:
         return self._connection.paged(calls.sinks())
 
     def artifacts(self, request_id: str, *, sink_name: str = "") -> list[Artifact]:
-        """What the sinks, or one of them, wrote for a request. Raises NotFound if nothing."""
+        """The files that the sinks, or one sink, wrote for a request. Raises NotFound if none."""
         return self._connection.paged(calls.artifacts(request_id, sink_name))
 
     def runs(self) -> list[RunInfo]:
-        """The runs that the server has stored, oldest first; `Capture(to=Run())` makes one."""
+        """The runs that the server has stored, oldest first; `Capture(to=Run())` stores a run."""
         return self._connection.paged(calls.list_runs())
 
     def delete_run(self, run_id: str) -> int:
@@ -455,7 +439,7 @@ class Engine:
         return self._connection.unary(calls.delete_run(run_id))
 
     def renew_lease(self, run_id: str, seconds: float) -> RunInfo:
-        """Keep a run for ``seconds`` from now on, 1 to 86400. A lease never becomes shorter."""
+        """Keep a run for ``seconds`` from now, 1 to 86400. A lease never becomes shorter."""
         return self._connection.unary(calls.renew_lease(run_id, seconds))
 
     def stats(self) -> Stats:
@@ -467,26 +451,21 @@ class Engine:
         self._connection.close()
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close."""
         self.close()
 
     def __repr__(self) -> str:
-        """The target."""
         return f"{_NAME}({self._connection.target!r})"
 
 
 def connect(target: str | None = None, *, timeout: float | None = UNARY_TIMEOUT) -> Engine:
     """A client of the server at ``target``, "host:port". Raises InvalidRequest for another form.
 
-    Without ``target``, the environment variable ``RHEOSTAT_TARGET`` names the server, or else it is
-    "localhost:50051".
+    ``target`` defaults to the environment variable ``RHEOSTAT_TARGET``, then "localhost:50051".
 
-    ``timeout``, in seconds, limits calls that run no prompt and have no timeout of their own, for
-    instance those that put and get vectors. None sets no limit. Calls that run prompts have their
-    own ``timeout``.
+    ``timeout``, in seconds, limits calls that run no prompt, for instance those that put and get
+    vectors. None sets no limit. Calls that run prompts have their own ``timeout``.
     """
     return Engine(default_target() if target is None else target, timeout=timeout)

@@ -1,7 +1,6 @@
 """Builds request messages from the arguments of a caller.
 
-Every function here is pure. Arguments that a caller omits stay absent in the message, so that the
-defaults are defined only once, in the protos.
+Omitted arguments stay absent in the message, so that defaults are defined only in the protos.
 """
 
 from __future__ import annotations
@@ -16,24 +15,19 @@ from rheostat._errors import invalid
 from rheostat._fields import builds_message, did_you_mean, utf8_text, whole_number
 from rheostat._prompts import Prompt, labels_to_wire, put_prompt
 from rheostat._steering.steering import SteeringLike, steering_to_wire
-from rheostat_wire.v1 import (
-    generation_pb2,
-    generation_service_pb2,
-)
+from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
-
 WhenFull: TypeAlias = Literal["wait", "refuse"]
-"""What a request does that does not fit beside those that run."""
+"""What happens to a request whose steering does not fit beside the running requests."""
 
 _WHEN_FULL: dict[str, generation_service_pb2.WhenFull.ValueType] = {
     "wait": generation_service_pb2.WHEN_FULL_WAIT,
     "refuse": generation_service_pb2.WHEN_FULL_REFUSE,
 }
 
-
-_ELSEWHERE = {
+_OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
     "num_return_sequences": "n",
@@ -44,33 +38,33 @@ _ELSEWHERE = {
     "vectors": "steering",
     "interventions": "steering",
 }
-"""What options are called in other libraries."""
+"""Names of options in other libraries, and their names here."""
 
 
 class GenerateOptions(TypedDict, total=False):
     """Arguments of generate, stream, session and explain besides the prompt.
 
-    The server chooses arguments that are omitted. The defaults shown here are the server's.
+    The server chooses values for omitted arguments. The defaults shown here are the server's.
     """
 
     steering: SteeringLike
-    """Interventions, in the order in which they act. Default: none but the server-wide ones."""
+    """Interventions, in the order in which they act, after server-wide steering. Default: none."""
     capture: CaptureLike
-    """Rows to bring back, or to send to a subscription. Default: none."""
+    """Rows to capture, and their destinations. Default: none."""
     max_tokens: int | None
-    """Tokens per sample. Default: what the context length leaves after the prompt."""
+    """Tokens per sample. Default: as many as the context length allows after the prompt."""
     temperature: float | None
     """0, which is greedy, or 0.01 to 2. Default: 1, the model's own distribution."""
     top_p: float | None
     """Above 0, at most 1. Default: 1."""
     top_k: int | None
-    """Number of tokens kept; 0: all. Default: 0."""
+    """Number of most likely tokens to sample from; 0: all. Default: 0."""
     min_p: float | None
-    """0 to 1, of the most likely token's probability. Default: 0."""
+    """Minimum probability relative to the most likely token, 0 to 1. Default: 0."""
     seed: int | None
     """Makes sampling repeatable. Default: none."""
     n: int | None
-    """Samples; more than one needs a temperature above 0. Default: 1."""
+    """Number of samples; above 1 needs a temperature above 0. Default: 1."""
     stop: str | Sequence[str]
     """A sample ends before the first of these texts. Default: none."""
     stop_token_ids: Sequence[int]
@@ -78,10 +72,10 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens: int | None
     """No end or stop token is sampled before this many. Default: 0."""
     logprobs: int | None
-    """Log-probabilities of each generated token and of this many most likely ones; 0: the token's
-    alone. Default: none."""
+    """Log-probabilities of each generated token and of this many most likely tokens; 0: of the
+    generated token alone. Default: none."""
     prompt_logprobs: int | None
-    """The same for the prompt's tokens. Default: none."""
+    """The same for the tokens of the prompt. Default: none."""
     repetition_penalty: float | None
     """Above 0; 1 changes nothing. Default: 1."""
     presence_penalty: float | None
@@ -89,31 +83,31 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float | None
     """-2 to 2. Default: 0."""
     ignore_eos: bool
-    """Go on past the model's end token. Default: False."""
+    """Continue past the model's end token. Default: False."""
     request_id: str | None
     """1 to 128 of [A-Za-z0-9._:-], not that of a running request. Default: the server makes one."""
     with_baseline: bool
-    """Also run the request without its steering, with the same sampling, and say how far apart the
-    two are: `Generation.baseline` and `Generation.divergence`. Server-wide steering stays.
-    Default: False."""
+    """Also run the request without its steering, with the same sampling, and measure the
+    divergence: `Generation.baseline` and `Generation.divergence`. Server-wide steering acts on
+    both. Default: False."""
     lora: str | None
     """Name of a loaded adapter. Default: none."""
     labels: Mapping[str, str] | None
-    """At most 16, for subscriptions to find the request by. Default: none."""
+    """Up to 16 labels, by which subscriptions can select the request. Default: none."""
     when_full: WhenFull | None
-    """What to do while others hold what the request's steering needs: "wait" for it, at most
-    the server's own limit and the timeout, or "refuse", which raises ResourceExhausted at once with
-    ``retry_after``. It never runs unsteered. Default: "wait"."""
+    """If the engine has no room for the request's steering: "wait", no longer than the server's
+    limit or the timeout, or "refuse", which raises ResourceExhausted with ``retry_after``. A
+    request never runs unsteered. Default: "wait"."""
 
 
 def check_options(
     method: str, options: Mapping[str, object], options_type: type = GenerateOptions
 ) -> None:
-    """Raise TypeError where ``method`` does not have one of the options."""
+    """Raise TypeError if an option is not in ``options_type``."""
     names = options_type.__annotations__
     for name in options:
         if name not in names:
-            hint = did_you_mean(name, names, _ELSEWHERE)
+            hint = did_you_mean(name, names, _OTHER_NAMES)
             listed = hint or f"; rheostat.{options_type.__name__} has {', '.join(names)}"
             raise TypeError(f"{method}() has no option {name!r}{listed}")
 
@@ -122,14 +116,14 @@ _SAMPLING_NUMBERS = (
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "n", "logprobs",
     "prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-"""Options that are fields of the same name on the wire."""
+"""Options that are fields of `Sampling` with the same name."""
 
 
 @builds_message
 def generate_request(
     prompt: Prompt, **options: Unpack[GenerateOptions]
 ) -> generation_service_pb2.GenerateRequest:
-    """The request. Raises InvalidRequest for what can be seen to be wrong without the model."""
+    """The message. Raises InvalidRequest for errors that can be found without the model."""
     request_id, lora = options.get("request_id"), options.get("lora")
     if request_id is not None and not (
         isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)
@@ -166,14 +160,13 @@ def _when_full(word: str) -> generation_service_pb2.WhenFull.ValueType:
 
 @builds_message
 def tokenize_request(prompt: Prompt) -> generation_service_pb2.TokenizeRequest:
-    """What to tokenise, or for token ids to decode."""
     request = generation_service_pb2.TokenizeRequest()
     put_prompt(request, prompt)
     return request
 
 
 def _sampling(options: GenerateOptions) -> generation_pb2.Sampling | None:
-    """The message; None where everything is left to the defaults."""
+    """The message; None if every value is a default."""
     stop = options.get("stop", ())
     message = generation_pb2.Sampling(
         stop=[

@@ -1,7 +1,7 @@
-"""The speaking half of a session: updates of a running request.
+"""Updates of a running request.
 
-Every update that `Updates.steer` takes is answered by exactly one event, the server's or, where the
-request ended before the server answered, a refusal made here; afterwards no update is taken.
+Every call of `Updates.steer` gets exactly one event: the server's answer, or a refusal from the
+client if the request ended before the server answered. Later calls raise Refused.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ class UpdateApplied:
     """An update was carried out."""
 
     update_id: int
-    """The update, as `steer` named it."""
+    """The id that `steer` returned."""
     first_positions: Mapping[int, int]
-    """By sample, the first absolute position that it acts on; a finished sample has none."""
+    """First absolute position on which it acts, by sample; finished samples have none."""
 
 
 @dataclass(frozen=True)
 class UpdateRefused:
-    """An update was refused; the request goes on as it was."""
+    """An update was refused; the request continues with its steering unchanged."""
 
     update_id: int
-    """The update, as `steer` named it."""
+    """The id that `steer` returned."""
     error: RheostatError
-    """Why, as the error that a call would raise: `ResourceExhausted` if the bank is full."""
+    """The error that a call would raise, e.g. `ResourceExhausted` if the bank is full."""
 
     @property
     def reason(self) -> str:
-        """Name of the error's reason: "REASON_BANK_FULL"."""
+        """The reason of the error, e.g. "REASON_BANK_FULL"."""
         return self.error.reason
 
     @property
     def message(self) -> str:
-        """A sentence for people."""
+        """The message of the error."""
         return self.error.message
 
     @property
     def field(self) -> str:
-        """Path of the field that is wrong, "" if none is: "steering.interventions[2].where"."""
+        """Path of the wrong field, e.g. "steering.interventions[2].where"; "" if there is none."""
         return self.error.path
 
 
 SessionEvent: TypeAlias = Event | UpdateApplied | UpdateRefused
-"""What a session yields. The `Receipt` comes last."""
+"""The events of a session. The last one is the `Receipt`."""
 
 
 class Updates:
-    """Writes a session's messages, in the order of their ids. Threads may share it."""
+    """Sends the updates of a session in the order of their ids. Thread-safe."""
 
     def __init__(
         self,
         start: generation_service_pb2.GenerateRequest,
         send: Callable[[generation_service_pb2.SessionRequest | None], None],
     ) -> None:
-        """Say which request to run; ``send`` hands a message over, and None closes."""
+        """Sends ``start``, the request to run. ``send`` sends a message; None ends the stream."""
         self._send = send
         self._lock = threading.Lock()
         self._last_id = 0
@@ -102,21 +102,21 @@ class Updates:
                 )
 
     def answered(self, update_id: int) -> bool:
-        """The server answered an update. False: it was a stop, whose answer is the end itself."""
+        """Removes an update that the server answered. Returns False if it was a stop."""
         with self._lock:
             if update_id in self._unanswered:
                 self._unanswered.remove(update_id)
             return update_id not in self._stops
 
     def close(self) -> None:
-        """Take no further update."""
+        """Refuse further updates."""
         with self._lock:
             if not self._ended:
                 self._ended = True
                 self._send(None)
 
     def unanswered(self) -> list[UpdateRefused]:
-        """Refusals of the updates that no answer came to, once each."""
+        """Refusals of the updates that got no answer; the next call returns none of them again."""
         with self._lock:
             update_ids, self._unanswered = self._unanswered, []
         return [
@@ -130,15 +130,14 @@ class Updates:
 
 
 class SessionAccumulator:
-    """From `SessionResponse` messages to events and a `Generation`."""
+    """Turns `SessionResponse` messages into events and a `Generation`."""
 
-    def __init__(self, updates: Updates, whole: GenerationAccumulator) -> None:
-        """Answers go to ``updates``, everything else to ``whole``."""
+    def __init__(self, updates: Updates, generation: GenerationAccumulator) -> None:
         self._updates = updates
-        self._whole = whole
+        self._generation = generation
 
     def add(self, message: generation_service_pb2.SessionResponse) -> list[SessionEvent]:
-        """The message's events."""
+        """The events of a message."""
         match message.WhichOneof("event"):
             case "applied":
                 is_update = self._updates.answered(message.applied.update_id)
@@ -148,12 +147,12 @@ class SessionAccumulator:
                 return [_read_refused(message.refused)]
             case "receipt":
                 self._updates.close()
-                return [*self._updates.unanswered(), *self._whole.add(message)]
-        return [*self._whole.add(message)]
+                return [*self._updates.unanswered(), *self._generation.add(message)]
+        return [*self._generation.add(message)]
 
     def result(self) -> Generation:
         """The generation, once the stream has ended with OK."""
-        return self._whole.result()
+        return self._generation.result()
 
 
 def _read_applied(message: generation_pb2.UpdateApplied) -> UpdateApplied:
@@ -168,7 +167,7 @@ def _read_refused(message: generation_pb2.UpdateRefused) -> UpdateRefused:
 
 @dataclass(frozen=True)
 class SessionCall(BidiCall[Answer], Generic[Answer, Step, Result]):
-    """A talk of which the first request is known."""
+    """The call of a session, whose first request is ``start``."""
 
     start: generation_service_pb2.GenerateRequest
     accumulator: Callable[[Updates], Accumulator[Answer, Step, Result]]

@@ -1,4 +1,4 @@
-"""The calls about stored vectors as values; see `rheostat._connection.calls`."""
+"""The calls that store, fetch, list and name vectors, as values of `rheostat._connection.calls`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rheostat._connection.calls import (
     UnaryCall,
     UploadCall,
     every_page,
-)
+)  # fmt: skip
 from rheostat._errors import invalid
 from rheostat._fields import builds_message, utf8_text, vector_digest, vector_name
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
@@ -50,7 +50,6 @@ def put_vector(
     dtype: Element | None,
     progress: Progress | None,
 ) -> UploadCall[steering_service_pb2.PutVectorResponse, Vector]:
-    """Store a vector."""
     refuse_dose(array, "vector")
     at_points, at_layers = defaults(points, layers)
     if isinstance(array, Vector):
@@ -90,7 +89,6 @@ def put_vector(
 def get_vector(
     name: str | None, digest: str | None
 ) -> DownloadCall[steering_service_pb2.GetVectorResponse, None, Vector]:
-    """Fetch a vector by name or digest."""
     if name is not None and digest is not None:
         raise invalid("digest", "give the vector's name or its digest, not both")
     if name is None and digest is None:
@@ -111,7 +109,6 @@ def get_vector(
 def list_vectors(
     prefix: str,
 ) -> PagedCall[steering_service_pb2.ListVectorsResponse, list[VectorInfo]]:
-    """Every stored vector, page by page."""
     utf8_text(prefix, "name_prefix", "a prefix")
     pages = yield from every_page(
         "/rheostat.v1.SteeringService/ListVectors",
@@ -137,7 +134,6 @@ def derive_vectors(
     lora: str | None,
     progress: Progress | None,
 ) -> DownloadCall[steering_service_pb2.DeriveVectorsResponse, None, Derivation]:
-    """Make vectors of two sets of prompts."""
     if method not in METHODS:
         raise invalid(
             "method", f"methods are {', '.join(METHODS)}, not {method!r}", "REASON_UNKNOWN_ENUM"
@@ -187,7 +183,7 @@ def set_name(
     layers: LayersLike | None,
     description: str | None,
 ) -> UnaryCall[steering_service_pb2.SetNameResponse, str]:
-    """Name a stored vector; returns the digest that had the name before, "" for none."""
+    """Its result is the digest that had the name before, "" for none."""
     refuse_dose(vector, "vector")
     at_points, at_layers = defaults(points, layers)
     if isinstance(vector, Vector):
@@ -212,7 +208,6 @@ def set_name(
 
 
 def _digest(vector: Vector | str, path: str) -> bytes:
-    """The digest of a vector, given itself or as a handle."""
     if not isinstance(vector, Vector):
         return vector_digest(vector, path)
     if vector.digest is None:
@@ -225,7 +220,7 @@ def _digest(vector: Vector | str, path: str) -> bytes:
 
 @builds_message
 def delete_name(name: str) -> UnaryCall[steering_service_pb2.DeleteNameResponse, str]:
-    """Delete a name; returns its vector's digest."""
+    """Its result is the digest of the vector that had the name."""
     return UnaryCall(
         "/rheostat.v1.SteeringService/DeleteName",
         steering_service_pb2.DeleteNameRequest(name=vector_name(name)),

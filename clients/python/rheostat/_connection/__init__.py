@@ -1,1 +1,1 @@
-"""How a call is carried: its description, the two kinds of connection, and waiting for a server."""
+"""Descriptions of calls, the two connections that carry them out, and waiting for a server."""

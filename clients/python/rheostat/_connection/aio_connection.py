@@ -1,4 +1,4 @@
-"""How the asyncio client carries calls: as `connection` does, awaited.
+"""The connection of the asyncio client; `connection` is its synchronous twin.
 
 A connection belongs to the event loop in which it makes its first call.
 """
@@ -28,8 +28,7 @@ from rheostat._connection.calls import (
 )
 from rheostat._connection.channel import OPTIONS, ConnectionBase, checked_timeout
 
-sleep = asyncio.sleep
-"""Waits for some seconds, as `connection.sleep` does."""
+sleep = asyncio.sleep  # the generated twin of `rheostat.aio` calls `connection.sleep`
 
 
 class Responses(Generic[Answer]):
@@ -52,7 +51,6 @@ class Responses(Generic[Answer]):
         return self
 
     async def __anext__(self) -> Answer:
-        """The next answer; waits for it."""
         try:
             answer = await anext(self._answers)
         except grpc.aio.AioRpcError as error:
@@ -69,7 +67,7 @@ class Responses(Generic[Answer]):
         raise _errors.from_rpc(failure, self.target, self._timeout, begun=self._begun)
 
     async def _failure(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError | None:
-        """The error with which the server ended the call; None if it ended the call with OK."""
+        """The status with which the server ended the call; None if it is OK."""
         return error
 
     def cancel(self) -> None:
@@ -78,7 +76,7 @@ class Responses(Generic[Answer]):
 
 
 class BidiResponses(Responses[Answer]):
-    """The answers of a call that takes further requests while it runs."""
+    """The answers of a call that sends further requests while it runs."""
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class BidiResponses(Responses[Answer]):
         return await self._status.behind(error)
 
     def send(self, request: Message | None) -> None:
-        """Send a request; None: no further one follows. Any thread may call this."""
+        """Send a request; None ends the stream of requests. Thread-safe."""
         self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
 
     def on_end(self, callback: Callable[[], None]) -> None:
@@ -105,7 +103,7 @@ class BidiResponses(Responses[Answer]):
 
 
 class Connection(ConnectionBase):
-    """A channel, and how each kind of call is carried by it. Raises `RheostatError` alone."""
+    """Carries out calls over a channel. All its errors are `RheostatError`."""
 
     def __init__(self, target: str, timeout: float | None) -> None:
         super().__init__(target, timeout)
@@ -113,9 +111,9 @@ class Connection(ConnectionBase):
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """Made at its first use, when the event loop that it belongs to runs.
+        """Created at the first use, because it belongs to the event loop that runs then.
 
-        Raises Refused once it has been closed.
+        Raises Refused if the connection is closed.
         """
         self.check_open()
         if self._channel is None:
@@ -137,7 +135,7 @@ class Connection(ConnectionBase):
         return call.read(answer)
 
     async def paged(self, calls: PagedCall[Answer, Result]) -> Result:
-        """The calls of a listing, one after the other."""
+        """Carries out the calls of a listing, one per page."""
         try:
             call = next(calls)
             while True:
@@ -168,13 +166,13 @@ class Connection(ConnectionBase):
     def download(
         self, call: DownloadCall[Answer, Step, Result], timeout: float | None
     ) -> Responses[Answer]:
-        """Start a call with many answers. It ends after ``timeout`` seconds; None: never."""
+        """Start a call with many answers. None is no timeout."""
         timeout = checked_timeout(timeout)
         rpc = self.channel.unary_stream(call.path, serialize, call.answer.FromString)
         return Responses(rpc(call.request, timeout=timeout), self.target, timeout)
 
     def bidi(self, call: BidiCall[Answer], timeout: float | None) -> BidiResponses[Answer]:
-        """As `download`, for a call that takes further requests while it runs."""
+        """As `download`, for a call that sends further requests while it runs."""
         requests: asyncio.Queue[Message | None] = asyncio.Queue()
         timeout = checked_timeout(timeout)
         rpc = self.channel.stream_stream(call.path, serialize, call.answer.FromString)
@@ -182,20 +180,19 @@ class Connection(ConnectionBase):
         return BidiResponses(running, requests, self.target, timeout)
 
     async def close(self) -> None:
-        """End the channel and every call on it."""
+        """Close the channel and end every call on it."""
         self.closed = True
         if self._channel is not None:
             await self._channel.close()
 
 
 async def _until_none(requests: asyncio.Queue[Message | None]) -> AsyncIterator[Message]:
-    """The requests of a queue up to the first None."""
     while (request := await requests.get()) is not None:
         yield request
 
 
 def _task_is_cancelled() -> bool:
-    """Whether a CancelledError is meant for this task; else a call of it was cancelled."""
+    """Whether a CancelledError cancels this task; otherwise one of its calls was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,9 +1,8 @@
-"""The status with which a server ended an asyncio call that takes requests while it runs.
+"""The status with which a server ended an asyncio call that sends requests while it runs.
 
-A request that gRPC writes just after the end of a call fails. gRPC then gives the call a status of
-its own, INTERNAL (`_StreamRequestMixin._write` in grpc.aio._call), in place of the server's. That
-happens before or after the server's status arrives, so `ServerStatus` looks at every status that a
-call gets and keeps the server's.
+If gRPC writes a request just after the end of a call, the write fails. gRPC then replaces the
+server's status by INTERNAL (`_StreamRequestMixin._write` in grpc.aio._call). That happens before or
+after the server's status arrives, so `ServerStatus` observes every status and keeps the server's.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ import grpc
 import grpc.aio
 
 _FAILED_WRITE = "Internal error from Core"
-"""The details of the status that gRPC makes of a write that failed."""
-_PATIENCE = 5.0
-"""Seconds for which the server's status may follow the error of a write."""
+"""The details of gRPC's status after a failed write."""
+_STATUS_TIMEOUT = 5.0
+"""Seconds to wait for the server's status after a failed write."""
 
 _Result = TypeVar("_Result")
 
 
 class ServerStatus:
-    """The status of one call. It is made in the same step of the event loop as the call."""
+    """The status of one call. Create it in the same step of the event loop as the call."""
 
     def __init__(self, call: grpc.aio.Call) -> None:
         self._arrived = asyncio.Event()
         self._status: grpc.aio.AioRpcError | None = None
-        call.add_done_callback(lambda _: self._store(call))  # gRPC calls it at every status
+        call.add_done_callback(lambda _: self._store(call))  # gRPC calls it for every status
 
     def _store(self, call: grpc.aio.Call) -> None:
         status = grpc.aio.AioRpcError(
@@ -43,15 +42,14 @@ class ServerStatus:
             self._arrived.set()
 
     async def behind(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError | None:
-        """The error with which the server ended the call; None if it ended the call with OK.
+        """The status with which the server ended the call; None if it is OK.
 
-        Args:
-            error: the error that gRPC raised. It is returned unless it is of a failed write.
+        ``error`` is gRPC's. It is returned unless it is that of a failed write.
         """
         if not _is_failed_write(error):
             return error
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(_STATUS_TIMEOUT):
                 await self._arrived.wait()
         except TimeoutError:
             return error
@@ -65,7 +63,7 @@ def _is_failed_write(status: grpc.aio.AioRpcError) -> bool:
 
 
 def _result(ready: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of a coroutine that need not wait, because its call has a status."""
+    """The result of a coroutine that does not wait, because its call has a status."""
     try:
         ready.send(None)
     except StopIteration as end:

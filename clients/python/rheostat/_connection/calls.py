@@ -1,7 +1,6 @@
-"""Calls as values: a path, a request, and how the answer is read.
+"""Calls as values: a path, a request, and a function that reads the answer.
 
-The two clients differ only in how they carry such a value to the server and back, so nothing about
-a call is written twice.
+Both clients carry out the same values, so a call is defined only once.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ Page = TypeVar(
 
 
 PAGE = 1000
-"""Entries of a page that are asked for: as many as a server gives."""
+"""Entries per page: the server's maximum."""
 
 
 class Accumulator(Protocol[MessageT, Step, Whole]):
-    """Makes events, and one result, of the messages of a response stream."""
+    """Turns the messages of a response stream into events, and one result."""
 
     def add(self, message: MessageT, /) -> list[Step]:
         """The events of the next message."""
@@ -53,10 +52,10 @@ class UnaryCall(Generic[Answer, Result]):
 
 
 class UploadRequests(Protocol):
-    """The requests of an upload, made while gRPC takes them."""
+    """The requests of an upload, which gRPC pulls one by one."""
 
     failure: BaseException | None
-    """What ended them early. gRPC discards it, so the connection raises it."""
+    """An exception of the iterator. gRPC discards it, so the connection raises it."""
 
     def __iter__(self) -> Iterator[Message]: ...
     def __next__(self) -> Message: ...
@@ -91,13 +90,13 @@ class BidiCall(Generic[Answer]):
 
 
 PagedCall: TypeAlias = Generator[UnaryCall[Answer, Answer], Answer, Result]
-"""Calls of which each depends on the answer before: it yields calls and is sent answers."""
+"""A generator of calls that depend on earlier answers: yields calls, receives answers."""
 
 
 def every_page(
     path: str, request: Callable[[str], Message], answer: type[Page]
 ) -> PagedCall[Page, list[Page]]:
-    """Every page of a listing, whose requests are made of the pages' tokens."""
+    """Every page of a listing; ``request`` makes a request from a page token."""
     pages: list[Page] = []
     token = ""
     while True:
@@ -109,5 +108,4 @@ def every_page(
 
 
 def serialize(message: Message) -> bytes:
-    """The bytes of a request."""
     return message.SerializeToString()

@@ -1,7 +1,7 @@
-"""How a connection behaves: message limits, keepalive and retries, in this one place; and targets.
+"""Options of every channel (message limits, keepalive, retries), and checks of targets.
 
-Only unary calls that change nothing are tried again, and only where no server answered; everything
-else would risk doing a thing twice.
+gRPC retries only unary calls that change nothing, and only if no server answered. A retry of any
+other call might act twice.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message, either way."""
 _CLOSED = "this client has been closed; rheostat.connect makes another"
 DEFAULT_TARGET = "localhost:50051"
-"""Where ``rheostat serve`` listens by default."""
+"""The default address of ``rheostat serve``."""
 TARGET_VARIABLE = "RHEOSTAT_TARGET"
-"""The environment variable that names a server, for programs and commands that name none."""
+"""The environment variable with the default target."""
 UNARY_TIMEOUT = 60.0
-"""Seconds that calls which run no prompt may take by default."""
+"""Default timeout, in seconds, of calls that run no prompt."""
 
 _RESOLVERS = re.compile(r"(dns|unix|unix-abstract|vsock|xds):\D|ipv[46]:")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -68,15 +68,12 @@ OPTIONS: tuple[tuple[str, str | int], ...] = (
 
 
 def default_target() -> str:
-    """The server that is meant if none is named: ``$RHEOSTAT_TARGET``, or else `DEFAULT_TARGET`."""
+    """``$RHEOSTAT_TARGET``, or else `DEFAULT_TARGET`."""
     return os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
 
 
 def checked_timeout(timeout: object) -> float | None:
-    """``timeout``, if it is None or a number of seconds, 0 or more.
-
-    Raises InvalidRequest for another.
-    """
+    """Returns ``timeout`` if it is None or a number of seconds, 0 or more."""
     if timeout is None:
         return None
     seconds = float(timeout) if isinstance(timeout, SupportsFloat) else math.nan
@@ -89,13 +86,10 @@ def checked_timeout(timeout: object) -> float | None:
 
 
 def checked_target(target: object) -> str:
-    """``target``, if it is "host:port" or names one of gRPC's resolvers, as "unix:/a/socket".
-
-    Raises InvalidRequest for another.
-    """
+    """Returns ``target`` if it is "host:port" or begins with a gRPC scheme, as "unix:/a/socket"."""
     if not isinstance(target, str):
-        meant = f': write "localhost:{target}"' if type(target) is int else ""
-        raise invalid("target", f"a target is a text, not {target!r}{meant}")
+        advice = f': write "localhost:{target}"' if type(target) is int else ""
+        raise invalid("target", f"a target is a text, not {target!r}{advice}")
     if _RESOLVERS.match(target):
         return target
     scheme = _SCHEME.match(target)
@@ -111,7 +105,7 @@ def checked_target(target: object) -> str:
 
 
 class ConnectionBase:
-    """The server and the timeout of a connection, and whether it is closed."""
+    """The target, timeout and state of a connection."""
 
     def __init__(self, target: str, timeout: float | None) -> None:
         self.target = checked_target(target)
@@ -119,10 +113,10 @@ class ConnectionBase:
         self.closed = False
 
     def check_open(self) -> None:
-        """Raise Refused if the connection was closed."""
+        """Raises Refused if the connection is closed."""
         if self.closed:
             raise Refused(_CLOSED)
 
     def limit(self, timeout: float | None) -> float | None:
-        """Seconds for a call that runs no prompt: ``timeout``, or the connection's own."""
+        """The timeout of a call that runs no prompt: ``timeout``, or that of the connection."""
         return self.timeout if timeout is None else checked_timeout(timeout)

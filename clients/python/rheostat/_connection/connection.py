@@ -1,7 +1,4 @@
-"""How the synchronous client carries calls: over a channel.
-
-All failures are raised as `RheostatError`.
-"""
+"""The connection of the synchronous client; `aio_connection` is its asyncio twin."""
 
 from __future__ import annotations
 
@@ -27,14 +24,13 @@ from rheostat._connection.calls import (
 )
 from rheostat._connection.channel import OPTIONS, ConnectionBase, checked_timeout
 
-sleep = time.sleep
-"""Waits for some seconds, as `aio_connection.sleep` does."""
+sleep = time.sleep  # the generated client calls it instead of `aio_connection.sleep`
 
 _Message = TypeVar("_Message", covariant=True)
 
 
 class _RunningCall(Protocol[_Message]):
-    """What gRPC returns for a call with many answers."""
+    """The object that gRPC returns for a call with many answers."""
 
     def __iter__(self) -> Iterator[_Message]: ...
     def __next__(self) -> _Message: ...
@@ -55,7 +51,6 @@ class Responses(Generic[Answer]):
         return self
 
     def __next__(self) -> Answer:
-        """The next answer; waits for it."""
         try:
             answer = next(self._call)
         except grpc.RpcError as error:
@@ -69,7 +64,7 @@ class Responses(Generic[Answer]):
 
 
 class BidiResponses(Responses[Answer]):
-    """The answers of a call that takes further requests while it runs."""
+    """The answers of a call that sends further requests while it runs."""
 
     def __init__(
         self,
@@ -82,17 +77,17 @@ class BidiResponses(Responses[Answer]):
         self._requests = requests
 
     def send(self, request: Message | None) -> None:
-        """Send a request; None: no further one follows. Any thread may call this."""
+        """Send a request; None ends the stream of requests. Thread-safe."""
         self._requests.put(request)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the call has ended."""
-        if not self._call.add_callback(callback):  # it has ended already
+        if not self._call.add_callback(callback):  # the call has ended already
             callback()
 
 
 class Connection(ConnectionBase):
-    """A channel, and how each kind of call is carried by it."""
+    """Carries out calls over a channel. All its errors are `RheostatError`."""
 
     def __init__(self, target: str, timeout: float | None) -> None:
         super().__init__(target, timeout)
@@ -100,7 +95,7 @@ class Connection(ConnectionBase):
 
     @property
     def channel(self) -> grpc.Channel:
-        """Raises Refused once it has been closed."""
+        """Raises Refused if the connection is closed."""
         self.check_open()
         return self._channel
 
@@ -115,7 +110,7 @@ class Connection(ConnectionBase):
         return call.read(answer)
 
     def paged(self, calls: PagedCall[Answer, Result]) -> Result:
-        """The calls of a listing, one after the other."""
+        """Carries out the calls of a listing, one per page."""
         try:
             call = next(calls)
             while True:
@@ -139,13 +134,13 @@ class Connection(ConnectionBase):
     def download(
         self, call: DownloadCall[Answer, Step, Result], timeout: float | None
     ) -> Responses[Answer]:
-        """Start a call with many answers. It ends after ``timeout`` seconds; None: never."""
+        """Start a call with many answers. None is no timeout."""
         timeout = checked_timeout(timeout)
         rpc = self.channel.unary_stream(call.path, serialize, call.answer.FromString)
         return Responses(rpc(call.request, timeout=timeout), self.target, timeout)
 
     def bidi(self, call: BidiCall[Answer], timeout: float | None) -> BidiResponses[Answer]:
-        """As `download`, for a call that takes further requests while it runs."""
+        """As `download`, for a call that sends further requests while it runs."""
         requests: SimpleQueue[Message | None] = SimpleQueue()
         timeout = checked_timeout(timeout)
         rpc = self.channel.stream_stream(call.path, serialize, call.answer.FromString)
@@ -153,6 +148,6 @@ class Connection(ConnectionBase):
         return BidiResponses(running, requests, self.target, timeout)
 
     def close(self) -> None:
-        """End the channel and every call on it."""
+        """Close the channel and end every call on it."""
         self.closed = True
         self._channel.close()

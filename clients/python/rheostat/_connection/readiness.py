@@ -1,7 +1,4 @@
-"""Waiting for a server: how long, for what, and what is said when it was in vain.
-
-It never does I/O, so the sync and the asyncio client share it whole.
-"""
+"""Waiting for a server: its timeouts and errors, without I/O, so both clients share it."""
 
 from __future__ import annotations
 
@@ -11,28 +8,25 @@ from rheostat._connection.channel import checked_timeout
 from rheostat._errors import DeadlineExceeded, RheostatError, Unavailable, cause, unanswered
 
 POLL = 0.5
-"""Seconds between two questions."""
+"""Seconds between two health checks."""
 UNREACHABLE = 10.0
-"""Seconds in a row for which nothing may answer at the target."""
+"""Seconds in a row without an answer after which the wait ends."""
 READY_TIMEOUT = 600.0
 """Seconds to wait by default."""
-_ANSWER = 5.0
+_CHECK_TIMEOUT = 5.0
 
 
 class Wait:
-    """One wait for the server at a target, from now on."""
+    """One wait for the server at a target, which starts now."""
 
     def __init__(self, target: str, timeout: float | None) -> None:
-        """Give up after ``timeout`` seconds; None: never, while the server answers."""
+        """Ends after ``timeout`` seconds; None: when the server is ready or stops answering."""
         self._target = target
         self._timeout = checked_timeout(timeout)
         self._began = self._answered = time.monotonic()
 
     def ready(self, health: str) -> bool:
-        """Whether the server's health, "SERVING" or another, ends the wait.
-
-        Raises DeadlineExceeded if it does not and the timeout has passed.
-        """
+        """Whether ``health`` is "SERVING". Raises DeadlineExceeded after the timeout."""
         self._answered = time.monotonic()
         if health == "SERVING":
             return True
@@ -40,7 +34,7 @@ class Wait:
         return False
 
     def unanswered(self, error: RheostatError) -> None:
-        """Nothing answered. Raises if that has lasted too long."""
+        """A health check failed. Raises Unavailable if all failed for `UNREACHABLE` seconds."""
         silent = time.monotonic() - self._answered
         if silent >= UNREACHABLE:
             raise Unavailable(
@@ -50,12 +44,12 @@ class Wait:
         why = cause(error.details)
         self._check(f"for a server at {self._target}; none answers: {why}", error.details)
 
-    def patience(self) -> float:
-        """Seconds that the next question may take."""
+    def check_timeout(self) -> float:
+        """Timeout of the next health check, in seconds."""
         if self._timeout is None:
-            return _ANSWER
+            return _CHECK_TIMEOUT
         left = self._timeout - (time.monotonic() - self._began)
-        return min(_ANSWER, max(left, 1.0))
+        return min(_CHECK_TIMEOUT, max(left, 1.0))
 
     def _check(self, what: str, details: str = "") -> None:
         if self._timeout is not None and time.monotonic() - self._began >= self._timeout:

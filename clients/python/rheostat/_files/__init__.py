@@ -1,8 +1,7 @@
-"""Vectors in files: `load_vector` and `save_vector`, whatever the format.
+"""Vectors in files: `load_vector` and `save_vector`, with one module per format.
 
-One module per format knows it and nothing else does. Invariants: what a file does not say is left
-open, never guessed; a file that is not whole is refused, never read in part; and a file is replaced
-as a whole or not at all.
+Points and layers that a file does not name stay None. An incomplete file is refused. A file is
+replaced as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from rheostat._files._errors import replacing
 from rheostat._steering.vectors import Vector, refuse_dose
 
 VectorFormat: TypeAlias = Literal["safetensors", "npz", "gguf", "sae"]
-"""Formats of vector files; "sae" is read only."""
+"""Formats of vector files; "sae" can only be read."""
 
 FORMATS: tuple[VectorFormat, ...] = get_args(VectorFormat)
-"""Every one of them."""
 
 
 def load_vector(
@@ -29,17 +27,17 @@ def load_vector(
     feature: int | None = None,
     format: VectorFormat | None = None,
 ) -> Vector:
-    """A vector from a file, with its numbers: to put on a server, or to steer with as it is.
+    """A vector from a file, with its numbers, which requests can use or ``vectors.put`` can store.
 
-    ``path`` is a ``.safetensors``, ``.npz`` or ``.gguf`` file, or the folder of an SAE as SAELens
-    writes it (or the ``.safetensors`` file in it) together with ``feature``, the decoder's row to
-    take. The name decides on the format unless ``format`` does. Element types are kept, but GGUF
-    gives float32 and float64 is rounded to float32. Name, description, points and layers are the
-    file's own; what it does not say stays open. A GGUF control vector acts at ``resid_post`` of the
-    layers that its tensors name, an SAE's row at the hook that its cfg.json names.
+    ``path`` is a ``.safetensors``, ``.npz`` or ``.gguf`` file, or a folder of an SAE in SAELens
+    format (or the ``.safetensors`` file in it) together with ``feature``, the row of the decoder.
+    ``format`` defaults to that of the suffix. Element types are kept, but GGUF gives float32 and
+    float64 is rounded to float32. Name, description, points and layers are those of the file. A
+    GGUF control vector acts at ``resid_post`` of the layers that its tensors name, a row of an SAE
+    at the hook that its cfg.json names.
 
-    Raises InvalidRequest for a file that cannot be read as a vector, saying what is wrong with it,
-    and Refused if a library is missing, saying what to install.
+    Raises InvalidRequest, with the cause, for a file that has no vector, and Refused if a library
+    is missing.
     """
     path = Path(path)
     kind = _format(path, feature, format)
@@ -66,13 +64,12 @@ def save_vector(
     """Write a vector that holds its numbers to a ``.safetensors``, ``.npz`` or ``.gguf`` file.
 
     The first two keep every bit, the element type, name, description, points and layers. GGUF keeps
-    the numbers as float32, exactly, with name and description; it needs ``points="resid_post"`` and
-    layers from 1 on, one row each, and ``model_hint`` goes into its field of that name, which
-    llama.cpp does not read. A file that is there is replaced, that of a
-    symbolic link where it is.
+    the numbers as float32, exactly, with name and description. It needs ``points="resid_post"`` and
+    layers from 1 on, one row each. Its field ``model_hint`` is not read by llama.cpp. An existing
+    file is replaced; a symbolic link stays, and its target is replaced.
 
-    Raises InvalidRequest for a dose, if the format cannot hold the vector and if the file cannot be
-    written, and Refused for a vector without numbers and where a library is missing.
+    Raises InvalidRequest for a dose, if the format cannot hold the vector, and if the file cannot
+    be written. Raises Refused for a vector without numbers, and if a library is missing.
     """
     path = Path(path)
     refuse_dose(vector, "vector")
@@ -90,7 +87,7 @@ def save_vector(
             case "gguf":
                 _gguf.save(part, vector, vector.rows, model_hint)
             case "sae":
-                raise invalid("format", "SAEs are read only: write safetensors, npz or gguf")
+                raise invalid("format", "SAEs can only be read: write safetensors, npz or gguf")
 
 
 def _format(path: Path, feature: int | None, format: VectorFormat | None) -> VectorFormat:
@@ -105,6 +102,6 @@ def _format(path: Path, feature: int | None, format: VectorFormat | None) -> Vec
             return name
     raise invalid(
         "format",
-        f"{path} does not end in .safetensors, .npz or .gguf: say its format, one of "
+        f"{path} does not end in .safetensors, .npz or .gguf: give its format, one of "
         f"{', '.join(FORMATS)}",
     )

@@ -1,7 +1,7 @@
-"""The text beside the numbers in files that Rheostat writes: name, description, points, layers.
+"""The metadata in files that Rheostat writes: name, description, points and layers as JSON.
 
-One JSON object, the same in every format that can hold text. Layers keep their form: "all", a list,
-or a range as {"start", "stop", "step"}.
+The JSON is the same in every format that can hold text. Layers are "all", a list, or a range as
+{"start", "stop", "step"}.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rheostat._points import Layers, LayersLike, Point, layers_of, points_of
 from rheostat._steering.vectors import Vector
 
 KEY = "rheostat_vector"
-"""The key of the text in a file."""
+"""The key of the metadata in a file."""
 
 
 class About(NamedTuple):
-    """What a file says of its vector."""
+    """The metadata of a vector in a file."""
 
     name: str | None = None
     description: str = ""
@@ -32,7 +32,6 @@ class About(NamedTuple):
 
 
 def write_about(vector: Vector) -> str:
-    """The text for a vector."""
     layers: object = vector.layers
     if isinstance(vector.layers, range):
         span = vector.layers
@@ -49,7 +48,7 @@ def write_about(vector: Vector) -> str:
 
 
 def read_about(path: Path, text: str) -> About:
-    """What the text of a file says. Raises InvalidRequest for a text of another kind."""
+    """Parses metadata. Raises InvalidRequest if Rheostat did not write it."""
     try:
         fields = json.loads(text)
         points, layers = fields["points"], fields["layers"]
@@ -66,7 +65,7 @@ def read_about(path: Path, text: str) -> About:
         raise bad_file(
             path,
             f'has an entry "{KEY}" that Rheostat did not write ({error})',
-            "export the vector again, or take the entry out",
+            "export the vector again, or remove the entry",
         ) from error
 
 
@@ -77,7 +76,7 @@ def _layers(layers: LayersLike | dict[str, int]) -> LayersLike:
 
 
 def numbers_of(path: Path, array: npt.ArrayLike, dtype: Element | None = None) -> VectorData:
-    """The rows of a file's array. Raises InvalidRequest for what cannot be a vector."""
+    """The rows of an array in a file. Raises InvalidRequest if they are not a vector."""
     try:
         return vector_data(array, dtype)
     except InvalidRequest as error:

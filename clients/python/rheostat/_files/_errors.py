@@ -1,4 +1,4 @@
-"""How files fail: one error that names the file, and one that names the library to install."""
+"""Errors of vector files, and the atomic replacement of a file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from rheostat._errors import InvalidRequest, Refused, invalid
 def bad_file(
     path: Path, why: str, remedy: str, reason: str = "REASON_INVALID_VALUE"
 ) -> InvalidRequest:
-    """The error of a file that is no vector: what is wrong with it, and what to do."""
+    """The error of a file that has no vector, with the cause and a remedy."""
     return invalid(str(path), f"{path} {why}: {remedy}", reason)
 
 
 def unreadable(path: Path, error: Exception) -> InvalidRequest:
-    """The error of a file that is not there, not whole or of another format."""
+    """The error of a file that is missing, incomplete or of another format."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return bad_file(path, f"cannot be read ({why})", "is it there, and whole?")
+    return bad_file(path, f"cannot be read ({why})", "does it exist, and is it complete?")
 
 
 def missing_library(error: ModuleNotFoundError) -> Refused:
-    """The error of a format whose library is not installed."""
     return Refused(
         f"this file format needs {error.name}: pip install {error.name}, "
         "or, in a checkout, pip install '.[files]'"
@@ -34,7 +33,7 @@ def missing_library(error: ModuleNotFoundError) -> Refused:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write what takes the place of ``path`` once it is whole; links stay links.
+    """Yields a temporary file that replaces ``path`` at the end; a symbolic link stays a link.
 
     Raises InvalidRequest if it cannot be written.
     """
@@ -45,7 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(part, real_path)
     except OSError as error:
         raise bad_file(
-            path, f"cannot be written ({error.strerror or error})", "is there a folder for it?"
+            path, f"cannot be written ({error.strerror or error})", "does its folder exist?"
         ) from error
     finally:
         part.unlink(missing_ok=True)

@@ -1,13 +1,14 @@
 """GGUF control vectors, the format of llama.cpp and repeng.
 
-``general.architecture`` is "controlvector"; tensor ``direction.N`` holds the row of layer N. The
-number is that of the decoder block, counted from 0, and the row is added to what the block leaves:
-``resid_post`` of layer N. llama.cpp stores ``direction.N`` at offset N - 1 of a buffer (its
-common.cpp) that its graph reads at il - 1 for block il (its llama-adapter.cpp), so the two
-subtractions cancel; it adds the row after the block's last residual sum (``build_cvec`` before
-``l_out``). repeng wraps block N and adds to its output. What follows from the offset is that layer
-0 cannot be expressed: llama.cpp refuses ``direction.0``. repeng can write it and means the first
-block, so it is read here, and never written.
+``general.architecture`` is "controlvector"; tensor ``direction.N`` holds the row of layer N. N is
+the decoder block, counted from 0, and the row is added to the output of the block: ``resid_post``
+of layer N.
+
+llama.cpp stores ``direction.N`` at offset N - 1 of a buffer (its common.cpp) that its graph reads
+at il - 1 for block il (its llama-adapter.cpp), so the two subtractions cancel. It adds the row
+after the last residual sum of the block (``build_cvec`` before ``l_out``). repeng wraps block N and
+adds to its output. Because of the offset, llama.cpp refuses ``direction.0``. repeng can write it
+for the first block, so this module reads it, and never writes it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _COUNT = f"{_ARCHITECTURE}.layer_count"
 _DIRECTION = re.compile(r"direction\.([0-9]+)")
 _NO_HINT = "unknown"
 _SWAPPED = "S"
-"""What the reader calls another byte order. It would read numbers as they lie."""
+"""The reader's mark of the other byte order, in which it would read wrong numbers."""
 
 
 def load(path: Path) -> Vector:
@@ -63,8 +64,8 @@ def load(path: Path) -> Vector:
         architecture = texts["general.architecture"] or "nothing"
         raise bad_file(
             path,
-            f"is no control vector, but {architecture}",
-            f'its general.architecture has to be "{_ARCHITECTURE}"',
+            f"is not a control vector, but {architecture}",
+            f'its general.architecture must be "{_ARCHITECTURE}"',
         )
     rows = _directions(path, reader)
     if not rows:
@@ -142,10 +143,10 @@ def save(path: Path, vector: Vector, rows: VectorData, model_hint: str) -> None:
 
 
 def _layers(vector: Vector) -> tuple[int, ...]:
-    """The layers of a vector that llama.cpp would do the same with."""
+    """The layers of a vector. Raises InvalidRequest if llama.cpp cannot apply it equally."""
     if vector.points != (Point.RESID_POST,):
         points = "+".join(vector.points) if vector.points else "no point"
-        raise _cannot("points", f"control vectors act at resid_post, and this one at {points}")
+        raise _cannot("points", f"control vectors act at resid_post, but this vector at {points}")
     if vector.layers is None or vector.layers == "all":
         raise _cannot("layers", "control vectors name their layers by number")
     layers = tuple(vector.layers)
@@ -157,4 +158,4 @@ def _layers(vector: Vector) -> tuple[int, ...]:
 
 
 def _cannot(path: str, why: str) -> InvalidRequest:
-    return invalid(path, f"{why}: save a vector of other {path}, or write .safetensors")
+    return invalid(path, f"{why}: save a vector with other {path}, or write .safetensors")

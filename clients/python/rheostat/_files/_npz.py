@@ -1,7 +1,7 @@
-"""A vector as a numpy archive: the array "vector", and text in an array of its own.
+"""A vector as a numpy archive: the array "vector", and an array with the metadata.
 
-numpy has no bfloat16. Such rows are stored as records of one uint16 field named "bfloat16", so the
-file says what the bits are; ``array["bfloat16"]`` gives them. Nothing is pickled or unpickled.
+numpy has no bfloat16, so bfloat16 rows are stored as records with one uint16 field named
+"bfloat16"; ``array["bfloat16"]`` returns the bits. Nothing is pickled or unpickled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _STORAGE: dict[Element, np.dtype[np.generic]] = {
 
 
 def load(path: Path) -> Vector:
-    """The vector of a file."""
     arrays = _arrays(path)
     text = arrays.pop(KEY, None)
     about = About() if text is None else read_about(path, str(text))
@@ -45,7 +44,7 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[np.generic]]:
     try:
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise bad_file(path, "is no archive, but one array", "use rheostat vectors put")
+            raise bad_file(path, "is not an archive, but one array", "use rheostat vectors put")
         with archive:
             return {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
@@ -53,7 +52,6 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[np.generic]]:
 
 
 def save(path: Path, vector: Vector, rows: VectorData) -> None:
-    """Write a vector to a file."""
     array = np.frombuffer(rows.data, _STORAGE[rows.element]).reshape(rows.shape)
     with path.open("wb") as file:
         np.savez(file, vector=array, rheostat_vector=np.array(write_about(vector)))

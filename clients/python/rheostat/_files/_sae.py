@@ -1,10 +1,10 @@
-"""Rows of an SAE's decoder, as SAELens stores it.
+"""Rows of an SAE's decoder, in the format of SAELens.
 
-A folder with cfg.json and a safetensors file that holds ``W_dec`` [d_sae, d_in]; row f is the
-direction that feature f writes. cfg.json names the hook, at its top level or below "metadata", in
-TransformerLens's words: ``blocks.8.hook_resid_post`` is ``resid_post`` of layer 8. A transcoder
-writes to another hook than it reads, ``hook_name_out``, in rows of ``d_out``. Rows are given as
-they are stored: where ``normalize_activations`` is set, that is not the stream's own scale.
+The format is a folder with cfg.json and a safetensors file that has ``W_dec`` [d_sae, d_in]. Row f
+is the direction that feature f writes. cfg.json names the hook, at its top level or below
+"metadata", as TransformerLens does: ``blocks.8.hook_resid_post`` is ``resid_post`` of layer 8. A
+transcoder writes to another hook, ``hook_name_out``, in rows of ``d_out``. Rows are returned as
+stored: if ``normalize_activations`` is set, their scale is not that of the stream.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _HOOK = re.compile(r"blocks\.([0-9]+)\.hook_([a-z_]+)")
 
 
 def load(path: Path, feature: int | None) -> Vector:
-    """The row of a feature."""
     folder, weights = (path, _weights(path)) if path.is_dir() else (path.parent, path)
     config = _config(folder / _CONFIG)
     file = TensorFile(weights)
@@ -44,7 +43,7 @@ def load(path: Path, feature: int | None) -> Vector:
     _check_shape(weights, config, decoder.shape)
     count = decoder.shape[0]
     if feature is None or not 0 <= feature < count:
-        raise invalid("feature", f"say which feature to take: {path} has 0 to {count - 1}")
+        raise invalid("feature", f"give a feature: {path} has 0 to {count - 1}")
     hook = config.get("hook_name_out") or config.get("hook_name")
     point, layer = _site(folder / _CONFIG, hook)
     model = config.get("model_name")
@@ -67,13 +66,13 @@ def _weights(folder: Path) -> Path:
 
 
 def _config(path: Path) -> Mapping[str, object]:
-    """The entries of cfg.json; those below "metadata" as if they stood at the top."""
+    """The entries of cfg.json, where those below "metadata" are moved to the top level."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
     if not isinstance(config, dict):
-        raise bad_file(path, "is no JSON object", "give the cfg.json that SAELens writes")
+        raise bad_file(path, "is not a JSON object", "give the cfg.json that SAELens writes")
     inner = config.get("metadata")
     return {**(inner if isinstance(inner, dict) else {}), **config}
 

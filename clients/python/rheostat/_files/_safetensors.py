@@ -1,7 +1,7 @@
-"""A vector as a safetensors file: one tensor, [width] or [rows, width], and text in the metadata.
+"""A vector as a safetensors file: one tensor, [width] or [rows, width], with metadata.
 
-Ours is called "vector". A file without our text is read too where it holds but one tensor; then
-points and layers are open.
+Rheostat calls the tensor "vector". A file of another program is read if it has exactly one tensor;
+its points and layers are None.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _DECODER = "W_dec"
 
 
 def load(path: Path) -> Vector:
-    """The vector of a file."""
     file = TensorFile(path)
     text = file.metadata.get(KEY)
     about = About() if text is None else read_about(path, text)
     if _DECODER in file.tensors:
-        raise bad_file(path, "is an SAE", "say which feature to take")
+        raise bad_file(path, "is an SAE", "give the feature to load")
     if len(file.tensors) != 1:
         names = ", ".join(sorted(file.tensors)[:5]) or "none"
         raise bad_file(
@@ -39,7 +38,6 @@ def load(path: Path) -> Vector:
 
 
 def save(path: Path, vector: Vector, rows: VectorData) -> None:
-    """Write a vector to a file."""
     try:
         from safetensors import TensorSpec, serialize
     except ModuleNotFoundError as error:

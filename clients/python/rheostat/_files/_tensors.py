@@ -1,7 +1,7 @@
-"""The tensors of a safetensors file, any of their rows, and their bytes as they are.
+"""The tensors of a safetensors file, or single rows of them.
 
-The library checks the file as a whole: a header that does not cover its bytes exactly is refused.
-The bytes of a row are read past it, since numpy has no bfloat16 and the library none without torch.
+The library checks the whole file: it refuses a header that does not cover the bytes exactly. Rows
+are read without the library, because without torch it does not support bfloat16.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Tensor(NamedTuple):
 
 
 class TensorFile:
-    """A safetensors file that is whole."""
+    """A complete safetensors file."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the header. Raises InvalidRequest for another file, Refused without the library."""
+        """Reads the header. Raises InvalidRequest for other files, Refused without the library."""
         try:
             from safetensors import SafetensorError, safe_open
         except ModuleNotFoundError as error:
@@ -62,11 +62,11 @@ class TensorFile:
         }
 
     def whole(self, name: str) -> VectorData:
-        """A tensor [width] or [rows, width]. Raises InvalidRequest for what is no vector."""
+        """A tensor [width] or [rows, width]. Raises InvalidRequest if it is not a vector."""
         return self._read(name, 0, self.tensors[name].shape)
 
     def row(self, name: str, row: int) -> VectorData:
-        """One row, which is there, of a tensor [rows, width]."""
+        """One row of a tensor [rows, width]; the caller has checked its number."""
         tensor = self.tensors[name]
         return self._read(name, row * tensor.shape[1], tensor.shape[1:])
 

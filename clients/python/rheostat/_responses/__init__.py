@@ -1,1 +1,1 @@
-"""What a server answers, as values: results, receipts, explanations, and the server itself."""
+"""The server's answers as Python values: results, receipts, explanations, model and counters."""

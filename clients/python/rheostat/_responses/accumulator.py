@@ -1,8 +1,7 @@
 """Accumulates a response stream: messages in, events out, and one result at the end.
 
-An accumulator never does I/O, so both clients share it. It checks what the contract promises: a
-generation ends with its receipt. Every row that the receipt counts arrived, unless the request sent
-it to a sink, a run or a subscription.
+An accumulator does no I/O, so both clients share it. It checks that a generation ends with its
+receipt, and that every row that the receipt counts arrived, unless the row has another destination.
 """
 
 from __future__ import annotations
@@ -44,19 +43,17 @@ from rheostat_wire.v1 import (
 _Response: TypeAlias = (
     generation_service_pb2.GenerateResponse | generation_service_pb2.SessionResponse
 )
-"""They name the events that they share alike."""
+"""Both have fields of the same name for their common events."""
 
 
 class _Key(NamedTuple):
-    """Which sample."""
-
     baseline: bool
     number: int
 
 
 @dataclass
 class _Sample:
-    """A sample while it grows."""
+    """The parts of a sample that have arrived."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -65,7 +62,7 @@ class _Sample:
     end: Finished | None = None
     divergence: Divergence | None = None
 
-    def closed(self, captures: bool, elsewhere: Sequence[str]) -> Sample:
+    def result(self, in_answer: bool, destinations: Sequence[str]) -> Sample:
         if self.end is None:
             raise ServerError("the stream ended with a sample that never finished")
         return Sample(
@@ -73,7 +70,7 @@ class _Sample:
             token_ids=tuple(self.token_ids),
             finish_reason=self.end.reason,
             logprobs=tuple(self.logprobs),
-            activations=Activations(self.rows, asked=captures, elsewhere=elsewhere),
+            activations=Activations(self.rows, in_answer=in_answer, destinations=destinations),
             stop=self.end.stop,
             first_token_after=self.end.first_token_after,
             finished_after=self.end.finished_after,
@@ -82,16 +79,15 @@ class _Sample:
 
 
 class GenerationAccumulator:
-    """From messages to events and a `Generation`. The baseline is kept apart throughout."""
+    """Turns messages into events and a `Generation`; its baseline is accumulated separately."""
 
     def __init__(self, request: generation_service_pb2.GenerateRequest) -> None:
-        """An empty one, of this request."""
-        self._elsewhere = {
+        self._destinations = {
             number: _destination(capture)
             for number, capture in enumerate(request.captures)
             if not capture.HasField("inline")
         }
-        self._captures = len(request.captures) > len(self._elsewhere)
+        self._in_answer = len(request.captures) > len(self._destinations)
         self._with_baseline = request.with_baseline
         self._started = Started("", "", ())
         self._prompt_logprobs: dict[bool, tuple[TokenLogprobs, ...]] = {}
@@ -100,7 +96,7 @@ class GenerationAccumulator:
         self._receipt: Receipt | None = None
 
     def add(self, message: _Response) -> list[Event]:
-        """The message's events; none for kinds of event that this client does not know."""
+        """The events of a message; none if this client does not know the kind of event."""
         match message.WhichOneof("event"):
             case "started":
                 started = message.started
@@ -118,7 +114,7 @@ class GenerationAccumulator:
                 rows = read_captured(message.captured)
                 for part in rows:
                     site = Site(part.point, part.layer)
-                    if not part.baseline:  # which the receipt does not count
+                    if not part.baseline:  # the receipt does not count rows of the baseline
                         self._received[message.captured.capture_index, site] += len(part.positions)
                     sample = self._sample(part.baseline, part.sample)
                     sample.rows.setdefault(site, []).append(part)
@@ -150,22 +146,22 @@ class GenerationAccumulator:
         return []
 
     def result(self) -> Generation:
-        """The whole, once the stream has ended with OK.
+        """The generation, once the stream has ended with OK.
 
-        Raises ServerError if the receipt, the baseline or a sample's end is missing, DataLoss
-        where fewer rows came than the receipt counts.
+        Raises ServerError if the receipt, the baseline or the end of a sample is missing, DataLoss
+        if the number of rows is not that of the receipt.
         """
         if self._receipt is None:
             raise ServerError("the stream ended without a receipt")
         self._check_rows(self._receipt)
-        baseline = self._closed(True)
+        baseline = self._results(True)
         if self._with_baseline and not baseline:
             raise ServerError("the stream ended without the baseline that was asked for")
         return Generation(
             request_id=self._started.request_id,
             model_name=self._started.model_name,
             prompt_token_ids=self._started.prompt_token_ids,
-            samples=self._closed(False),
+            samples=self._results(False),
             receipt=self._receipt,
             prompt_logprobs=self._prompt_logprobs.get(False, ()),
             baseline=(
@@ -175,17 +171,18 @@ class GenerationAccumulator:
             ),
         )
 
-    def _closed(self, baseline: bool) -> tuple[Sample, ...]:
-        """The samples in order, of the baseline or else of the request itself."""
-        keys = sorted(key for key in self._samples if key.baseline is baseline)
+    def _results(self, baseline: bool) -> tuple[Sample, ...]:
+        """The samples in order, of the baseline or of the request itself."""
+        destinations = list(self._destinations.values())
         return tuple(
-            self._samples[key].closed(self._captures, list(self._elsewhere.values()))
-            for key in keys
+            sample.result(self._in_answer, destinations)
+            for key, sample in sorted(self._samples.items())
+            if key.baseline is baseline
         )
 
     def _check_rows(self, receipt: Receipt) -> None:
         for capture in receipt.captures:
-            for captured in () if capture.index in self._elsewhere else capture.sites:
+            for captured in () if capture.index in self._destinations else capture.sites:
                 row_count = self._received[capture.index, captured.site]
                 if row_count != captured.row_count:
                     raise DataLoss(
@@ -210,7 +207,7 @@ class GenerationAccumulator:
 
 
 def _destination(capture: capture_pb2.CaptureSpec) -> str:
-    """Where its rows go that do not come back, for people."""
+    """The destination of a capture, in words."""
     match capture.WhichOneof("to"):
         case "sink":
             return f"the sink {capture.sink.sink_name!r}"

@@ -1,4 +1,4 @@
-"""Answers about a request that is not run: what it would do, and how its prompt reads in tokens."""
+"""Answers about a request that does not run: its resolved interventions, captures and tokens."""
 
 from __future__ import annotations
 
@@ -39,24 +39,23 @@ class ResolvedIntervention:
     """One intervention, resolved."""
 
     origin: str
-    """Where it comes from: "global", "request", "rule"."""
+    """Its source: "global", "request", "rule"."""
     index: int
-    """Index in the list there."""
+    """Index in the list of that source."""
     op: str
-    """What it does: "add", "norm_add", "ablate", "clamp", "scale", "replace"."""
+    """"add", "norm_add", "ablate", "clamp", "scale" or "replace"."""
     sites: tuple[Site, ...]
-    """Where, by layer, then point."""
+    """By layer, then point."""
     selection: Selection
-    """On which tokens."""
     digests: tuple[str, ...]
     """Digests of its vectors, hex."""
     doses: Mapping[Site, float]
-    """By site, the norm of what is added: of "add" in the units of the stream, of "norm_add" in
-    norms of the stream. Empty for other ops, whose dose depends on the stream."""
+    """Norm of the added vector by site: for "add" in the units of the stream, for "norm_add"
+    relative to the norm of the stream. Empty for other ops, whose dose depends on the stream."""
     rule_name: str = ""
-    """The rule, where ``origin`` is "rule"."""
+    """The rule, if ``origin`` is "rule"."""
     unknown_sites: int = 0
-    """Further sites, at points of a newer server that this client cannot name."""
+    """Number of further sites, at points that only newer clients know."""
 
 
 @dataclass(frozen=True)
@@ -66,46 +65,41 @@ class ResolvedCapture:
     index: int
     """Index in the request's captures."""
     sites: tuple[Site, ...]
-    """Where, by layer, then point."""
+    """By layer, then point."""
     selection: Selection
-    """Which tokens."""
     payload_bytes: int
     """Bytes of payload, if every token known in advance is computed."""
     unknown_sites: int = 0
-    """Further sites, at points of a newer server that this client cannot name."""
+    """Number of further sites, at points that only newer clients know."""
 
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What enters the prefix cache's keys from a position on."""
+    """An extra part of the keys in the prefix cache, from a position on."""
 
     position: int
-    """First position."""
     digest: str
-    """Digest of all that touches this position and those before it, hex."""
+    """Digest of all interventions that affect this position or an earlier one, hex."""
     private: bool
-    """Whether a nonce replaces the digest, so that no request shares it."""
+    """Whether a nonce replaces the digest, so that no other request shares the cache."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a request would do."""
+    """The effect that a request would have."""
 
     prompt_token_ids: tuple[int, ...]
-    """The prompt's tokens."""
     interventions: tuple[ResolvedIntervention, ...]
     """In the order in which they act."""
     captures: tuple[ResolvedCapture, ...]
-    """In the request's order."""
     cache_keys: tuple[CacheKey, ...]
     """Empty: the engine's own keys throughout."""
     new_bank_row_count: int
-    """Bank rows that it needs beyond those that equal configurations hold."""
+    """Bank rows that it needs beyond those that it shares with running requests."""
     global_version: int
-    """Version of the server-wide steering that it would run under."""
+    """Version of the server-wide steering that would apply."""
 
     def __str__(self) -> str:
-        """One line per fact."""
         return "\n".join(["the request would", *(f"  {k}: {v}" for k, v in _rows(self))])
 
     def _repr_html_(self) -> str:
@@ -145,7 +139,6 @@ def _rows(explanation: Explanation) -> list[tuple[str, str]]:
 
 
 def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explanation:
-    """The explanation of a wire message."""
     return Explanation(
         prompt_token_ids=tuple(message.prompt_token_ids.ids),
         interventions=tuple(
@@ -154,10 +147,10 @@ def read_explanation(message: generation_service_pb2.ExplainResponse) -> Explana
         captures=tuple(
             ResolvedCapture(
                 capture.capture_index,
-                _known(capture.sites),
+                _known_sites(capture.sites),
                 _read_selection(capture.selection),
                 capture.payload_bytes,
-                len(capture.sites) - len(_known(capture.sites)),
+                len(capture.sites) - len(_known_sites(capture.sites)),
             )
             for capture in message.captures
         ),
@@ -178,8 +171,8 @@ def _read_intervention(
         index=reference.index,
         op=reference.op,
         rule_name=reference.rule_name,
-        sites=_known(message.sites),
-        unknown_sites=len(message.sites) - len(_known(message.sites)),
+        sites=_known_sites(message.sites),
+        unknown_sites=len(message.sites) - len(_known_sites(message.sites)),
         selection=_read_selection(message.selection),
         digests=tuple(digest.hex() for digest in message.digests),
         doses={
@@ -190,8 +183,7 @@ def _read_intervention(
     )
 
 
-def _known(sites: Iterable[types_pb2.Site]) -> tuple[Site, ...]:
-    """Those that this client can name."""
+def _known_sites(sites: Iterable[types_pb2.Site]) -> tuple[Site, ...]:
     return tuple(read_site(site) for site in sites if knows_point(site.point))
 
 
@@ -205,19 +197,16 @@ class TextSpan(NamedTuple):
     """Code points ``start <= i < end`` of a text."""
 
     start: int
-    """First."""
     end: int
-    """One past the last."""
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Tokens and where they stand in the text."""
+    """Tokens and their places in the text."""
 
     token_ids: tuple[int, ...]
-    """The ids."""
     text: str
-    """The text that was tokenised: as given, rendered, or decoded."""
+    """The text: as given, rendered by the chat template, or decoded from ids."""
     offsets: tuple[TextSpan, ...]
     """One per token; empty for special tokens that have no place in the text."""
 
@@ -228,7 +217,6 @@ class Tokenized:
 
 
 def read_tokenized(message: generation_service_pb2.TokenizeResponse) -> Tokenized:
-    """The tokens of a wire message."""
     return Tokenized(
         tuple(message.token_ids.ids),
         message.text,

@@ -1,4 +1,4 @@
-"""What a server says about itself: its model and what can be done there, and its counters."""
+"""The model that a server runs, with the abilities of its sites, and the server's counters."""
 
 from __future__ import annotations
 
@@ -13,70 +13,62 @@ from rheostat_wire.v1 import engine_service_pb2, receipt_pb2, tensor_pb2
 
 @dataclass(frozen=True)
 class Ability:
-    """Whether something can be done."""
+    """Whether a site supports an op or capture."""
 
     served: bool
-    """Whether it can."""
     why_not: str = ""
-    """Where not: why, and what can be done instead."""
+    """If not served: the reason, and an alternative."""
 
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Layers of one point at which the same can be done."""
+    """Layers of one point that have the same abilities."""
 
     point: Point
-    """The point."""
     layers: tuple[int, ...]
     """Layers, ascending."""
     capture: Ability
     """Whether rows can be captured here."""
     ops: Mapping[str, Ability]
-    """By op ("add", ...), whether it can be done."""
+    """The ability of each op ("add", ...)."""
     form: str
-    """How the stream is held here: "pair" (branch and residual not yet added) or "single"."""
+    """Tensors that hold the stream: "pair" (branch and residual not yet added) or "single"."""
     width: int = 0
     """Values per row here; the number of experts if the point is ``router_logits``."""
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """How the model runs."""
+    """The engine that runs the model."""
 
     vllm_version: str
-    """vLLM's version."""
     torch_version: str
-    """torch's version."""
     runner: str
-    """Which of vLLM's model runners: "v1", "v2"."""
+    """vLLM's model runner: "v1" or "v2"."""
     device: str
-    """"cpu", "cuda"."""
+    """"cpu" or "cuda"."""
     tensor_parallel_size: int
-    """Tensor-parallel ranks."""
     pipeline_parallel_size: int
-    """Pipeline-parallel stages."""
     compiled: bool
-    """Whether the model is compiled."""
     variants: tuple[str, ...]
-    """Graph variants."""
+    """Names of the graph variants."""
     prefix_caching: bool
-    """Whether prefix caching is on."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What may be asked for."""
+    """The server's limits."""
 
     model_tokens: int
     """Tokens of prompt and generation together."""
     running_requests: int
-    """Requests that run at once."""
+    """Requests that run at the same time."""
     waiting_requests: int
     """Requests that may wait."""
     bank_rows: int
-    """Distinct configurations at work at one site at once."""
+    """Distinct steering configurations at one site at the same time."""
     capture_rows_per_step: int
-    """Rows that one step can capture at each site."""
+    """Rows that one engine step can capture at each site."""
     tensor_message_bytes: int
     """Largest message."""
     vector_bytes: int
@@ -88,13 +80,14 @@ class Limits:
     logprobs: int
     """Largest ``logprobs`` and ``prompt_logprobs``."""
     capacity_wait: float
-    """Seconds that a request waits for bank rows at most, see ``when_full``."""
+    """Longest time that a request waits for bank rows, in seconds; see ``when_full``."""
     run_bytes: int
-    """Bytes that all runs together may take."""
+    """Bytes of all runs together."""
     request_buffer_bytes: int
     """Bytes of one request that may wait for slow readers, sinks and runs."""
     buffer_bytes: int
-    """Bytes that may wait of all requests together; beyond, those that hold most give way."""
+    """Bytes of all requests that may wait. Above it, the requests with most bytes lose rows or
+    fail."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,35 +95,27 @@ class ModelInfo:
     """The model that a server runs. ``print`` shows it in words."""
 
     name: str
-    """Name under which it was loaded."""
+    """Name with which it was loaded."""
     architecture: str
-    """Class of the model, e.g. "LlamaForCausalLM"."""
     layer_count: int
-    """Number of decoder blocks."""
     width: int
     """Values per row of the residual stream."""
     vocabulary_size: int
-    """Number of token ids."""
     dtype: str
     """Element type of the stream."""
     sites: tuple[SiteGroup, ...]
-    """Every point, grouped by what can be done there."""
+    """Every point and layer, grouped by abilities."""
     has_tokenizer: bool
-    """Whether text can be tokenised."""
     has_chat_template: bool
     """Whether messages can be rendered."""
     lora_names: tuple[str, ...]
-    """Names of loaded adapters."""
     engine: EngineInfo
-    """How it runs."""
     limits: Limits
-    """What may be asked for."""
     build_version: str
-    """The server's version."""
     api_version: str
-    """The contract's package, "rheostat.v1"."""
+    """Protobuf package of the services, "rheostat.v1"."""
     features: tuple[str, ...] = ()
-    """What the server serves: "steering", "capture", "sinks", ... It refuses the rest."""
+    """Features that the server serves: "steering", "capture", "sinks", ..."""
 
     def captured(self, point: Point) -> tuple[int, ...]:
         """Layers at which rows of this point can be captured, ascending."""
@@ -142,11 +127,9 @@ class ModelInfo:
         return site.layer in self.captured(site.point)
 
     def __repr__(self) -> str:
-        """Name and size."""
         return f"ModelInfo({self.name!r}, {self.layer_count} layers, width {self.width})"
 
     def __str__(self) -> str:
-        """One line per fact."""
         return "\n".join([self.name, *(f"  {what}: {how}" for what, how in _rows(self))])
 
     def _repr_html_(self) -> str:
@@ -176,7 +159,7 @@ def _rows(model: ModelInfo) -> list[tuple[str, str]]:
         ("server", f"{model.build_version}, {model.api_version}"),
         (
             "features",
-            ", ".join(feature.replace("_", " ") for feature in model.features) or "not told",
+            ", ".join(feature.replace("_", " ") for feature in model.features) or "unknown",
         ),
     ]
     for group in model.sites:
@@ -188,7 +171,6 @@ def _rows(model: ModelInfo) -> list[tuple[str, str]]:
 
 
 def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
-    """The model of a wire message."""
     engine, limits = message.engine, message.limits
     return ModelInfo(
         **{
@@ -234,18 +216,15 @@ def _read_group(message: engine_service_pb2.SiteGroup) -> SiteGroup:
 
 @dataclass(frozen=True, repr=False)
 class Stats:
-    """A server's counters since its start, and gauges of now."""
+    """Counters since the start of a server, and gauges."""
 
     running_request_count: int
-    """Requests that run now."""
     waiting_request_count: int
-    """Requests that wait now."""
     admitted_count: int
-    """Requests admitted."""
     completed_count: int
     """Requests that ended with a receipt."""
     aborted_count: int
-    """Requests ended from outside."""
+    """Requests that were cancelled or stopped."""
     refused_count: int
     """Requests refused before admission."""
     failed_count: int
@@ -253,53 +232,51 @@ class Stats:
     steps: Mapping[str, int]
     """Steps by graph variant."""
     used_bank_row_count: int
-    """Bank rows in use now, at the fullest site."""
+    """Bank rows in use, at the site that uses most."""
     bank_row_count: int
     """Bank rows of each site."""
     captured_row_count: int
     """Rows captured."""
     captured_bytes: int
-    """Bytes captured, as they are in the stream."""
+    """Bytes captured, before any encoding."""
     dropped_row_count: int
-    """Rows that readers have lost, one for each that lost it."""
+    """Lost rows; a row that several readers lost counts once for each."""
     prefix_queried_token_count: int
     """Prompt tokens looked up in the prefix cache."""
     prefix_hit_token_count: int
     """Prompt tokens found there."""
     vector_count: int
-    """Stored vectors."""
     uptime: float
     """Seconds since the start."""
     leaked_count: int
-    """Held by no request; anything but 0 is a defect."""
+    """Resources in use without a request; any other number than 0 is a defect."""
     global_version: int
     """Version of the server-wide steering; 0: never set."""
     left_bytes: int
-    """Bytes of captured rows that have left the device: fewer than `captured_bytes` where they were
-    made smaller there."""
+    """Bytes of captured rows copied from the device; fewer than `captured_bytes` if the device
+    encoded rows."""
     plain_row_count: int
-    """Rows that left the device whole, since its memory for making them smaller did not suffice."""
+    """Rows copied from the device without encoding, because `encode_bytes` were in use."""
     ring_bytes: int
-    """Device memory of the ring that captured rows pass through."""
+    """Device memory of the ring buffer for captured rows."""
     encode_bytes: int
-    """Device memory for making captured rows smaller."""
+    """Device memory for encoding captured rows."""
     spooled_row_count: int
-    """Captured rows that wait on the server's disk now."""
+    """Captured rows that wait on the server's disk."""
     overrun_row_count: int
-    """Captured rows for which a worker had no room, on the device or on their way to the server."""
+    """Captured rows lost because a buffer of a worker was full."""
     staging_bytes: int
     """Host memory of the workers in which captured rows wait for the server."""
     run_count: int
     """Stored runs."""
     run_bytes: int
-    """Bytes that they take, and those that are being made."""
+    """Bytes of stored runs, and of runs that are being stored."""
     request_buffer_bytes: int
-    """Memory of what waits for slow readers of requests, for sinks and for runs."""
+    """Bytes that wait for slow readers of requests, for sinks and for runs."""
     subscription_buffer_bytes: int
-    """Memory of captured rows that subscribers have not read and acknowledged."""
+    """Bytes of captured rows that subscribers have not read and acknowledged."""
 
     def __repr__(self) -> str:
-        """The counters of requests."""
         text = (
             f"{self.running_request_count} running, {self.waiting_request_count} waiting, "
             f"{self.completed_count} completed, {self.failed_count} failed, up {self.uptime:.0f} s"
@@ -307,12 +284,10 @@ class Stats:
         return f"Stats({text}{f', {self.leaked_count} LEAKED' if self.leaked_count else ''})"
 
     def __str__(self) -> str:
-        """One line per counter."""
         return "\n".join(f"{field.name}: {getattr(self, field.name)}" for field in fields(self))
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
-    """The counters of a wire message."""
     return Stats(
         **equal_fields(Stats, message),
         **equal_fields(Stats, message.requests),

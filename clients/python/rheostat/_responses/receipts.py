@@ -1,4 +1,4 @@
-"""The receipt: what was really done to a request, as the server wrote it down."""
+"""The receipt: the interventions and captures that the server carried out for a request."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rheostat_wire.v1 import receipt_pb2
 
 @dataclass(frozen=True)
 class Dose:
-    """How far rows were moved; norms are L2, in float32."""
+    """The change of rows; norms are L2, in float32."""
 
     norm: float
     """Mean norm of the change, in the units of the stream."""
     relative_mean: float | None
-    """Mean of the change's norm over the stream's; None if it was not measured."""
+    """Mean of norm of the change / norm of the stream; None if it was not measured."""
     relative_max: float | None
-    """Largest of the change's norm over the stream's."""
+    """Maximum of norm of the change / norm of the stream."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,10 @@ class AppliedSite:
     """An intervention at one site."""
 
     site: Site
-    """Where."""
     row_count: int
-    """Rows changed, each computation of a token counted."""
+    """Changed rows; a token that was computed twice counts twice."""
     dose: Dose | None
-    """How strongly; None if no row was changed or it was not measured."""
+    """Size of the change; None if no row was changed, or if it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -43,33 +42,32 @@ class AppliedRows:
     sample: int
     """Sample, from 0."""
     positions: tuple[range, ...]
-    """Positions that this request computed under it."""
+    """Positions that this request computed with the intervention."""
     cached_positions: tuple[range, ...]
-    """Selected positions whose keys and values an equal request had computed under it before."""
+    """Selected positions that the prefix cache provided, computed with an equal intervention."""
 
 
 @dataclass(frozen=True)
 class AppliedIntervention:
-    """An intervention as it happened."""
+    """An intervention, as it was carried out."""
 
     origin: str
-    """Where it came from: "global", "request", "rule", "update", "watch"."""
+    """Its source: "global", "request", "rule", "update", "watch"."""
     index: int
-    """Index in the list there."""
+    """Index in the list of that source."""
     op: str
-    """What it does: "add", "norm_add", "ablate", "clamp", "scale", "replace"."""
+    """"add", "norm_add", "ablate", "clamp", "scale" or "replace"."""
     digests: tuple[str, ...]
     """Digests of its vectors, hex."""
     sites: tuple[AppliedSite, ...]
-    """Where it acted, by layer, then point."""
+    """By layer, then point."""
     rows: tuple[AppliedRows, ...]
-    """On which tokens."""
     rule_name: str = ""
-    """The rule, where ``origin`` is "rule"."""
+    """The rule, if ``origin`` is "rule"."""
     update_id: int | None = None
-    """The session's update, where ``origin`` is "update"."""
+    """The session's update, if ``origin`` is "update"."""
     unknown_sites: int = 0
-    """Further sites, at points of a newer server that this client cannot name."""
+    """Number of further sites, at points that only newer clients know."""
 
 
 @dataclass(frozen=True)
@@ -77,25 +75,24 @@ class CapturedSite:
     """A capture at one site."""
 
     site: Site
-    """Where."""
     row_count: int
-    """Rows handed over, all samples."""
+    """Delivered rows of all samples."""
     dropped_row_count: int
-    """Rows selected and lost."""
+    """Selected rows that were lost."""
 
 
 @dataclass(frozen=True)
 class CaptureReceipt:
-    """A capture as it happened."""
+    """A capture, as it was carried out."""
 
     index: int
     """Index in the request's captures."""
     sites: tuple[CapturedSite, ...]
-    """Rows by site, by layer, then point."""
+    """By layer, then point."""
     run_id: str = ""
-    """Run that the rows were stored in, if they were."""
+    """The run that stores the rows; "" if the capture has another destination."""
     unknown_sites: int = 0
-    """Further sites, at points of a newer server that this client cannot name."""
+    """Number of further sites, at points that only newer clients know."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,28 +100,23 @@ class Receipt:
     """A record of the interventions and captures that were carried out. ``print`` shows a text."""
 
     request_id: str
-    """The request."""
     prompt_token_count: int
-    """Tokens of the prompt."""
     generated_token_count: int
     """Tokens generated, all samples together."""
     interventions: tuple[AppliedIntervention, ...] = ()
     """Every intervention. If it changed nothing, its row count is 0."""
     captures: tuple[CaptureReceipt, ...] = ()
-    """Every capture, in the request's order."""
     cached_prompt_token_count: int = 0
     """Prompt tokens that came from the prefix cache."""
     recomputed_token_count: int = 0
-    """Tokens computed more than once, and cached ones computed for a capture."""
+    """Tokens computed more than once, and cached tokens computed for a capture."""
     preemption_count: int = 0
-    """How often the request was preempted."""
     global_version: int = 0
-    """Version of the server-wide steering that it ran under."""
+    """Version of the server-wide steering that applied."""
     update_count: int = 0
-    """Changes of its session's steering that were carried out; stopping it is none."""
+    """Updates of the session's steering that were carried out; a stop does not count."""
 
     def __repr__(self) -> str:
-        """Id, tokens, and how many interventions and captures there were."""
         parts = [
             repr(self.request_id),
             f"{self.prompt_token_count} + {self.generated_token_count} tokens",
@@ -134,7 +126,6 @@ class Receipt:
         return f"Receipt({', '.join(parts)})"
 
     def __str__(self) -> str:
-        """One line per fact."""
         return "\n".join(
             [f"receipt of {self.request_id}", *(f"  {k}: {v}" for k, v in _rows(self))]
         )
@@ -148,7 +139,6 @@ def _counted(count: int, what: str) -> list[str]:
 
 
 def _rows(receipt: Receipt) -> list[tuple[str, str]]:
-    """The receipt as (what, how much)."""
     rows = [
         (
             "tokens",
@@ -219,7 +209,7 @@ def _sites_text(applied: AppliedIntervention | CaptureReceipt) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """Which intervention."""
+    """The identity of an intervention."""
 
     origin: str
     index: int
@@ -234,7 +224,6 @@ class Reference:
 
 
 def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
-    """Which intervention a message names."""
     return Reference(
         read_word(receipt_pb2.Origin.DESCRIPTOR, message.origin, "ORIGIN_"),
         message.index,
@@ -245,7 +234,6 @@ def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
 
 
 def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
-    """The receipt of a wire message."""
     return Receipt(
         **equal_fields(Receipt, message),
         interventions=tuple(_read_applied(intervention) for intervention in message.interventions),

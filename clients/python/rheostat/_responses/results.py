@@ -1,4 +1,4 @@
-"""What a generation gives: events while it runs, and a `Generation` of all of them at the end."""
+"""The results of a generation: events while it runs, and a `Generation` at its end."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from rheostat._responses.receipts import Receipt
 from rheostat_wire.dtypes import FloatArray
 
 FinishReason: TypeAlias = Literal["stop", "length", "aborted", "rule", "error", "watch"]
-"""Why a sample ended: an end token or stop text, max_tokens, from outside, a rule, a failure."""
+"""Why a sample ended: end token or stop text; max_tokens; abort; rule; failure; watch."""
 
 
 class TokenLogprob(NamedTuple):
     """A token's log-probability."""
 
     token_id: int
-    """The token."""
     logprob: float
     """ln p, of the model's distribution before temperature and penalties."""
     rank: int
     """1 for the most likely token."""
     text: str
-    """The token as text; empty on servers without a tokenizer."""
+    """The text of the token; empty on servers without a tokenizer."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one token."""
+    """Log-probabilities at one position."""
 
     token: TokenLogprob
     """The token at this position."""
     alternatives: tuple[TokenLogprob, ...]
-    """The most likely ones, best first."""
+    """The most likely tokens, best first."""
 
     def of(self, token_id: int) -> float | None:
         """Log-probability of a token; None if it is neither the token nor an alternative."""
@@ -45,19 +44,16 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Started:
-    """The request is admitted. First event."""
+    """First event: the request was admitted."""
 
     request_id: str
-    """The id, given or made."""
     model_name: str
-    """The model's name."""
     prompt_token_ids: tuple[int, ...]
-    """The prompt's tokens."""
 
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of the prompt, if asked for."""
+    """Log-probabilities of the prompt, if requested."""
 
     tokens: tuple[TokenLogprobs, ...]
     """Entry i belongs to position i + 1; the first token has none."""
@@ -72,56 +68,54 @@ class Tokens:
     sample: int
     """Sample, from 0."""
     text: str
-    """The text that they add; empty while a character or stop text is not complete."""
+    """Text of the tokens; empty while a character or a possible stop text is incomplete."""
     token_ids: tuple[int, ...]
-    """The tokens."""
     logprobs: tuple[TokenLogprobs, ...]
-    """One per token, if asked for."""
+    """One per token, if requested."""
     baseline: bool = False
     """Whether they are of the baseline."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A sample ended."""
+    """The end of a sample."""
 
     sample: int
     """Sample, from 0."""
     reason: FinishReason
-    """Why."""
     stop: str | int | None
-    """The stop text or token that ended it, if one did."""
+    """The stop text or token, if it ended the sample."""
     first_token_after: float
     """Seconds from admission to the first token."""
     finished_after: float
     """Seconds from admission to the end."""
     baseline: bool = False
-    """Whether it is one of the baseline."""
+    """Whether it is a sample of the baseline."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Divergence:
-    """How far a sample's distributions lie from those that the baseline has for the same tokens.
+    """Divergence of a sample's distributions from those of the baseline for the same tokens.
 
-    The baseline, which is the request without its steering, reads the sample's own tokens here. A
-    sample that fills the context lacks its last one; an aborted sample has no divergence.
+    The baseline is the request without its steering. For this comparison it is fed the tokens of
+    the sample. If the sample fills the context, its last token is not compared. An aborted sample
+    has no divergence.
     """
 
     sample: int
     """Sample, from 0."""
     kl: FloatArray
-    """Float32 [tokens]: lower bounds, in nats, of KL(sample's distribution || baseline's). Each is
-    the least that it can be, given the tokens that either side lists as most likely."""
+    """float32 [tokens]: lower bounds, in nats, of KL(sample's distribution || baseline's), from the
+    tokens that either side lists as most likely."""
     compared: FloatArray
-    """Float32 [tokens], 0 to 1: the sample's probability of the tokens that both sides list. At 1
+    """float32 [tokens], 0 to 1: the sample's probability of the tokens that both sides list. At 1
     the bound is exact."""
     baseline_logprobs: FloatArray
-    """Float32 [tokens]: ln p of the sample's tokens under the baseline."""
+    """float32 [tokens]: ln p of the sample's tokens under the baseline."""
     mean_kl: float
     """Mean of ``kl``, in nats."""
 
     def __repr__(self) -> str:
-        """The mean, and how much of it is exact."""
         compared = float(self.compared.min()) if len(self.compared) else 1.0
         return (
             f"Divergence(sample={self.sample}, mean_kl={self.mean_kl:.4g} nats over "
@@ -131,14 +125,13 @@ class Divergence:
 
 @dataclass(frozen=True, eq=False)
 class DroppedRows:
-    """Captured rows that are lost, under a policy that allows it."""
+    """Captured rows that were lost under an overload policy that allows it."""
 
     sequence: int
     """Number of the event in a subscription; 0 in an answer."""
     request_id: str
-    """The request."""
     capture: int
-    """Which of the request's captures; of a subscription's, as in `CapturedRows`."""
+    """Index of the request's capture; in a subscription as in `CapturedRows`."""
     sample: int
     """Sample, from 0."""
     baseline: bool
@@ -146,13 +139,13 @@ class DroppedRows:
     positions: IntArray
     """Absolute positions, int64 [positions], at each of the capture's sites."""
     row_count: int
-    """How many: positions times sites."""
+    """Positions times sites."""
 
 
 Event: TypeAlias = (
     Started | PromptLogprobs | Tokens | Rows | DroppedRows | Finished | Divergence | Receipt
 )
-"""What a stream yields. The `Receipt` comes last."""
+"""The events of a stream. The last one is the `Receipt`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,26 +153,22 @@ class Sample:
     """One continuation of the prompt."""
 
     text: str
-    """The generated text."""
     token_ids: tuple[int, ...]
-    """Its tokens."""
     finish_reason: FinishReason
-    """Why it ended."""
     logprobs: tuple[TokenLogprobs, ...]
-    """One per token; empty if not asked for."""
+    """One per token; empty if not requested."""
     activations: Activations
     """Captured rows."""
     stop: str | int | None = None
-    """The stop text or token that ended it, if one did."""
+    """The stop text or token, if it ended the sample."""
     first_token_after: float = 0.0
     """Seconds from admission to the first token."""
     finished_after: float = 0.0
     """Seconds from admission to the end."""
     divergence: Divergence | None = None
-    """How far it lies from the baseline, if that was asked for."""
+    """Divergence from the baseline, if requested."""
 
     def __repr__(self) -> str:
-        """Text, tokens and how it ended."""
         return (
             f"Sample(text={self.text!r}, tokens={len(self.token_ids)}, "
             f"finish_reason={self.finish_reason!r}, activations={len(self.activations)} sites)"
@@ -188,12 +177,12 @@ class Sample:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Samples:
-    """What came of a prompt. Text, tokens and activations are those of the first sample."""
+    """The samples of a prompt. Text, tokens and activations are those of the first sample."""
 
     samples: tuple[Sample, ...]
     """All samples, as many as ``n``."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = field(default=())
-    """Entry i belongs to position i + 1; empty if not asked for."""
+    """Entry i belongs to position i + 1; empty if not requested."""
 
     @property
     def text(self) -> str:
@@ -202,17 +191,17 @@ class Samples:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Its tokens."""
+        """The generated tokens."""
         return self.samples[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why it ended."""
+        """Why the sample ended."""
         return self.samples[0].finish_reason
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """One per generated token; empty if not asked for."""
+        """One per generated token; empty if not requested."""
         return self.samples[0].logprobs
 
     @property
@@ -221,32 +210,27 @@ class Samples:
         return self.samples[0].activations
 
     def __repr__(self) -> str:
-        """The samples."""
         return f"Samples({', '.join(map(repr, self.samples))})"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Generation(Samples):
-    """The whole result of a request."""
+    """The result of a request."""
 
     request_id: str
-    """The request."""
     model_name: str
-    """The model's name."""
     prompt_token_ids: tuple[int, ...]
-    """The prompt's tokens."""
     receipt: Receipt
     """A record of the interventions and captures that were carried out, without the baseline."""
     baseline: Samples | None = None
-    """The same request without its steering; None unless asked for ``with_baseline``."""
+    """The same request without its steering; None unless requested by ``with_baseline``."""
 
     @property
     def divergence(self) -> Divergence | None:
-        """How far the first sample lies from the baseline, if that was asked for."""
+        """Divergence of the first sample from the baseline, if requested."""
         return self.samples[0].divergence
 
     def __repr__(self) -> str:
-        """Id, samples and baseline."""
         parts = [repr(self.request_id), *map(repr, self.samples)]
         parts += [] if self.baseline is None else [f"baseline={self.baseline!r}"]
         return f"Generation({', '.join(parts)})"

@@ -1,1 +1,1 @@
-"""Vectors, the interventions that are made of them, and the steering that a request carries."""
+"""Vectors, interventions, and the steering of a request."""

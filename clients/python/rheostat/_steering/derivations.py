@@ -1,7 +1,4 @@
-"""Vectors that the server derived from two sets of prompts, and how well each separates the sets.
-
-The server measures them. This module only chooses and shows.
-"""
+"""Vectors that the server derived from two sets of prompts, with the statistics of their rows."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from rheostat._steering.vectors import Vector
 from rheostat_wire.v1 import steering_service_pb2
 
 DeriveMethod: TypeAlias = Literal["difference_of_means", "principal_component"]
-"""How a direction is made of two sets of rows; see ``engine.vectors.derive``."""
+"""Methods that derive a direction from two sets of rows; see ``engine.vectors.derive``."""
 
 _LOG = logging.getLogger("rheostat")
 
@@ -33,7 +30,6 @@ METHODS: dict[DeriveMethod, steering_service_pb2.DeriveMethod.ValueType] = {
     "difference_of_means": steering_service_pb2.DERIVE_METHOD_DIFFERENCE_OF_MEANS,
     "principal_component": steering_service_pb2.DERIVE_METHOD_PRINCIPAL_COMPONENT,
 }
-"""Every method, and its value on the wire."""
 
 
 @dataclass(frozen=True)
@@ -41,30 +37,31 @@ class DerivedRow:
     """The statistics of one row of a derived vector."""
 
     site: Site
-    """Where it was read, and is meant to act."""
+    """Site where it was captured, and where it acts by default."""
     norm: float
-    """Its L2 norm; 0 if the two sets do not differ."""
+    """L2 norm of the row; 0 if the two sets do not differ."""
     stream_norm: float
-    """Mean L2 norm of the stream there: what a dose is large or small against."""
+    """Mean L2 norm of the stream at the site, as a scale for doses."""
     explained: float
     """Fraction, 0 to 1, of the differences between the sets that lies along the row."""
     separation: float | None
-    """Cohen's d of prompts that were held out: how many standard deviations the sets lie apart on a
-    direction made of the others. About 0 or below: it does not carry over to other prompts. None if
-    it is not defined, as with one prompt in a set."""
+    """Cohen's d of held-out prompts, on a direction derived from the others: the distance of the
+    sets in standard deviations. If it is about 0 or below, the direction does not generalise. None
+    if it is not defined, as with one prompt in a set."""
 
 
 @dataclass(frozen=True)
 class Derivation:
-    """Vectors that the server derived and stored, one per point, and the figures of their rows.
+    """Vectors that the server derived and stored, one per point, and statistics of their rows.
 
-    ``derivation["resid_post"]`` is a point's vector. Printing shows the figures as a table.
+    ``derivation["resid_post"]`` is the vector of a point. ``print`` shows the statistics as a
+    table.
     """
 
     vectors: tuple[Vector, ...]
-    """Handles, in the order of the points that were asked for."""
+    """Handles, in the order of the requested points."""
     rows: tuple[DerivedRow, ...]
-    """The figures of every row, by point in the same order, then by layer, ascending."""
+    """The statistics of every row, by point in the same order, then by layer, ascending."""
 
     def __getitem__(self, point: PointLike) -> Vector:
         """The vector of a point. Raises KeyError if the point was not requested."""
@@ -76,17 +73,17 @@ class Derivation:
 
     @property
     def vector(self) -> Vector:
-        """The vector, if one point was asked for. Raises Refused if there are several."""
+        """The vector, if one point was requested. Raises Refused if there are several."""
         if len(self.vectors) > 1:
             raise Refused('there is a vector per point: choose one, as derivation["resid_post"]')
         return self.vectors[0]
 
     @property
     def best(self) -> DerivedRow:
-        """The row with the largest separation: where to steer, or to look, first.
+        """The row with the largest separation, as a first candidate for steering.
 
-        Its site separates the prompts best; whether steering there works best is another
-        question, which a sweep over doses answers. Raises Refused if no row has a separation.
+        Its site separates the prompts best. Only a sweep over doses shows whether steering works
+        best there. Raises Refused if no row has a separation.
         """
         row = self._best()
         if row is None:
@@ -102,7 +99,6 @@ class Derivation:
         return self.rows[-max(measured)[1]] if measured else None
 
     def __str__(self) -> str:
-        """A table, with the best row marked."""
         best = self._best()
         head = ["site", "norm", "stream", "explained", "separation", ""]
         lines = [
@@ -130,10 +126,9 @@ class Derivation:
 
 
 class DerivationAccumulator:
-    """From `DeriveVectorsResponse` messages to a `Derivation`."""
+    """Turns `DeriveVectorsResponse` messages into a `Derivation`."""
 
     def __init__(self, layers: Layers, progress: Progress | None) -> None:
-        """Of a request for these layers. ``progress`` is called with prompts done and in all."""
         self._layers = layers
         self._progress = progress
         self._derived: steering_service_pb2.DerivedVectors | None = None
@@ -156,7 +151,6 @@ class DerivationAccumulator:
 
 
 def _read_derivation(answer: steering_service_pb2.DerivedVectors, layers: Layers) -> Derivation:
-    """The vectors of a request for these layers."""
     vectors: list[Vector] = []
     rows: list[DerivedRow] = []
     for derived in answer.vectors:
@@ -168,7 +162,7 @@ def _read_derivation(answer: steering_service_pb2.DerivedVectors, layers: Layers
                 dtype="float32",
                 points=(point,),
                 layers=layers,
-                # One row is for all layers, so it may act at any of them.
+                # A single row may act at any layer.
                 row_layers=tuple(row.layer for row in derived.rows)
                 if len(derived.rows) > 1
                 else None,

@@ -1,4 +1,4 @@
-"""The server-wide steering, read back as the values that it could be set with again."""
+"""The server-wide steering as interventions, which can be passed to ``set_global`` again."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ class GlobalSteering:
     """The server-wide steering. ``print`` shows it in words."""
 
     interventions: tuple[Intervention, ...]
-    """In the order in which they act, before those of a request; vectors by digest."""
+    """In the order in which they act, before those of a request; vectors are given by digest."""
     version: int
-    """0 at the server's start, one more with every change."""
+    """0 at the server's start, incremented by every change."""
     set_time: datetime.datetime | None
-    """When it was set, UTC; None for version 0."""
+    """Time of the last change, UTC; None for version 0."""
 
     def __str__(self) -> str:
-        """One line per intervention."""
         return "\n".join([self._title(), *(f"  {what}: {how}" for what, how in self._rows())])
 
     def _repr_html_(self) -> str:
@@ -45,10 +44,10 @@ class GlobalSteering:
 
 
 def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteering:
-    """The server-wide steering of a wire message.
+    """The server-wide steering of a message.
 
-    Raises Unimplemented for what this client cannot hold, as gates and rules: setting what it has
-    read would take them away.
+    Raises Unimplemented for gates, rules and other parts that this client lacks, because setting
+    the result again would remove them.
     """
     if message.policy.probes or message.policy.rules:
         raise Unimplemented("the server has probes or rules, which this client does not know")
@@ -114,14 +113,12 @@ def _read_band(message: steering_pb2.Band, path: str) -> Band:
 
 
 def _read_direction(read: vector_pb2.Readout, path: str) -> Vector:
-    """The direction along which a coordinate is read."""
     if read.bias or read.HasField("activation") or read.normalise != vector_pb2.NORMALISE_UNIT:
         raise Unimplemented(f"{path} of the server reads in a way that this client does not know")
     return _stored_vector(read.vector)
 
 
 def _stored_vector(ref: vector_pb2.VectorRef) -> Vector:
-    """A handle on what the server holds, which it names by digest."""
     if ref.WhichOneof("ref") != "digest":
         raise ServerError("the server sent steering whose vectors are not resolved to digests")
     return Vector(ref.digest.hex(), row_layers=tuple(ref.row_layers.layers) or None)

@@ -1,7 +1,7 @@
-"""Interventions: an op at sites on tokens, as frozen values, and the message that each becomes.
+"""Interventions: an op at sites on tokens, as frozen values that build their messages.
 
-Numbers stay as the caller wrote them until the message is made; there the path of each field is
-known, and what is wrong whatever the model is refused by it.
+Numbers are checked when the message is built, because the path of each field is known then. Checks
+that need the model are left to the server.
 
 In formulas x is a row of the stream, [width], in its units; v is a row of a vector, [width], and
 u = v / |v|; norms are L2. The server computes in float32 and rounds once.
@@ -12,9 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rheostat._errors import invalid
-from rheostat._points import (
-    Layers,
-)
+from rheostat._points import Layers
 from rheostat._steering.vectors import Intervention, Vector, finite, labels, row_ref
 from rheostat_wire.v1 import steering_pb2, vector_pb2
 
@@ -23,12 +21,12 @@ _MOST_DIRECTIONS = 8
 
 @dataclass(frozen=True)
 class NormAdd(Intervention):
-    """x + scale * |x| * u: the dose follows the norm that the stream has before this op."""
+    """x + scale * |x| * u, where x is the stream before this op."""
 
     vector: Vector
-    """Its direction counts, its norm does not."""
+    """Only its direction matters."""
     scale: float = 1.0
-    """Added norm over the stream's norm: any finite number."""
+    """Norm of the added vector / norm of the stream: any finite number."""
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -52,7 +50,7 @@ class Ablate(Intervention):
     """x - strength * (the orthogonal projection of x on the directions' span)."""
 
     directions: tuple[Vector, ...]
-    """1 to 8, linearly independent; their norms do not count."""
+    """1 to 8, linearly independent; their norms do not matter."""
     strength: float = 1.0
     """0 (nothing) to 1 (all)."""
 
@@ -80,19 +78,19 @@ class Ablate(Intervention):
 
 @dataclass(frozen=True)
 class Band:
-    """Where the coordinate x.u along a direction may lie."""
+    """Bounds for the coordinate x.u along a direction."""
 
     direction: Vector
-    """Its norm does not count."""
+    """Its norm does not matter."""
     min: float | None = None
-    """Lower bound, in the units of the stream; None: none."""
+    """Lower bound, in the units of the stream; None: no bound."""
     max: float | None = None
-    """Upper bound; None: none. Equal to ``min``: the coordinate is pinned there."""
+    """Upper bound; None: no bound. If it equals ``min``, the coordinate is fixed."""
     strength: float = 1.0
-    """How much of the way into the band: 0 (nothing) to 1 (all)."""
+    """Fraction of the correction that is applied, 0 to 1."""
 
     def to_wire(self, path: str, layers: Layers) -> steering_pb2.Band:
-        """The message. Raises InvalidRequest for no bound at all, and for min above max."""
+        """The message. Raises InvalidRequest without bounds, and if min is above max."""
         low = None if self.min is None else finite(self.min, f"{path}.min", "min")
         high = None if self.max is None else finite(self.max, f"{path}.max", "max")
         if low is None and high is None:
@@ -118,7 +116,7 @@ class Clamp(Intervention):
     """For each band in turn: x + strength * (clip(x.u, min, max) - x.u) * u."""
 
     bands: tuple[Band, ...]
-    """1 to 8. Of directions that are not orthogonal, only the last is sure to end in its band."""
+    """1 to 8. Unless directions are orthogonal, only the last band is sure to hold at the end."""
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -146,9 +144,9 @@ class Scale(Intervention):
     """x + (factor - 1) * (x.u) * u."""
 
     direction: Vector
-    """Its norm does not count."""
+    """Its norm does not matter."""
     factor: float
-    """Of the coordinate x.u: 1 changes nothing, 0 ablates, -1 mirrors."""
+    """Multiplies the coordinate x.u: 1 changes nothing, 0 ablates, -1 mirrors."""
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -168,14 +166,14 @@ class Scale(Intervention):
 
 
 def _along(vector: Vector, layers: Layers, path: str) -> vector_pb2.Readout:
-    """The coordinate along a direction, whatever its norm."""
+    """The readout of the coordinate along a direction, normalised."""
     return vector_pb2.Readout(
         vector=_direction(vector, layers, f"{path}.vector"), normalise=vector_pb2.NORMALISE_UNIT
     )
 
 
 def _direction(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
-    """As `row_ref`, if no row that this handle knows is zero."""
+    """As `row_ref`. Raises InvalidRequest if the client knows that a row is zero."""
     if vector.rows is not None and not vector.rows.values.any(axis=1).all():
         raise invalid(path, f"{vector.label} is zero and has no direction", "REASON_ZERO_VECTOR")
     return row_ref(vector, layers, path)

@@ -1,7 +1,7 @@
-"""Steering: the functions that make interventions of vectors, and the list that composes.
+"""Steering: functions that make interventions from vectors, and the list of interventions.
 
-Ops act in the order of the list. Nothing that is no vector is taken for one: a name or an array is
-refused with a word on what makes a vector of it.
+Ops act in the order of the list. A name or an array is not converted to a vector; the error shows
+the call that converts it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rheostat._steering.vectors import DOSE, Add, Intervention, Vector
 from rheostat_wire.v1 import steering_pb2
 
 SteeringLike: TypeAlias = Vector | Intervention | Iterable[Vector | Intervention] | None
-"""One intervention, several, or none; a vector alone is added once."""
+"""One intervention, several, or none. A vector is added with scale 1."""
 
 _MOST_INTERVENTIONS = 256
 
@@ -24,17 +24,17 @@ _MOST_INTERVENTIONS = 256
 def norm_add(vector: Vector, scale: float = 1.0) -> NormAdd:
     """Add a direction in proportion to the stream's norm: x + scale * |x| * v / |v|.
 
-    ``scale`` is the added norm over the norm that x has before; any finite number. ``vector`` has
-    one row, [1, width], or one per layer; no row may be zero.
+    ``scale`` is any finite number. ``vector`` has one row, [1, width], or one per layer; no row may
+    be zero.
     """
     return NormAdd(_vector("norm_add", vector), scale)
 
 
 def ablate(*directions: Vector, strength: float = 1.0) -> Ablate:
-    """Remove what lies along 1 to 8 directions: x - strength * P x.
+    """Remove the part of the stream along 1 to 8 directions: x - strength * P x.
 
-    P is the orthogonal projection on the directions' span (directional ablation, Arditi et al.,
-    2024). They need not be orthogonal, but linearly independent. ``strength`` is 0 (nothing) to 1
+    P is the orthogonal projection on the span of the directions (directional ablation, Arditi et
+    al., 2024). They must be linearly independent, not orthogonal. ``strength`` is 0 (nothing) to 1
     (all).
     """
     return Ablate(tuple(_vector("ablate", direction) for direction in directions), strength)
@@ -43,9 +43,9 @@ def ablate(*directions: Vector, strength: float = 1.0) -> Ablate:
 def band(
     direction: Vector, min: float | None = None, max: float | None = None, strength: float = 1.0
 ) -> Band:
-    """Where the coordinate along one direction may lie, for a `clamp` of several.
+    """Bounds for one direction, for a `clamp` of several directions.
 
-    As ``clamp(band(joy, min=0), band(fear, max=1))``; the numbers are those of `clamp`.
+    For example ``clamp(band(joy, min=0), band(fear, max=1))``; the arguments are those of `clamp`.
     """
     return Band(_vector("band", direction), min, max, strength)
 
@@ -67,12 +67,12 @@ def clamp(
     max: float | None = None,
     strength: float = 1.0,
 ) -> Clamp:
-    """Pull a coordinate of the stream into a band: x + strength * (clip(x.u, min, max) - x.u) * u.
+    """Clip a coordinate of the stream: x + strength * (clip(x.u, min, max) - x.u) * u.
 
     u is v / |v|, with v a vector of one row, [1, width], or one per layer; no row may be zero.
-    ``min`` and ``max`` are in the units of the stream; at least one is given, and equal ones pin
-    x.u there. ``strength`` is 0 (nothing) to 1 (all the way). Several bands, 1 to 8 made by `band`,
-    act in turn: of directions that are not orthogonal only the last is sure to end in its band.
+    ``min`` and ``max`` are in the units of the stream, and at least one is given. If they are
+    equal, they fix x.u. ``strength`` is 0 (nothing) to 1 (all). 1 to 8 bands made by `band` act in
+    turn. Unless directions are orthogonal, only the last coordinate surely ends in its band.
     """
     already_bands = [item for item in bands if isinstance(item, Band)]
     if len(already_bands) == len(bands) > 0 and min is None and max is None and strength == 1:
@@ -97,11 +97,11 @@ def scale(direction: Vector, factor: float) -> Scale:
 def _vector(op: str, given: object) -> Vector:
     if isinstance(given, Vector):
         return given
-    raise _no_vector("steering", op, given)
+    raise _wrong_type("steering", op, given)
 
 
-def _no_vector(path: str, what: str, given: object) -> InvalidRequest:
-    """The error for what is no vector; it says what makes one of it."""
+def _wrong_type(path: str, what: str, given: object) -> InvalidRequest:
+    """The error for a value that is not a vector; it shows how to make a vector of it."""
     if isinstance(given, Intervention):
         return invalid(path, f"{what} takes vectors: {DOSE}")
     if isinstance(given, Band):
@@ -118,7 +118,7 @@ def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
     """The message, in the caller's order; None for none."""
     if steering is None:
         return None
-    interventions = _each(steering)
+    interventions = _interventions(steering)
     if not interventions:
         return None
     if len(interventions) > _MOST_INTERVENTIONS:
@@ -134,8 +134,8 @@ def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
     )
 
 
-def _each(steering: object) -> tuple[Intervention, ...]:
-    """The interventions. Raises InvalidRequest for what is none, saying what makes one of it."""
+def _interventions(steering: object) -> tuple[Intervention, ...]:
+    """The interventions. Raises InvalidRequest for a value of another type."""
     alone = isinstance(steering, Vector | Intervention | str) or hasattr(steering, "__array__")
     items = (steering,) if alone or not isinstance(steering, Iterable) else tuple(steering)
     interventions: list[Intervention] = []
@@ -145,8 +145,8 @@ def _each(steering: object) -> tuple[Intervention, ...]:
         elif isinstance(item, Intervention):
             for vector in item.vectors:
                 if not isinstance(vector, Vector):
-                    raise _no_vector(f"steering[{number}]", "an op", vector)
+                    raise _wrong_type(f"steering[{number}]", "an op", vector)
             interventions.append(item)
         else:
-            raise _no_vector(f"steering[{number}]", "steering", item)
+            raise _wrong_type(f"steering[{number}]", "steering", item)
     return tuple(interventions)

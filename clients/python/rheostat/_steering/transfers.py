@@ -1,4 +1,4 @@
-"""The messages of an upload, made while gRPC takes them."""
+"""Upload and download of vectors in chunks. gRPC pulls the messages of an upload one by one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rheostat._steering.vectors import Vector, read_vector
 from rheostat_wire.v1 import steering_service_pb2
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with (bytes handed over, bytes in all), for an upload on gRPC's own thread."""
+"""Called with (bytes sent, bytes in all), for an upload on gRPC's own thread."""
 
 _CHUNK = 1024 * 1024
 
 
 class VectorUpload:
-    """A vector's header, then its chunks. What ``progress`` raises ends the upload."""
+    """The header of a vector, then its chunks. An exception of ``progress`` ends the upload."""
 
     failure: BaseException | None = None
-    """What ``progress`` raised. gRPC swallows it, so who waits for the answer has to raise it."""
+    """The exception of ``progress``. gRPC discards it, so the connection raises it."""
 
     def __init__(
         self,
@@ -30,18 +30,16 @@ class VectorUpload:
         data: VectorData,
         progress: Progress | None,
     ) -> None:
-        """To be iterated over once."""
         self._messages = _messages(header, data)
         self._total = len(data.data)
         self._sent = 0
         self._progress = progress
 
     def __iter__(self) -> Self:
-        """Itself."""
         return self
 
     def __next__(self) -> Message:
-        """The next message. Before it is made, ``progress`` is called for the last chunk."""
+        """The next message; calls ``progress`` for the chunk before it."""
         self._report()
         message = next(self._messages)
         self._sent += len(message.chunk)
@@ -66,15 +64,14 @@ def _messages(
 
 
 class VectorAccumulator:
-    """From `GetVectorResponse` messages to a `Vector` that holds its numbers."""
+    """Turns `GetVectorResponse` messages into a `Vector` that holds its numbers."""
 
     def __init__(self) -> None:
-        """An empty one."""
         self._info: steering_service_pb2.VectorInfo | None = None
         self._chunks: list[bytes] = []
 
     def add(self, message: steering_service_pb2.GetVectorResponse) -> list[None]:
-        """Take the next piece."""
+        """Store the next chunk."""
         if message.WhichOneof("part") == "info":
             self._info = message.info
         else:
@@ -88,7 +85,7 @@ class VectorAccumulator:
         vector = read_vector(self._info, b"".join(self._chunks))
         if vector.rows is not None and vector.rows.digest.hex() != vector.digest:
             raise DataLoss(
-                f"the bytes that came are not those of {vector.label}",
+                f"the received bytes do not have the digest of {vector.label}",
                 reason="REASON_DIGEST_MISMATCH",
             )
         return vector

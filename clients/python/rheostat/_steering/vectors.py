@@ -1,6 +1,6 @@
 """Vectors: immutable handles on numbers, by digest, by name or by value.
 
-Arithmetic on a handle never touches the numbers; it makes an `Add` whose scale the server applies.
+Arithmetic on a handle does not compute anything: it makes an `Add` whose scale the server applies.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ class Vector:
     """
 
     digest: str | None
-    """SHA-256 of the content, 64 hex digits; None for a handle that only knows a name."""
+    """SHA-256 of the content, 64 hex digits; None if the handle has only a name."""
     name: str | None = None
     """Name on the server, if it has one."""
     shape: tuple[int, int] | None = None
-    """[rows, width]: one row for all layers or one row per layer; None if not known."""
+    """[rows, width]: one row for all layers or one row per layer; None if unknown."""
     dtype: Element | None = None
-    """Element type; None if not known."""
+    """Element type; None if unknown."""
     points: tuple[Point, ...] | None = None
-    """Points where it acts unless `at` says otherwise."""
+    """Points where it acts by default; see `at`."""
     layers: Layers | None = None
-    """Layers where it acts unless `at` says otherwise."""
+    """Layers where it acts by default; see `at`."""
     rows: VectorData | None = field(default=None, repr=False, compare=False)
     """The numbers, if this handle holds them."""
     by_value: bool = False
-    """Whether requests carry the numbers themselves, not the digest."""
+    """Whether requests carry the numbers instead of the digest."""
     description: str = field(default="", repr=False, compare=False)
-    """The description, if this handle knows it."""
+    """The description, "" if unknown."""
     row_layers: tuple[int, ...] | None = None
-    """The layer that each row is for; None where `layers` says it, or one row is for all layers."""
+    """The layer of each row; None if `layers` has it, or if one row is for all layers."""
 
     __array_ufunc__: ClassVar[None] = None
 
     @property
     def values(self) -> FloatArray:
-        """The numbers, float32 [rows, width]. Raises Refused for a handle that holds none."""
+        """The numbers, float32 [rows, width]. Raises Refused if this handle does not hold them."""
         if self.rows is None:
             raise Refused(
                 f"{self.label} has no numbers in this client; fetch it with engine.vectors.get"
@@ -79,7 +79,7 @@ class Vector:
 
     @property
     def layers_of_rows(self) -> tuple[int, ...]:
-        """The layer that each row is for; empty if one row is for all, or if unknown."""
+        """The layer of each row; empty if one row is for all layers, or if unknown."""
         if self.row_layers is not None:
             return self.row_layers
         rows = self.shape[0] if self.shape else 1
@@ -90,18 +90,18 @@ class Vector:
 
     @property
     def label(self) -> str:
-        """Name, else the digest's beginning."""
+        """The name, or else the first digits of the digest."""
         return self.name or f"vector {(self.digest or '')[:12]}"
 
     def select(self, *, layers: LayersLike) -> Vector:
-        """A vector of the rows of some layers, meant for these layers; "all" keeps every row.
+        """A vector of the rows of some layers, which acts at these layers; "all" keeps every row.
 
-        If this handle holds its numbers, the result holds the chosen rows. It has no name, because
-        it is another vector, and it travels in requests until ``engine.vectors.put`` stores it.
-        Otherwise the result stays a handle on the stored vector, and requests take these rows of
-        it. A vector of one row keeps that row for any layers.
+        If this handle holds its numbers, the result holds the selected rows. It is a new vector
+        without a name, and it is sent in requests until ``engine.vectors.put`` stores it. Otherwise
+        the result is a handle on the stored vector, and requests use the selected rows. A vector of
+        one row keeps that row for any layers.
 
-        Raises InvalidRequest if a layer has no row, and if several rows do not say their layers.
+        Raises InvalidRequest if a layer has no row, and if the layers of several rows are unknown.
         """
         chosen = layers_of(layers)
         own = self.layers_of_rows
@@ -109,7 +109,7 @@ class Vector:
             if self.shape is not None and self.shape[0] > 1:
                 raise invalid(
                     "layers",
-                    f"{self.label} has {self.shape[0]} rows and does not say their layers: say "
+                    f"{self.label} has {self.shape[0]} rows whose layers are not known: give "
                     f"them with dataclasses.replace(vector, layers=range({self.shape[0]}))",
                     "REASON_VECTOR_SHAPE",
                 )
@@ -145,21 +145,17 @@ class Vector:
         return Add(self).at(points=points, layers=layers, where=where)
 
     def __mul__(self, scale: float) -> Add:
-        """``scale`` times this vector."""
         return Add(self) * scale
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> Add:
-        """This vector by ``divisor``."""
         return Add(self) / divisor
 
     def __neg__(self) -> Add:
-        """Minus this vector."""
         return -Add(self)
 
     def __repr__(self) -> str:
-        """Label, element type and shape, and where it acts by default."""
         parts = [self.label]
         if self.shape is not None:
             parts.append(f"{self.dtype} {list(self.shape)}")
@@ -170,7 +166,7 @@ class Vector:
         return f"Vector({', '.join(parts)})"
 
     def to_wire(self) -> vector_pb2.VectorRef:
-        """The reference that a request carries."""
+        """The reference to this vector in a request."""
         if self.by_value and self.rows is not None:
             return vector_pb2.VectorRef(inline=self.rows.to_tensor())
         if self.digest is not None:
@@ -183,11 +179,11 @@ class Intervention(ABC):
     """One op at the selected rows of some sites. Steering is a list of these."""
 
     points: tuple[Point, ...] | None = None
-    """Points; None: those that its vectors are meant for."""
+    """Points; None: the default points of its vectors."""
     layers: Layers | None = None
-    """Layers; None: those that its vectors are meant for."""
+    """Layers; None: the default layers of its vectors."""
     where: Selector = field(default_factory=Selector)
-    """Tokens; every one by default."""
+    """Tokens. Default: every token."""
 
     __array_ufunc__: ClassVar[None] = None
 
@@ -198,7 +194,7 @@ class Intervention(ABC):
 
     @abstractmethod
     def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
-        """A message that holds the op alone, for a site set of these layers."""
+        """A message with the op, without sites; ``layers`` are those where it acts."""
 
     @abstractmethod
     def _text(self) -> str:
@@ -211,7 +207,7 @@ class Intervention(ABC):
         layers: LayersLike | None = None,
         where: SelectorLike = None,
     ) -> Self:
-        """The same at other points, layers or tokens; what is left out stays as it is."""
+        """The same op at other points, layers or tokens. Omitted arguments keep their values."""
         return replace(
             self,
             points=self.points if points is None else points_of(points),
@@ -222,8 +218,8 @@ class Intervention(ABC):
     def to_wire(self, path: str) -> steering_pb2.Intervention:
         """The message; ``path`` names it in errors.
 
-        Raises InvalidRequest if no point or layer is known, if numbers are outside their
-        limits, or if a vector's rows do not match the layers.
+        Raises InvalidRequest if no point or layer is given, if numbers are out of range, or if a
+        vector's rows do not match the layers.
         """
         if not self.vectors:
             raise invalid(path, "an op without a vector does nothing", "REASON_MISSING_FIELD")
@@ -233,7 +229,7 @@ class Intervention(ABC):
             raise invalid(
                 f"{path}.sites",
                 f"{labels(self.vectors)} has no default points and layers: "
-                f"give them, with .at(points=, layers=){_knower(self.vectors)}",
+                f"give them, with .at(points=, layers=){_get_advice(self.vectors)}",
                 "REASON_MISSING_FIELD",
             )
         message = self._op(path, layers)
@@ -244,7 +240,6 @@ class Intervention(ABC):
         return message
 
     def __str__(self) -> str:
-        """What it does, where, and on which tokens."""
         text = self._text()
         if self.points is not None or self.layers is not None:
             points = self.points or _common(vector.points for vector in self.vectors)
@@ -256,12 +251,12 @@ class Intervention(ABC):
 
 @dataclass(frozen=True)
 class Add(Intervention):
-    """x + scale * v, as ``4 * vector`` makes it."""
+    """x + scale * v, for example ``4 * vector``."""
 
     vector: Vector
     """v: one row for all layers, or one per layer."""
     scale: float = 1.0
-    """Any finite number; 0 leaves every bit as it was."""
+    """Any finite number; 0 changes no bit."""
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -269,20 +264,17 @@ class Add(Intervention):
         return (self.vector,)
 
     def __mul__(self, scale: float) -> Add:
-        """``scale`` times this."""
         return replace(self, scale=self.scale * _factor(scale))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> Add:
-        """This by ``divisor``."""
         factor = _factor(divisor)
         if factor == 0:
             raise invalid("scale", "a dose cannot be divided by 0")
         return replace(self, scale=self.scale / factor)
 
     def __neg__(self) -> Add:
-        """The opposite."""
         return replace(self, scale=-self.scale)
 
     def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
@@ -304,7 +296,7 @@ def inline(
     layers: LayersLike | None = None,
     dtype: Element | None = None,
 ) -> Vector:
-    """A vector that travels inside each request, for small or one-off ones.
+    """A vector that is sent inside each request, for vectors that are small or used once.
 
     ``array`` is [width] or [rows, width]; see ``engine.vectors.put`` for element types.
     """
@@ -319,11 +311,11 @@ def inline(
 def named(
     name: str, *, points: PointsLike | None = None, layers: LayersLike | None = None
 ) -> Vector:
-    """The vector that carries ``name`` on the server when a request is admitted.
+    """The vector that has ``name`` on the server when a request is admitted.
 
-    The client does not know where it acts, so give ``points`` and ``layers`` here or in ``at``;
-    ``engine.vectors.get`` knows them. If it was stored with as many layers as it has rows, each of
-    ``layers`` takes its own row. The server refuses layers that have none.
+    The client does not know its default points and layers, so give them here or in ``at``, or use
+    ``engine.vectors.get``. If the vector was stored with one layer per row, each of ``layers``
+    takes its own row, and the server refuses layers without a row.
     """
     if not name:
         raise invalid("vector.name", "the name is empty", "REASON_MISSING_FIELD")
@@ -332,7 +324,7 @@ def named(
 
 
 def refuse_dose(given: object, path: str) -> None:
-    """Raise InvalidRequest for a dose, or another intervention, in the place of a vector."""
+    """Raise InvalidRequest if a dose or another intervention is passed instead of a vector."""
     if isinstance(given, Intervention):
         raise invalid(path, DOSE)
 
@@ -341,11 +333,11 @@ DOSE = (
     "this is a dose, not a vector, as .at(...) and a scale make doses: pass its vector; "
     "vector.select(layers=3) is a vector of the row of layer 3"
 )
-"""The error text if a dose is passed in place of a vector."""
+"""The error text if a dose is passed instead of a vector."""
 
 
 def check_row_count(shape: tuple[int, int], layers: Layers | None) -> None:
-    """Raise InvalidRequest if a vector of several rows has not one for each of ``layers``."""
+    """Raise InvalidRequest if several rows are not as many as ``layers``."""
     rows = shape[0]
     if rows > 1 and layers is not None and layers != "all" and rows != len(layers):
         raise invalid(
@@ -369,7 +361,7 @@ def _count_layers(layers: range | tuple[int, ...]) -> str:
 def defaults(
     points: PointsLike | None, layers: LayersLike | None
 ) -> tuple[tuple[Point, ...] | None, Layers | None]:
-    """Points and layers at which a handle acts by default."""
+    """The default points and layers of a handle, normalised."""
     return (
         None if points is None else points_of(points),
         None if layers is None else layers_of(layers),
@@ -381,16 +373,14 @@ class VectorInfo:
     """A stored vector, as the server lists it."""
 
     vector: Vector
-    """Handle on it."""
     description: str
-    """What its uploader wrote."""
+    """The description that was stored with it."""
     store_time: datetime.datetime
-    """When it was stored, UTC."""
+    """Time when it was stored, UTC."""
     request_count: int
-    """Running requests that use it."""
+    """Number of running requests that use it."""
 
     def __repr__(self) -> str:
-        """Name, digest, shape, where it acts, and its users."""
         vector = self.vector
         parts = [repr(vector.name), (vector.digest or "")[:12]]
         if vector.shape is not None:
@@ -403,7 +393,7 @@ class VectorInfo:
 
 
 def read_vector(info: steering_service_pb2.VectorInfo, data: bytes | None = None) -> Vector:
-    """The handle on a listed vector; with ``data``, its downloaded elements."""
+    """The handle on a listed vector; ``data`` are its elements, if they were downloaded."""
     element = read_element(info.dtype)
     shape = (info.shape[0], info.shape[1])
     meant_for = read_site_set(info.sites) if info.HasField("sites") else None
@@ -416,7 +406,6 @@ def read_vector(info: steering_service_pb2.VectorInfo, data: bytes | None = None
 
 
 def read_info(info: steering_service_pb2.VectorInfo) -> VectorInfo:
-    """One entry of a list."""
     return VectorInfo(
         read_vector(info),
         info.description,
@@ -426,9 +415,9 @@ def read_info(info: steering_service_pb2.VectorInfo) -> VectorInfo:
 
 
 def row_ref(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
-    """The reference that takes the vector's row of each of ``layers``.
+    """A reference to the rows of a vector for ``layers``.
 
-    Raises InvalidRequest if the vector has several rows and not one for each of the layers.
+    Raises InvalidRequest if the vector has several rows, and none for one of the layers.
     """
     ref = vector.to_wire()
     own = vector.layers_of_rows
@@ -450,25 +439,25 @@ def row_ref(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
             "dataclasses.replace(vector, row_layers=(...))",
             "REASON_VECTOR_SHAPE",
         )
-    # Rows in the order of the layers are what a reference without row_layers means.
+    # A reference without row_layers means rows in the order of the layers.
     if vector.row_layers is not None or (layers != vector.layers and tuple(layers) != own):
         ref.row_layers.layers.extend(own)
     return ref
 
 
-def _knower(vectors: Iterable[Vector]) -> str:
-    """Which call knows where a vector acts of which this client has only the name."""
+def _get_advice(vectors: Iterable[Vector]) -> str:
+    """Advice for a handle that has only a name: the call that returns its points and layers."""
     names = [vector.name for vector in vectors if vector.digest is None and vector.name]
     return f', or use engine.vectors.get("{names[0]}"), which knows them' if names else ""
 
 
 def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
-    """What all vectors that are meant for somewhere are meant for."""
+    """The common default points or layers of vectors; None if no vector has a default."""
     given = [default for default in defaults if default is not None]
     if not _equal(given):
         raise invalid(
             path,
-            "the vectors are meant for different sites: say which, with .at(points=, layers=)",
+            "the vectors are meant for different sites: give the sites, with .at(points=, layers=)",
         )
     return given[0] if given else None
 
@@ -478,13 +467,12 @@ def _equal(defaults: Sequence[tuple[Point, ...] | Layers]) -> bool:
 
 
 def _common(defaults: Iterable[_Default | None]) -> _Default | None:
-    """The one value of those that are known; None if there are several, or none."""
+    """As `_agreed`, but None if the defaults differ."""
     given = [default for default in defaults if default is not None]
     return given[0] if given and _equal(given) else None
 
 
 def _factor(number: float) -> float:
-    """What a dose is multiplied by or divided by."""
     try:
         return float(number)
     except (TypeError, ValueError):
@@ -492,7 +480,7 @@ def _factor(number: float) -> float:
 
 
 def finite(number: float, path: str, what: str) -> float:
-    """``number``, if float32 can hold it."""
+    """Returns ``number`` if float32 can hold it."""
     try:
         value = float(number)
     except (OverflowError, TypeError, ValueError):

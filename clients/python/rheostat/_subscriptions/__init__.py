@@ -1,1 +1,1 @@
-"""Subscriptions to rows: their state, the events that they bring, and both kinds of reader."""
+"""Subscriptions to captured rows: state, events, and the workers of both clients."""

@@ -1,4 +1,4 @@
-"""A subscription of the asyncio client: as `_subscription`, with a task instead of a thread."""
+"""A subscription of the asyncio client: as `subscription`, with a task instead of a thread."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Subscription(SubscriptionInfo):
             async for event in subscription:
                 ...
 
-    It is open once it has been entered, or when the first event has come. One task iterates. A task
-    that is cancelled while it waits for an event loses none. Closing ends the loop. If the task
-    that closed it early begins another loop, it gets `Refused`.
+    It is open once it has been entered, or once the first event has arrived. One task iterates. If
+    this task is cancelled while it waits, no event is lost. Closing ends the loop. If the task that
+    closed it early begins another loop, it gets `Refused`.
     """
 
     def __init__(self, connection: Connection, state: SubscriptionState) -> None:
@@ -46,12 +46,10 @@ class Subscription(SubscriptionInfo):
         self._worker.acknowledge()
 
     def __aiter__(self) -> Self:
-        """The events that have not been read yet."""
         self._worker.check_open()
         return self
 
     async def __anext__(self) -> SubscriptionEvent:
-        """The next event; waits for it."""
         return await self._worker.next_event()
 
     def finish(self) -> None:
@@ -67,12 +65,10 @@ class Subscription(SubscriptionInfo):
         await self._worker.leave()
 
     async def __aenter__(self) -> Self:
-        """Itself, once it is open."""
         await self._worker.wait_until_open()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Close, as `rheostat.Subscription` does, also if the task is cancelled."""
         await self.close()
 
 
@@ -102,11 +98,11 @@ class SubscriptionWorker(BaseWorker):
         return None if task is None else weakref.ref(task)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call from now on."""
+        """Starts the task."""
         self._task = loop.create_task(self._run(), name="rheostat-subscription")
 
     async def _run(self) -> None:
-        """Call until the subscription has ended."""
+        """Runs calls until the subscription has ended."""
         failure: RheostatError | None = ended_early_error()
         try:
             while not (self._ended or self._leaving):
@@ -115,7 +111,7 @@ class SubscriptionWorker(BaseWorker):
                 except RheostatError as error:
                     if self._connection.closed or not self._state.id:
                         raise
-                    if self._leaving:  # another call may have the subscription by now
+                    if self._leaving:  # another client may read the subscription now
                         break
                     await self._wait(self._reconnects.pause(error))
             failure = None
@@ -141,7 +137,7 @@ class SubscriptionWorker(BaseWorker):
         self._end(None)
 
     async def wait_until_open(self) -> None:
-        """Raises what came instead, or DeadlineExceeded."""
+        """Raises the error of the call, or DeadlineExceeded."""
         timeout = self._connection.timeout
         try:
             async with asyncio.timeout(timeout):
@@ -168,7 +164,7 @@ class SubscriptionWorker(BaseWorker):
         return event
 
     async def _check_payloads(self) -> None:
-        """End the subscription if shared memory was demanded and cannot be read."""
+        """End the subscription if it requires shared memory and cannot map it."""
         refusal = self._state.payloads.refusal if self._state.id else None
         if refusal is not None and not self._exhausted:
             await self.close()
@@ -185,7 +181,7 @@ class SubscriptionWorker(BaseWorker):
         self._warn_unless_ended()
 
     async def leave(self) -> None:
-        """End the call alone, once the server has taken the acknowledgements."""
+        """End the call, not the subscription, once the server has received the acks."""
         try:
             if self._begin_leave():
                 await self._wait_for_end()
@@ -193,7 +189,7 @@ class SubscriptionWorker(BaseWorker):
             self.drop()
 
     def abandon(self) -> None:
-        """End the call, unless the subscription is being closed."""
+        """End the call because the program dropped the `Subscription`, unless `close` runs."""
         if not self._closing:
             self.drop()
 
@@ -202,7 +198,6 @@ class SubscriptionWorker(BaseWorker):
             await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
 
     async def _wait(self, timeout: float | None) -> None:
-        """Until something has changed."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):

@@ -1,7 +1,7 @@
 """Reads the events of a subscription, and checks that none is missing or damaged.
 
-Every tensor's checksum is verified. At the end of a request its rows are verified once more: by
-count, and by a checksum over the checksums.
+Each tensor has a checksum. At the end of a request, the number of rows and a checksum of the
+checksums are verified as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types
 
 @dataclass
 class _RequestCounts:
-    """Events and rows of one request."""
+    """Counts of one request."""
 
     chunks: int = 0
     rows: int = 0
@@ -37,9 +37,9 @@ class EventReader:
     """Reads events in the order of their numbers, and counts the rows of each request."""
 
     def __init__(self, after: int, read: Callable[[int, tensor_pb2.Tensor], Numbers]) -> None:
-        """Begin after event ``after``; another client read the events up to it.
+        """Begins after event ``after``; another client read the earlier events.
 
-        ``read`` returns the numbers of an event's tensor.
+        ``read`` decodes the tensor of an event.
         """
         self._resumed = after > 0
         self._read = read
@@ -61,7 +61,7 @@ class EventReader:
 
     def _captured(self, sequence: int, message: capture_pb2.Captured) -> CapturedRows:
         if not message.tensor.HasField("crc32c"):
-            raise ServerError("a tensor of a subscription came without its CRC-32C")
+            raise ServerError("a tensor of a subscription has no CRC-32C")
         captured = read_captured_tensor(message, partial(self._read, sequence))
         counts = self._counts_of(message.request_id)
         counts.chunks += 1
@@ -101,7 +101,7 @@ class EventReader:
         )
         if received != sent and not (self._resumed and _may_continue(received, sent)):
             raise DataLoss(
-                f"of {message.request_id} came {_show_counts(received)}, "
+                f"of {message.request_id} arrived {_show_counts(received)}, "
                 f"of {_show_counts(sent)} that were sent",
                 reason="REASON_ROWS_LOST",
                 metadata={"rows": str(max(0, sent.rows - received.rows))},

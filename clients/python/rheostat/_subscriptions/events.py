@@ -17,16 +17,15 @@ from rheostat_wire.dtypes import FloatArray
 
 
 class Cursor(NamedTuple):
-    """A place in a subscription from which `Engine.resume` continues."""
+    """A place in a subscription, from which `Engine.resume` continues."""
 
     subscription_id: str
-    """Id of the subscription."""
     sequence: int
-    """Number of the last event that shall not come again; 0 if all shall."""
+    """Number of the last event before the place; 0 is the beginning."""
 
 
 class Heartbeat(NamedTuple):
-    """The state of a subscription at the server, sent every 5 seconds without other events."""
+    """The state of a subscription at the server, sent after 5 seconds without another event."""
 
     buffered_bytes: int
     """Bytes that wait for credit or the network."""
@@ -38,20 +37,19 @@ class Heartbeat(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CapturedRows:
-    """Rows of a request, at sites that share their positions."""
+    """Rows of a request, at several sites and the same positions."""
 
     sequence: int
-    """Number of the event, from 1 on without gaps."""
+    """Number of the event, from 1 without gaps."""
     request_id: str
-    """The request."""
     capture: int
-    """Index of the subscription's capture. Captures that requests send here count after those."""
+    """Index of the subscription's capture. Captures that requests send here follow."""
     sample: int
     """Sample, from 0."""
     baseline: bool
-    """Whether they are of the baseline."""
+    """Whether the rows are of the baseline."""
     sites: tuple[Site, ...]
-    """Where, by layer, then point."""
+    """By layer, then point."""
     positions: IntArray
     """Absolute position of each row, int64 [positions], ascending."""
     token_ids: IntArray
@@ -65,29 +63,29 @@ class CapturedRows:
         """The rows, float32 [sites, positions, width].
 
         For encoding "rp8" they are projected to ``kept`` numbers. With ``projection=`` they are x·d
-        for each direction d. With ``views=True`` the array is made at the first access, which
-        raises Refused if the rows were acknowledged before.
+        for each direction d. With ``views=True`` they are decoded at the first access, which raises
+        Refused if the rows were acknowledged before.
         """
         return self._numbers.values
 
     @property
     def elements(self) -> npt.NDArray[np.generic] | None:
-        """With ``views=True``: the elements as they travelled, of `shape`, read-only.
+        """The elements as they were sent, of `shape`, not copied; None without ``views=True``.
 
-        float32, float16, or uint16 with bfloat16's bits. None without ``views=True``, and for
-        encodings other than "raw". The array is no copy: its content changes once this client, or
-        one that resumed the subscription, has acknowledged the rows. Access then raises Refused.
+        float32, float16, or uint16 with the bits of bfloat16. None for encodings other than "raw".
+        Once this client, or a client that resumed the subscription, has acknowledged the rows, the
+        content changes, and access raises Refused.
         """
         return self._numbers.elements if isinstance(self._numbers, View) else None
 
     @property
     def encoding(self) -> Encoding:
-        """The encoding in which the rows travelled."""
+        """The encoding in which the rows were sent."""
         return self._numbers.encoding
 
     @property
     def max_error(self) -> FloatArray | None:
-        """Largest error of each row's numbers, float32 [sites, positions]; None: exact.
+        """Largest error in each row, float32 [sites, positions]; None: exact.
 
         NaN for rows that were not finite.
         """
@@ -111,7 +109,6 @@ class CapturedRows:
         )
 
     def __repr__(self) -> str:
-        """Request, sample, sites and shape."""
         of = f"{'baseline ' if self.baseline else ''}sample={self.sample}"
         sites = ", ".join(map(str, self.sites))
         return (
@@ -122,26 +119,24 @@ class CapturedRows:
 
 @dataclass(frozen=True)
 class Attached:
-    """A sample that began before the subscription, and from where on its rows come."""
+    """A sample that began before the subscription, and the first position of its rows."""
 
     request_id: str
-    """The request."""
     sample: int
     """Sample, from 0."""
     baseline: bool
     """Whether it is the sample's baseline."""
     first_position: int | None
-    """First position whose rows come. None: not known yet or, in `EndOfRequest`, no row came."""
+    """First position whose rows are sent. None: not known yet or, in `EndOfRequest`, no rows."""
 
 
 @dataclass(frozen=True)
 class EndOfRequest:
-    """The last event of a request: all its rows have come, as the server counted them."""
+    """The last event of a request: all rows that the server counts have arrived."""
 
     sequence: int
     """Number of the event."""
     request_id: str
-    """The request."""
     chunk_count: int
     """Number of its `CapturedRows` events."""
     row_count: int
@@ -149,9 +144,9 @@ class EndOfRequest:
     dropped_row_count: int
     """Number of its rows that were lost."""
     finish_reasons: tuple[FinishReason, ...]
-    """How each sample ended; empty if the subscription ended before the request."""
+    """Why each sample ended; empty if the subscription ended before the request."""
     attached: tuple[Attached, ...] = ()
-    """From where on each sample came; empty if the request began after the subscription."""
+    """The first position of each sample; empty if the request began after the subscription."""
     missed_reason: str = ""
     """Why the request was not captured for the subscription; empty if it was."""
 

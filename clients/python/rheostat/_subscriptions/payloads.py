@@ -1,8 +1,8 @@
-"""Where a subscription's payloads are read: in its messages, or in shared memory.
+"""The payloads of a subscription: inside its messages, or in shared memory.
 
-Invariant: what a reader is given is its own, and was checked after it was copied, unless it asked
-for views. Shared memory is written again once it is acknowledged, by whoever has taken the
-subscription up.
+A reader gets its own copy of the rows, whose checksum was verified after copying, unless it asked
+for views. The server overwrites shared memory once it is acknowledged, also by another client that
+resumed the subscription.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rheostat._capture.encodings import (
     Decoded,
     Encoding,
     Numbers,
-    checked,
+    check_crc,
     decoded,
     decoded_in_place,
     elements,
@@ -28,41 +28,38 @@ from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
 
 class View:
-    """A tensor that is decoded where it lies, when it is asked for."""
+    """A tensor that is decoded in place, at its first access."""
 
     def __init__(
         self, tensor: tensor_pb2.Tensor, payload: bytes | Payload, is_valid: Callable[[], bool]
     ) -> None:
-        """A view of a payload that can be read while ``is_valid()``.
-
-        Raises ServerError if its parts do not fit, DataLoss if the checksum is wrong.
-        """
+        """Raises as `decoded`. The payload may be read while ``is_valid()`` returns True."""
         self._tensor = tensor
         self._payload = payload
         self._is_valid = is_valid
         self._decoded: Decoded | None = None
-        checked(tensor, payload)
+        check_crc(tensor, payload)
         self._elements = elements(tensor, payload)
 
     @property
     def elements(self) -> npt.NDArray[np.generic] | None:
-        """The elements as they lie; None if the encoding is another than raw."""
+        """The elements, not copied; None if the encoding is not "raw"."""
         self._check()
         return self._elements
 
     @property
     def values(self) -> FloatArray:
-        """As float32."""
+        """As `Decoded.values`."""
         return self._numbers.values
 
     @property
     def encoding(self) -> Encoding:
-        """How it travelled."""
+        """As `Decoded.encoding`."""
         return self._numbers.encoding
 
     @property
     def max_error(self) -> FloatArray | None:
-        """Largest error of each row's numbers."""
+        """As `Decoded.max_error`."""
         return self._numbers.max_error
 
     @property
@@ -73,7 +70,7 @@ class View:
         return self._decoded
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Copies and pickles hold the payload, because its memory ends with the acknowledgement."""
+        """Copies and pickles own the payload, whose shared memory is valid until it is acked."""
         self._check()
         payload = bytes(self._payload)
         self._check()  # another thread may have acknowledged it meanwhile
@@ -86,8 +83,8 @@ class View:
     def _check(self) -> None:
         if not self._is_valid():
             raise Refused(
-                "these rows were acknowledged, and their memory may hold others: read or copy them "
-                "before, or subscribe without views=True"
+                "these rows were acknowledged, and other rows may overwrite their memory: read or "
+                "copy them before, or subscribe without views=True"
             )
 
 
@@ -100,12 +97,9 @@ class Payloads:
     """The payloads of one subscription."""
 
     def __init__(self, wanted: bool | None, views: bool) -> None:
-        """The subscription is not open yet.
-
-        ``wanted``: through shared memory; None: if possible. ``views``: see `View`.
-        """
-        self.inline_reason: str | None = "the subscription does not stand yet"
-        """Why they come in messages; None: large ones come through shared memory."""
+        """``wanted``: require or refuse shared memory; None: use it if possible."""
+        self.inline_reason: str | None = "the subscription is not open yet"
+        """Why payloads are sent in messages; None: large ones are sent through shared memory."""
         self._wanted = wanted
         self._views = views
         self._mapping: Mapping | None = None
@@ -113,19 +107,19 @@ class Payloads:
 
     @property
     def refusal(self) -> Refused | None:
-        """The error of a subscription that was to come through shared memory and can't."""
+        """The error if shared memory is required and cannot be used."""
         if not self._wanted or self.inline_reason is None:
             return None
-        return Refused(f"rows cannot come through shared memory: {self.inline_reason}")
+        return Refused(f"rows cannot be sent through shared memory: {self.inline_reason}")
 
     def begin(self, opened: capture_service_pb2.SubscribeOpened) -> None:
-        """A call begins: finds out how its payloads come."""
+        """Maps the shared memory of a new call, or sets `inline_reason`."""
         self.inline_reason = self._proof = None
         memory = opened.shared_memory
         if self._wanted is False:
             self.inline_reason = "shared_memory=False"
         elif not opened.HasField("shared_memory"):
-            self.inline_reason = opened.inline_reason or "the subscription began without it"
+            self.inline_reason = opened.inline_reason or "the subscription was opened without it"
         else:
             try:
                 if self._mapping is None or self._mapping.name != memory.name:
@@ -141,9 +135,9 @@ class Payloads:
         return proof
 
     def read(self, tensor: tensor_pb2.Tensor, is_valid: Callable[[], bool]) -> Numbers:
-        """The numbers of a tensor; ``is_valid``: whether shared memory still has it.
+        """The numbers of a tensor. Raises as `decoded`.
 
-        Raises ServerError if its parts do not fit, DataLoss if the checksum is wrong.
+        ``is_valid`` returns whether shared memory still has the payload.
         """
         kind = tensor.WhichOneof("payload")
         if kind == "shm" and self._mapping is not None:

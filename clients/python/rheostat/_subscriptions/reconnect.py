@@ -1,4 +1,4 @@
-"""When and how often a subscription connects again after its connection has broken."""
+"""When a subscription reconnects after its connection broke, and when it gives up."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 2.0
 
 LOG = logging.getLogger("rheostat")
-"""Without a handler of the program's own, Python prints its warnings on stderr."""
+"""If the program configures no logging, Python prints its warnings on stderr."""
+RESUME_ADVICE = "; if the server still runs, continue with engine.resume(subscription.acknowledged)"
 
 
 class ReconnectPolicy:
-    """Decides whether a broken connection is tried again, and after which pause."""
+    """Decides whether a subscription reconnects, and after which pause."""
 
     def __init__(self, state: SubscriptionState, target: str) -> None:
-        """For the subscription with this state; its server is at ``target``."""
         self._state = state
         self._target = target
         self._since: float | None = None
@@ -53,8 +53,7 @@ class ReconnectPolicy:
             )
         elif now - self._since > timeout:
             raise Unavailable(
-                f"could not connect to {self._target} within {timeout:g} s; if the server "
-                "still runs, continue with engine.resume(subscription.acknowledged)",
+                f"could not connect to {self._target} within {timeout:g} s{RESUME_ADVICE}",
                 details=error.details,
             ) from error
         pause = self._pause

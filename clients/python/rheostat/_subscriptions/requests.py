@@ -1,4 +1,4 @@
-"""What opens a subscription, built from what a caller writes: a new one, or one that was left."""
+"""Builds the state of a subscription from the arguments of subscribe and resume."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from rheostat_wire.v1 import capture_service_pb2
 
 
 class ResumeOptions(TypedDict, total=False):
-    """What resume takes beside the cursor: how events are taken here."""
+    """Arguments of resume besides the cursor."""
 
     credit: int
-    """Bytes that may wait here until the loop takes them, at least a row. Default: 64 MiB."""
+    """Bytes that may wait in the client until the loop reads them, at least a row. Default: 64
+    MiB."""
     ack: Acknowledgement
-    """"auto": an event counts as dealt with once the next one is asked for. "manual": once `ack`
-    is called. Default: "auto"."""
+    """"auto": an event is acknowledged when the next event is read. "manual": when `ack` is called.
+    Default: "auto"."""
     shared_memory: bool | None
-    """Whether large chunks come through shared memory of this host rather than the connection.
-    True: or not at all, which raises Refused. Default: None, if possible;
-    `Subscription.inline_reason` says what came of it."""
+    """Whether large chunks are sent through shared memory of this host. True raises Refused if that
+    is not possible; None uses it if possible, see `Subscription.inline_reason`. Default: None."""
     views: bool
-    """Leave rows where they lie, until they are acknowledged: `CapturedRows.elements`. Default:
-    False, each event's arrays are its own."""
+    """Do not copy rows out of shared memory: see `CapturedRows.elements`. Default: False."""
 
 
 class SubscribeOptions(ResumeOptions, total=False):
-    """What subscribe takes, beside what `ResumeOptions` has.
+    """Arguments of subscribe, besides those of `ResumeOptions`.
 
-    With ``capture`` one of ``requests``, ``labels`` and ``every`` is given, without it none.
+    With ``capture``, one of ``requests``, ``labels`` and ``every`` is needed; without it, none.
     """
 
     capture: CaptureLike
-    """Rows to get of every request that is selected, of those that run already from their next step
-    on. Default: none but what requests send here, by ``rheostat.Capture(..., to=subscription)``."""
+    """Rows to capture of every selected request. Default: none; then only rows arrive that requests
+    send by ``rheostat.Capture(..., to=subscription)``."""
     requests: str | Iterable[str] | None
     """Ids of requests, up to 4096. Default: none."""
     labels: Mapping[str, str] | None
@@ -51,12 +50,12 @@ class SubscribeOptions(ResumeOptions, total=False):
     every: bool
     """Every request. Default: False."""
     overload: Overload | None
-    """When this client is too slow for the server's buffer: "fail" ends the subscription, and a
-    request that sends rows here; "drop_oldest" and "drop_newest" lose rows, which `DroppedRows`
-    names; "spill" lets rows wait on the server's disk, if it has a spool. Default: "fail"."""
+    """If the server's buffer is full: "fail" ends the subscription, and requests that send rows to
+    it; "drop_oldest" and "drop_newest" drop rows and report `DroppedRows`; "spill" writes rows to
+    the server's disk, if it has a spool. Default: "fail"."""
     buffer_bytes: int | None
-    """Bytes that the server holds, what is not acknowledged included; at least one position of
-    ``capture``. Default: a sixteenth of what it has for all subscriptions."""
+    """Size of the server's buffer, which also holds rows that are not acknowledged; at least one
+    position of ``capture``. Default: a sixteenth of the server's limit for all subscriptions."""
 
 
 @builds_message
@@ -73,13 +72,13 @@ def opening(
     shared_memory: bool | None = None,
     views: bool = False,
 ) -> SubscriptionState:
-    """A new subscription. Raises InvalidRequest for what can be seen to be wrong here."""
+    """The state of a new subscription. Raises InvalidRequest for errors that the client finds."""
     captures = captures_of(capture)
     for number, spec in enumerate(captures):
         if spec.to is not None:
             raise invalid(
                 f"open.captures[{number}].subscription_id",
-                "rows of a subscription's captures come here: leave out to=",
+                "rows of a subscription's captures are sent to it: leave out to=",
             )
     given = [requests is not None, labels is not None, every]
     if sum(given) > 1 or (captures and not any(given)):
@@ -87,8 +86,8 @@ def opening(
     if any(given) and not captures:
         raise invalid(
             "open.captures",
-            "these requests are selected, but nothing is captured of them: add capture=; if "
-            "requests send their rows here themselves, select none",
+            "these requests are selected, but nothing is captured of them: add capture=, or "
+            "select none if the requests themselves send rows to the subscription",
         )
     message = capture_service_pb2.SubscribeOpen(captures=[spec.to_spec() for spec in captures])
     if labels is not None:
@@ -104,7 +103,7 @@ def opening(
     elif every:
         message.filter.every.SetInParent()
     else:
-        # The wire wants a filter, and without specs none selects anything.
+        # The server requires a filter. Without captures it has no effect, so a random id will do.
         ids = [uuid.uuid4().hex] if requests is None else requests
         path = "open.filter.requests.request_ids"
         message.filter.requests.request_ids.extend(
@@ -125,7 +124,7 @@ def opening(
         message.namespace = namespace()
         message.shared_memory = bool(message.namespace)
         if shared_memory and not message.namespace:
-            raise Refused("this system has no /dev/shm, and thus no shared memory")
+            raise Refused("this system has no /dev/shm, so it has no shared memory")
     return SubscriptionState(message, None, credit, ack, payloads)
 
 
@@ -137,7 +136,7 @@ def resuming(
     shared_memory: bool | None = None,
     views: bool = False,
 ) -> SubscriptionState:
-    """A subscription that somebody had. Raises InvalidRequest for what is no cursor."""
+    """The state of a resumed subscription. Raises InvalidRequest for an invalid cursor."""
     try:
         name, sequence = cursor
     except (TypeError, ValueError):
@@ -162,4 +161,3 @@ def _payloads(shared_memory: bool | None, views: bool) -> Payloads:
 
 
 SUBSCRIBE = BidiCall("/rheostat.v1.CaptureService/Subscribe", capture_service_pb2.SubscribeResponse)
-"""Rows of requests that others, or other calls, run."""

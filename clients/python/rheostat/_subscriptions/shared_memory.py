@@ -1,8 +1,8 @@
-"""Shared memory that the server makes for a subscription, as a client on the same host reads it.
+"""Shared memory of a subscription, which the server creates and a client on the same host reads.
 
-Invariants: only an object that the server names as such, that lies in this system's shared memory
-and that begins as the contract says is mapped, and only for reading. Its memory stays readable
-while anything refers to it, whatever becomes of the server.
+An object is mapped only if it is in /dev/shm, has a name of the server's form, and begins with the
+header that the protocol defines. The mapping is read-only. It stays readable while anything refers
+to it, even if the server ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 Payload = npt.NDArray[np.uint8]
 
 FOLDER = Path("/dev/shm")
-"""Where objects lie, on Linux."""
+"""The folder of shared memory objects on Linux."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAME = re.compile(r"rheostat-[A-Za-z0-9-]{1,200}")
@@ -31,7 +31,7 @@ _HEADER = len(_MAGIC) + 32
 
 
 def namespace() -> str:
-    """Names the kernel and the mount that names of objects are valid on; empty: there is none."""
+    """Id of the kernel and mount on which object names are valid; "" without shared memory."""
     try:
         return f"{_BOOT.read_text(encoding='ascii').strip()}:{FOLDER.stat().st_dev}"
     except OSError:
@@ -39,14 +39,14 @@ def namespace() -> str:
 
 
 class Mapping:
-    """An object that is mapped."""
+    """A mapped object of shared memory."""
 
     def __init__(self, memory: capture_service_pb2.SharedMemory) -> None:
-        """The object of this name. Raises Refused if it cannot be read here."""
+        """Maps the object. Raises Refused if this host cannot read it."""
         if memory.namespace != namespace():
             raise Refused("the server is on another host, or has another /dev/shm")
         if not _NAME.fullmatch(memory.name):
-            raise Refused("the server names no object of shared memory")
+            raise Refused("the server sent an invalid name of shared memory")
         self.name = memory.name
         self._size = memory.size_bytes
         try:
@@ -55,12 +55,12 @@ class Mapping:
             raise Refused(f"the server's shared memory cannot be read here: {error}") from error
         begin = self._memory[:_HEADER]
         if begin[: len(_MAGIC)] != _MAGIC:
-            raise Refused("the server names an object that is no shared memory of a subscription")
+            raise Refused("the server named an object that is not shared memory of a subscription")
         self.nonce = begin[len(_MAGIC) :]
-        """What shows that it was read."""
+        """Sent back to the server as a proof that this client can read the object."""
 
     def payload(self, ref: tensor_pb2.ShmRef) -> Payload:
-        """The bytes that are meant, [length], not copied. Raises ServerError where none can be."""
+        """The bytes of a payload, [length], not copied. Raises ServerError if out of range."""
         if ref.name != self.name or not _HEADER <= ref.offset <= self._size - ref.length:
             raise ServerError("the server sent rows that are not in its shared memory")
         return np.frombuffer(self._memory, np.uint8, ref.length, ref.offset)

@@ -1,9 +1,9 @@
-"""The state of a subscription, without I/O except mapping shared memory, so both clients share it.
+"""The state of a subscription, which both clients share. Its only I/O is mapping shared memory.
 
 Invariants:
 
-* The reader gets events in the order of their numbers, each once, whatever connections do.
-* Bytes that wait here and bytes that the server may send together never exceed the window.
+* The reader gets events in the order of their numbers, each once, even if the connection breaks.
+* Queued bytes plus credit never exceed the window.
 * An event is acknowledged only after the reader has processed it. After a broken connection the
   client therefore asks for all events after the last acknowledgement.
 """
@@ -17,13 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from rheostat._capture.captures import RowDestination
 from rheostat._capture.encodings import Numbers, payload_size
 from rheostat._connection.channel import MESSAGE_BYTES
-from rheostat._errors import (
-    DataLoss,
-    DeadlineExceeded,
-    Refused,
-    ServerError,
-    invalid,
-)
+from rheostat._errors import DataLoss, DeadlineExceeded, Refused, ServerError, invalid
 from rheostat._fields import whole_number
 from rheostat._subscriptions.event_reader import EventReader, to_attached
 from rheostat._subscriptions.events import Attached, Cursor, Heartbeat, SubscriptionEvent
@@ -31,32 +25,31 @@ from rheostat._subscriptions.payloads import Payloads
 from rheostat_wire.v1 import capture_service_pb2, tensor_pb2
 
 Acknowledgement: TypeAlias = Literal["auto", "manual"]
-"""When an event is acknowledged: when the next one is read, or by `ack` alone."""
+"""When an event is acknowledged: when the next event is read, or when `ack` is called."""
 
 DEFAULT_CREDIT = 64 * 1024 * 1024
-"""Default for the bytes that may wait in the client."""
+"""Bytes that may wait in the client by default."""
 RECONNECT_TIMEOUT = 60.0
-"""Seconds for which the client tries to reconnect if the server gives no resume window."""
+"""Seconds for which the client tries to reconnect if the server sends no resume window."""
 CLOSE_TIMEOUT = 5.0
-"""Seconds that the server has to end a subscription that was closed, or a call that was left."""
+"""Seconds to wait until the server has ended a closed subscription, or a call after `leave`."""
 
 _ACK_EVENTS = 64
 _ACK_BYTES = 8 * 1024 * 1024
 _ACK_SECONDS = 0.2
-
 
 _Request = capture_service_pb2.SubscribeRequest
 _Open = capture_service_pb2.SubscribeOpen
 
 
 class _Progress(NamedTuple):
-    """A place in the sequence of events, with the totals up to it."""
+    """A place in the sequence of events, with the totals of the events before it."""
 
     sequence: int
     bytes: int = 0
-    """Bytes of payload of all events up to it."""
+    """Bytes of payload."""
     ended: int = 0
-    """Requests that ended up to it."""
+    """Requests that ended."""
 
 
 class _QueuedEvent(NamedTuple):
@@ -64,7 +57,7 @@ class _QueuedEvent(NamedTuple):
 
     message: capture_service_pb2.SubscribeResponse
     payload: int
-    """Bytes of its payload. They are counted once, because the message copies them when asked."""
+    """Bytes of its payload. Stored, because every access to the payload copies it."""
 
 
 class SubscriptionState:
@@ -78,7 +71,7 @@ class SubscriptionState:
         ack: Acknowledgement,
         payloads: Payloads,
     ) -> None:
-        """A subscription to open by ``request``, or to resume after ``cursor``."""
+        """Opens a subscription by ``request``, or resumes it after ``cursor``."""
         if ack not in ("auto", "manual"):
             raise invalid("ack", f'ack is "auto" or "manual", not {ack!r}')
         self.id = ""
@@ -87,7 +80,7 @@ class SubscriptionState:
         self.attached: tuple[Attached, ...] = ()
         self.last_heartbeat: Heartbeat | None = None
         self.reconnect_timeout = RECONNECT_TIMEOUT
-        """Seconds for which the server waits for its client after a connection broke."""
+        """Seconds for which the server keeps the subscription after a connection broke."""
         self._open_request = request
         self._name = "" if cursor is None else cursor.subscription_id
         self._window = whole_number(credit, "credit", "the credit", least=1, most=2**62)
@@ -112,12 +105,12 @@ class SubscriptionState:
 
     @property
     def cursor(self) -> Cursor:
-        """After the last event that the program read."""
+        """The place after the last event that the program read."""
         return Cursor(self._name, self._delivered.sequence)
 
     @property
     def acknowledged(self) -> Cursor:
-        """After the last event that the program processed."""
+        """The place after the last event that the program processed."""
         return Cursor(self._name, self._processed.sequence)
 
     def opening_request(self) -> _Request:
@@ -135,7 +128,7 @@ class SubscriptionState:
         return _Request(open=request)
 
     def add(self, message: capture_service_pb2.SubscribeResponse) -> None:
-        """Store a message. Raises DataLoss if an event before it is missing."""
+        """Stores a message. Raises DataLoss if an event before it is missing."""
         match message.WhichOneof("event"):
             case "opened":
                 self.id = self._name = message.opened.subscription_id
@@ -152,7 +145,7 @@ class SubscriptionState:
                     heartbeat.buffered_bytes, heartbeat.credit_bytes, heartbeat.last_sequence
                 )
                 self._flush = True
-                # A chunk may be larger than the window, and would never come.
+                # The next chunk may be larger than the window; then it would never be sent.
                 if not self._queued_bytes and heartbeat.buffered_bytes > heartbeat.credit_bytes:
                     self._window = max(self._window, min(2 * self._window, MESSAGE_BYTES))
             case "batch":
@@ -196,30 +189,27 @@ class SubscriptionState:
         return self.payloads.read(tensor, lambda: sequence > self._processed.sequence)
 
     def mark_processed(self) -> None:
-        """The program has processed all events that it read."""
+        """Records that the program has processed all events that it read."""
         self._processed = self._delivered
 
     def flush(self) -> None:
-        """Acknowledge at once."""
+        """Makes the next `due_requests` acknowledge all processed events."""
         self._flush = True
 
     def leave_requests(self, *, end: bool = False) -> list[_Request]:
-        """The last requests of a call: the acknowledgement, and that the client leaves.
-
-        ``end`` ends the subscription too.
-        """
+        """The last requests of a call: an ack, and a leave message that may also end it."""
         self.flush()
         leave = _Request(leave=capture_service_pb2.SubscribeLeave(end=end))
         return [message for message in self.due_requests() if message.HasField("ack")] + [leave]
 
     def discard(self) -> None:
-        """Drop the events that were not read, and all that still arrive."""
+        """Drops the events that were not read, and all later events."""
         self._discarding = True
         self._queue.clear()
         self._queued_bytes = 0
 
     def due_requests(self) -> list[_Request]:
-        """Requests to send now: a proof, an acknowledgement, credit."""
+        """Requests to send now: the proof for shared memory, an ack, credit."""
         messages = []
         if (proof := self.payloads.take_proof()) is not None:
             messages.append(_Request(proof=capture_service_pb2.SharedMemoryProof(nonce=proof)))
@@ -249,13 +239,13 @@ class SubscriptionState:
 
 
 def _payload(message: capture_service_pb2.SubscribeResponse) -> int:
-    """Bytes that count against credit."""
+    """Bytes of a message that count against credit."""
     if not message.HasField("captured"):
         return 0
     tensor = message.captured.tensor
     if tensor.HasField("shm"):
         return tensor.shm.length
-    if tensor.encoding == tensor_pb2.ENCODING_RAW:  # else refused when it is read
+    if tensor.encoding == tensor_pb2.ENCODING_RAW:  # avoids a copy; `EventReader` checks the size
         return min(payload_size(tensor), tensor.ByteSize())
     return len(tensor.inline)
 
@@ -264,11 +254,9 @@ class SubscriptionInfo(RowDestination):
     """The public properties of a subscription, the same in both clients."""
 
     def __init__(self, state: SubscriptionState) -> None:
-        """For the subscription with this state."""
         self._state = state
 
     def __repr__(self) -> str:
-        """Its id, if it is open."""
         return f"Subscription({self._state.id!r})" if self._state.id else "Subscription(not open)"
 
     @property
@@ -280,28 +268,28 @@ class SubscriptionInfo(RowDestination):
 
     @property
     def attached(self) -> tuple[Attached, ...]:
-        """Samples of selected requests that began before the subscription was opened, at most 1024.
+        """Samples of selected requests that began before the subscription, at most 1024.
 
-        Each names the first position from which its rows come.
+        Each has the first position whose rows are sent.
         """
         return self._state.attached
 
     @property
     def missed(self) -> dict[str, str]:
-        """Selected requests that cannot be captured because they began before, with the reason.
+        """Reasons why selected requests that began before are not captured, by request id.
 
-        At most 1024, by request id.
+        At most 1024.
         """
         return dict(self._state.missed)
 
     @property
     def inline_reason(self) -> str | None:
-        """Why rows come inside messages; None if large chunks come through shared memory."""
+        """Why rows are sent inside messages; None if large chunks use shared memory."""
         return self._state.payloads.inline_reason
 
     @property
     def cursor(self) -> Cursor:
-        """Where to resume after the event that was read last.
+        """The place after the last event that was read, for `Engine.resume`.
 
         Store it together with your results for that event, and each event counts exactly once.
         """
@@ -309,28 +297,28 @@ class SubscriptionInfo(RowDestination):
 
     @property
     def acknowledged(self) -> Cursor:
-        """Where to resume after the event that was acknowledged last."""
+        """The place after the last event that was acknowledged, for `Engine.resume`."""
         return self._state.acknowledged
 
     @property
     def last_heartbeat(self) -> Heartbeat | None:
-        """The server's last heartbeat: how much is buffered, and how much credit is left."""
+        """The server's last heartbeat; None if none has arrived."""
         return self._state.last_heartbeat
 
 
 def closed_error() -> Refused:
-    """The error of reading on, or acknowledging, after closing or leaving before the end."""
+    """The error of reading or acknowledging after `close` or `leave`."""
     return Refused(
-        "the subscription is closed: read and acknowledge within its with block, or continue a "
-        "subscription that was left with engine.resume"
+        "the subscription is closed: read and acknowledge inside its with block, or call leave() "
+        "and continue with engine.resume"
     )
 
 
 def not_opened_error(timeout: float | None) -> DeadlineExceeded:
-    """The error of a subscription that the server does not answer."""
+    """The error if the server does not open a subscription in time."""
     return DeadlineExceeded(f"no answer within the timeout of {timeout:g} s")
 
 
 def ended_early_error() -> ServerError:
-    """The error of a stream that ends as if it had been closed."""
+    """The error of a stream that ends with OK although the client did not close it."""
     return ServerError("the server ended the subscription, although no client closed it")

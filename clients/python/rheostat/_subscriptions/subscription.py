@@ -1,9 +1,8 @@
 """A subscription of the synchronous client.
 
-Each subscription has a thread that runs its call, so events arrive up to the credit, and a broken
-connection is made again, also while the reader is busy. The thread holds no reference to the
-`Subscription`: if the program drops it, the call ends, and the server keeps the subscription for
-its resume window.
+Each subscription has a thread that runs its call. So events arrive, and a broken connection is
+replaced, while the reader is busy. The thread has no reference to the `Subscription`: if the
+program drops it, the call ends, and the server keeps the subscription for its resume window.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ class Subscription(SubscriptionInfo):
                     print(event.request_id, event.sites, event.positions, event.values.shape)
 
     Iterating waits for events until the subscription is closed. One thread iterates; others may
-    close it. If the connection breaks, the client reconnects, and every event comes exactly once.
+    close it. If the connection breaks, the client reconnects, and every event arrives exactly once.
 
-    Iterating raises `DataLoss` if rows are missing or damaged, `Unavailable` if no connection comes
-    about for a minute, `NotFound` if the server has ended the subscription, `ResourceExhausted` if
-    this client was too slow, and `Aborted` if another call continues the subscription. Closing ends
-    the loop. If the thread that closed it early begins another loop, it gets `Refused`.
+    Iterating raises `DataLoss` if rows are missing or damaged, `Unavailable` if reconnecting fails
+    for a minute, `NotFound` if the server has ended the subscription, `ResourceExhausted` if this
+    client was too slow, and `Aborted` if another call continues the subscription. Closing ends the
+    loop. If the thread that closed it early begins another loop, it gets `Refused`.
     """
 
     def __init__(self, connection: Connection, state: SubscriptionState) -> None:
-        """Made by `Engine`; returns once the subscription is open."""
+        """Returns once the subscription is open."""
         self._worker = worker = SubscriptionWorker(connection, state)
         super().__init__(state)
         weakref.finalize(self, worker.abandon)
@@ -60,27 +59,25 @@ class Subscription(SubscriptionInfo):
         self._worker.acknowledge()
 
     def __iter__(self) -> Self:
-        """The events that have not been read yet."""
         self._worker.check_open()
         return self
 
     def __next__(self) -> SubscriptionEvent:
-        """The next event; waits for it."""
         return self._worker.next_event()
 
     def finish(self) -> None:
-        """Take no further requests: buffered events still come, then iterating ends.
+        """Capture no further rows; buffered events still arrive, then iterating ends.
 
-        Requests that still run end here with the rows that they had.
+        Running requests get their `EndOfRequest` with the rows that they have.
         """
         self._worker.finish()
 
     def close(self) -> None:
         """End the subscription and drop events that were not read. Wakes the thread that iterates.
 
-        Returns when the server has ended it, or after 5 seconds. Then a warning is logged, and the
-        client tries on in the background; the server drops the subscription after its resume window
-        at the latest. Does nothing if it has ended already.
+        Returns when the server has ended it. After 5 seconds it logs a warning and continues in the
+        background; the server drops the subscription after its resume window at the latest. Does
+        nothing if the subscription has ended already.
         """
         self._worker.close()
 
@@ -88,16 +85,14 @@ class Subscription(SubscriptionInfo):
         """Stop reading, so that `Engine.resume` can continue within the server's resume window.
 
         Returns when the server has every acknowledgement, or after 5 seconds. With ``ack="auto"``
-        all events are acknowledged but the last one read.
+        all events are acknowledged except the last that was read.
         """
         self._worker.leave()
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close, also after an error. A subscription that was left or lost can still be resumed."""
         self.close()
 
 
@@ -123,7 +118,7 @@ class SubscriptionWorker(BaseWorker):
         return threading.get_ident()
 
     def run(self) -> None:
-        """Call until the subscription has ended. The thread runs this."""
+        """Runs calls until the subscription has ended."""
         failure: RheostatError | None = ended_early_error()
         try:
             while not (self._ended or self._leaving or self._left_alone):
@@ -132,7 +127,7 @@ class SubscriptionWorker(BaseWorker):
                 except RheostatError as error:
                     if self._connection.closed or not self._state.id:
                         raise
-                    if self._leaving:  # another call may have the subscription by now
+                    if self._leaving:  # another client may read the subscription now
                         break
                     pause = self._reconnects.pause(error)
                     with self._changed:
@@ -162,7 +157,7 @@ class SubscriptionWorker(BaseWorker):
         self._end(None)
 
     def wait_until_open(self) -> None:
-        """Raises what came instead, or DeadlineExceeded."""
+        """Raises the error of the call, or DeadlineExceeded."""
         timeout = self._connection.timeout
         with self._changed:
             self._wait(lambda: self._ended or bool(self._state.id), timeout)
@@ -176,9 +171,9 @@ class SubscriptionWorker(BaseWorker):
             self.drop()
             raise not_opened_error(timeout)
 
-    def _wait(self, moment: Callable[[], bool], timeout: float | None) -> None:
+    def _wait(self, condition: Callable[[], bool], timeout: float | None) -> None:
         try:
-            self._changed.wait_for(moment, timeout)
+            self._changed.wait_for(condition, timeout)
         except KeyboardInterrupt:
             self.drop()
             raise
@@ -200,14 +195,14 @@ class SubscriptionWorker(BaseWorker):
             self._warn_unless_ended()
 
     def abandon(self) -> None:
-        """Leave it with the next message, a heartbeat at the latest.
+        """End the call at its next message, a heartbeat at the latest.
 
-        A garbage collector may call this in any thread that holds any lock, so it takes no lock.
+        The garbage collector may call this in a thread that holds any lock, so it takes no lock.
         """
         self._abandoned = True
 
     def leave(self) -> None:
-        """End the call alone, once the server has taken the acknowledgements."""
+        """End the call, not the subscription, once the server has received the acks."""
         with self._changed:
             if self._begin_leave():
                 self._changed.wait_for(lambda: self._ended, CLOSE_TIMEOUT)

@@ -1,7 +1,7 @@
-"""What the workers of both clients share: where a subscription is in its life, and each step of it.
+"""The common base of the workers of both clients: the life cycle of a subscription.
 
-A worker carries the calls of one subscription, one after the other. The subclasses run the calls
-and wait; nothing here waits.
+A worker runs the calls of one subscription, one after the other. The subclasses run the calls and
+wait; no method here waits.
 """
 
 from __future__ import annotations
@@ -21,20 +21,17 @@ from rheostat_wire.v1 import capture_service_pb2
 
 
 class RunningCall(Protocol):
-    """The call that a worker runs now."""
+    """The methods of `BidiResponses` that both clients have."""
 
-    def send(self, request: Message | None) -> None:
-        """Send a request; None: no further one follows."""
-
-    def cancel(self) -> None:
-        """End the call."""
+    def send(self, request: Message | None) -> None: ...
+    def cancel(self) -> None: ...
 
 
 class BaseWorker(ABC):
-    """The life of one subscription. `_lock` is held around every change of it."""
+    """The life cycle of one subscription. `_lock` is held around every change of its state."""
 
     _lock: AbstractContextManager[object]
-    """Reentrant. It does nothing in the asyncio client, whose steps run on one event loop."""
+    """Reentrant. A null context in the asyncio client, whose steps run on one event loop."""
 
     def __init__(self, connection: ConnectionBase, state: SubscriptionState) -> None:
         self._target = connection.target
@@ -42,28 +39,28 @@ class BaseWorker(ABC):
         self._reconnects = ReconnectPolicy(state, connection.target)
         self._responses: RunningCall | None = None
         self._finishing = False
-        """Whether the server was asked to end the subscription, or will be when a call begins."""
+        """The server is asked to end the subscription, now or when the next call begins."""
         self._leaving = False
-        """Whether the server was asked to end the call, and to keep the subscription."""
+        """The server is asked to end the call and to keep the subscription."""
         self._closing = False
-        """Whether the server was asked to drop what it has not sent, or will be."""
+        """As `_finishing`, and the server drops the events that it has not sent."""
         self._stopped = False
-        """Whether the reader gets no further event."""
+        """The reader gets no further events."""
         self._closer: object = None
-        """The thread or task that closed it before its end."""
+        """The thread or task that closed the subscription before its end."""
         self._end_read = False
-        """Whether the reader got all events up to the end."""
+        """The reader got all events up to the end."""
         self._ended = False
-        """Whether no further event arrives."""
+        """No further events arrive."""
         self._failure: RheostatError | None = None
 
     @abstractmethod
     def _notify(self) -> None:
-        """Wake everything that waits for a change."""
+        """Wakes all threads or tasks that wait for a change."""
 
     @abstractmethod
     def _caller(self) -> object:
-        """The thread or task that runs now; None outside of tasks."""
+        """The current thread or task; None outside of tasks."""
 
     def _begin_call(self, responses: RunningCall) -> None:
         self._responses = responses
@@ -74,7 +71,6 @@ class BaseWorker(ABC):
             responses.send(None)
 
     def _send_end(self) -> None:
-        """Ask the server to end the subscription now."""
         for request in (*self._state.leave_requests(end=True), None):
             self._send(request)
 
@@ -87,7 +83,7 @@ class BaseWorker(ABC):
             self._notify()
 
     def _take(self) -> SubscriptionEvent | None:
-        """The next event. None: it has not arrived, or `_exhausted` is set."""
+        """The next event; None if it has not arrived, or if `_exhausted`."""
         if self._exhausted:
             return None
         try:
@@ -105,11 +101,10 @@ class BaseWorker(ABC):
 
     @property
     def _exhausted(self) -> bool:
-        """Whether the reader gets no further event."""
         return self._stopped or self._end_read
 
     def acknowledge(self) -> None:
-        """The program has processed all events that it read."""
+        """Acknowledges all events that the program read."""
         with self._lock:
             self.check_open()
             self._state.mark_processed()
@@ -117,13 +112,13 @@ class BaseWorker(ABC):
             self._send_due()
 
     def check_open(self) -> None:
-        """Raise Refused in the thread or task that closed the subscription before its end."""
+        """Raises Refused in the thread or task that closed the subscription before its end."""
         caller = self._caller()
         if caller is not None and self._closer == caller:
             raise closed_error() from self._failure
 
     def finish(self) -> None:
-        """Ask the server to end the subscription once it has sent its events."""
+        """Asks the server to end the subscription once it has sent its events."""
         with self._lock:
             if not (self._finishing or self._ended):
                 self._send_due()
@@ -131,28 +126,28 @@ class BaseWorker(ABC):
                 self._send(None)
 
     def drop(self) -> None:
-        """End the call at once."""
+        """Ends the call without waiting for the server."""
         with self._lock:
             self._stop_delivery()
         self._end(None)
 
     def _begin_close(self) -> None:
-        """Ask the server to end the subscription. Without a connection, the next call asks."""
+        """Asks the server to end the subscription; without a connection, the next call asks."""
         self._stop_delivery()
         self._state.discard()
         if not (self._closing or self._ended):
             self._closing = True
-            if not self._finishing:  # otherwise this call takes no further request
+            if not self._finishing:  # otherwise the request stream of this call has ended
                 self._finishing = True
                 self._send_end()
         self._notify()
 
     def _warn_unless_ended(self) -> None:
-        """Tell the program if the server has not confirmed that a closed subscription ended."""
+        """Logs a warning if the server has not confirmed that a closed subscription ended."""
         if not self._ended:
             LOG.warning(
                 "subscription %s is closed, but %s has not confirmed it within %g s; trying again "
-                "in the background for %g s, after which the server drops it",
+                "in the background for %g s, after which the server drops the subscription",
                 self._state.id,
                 self._target,
                 CLOSE_TIMEOUT,
@@ -160,7 +155,7 @@ class BaseWorker(ABC):
             )
 
     def _begin_leave(self) -> bool:
-        """Ask the server to end the call alone. False if there is no call to leave."""
+        """Asks the server to end the call. Returns False if there is no call to end."""
         self._stop_delivery()
         if not self._state.id or self._ended or self._finishing or self._leaving:
             return False
@@ -180,7 +175,7 @@ class BaseWorker(ABC):
         with self._lock:
             self._ended = True
             self._failure = self._failure or failure
-            if isinstance(failure, Aborted):  # the call that took over gets these events
+            if isinstance(failure, Aborted):  # the call that resumed gets these events
                 self._state.discard()
             if self._responses is not None:
                 self._responses.cancel()

@@ -1,7 +1,6 @@
-"""Arrays inside a part of a file, any of their rows: safetensors and .npz without compression.
+"""Arrays inside a part of a file, or single rows of them: safetensors and uncompressed .npz.
 
-Invariant: nothing is read but headers and the rows that are asked for, and what does not lie wholly
-inside the part is refused.
+Only headers and the requested rows are read. An array that is not inside the part is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _DTYPES: Mapping[str, np.dtype[np.generic]] = {
 
 
 class Part(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes of a file."""
 
     path: Path
     offset: int
@@ -43,7 +42,7 @@ class Part(NamedTuple):
 
 
 class ArrayLocation(NamedTuple):
-    """Where an array lies; bfloat16 is held as its bits."""
+    """The place of an array in its file; bfloat16 has dtype uint16."""
 
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
@@ -56,11 +55,14 @@ class ArrayLocation(NamedTuple):
 
 
 def arrays_in(part: Part, format: str, start: str) -> Mapping[str, ArrayLocation]:
-    """The arrays of a part whose names begin so. Raises DataLoss if it is not whole."""
+    """The arrays of a part whose names begin with ``start``.
+
+    Raises DataLoss if the part is incomplete.
+    """
     try:
         with part.path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < part.offset + part.length:
-                raise ValueError("it is cut short")
+                raise ValueError("it is truncated")
             arrays = (_safetensors if format == "safetensors" else _npz)(file, part, start)
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise damaged(part.path, str(error)) from error
@@ -73,7 +75,7 @@ def arrays_in(part: Part, format: str, start: str) -> Mapping[str, ArrayLocation
 def read_rows(
     path: Path, location: ArrayLocation, first: int, count: int
 ) -> npt.NDArray[np.generic]:
-    """Rows of an array, [count, ...]. Raises DataLoss if they are gone."""
+    """Rows of an array, [count, ...]. Raises DataLoss if they cannot be read."""
     inner = location.shape[1:]
     size = math.prod(inner)
     offset = location.offset + first * size * location.dtype.itemsize
@@ -84,7 +86,7 @@ def read_rows(
 
 
 def damaged(path: Path, why: str) -> DataLoss:
-    """The error of a file that is not what its manifest says."""
+    """The error of a file that does not match its manifest."""
     return DataLoss(f"{path} is damaged ({why}): its rows cannot be read")
 
 
@@ -124,10 +126,10 @@ def _npy(file: io.BufferedReader) -> ArrayLocation:
     magic = file.read(len(_NPY))
     length = int.from_bytes(file.read(2), "little")
     if magic != _NPY:
-        raise ValueError("an array in it is of another version")
+        raise ValueError("an array in it has another .npy version")
     header = ast.literal_eval(file.read(length).decode("latin1"))
     if header["fortran_order"]:
-        raise ValueError("an array in it is in Fortran's order")
+        raise ValueError("an array in it has Fortran order")
     return ArrayLocation(np.dtype(header["descr"]), tuple(header["shape"]), file.tell())
 
 

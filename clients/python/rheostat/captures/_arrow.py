@@ -1,4 +1,4 @@
-"""Batches of rows as Arrow, and as a Hugging Face dataset; both libraries are optional."""
+"""Batches of rows as Arrow record batches or a Hugging Face dataset; the libraries are optional."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def reader(batches: Iterator[RowBatch]) -> pyarrow.RecordBatchReader:
-    """A reader that makes one record batch of each. Raises NotFound if there is none."""
+    """A reader with one record batch per batch. Raises NotFound if there is no batch."""
     try:
         import pyarrow
     except ModuleNotFoundError as error:
@@ -53,13 +53,14 @@ def dataset(batches: Iterator[RowBatch]) -> datasets.Dataset:
 def _record_batch(batch: RowBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
     import pyarrow
 
-    def of_request(texts: list[str]) -> pyarrow.Array:
+    def per_row(texts: list[str]) -> pyarrow.Array:
+        """From one text per request to one text per row."""
         return pyarrow.array(texts).take(pyarrow.array(batch.request_index))
 
     values = np.ascontiguousarray(batch.values).reshape(-1)
     columns = [
-        of_request([request.tag for request in batch.requests]),
-        of_request([request.request_id for request in batch.requests]),
+        per_row([request.tag for request in batch.requests]),
+        per_row([request.request_id for request in batch.requests]),
         pyarrow.array(batch.samples.astype(np.int32)),
         pyarrow.array(batch.baseline),
         pyarrow.array(batch.positions.astype(np.int32)),

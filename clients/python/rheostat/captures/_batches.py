@@ -1,4 +1,4 @@
-"""Rows of one site, out of tables into numpy, in batches that may span requests."""
+"""Reads the rows of one site from tables, in batches that may span requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class RowBatch:
     """Rows of one site. Row i of every array is the same row."""
 
     requests: tuple[StoredRequest, ...]
-    """Whose rows they are."""
     request_index: IntArray
     """Index of each row's request, int64 [rows]."""
     samples: IntArray
@@ -49,25 +48,23 @@ class RowBatch:
     token_ids: IntArray
     """Input token at each position, int64 [rows]."""
     values: FloatArray
-    """The stream, float32 [rows, width], exactly as captured unless an encoding was asked for; for
-    "rp8" its projection, [rows, kept]."""
+    """The stream, float32 [rows, width], exact unless the encoding is lossy. For "rp8" its
+    projection, [rows, kept]."""
     encoding: Encoding
-    """How the rows are stored."""
+    """The encoding in which the rows are stored."""
     max_error: FloatArray | None
-    """Largest error of each row's numbers, float32 [rows]; None: exact."""
+    """Largest error in each row, float32 [rows]; None: exact."""
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.positions)
 
     def __repr__(self) -> str:
-        """Requests and shape."""
         return f"RowBatch(requests={len(self.requests)}, shape={list(self.values.shape)})"
 
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Which rows of a request to read."""
+    """Selects rows of a request; None selects all."""
 
     point: PointLike
     layer: int
@@ -77,9 +74,9 @@ class RowFilter:
 
 
 def table_of(request: StoredRequest, row_filter: RowFilter) -> StoredTable | None:
-    """The table that a filter selects of a request; None: it has none.
+    """The table of a request that matches a filter; None if there is none.
 
-    Raises InvalidRequest if several captures have the site and none was chosen.
+    Raises InvalidRequest if several captures have the site and the filter selects none of them.
     """
     tables = request.tables_at(row_filter.point, row_filter.layer)
     if row_filter.capture_index is not None:
@@ -89,19 +86,19 @@ def table_of(request: StoredRequest, row_filter: RowFilter) -> StoredTable | Non
         specs = ", ".join(str(table.capture_index) for table in tables)
         raise invalid(
             "capture_index",
-            f"captures {specs} of {request.request_id} all hold rows of {site}: say capture_index=",
+            f"captures {specs} of {request.request_id} have rows of {site}: give capture_index=",
         )
     return tables[0] if tables else None
 
 
-def read_batches(request: StoredRequest, row_filter: RowFilter, at_most: int) -> Iterator[RowBatch]:
-    """The rows of a request, never more than ``at_most`` at once."""
+def read_batches(request: StoredRequest, row_filter: RowFilter, size: int) -> Iterator[RowBatch]:
+    """The rows of a request, in batches of at most ``size`` rows."""
     table = table_of(request, row_filter)
     if table is None:
         return
     arrays = arrays_in(table.part, request.format, f"{table.name}.")
-    for first in range(0, table.rows, at_most):
-        count = min(at_most, table.rows - first)
+    for first in range(0, table.rows, size):
+        count = min(size, table.rows - first)
         samples = _ints(_read(table, arrays, "samples", first, count))
         baseline = _read(table, arrays, "baseline", first, count).astype(np.bool_)
         chosen = np.ones(count, np.bool_)
@@ -132,27 +129,27 @@ def batched(parts: Iterable[RowBatch], size: int) -> Iterator[RowBatch]:
     for part in parts:
         while row_count + len(part) >= size:
             cut = size - row_count
-            yield joined([*waiting, _sliced(part, 0, cut)])
-            part = _sliced(part, cut, len(part))
+            yield concatenate([*waiting, _slice(part, 0, cut)])
+            part = _slice(part, cut, len(part))
             waiting, row_count = [], 0
         if len(part):
             waiting.append(part)
             row_count += len(part)
     if row_count:
-        yield joined(waiting)
+        yield concatenate(waiting)
 
 
-def joined(parts: Sequence[RowBatch]) -> RowBatch:
-    """One batch. Raises InvalidRequest if rows are of different widths or encodings."""
+def concatenate(parts: Sequence[RowBatch]) -> RowBatch:
+    """Joins batches. Raises InvalidRequest if rows differ in width or encoding."""
     if len(parts) == 1:
         return parts[0]
     kinds = {(part.values.shape[1], part.encoding): part for part in parts}
     if len(kinds) > 1:
-        one, other = (part.requests[0].request_id for part in list(kinds.values())[:2])
+        first, second = (part.requests[0].request_id for part in list(kinds.values())[:2])
         raise invalid(
             "rows",
-            f"{one} and {other} hold rows of different widths or encodings: read them by request, "
-            "or keep them under different tags",
+            f"{first} and {second} hold rows of different widths or encodings: read them by "
+            "request, or store them under different tags",
         )
     requests = tuple(dict.fromkeys(_key(request) for part in parts for request in part.requests))
     indices = {key: index for index, key in enumerate(requests)}
@@ -182,7 +179,7 @@ def _key(request: StoredRequest) -> tuple[str, str]:
     return request.tag, request.request_id
 
 
-def _sliced(batch: RowBatch, first: int, end: int) -> RowBatch:
+def _slice(batch: RowBatch, first: int, end: int) -> RowBatch:
     cut = slice(first, end)
     return RowBatch(
         batch.requests,
@@ -213,10 +210,9 @@ def _ints(numbers: npt.NDArray[np.generic]) -> IntArray:
 def _values(
     table: StoredTable, arrays: Mapping[str, ArrayLocation], first: int, count: int
 ) -> tuple[FloatArray, FloatArray | None]:
-    """Rows as float32, and their errors."""
     name, element = table.encoding.name, _element(table)
     if name not in _PARTS:
-        raise damaged(table.part.path, f"it holds rows in {name}, which are not known")
+        raise damaged(table.part.path, f"it holds rows in the unknown encoding {name}")
     parts = [_read(table, arrays, part, first, count) for part in _PARTS[name]]
     if name == "raw":
         (rows,) = parts

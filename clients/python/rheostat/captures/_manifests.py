@@ -1,4 +1,4 @@
-"""The content of manifests: requests, their tables, and the files of these."""
+"""The content of manifests: stored requests, their tables and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rheostat._points import Point, PointLike, Site, point_of
 from rheostat.captures._arrays import Part, damaged
 
 Ending: TypeAlias = Literal["complete", "partial", "aborted"]
-"""How the rows of a request ended."""
+"""Whether the rows of a request are complete."""
 
 _SCHEMA = "rheostat.captured.v1"
 _READ_BYTES = 4 << 20
@@ -31,9 +31,9 @@ class StoredTable:
     layer: int
     rows: int
     dtype: str
-    """Element type that was captured: "float32", "float16" or "bfloat16"."""
+    """Captured element type: "float32", "float16" or "bfloat16"."""
     width: int
-    """Numbers of a row before an encoding."""
+    """Numbers per row before an encoding."""
     encoding: Encoding
     name: str = field(repr=False)
     part: Part = field(repr=False)
@@ -48,12 +48,12 @@ class StoredRequest:
     model: str
     labels: dict[str, str]
     state: Ending
-    """"complete": every selected row is there. "partial": some were lost under an overload policy.
-    "aborted": the request ended early, and the rows until then are there."""
+    """"complete": every selected row is stored. "partial": rows were lost under an overload policy.
+    "aborted": the request ended early, and the rows until then are stored."""
     dropped_rows: int
-    """Rows selected and lost."""
+    """Selected rows that were lost."""
     finish_reasons: tuple[str, ...]
-    """Of each sample."""
+    """One per sample."""
     prompt_token_ids: tuple[int, ...] = field(repr=False)
     started_at: float
     """Seconds since the epoch."""
@@ -66,11 +66,11 @@ class StoredRequest:
 
     @property
     def sites(self) -> tuple[tuple[Point, int], ...]:
-        """The sites whose rows there are, each once, in the order of the captures."""
+        """The sites that have rows, each once, in the order of the captures."""
         return tuple(dict.fromkeys((table.point, table.layer) for table in self.tables))
 
     def tables_at(self, point: PointLike, layer: int) -> tuple[StoredTable, ...]:
-        """The tables of a site, under either of its names; one per capture."""
+        """The tables of a site, under either of its two names; one per capture."""
         site = Site(point_of(point), layer)
         for name in (site, site.twin):
             tables = tuple(table for table in self.tables if (table.point, table.layer) == name)
@@ -79,10 +79,10 @@ class StoredRequest:
         return ()
 
     def verify(self) -> None:
-        """Reads every file. Raises DataLoss if a SHA-256 is not the manifest's."""
+        """Reads every file. Raises DataLoss if a SHA-256 differs from the manifest."""
         for part, digest in self.digests:
             if _digest(part) != digest:
-                raise damaged(part.path, "its SHA-256 is not the manifest's")
+                raise damaged(part.path, "its SHA-256 differs from the manifest")
 
 
 def _digest(part: Part) -> str:
@@ -100,7 +100,7 @@ def _digest(part: Part) -> str:
 
 
 def read_manifest(data: bytes, path: Path) -> StoredRequest:
-    """The request of a manifest in the file ``path``. Raises DataLoss for anything else."""
+    """The request of a manifest in the file ``path``. Raises DataLoss if it cannot be parsed."""
     try:
         manifest = json.loads(data)
         if manifest["schema"] != _SCHEMA:
@@ -135,7 +135,7 @@ def read_manifest(data: bytes, path: Path) -> StoredRequest:
 def _part(file: dict[str, Any], path: Path) -> Part:
     name = file["path"]
     if Path(name).name != name or name in (".", ".."):
-        raise ValueError(f"{name} does not lie beside it")
+        raise ValueError(f"{name} is not in its folder")
     return Part(path.parent / name, int(file["offset"]), int(file["bytes"]))
 
 

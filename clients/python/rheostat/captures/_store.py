@@ -1,4 +1,4 @@
-"""A folder of stored rows: its requests, and the rows of a site over all of them."""
+"""A folder of stored rows: its requests, and the rows of a site across all requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from rheostat._errors import NotFound, Resource, invalid
 from rheostat._points import Point, PointLike, Site, point_of
 from rheostat.captures import _arrow
-from rheostat.captures._batches import RowBatch, RowFilter, batched, joined, read_batches
+from rheostat.captures._batches import RowBatch, RowFilter, batched, concatenate, read_batches
 from rheostat.captures._manifests import StoredRequest, read_manifest
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _INDEX = re.compile(r"shard-[0-9]{6,}\.jsonl")
 _REQUESTS = "requests"
 _SHARDS = "shards"
 _MANIFEST = "manifest.json"
-_AT_ONCE = 4096
+_BATCH_ROWS = 4096
 
 
 class Which(TypedDict, total=False):
@@ -38,41 +38,39 @@ class Which(TypedDict, total=False):
 def open_captures(root: str | os.PathLike[str], *, tag: str | None = None) -> StoredCaptures:
     """The rows below the root of a `filesystem` sink, of one tag if it is given.
 
-    The server may go on writing: every call sees what is there by then. Raises InvalidRequest where
-    there is no such folder, it lies within a root, or ``tag`` cannot be one, NotFound if nothing
-    is stored under it.
+    The server may continue to write: every call reads the requests that are complete by then.
+    Raises InvalidRequest if the folder does not exist or is inside a root, or if ``tag`` is not
+    valid. Raises NotFound if nothing is stored under the tag.
     """
     path = Path(root)
     if not path.is_dir():
-        raise invalid("root", f"{path} is no folder: it is the root= of the server's sink")
+        raise invalid("root", f"{path} is not a folder: give the root= of the server's sink")
     if tag is not None and not _TAG.fullmatch(tag):
-        raise invalid("tag", f'"{tag}" cannot be a tag, which is {_TAG.pattern}')
+        raise invalid("tag", f'"{tag}" is not a valid tag: {_TAG.pattern}')
     stored = StoredCaptures(path, tag)
     if not any(stored.holds(tag_name) for tag_name in StoredCaptures(path, None).tags):
         _check_outermost(path)
     if tag is not None and not stored.tags:
-        there = ", ".join(StoredCaptures(path, None).tags)
+        tags = ", ".join(StoredCaptures(path, None).tags)
         raise _not_found(
             f'there is no tag "{tag}" in {path}; '
-            f"{f'there are {there}' if there else 'nothing is stored there yet'}",
+            f"{f'there are {tags}' if tags else 'nothing is stored there yet'}",
             tag,
         )
     return stored
 
 
 class StoredCaptures:
-    """Stored requests, by tag, then name of file or shard."""
+    """Stored requests, by tag, then by name of the file or shard."""
 
     def __init__(self, root: Path, tag: str | None) -> None:
-        """Those below a root; `open_captures` checks it."""
         self.root: Path = root
-        """The folder."""
         self.tag: str | None = tag
-        """The one tag that is read; None: all."""
+        """The tag that is read; None: all tags."""
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tags that there are, in order."""
+        """The stored tags, in order."""
         names = [self.tag] if self.tag is not None else sorted(os.listdir(self.root))
         return tuple(
             name for name in names if _TAG.fullmatch(name) and _is_folder(self.root / name)
@@ -83,7 +81,7 @@ class StoredCaptures:
         return any(_is_folder(self.root / tag / name) for name in (_REQUESTS, _SHARDS))
 
     def __iter__(self) -> Iterator[StoredRequest]:
-        """Every request. Raises DataLoss at a manifest that cannot be read."""
+        """Every request. Raises DataLoss for a manifest that cannot be read."""
         for tag in self.tags:
             folder = self.root / tag / _REQUESTS
             for name in _names(folder):
@@ -95,7 +93,7 @@ class StoredCaptures:
                     yield read_manifest(line, index)
 
     def __getitem__(self, request_id: str) -> StoredRequest:
-        """The request of that id, the first in order of tags. Raises NotFound."""
+        """The request with that id, the first in the order of tags. Raises NotFound."""
         name = f"%2E{request_id[1:]}" if request_id.startswith(".") else request_id
         start = f'{{"request_id": "{request_id}"'.encode()
         for tag in self.tags:
@@ -112,7 +110,6 @@ class StoredCaptures:
         )
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether rows of that request are stored."""
         try:
             return isinstance(request_id, str) and bool(self[request_id])
         except NotFound:
@@ -128,16 +125,16 @@ class StoredCaptures:
         baseline: bool | None = False,
         capture_index: int | None = None,
     ) -> RowBatch:
-        """All rows of one request at a site, in memory at once.
+        """All rows of one request at a site, in one batch.
 
-        ``sample``: of this one; None: of all. ``baseline``: False leaves the rows of a baseline
-        out, True takes them alone, None takes both. ``capture_index``: of this capture, where
-        several have the site. Raises NotFound if there are none, InvalidRequest if several
-        captures have the site and none was chosen, DataLoss for a damaged file.
+        ``sample`` selects a sample; None: all. ``baseline``: False excludes the rows of the
+        baseline, True selects only them, None selects both. ``capture_index`` selects a capture if
+        several have the site; without it InvalidRequest is raised. Raises NotFound if there are no
+        rows, DataLoss for a damaged file.
         """
         row_filter = RowFilter(point, layer, sample, baseline, capture_index)
         request = self[request_id]
-        batches = list(read_batches(request, row_filter, _AT_ONCE))
+        batches = list(read_batches(request, row_filter, _BATCH_ROWS))
         if not batches:
             site = Site(point_of(point), layer)
             raise _not_found(
@@ -145,37 +142,37 @@ class StoredCaptures:
                 f"there are {_show_sites(request.sites)}",
                 request_id,
             )
-        return joined(batches)
+        return concatenate(batches)
 
     def rows(
         self,
         point: PointLike,
         layer: int,
         *,
-        batch: int = _AT_ONCE,
+        batch: int = _BATCH_ROWS,
         sample: int | None = None,
         baseline: bool | None = False,
         capture_index: int | None = None,
     ) -> Iterator[RowBatch]:
-        """The rows of a site over all requests that have them, ``batch`` rows at a time.
+        """The rows of a site across all requests, ``batch`` rows at a time.
 
-        Never more than two batches are in memory. The rest is as in `rows_of`; in one batch, rows
-        of different widths or encodings raise InvalidRequest. NotFound is raised at the end where
-        there are rows, but none of the site.
+        At most two batches are in memory. The other arguments are those of `rows_of`. Raises
+        InvalidRequest if rows of one batch differ in width or encoding, and NotFound at the end if
+        only other sites have rows.
         """
         if batch < 1:
             raise invalid("batch", "a batch has at least one row")
         row_filter = RowFilter(point, layer, sample, baseline, capture_index)
         return batched(self._read_batches(row_filter, batch), batch)
 
-    def _read_batches(self, row_filter: RowFilter, at_most: int) -> Iterator[RowBatch]:
+    def _read_batches(self, row_filter: RowFilter, size: int) -> Iterator[RowBatch]:
         others: dict[tuple[Point, int], None] = {}
         has_site = False
         for request in self:
             has_site = has_site or bool(request.tables_at(row_filter.point, row_filter.layer))
             if not has_site:
                 others.update(dict.fromkeys(request.sites))
-            yield from read_batches(request, row_filter, at_most)
+            yield from read_batches(request, row_filter, size)
         if others and not has_site:
             site = Site(point_of(row_filter.point), row_filter.layer)
             raise _not_found(
@@ -183,7 +180,7 @@ class StoredCaptures:
             )
 
     def verify(self) -> int:
-        """Reads every file; how many requests there are. Raises DataLoss at a damaged one."""
+        """Reads every file, and returns the number of requests. Raises DataLoss if damaged."""
         count = 0
         for request in self:
             request.verify()
@@ -193,15 +190,15 @@ class StoredCaptures:
     def to_arrow(self, point: PointLike, layer: int, **which: Unpack[Which]) -> pyarrow.Table:
         """The rows of a site as an Arrow table, in memory; ``which`` as in `rows`.
 
-        Columns: tag, request_id, sample, baseline, position, token_id, values. Raises Refused where
-        pyarrow is not installed.
+        Columns: tag, request_id, sample, baseline, position, token_id, values. Raises Refused
+        without pyarrow.
         """
         return self.to_reader(point, layer, **which).read_all()
 
     def to_reader(
         self, point: PointLike, layer: int, **which: Unpack[Which]
     ) -> pyarrow.RecordBatchReader:
-        """As `to_arrow`, one batch at a time: what to write a Parquet file from."""
+        """As `to_arrow`, one batch at a time, for instance to write a Parquet file."""
         return _arrow.reader(self.rows(point, layer, **which))
 
     def to_datasets(self, point: PointLike, layer: int, **which: Unpack[Which]) -> datasets.Dataset:
@@ -213,18 +210,17 @@ class StoredCaptures:
         return [folder / name for name in _names(folder) if _INDEX.fullmatch(name)]
 
     def __repr__(self) -> str:
-        """Where."""
         return f"StoredCaptures({str(self.root)!r}, tag={self.tag!r})"
 
 
 def _check_outermost(path: Path) -> None:
-    """Raise InvalidRequest if a folder is that of a tag, or within one."""
+    """Raise InvalidRequest if the folder is that of a tag, or inside it."""
     absolute = Path(os.path.abspath(path))
     for tag in (absolute, *absolute.parents[:2]):
         root, name = tag.parent, tag.name
         if any(True for _ in StoredCaptures(root, name)):
             raise invalid(
-                "root", f'{path} lies within a root: write open_captures("{root}", tag="{name}")'
+                "root", f'{path} is inside a root: write open_captures("{root}", tag="{name}")'
             )
 
 
@@ -255,7 +251,7 @@ def _read_own(folder: Path) -> StoredRequest | None:
 
 
 def _lines(index: Path) -> Iterator[bytes]:
-    """The lines that end; what has no end is not published."""
+    """The complete lines. The server is still writing a line without an end."""
     with index.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):

@@ -140,4 +140,4 @@ def test_the_shell_lists_and_deletes_runs(server, capsys):
     assert second.startswith("other  no sites")
     assert second[head.index("BYTES") :].split()[0] == "9"
     assert second.endswith(" s")
-    assert deleted == "clean is deleted: 512 bytes are free"
+    assert deleted == "deleted clean; freed 512 bytes"

@@ -242,7 +242,7 @@ def test_a_folder_within_a_root_is_told_the_root(tmp_path: Path, layout: Layout)
     for folder in (root / "t", *within):
         with pytest.raises(rheostat.InvalidRequest) as raised:
             open_captures(folder)
-        told = f'{folder} lies within a root: write open_captures("{root}", tag="t")'
+        told = f'{folder} is inside a root: write open_captures("{root}", tag="t")'
         assert (raised.value.path, raised.value.message) == ("root", told)
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -14,7 +15,9 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 import rheostat
 from rheostat._cli import _child, main
 from rheostat._cli._common import CommandError
+from rheostat._cli._words import error_text
 from rheostat._connection import readiness
+from rheostat._subscriptions.reconnect import ReconnectPolicy
 from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2
 from rheostat_wire.v1 import steering_service_pb2 as pb
 
@@ -280,3 +283,13 @@ def test_an_interrupt_of_a_running_command_exits_with_130(server):
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=30)
     assert (child.returncode, b"Traceback" in err) == (130, False)
+
+
+def test_a_lost_subscription_does_not_advise_a_python_call():
+    policy = ReconnectPolicy(SimpleNamespace(id="s", reconnect_timeout=-1.0), "host:1")
+    lost = rheostat.Unavailable("lost")
+    policy.pause(lost)
+    with pytest.raises(rheostat.Unavailable) as raised:
+        policy.pause(lost)
+    assert "engine.resume" in str(raised.value)
+    assert error_text(raised.value) == "could not connect to host:1 within -1 s"

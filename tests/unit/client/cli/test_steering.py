@@ -213,14 +213,14 @@ def test_global_set_sends_the_ops_and_prints_the_version(server, capsys):
 
 def test_global_set_without_an_op_is_a_wrong_command_line(server, capsys):
     assert main(["global", "set", "--target", server.target]) == 2
-    message = "rheostat: no op is given; to have none, use: rheostat global clear\n"
+    message = "rheostat: no op is given; to remove all, use: rheostat global clear\n"
     assert (capsys.readouterr(), server.asked) == (("", message), [])
 
 
 @pytest.mark.parametrize("flag", [["--points", "resid_mid"], ["--layers", "3"]])
 def test_sites_without_an_op_are_a_wrong_command_line(server, capsys, flag):
     assert main(["generate", "x", "--target", server.target, *flag]) == 2
-    message = "rheostat: --points and --layers say where ops act, and no op is given\n"
+    message = "rheostat: --points and --layers are for ops, and no op is given\n"
     assert (capsys.readouterr(), server.asked) == (("", message), [])
 
 

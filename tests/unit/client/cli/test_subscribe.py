@@ -86,7 +86,7 @@ def test_rows_are_kept_in_a_file(running, tmp_path, capsys):
     assert (
         main(["subscribe", "--target", running.target, *SITES, "--every", "--out", str(file)]) == 2
     )
-    assert "is there already; --force replaces it" in capsys.readouterr().err
+    assert "exists already; --force replaces it" in capsys.readouterr().err
 
 
 def test_an_interruption_ends_it_at_the_server_and_keeps_what_came(running, tmp_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_an_interruption_ends_it_at_the_server_and_keeps_what_came(running, tmp_
         ([], "one of the arguments --request --label --every is required"),
         (["--every", "--label", "a=b"], "not allowed with"),
         (["--label", "team"], "'team' is no KEY=VALUE"),
-        (["--every", "--limit", "0"], "'0' is no number of requests"),
+        (["--every", "--limit", "0"], "'0' is not a number of requests"),
         (["--every", "--where", "nowhere"], "'nowhere' is neither prompt, generated, all nor"),
     ],
 )

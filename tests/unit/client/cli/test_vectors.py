@@ -138,7 +138,7 @@ def test_a_name_that_stays_is_not_told(server, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ("7-8", "demo has the layers 0 to 7, and no layer 8"),
+        ("7-8", "demo has the layers 0 to 7, no layer 8"),
         ("3", "2 rows for 1 layer (3): a vector has one row, or one per layer"),
         ("all", "2 rows for 8 layers (all): a vector has one row, or one per layer"),
     ],
@@ -169,7 +169,7 @@ def test_a_file_that_is_there_is_replaced_only_with_force(server, capsys, tmp_pa
     serve(server, name="joy")
     line = ["vectors", action, "joy", str(path), "--target", server.target]
     assert main(line) == 2
-    message = f"rheostat: {path} is there already; --force replaces it\n"
+    message = f"rheostat: {path} exists already; --force replaces it\n"
     assert (capsys.readouterr(), server.asked) == (("", message), [])
     assert path.read_text() == "mine"
     assert main([*line, "--force"]) == 0
@@ -235,7 +235,7 @@ def test_what_gguf_cannot_hold_is_told_with_what_to_type(server, capsys, tmp_pat
     assert main(["vectors", "export", "joy", str(path), "--target", server.target]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         "rheostat: control vectors begin at layer 1; llama.cpp cannot steer layer 0: save a "
-        "vector of other layers, or write .safetensors [REASON_INVALID_VALUE]; "
+        "vector with other layers, or write .safetensors [REASON_INVALID_VALUE]; "
         "--layers 1-5, say, takes the rows of those layers"
     )
     assert not path.exists()

@@ -83,7 +83,7 @@ async def test_the_server_s_status_may_follow_the_failed_write():
 
 
 async def test_a_status_that_never_follows_leaves_the_failed_write(monkeypatch):
-    monkeypatch.setattr("rheostat._connection.aio_status._PATIENCE", 0.01)
+    monkeypatch.setattr("rheostat._connection.aio_status._STATUS_TIMEOUT", 0.01)
     failed = error(FAILED_WRITE)
     assert await ServerStatus(Call()).behind(failed) is failed
 

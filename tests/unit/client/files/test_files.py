@@ -214,7 +214,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path, suffix):
 def test_one_array_that_calls_itself_an_archive_is_refused(tmp_path):
     with (tmp_path / "x.npz").open("wb") as file:
         np.save(file, ONE)
-    with pytest.raises(rheostat.InvalidRequest, match="is no archive, but one array"):
+    with pytest.raises(rheostat.InvalidRequest, match="is not an archive, but one array"):
         rheostat.load_vector(tmp_path / "x.npz")
 
 
@@ -254,9 +254,9 @@ def test_writers_of_one_file_do_not_meet_before_it_is_whole(tmp_path):
 
 
 def test_what_cannot_be_written_says_why(tmp_path):
-    with pytest.raises(rheostat.InvalidRequest, match="is there a folder for it"):
+    with pytest.raises(rheostat.InvalidRequest, match="does its folder exist"):
         rheostat.save_vector(tmp_path / "no" / "joy.npz", vector())
-    with pytest.raises(rheostat.InvalidRequest, match="SAEs are read only"):
+    with pytest.raises(rheostat.InvalidRequest, match="SAEs can only be read"):
         rheostat.save_vector(tmp_path / "joy", vector(), format="sae")
     with pytest.raises(rheostat.Refused, match=r"joy has no numbers in this client; fetch it"):
         rheostat.save_vector(tmp_path / "joy.npz", rheostat.named("joy"))

@@ -109,7 +109,7 @@ def test_other_types_are_widened_as_their_format_defines(tmp_path, kind):
             {"order": "BIG"},
             "other order than this machine: convert it with gguf-convert-endian",
         ),
-        ({1: np.ones(4, np.float32)}, {"architecture": "llama"}, "no control vector, but llama"),
+        ({1: np.ones(4, np.float32)}, {"architecture": "llama"}, "not a control vector, but llama"),
     ],
 )
 def test_a_file_that_is_no_control_vector_says_what_is_wrong(tmp_path, directions, fields, said):
@@ -147,9 +147,9 @@ def test_a_layer_that_is_named_twice_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "points", "layers", "path", "said"),
     [
-        (1, "resid_pre", [1], "points", "act at resid_post, and this one at resid_pre"),
+        (1, "resid_pre", [1], "points", "act at resid_post, but this vector at resid_pre"),
         (1, ["resid_post", "mlp_out"], [1], "points", "at resid_post+mlp_out"),
-        (1, None, None, "points", "this one at no point"),
+        (1, None, None, "points", "but this vector at no point"),
         (1, "resid_post", "all", "layers", "name their layers by number"),
         (1, "resid_post", None, "layers", "name their layers by number"),
         (2, "resid_post", [0, 1], "layers", "begin at layer 1; llama.cpp cannot steer layer 0"),

@@ -74,14 +74,14 @@ def test_a_bfloat16_decoder_gives_the_row_s_bits(tmp_path):
 @pytest.mark.parametrize("feature", [None, -1, D_SAE])
 def test_a_feature_that_is_not_there_says_which_are(tmp_path, feature):
     write(tmp_path, {**TOP, **HOOK})
-    with pytest.raises(rheostat.InvalidRequest, match=r"which feature to take: .* has 0 to 4") as e:
+    with pytest.raises(rheostat.InvalidRequest, match=r"give a feature: .* has 0 to 4") as e:
         rheostat.load_vector(tmp_path, feature=feature)
     assert e.value.path == "feature"
 
 
 def test_the_file_of_an_sae_wants_a_feature(tmp_path):
     write(tmp_path, {**TOP, **HOOK})
-    with pytest.raises(rheostat.InvalidRequest, match="is an SAE: say which feature to take"):
+    with pytest.raises(rheostat.InvalidRequest, match="is an SAE: give the feature to load"):
         rheostat.load_vector(tmp_path / "sae_weights.safetensors")
 
 
@@ -95,7 +95,7 @@ def test_the_file_of_an_sae_wants_a_feature(tmp_path):
         ({**TOP, **HOOK}, DECODER[0], "but one of rank 1"),
         ({**TOP, **HOOK, "d_in": 7}, DECODER, "[5, 4] where its cfg.json says [5, 7]"),
         ({**TOP, **HOOK, "d_sae": 7}, DECODER, "[5, 4] where its cfg.json says [7, 4]"),
-        ([], DECODER, "is no JSON object"),
+        ([], DECODER, "is not a JSON object"),
         ({**TOP, **HOOK}, np.full((D_SAE, D_IN), np.nan, np.float32), "not finite"),
         ({**TOP, **HOOK}, DECODER.astype(np.int32), "type I32"),
     ],

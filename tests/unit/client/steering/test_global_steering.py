@@ -184,12 +184,14 @@ def test_what_holds_in_words_and_in_a_notebook():
         (
             "where { include {} } add { vector { DIGEST } }",
             rheostat.Unimplemented,
-            "interventions[0].where of the server selects tokens as this client does not know",
+            "interventions[0].where of the server has a kind of range that this client does not "
+            "know",
         ),
         (
             "where { exclude { phase: 9 } } add { vector { DIGEST } }",
             rheostat.Unimplemented,
-            "interventions[0].where of the server selects tokens as this client does not know",
+            "interventions[0].where of the server has a kind of range that this client does not "
+            "know",
         ),
         (
             "sites { range { start: 2 } } add { vector { DIGEST } }",

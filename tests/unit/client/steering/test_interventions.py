@@ -223,7 +223,7 @@ THREE = rheostat.inline(np.ones((3, 2)), points="resid_pre", layers=range(2))
             rheostat.ablate(JOY, CALM),
             "sites",
             "REASON_INVALID_VALUE",
-            "the vectors are meant for different sites: say which, with .at(points=, layers=)",
+            "the vectors are meant for different sites: give the sites, with .at(points=, layers=)",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def test_bytes_that_do_not_have_their_digest_are_data_loss(client, server):
     server.on("GetVector", [pb.GetVectorResponse(info=stored), chunk])
     with pytest.raises(rheostat.DataLoss) as raised:
         client.run(lambda engine: engine.vectors.get("joy"))
-    assert raised.value.message == "the bytes that came are not those of joy"
+    assert raised.value.message == "the received bytes do not have the digest of joy"
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_one_row_is_the_row_of_any_layer():
         ),
         (
             lambda: rows_of_layers(None).select(layers=3),
-            "has 6 rows and does not say their layers: say them with "
+            "has 6 rows whose layers are not known: give them with "
             "dataclasses.replace(vector, layers=range(6))",
         ),
     ],

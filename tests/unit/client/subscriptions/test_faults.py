@@ -126,12 +126,12 @@ def test_bfloat16_is_widened(subscriber, server):
         ([captured(1, crc32c=7)], "its CRC-32C differs"),
         ([FIRST, captured(3)], "event 3 came after event 1"),
         ([captured(2)], "event 2 came after event 0"),
-        ([FIRST, end(2, FIRST, SECOND)], "of a came 2 rows in 1 chunks"),
-        ([FIRST, SECOND, end(3, FIRST)], "of a came 4 rows in 2 chunks"),
+        ([FIRST, end(2, FIRST, SECOND)], "of a arrived 2 rows in 1 chunks"),
+        ([FIRST, SECOND, end(3, FIRST)], "of a arrived 4 rows in 2 chunks"),
         ([FIRST, end(2, FIRST, row_count=3)], "of 3 rows in 1 chunks"),
         ([FIRST, end(2, FIRST, crc32c=1)], "CRC-32C 00000001"),
         ([FIRST, end(2, FIRST, dropped_row_count=1)], "with 1 dropped"),
-        ([end(1, FIRST, name="b")], "of b came 0 rows"),
+        ([end(1, FIRST, name="b")], "of b arrived 0 rows"),
     ],
 )
 def test_rows_that_are_damaged_or_missing_are_data_loss(subscriber, server, script, told):

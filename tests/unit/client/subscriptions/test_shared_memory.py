@@ -235,7 +235,7 @@ def test_memory_that_looks_alike_but_is_not_there_is_not_used(
 
 def test_shared_memory_or_nothing(running, subscriber, monkeypatch):
     elsewhere(monkeypatch)
-    with pytest.raises(rheostat.Refused, match="cannot come through shared memory: the server is"):
+    with pytest.raises(rheostat.Refused, match="through shared memory: the server is on"):
         subscriber.subscribe(capture=POST, every=True, shared_memory=True)
     until(lambda: running.ask(len) == 0)  # it is ended, and waits for nobody
 
@@ -244,14 +244,14 @@ def test_a_subscription_that_began_without_it_has_none(running, kind):
     with kind(running.target).subscribe(shared_memory=False) as subscription:
         cursor = subscription.cursor
         subscription.leave()
-    with pytest.raises(rheostat.Refused, match="the subscription began without it"):
+    with pytest.raises(rheostat.Refused, match="the subscription was opened without it"):
         kind(running.target).resume(cursor, shared_memory=True)
 
 
 def test_a_system_without_shared_memory_asks_for_none(running, subscriber, monkeypatch):
     monkeypatch.setattr(requests, "namespace", lambda: "")
     with subscriber.subscribe(capture=POST, every=True) as subscription:
-        assert subscription.inline_reason == "the subscription began without it"
+        assert subscription.inline_reason == "the subscription was opened without it"
     with pytest.raises(rheostat.Refused, match="no /dev/shm"):
         subscriber.subscribe(shared_memory=True)
 

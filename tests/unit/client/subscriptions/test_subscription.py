@@ -367,7 +367,7 @@ def test_reading_on_after_closing_before_the_end_is_refused(running, end):
             subscription.leave()
     assert next(subscription, None) is None
     for use in (lambda: list(subscription), lambda: list(subscription), subscription.ack):
-        with pytest.raises(rheostat.Refused, match="within its with block"):
+        with pytest.raises(rheostat.Refused, match="inside its with block"):
             use()
     assert subscription.acknowledged.sequence == 0
 
@@ -396,9 +396,9 @@ async def test_a_task_that_reads_on_after_closing_before_the_end_is_refused(runn
             await asyncio.to_thread(running.generate, "a")
             await anext(subscription)
         for _ in range(2):
-            with pytest.raises(rheostat.Refused, match="within its with block"):
+            with pytest.raises(rheostat.Refused, match="inside its with block"):
                 _ = [event async for event in subscription]
-        with pytest.raises(rheostat.Refused, match="within its with block"):
+        with pytest.raises(rheostat.Refused, match="inside its with block"):
             subscription.ack()
 
 
