@@ -6,7 +6,7 @@ Records that are sent in one iteration of the event loop leave in one write.
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -198,13 +198,23 @@ class RecordConnection(asyncio.Protocol):
         outgoing, self._outgoing = self._outgoing, []
         if self._transport is None:
             return
-        small: list[Payload] = []
-        for part in outgoing:
-            if len(part) < _LARGE_PART:
-                small.append(part)
-                continue
-            self._transport.write(b"".join(small))
-            small = []
-            self._transport.write(part)
-        if small:
-            self._transport.write(b"".join(small))
+        try:
+            _write(self._transport, outgoing)
+        except BaseException:
+            # The other end would take the next record for the rest of one that was cut off.
+            self._transport.abort()
+            raise
+
+
+def _write(transport: asyncio.Transport, parts: Sequence[Payload]) -> None:
+    """Writes parts, the large ones by themselves."""
+    small: list[Payload] = []
+    for part in parts:
+        if len(part) < _LARGE_PART:
+            small.append(part)
+            continue
+        transport.write(b"".join(small))
+        small = []
+        transport.write(part)
+    if small:
+        transport.write(b"".join(small))

@@ -90,6 +90,33 @@ def test_large_parts_of_a_record_are_written_without_a_copy() -> None:
     assert [part is large for part in pipe.writes] == [False, True, False]
 
 
+def test_a_record_that_cannot_be_written_to_its_end_ends_the_connection() -> None:
+    """Otherwise the other end would take the next record for the rest of this one."""
+
+    class FullPipe(Pipe):
+        aborted = False
+
+        def write(self, data: bytes) -> None:
+            if len(data) > 1 << 16:
+                raise MemoryError
+            super().write(data)
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    pipe = FullPipe()
+
+    async def send() -> None:
+        sender = connection([])
+        sender.connection_made(pipe)
+        sender.send(Kind.MESSAGE, 1, b"head", memoryview(bytes(1 << 17)))
+        await asyncio.sleep(0)
+
+    asyncio.run(send())
+    assert pipe.writes  # the head
+    assert pipe.aborted
+
+
 def test_records_of_one_iteration_leave_in_one_write() -> None:
     records = [(Kind.MESSAGE, number, b"x" * number) for number in range(100)]
     assert len(written(records)) == 1
