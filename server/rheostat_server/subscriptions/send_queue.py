@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
-from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk
+from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, size_of
 from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS, OFFLOAD_BYTES
 from rheostat_server.subscriptions.messages import Message
 from rheostat_server.subscriptions.payload_transport import PayloadTransport
@@ -85,14 +85,15 @@ class SendQueue:
 
     def _pull(self) -> _Group:
         """Takes the next items that leave together; none if no item can leave."""
-        group, work = _Group(), 0
+        group, work, size = _Group(), 0, 0
         most = min(BATCH_BYTES, self._buffer.limit // _BATCH_SHARE) if self.batched else 0
-        while not group.pulled or (work < most and len(group.pulled) < BATCH_EVENTS):
+        while not group.pulled or (max(work, size) < most and len(group.pulled) < BATCH_EVENTS):
             item = self._buffer.take()
             if item is None:
                 break
             group.pulled.append(_QueuedItem(item, group))
             work += _work(item)
+            size += size_of(item)
         group.long = work >= OFFLOAD_BYTES
         return group
 
@@ -103,7 +104,10 @@ class SendQueue:
             return None
         first = self._pulled[0]
         if first.message is None:
-            await asyncio.shield(first.group.encoding or self._begin(first.group))
+            encoding = first.group.encoding
+            if encoding is None or encoding.done():  # it has failed, perhaps for lack of memory
+                encoding = self._begin(first.group)
+            await asyncio.shield(encoding)
         return first.message if self._pulled and self._pulled[0] is first else None
 
     def encoded(self) -> Message | None:

@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from rheostat_engine import OPEN_END, Point, Rows, Site
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
 from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, SequenceKey
 from rheostat_server.delivery.row_feed import RowFeed
+from rheostat_server.limits import BATCH_BYTES
 from rheostat_server.selectors.selection import Selection
 from rheostat_server.subscriptions.messages import Message, Response
 from rheostat_server.subscriptions.send_queue import SendQueue
@@ -79,6 +81,16 @@ async def test_items_come_in_order_and_two_are_begun() -> None:
     assert one.bytes == 0
 
 
+async def test_a_group_holds_no_more_bytes_than_a_message() -> None:
+    """The buffer does not count them."""
+    one, _ = send_queue(40)
+    one.batched = True
+    one.prepare()
+    groups = {id(queued.group): queued.group for queued in one._pulled}
+    assert len(groups) == 2
+    assert one.bytes == 2 * BATCH_BYTES
+
+
 async def test_a_call_that_goes_away_takes_nothing_with_it() -> None:
     one, transport = send_queue(1)
     first = asyncio.create_task(one.message())
@@ -108,6 +120,21 @@ async def test_what_comes_back_from_disk_is_written_once_though_its_call_goes_aw
     transport.go.set()
     assert await second is not None
     assert [type(item) for item in transport.begun] == [EncodedChunk]
+
+
+async def test_items_that_could_not_be_encoded_are_encoded_for_the_next_call(monkeypatch) -> None:
+    one, transport = send_queue(1)
+
+    async def full(items: Sequence[DeliveryItem]) -> list[Message]:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "messages_of", full)
+        with pytest.raises(MemoryError):
+            await one.message()
+    transport.go.set()
+    assert await one.message() is not None
+    assert isinstance(one.take(), Chunk)
 
 
 async def test_what_was_forgotten_while_it_was_encoded_is_not_given() -> None:
