@@ -1,14 +1,16 @@
-"""Messages in wire format whose payload is not copied.
+"""Messages in wire format whose payloads are not copied.
 
 Why
     Protobuf copies a payload when it is set in a message, and again when the message is serialised.
     Each copy into fresh memory takes the event loop about as long as a token.
 How
-    The payload is not copied, and `head` has all bytes before it. That is a valid message,
-    because fields may have any order: the payload is the last field of the last nested message.
+    A message is a tuple of parts, of which payloads are some. Nested messages become fields by
+    parts that precede them. Fields may have any order, so the parts of two messages, one after the
+    other, are a message with the fields of both.
 """
 
-from typing import NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import TypeAlias
 
 Payload: TypeAlias = bytes | memoryview
 """Bytes that do not change. A memoryview has elements of one byte."""
@@ -17,32 +19,25 @@ _LENGTH_DELIMITED = 2
 """The wire type of nested messages and bytes."""
 
 
-class MessageParts(NamedTuple):
-    """A message in wire format."""
+class MessageParts(tuple[Payload, ...]):
+    """The parts of a message in wire format."""
 
-    head: bytes
-    """All bytes before the payload."""
-    payload: Payload
-    """The other bytes."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the message."""
-        return len(self.head) + len(self.payload)
+    __slots__ = ()
 
     def joined(self) -> bytes:
         """The message in one piece, which is a copy."""
         return b"".join(self)
 
     def as_field(self, number: int) -> "MessageParts":
-        """A message whose only field, or whose last one, is this message.
+        """A message whose only field is this message.
 
         Args:
             number: the field's number.
         """
-        return MessageParts(field_head(number, self.size) + self.head, self.payload)
+        return MessageParts((field_head(number, sum(map(len, self))), *self))
 
 
+@lru_cache(maxsize=1 << 12)  # messages of a stream mostly have the same sizes
 def field_head(number: int, size: int) -> bytes:
     """The tag and the size that precede the content of a message or bytes field.
 

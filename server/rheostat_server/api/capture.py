@@ -8,6 +8,7 @@ from rheostat_server.api.paging import fitting, from_token, no_token, page_size,
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.errors import MissingField, WarmingUp
+from rheostat_server.message_parts import MessageParts
 from rheostat_server.sinks import to_artifact, to_wire_layout
 from rheostat_server.sinks.guarded import ArtifactKey, Found
 from rheostat_server.subscriptions.call import refuse_resumption, subscribe
@@ -27,11 +28,11 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         """A service of the server in this state."""
         self._readiness = readiness
 
-    async def Subscribe(
+    async def Subscribe(  # type: ignore[override]  # `Rpcs` also sends messages in wire format
         self,
         request_iterator: AsyncIterator[capture_service_pb2.SubscribeRequest],
         context: Context,
-    ) -> AsyncGenerator[capture_service_pb2.SubscribeResponse, None]:
+    ) -> AsyncGenerator[capture_service_pb2.SubscribeResponse | MessageParts, None]:
         """Streams rows while requests run."""
         try:
             manager = self._readiness.manager()

@@ -78,24 +78,19 @@ def write_rows(
     capture: ResolvedCapture,
     row_type: FloatType,
     tensor: tensor_pb2.Tensor,
-    room: npt.NDArray[np.uint8] | None = None,
-) -> int:
-    """Makes `tensor_of` in an empty message; returns the bytes of payload.
+) -> None:
+    """Makes `tensor_of` in an empty message.
 
     Args:
         parts: the rows, site by site.
         capture: says what becomes of them.
         row_type: element type of raw rows.
         tensor: the message.
-        room: memory for the payload of a raw tensor; None: it goes into the message.
     """
     if capture.form.encoding != tensor_pb2.ENCODING_RAW:
         tensor.CopyFrom(tensor_of(parts, capture, row_type))
-        return len(tensor.inline)
-    payload = write_raw(parts, capture, row_type, tensor, room)
-    if room is None:
-        tensor.inline = _bytes_of(payload)
-    return len(payload)
+    else:
+        tensor.inline = bytes_of(write_raw(parts, capture, row_type, tensor))
 
 
 def write_raw(
@@ -107,8 +102,14 @@ def write_raw(
 ) -> Payload:
     """Makes a raw tensor in an empty message, without its payload. Returns the payload.
 
-    The payload is a view of the rows, if they are of one site and need no conversion. Arguments as
-    those of `write_rows`.
+    The payload is a view of the rows, if they are of one site and need no conversion.
+
+    Args:
+        parts: the rows, site by site.
+        capture: says what becomes of them.
+        row_type: element type of raw rows.
+        tensor: the message.
+        room: memory for the payload; None: it gets memory of its own, or is a view.
     """
     rows = [elements(part, capture, row_type) for part in parts]
     tensor.dtype = capture.kind.wire
@@ -126,7 +127,7 @@ def write_raw(
     return payload
 
 
-def _bytes_of(payload: Payload) -> bytes:
+def bytes_of(payload: Payload) -> bytes:
     """The bytes of a payload, without a copy if they are all of a bytes object."""
     owner: object = payload if isinstance(payload, bytes) else payload.obj
     while isinstance(owner, np.ndarray):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rheostat_engine import Spans
-from rheostat_server.capture.row_tensors import write_raw, write_rows
+from rheostat_server.capture.row_tensors import bytes_of, write_raw, write_rows
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
 from rheostat_server.message_parts import MessageParts, Payload, field_head
 from rheostat_server.selectors.sites import write_site
@@ -23,12 +23,29 @@ class CapturedRows(NamedTuple):
     payload: Payload = b""
     """The tensor's payload, unless it is in the message."""
 
+    def with_own_memory(self) -> "CapturedRows":
+        """The same rows, with a payload that keeps no other rows in memory."""
+        return self._replace(payload=bytes_of(self.payload))
+
     def to_message(self) -> capture_pb2.Captured:
         """The complete message, with a copy of the payload."""
         if self.tensor is not None:
             self.message.tensor.CopyFrom(self.tensor)
-            self.message.tensor.inline = bytes(self.payload)
+            self.message.tensor.inline = bytes_of(self.payload)
         return self.message
+
+    @property
+    def crc32c(self) -> int:
+        """Checksum of the payload."""
+        return (self.message.tensor if self.tensor is None else self.tensor).crc32c
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload, in shared memory too. If it is in the message, it is copied."""
+        if self.tensor is not None:
+            return len(self.payload)
+        tensor = self.message.tensor
+        return tensor.shm.length if tensor.HasField("shm") else len(tensor.inline)
 
     def as_field(self, number: int) -> MessageParts:
         """A message in wire format whose only field is this message.
@@ -36,15 +53,19 @@ class CapturedRows(NamedTuple):
         Args:
             number: the field's number.
         """
-        head = self.message.SerializeToString()
+        parts = MessageParts((self.message.SerializeToString(),))
         if self.tensor is not None:
             tensor = MessageParts(
-                self.tensor.SerializeToString()
-                + field_head(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(self.payload)),
-                self.payload,
+                (
+                    self.tensor.SerializeToString(),
+                    field_head(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(self.payload)),
+                    self.payload,
+                )
             )
-            head += tensor.as_field(capture_pb2.Captured.TENSOR_FIELD_NUMBER).head
-        return MessageParts(head, self.payload).as_field(number)
+            parts = MessageParts(
+                (*parts, *tensor.as_field(capture_pb2.Captured.TENSOR_FIELD_NUMBER))
+            )
+        return parts.as_field(number)
 
 
 def add_runs(add: Callable[[], types_pb2.PositionRun], spans: Spans) -> None:
@@ -81,10 +102,11 @@ async def captured_rows(item: Chunk | EncodedChunk) -> CapturedRows:
     """Rows, encoded off the event loop if they are many."""
     if isinstance(item, EncodedChunk):
         return CapturedRows(item.message)
-    return await offload(item.block.work, _captured_rows, item)
+    return await offload(item.block.work, encoded_rows, item)
 
 
-def _captured_rows(chunk: Chunk) -> CapturedRows:
+def encoded_rows(chunk: Chunk) -> CapturedRows:
+    """Rows, encoded. A raw payload is a view of them if they are of one site."""
     block = chunk.block
     if block.capture.form.encoding != tensor_pb2.ENCODING_RAW:
         return CapturedRows(captured_of(chunk))

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError, Superseded
+from rheostat_server.message_parts import MessageParts
 from rheostat_server.subscriptions.messages import Response
 from rheostat_server.subscriptions.registry import Subscriptions, gone_with_its_server
 from rheostat_server.subscriptions.subscription import Subscription
@@ -30,7 +31,7 @@ async def subscribe(
     messages: AsyncIterator[Message],
     subscriptions: Subscriptions,
     attach: Callable[[Subscription], Awaitable[None]],
-) -> AsyncGenerator[Response, None]:
+) -> AsyncGenerator[Response | MessageParts, None]:
     """Answers a call of Subscribe.
 
     Args:

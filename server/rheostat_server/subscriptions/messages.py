@@ -7,7 +7,8 @@ from typing import NamedTuple
 import google_crc32c
 
 from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, Loss
-from rheostat_server.delivery.row_messages import dropped, label_captured
+from rheostat_server.delivery.row_messages import CapturedRows, dropped, encoded_rows
+from rheostat_server.message_parts import MessageParts
 from rheostat_server.subscriptions.pending_changes import to_wire
 from rheostat_server.subscriptions.shared_memory import Arena
 from rheostat_server.subscriptions.shared_payloads import (
@@ -15,7 +16,7 @@ from rheostat_server.subscriptions.shared_payloads import (
     give_back,
     move_shared,
     reserve_shared,
-    write_payload,
+    shared_rows,
 )
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import capture_service_pb2
@@ -23,6 +24,26 @@ from rheostat_wire.v1 import capture_service_pb2
 Response = capture_service_pb2.SubscribeResponse
 
 _CRC32C = struct.Struct("<I")
+
+
+class Message(NamedTuple):
+    """A message about an item, without its sequence number."""
+
+    response: Response
+    """The message without rows."""
+    rows: CapturedRows | None = None
+    """The rows, if the item has some."""
+    payload: int = 0
+    """Bytes of payload, inside the message or in shared memory. Reading them from the message would
+    copy them."""
+
+    def numbered(self, sequence: int) -> MessageParts:
+        """The message with a sequence number."""
+        self.response.sequence = sequence
+        head = self.response.SerializeToString()
+        if self.rows is None:
+            return MessageParts((head,))
+        return MessageParts((head, *self.rows.as_field(Response.CAPTURED_FIELD_NUMBER)))
 
 
 class DeliveryCounts:
@@ -35,17 +56,16 @@ class DeliveryCounts:
         self._dropped = 0
         self._checksums = bytearray()
 
-    def count(self, item: DeliveryItem, response: Response) -> None:
+    def count(self, item: DeliveryItem, message: Message) -> None:
         """Counts a message; writes the counts into the message of the end."""
-        if isinstance(item, Chunk | EncodedChunk):
-            captured = response.captured
+        if (rows := message.rows) is not None:
             self._chunks += 1
-            self._rows += len(captured.token_ids) * len(captured.sites)
-            self._checksums += _CRC32C.pack(captured.tensor.crc32c)
+            self._rows += len(rows.message.token_ids) * len(rows.message.sites)
+            self._checksums += _CRC32C.pack(rows.crc32c)
         elif isinstance(item, Loss):
             self._dropped += item.rows
         elif isinstance(item, End):
-            end = response.end_of_request
+            end = message.response.end_of_request
             end.chunk_count, end.row_count, end.dropped_row_count = (
                 self._chunks,
                 self._rows,
@@ -55,16 +75,6 @@ class DeliveryCounts:
             end.finish_reasons.extend(item.feed.finish_reasons)
             end.attached.extend(to_wire([item.feed]))
             end.missed_reason = item.feed.missed_reason
-
-
-class Message(NamedTuple):
-    """A message about an item."""
-
-    response: Response
-    """Without its sequence number."""
-    payload: int = 0
-    """Bytes of payload, inside the message or in shared memory. Reading them from the message would
-    copy them."""
 
 
 async def messages_of(items: Sequence[DeliveryItem], arena: Arena | None) -> list[Message]:
@@ -86,9 +96,9 @@ async def messages_of(items: Sequence[DeliveryItem], arena: Arena | None) -> lis
         raise
     if arena is not None:
         for message in messages:
-            tensor = message.response.captured.tensor
-            if message.payload and not tensor.HasField("shm"):
-                await move_shared(tensor, arena)
+            rows = message.rows
+            if rows is not None and rows.tensor is None and rows.message.tensor.inline:
+                await move_shared(rows.message.tensor, arena)
     return messages
 
 
@@ -97,25 +107,19 @@ def _encoded(items: Sequence[DeliveryItem], places: Sequence[SharedRange | None]
 
 
 def _message_of(item: DeliveryItem, place: SharedRange | None) -> Message:
-    """The message of an item, whose rows are written to shared memory or into the message."""
-    if isinstance(item, Chunk):
-        response = _labelled(item)
-        return Message(response, write_payload(item.block, place, response.captured.tensor))
+    """The message of an item. Raw rows are copied once, into shared memory or their own."""
     name = item.feed.request_id
-    if isinstance(item, EncodedChunk):
-        response = Response(captured=item.message)
-        response.captured.request_id = name
-        return Message(response, len(response.captured.tensor.inline))
+    if isinstance(item, Chunk | EncodedChunk):
+        if isinstance(item, EncodedChunk):
+            rows = CapturedRows(item.message)
+        elif place is not None:
+            rows = shared_rows(item, place)
+        else:  # they are kept until they are acknowledged
+            rows = encoded_rows(item).with_own_memory()
+        rows.message.request_id = name
+        return Message(Response(), rows, rows.size)
     if isinstance(item, Loss):
         response = Response(dropped=dropped(item))
         response.dropped.request_id = name
         return Message(response)
     return Message(Response(end_of_request=capture_service_pb2.EndOfRequest(request_id=name)))
-
-
-def _labelled(chunk: Chunk) -> Response:
-    """The message of a chunk without its tensor."""
-    response = Response()
-    label_captured(response.captured, chunk)
-    response.captured.request_id = chunk.feed.request_id
-    return response

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from rheostat_server import validation
 from rheostat_server.delivery.items import DeliveryItem
+from rheostat_server.delivery.row_messages import CapturedRows
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CHUNK_BYTES, ID_BYTES, SHARED_CHUNK_BYTES
-from rheostat_server.subscriptions.messages import Message, Response, messages_of
+from rheostat_server.subscriptions.messages import Message, messages_of
 from rheostat_server.subscriptions.shared_memory import Arena, NoSharedMemoryError, namespace
-from rheostat_wire.v1 import capture_service_pb2
+from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2
 
 
 class PayloadTransport:
@@ -76,21 +77,21 @@ class PayloadTransport:
         """The messages of some items, in order."""
         return await messages_of(items, self.arena if self._proven else None)
 
-    def readable(self, response: Response) -> Response:
+    def readable(self, message: Message) -> Message:
         """A message as the call's reader can read it."""
-        arena, tensor = self.arena, response.captured.tensor
-        if self._proven or arena is None or not tensor.HasField("shm"):
-            return response
-        copy = Response()
-        copy.CopyFrom(response)
-        copy.captured.tensor.inline = arena.view(tensor.shm.offset, tensor.shm.length).tobytes()
-        return copy
+        shared = _shared(message)
+        if self._proven or self.arena is None or shared is None or message.rows is None:
+            return message
+        copy = capture_pb2.Captured()
+        copy.CopyFrom(message.rows.message)
+        copy.tensor.inline = self.arena.view(shared.offset, shared.length).tobytes()
+        return message._replace(rows=CapturedRows(copy))
 
-    def free(self, response: Response) -> None:
+    def free(self, message: Message) -> None:
         """Frees the memory of a message that was acknowledged."""
-        tensor = response.captured.tensor
-        if self.arena is not None and tensor.HasField("shm"):
-            self.arena.free(tensor.shm.offset)
+        shared = _shared(message)
+        if self.arena is not None and shared is not None:
+            self.arena.free(shared.offset)
 
     def trim(self) -> None:
         """Gives free memory back, because the subscription is idle."""
@@ -102,3 +103,10 @@ class PayloadTransport:
         if self.arena is not None:
             self.arena.close()
             self.arena = None  # threads that still write keep the memory until they end
+
+
+def _shared(message: Message) -> tensor_pb2.ShmRef | None:
+    """The place of a message's payload in shared memory; None if it is not there."""
+    if message.rows is None or not message.rows.message.tensor.HasField("shm"):
+        return None
+    return message.rows.message.tensor.shm

@@ -8,7 +8,7 @@ from collections import deque
 from typing import NamedTuple
 
 from rheostat_server.errors import InvalidValue
-from rheostat_server.subscriptions.messages import Response
+from rheostat_server.subscriptions.messages import Message
 
 _MESSAGE_BYTES = 512
 """Memory of a message beside its payload."""
@@ -18,14 +18,12 @@ class Sent(NamedTuple):
     """An event that was sent."""
 
     sequence: int
-    response: Response
-    payload: int
-    """Bytes of payload."""
+    message: Message
 
     @property
     def weight(self) -> int:
         """Bytes of memory while it is kept."""
-        return self.payload + _MESSAGE_BYTES
+        return self.message.payload + _MESSAGE_BYTES
 
 
 class ReplayWindow:
@@ -39,11 +37,10 @@ class ReplayWindow:
         """The number up to which the reader has acknowledged all events."""
         self._kept: deque[Sent] = deque()
 
-    def add(self, response: Response, payload: int) -> Sent:
+    def add(self, message: Message) -> Sent:
         """Numbers an event that is sent, and keeps it."""
         self.last += 1
-        response.sequence = self.last
-        sent = Sent(self.last, response, payload)
+        sent = Sent(self.last, message)
         self._kept.append(sent)
         return sent
 

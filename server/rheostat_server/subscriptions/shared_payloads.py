@@ -1,16 +1,18 @@
-"""Writes rows into messages and shared memory, directly from the engine's arrays."""
+"""Writes rows into shared memory, directly from the engine's arrays."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from rheostat_server.capture.row_tensors import write_rows
+from rheostat_server.capture.row_tensors import write_raw
 from rheostat_server.delivery.capture_rows import Block
+from rheostat_server.delivery.items import Chunk
+from rheostat_server.delivery.row_messages import CapturedRows, label_captured
 from rheostat_server.limits import SHARED_BYTES
 from rheostat_server.subscriptions.shared_memory import Arena, Payload
 from rheostat_server.tasks.offload import offload
-from rheostat_wire.v1 import tensor_pb2
+from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
 
 class SharedRange(NamedTuple):
@@ -65,19 +67,13 @@ async def move_shared(tensor: tensor_pb2.Tensor, arena: Arena) -> None:
     tensor.shm.CopyFrom(place.ref)
 
 
-def write_payload(block: Block, place: SharedRange | None, tensor: tensor_pb2.Tensor) -> int:
-    """Writes a block's rows into a tensor; returns the bytes of payload.
-
-    Args:
-        block: the rows.
-        place: the memory for a raw payload; None if it goes into the tensor.
-        tensor: an empty tensor.
-    """
-    memory = None if place is None else place.memory
-    size = write_rows(block.parts, block.capture, block.row_type, tensor, memory)
-    if place is not None:
-        tensor.shm.CopyFrom(place.ref)
-    return size
+def shared_rows(chunk: Chunk, place: SharedRange) -> CapturedRows:
+    """Writes raw rows into shared memory; returns their message."""
+    message, block = capture_pb2.Captured(), chunk.block
+    label_captured(message, chunk)
+    write_raw(block.parts, block.capture, block.row_type, message.tensor, place.memory)
+    message.tensor.shm.CopyFrom(place.ref)
+    return CapturedRows(message)
 
 
 def _raw_bytes(block: Block) -> int:

@@ -23,8 +23,9 @@ from rheostat_server.errors import (
     Superseded,
 )
 from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS
+from rheostat_server.message_parts import MessageParts
 from rheostat_server.subscriptions.flow_control import Credit
-from rheostat_server.subscriptions.messages import DeliveryCounts, Response
+from rheostat_server.subscriptions.messages import DeliveryCounts, Message, Response
 from rheostat_server.subscriptions.observed import ObservedCaptures, ObservedRequests
 from rheostat_server.subscriptions.payload_transport import PayloadTransport
 from rheostat_server.subscriptions.pending_changes import MissedRequest, write_attachments
@@ -226,7 +227,7 @@ class Subscription:
         self._replay.check(sequence, "ack.sequence")
         for sent in self._replay.acknowledge(sequence):
             self.buffer.kept -= sent.weight
-            self.transport.free(sent.response)
+            self.transport.free(sent.message)
         self.buffer.news.set()
 
     def prove(self, nonce: bytes) -> None:
@@ -293,7 +294,7 @@ class Subscription:
         interrupt_write: Callable[[RheostatError], None] = _ignore,
         *,
         batched: bool = False,
-    ) -> AsyncGenerator[Response, None]:
+    ) -> AsyncGenerator[Response | MessageParts, None]:
         """Yields the responses of a call, from the first unacknowledged event on.
 
         Args:
@@ -371,11 +372,11 @@ class Subscription:
         sent: list[Sent] = []
         size = 0
         while (message := self._send_queue.encoded()) is not None:
-            response, payload = message
+            payload = message.payload
             if not (self._fits(sent, size + payload) and self._credit.try_spend(payload)):
                 break
-            self._count(self._send_queue.take(), response)
-            sent.append(self._replay.add(response, payload))
+            self._count(self._send_queue.take(), message)
+            sent.append(self._replay.add(message))
             size += sent[-1].weight
         self.buffer.kept += size
         if sent and self.buffer.kept <= self.buffer.limit:
@@ -393,9 +394,9 @@ class Subscription:
         again: list[Sent] = []
         size = 0
         while (sent := self._replay.after(sequence)) is not None:
-            if not self._fits(again, size + sent.payload):
+            if not self._fits(again, size + sent.message.payload):
                 break
-            if not self._credit.try_spend(sent.payload):
+            if not self._credit.try_spend(sent.message.payload):
                 break
             again.append(sent)
             sequence, size = sent.sequence, size + sent.weight
@@ -407,16 +408,17 @@ class Subscription:
             return True
         return self._send_queue.batched and len(batch) < BATCH_EVENTS and size <= BATCH_BYTES
 
-    def _response(self, sent: Sequence[Sent]) -> Response:
+    def _response(self, sent: Sequence[Sent]) -> MessageParts:
         """The message of some events."""
-        if len(sent) == 1:
-            return self.transport.readable(sent[0].response)
-        response = Response()
-        response.batch.events.extend(self.transport.readable(event.response) for event in sent)
-        return response
+        events = [self.transport.readable(event.message).numbered(event.sequence) for event in sent]
+        if len(events) == 1:
+            return events[0]
+        number = _pb.EventBatch.EVENTS_FIELD_NUMBER
+        batch = MessageParts(part for event in events for part in event.as_field(number))
+        return batch.as_field(Response.BATCH_FIELD_NUMBER)
 
-    def _count(self, item: DeliveryItem, response: Response) -> None:
-        self._feeds[item.feed].counts.count(item, response)
+    def _count(self, item: DeliveryItem, message: Message) -> None:
+        self._feeds[item.feed].counts.count(item, message)
         if isinstance(item, End):
             self._forget(item.feed)
 

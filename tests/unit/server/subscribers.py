@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import Point, Site
+from rheostat_server.message_parts import MessageParts
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, generation_pb2, types_pb2
 
 from .conftest import Refusal
@@ -63,6 +64,15 @@ def resuming(
 ) -> capture_service_pb2.SubscribeOpen:
     point = capture_service_pb2.ResumePoint(subscription_id=subscription, after_sequence=after)
     return capture_service_pb2.SubscribeOpen(resume=point, credit_bytes=credit)
+
+
+def received(
+    response: capture_service_pb2.SubscribeResponse | MessageParts,
+) -> capture_service_pb2.SubscribeResponse:
+    """A response as its client receives it."""
+    if not isinstance(response, MessageParts):
+        return response
+    return capture_service_pb2.SubscribeResponse.FromString(response.joined())
 
 
 class Subscriber:

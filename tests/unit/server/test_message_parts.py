@@ -11,8 +11,7 @@ from rheostat_wire.v1 import capture_pb2, tensor_pb2
 def test_a_payload_in_nested_messages_is_read_as_protobuf_wrote_it(payload, shape) -> None:
     tensor = tensor_pb2.Tensor(shape=shape, dtype=tensor_pb2.DTYPE_FLOAT32)
     head = tensor.SerializeToString() + field_head(tensor.INLINE_FIELD_NUMBER, len(payload))
-    parts = MessageParts(head, payload)
-    assert parts.size == len(head) + len(payload)
+    parts = MessageParts((head, payload))
     read = tensor_pb2.Tensor.FromString(parts.joined())
     tensor.inline = payload
     assert read == tensor

@@ -20,6 +20,7 @@ from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 
 from ..row_feeds import CAPTURE, FAIL, KEY, NEWEST, OLDEST, ROW, SITE, rows
+from ..subscribers import received
 
 
 def unexpected(feed: RowFeed, error: CaptureOverflow) -> None:
@@ -234,7 +235,7 @@ async def test_a_closed_subscription_is_sent_to_its_end_though_nothing_is_acknow
     assert (await anext(messages)).HasField("opened")
     subscription.close()
     async with asyncio.timeout(10):
-        ends = [message.end_of_request.request_id async for message in messages]
+        ends = [received(message).end_of_request.request_id async for message in messages]
     assert ends == [f"r{number}" for number in range(1500)]
     assert subscription.ended
 

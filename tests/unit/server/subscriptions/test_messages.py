@@ -2,13 +2,21 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
+from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
+from rheostat_server.delivery.items import Chunk
+from rheostat_server.delivery.row_feed import RowFeed
+from rheostat_server.delivery.row_messages import CapturedRows, captured_of
 from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS
-from rheostat_server.subscriptions.messages import Response
+from rheostat_server.subscriptions import messages as module
+from rheostat_server.subscriptions.messages import Response, messages_of
 from rheostat_server.subscriptions.subscription import Subscription
-from rheostat_wire.v1 import capture_pb2
+from rheostat_server.tensors import FloatType
+from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
+from ..row_feeds import CAPTURE, FAIL, KEY, rows
 from ..subscribers import (
     EVERY,
     PLENTY,
@@ -20,6 +28,7 @@ from ..subscribers import (
     expected,
     generate,
     opening,
+    received,
     resuming,
     rows_of,
     wanted,
@@ -97,6 +106,26 @@ async def test_what_was_sent_is_sent_again_in_batches_or_one_by_one(running) -> 
     assert len(singly.events) == len(sent) + 1
 
 
+async def test_a_message_copies_its_rows_once() -> None:
+    """It is kept until it is acknowledged, and must not keep the rows of other requests."""
+    buffer = DeliveryBuffer(1 << 30, lambda feed, error: None)
+    feed = RowFeed("r", [5, 6], {0: CAPTURE}, FloatType.FLOAT32, FAIL, buffer)
+    captured = rows(0, 2)
+    feed.add(KEY, captured)
+    feed.extend(KEY, [7])
+    chunk = buffer.take()
+    assert isinstance(chunk, Chunk)
+    (message,) = await messages_of([chunk], None)
+    parts = message.numbered(3)
+    assert message.rows is not None
+    assert parts[-1] is message.rows.payload
+    assert not np.shares_memory(np.frombuffer(parts[-1], np.uint8), captured.data)
+    expected = Response(sequence=3, captured=captured_of(chunk))
+    expected.captured.request_id = "r"
+    assert received(parts) == expected
+    assert message.payload == captured.data.nbytes
+
+
 def replayed(count: int, payload: int) -> Subscription:
     """A subscription that has sent so many events, of which none is acknowledged."""
     one = Subscription(
@@ -109,9 +138,8 @@ def replayed(count: int, payload: int) -> Subscription:
         on_failed=lambda error: None,
     )
     for _ in range(count):
-        event = Response()
-        event.captured.tensor.inline = bytes(payload)
-        one.buffer.kept += one._replay.add(event, payload).weight
+        sent = CapturedRows(capture_pb2.Captured(), tensor_pb2.Tensor(), bytes(payload))
+        one.buffer.kept += one._replay.add(module.Message(Response(), sent, payload)).weight
     one.resume_after(0)
     return one
 
@@ -124,7 +152,7 @@ async def test_replayed_events_come_in_messages_of_bounded_size(count: int, payl
     left = count
     while left:
         async with asyncio.timeout(30):
-            message = await anext(messages)
+            message = received(await anext(messages))
         events = message.batch.events or [message]
         assert len(events) <= BATCH_EVENTS
         assert message.ByteSize() <= BATCH_BYTES + (1 << 20) or len(events) == 1

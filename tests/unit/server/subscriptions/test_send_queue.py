@@ -35,7 +35,8 @@ class PayloadTransport:
         if any(isinstance(item, Chunk | EncodedChunk) for item in items):
             await self.go.wait()
         return [
-            Message(Response(), item.block.size if isinstance(item, Chunk) else 0) for item in items
+            Message(Response(), payload=item.block.size if isinstance(item, Chunk) else 0)
+            for item in items
         ]
 
 

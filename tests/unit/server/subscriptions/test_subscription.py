@@ -30,6 +30,7 @@ from ..subscribers import (
     POST,
     Subscriber,
     opening,
+    received,
     resuming,
     sampled,
     wanted,
@@ -68,7 +69,7 @@ async def test_ended_requests_that_are_read_are_not_counted_any_more(monkeypatch
     for number in range(500):
         feed = one.feed(f"r{number}", [1] * 100, {0: CAPTURE}, FloatType.FLOAT32, None)
         feed.close()
-        assert (await anext(messages)).end_of_request.request_id == f"r{number}"
+        assert received(await anext(messages)).end_of_request.request_id == f"r{number}"
         one.acknowledge(number + 1)
     assert one.failure is None
 
@@ -91,7 +92,8 @@ async def test_ended_requests_that_wait_on_disk_weigh_little(tmp_path, monkeypat
     messages = one.messages(object(), 1 << 40)
     ends = []
     async with asyncio.timeout(10):
-        async for message in messages:
+        async for response in messages:
+            message = received(response)
             if message.HasField("end_of_request"):
                 ends.append(message.end_of_request)
                 one.acknowledge(message.sequence)
