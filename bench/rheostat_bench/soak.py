@@ -346,7 +346,7 @@ def options(scratch: Path, front_ends: int = 0) -> list[str]:
 def main() -> None:
     """Soaks a server of its own, prints what was wrong and writes `soak.json`.
 
-    If the server's log has a fault, the log is kept as `soak.log`.
+    If something was wrong, the server's log is kept as `soak.log`.
 
     Ends with status 1 if something was wrong. A token that came late is reported alone, because
     other work on the machine delays tokens too.
@@ -383,9 +383,9 @@ def main() -> None:
             elsewhere = (cpu_elsewhere() - others) / seconds
             stolen = (cpu_stolen() - stolen) / seconds
             peak = server.take_peak()
-        if found.faults:
+        problems = found.problems() + _too_much_memory(idle, peak)
+        if problems:
             shutil.copy(log, arguments.out / f"{name}.log")
-    problems = found.problems() + _too_much_memory(idle, peak)
     result = {
         "benchmark": "soak, control" if arguments.control else "soak",
         "measures": "clients that check their answers beside thousands of "

@@ -178,7 +178,7 @@ def test_a_client_that_vanishes_in_the_middle(server: Server, engine: rheostat.E
         max_tokens=480,
         ignore_eos=True,
     )
-    next(stream)
+    next(event for event in stream if isinstance(event, rheostat.Tokens))
     assert engine.stats().running_request_count == 1
     gone.close()
 

@@ -4,6 +4,8 @@ Invariants: the row of a position is sent once, even if it is computed again aft
 Rows that do not fit into the ring are counted as lost.
 """
 
+import logging
+import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +31,11 @@ from rheostat_engine.worker.state.position_functions import Int64, Requests
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.transport.row_encodings import REFUSED, RowEncodings
 from rheostat_engine.worker.transport.row_sender import Group, RowSender
+
+_LOG = logging.getLogger(__name__)
+
+_LOG_INTERVAL = 60.0
+"""Seconds between two warnings about lost rows."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class Captures:
         """
         self.captured_rows = 0
         self.lost_rows = 0
+        self._next_log = 0.0
         self.plain_rows = 0
         """Rows that left raw although an encoding was requested."""
         self.encodings = encodings
@@ -164,7 +172,7 @@ class Captures:
         fits: npt.NDArray[np.bool_] = np.logical_or.reduce(copied, axis=1)
         if not fits.all():
             progress.lose(blocks, ~fits, self._site_sets.table.ranks)
-            self.lost_rows += int(layout.rows[~fits].sum())
+            self._report_lost(int(layout.rows[~fits].sum()))
         total = layout.total
         self.captured_rows += total
         if not total:
@@ -183,6 +191,21 @@ class Captures:
         fence = self.row_sender.send_rows(pending.head, rows, pending.groups)
         if fence is not None:
             self._ring.leaves(pending.region, fence)
+
+    def _report_lost(self, rows: int) -> None:
+        """Counts rows that are lost, and logs why, but not in every step while memory is full."""
+        self.lost_rows += rows
+        if time.monotonic() < self._next_log:
+            return
+        self._next_log = time.monotonic() + _LOG_INTERVAL
+        _LOG.warning(
+            "%d captured rows of a step are lost: the ring has %d rows, and the staging area has "
+            "%d bytes free. Further losses within %.0f s are not logged",
+            rows,
+            self._ring.capacity,
+            self.row_sender.free_bytes,
+            _LOG_INTERVAL,
+        )
 
     def _free_rows(self) -> int:
         row = self._rows.shape[1] * self._rows.dtype.itemsize

@@ -321,12 +321,18 @@ def test_nothing_that_may_come_in_place_of_a_plan_can_raise_or_stay(
     assert not worker.padding_touched
 
 
-def test_rows_that_the_server_is_too_slow_for_are_lost_and_counted() -> None:
+def test_rows_that_the_server_is_too_slow_for_are_lost_counted_and_logged_once_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     worker = Worker()
     worker.row_sender.free_bytes = 0
     worker.add_request("v", Plan("r", (), (Capture((1, 2), ((0, 2),)),)))
-    worker.step([("v", 0, 3)])
+    worker.step([("v", 0, 1)])
+    worker.step([("v", 1, 2)])
     worker.finish("v")
+    (warning,) = [record.getMessage() for record in caplog.records if "are lost" in record.msg]
+    assert warning.startswith("2 captured rows of a step are lost: the ring has")
+    assert "the staging area has 0 bytes free" in warning
     (released,) = [event for event in worker.row_sender.events if isinstance(event, Released)]
     assert (released.captured, released.lost_rows) == ({}, 4)
 
