@@ -232,7 +232,9 @@ class SubscriptionState:
         if (
             processed.sequence - sent.sequence >= _ACK_EVENTS
             or processed.bytes - sent.bytes >= self._ack_bytes
-            or processed.ended > sent.ended
+            # The server reads messages one at a time. Behind an acknowledgement for each short
+            # request, credit would come too late, and the buffer of the server would fill.
+            or (processed.ended > sent.ended and not self._queue)
         ):
             return 0
         return max(0.0, self._acknowledged_at + _ACK_SECONDS - time.monotonic())
