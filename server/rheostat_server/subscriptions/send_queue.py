@@ -15,9 +15,10 @@ from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS, OFFLOAD_BYTES
 from rheostat_server.subscriptions.messages import Message
 from rheostat_server.subscriptions.payload_transport import PayloadTransport
 
-_BATCH_SHARE = 8
-"""A batch holds at most an eighth of the subscription's buffer, because the buffer does not count
-it."""
+_GROUP_SHARE = 8
+"""A group holds at most an eighth of the subscription's buffer, because the buffer does not count
+it. It may be larger than a message: on a busy event loop, each group waits for several iterations
+until it is encoded."""
 
 
 @dataclass(eq=False)
@@ -86,8 +87,10 @@ class SendQueue:
     def _pull(self) -> _Group:
         """Takes the next items that leave together; none if no item can leave."""
         group, work, size = _Group(), 0, 0
-        most = min(BATCH_BYTES, self._buffer.limit // _BATCH_SHARE) if self.batched else 0
-        while not group.pulled or (max(work, size) < most and len(group.pulled) < BATCH_EVENTS):
+        most = self._buffer.limit // _GROUP_SHARE if self.batched else 0
+        while not group.pulled or (
+            size < most and work < BATCH_BYTES and len(group.pulled) < BATCH_EVENTS
+        ):
             item = self._buffer.take()
             if item is None:
                 break

@@ -11,7 +11,6 @@ from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
 from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, SequenceKey
 from rheostat_server.delivery.row_feed import RowFeed
-from rheostat_server.limits import BATCH_BYTES
 from rheostat_server.selectors.selection import Selection
 from rheostat_server.subscriptions.messages import Message, Response
 from rheostat_server.subscriptions.send_queue import SendQueue
@@ -59,8 +58,8 @@ def requests(count: int, buffer: DeliveryBuffer) -> None:
         feed.close()
 
 
-def send_queue(count: int) -> tuple[SendQueue, PayloadTransport]:
-    buffer = DeliveryBuffer(1 << 30, lambda feed, error: None)
+def send_queue(count: int, limit: int = 1 << 30) -> tuple[SendQueue, PayloadTransport]:
+    buffer = DeliveryBuffer(limit, lambda feed, error: None)
     transport = PayloadTransport()
     requests(count, buffer)
     return SendQueue(buffer, transport), transport
@@ -82,14 +81,14 @@ async def test_items_come_in_order_and_two_are_begun() -> None:
     assert one.bytes == 0
 
 
-async def test_a_group_holds_no_more_bytes_than_a_message() -> None:
-    """The buffer does not count them."""
-    one, _ = send_queue(40)
+async def test_a_group_holds_an_eighth_of_the_buffer() -> None:
+    """The buffer does not count it."""
+    one, _ = send_queue(40, limit=64 << 20)
     one.batched = True
     one.prepare()
     groups = {id(queued.group): queued.group for queued in one._pulled}
     assert len(groups) == 2
-    assert one.bytes == 2 * BATCH_BYTES
+    assert one.bytes == 2 * (64 << 20) // 8
 
 
 async def test_a_call_that_goes_away_takes_nothing_with_it() -> None:
