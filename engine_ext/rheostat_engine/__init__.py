@@ -1,6 +1,6 @@
-"""Rheostat's extension of vLLM: sites in the forward pass, and what the server needs to use them.
+"""Rheostat's extension of vLLM: sites in the forward pass, and the server's interface to them.
 
-Importing this package imports neither torch nor vLLM; the workers load the parts that do.
+Importing this package imports neither torch nor vLLM. Only the workers load modules that do.
 """
 
 from rheostat_engine.channel.events import (

@@ -1,4 +1,4 @@
-"""The adapters of the process that has an `AsyncLLM`, for processes that may lack vLLM."""
+"""Adapters for the process with the `AsyncLLM`, importable without vLLM."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def prepare_front_end() -> None:
-    """Keeps vLLM from decoding log-probabilities and whole prompts on the event loop.
+    """Stops vLLM from decoding log-probabilities and whole prompts on the event loop.
 
-    To be called before an `AsyncLLM` is made. See `adapters.logprobs` and `adapters.detokenizer`.
+    Call it before creating an `AsyncLLM`. See `adapters.logprobs` and `adapters.detokenizer`.
     """
-    # The adapters of the other functions are imported here too. Errors of optional imports are kept
-    # in vLLM, and with them all frames that were on the stack. If a variable of such a frame
-    # referred to an `AsyncLLM`, it would only be freed while Python ends, and fail at that.
+    # The other functions' adapters are imported here too. vLLM keeps the errors of optional
+    # imports, and so every frame that was on the stack. If such a frame referred to an `AsyncLLM`,
+    # it would be freed only at interpreter shutdown, and fail there.
     from rheostat_engine.adapters import output_handler, outputs, scheduler_stats  # noqa: F401
     from rheostat_engine.adapters.detokenizer import decode_last_tokens
     from rheostat_engine.adapters.logprobs import leave_logprobs_undecoded
@@ -26,7 +26,7 @@ def prepare_front_end() -> None:
 
 
 async def stop_front_end(llm: "OutputReader") -> None:
-    """Keeps `llm.shutdown()` from looking like a crash; see `adapters.output_handler`."""
+    """Lets `llm.shutdown()` end without a traceback; see `adapters.output_handler`."""
     from rheostat_engine.adapters.output_handler import stop_output_handler
 
     await stop_output_handler(llm)
@@ -36,7 +36,7 @@ def watch_scheduler(llm: "Engine", record: "Record") -> None:
     """Calls `record` with the scheduler's statistics of each step; see `adapters.scheduler_stats`.
 
     Raises:
-        RuntimeError: the engine's output handler runs already.
+        RuntimeError: the engine's output handler is running already.
     """
     from rheostat_engine.adapters import scheduler_stats
 

@@ -1,6 +1,6 @@
-"""The sites of the loaded model, and the reasons why it lacks others.
+"""The sites of the loaded model, and the reasons for missing sites.
 
-Invariant: a site is served on every rank that has its layer, or refused by name. All ranks must
+Invariant: a site is served on every rank with its layer, or refused with a reason. All ranks must
 agree about the model's shape.
 """
 
@@ -31,24 +31,23 @@ class ModelSites:
     refused: Mapping[Point, str]
     """Points of the stream that this model lacks, with the reason."""
     capacity: Capacity
-    """The resources of the engine."""
     world_size: int
-    """Worker processes that report."""
+    """The number of worker processes that report."""
     experts: Mapping[int, int] = field(default_factory=dict)
-    """Number of experts of a layer's router, by layer; only for routers that are served."""
+    """The number of experts by layer, for routers that are served."""
     unrouted: Mapping[int, str] = field(default_factory=dict)
-    """Why the router of a layer with a mixture of experts is not served, by layer."""
+    """By layer: why the router of a mixture of experts is not served."""
     block_layouts: Mapping[int, str] = field(default_factory=dict)
-    """How the block of each layer holds the stream: "pair" or "single"."""
+    """By layer: the stream layout of the block, "pair" or "single"."""
     variants: tuple[str, ...] = ()
     """Names of the step counters of the workers."""
 
     def width_of(self, site: Site) -> int:
-        """The values of a row of a served site."""
+        """The width of a served site's rows."""
         return self.experts[site.layer] if site.point is Point.ROUTER_LOGITS else self.width
 
     def supports(self, site: Site) -> str | None:
-        """None if the site is served, else the reason why it is not."""
+        """The reason why a site is not served; None if it is."""
         if not 0 <= site.layer < self.num_layers:
             return f"layer {site.layer} is not one of the model's {self.num_layers} layers"
         if site.point is Point.ROUTER_LOGITS:
@@ -58,12 +57,12 @@ class ModelSites:
         return self.refused.get(site.point)
 
     def layout_of(self, site: Site) -> str:
-        """How the stream is held at a site; empty for a router, which has no stream."""
+        """The stream layout at a site; empty for router logits."""
         return "" if site.point is Point.ROUTER_LOGITS else self.block_layouts.get(site.layer, "")
 
     @classmethod
     def from_reports(cls, reports: Sequence[Mapping[str, object]]) -> "ModelSites":
-        """Merges the answers of all workers to `rheostat_describe`.
+        """Merges the results of `rheostat_describe` from all workers.
 
         Raises:
             ValueError: the workers describe different models.

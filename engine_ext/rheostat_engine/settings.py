@@ -1,7 +1,7 @@
 """The settings that the server passes to the workers.
 
-Invariant: the settings are vLLM's `additional_config`, which enters vLLM's compile hash. A graph
-that was compiled without our sites is therefore never loaded instead of a graph with them.
+Invariant: the settings are vLLM's `additional_config`, which is part of vLLM's compile hash. So
+vLLM never loads a graph that was compiled without our sites.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rheostat_engine.plan.capacity import Capacity
 
 _MIB = 1 << 20
 _SITE_PROGRAM = 5
-"""Must rise whenever our part of the compiled graph changes."""
+"""Increase it whenever our part of the compiled graph changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,40 +21,35 @@ class EngineSettings:
     channel: str
     """ZeroMQ address that the server binds and every worker connects to."""
     bank_bytes: int = 256 * _MIB
-    """Device memory for rows that are added; a quarter of it is for directions of other ops."""
+    """Device memory for rows to add; a quarter is for the directions of other ops."""
     capture_bytes: int = 512 * _MIB
     """Device memory for the ring of captured rows."""
     encode_bytes: int = 128 * _MIB
-    """Device memory for encoding captured rows: up to three quarters for the matrices of encodings,
-    a quarter for intermediate results. Allocated when it is needed."""
+    """Device memory for encoding captured rows: up to three quarters for matrices, a quarter for
+    intermediate results. Allocated on demand."""
     staging_bytes: int = 1024 * _MIB
-    """Host memory, pinned on CUDA, in which the captured rows of each reporting worker wait for the
-    server; at least the size of the ring."""
+    """Host memory of each reporting worker for captured rows that the server has not read yet.
+    Pinned on CUDA. At least the size of the ring."""
     copies_in_flight: int = 2
-    """Chunks of 16 MiB of captured rows that may be copied off the device at once; 0: no limit. The
-    sampled tokens of a step wait for these copies."""
+    """Chunks of 16 MiB of captured rows that are copied to the host at once; 0: no limit. A step's
+    sampled tokens wait for these copies."""
     slots: int = 4096
-    """Distinct configurations that may be in use at once."""
+    """Distinct combinations of programs in use at once."""
     steps: int = 65536
     """Steps of all programs that do more than add."""
     token_rules: int = 32
-    """Distinct rules about token ids that may be in use at once."""
+    """Distinct rules about token ids in use at once."""
 
     def compute_hash(self) -> str:
-        """Our part of the key of vLLM's compile cache.
+        """Our part of vLLM's compile hash.
 
-        No setting is part of it. The op's inputs have the shapes of the stream and the step, which
-        are in vLLM's own hash, and the compiled code does not see the buffers that settings size.
+        It contains no setting: the op's input shapes are in vLLM's own hash, and the compiled code
+        does not refer to the buffers whose sizes are set here.
         """
         return f"rheostat sites {_SITE_PROGRAM}"
 
     def capacity(self, *, width: int, itemsize: int) -> Capacity:
-        """The resources that fit into this memory.
-
-        Args:
-            width: W.
-            itemsize: bytes of an element of the stream.
-        """
+        """The resources that fit; `itemsize` is bytes per element of the stream, `width` W."""
         row = width * itemsize
         directions = self.bank_bytes // 4
         return Capacity(
@@ -71,7 +66,7 @@ class EngineSettings:
         """The settings from a worker's `additional_config`.
 
         Raises:
-            ValueError: `additional_config` has another type.
+            ValueError: `additional_config` has the wrong type.
         """
         if isinstance(additional_config, cls):
             return additional_config
@@ -82,10 +77,7 @@ class EngineSettings:
 
 
 def engine_kwargs(settings: EngineSettings, *, device: Literal["cpu", "cuda"]) -> dict[str, object]:
-    """The arguments that put the extension into a vLLM engine.
-
-    Pass them to `vllm.AsyncEngineArgs` beside your own.
-    """
+    """Arguments for `vllm.AsyncEngineArgs` that install the extension in an engine."""
     worker = {"cpu": "CpuSiteWorker", "cuda": "GpuSiteWorker"}[device]
     return {
         "worker_cls": f"rheostat_engine.adapters.worker_{device}.{worker}",

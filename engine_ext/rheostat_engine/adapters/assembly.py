@@ -1,6 +1,6 @@
 """Builds a worker's sites once its model is loaded and nothing is compiled yet.
 
-Invariant: either every block of this rank has its sites, or startup fails saying why.
+Invariant: every block of this rank has its sites, or startup fails with the reason.
 """
 
 import logging
@@ -15,10 +15,10 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
 from rheostat_engine.adapters.blocks import find_blocks, layer_count
-from rheostat_engine.adapters.probing import contextual, run_once
+from rheostat_engine.adapters.probing import forward_context, run_once
 from rheostat_engine.adapters.refusals import refuse_unserved
 from rheostat_engine.adapters.routers import Routers, find_routers
-from rheostat_engine.adapters.runner import name_of
+from rheostat_engine.adapters.runner import server_request_id
 from rheostat_engine.plan.capacity import Capacity
 from rheostat_engine.plan.points import ROUTERS
 from rheostat_engine.settings import EngineSettings
@@ -51,11 +51,10 @@ class Assembled:
     runtime: SiteRuntime
     capacity: Capacity
     refused: dict[str, str]
-    """Reason by point of the stream that the model lacks."""
+    """The reason for each missing point."""
     routers: Routers
-    """Of this rank's part of the model."""
     block_layouts: dict[int, str]
-    """How each block of this rank holds the stream, by layer: "pair" or "single"."""
+    """By layer: the stream layout, "pair" or "single"."""
     num_layers: int
     reports: bool
     """Whether this rank reports to the server."""
@@ -70,7 +69,7 @@ def assemble(
         model: loaded, not compiled.
         config: the engine's configuration.
         device: the device of the model.
-        tokens: the most tokens of a forward pass, padding included.
+        tokens: the most tokens of a forward pass, including padding.
         rank: this worker's rank.
 
     Raises:
@@ -82,7 +81,7 @@ def assemble(
     layers = layer_count(config)
     dtype = cast(torch.dtype, config.model_config.dtype)
     blocks = find_blocks(model, config)
-    with contextual(config):
+    with forward_context(config):
         layouts = probe(
             blocks,
             width,
@@ -114,7 +113,7 @@ def assemble(
     if device.type == "cuda":
         from rheostat_engine.sites.kernels import warm_up
 
-        nothing = expander.instructions(_nothing(), torch.zeros(0))
+        nothing = expander.instructions(_idle_instructions(), torch.zeros(0))
         warm_up(buffers, nothing, narrow=routers.rows)
     reports = get_tensor_model_parallel_rank() == 0
     steering = Steering(bank, rules, doses, site_slots)
@@ -150,7 +149,7 @@ def assemble(
         rank=rank,
         site_slots=site_slots,
         sites=expected,
-        name_of=name_of,
+        server_request_id=server_request_id,
     )
     refused = _refused(layouts)
     _LOG.info(
@@ -180,14 +179,14 @@ def _verify(buffers: Buffers, expected: frozenset[int], run_model: Callable[[], 
         )
 
 
-def _nothing() -> Compact:
-    """The instructions of one token, for which nothing is done."""
+def _idle_instructions() -> Compact:
+    """The instructions of one token without acts and captures."""
     none = np.zeros(1, np.int32)
     return Compact(none, none, none, none, none, base=None)
 
 
 def _refused(layouts: list[BlockLayout]) -> dict[str, str]:
-    """Why points are not served, from the reasons of all blocks."""
+    """Joins the blocks' reasons for missing points."""
     reasons: dict[str, dict[str, None]] = {}
     for layout in layouts:
         for point, reason in layout.refused.items():

@@ -1,9 +1,9 @@
-"""The decoder blocks in a loaded vLLM model, found by what they hold.
+"""Finds the decoder blocks of a loaded vLLM model.
 
-A block is a child of a module list and holds attention (or another layer with state) that vLLM has
-registered in the static forward context.
+A block is a child of an `nn.ModuleList`, and contains attention (or another layer with state) from
+vLLM's static forward context.
 
-Invariant: exactly one module list is the decoder; anything else is refused.
+Invariant: the model has exactly one such list, or is refused.
 """
 
 from torch import nn

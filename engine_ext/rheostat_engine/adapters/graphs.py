@@ -1,14 +1,18 @@
-"""CUDA graphs whose site kernels can be left out, one by one, without capturing again.
+"""CUDA graphs whose site kernels can be disabled one by one, without another capture.
 
-While vLLM captures, every site's kernel is launched and its node stored. Each captured graph gets a
-copy without those nodes. The copy is replayed when no site is active, and launches exactly what an
-uninstrumented model does. Otherwise the captured graph is replayed, with the nodes of inactive
-sites disabled. A disabled node still costs the device half a microsecond. A set of sites that stays
-active therefore gets a graph of its own, which costs the host some milliseconds once.
+How
+    While vLLM captures a graph, every site's kernel is launched and its node recorded. Three kinds
+    of graph are replayed:
 
-Invariants: a replay runs exactly the sites that are active at that moment, even if there is no
-memory for a graph of its own. However many sets of sites clients choose, there are at most `_OWN`
-such graphs beside each of vLLM's graphs, and `_ALL_OWN` beside all of them.
+    * No site is active: a copy without site nodes. It launches the same kernels as the stock model.
+    * Otherwise the captured graph, with the nodes of inactive sites disabled. A disabled node still
+      costs the device half a microsecond.
+    * A set of sites that stays active gets a copy with only its nodes (a "set graph"). Making it
+      costs the host some milliseconds, once.
+
+Invariants: a replay runs exactly the sites that are active now, even if there is no memory for a
+set graph. Whatever sets of sites clients choose, each captured graph has at most `_SET_GRAPHS` set
+graphs, and all of them together at most `_ALL_SET_GRAPHS`.
 """
 
 import logging
@@ -31,171 +35,167 @@ _LOG = logging.getLogger(__name__)
 _CudaGraph = torch.cuda.CUDAGraph
 
 _PATIENCE = 128
-"""Replays with one set of active sites after which it gets a graph of its own."""
-_WAITING = 64
-"""Sets of sites whose replays are counted."""
-_OWN = 4
-"""Graphs of single sets of sites beside one of vLLM's graphs."""
-_ALL_OWN = 256
-"""The same beside all of vLLM's graphs together. Clients choose the sites, and each graph takes
-memory of the device, so without a limit they could take all of it."""
+"""Replays with one set of sites before it gets a set graph."""
+_COUNTED_SETS = 64
+"""Sets of sites whose replays are counted at once."""
+_SET_GRAPHS = 4
+"""Set graphs of one captured graph."""
+_ALL_SET_GRAPHS = 256
+"""Set graphs of all captured graphs. Each takes device memory, which clients could exhaust without
+a limit by choosing many sets."""
 
 
 class _CudaError(RuntimeError):
-    """A call of CUDA has failed."""
+    """A CUDA call failed."""
 
 
-class _Turns:
-    """Decides when a set of sites may get a graph of its own, for all graphs with the same sites.
+class _SetGraphLimits:
+    """Limits the set graphs of all captured graphs: their number, and one new graph in each step.
 
-    All piecewise graphs of one size are due in the same step; they take one step each.
+    All piecewise graphs of one size reach `_PATIENCE` in the same step. Making all their set graphs
+    at once would delay that step.
     """
 
     def __init__(self, active: ActiveSites) -> None:
         self.active = active
-        self._given_up = False
+        self._stopped = False
         self._last: npt.NDArray[np.bool_] | None = None
         self._graphs: OrderedDict[tuple[int, bytes], weakref.ref[SiteGraph]] = OrderedDict()
-        """The graphs of sets of sites, by `id` of their `SiteGraph`; the last used is last."""
+        """By `id` of the captured graph and key of the set; the last used is last."""
 
-    def take(self) -> bool:
-        """Whether one may be made now; not again in the same step."""
-        if self._given_up or self._last is self.active.mask:
+    def try_take(self) -> bool:
+        """Whether a set graph may be made now. True at most once in a step."""
+        if self._stopped or self._last is self.active.mask:
             return False
         self._last = self.active.mask
         return True
 
-    def give_up(self) -> None:
-        """No further one will be made."""
-        self._given_up = True
+    def stop(self) -> None:
+        """Stops making set graphs."""
+        self._stopped = True
 
-    def use(self, graph: "SiteGraph", key: bytes) -> None:
-        """Stores that a set's graph is replayed now; frees the oldest graphs beyond the limit."""
+    def mark_used(self, graph: "SiteGraph", key: bytes) -> None:
+        """Marks a set graph as used now; frees the least recently used graphs beyond the limit."""
         self._graphs[id(graph), key] = weakref.ref(graph)
         self._graphs.move_to_end((id(graph), key))
-        while len(self._graphs) > _ALL_OWN:
-            (_, old), owner = self._graphs.popitem(last=False)
-            holder = owner()
-            if holder is not None:
-                holder.free(old)
+        while len(self._graphs) > _ALL_SET_GRAPHS:
+            (_, old), captured_ref = self._graphs.popitem(last=False)
+            captured = captured_ref()
+            if captured is not None:
+                captured.free(old)
         self.active.held_graphs = len(self._graphs)
 
     def remove(self, number: int, key: bytes) -> None:
-        """Stores that the graph of a set is freed.
-
-        Args:
-            number: `id` of the `SiteGraph` that held it.
-            key: of the set of sites.
-        """
+        """Removes a freed set graph; `number` is the `id` of its captured graph."""
         self._graphs.pop((number, key), None)
         self.active.held_graphs = len(self._graphs)
 
 
 class _Current:
-    turns: _Turns | None = None
+    limits: _SetGraphLimits | None = None
 
 
 class SiteGraph(_CudaGraph):
     """A CUDA graph whose site kernels can be disabled."""
 
     def __new__(cls, keep_graph: bool = False) -> "SiteGraph":
-        """Always keeps the graph: nodes are enabled and removed through it."""
+        """Always keeps the graph, through which nodes are enabled and removed."""
         return super().__new__(cls, True)
 
     def __init__(self, keep_graph: bool = False) -> None:
-        """Empty, to be captured into."""
         super().__init__(True)  # type: ignore[call-arg]  # torch's stub has __new__ alone
-        if _Current.turns is None:
-            raise RuntimeError("a SiteGraph is made by site_graphs alone")
-        self._turns = _Current.turns
-        self._active = self._turns.active
+        if _Current.limits is None:
+            raise RuntimeError("a SiteGraph can only be created inside site_graphs")
+        self._limits = _Current.limits
+        self._active = self._limits.active
         self._nodes: list[tuple[int, runtime.cudaGraphNode_t]] = []
         self._enabled: list[bool] = []
         self._key: bytes | None = None
-        self._waited: Counter[bytes] = Counter()
-        self._own: OrderedDict[bytes, runtime.cudaGraphExec_t] = OrderedDict()
-        self._without: runtime.cudaGraphExec_t | None = None
+        self._replays: Counter[bytes] = Counter()
+        self._set_graphs: OrderedDict[bytes, runtime.cudaGraphExec_t] = OrderedDict()
+        self._without_sites: runtime.cudaGraphExec_t | None = None
         self._recording = ExitStack()
 
     def note(self, site: int) -> None:
-        """The last captured kernel belongs to `site`."""
+        """Assigns the last captured kernel to `site`."""
         stream = torch.cuda.current_stream().cuda_stream
         info = _checked(runtime.cudaStreamGetCaptureInfo(stream))
         (node,) = next(part for part in info if isinstance(part, (list, tuple)))
         self._nodes.append((site, node))
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:  # torch's own, passed through
-        """Starts capturing and noting."""
+        """Starts to capture, and to record the nodes of sites."""
         self._recording.enter_context(recording(self))
         super().capture_begin(*args, **kwargs)
 
     def capture_end(self) -> None:
-        """Ends both, and makes the graph without site kernels."""
+        """Ends both, and makes the copy without site nodes."""
         super().capture_end()
         self._recording.close()
         self.instantiate()
         self._enabled = [True] * len(self._nodes)
         if self._nodes:
-            self._without = self._instantiate_without([node for _, node in self._nodes])
+            self._without_sites = self._instantiate_without([node for _, node in self._nodes])
 
     def replay(self) -> None:
-        """Replays with exactly the active sites."""
+        """Replays the graph with exactly the active sites."""
         key = self._active.key
-        own = self._without if key is None else self._graph_of(key)
-        if own is not None:
+        set_graph = self._without_sites if key is None else self._graph_of(key)
+        if set_graph is not None:
             stream = torch.cuda.current_stream().cuda_stream
-            _checked(runtime.cudaGraphLaunch(own, stream))
+            _checked(runtime.cudaGraphLaunch(set_graph, stream))
             return
         if key != self._key and self._nodes:
-            self._enable()
+            self._enable_active()
         super().replay()
 
     def __del__(self) -> None:
-        """Frees the further graphs; torch frees the first."""
-        own = getattr(self, "_own", {})
-        for executable in (getattr(self, "_without", None), *own.values()):
+        set_graphs = getattr(self, "_set_graphs", {})
+        for executable in (getattr(self, "_without_sites", None), *set_graphs.values()):
             if executable is not None:
                 runtime.cudaGraphExecDestroy(executable)
-        for key in own:
-            self._turns.remove(id(self), key)
+        for key in set_graphs:
+            self._limits.remove(id(self), key)
 
     def free(self, key: bytes) -> None:
-        """Frees the graph of a set of sites. Where the device still runs it, the driver waits."""
-        self._turns.remove(id(self), key)
-        _checked(runtime.cudaGraphExecDestroy(self._own.pop(key)))
+        """Frees a set graph. If the device still runs it, the driver waits."""
+        self._limits.remove(id(self), key)
+        _checked(runtime.cudaGraphExecDestroy(self._set_graphs.pop(key)))
 
     def _graph_of(self, key: bytes) -> runtime.cudaGraphExec_t | None:
-        """The graph of the active sites alone, if they have one."""
-        own = self._own.get(key)
-        if own is not None:
-            self._own.move_to_end(key)
-            self._turns.use(self, key)
-            return own
-        if key not in self._waited and len(self._waited) >= _WAITING:
-            self._waited.clear()
-        self._waited[key] += 1
-        if self._waited[key] < _PATIENCE or not self._nodes or not self._turns.take():
+        """The set graph of the active sites, if there is one now."""
+        set_graph = self._set_graphs.get(key)
+        if set_graph is not None:
+            self._set_graphs.move_to_end(key)
+            self._limits.mark_used(self, key)
+            return set_graph
+        if key not in self._replays and len(self._replays) >= _COUNTED_SETS:
+            self._replays.clear()
+        self._replays[key] += 1
+        if self._replays[key] < _PATIENCE or not self._nodes or not self._limits.try_take():
             return None
-        self._waited.clear()
+        self._replays.clear()
         mask = self._active.mask
         try:
-            own = self._instantiate_without([node for site, node in self._nodes if not mask[site]])
+            set_graph = self._instantiate_without(
+                [node for site, node in self._nodes if not mask[site]]
+            )
         except _CudaError as error:
             _LOG.warning(
-                "no graph could be made for the active sites alone (%s); steps go on with the "
-                "other sites' nodes disabled, half a microsecond each, and no more are made",
+                "no CUDA graph could be made for only the active sites (%s); the nodes of other "
+                "sites are disabled instead, which costs half a microsecond each",
                 error,
             )
-            self._turns.give_up()
+            self._limits.stop()
             return None
-        self._own[key] = own
+        self._set_graphs[key] = set_graph
         self._active.own_graphs += 1
-        self._turns.use(self, key)
-        if len(self._own) > _OWN:
-            self.free(next(iter(self._own)))
-        return own
+        self._limits.mark_used(self, key)
+        if len(self._set_graphs) > _SET_GRAPHS:
+            self.free(next(iter(self._set_graphs)))
+        return set_graph
 
-    def _enable(self) -> None:
+    def _enable_active(self) -> None:
         executable = runtime.cudaGraphExec_t(self.raw_cuda_graph_exec())
         mask = self._active.mask
         for number, (site, node) in enumerate(self._nodes):
@@ -211,7 +211,7 @@ class SiteGraph(_CudaGraph):
         (clone,) = _checked(runtime.cudaGraphClone(runtime.cudaGraph_t(self.raw_cuda_graph())))
         try:
             for node in nodes:
-                _take_out(node, clone)
+                _remove_node(node, clone)
             (executable,) = _checked(runtime.cudaGraphInstantiate(clone, 0))
         finally:
             runtime.cudaGraphDestroy(clone)
@@ -220,18 +220,18 @@ class SiteGraph(_CudaGraph):
 
 @contextmanager
 def site_graphs(active: ActiveSites) -> Iterator[None]:
-    """Makes all CUDA graphs that are created in the `with` block follow `active`."""
-    _Current.turns = _Turns(active)
+    """Makes all CUDA graphs created in the `with` block follow `active`."""
+    _Current.limits = _SetGraphLimits(active)
     torch.cuda.CUDAGraph = SiteGraph  # type: ignore[misc]  # restored below
     try:
         yield
     finally:
         torch.cuda.CUDAGraph = _CudaGraph  # type: ignore[misc]  # as it was
-        _Current.turns = None
+        _Current.limits = None
 
 
-def _take_out(node: runtime.cudaGraphNode_t, clone: runtime.cudaGraph_t) -> None:
-    """Removes a node from a clone of its graph, and joins its dependencies to its dependents."""
+def _remove_node(node: runtime.cudaGraphNode_t, clone: runtime.cudaGraph_t) -> None:
+    """Removes a node from a clone of its graph, and connects its dependencies to its dependents."""
     (twin,) = _checked(runtime.cudaGraphNodeFindInClone(node, clone))
     before = _neighbours(runtime.cudaGraphNodeGetDependencies, twin)
     after = _neighbours(runtime.cudaGraphNodeGetDependentNodes, twin)
@@ -245,14 +245,14 @@ def _take_out(node: runtime.cudaGraphNode_t, clone: runtime.cudaGraph_t) -> None
         )
 
 
-def _neighbours(ask: Any, node: runtime.cudaGraphNode_t) -> list[runtime.cudaGraphNode_t]:
-    count = _checked(ask(node, 0))[-1]
-    return list(_checked(ask(node, count))[0]) if count else []
+def _neighbours(query: Any, node: runtime.cudaGraphNode_t) -> list[runtime.cudaGraphNode_t]:
+    count = _checked(query(node, 0))[-1]
+    return list(_checked(query(node, count))[0]) if count else []
 
 
-def _checked(result: Any) -> Any:  # the binding's tuples: error first
+def _checked(result: Any) -> Any:  # tuples of cuda.bindings, error first
     error, *rest = result
     if error != runtime.cudaError_t.cudaSuccess:
-        runtime.cudaGetLastError()  # or torch reports it after its next launch
+        runtime.cudaGetLastError()  # clears the error; else torch raises it after its next launch
         raise _CudaError(f"CUDA: {runtime.cudaGetErrorString(error)[1].decode()}")
     return rest

@@ -1,7 +1,7 @@
-"""The task of an `AsyncLLM` that reads the engine's answers, and how it ends.
+"""Cancels the output handler of an `AsyncLLM` before a shutdown.
 
-`AsyncLLM.shutdown` ends the engine's process before this task. The task then takes the end for a
-crash and logs a traceback of `EngineDeadError`, although nothing has failed.
+`AsyncLLM.shutdown` ends the engine's process before this task. The task would then report a crash,
+with a traceback of `EngineDeadError`, although nothing has failed.
 """
 
 import asyncio
@@ -10,16 +10,16 @@ from typing import Protocol
 
 
 class OutputReader(Protocol):
-    """The attribute of `AsyncLLM` that this module uses."""
+    """The part of `AsyncLLM` used here."""
 
     output_handler: asyncio.Task[None] | None
     """The task; None before the first request."""
 
 
 async def stop_output_handler(llm: OutputReader) -> None:
-    """Ends the task; to be called on its event loop, before `AsyncLLM.shutdown`.
+    """Cancels the task. Call it on the task's event loop, before `AsyncLLM.shutdown`.
 
-    Requests get no answers any more.
+    Requests receive no further outputs.
     """
     handler = llm.output_handler
     if handler is None:

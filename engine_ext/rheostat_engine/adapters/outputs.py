@@ -1,16 +1,14 @@
-"""Passes the outputs of a request to a function, in the process that reads the engine's answers.
+"""Passes the outputs of a request to a function, without a task for each request.
 
 Why
     `AsyncLLM.generate` needs a task for each request. vLLM's output handler puts an output into the
-    request's collector, which wakes the task. A function that the collector calls needs neither a
-    task nor a wake-up.
+    request's collector, which wakes the task. A callback of the collector needs neither.
 How
-    `AsyncLLM.add_request` checks and sends the request, and returns its collector. From then on
-    `put` of this one collector calls the function. Everything else remains vLLM's: the checks, the
-    output handler, the detokenizer, and `AsyncLLM.abort`.
-What the function may not do
-    The output processor calls it while it iterates over the running requests. So the function may
-    not abort a request before it returns.
+    `AsyncLLM.add_request` validates and sends the request, and returns its collector, whose `put`
+    is replaced. Everything else is vLLM's: the output handler, the detokenizer, and `abort`.
+What the callback must not do
+    The output processor calls it while iterating over the running requests. So it must not abort a
+    request before it returns.
 """
 
 from collections.abc import Callable
@@ -29,12 +27,12 @@ _PUT = "put"
 def receive_outputs(
     collector: Collector, receive: Receive, fail: Callable[[Exception], None]
 ) -> None:
-    """Calls a function with each output of a request, including outputs that are queued already.
+    """Calls a function with each output of a request, including already queued outputs.
 
     Args:
-        collector: from `AsyncLLM.add_request`; no task may have waited since that call.
-        receive: is called with each output. Its errors are passed to `fail`.
-        fail: is called with an error of the engine. It may not raise an error.
+        collector: from `AsyncLLM.add_request`. No `await` may come between the two calls.
+        receive: called with each output. Its exceptions are passed to `fail`.
+        fail: called with an exception of the engine. It must not raise.
     """
 
     def put(output: RequestOutput | PoolingRequestOutput | Exception) -> None:
@@ -43,7 +41,9 @@ def receive_outputs(
             return
         try:
             receive(cast(RequestOutput, output))
-        except Exception as error:  # it would end the output handler, and all requests
+        except (
+            Exception
+        ) as error:  # any error, because it would end the output handler and so all requests
             fail(error)
 
     before = collector.output

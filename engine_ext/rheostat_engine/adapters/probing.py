@@ -1,4 +1,4 @@
-"""One uncompiled forward pass of a freshly loaded model, without KV, for the probe to watch."""
+"""An uncompiled forward pass of a loaded model without KV, for the probe."""
 
 from contextlib import AbstractContextManager
 from typing import cast
@@ -11,11 +11,11 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.models.interfaces import SupportsPP
 
 PROBE_TOKENS = 8
-"""Tokens of the pass."""
+"""Tokens of the forward pass."""
 
 
 def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> None:
-    """Runs the model on a few tokens. Attention sees no metadata and computes nothing."""
+    """Runs the model on a few tokens. Attention has no metadata, so it computes nothing."""
     model_config = config.model_config
     tokens = torch.arange(1, PROBE_TOKENS + 1, device=device, dtype=torch.int32)
     positions = torch.arange(PROBE_TOKENS, device=device)
@@ -43,6 +43,6 @@ def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> None
         )
 
 
-def contextual(config: VllmConfig) -> AbstractContextManager[None]:
-    """The context in which single blocks of the model may run."""
+def forward_context(config: VllmConfig) -> AbstractContextManager[None]:
+    """vLLM's forward context, in which single blocks of the model can run."""
     return set_forward_context(None, config, num_tokens=PROBE_TOKENS, skip_compiled=True)

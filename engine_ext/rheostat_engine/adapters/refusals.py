@@ -1,7 +1,7 @@
-"""Configurations of vLLM that move rows, or bring KV, in ways the sites don't follow.
+"""Refuses configurations of vLLM that move rows or load KV in ways that sites don't support.
 
-Invariant: such a configuration stops the engine at startup, with its name and a way out; it never
-runs with sites that would touch the wrong tokens, or miss some.
+Invariant: such a configuration fails at startup, with an error that names the setting and a remedy.
+It never runs with sites that select the wrong tokens.
 """
 
 from vllm.config import VllmConfig
@@ -10,10 +10,10 @@ from rheostat_engine.sites.block_layout import SiteError
 
 
 def refuse_unserved(config: VllmConfig) -> None:
-    """Raises for the first thing in `config` that isn't served.
+    """Checks an engine's configuration.
 
     Raises:
-        SiteError: names the setting and what to do instead.
+        SiteError: a setting is not supported; the message names it and the remedy.
     """
     model, parallel = config.model_config, config.parallel_config
     reasons = {

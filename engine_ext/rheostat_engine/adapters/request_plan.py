@@ -1,7 +1,7 @@
-"""Plans of vLLM's requests, as the scheduler needs them.
+"""The plans of vLLM's requests in the scheduler.
 
-Invariant: a plan is read once for each request. A request whose plan can't be read shares no block
-and captures nothing. The scheduler does not raise, because the worker fails the request.
+Invariant: a request's plan is parsed once. A request whose plan can't be parsed shares no block and
+captures nothing. The scheduler does not raise, because the worker fails the request.
 """
 
 from typing import NamedTuple
@@ -21,16 +21,14 @@ from rheostat_engine.plan.plan import (
 )
 from rheostat_engine.plan.tables import CaptureTable
 
-_ATTRIBUTE = "_rheostat_carried"
+_ATTRIBUTE = "_rheostat_request_plan"
 
 
 class RequestPlan(NamedTuple):
-    """The parts of a request's plan that the prefix cache depends on."""
+    """The parts of a request's plan on which the prefix cache depends."""
 
     keys: BlockKeys
-    """Keys of its blocks."""
     captures: CaptureTable | None
-    """Its captures; None if it has none."""
 
     @property
     def first_captured(self) -> int:
@@ -39,11 +37,11 @@ class RequestPlan(NamedTuple):
 
 
 _BLOCKS: WeakValueDictionary[bytes, SteeredBlocks] = WeakValueDictionary()
-"""Keys of blocks by the digest of a table of acts; requests with the table share them."""
+"""By the digest of a table of acts; shared by all requests with the table."""
 
 
 def request_plan(request: Request) -> RequestPlan | None:
-    """Reads a request's plan, once; None if it has none."""
+    """Parses a request's plan, once; None if it has none."""
     if _ATTRIBUTE not in request.__dict__:
         request.__dict__[_ATTRIBUTE] = _read(request)
     plan: RequestPlan | None = request.__dict__[_ATTRIBUTE]

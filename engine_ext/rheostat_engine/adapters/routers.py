@@ -1,11 +1,10 @@
-"""The routers of a model's mixtures of experts, and the op behind each.
+"""The routers of a model's mixtures of experts, and the op after each.
 
-All of vLLM's mixtures run through a `MoERunner`, which the static forward context knows. Whether a
-block calls its router itself or passes it on, the logits reach `_apply_quant_method`, which chooses
-the experts.
+All of vLLM's mixtures run through a `MoERunner` in the static forward context. Whether a block
+calls its router or passes it on, the logits reach `_apply_quant_method`, which chooses the experts.
 
-Invariant: if the op can't be put into a mixture, or the mixture does not get one number for each
-expert, the layer has no `router_logits`, and the reason is reported.
+Invariant: if the op can't be installed, or a mixture does not receive one logit per expert and
+token, the layer has no `router_logits`, and the reason is reported.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,14 +20,14 @@ from rheostat_engine.sites.block_layout import Block
 from rheostat_engine.sites.op import site
 from rheostat_engine.worker.state.buffers import Buffers
 
-_GIVEN = "_apply_quant_method"
+_METHOD = "_apply_quant_method"
 
-_Seen = dict[nn.Module, list[torch.Tensor]]
-"""The logits of routers, by their mixture."""
+_RecordedLogits = dict[nn.Module, list[torch.Tensor]]
+"""The recorded logits of each mixture."""
 
-SEVERAL = "the layer has several mixtures of experts"
-OTHERWISE = "the layer's experts are not given one number for each of them and every token"
-WIDE = "the layer has more experts than the stream is wide"
+SEVERAL_MIXTURES = "the layer has several mixtures of experts"
+WRONG_SHAPE = "the layer's experts do not receive one logit for each expert and token"
+TOO_WIDE = "the layer has more experts than the stream has elements"
 
 
 class Routers:
@@ -40,31 +39,16 @@ class Routers:
         refused: Mapping[int, str],
         rows: Collection[tuple[int, torch.dtype]] = (),
     ) -> None:
-        """Stores the routers.
-
-        Args:
-            runners: mixtures whose routers are served, by layer.
-            refused: why others are not, by layer.
-            rows: widths and types of the logits.
-        """
         self._runners = runners
         self.rows = frozenset(rows)
-        """Widths and types of the logits."""
+        """Widths and dtypes of the logits."""
         self.refused = dict(refused)
-        """Why a layer's router is not served; layers without a mixture are missing."""
+        """By layer: why the router of a mixture is not served."""
         self.experts = {layer: _experts(runner) for layer, runner in runners.items()}
-        """From how many experts each router chooses, by layer."""
+        """By layer: the number of experts."""
 
     def install(self, buffers: Buffers, slot_of: Callable[[int], int]) -> list[int]:
-        """Puts the op behind every router.
-
-        Args:
-            buffers: the buffers of the ops.
-            slot_of: returns the slot of a layer's router.
-
-        Returns:
-            The slots of the routers.
-        """
+        """Installs the op after every router; returns their slots (`slot_of` a layer)."""
         classes: dict[type[MoERunner], type[MoERunner]] = {}
         for layer, runner in self._runners.items():
             base = type(runner)
@@ -86,7 +70,7 @@ class _SitedRunner(nn.Module):
         **rest: Any,  # vLLM's own, passed through
     ) -> Any:  # as above
         site(router_logits, None, self.rheostat_router)
-        return super()._apply_quant_method(  # type: ignore[misc]  # stands before a MoERunner
+        return super()._apply_quant_method(  # type: ignore[misc]  # precedes a MoERunner
             router_logits=router_logits, **rest
         )
 
@@ -94,11 +78,11 @@ class _SitedRunner(nn.Module):
 def find_routers(
     blocks: Sequence[Block], config: VllmConfig, width: int, run_model: Callable[[], object]
 ) -> Routers:
-    """Finds the routers of some blocks, and checks their logits.
+    """Finds the routers of decoder blocks, and checks their logits.
 
     Args:
         blocks: decoder blocks.
-        config: the engine's, whose static forward context knows every mixture.
+        config: the engine's, with the static forward context.
         width: W.
         run_model: runs the whole model once, uncompiled, on `PROBE_TOKENS` tokens, without KV.
     """
@@ -109,43 +93,49 @@ def find_routers(
         for block in blocks
         if (mixtures := [module for module in block.module.modules() if module in runners_of_model])
     }
-    seen: _Seen = {}
+    recorded: _RecordedLogits = {}
     runners = [runner for mixtures in by_layer.values() for runner in mixtures]
     for runner in runners:
-        runner.__dict__[_GIVEN] = _noting(getattr(runner, _GIVEN), seen.setdefault(runner, []))
+        runner.__dict__[_METHOD] = _recording(
+            getattr(runner, _METHOD), recorded.setdefault(runner, [])
+        )
     try:
         if runners:
             run_model()
     finally:
         for runner in runners:
-            del runner.__dict__[_GIVEN]
-    reasons = {layer: _why_not(mixtures, seen, width) for layer, mixtures in by_layer.items()}
+            del runner.__dict__[_METHOD]
+    reasons = {layer: _refusal(mixtures, recorded, width) for layer, mixtures in by_layer.items()}
     served = {layer: mixtures[0] for layer, mixtures in by_layer.items() if not reasons[layer]}
     return Routers(
         served,
         {layer: reason for layer, reason in reasons.items() if reason},
-        {(_experts(runner), logits.dtype) for runner in served.values() for logits in seen[runner]},
+        {
+            (_experts(runner), logits.dtype)
+            for runner in served.values()
+            for logits in recorded[runner]
+        },
     )
 
 
-def _noting(stock: Callable[..., object], seen: list[torch.Tensor]) -> Callable[..., object]:
-    """Stores the logits of a router, and changes nothing."""
+def _recording(stock: Callable[..., object], recorded: list[torch.Tensor]) -> Callable[..., object]:
+    """Records the logits, and changes nothing."""
 
-    def given(*, router_logits: torch.Tensor, **rest: Any) -> object:  # vLLM's own
-        seen.append(router_logits)
+    def record(*, router_logits: torch.Tensor, **rest: Any) -> object:  # vLLM's own
+        recorded.append(router_logits)
         return stock(router_logits=router_logits, **rest)
 
-    return given
+    return record
 
 
-def _why_not(mixtures: Sequence[MoERunner], seen: _Seen, width: int) -> str:
+def _refusal(mixtures: Sequence[MoERunner], recorded: _RecordedLogits, width: int) -> str:
     if len(mixtures) > 1:
-        return SEVERAL
+        return SEVERAL_MIXTURES
     (runner,) = mixtures
-    shapes = [tuple(logits.shape) for logits in seen[runner] if logits.is_floating_point()]
+    shapes = [tuple(logits.shape) for logits in recorded[runner] if logits.is_floating_point()]
     if shapes != [(PROBE_TOKENS, _experts(runner))]:
-        return OTHERWISE
-    return WIDE if _experts(runner) > width else ""
+        return WRONG_SHAPE
+    return TOO_WIDE if _experts(runner) > width else ""
 
 
 def _experts(runner: MoERunner) -> int:

@@ -1,7 +1,7 @@
-"""Functions that both of vLLM's model runners use.
+"""Functions shared by the two model runners.
 
-Invariant: the runtime processes finished, preempted and new requests in this order, before the step
-of the same scheduler output, because vLLM may reuse an id in one output.
+Invariant: finished, preempted and new requests of a scheduler output are processed in this order
+before its step, because vLLM may reuse an id within one output.
 """
 
 from vllm import envs
@@ -13,8 +13,8 @@ from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG, EXTRA_ARG
 from rheostat_engine.worker.runtime import SiteRuntime
 
 
-def follow(runtime: SiteRuntime, scheduled: SchedulerOutput) -> None:
-    """Applies the decisions of the scheduler to the runtime."""
+def apply_scheduler_output(runtime: SiteRuntime, scheduled: SchedulerOutput) -> None:
+    """Applies the request changes of a scheduler output to the runtime."""
     for request_id in scheduled.finished_req_ids:
         runtime.remove_request(request_id)
     runtime.send_released()
@@ -28,17 +28,17 @@ def follow(runtime: SiteRuntime, scheduled: SchedulerOutput) -> None:
             )
 
 
-def without_adapters(runner: LoRAModelRunnerMixin) -> None:
-    """Sets no adapter for the tokens of the probe's pass, because a new mapping is undefined."""
+def disable_lora(runner: LoRAModelRunnerMixin) -> None:
+    """Disables LoRA for the probe's tokens, because vLLM has not initialized the mapping yet."""
     if runner.lora_config is not None:
         runner._set_active_loras((0,), (0,) * PROBE_TOKENS, set())
 
 
-def name_of(request_id: str) -> str:
-    """The server's name of a request, from vLLM's id.
+def server_request_id(request_id: str) -> str:
+    """The server's id of a request, from vLLM's id.
 
-    vLLM's front end adds a hyphen and random letters to the id that it receives, unless an option
-    disables that, so that two requests with one id stay apart.
+    vLLM's front end appends a hyphen and random letters to an id to make it unique, unless an
+    environment variable disables that.
     """
     if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
         return request_id

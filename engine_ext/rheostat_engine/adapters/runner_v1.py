@@ -1,7 +1,6 @@
-"""vLLM's first model runner, on CPU, with sites.
+"""vLLM's V1 model runner on CPU, with sites.
 
-Invariant: the instructions of a step are in place when the model is called and gone when it has
-returned; everything else is vLLM's.
+Invariant: sites are active only while the model runs a real step. Everything else is vLLM's.
 """
 
 from typing import Any
@@ -13,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
-from rheostat_engine.adapters.runner import follow, without_adapters
+from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
 from rheostat_engine.worker.runtime import Batch
 
 
@@ -25,7 +24,7 @@ class CpuSiteRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Loads the model, then installs the sites before anything is compiled."""
         super().load_model(load_dummy_weights=load_dummy_weights)
-        without_adapters(self)
+        disable_lora(self)
         self.sites = assemble(
             self.model,
             self.vllm_config,
@@ -40,8 +39,8 @@ class CpuSiteRunner(CPUModelRunner):
         scheduler_output: SchedulerOutput,
         intermediate_tensors: IntermediateTensors | None = None,
     ) -> Any:  # Any: vLLM's union of outputs, passed through
-        """Follows the scheduler, then runs the step."""
-        follow(self.sites.runtime, scheduler_output)
+        """Applies the scheduler output to the runtime, then runs the step."""
+        apply_scheduler_output(self.sites.runtime, scheduler_output)
         self._scheduled = scheduler_output
         try:
             return super().execute_model(scheduler_output, intermediate_tensors)
@@ -67,10 +66,10 @@ class CpuSiteRunner(CPUModelRunner):
             runtime.end()
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:  # vLLM's, passed through
-        """Samples; a request that isn't done with its prompt draws nothing from its generator.
+        """Samples, and restores the generators of requests with an unfinished prompt.
 
-        vLLM takes such a draw back by moving the generator's offset, which a CPU generator lacks:
-        it raises, and the engine dies of a seeded request whose prompt comes in chunks.
+        vLLM undoes such a draw by moving the generator's offset. A CPU generator has none, so a
+        seeded request with a chunked prompt would raise and end the engine.
         """
         generators = self.input_batch.generators
         count = self.input_batch.num_reqs
@@ -82,7 +81,7 @@ class CpuSiteRunner(CPUModelRunner):
         return output
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:  # as above
-        """As vLLM's, which finds no generator to move; see `_sample`."""
+        """As vLLM's, but without generators to move; see `_sample`."""
         generators = self.input_batch.generators
         self.input_batch.generators = {}
         try:
@@ -93,10 +92,10 @@ class CpuSiteRunner(CPUModelRunner):
     def _get_prompt_logprobs_dict(
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, Any]:  # Any: vLLM's tensors, passed through
-        """As vLLM's, with the LoRA adapter of each prompt.
+        """As vLLM's, but with the LoRA adapter of each prompt.
 
-        vLLM keeps the adapters of the sampled rows for this, one for each request of the step. A
-        prompt has another number of rows, and its logits would end the engine.
+        vLLM uses the mapping of the sampled rows, one for each request of the step. A prompt has
+        another number of rows, so computing its logits would raise and end the engine.
         """
         if self.lora_config is None:
             return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
@@ -106,10 +105,10 @@ class CpuSiteRunner(CPUModelRunner):
         try:
             for name in [name for name in wanted if name in num_scheduled_tokens]:
                 adapter = (int(batch.request_lora_mapping[batch.req_id_to_index[name]]),)
-                self._set_active_loras(adapter, adapter, adapters)  # one for all rows
+                self._set_active_loras(adapter, adapter, adapters)  # the same adapter for all rows
                 self.num_prompt_logprobs = {name: wanted[name]}
                 logprobs |= super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
-                if not self.num_prompt_logprobs:  # vLLM has removed it: the prompt is done
+                if not self.num_prompt_logprobs:  # vLLM removed it, because the prompt is finished
                     del wanted[name]
         finally:
             self.num_prompt_logprobs = wanted

@@ -1,7 +1,7 @@
-"""vLLM's second model runner, on GPUs, with sites.
+"""vLLM's V2 model runner on GPUs, with sites.
 
-Invariant: the instructions of a step are enqueued on the device before the step's forward pass, and
-no site is active outside of a real step: warm-up, profiling and dummy batches run idle.
+Invariant: the instructions of a step are enqueued on the device before its forward pass. No site is
+active outside a real step, such as during warm-up, profiling and dummy batches.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
 from rheostat_engine.adapters.graphs import site_graphs
-from rheostat_engine.adapters.runner import follow, without_adapters
+from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
 from rheostat_engine.worker.runtime import Batch
 
 
@@ -33,7 +33,7 @@ class GpuSiteRunner(GPUModelRunner):
     ) -> None:
         """Loads the model, then installs the sites before anything is compiled."""
         super().load_model(load_dummy_weights, *args, model=model, **kwargs)
-        without_adapters(self)
+        disable_lora(self)
         self.sites = assemble(
             self.model,
             self.vllm_config,
@@ -43,7 +43,7 @@ class GpuSiteRunner(GPUModelRunner):
         )
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """Captures CUDA graphs whose site kernels can be left out step by step."""
+        """Captures CUDA graphs whose site kernels can be disabled in each step."""
         with site_graphs(self.sites.runtime.buffers.active):
             return super().capture_model(profile_only=profile_only)
 
@@ -54,19 +54,19 @@ class GpuSiteRunner(GPUModelRunner):
         dummy_run: bool = False,
         **kwargs: Any,  # vLLM's own, passed through
     ) -> Any:  # Any: vLLM's union of outputs, passed through
-        """Follows the scheduler, then runs the step."""
+        """Applies the scheduler output to the runtime, then runs the step."""
         if dummy_run:
             return super().execute_model(
                 scheduler_output, intermediate_tensors, dummy_run=True, **kwargs
             )
-        follow(self.sites.runtime, scheduler_output)
+        apply_scheduler_output(self.sites.runtime, scheduler_output)
         try:
             return super().execute_model(scheduler_output, intermediate_tensors, **kwargs)
         finally:
             self.sites.runtime.end()
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:  # vLLM's, passed through
-        """Prepares the step's inputs and, from them, what its sites do."""
+        """Prepares the step's inputs, and the instructions of its sites."""
         batch = super().prepare_inputs(*args, **kwargs)
         self.sites.runtime.begin(
             Batch(

@@ -1,18 +1,18 @@
-"""vLLM's own scheduler, with a prefix cache that depends on the plans of requests.
+"""vLLM's scheduler, with a prefix cache that depends on the plans of requests.
 
-Keys of blocks
-    A function of `kv_cache_utils` returns the extra keys of a block's hash. vLLM looks the function
-    up for every block, so our function, which adds a plan's key, replaces it.
-Hits
-    A token from the cache is not computed, so there is no row of it to capture. vLLM's scheduler
-    looks up a request by one method of its `KVCacheManager`, which keeps a hit below the request's
-    last token. If a hit is too long for the captures, the method is called again, as if the request
-    ended with the first token that must be computed. vLLM then rounds and reconciles this hit like
-    any other, for a sliding window too.
+Block keys
+    `kv_cache_utils.generate_block_hash_extra_keys` returns the extra keys of a block's hash. vLLM
+    looks the function up for every block. Our replacement adds the plan's key.
+Cache hits
+    A cached token is not computed, so its row can't be captured. The scheduler looks up hits with
+    `KVCacheManager.get_computed_blocks`, which keeps a hit below the request's last token. If a hit
+    is too long for the captures, the method is called again with the request truncated after the
+    first token that must be computed. So vLLM rounds this hit like any other, also for a sliding
+    window.
 
-Invariants: requests without a plan, and blocks that no act touches, keep vLLM's keys. A request
-whose plan can't be read shares no block. A hit ends at or below the first captured position that
-was not computed before. The worker receives the number of tokens that the hit lost for this reason.
+Invariants: requests without a plan, and blocks without acts, keep vLLM's keys. A request whose plan
+can't be parsed shares no block. A hit ends at or below the first captured position that was not
+computed before. The worker receives the number of tokens by which the hit was shortened.
 """
 
 from collections.abc import Callable
@@ -36,11 +36,11 @@ _LOOK_UP = "get_computed_blocks"
 
 ExtraKeys = tuple[tuple[Any, ...] | None, int]  # vLLM's own type
 KeyFunction = Callable[[Request, int, int, int], ExtraKeys]
-Hit = tuple[KVCacheBlocks, int, int]  # vLLM's own: the second is how many tokens are hit
+Hit = tuple[KVCacheBlocks, int, int]  # vLLM's own; the second is the number of hit tokens
 
 
 def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # vLLM's own
-    """Prepares this process, and makes the scheduler that vLLM would have made, with our parts."""
+    """Prepares this process, and creates vLLM's scheduler with our changes."""
     install_block_keys()
     leave_group()
     skip_last_collection()
@@ -58,7 +58,7 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
 
 
 def install_block_keys() -> None:
-    """Adds the keys of plans to the block hashes of this process."""
+    """Adds the plans' block keys to the block hashes of this process."""
     stock: KeyFunction = getattr(kv_cache_utils, _NAME)
     if getattr(stock, "is_rheostat", False):
         return
@@ -71,34 +71,34 @@ def install_block_keys() -> None:
             return keys, next_mm_idx
         return (*(keys or ()), ("rheostat", touching)), next_mm_idx
 
-    keyed.is_rheostat = True  # type: ignore[attr-defined]  # marks it for a second call
+    keyed.is_rheostat = True  # type: ignore[attr-defined]  # detects a second call
     for module in (kv_cache_utils, block_pool):
         setattr(module, _NAME, keyed)
 
 
 def limit_hits(manager: KVCacheManager) -> None:
-    """Limits this manager's hits, so that captured positions are computed."""
+    """Shortens the hits of this manager, so that captured positions are computed."""
     stock = manager.get_computed_blocks
 
     def limited(request: Request) -> Hit:
         hit = stock(request)
-        ceiling = _ceiling(request)
-        if ceiling == OPEN_END:
+        limit = _longest_hit(request)
+        if limit == OPEN_END:
             return hit
-        longest = hit[1]
-        if longest > ceiling:
-            hit = stock(cast(Request, _Shorter(request, ceiling + 1)))
-        _store_count(request, longest - hit[1])
+        unlimited = hit[1]
+        if unlimited > limit:
+            hit = stock(cast(Request, _TruncatedRequest(request, limit + 1)))
+        _store_count(request, unlimited - hit[1])
         return hit
 
     setattr(manager, _LOOK_UP, limited)
 
 
-def _ceiling(request: Request) -> int:
-    """The longest hit that a request may have.
+def _longest_hit(request: Request) -> int:
+    """The longest allowed hit of a request.
 
-    Once a request has generated a token, its captured rows of earlier positions have been sent. If
-    it is preempted after that, it may read the whole cache.
+    Once a request has generated a token, the captured rows of its prompt have been sent. If it is
+    preempted after that, its hits are not limited.
     """
     plan = request_plan(request)
     return OPEN_END if plan is None or request.num_output_tokens else plan.first_captured
@@ -113,8 +113,8 @@ def _store_count(request: Request, cached_tokens_recomputed: int) -> None:
         }
 
 
-class _Shorter:
-    """A request, as if it had fewer tokens."""
+class _TruncatedRequest:
+    """A view of a request with fewer tokens."""
 
     def __init__(self, request: Request, num_tokens: int) -> None:
         self.num_tokens = num_tokens

@@ -1,14 +1,12 @@
-"""Passes the scheduler's statistics of each step to a function, and switches off all others.
+"""Passes the scheduler's statistics of each step to a function, and disables all others.
 
 Why
-    With any logger, `AsyncLLM` keeps statistics of every token and passes them to Prometheus. At
-    256 streams that took 17 % of the CPU of the process that reads the engine's answers. Nothing
-    reads these statistics here.
+    With any logger, `AsyncLLM` keeps statistics of every token for Prometheus. At 256 streams that
+    took 17 % of the CPU of its process. The server does not use these statistics.
 How
     The engine must be started with `disable_log_stats=False`, so that its scheduler counts. Then
-    `AsyncLLM` and its output processor are told to keep no statistics, and `AsyncLLM` gets a
-    manager of loggers that has none. Both are read when the output handler starts, so it may not
-    run yet.
+    `log_stats` is disabled in `AsyncLLM` and its output processor, and the logger manager is
+    replaced. The output handler reads both when it starts, so it must not be running.
 """
 
 from collections.abc import Callable
@@ -26,16 +24,16 @@ def watch_scheduler(llm: Engine, record: Record) -> None:
     """Calls `record` with the scheduler's statistics of each step.
 
     Raises:
-        RuntimeError: the engine's output handler runs already.
+        RuntimeError: the engine's output handler is running already.
     """
     if llm.output_handler is not None:
-        raise RuntimeError("statistics can only be switched off before the first request")
+        raise RuntimeError("statistics can only be disabled before the first request")
     llm.log_stats = llm.output_processor.log_stats = False
     llm.logger_manager = _SchedulerOnly(record)
 
 
 class _SchedulerOnly(StatLoggerManager):
-    """A manager of no loggers."""
+    """Passes on the scheduler's statistics, and has no loggers."""
 
     def __init__(self, record: Record) -> None:
         self.engine_indexes = [0]

@@ -1,11 +1,10 @@
-"""Shares the tables of plans in the message of a step to the workers.
+"""Sends each table of plans only once in a step's message to the workers.
 
-With several worker processes, vLLM pickles each step's `SchedulerOutput` and sends it to all of
-them. Each new request has its plan, and all samples of a request have equal tables. `pickle` writes
-an object only once, so equal tables are replaced by one object.
+With several worker processes, vLLM pickles each step's `SchedulerOutput`. All samples of a request
+have equal tables. `pickle` writes an object once, so equal tables are replaced by one object.
 
-Invariant: a message holds each table once. A plan that can't be read is not changed, and the worker
-fails its request.
+Invariant: a message contains each table once. A plan that can't be parsed stays unchanged, and the
+worker fails its request.
 """
 
 from vllm.sampling_params import SamplingParams
@@ -18,7 +17,7 @@ _SCHEDULE = "schedule"
 
 
 def share_tables(scheduler: Scheduler) -> None:
-    """Makes this scheduler put each table only once into an output."""
+    """Makes the outputs of this scheduler share equal tables."""
     stock = scheduler.schedule
 
     def schedule(throttle_prefills: bool = False) -> SchedulerOutput:
@@ -33,7 +32,7 @@ def share_tables(scheduler: Scheduler) -> None:
 
 
 def _share(params: SamplingParams, tables: dict[bytes, EncodedTable]) -> None:
-    """Replaces the plan of a request by the plan as read, whose tables are those of `tables`."""
+    """Replaces a request's plan by the parsed plan with tables from `tables`."""
     extra = params.extra_args
     if not extra or EXTRA_ARG not in extra:
         return

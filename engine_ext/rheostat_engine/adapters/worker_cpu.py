@@ -23,9 +23,9 @@ class CpuSiteWorker(SiteRpc, CPUWorker):
         self.model_runner = CpuSiteRunner(self.vllm_config, torch.device("cpu"))
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """As vLLM's, then out of the server's process group."""
+        """As vLLM's; then leaves the server's process group."""
         times: CompilationTimes = super().compile_or_warm_up_model()
-        # Not sooner: while it loads, nothing but a signal to the group ends a worker.
+        # Not sooner, because only a signal to the group ends a worker that is still loading.
         leave_group()
         skip_last_collection()
         return times

@@ -12,7 +12,7 @@ from rheostat_engine.process_end import skip_last_collection
 
 
 class GpuSiteWorker(SiteRpc, Worker):
-    """Runs `GpuSiteRunner` in place of vLLM's second model runner."""
+    """Runs `GpuSiteRunner` in place of vLLM's V2 model runner."""
 
     def _make_model_runner(self) -> Any:  # Any: vLLM declares its first runner's type here
         if not self.use_v2_model_runner:
@@ -24,9 +24,9 @@ class GpuSiteWorker(SiteRpc, Worker):
         return GpuSiteRunner(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """As vLLM's, then out of the server's process group."""
+        """As vLLM's; then leaves the server's process group."""
         times: CompilationTimes = super().compile_or_warm_up_model()
-        # Not sooner: while it loads, nothing but a signal to the group ends a worker.
+        # Not sooner, because only a signal to the group ends a worker that is still loading.
         leave_group()
         skip_last_collection()
         return times

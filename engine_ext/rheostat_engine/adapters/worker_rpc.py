@@ -1,4 +1,4 @@
-"""Methods of a worker that the server calls through `collective_rpc`.
+"""Worker methods that the server calls through `collective_rpc`.
 
 Invariant: each method runs between two steps and returns plain data.
 """
@@ -17,7 +17,7 @@ from rheostat_engine.worker.runtime import CapturesUpdate, UpdateResult
 
 
 class SiteRpc:
-    """Methods that a worker with sites offers."""
+    """Mixin of our workers."""
 
     model_runner: Any  # vLLM's workers declare different types; ours have `sites`
 
@@ -68,8 +68,8 @@ class SiteRpc:
         """Replaces the acts of running requests; see `SiteRuntime.update_steering`.
 
         Args:
-            updates: for each update, the plan with the new acts, the names of the requests, and the
-                first position that may change.
+            updates: (`Plan.to_wire` with the new acts, ids of the requests, first position that may
+                change).
 
         Returns:
             For each update, the `UpdateResult` of each request.
@@ -81,20 +81,13 @@ class SiteRpc:
         ]
 
     def rheostat_prepare(self, name: str, wire: object, plan_cost: int) -> tuple[bool, str]:
-        """Builds a part of a plan's tables; see `Preparations.build_part`.
-
-        Returns:
-            Whether everything is built, and the error if it cannot be built.
-        """
+        """Builds a part of a plan's tables; returns the `Prepared` of `Preparations.build_part`."""
         return self._assembled.runtime.preparations.build_part(name, wire, plan_cost)
 
     def rheostat_release(self, names: Sequence[str]) -> bool:
-        """Releases preparations, and a part of the tables that no request uses.
+        """Releases preparations and a part of the unused tables; returns whether more are left.
 
         Each step releases a part too. An idle worker has no steps, so the server calls this again.
-
-        Returns:
-            Whether tables are left that no request uses.
         """
         runtime = self._assembled.runtime
         for name in names:
@@ -113,11 +106,11 @@ class SiteRpc:
         )
 
     def rheostat_save_random_state(self) -> None:
-        """Saves the state from which vLLM draws the seeds and tokens of unseeded requests."""
+        """Saves the random state from which unseeded requests are sampled."""
         self._random_state = np.random.get_state(), torch.random.get_rng_state(), _cuda_state()
 
     def rheostat_restore_random_state(self) -> None:
-        """Restores the saved state, as if no request had been sampled in the meantime."""
+        """Restores the saved random state."""
         numpy_state, cpu_state, cuda_state = self._random_state
         np.random.set_state(numpy_state)
         torch.random.set_rng_state(cpu_state)
@@ -127,7 +120,7 @@ class SiteRpc:
     def rheostat_stats(self) -> dict[str, object]:
         """Returns counts since the start, and the resources in use.
 
-        Releases a part of the tables that no request uses, as an idle worker has no steps.
+        Releases a part of the unused tables, because an idle worker has no steps.
         """
         runtime = self._assembled.runtime
         runtime.steering.built_tables.collect(STEP_COST)
@@ -139,27 +132,26 @@ class SiteRpc:
             "slots_used": bank.slots_used,
             "token_rules_used": len(runtime.steering.rules),
             "requests": runtime.requests,
-            **_capturing(runtime.captures),
+            **_capture_stats(runtime.captures),
             "steps": dict(runtime.steps),
             "own_graphs": runtime.buffers.active.own_graphs,
             "held_graphs": runtime.buffers.active.held_graphs,
         }
 
     def shutdown(self) -> None:
-        """As vLLM's, after the last rows have been sent."""
+        """As vLLM's, after the last rows were sent."""
         assembled = getattr(getattr(self, "model_runner", None), "sites", None)
         if assembled is not None:
             assembled.runtime.close()
-        super().shutdown()  # type: ignore[misc]  # stands before one of vLLM's workers
+        super().shutdown()  # type: ignore[misc]  # precedes one of vLLM's workers
 
 
 def _cuda_state() -> torch.Tensor | None:
-    """State of the current device's generator; None without a GPU."""
     return torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
-def _capturing(captures: Captures | None) -> dict[str, object]:
-    """Counts of captured rows, and the memory for them; zeros on a rank that does not report."""
+def _capture_stats(captures: Captures | None) -> dict[str, object]:
+    """Counts and memory of captured rows; zeros on a rank that does not report."""
     if captures is None:
         return {"captured_rows": 0, "lost_rows": 0}
     row_sender, encodings = captures.row_sender, captures.encodings

@@ -98,7 +98,7 @@ class SiteRuntime:
         rank: int,
         site_slots: SiteSlots,
         sites: frozenset[int],
-        name_of: Callable[[str], str],
+        server_request_id: Callable[[str], str],
     ) -> None:
         """Joins the parts.
 
@@ -111,7 +111,7 @@ class SiteRuntime:
             rank: this worker's rank.
             site_slots: the slot of each site in the tables.
             sites: the slots of the sites in this rank's part of the model.
-            name_of: the server's name of a request, from vLLM's id.
+            server_request_id: the server's id of a request, from vLLM's id.
         """
         self.preparations = Preparations(steering, captures)
         self.buffers = buffers
@@ -124,7 +124,7 @@ class SiteRuntime:
         self._requests: dict[str, _Request] = {}
         self._ids: dict[str, str] = {}
         self._site_slots = site_slots
-        self._name_of = name_of
+        self._server_request_id = server_request_id
         self._updates: dict[str, CapturesUpdate] = {}
         self._scanned: Sequence[str] | None = None
         """Request ids of the last batch scanned for pending updates; None forces a scan."""
@@ -327,7 +327,7 @@ class SiteRuntime:
 
     def _name(self, request_id: str) -> str:
         request = self._requests.get(request_id)
-        return self._name_of(request_id) if request is None else request.name
+        return self._server_request_id(request_id) if request is None else request.name
 
     def _apply(self, request_id: str, update: CapturesUpdate, computed: int) -> int:
         """Applies an update of captures; returns its cost."""

@@ -30,7 +30,7 @@ from .tables import CPU, VECTORS, WIDTH, capacity, norms, used
 TOKENS = 64
 
 
-def name_of(request_id: str) -> str:
+def server_request_id(request_id: str) -> str:
     """The name of a request that brings no plan."""
     return f"name of {request_id}"
 
@@ -138,7 +138,7 @@ class Worker:
             rank=0,
             site_slots=site_slots,
             sites=sites,
-            name_of=name_of,
+            server_request_id=server_request_id,
         )
         self.steering.load(VECTORS, norms(VECTORS))
         self.streams: dict[tuple[str, int, int], npt.NDArray[np.float32]] = {}

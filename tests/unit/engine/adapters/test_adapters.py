@@ -39,7 +39,7 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from rheostat_engine import EXTRA_ARG, EngineSettings
 from rheostat_engine.adapters.blocks import find_blocks
 from rheostat_engine.adapters.refusals import refuse_unserved
-from rheostat_engine.adapters.runner import name_of
+from rheostat_engine.adapters.runner import server_request_id
 from rheostat_engine.sites.block_layout import Block, SiteError
 
 
@@ -381,7 +381,7 @@ def test_a_requests_name_is_found_in_vllms_id_of_it(name: str) -> None:
     request: Any = SimpleNamespace(external_req_id=None, request_id=name)
     InputProcessor.assign_request_id(request)
     assert request.request_id != name
-    assert name_of(request.request_id) == name
+    assert server_request_id(request.request_id) == name
 
 
 def test_a_requests_name_is_vllms_id_where_that_is_not_made_unique(
@@ -390,4 +390,4 @@ def test_a_requests_name_is_vllms_id_where_that_is_not_made_unique(
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     request: Any = SimpleNamespace(external_req_id=None, request_id="a-b#0@1")
     InputProcessor.assign_request_id(request)
-    assert name_of(request.request_id) == "a-b#0@1"
+    assert server_request_id(request.request_id) == "a-b#0@1"

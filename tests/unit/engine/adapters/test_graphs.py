@@ -206,7 +206,7 @@ def test_clients_that_change_their_sites_hold_few_graphs_of_each_size(
 def test_the_graphs_of_all_sizes_share_a_limit_and_the_oldest_goes_first(
     cuda: tuple[Cuda, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda[1], "_ALL_OWN", 5)
+    monkeypatch.setattr(cuda[1], "_ALL_SET_GRAPHS", 5)
     engine = Engine(*cuda, graphs=8)
     before = cuda[0].held
     assert engine.steps(140, 1) == [[1]] * 8

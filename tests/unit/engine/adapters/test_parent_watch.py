@@ -15,8 +15,7 @@ import pytest
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rheostat_engine.adapters import parent_watch as orphans
-from rheostat_engine.adapters import worker_cpu
+from rheostat_engine.adapters import parent_watch, worker_cpu
 from rheostat_engine.adapters.worker_cpu import CpuSiteWorker
 
 
@@ -28,7 +27,7 @@ def config() -> Any:  # in place of a VllmConfig
 def test_a_process_that_is_nobodys_child_watches_nobody() -> None:
     before = threading.active_count()
     assert multiprocessing.parent_process() is None
-    orphans.end_with_parent(config())
+    parent_watch.end_with_parent(config())
     assert threading.active_count() == before
 
 
@@ -46,15 +45,15 @@ def test_once_the_parent_is_another_the_process_is_told_to_end_now_and_killed_if
         told.append((pid, number, served.shutdown_timeout))
 
     parents = iter([7, 7, 1])
-    monkeypatch.setattr(orphans.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(orphans.os, "kill", kill)
-    monkeypatch.setattr(orphans, "_LOOK", 0.0)
-    monkeypatch.setattr(orphans, "_GRACE", 0.0)
+    monkeypatch.setattr(parent_watch.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(parent_watch.os, "kill", kill)
+    monkeypatch.setattr(parent_watch, "_POLL_INTERVAL", 0.0)
+    monkeypatch.setattr(parent_watch, "_GRACE", 0.0)
     worker = multiprocessing.get_context("spawn").Process(
         target=time.sleep, args=(60,), daemon=True
     )
     worker.start()
-    orphans._watch(7, served)
+    parent_watch._watch(7, served)
     own = os.getpid()
     assert told == [
         (own, signal.SIGTERM, 0),
@@ -67,14 +66,16 @@ def test_once_the_parent_is_another_the_process_is_told_to_end_now_and_killed_if
 
 def test_a_process_of_the_engine_has_a_group_of_its_own() -> None:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, initializer=orphans.leave_group) as pool:
-        pool.submit(orphans.leave_group).result(60)  # an engine and its worker may be one process
+    with ProcessPoolExecutor(1, context, initializer=parent_watch.leave_group) as pool:
+        pool.submit(parent_watch.leave_group).result(
+            60
+        )  # an engine and its worker may be one process
         assert pool.submit(os.getpgid, 0).result(60) == pool.submit(os.getpid).result(60)
 
 
 def test_a_process_that_is_nobodys_child_stays_in_its_group() -> None:
     before = os.getpgid(0)
-    orphans.leave_group()
+    parent_watch.leave_group()
     assert os.getpgid(0) == before
 
 

@@ -11,7 +11,13 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from rheostat_engine import site_count
 from rheostat_engine.adapters.probing import PROBE_TOKENS
-from rheostat_engine.adapters.routers import OTHERWISE, SEVERAL, WIDE, Routers, find_routers
+from rheostat_engine.adapters.routers import (
+    SEVERAL_MIXTURES,
+    TOO_WIDE,
+    WRONG_SHAPE,
+    Routers,
+    find_routers,
+)
 from rheostat_engine.sites.block_layout import Block
 from rheostat_engine.sites.op import bind
 from rheostat_engine.worker.state.buffers import Buffers
@@ -89,11 +95,11 @@ def test_a_router_is_found_where_there_is_a_mixture() -> None:
 @pytest.mark.parametrize(
     ("held", "reason"),
     [
-        ((Mixture(logits()), Mixture(logits())), SEVERAL),
-        ((Mixture(logits(EXPERTS + 1)),), OTHERWISE),
-        ((Mixture(logits(tokens=PROBE_TOKENS + 1)),), OTHERWISE),
-        ((Mixture(logits().int()),), OTHERWISE),
-        ((Mixture(logits(WIDTH + 1), WIDTH + 1),), WIDE),
+        ((Mixture(logits()), Mixture(logits())), SEVERAL_MIXTURES),
+        ((Mixture(logits(EXPERTS + 1)),), WRONG_SHAPE),
+        ((Mixture(logits(tokens=PROBE_TOKENS + 1)),), WRONG_SHAPE),
+        ((Mixture(logits().int()),), WRONG_SHAPE),
+        ((Mixture(logits(WIDTH + 1), WIDTH + 1),), TOO_WIDE),
     ],
     ids=["several", "another number", "other tokens", "no numbers", "too many"],
 )
@@ -105,8 +111,8 @@ def test_a_router_that_is_not_understood_is_refused_with_the_reason(
 
 
 def test_one_that_does_not_run_once_is_refused() -> None:
-    assert found((Mixture(logits()),), runs=2).refused == {0: OTHERWISE}
-    assert found((Mixture(logits()),), runs=0).refused == {0: OTHERWISE}
+    assert found((Mixture(logits()),), runs=2).refused == {0: WRONG_SHAPE}
+    assert found((Mixture(logits()),), runs=0).refused == {0: WRONG_SHAPE}
 
 
 def test_looking_changes_nothing() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rheostat_engine import EXTRA_ARG
 from rheostat_engine.adapters.probing import PROBE_TOKENS
-from rheostat_engine.adapters.runner import follow, without_adapters
+from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
 from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG
 
 
@@ -44,10 +44,10 @@ def test_the_runtime_hears_of_what_ends_before_what_begins() -> None:
             SimpleNamespace(req_id="e", sampling_params=None),
         ],
     )
-    follow(heard, scheduled)
+    apply_scheduler_output(heard, scheduled)
     scheduled.preempted_req_ids = None
     scheduled.scheduled_new_reqs = []
-    follow(heard, scheduled)
+    apply_scheduler_output(heard, scheduled)
     assert heard.words == [
         ("remove_request", "a"),
         ("send_released",),
@@ -74,6 +74,6 @@ def test_the_probes_tokens_use_no_adapter_where_there_could_be_one() -> None:
     told = []
     for config in (None, object()):
         runner: Any = Adapters(config)  # in place of vLLM's mixin
-        without_adapters(runner)
+        disable_lora(runner)
         told.append(runner.told)
     assert told == [[], [((0,), (0,) * PROBE_TOKENS, set())]]

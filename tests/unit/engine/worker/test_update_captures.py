@@ -24,7 +24,7 @@ from rheostat_engine.worker import runtime
 from rheostat_engine.worker.capture import capture_sets
 from rheostat_engine.worker.runtime import CapturesUpdate
 
-from ..cpu_worker import NOTHING, Worker, name_of, stream_at
+from ..cpu_worker import NOTHING, Worker, server_request_id, stream_at
 from ..strategies import EVERYWHERE, LIMIT, POSITIONS, SITES, add, captured, plans
 from ..wires import WIRES
 
@@ -65,7 +65,7 @@ def test_rows_come_from_the_position_that_is_named_and_each_once_through_preempt
     data: st.DataObject,
 ) -> None:
     planned = data.draw(st.booleans(), "planned")
-    plan = data.draw(plans(), "plan") if planned else Plan(name_of("v"))
+    plan = data.draw(plans(), "plan") if planned else Plan(server_request_id("v"))
     worker, name = Worker(), plan.request_id
     if planned:
         worker.add_request("v", plan)
@@ -111,7 +111,7 @@ def test_rows_come_from_the_position_that_is_named_and_each_once_through_preempt
 def test_rows_are_those_of_the_stream() -> None:
     worker = Worker()
     worker.step([("v", 0, 4)])
-    change(worker, name_of("v"), everything(2))
+    change(worker, server_request_id("v"), everything(2))
     worker.step([("mate", 0, 2), ("v", 4, 3)])
     (rows,) = [event for event in worker.row_sender.events if isinstance(event, Rows)]
     assert rows.positions.tolist() == [4, 5, 6]
@@ -122,7 +122,7 @@ def test_rows_are_those_of_the_stream() -> None:
 
 def test_a_change_waits_for_a_request_that_is_not_scheduled_and_goes_with_it() -> None:
     worker = Worker()
-    for name in ("r", name_of("v"), name_of("gone"), "never"):
+    for name in ("r", server_request_id("v"), server_request_id("gone"), "never"):
         change(worker, name, everything(1))
     worker.step([("mate", 0, 2)])
     worker.runtime.remove_request("gone")
@@ -134,9 +134,9 @@ def test_a_change_waits_for_a_request_that_is_not_scheduled_and_goes_with_it() -
     worker.step([("w", 0, 1)])
     told = [event for event in worker.row_sender.events if isinstance(event, Attached)]
     assert told == [
-        Attached(name_of("gone"), 1, OPEN_END, ""),
+        Attached(server_request_id("gone"), 1, OPEN_END, ""),
         Attached("r", 1, 3, ""),
-        Attached(name_of("v"), 1, 5, ""),
+        Attached(server_request_id("v"), 1, 5, ""),
     ]
 
 
@@ -155,9 +155,9 @@ def test_a_later_change_takes_the_place_of_one_that_waits() -> None:
 def test_what_nobody_wants_any_more_is_not_copied() -> None:
     worker = Worker()
     worker.step([("v", 0, 2)])
-    change(worker, name_of("v"), everything())
+    change(worker, server_request_id("v"), everything())
     worker.step([("v", 2, 2)])
-    change(worker, name_of("v"), Plan("new"), number=2)
+    change(worker, server_request_id("v"), Plan("new"), number=2)
     worker.step([("v", 4, 2)])
     assert {position for _, position in rows_of(worker.row_sender.events)} == {2, 3}
     assert worker.captures.captured_rows == 2 * SITES
@@ -219,7 +219,7 @@ def test_a_step_takes_up_no_more_changes_than_it_may_cost(
     worker = Worker()
     names = [f"r{number}" for number in range(6)]
     for number, name in enumerate(names):
-        change(worker, name_of(name), nested(60, number))
+        change(worker, server_request_id(name), nested(60, number))
     told, firsts = 0, []
     for position in range(1, 7):
         built = worker.captures.sets.built
@@ -236,13 +236,13 @@ def test_equal_changes_are_put_together_once_and_ended_ones_are_let_go_of() -> N
     worker = Worker()
     names = [f"r{number}" for number in range(30)]
     for name in names:
-        change(worker, name_of(name), nested(60))
+        change(worker, server_request_id(name), nested(60))
     for position in range(40):
         worker.step([(name, position, 1) for name in names])
     assert sum(isinstance(one, Attached) for one in worker.row_sender.events) == len(names)
     assert worker.captures.sets.built == nested(60).plan_cost
     for name in names:
-        change(worker, name_of(name), Plan("new"), number=2)
+        change(worker, server_request_id(name), Plan("new"), number=2)
     for position in range(40, 60):
         worker.step([(name, position, 1) for name in names])
     assert len(worker.captures.sets.functions) == 0
@@ -253,7 +253,7 @@ def test_a_request_holds_little_however_often_what_is_captured_of_it_changes() -
     wanted: set[tuple[int, int]] = set()
     for position in range(60):
         sites = {position % SITES, (position * 2) % SITES}
-        change(worker, name_of("v"), everything(*sorted(sites)), number=position)
+        change(worker, server_request_id("v"), everything(*sorted(sites)), number=position)
         worker.step([("v", position, 1)])
         wanted |= {(site, position) for site in sites}
         assert len(worker.captures.sets.functions) == 1
@@ -268,7 +268,9 @@ def test_a_change_acts_from_the_position_that_is_named_on() -> None:
     worker = Worker()
     worker.step([("v", 0, 4)])
     worker.runtime.preempt("v")
-    worker.runtime.update_captures({name_of("v"): CapturesUpdate(1, everything(2).to_wire(), 4)})
+    worker.runtime.update_captures(
+        {server_request_id("v"): CapturesUpdate(1, everything(2).to_wire(), 4)}
+    )
     worker.step([("v", 0, 6)])
     (told,) = [event for event in worker.row_sender.events if isinstance(event, Attached)]
     assert told.first == 4
