@@ -1,1 +1,1 @@
-"""What a worker does for requests in each step; no vLLM."""
+"""The worker's part of each step: steering, captures and transport. Does not import vLLM."""

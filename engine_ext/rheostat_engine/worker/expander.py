@@ -1,6 +1,6 @@
-"""Brings a step's compact instructions to the device, and expands them there.
+"""Copies a step's compact instructions to the device, and expands them there.
 
-Invariant: the buffer of a step's instructions is not written again before the device has copied it.
+Invariant: a staging buffer is written again only after the device has copied it.
 """
 
 from collections import deque
@@ -13,6 +13,7 @@ from rheostat_engine.worker.state.device_table import to_device
 from rheostat_engine.worker.steering.token_rules import TokenRules
 
 _STAGES = 4
+"""Staging buffers on CUDA, so that the host may run some steps ahead."""
 
 
 class Expander:
@@ -21,14 +22,7 @@ class Expander:
     def __init__(
         self, buffers: Buffers, code_of: torch.Tensor, rules: TokenRules, tokens: int
     ) -> None:
-        """Allocates the staging memory.
-
-        Args:
-            buffers: receive the instructions.
-            code_of: [sites, slots], the bank's.
-            rules: rules about token ids.
-            tokens: the most tokens of a step.
-        """
+        """`code_of`, [sites, slots], is the bank's; a step has at most `tokens` tokens."""
         self._buffers = buffers
         self._code_of = code_of
         self._rules = rules
@@ -41,12 +35,7 @@ class Expander:
         self._packed = torch.zeros(COLUMNS * tokens, dtype=torch.int32, device=self._device)
 
     def write(self, compact: Compact, ids: torch.Tensor) -> None:
-        """Writes the instructions of a step to the buffers.
-
-        Args:
-            compact: the compact instructions.
-            ids: [T or more] int32: input token ids, on the device.
-        """
+        """Writes a step's instructions to the buffers; `ids`, [T or more] int32: input ids."""
         step = self.instructions(compact, ids)
         if not self._cuda:
             expand_reference(step, self._buffers)
@@ -56,7 +45,7 @@ class Expander:
         launch_expand(step, self._buffers)
 
     def instructions(self, compact: Compact, ids: torch.Tensor) -> Instructions:
-        """Starts to copy compact instructions to the device; returns the tensors."""
+        """Launches the copy to the device; returns the kernel's arguments."""
         ruled = bool(compact.rule.any())
         if ruled:
             self._rules.flush()

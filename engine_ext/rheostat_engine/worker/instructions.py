@@ -1,7 +1,7 @@
 """A step's compact instructions, and their expansion to one instruction per token and site.
 
-Invariant: the host sends five integers per token and one row per captured block, however many sites
-there are. The device computes the rest.
+Invariant: the host sends five integers per token and one row per captured block, for any number of
+sites. The device computes the rest.
 """
 
 from typing import NamedTuple
@@ -20,9 +20,9 @@ class Compact(NamedTuple):
     """The instructions of a step by token."""
 
     slot: npt.NDArray[np.int32]
-    """[T]: slot of the bank; under a rule the first of the interval's variants."""
+    """[T]: slot of the bank. With a rule: index of the interval's first variant."""
     dose_slot: npt.NDArray[np.int32]
-    """[T]: slot to which measurements are added."""
+    """[T]: slot for measurements."""
     rule: npt.NDArray[np.int32]
     """[T]: rule about token ids; 0: none."""
     block: npt.NDArray[np.int32]
@@ -34,7 +34,7 @@ class Compact(NamedTuple):
 
     @classmethod
     def padded(cls, *columns: npt.NDArray[np.int32] | None, tokens: int) -> "Compact":
-        """Pads all columns but the last to `tokens`. None: nothing is captured."""
+        """Pads all columns but the last to `tokens`; a column of None becomes zeros."""
         *short, base = columns
         padded = np.zeros((COLUMNS, tokens), np.int32)
         for row, column in zip(padded, short, strict=True):
@@ -45,16 +45,16 @@ class Compact(NamedTuple):
 
 
 class Instructions(NamedTuple):
-    """The tensors on the device from which the instructions are expanded."""
+    """Device tensors from which the instructions are expanded."""
 
     packed: torch.Tensor
     """[5, T] int32: the rows of `Compact`."""
     ids: torch.Tensor | None
     """[T or more] int32: input token ids; None if no rule applies."""
     bits: torch.Tensor
-    """[rules, vocabulary] uint8; this and the next as in `TokenRules`."""
+    """[rules, vocabulary] uint8; see `TokenRules`."""
     variants: torch.Tensor
-    """[variants, 2] int32."""
+    """[variants, 2] int32; see `TokenRules`."""
     code_of: torch.Tensor
     """[sites, slots] int32, the bank's."""
     base: torch.Tensor | None
@@ -67,7 +67,7 @@ def expand_reference(step: Instructions, buffers: Buffers) -> None:
     count = len(slot)
     if step.ids is not None:
         ruled = rule > 0
-        names = torch.where(ruled, step.ids[:count].long(), 0)  # ids of padding may be anything
+        names = torch.where(ruled, step.ids[:count].long(), 0)  # the ids of padding are undefined
         variant = torch.where(ruled, slot + step.bits[rule, names].long(), 0)
         slot = torch.where(ruled, step.variants[variant, 0].long(), slot)
         dose_slot = torch.where(ruled, step.variants[variant, 1].long(), dose_slot)

@@ -1,11 +1,11 @@
-"""Preparations: tables that are built before the first request that uses them.
+"""Preparations: tables built before the first request that uses them.
 
 Why before
-    A worker adds a request in the step that first schedules it, and the whole step waits. The
-    server therefore lets workers build expensive tables between earlier steps. Each call builds a
-    bounded part. The server starts the request once its tables are complete.
+    A worker adds a request in the step that first schedules it, which delays the whole step. So the
+    workers build expensive tables between earlier steps, a bounded part in each call. The server
+    starts the request once its tables are complete.
 
-Invariant: the tables of a preparation stay until the preparation is released by its name.
+Invariant: the tables of a preparation stay until `release`.
 """
 
 from dataclasses import dataclass
@@ -25,40 +25,34 @@ class Prepared(NamedTuple):
     done: bool
     """Whether the tables are complete."""
     error: str
-    """The reason why they cannot be built; empty if they can. After an error, nothing is used."""
+    """Why they can't be built; empty if they can. After an error, the preparation is released."""
 
 
 @dataclass
 class _Preparation:
     captures: CaptureSet | None = None
     acts: EncodedTable | None = None
-    """Acts whose table has not been read."""
+    """Acts whose table is not parsed yet."""
     built_table: BuiltTable | None = None
 
 
 class Preparations:
-    """The preparations of a worker, by the server's names."""
+    """A worker's preparations, by the server's names."""
 
     def __init__(self, steering: Steering, captures: Captures | None) -> None:
-        """There is none.
-
-        Args:
-            steering: acts in force.
-            captures: captures in force; None on a rank that doesn't report.
-        """
+        """`captures` is None on a rank that doesn't report."""
         self._steering = steering
         self._captures = captures
         self._preparations: dict[str, _Preparation] = {}
 
     def __len__(self) -> int:
-        """The number of preparations."""
         return len(self._preparations)
 
     def build_part(self, name: str, wire: object, budget: int) -> Prepared:
         """Builds a part of a plan's tables.
 
         Args:
-            name: of the preparation.
+            name: the preparation's name.
             wire: `Plan.to_wire` of a plan with the tables; ignored if the preparation exists.
             budget: the cost after which it stops.
         """
@@ -79,7 +73,7 @@ class Preparations:
             return Prepared(True, str(error))
 
     def release(self, name: str) -> None:
-        """Releases a preparation; nothing if there is none with the name."""
+        """Releases a preparation, if it exists."""
         preparation = self._preparations.pop(name, None)
         if preparation is None:
             return
@@ -98,7 +92,7 @@ class Preparations:
         return cost
 
     def _use_acts(self, preparation: _Preparation, acts: EncodedTable) -> int:
-        """Reads the table of acts; returns the cost."""
+        """Parses the table of acts; returns the cost."""
         preparation.built_table = self._steering.use(acts)
         preparation.acts = None
         return preparation.built_table.table.read_cost

@@ -1,8 +1,8 @@
-"""The requests of a worker that have a plan, and what each step does for them.
+"""The requests of a worker with a plan, and their part in each step.
 
-Invariants: nothing that a client sends can raise here. If a plan can't be put in force, the worker
-reports `Installed` with an error, and the server fails the request before its first token. The
-cost of a request beside its tables is small, and equal for all requests.
+Invariants: no request of a client can raise here. If a plan can't be applied, the worker reports
+`Installed` with an error, and the server fails the request before its first token. The cost of a
+request without its tables is small and constant.
 """
 
 import logging
@@ -37,36 +37,36 @@ _LOG = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """The batch that a runner is about to run, in its order."""
+    """The batch of the next forward pass, in the runner's order."""
 
     request_ids: Sequence[str]
     """vLLM's ids."""
     computed: npt.NDArray[np.integer]
-    """[r]: tokens that are already computed: the position of the first scheduled one."""
+    """[r]: computed tokens, which is the position of the first scheduled token."""
     scheduled: npt.NDArray[np.integer]
-    """[r]: tokens that are scheduled."""
+    """[r]: scheduled tokens."""
     padded_tokens: int
-    """Tokens that the forward pass runs, padding included."""
+    """Tokens of the forward pass, including padding."""
     input_ids: torch.Tensor
     """[padded_tokens or more] int32, on the device."""
 
 
 class CapturesUpdate(NamedTuple):
-    """The captures of a request from its next step on."""
+    """New captures of a request from its next step on."""
 
     number: int
-    """The server's number of the update. It replaces an update that still waits."""
+    """The server's number of the update. It replaces a pending update of the request."""
     wire: object
     """`Plan.to_wire` of a plan with the captures."""
     not_before: int = 0
-    """The first position that the update may update."""
+    """The first position that may change."""
 
 
 class UpdateResult(NamedTuple):
     """The result of updating the steering of a running request."""
 
     first: int
-    """First position to which it applies; -1: this worker has no such request."""
+    """First updated position; -1: this worker has no such request."""
     error: str
     """Why the update failed; empty if it did not."""
 
@@ -85,7 +85,7 @@ class _Removed(NamedTuple):
 
 
 class SiteRuntime:
-    """Plans in force on this worker, and the step at hand."""
+    """The plans of this worker's running requests, and the current step."""
 
     def __init__(
         self,
@@ -100,18 +100,10 @@ class SiteRuntime:
         sites: frozenset[int],
         server_request_id: Callable[[str], str],
     ) -> None:
-        """Joins the parts.
+        """`captures` and `row_sender` are None on a rank that doesn't report.
 
-        Args:
-            buffers: the buffers that the sites read.
-            steering: acts in force.
-            captures: captures in force; None on a rank that doesn't report.
-            expander: writes the step's instructions.
-            row_sender: sends events; None on a rank that doesn't report.
-            rank: this worker's rank.
-            site_slots: the slot of each site in the tables.
-            sites: the slots of the sites in this rank's part of the model.
-            server_request_id: the server's id of a request, from vLLM's id.
+        `sites` are the slots of the sites in this rank's part of the model. `server_request_id`
+        returns the server's id of a request from vLLM's id.
         """
         self.preparations = Preparations(steering, captures)
         self.buffers = buffers
@@ -138,25 +130,24 @@ class SiteRuntime:
 
     @property
     def requests(self) -> int:
-        """Requests whose plan is in force."""
+        """The number of running requests with a plan."""
         return len(self._requests)
 
     def add_request(self, request_id: str, wire: object, cached_tokens_recomputed: int = 0) -> None:
-        """Adds a request that is scheduled for the first time, and puts its plan in force.
-
-        Nothing happens if the request exists already because it was preempted.
+        """Adds a newly scheduled request and applies its plan. A preempted request exists already.
 
         Args:
             request_id: vLLM's id.
-            wire: the bytes of `Plan.to_wire`.
-            cached_tokens_recomputed: tokens in the prefix cache that are computed for its captures.
+            wire: `Plan.to_wire`.
+            cached_tokens_recomputed: cached tokens that are recomputed for its captures.
         """
         if request_id in self._requests:
             return
         name = read_request_id(wire)
         if name is None:
             _LOG.error(
-                "the plan of request %s has no name, so no error can be reported", request_id
+                "the plan of request %s has no request id, so its error can't be reported",
+                request_id,
             )
             return
         problem = ""
@@ -166,13 +157,13 @@ class SiteRuntime:
         except (BankError, ValueError) as error:
             problem = str(error)
             request = self._make_request(name, None, None, cached_tokens_recomputed)
-        self._enter(request_id, request, problem)
+        self._store(request_id, request, problem)
 
     def update_steering(self, name: str, wire: object, not_before: int) -> UpdateResult:
         """Replaces the acts of a running request from its next step on.
 
         Args:
-            name: the request's name in its plan.
+            name: the server's id of the request.
             wire: `Plan.to_wire` of a plan with the new acts.
             not_before: the first position that may change.
         """
@@ -192,11 +183,11 @@ class SiteRuntime:
     def update_captures(self, updates: Mapping[str, CapturesUpdate | None]) -> None:
         """Replaces the captures of requests, each from its next step on.
 
-        An `AttachedHead` reports the position from which on they apply. A request without a plan is
-        added in that step. If vLLM has not scheduled a request yet, its update waits.
+        An `AttachedHead` reports the first updated position. A request without a plan is added in
+        that step. The update of a request that vLLM has not scheduled yet stays pending.
 
         Args:
-            updates: updates by the server's name of the request; None discards a waiting update.
+            updates: updates by the server's request id; None discards a pending update.
         """
         for name, update in updates.items():
             if update is None:
@@ -206,13 +197,13 @@ class SiteRuntime:
         self._scanned = None
 
     def preempt(self, request_id: str) -> None:
-        """Counts a preemption, after which the request is computed again."""
+        """Counts a preemption."""
         request = self._requests.get(request_id)
         if request is not None:
             self._progress.preemptions[request.number] += 1
 
     def remove_request(self, request_id: str) -> None:
-        """Frees the resources of a finished request, which `send_released` reports."""
+        """Frees the resources of a finished request; `send_released` reports it."""
         if self._updates:
             name = self._name(request_id)
             update = self._updates.pop(name, None)
@@ -234,9 +225,9 @@ class SiteRuntime:
         self._removed.append(_Removed(request, head))
 
     def send_released(self) -> None:
-        """Reports all removed requests, with one copy of their measurements from the device.
+        """Reports the removed requests, with one copy of all their measurements from the device.
 
-        Releases a part of the unused tables, too.
+        Also releases a part of the unused tables.
         """
         self.steering.built_tables.collect(STEP_COST)
         if not self._removed:
@@ -265,13 +256,13 @@ class SiteRuntime:
         self._row_sender.send_measured(measured, finish, unmeasured)
 
     def _numbered(self, head: ReleasedHead) -> ReleasedHead:
-        """The head with the indices of sites instead of their slots."""
+        """Replaces the slots of captured sites by site indices."""
         numbers = self._site_slots.numbers
         captured = {int(numbers[slot]): rows for slot, rows in head.captured.items()}
         return msgspec.structs.replace(head, captured=captured)
 
     def begin(self, batch: Batch) -> None:
-        """Writes the instructions of the next forward pass; `end` must follow the pass."""
+        """Writes the instructions of the next forward pass. Call `end` after the pass."""
         if self._updates:
             self._apply_updates(batch)
         numbers = self._numbers(batch.request_ids) if self._requests else None
@@ -284,34 +275,34 @@ class SiteRuntime:
         token_number = np.repeat(numbers, scheduled)
         positions = np.arange(ends[-1]) + np.repeat(computed - ends + scheduled, scheduled)
         steered = self.steering.lookup(token_number, positions)
-        copying = None
+        copies = None
         if self.captures is not None:
-            copying = self.captures.begin(token_number, positions, self._progress)
+            copies = self.captures.begin(token_number, positions, self._progress)
         self._progress.advance(numbers, computed, computed + scheduled)
-        mask = steered.sites if copying is None else steered.sites | copying.sites
+        mask = steered.sites if copies is None else steered.sites | copies.sites
         mask = mask & self._present
         if not mask.any():
             self.steps["plain"] += 1
             return
         self.steps["active"] += 1
-        captured = (None, None, None) if copying is None else copying.columns
+        captured = (None, None, None) if copies is None else copies.columns
         columns = (steered.slot, steered.dose_slot, steered.rule, *captured)
         self._expander.write(Compact.padded(*columns, tokens=batch.padded_tokens), batch.input_ids)
         self.buffers.active.set(mask)
 
     def end(self) -> None:
-        """Sends captured rows, once the forward pass has been launched; no site stays active."""
+        """Deactivates all sites and sends captured rows, once the forward pass was launched."""
         self.buffers.active.clear()
         if self.captures is not None:
             self.captures.end()
 
     def close(self) -> None:
-        """Sends the waiting rows and events, then stops."""
+        """Sends the queued rows and events, then stops."""
         if self._row_sender is not None:
             self._row_sender.close()
 
     def _apply_updates(self, batch: Batch) -> None:
-        """Applies waiting updates to requests of a batch, up to the cost that a step may have."""
+        """Applies pending updates to requests of a batch, up to about `STEP_COST`."""
         if batch.request_ids == self._scanned:
             return
         self._scanned = list(batch.request_ids)
@@ -320,7 +311,7 @@ class SiteRuntime:
             name = self._name(request_id)
             if name not in self._updates:
                 continue
-            if spent > STEP_COST:  # the other updates wait for the next step
+            if spent > STEP_COST:  # the next step applies the other updates
                 self._scanned = None
                 return
             spent += self._apply(request_id, self._updates.pop(name), computed)
@@ -330,13 +321,13 @@ class SiteRuntime:
         return self._server_request_id(request_id) if request is None else request.name
 
     def _apply(self, request_id: str, update: CapturesUpdate, computed: int) -> int:
-        """Applies an update of captures; returns its cost."""
+        """Applies an update; returns its cost."""
         request = self._requests.get(request_id)
         if request is None:
             request = self._make_request(
                 self._name(request_id), None, None, cached_tokens_recomputed=0
             )
-            self._enter(request_id, request, "")
+            self._store(request_id, request, "")
         first = max(int(self._progress.computed_end[request.number]), computed, update.not_before)
         problem, cost = "", REQUEST_COST
         try:
@@ -376,8 +367,8 @@ class SiteRuntime:
         self._progress.start(number, cached_tokens_recomputed)
         return _Request(name, number, steering, captured)
 
-    def _enter(self, request_id: str, request: _Request, problem: str) -> None:
-        """Stores a request and reports it as installed, with the problem if there is one."""
+    def _store(self, request_id: str, request: _Request, problem: str) -> None:
+        """Stores a request and reports `Installed`."""
         self._requests[request_id] = request
         self._ids[request.name] = request_id
         self._last_ids = ()

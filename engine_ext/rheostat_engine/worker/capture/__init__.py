@@ -1,1 +1,1 @@
-"""Captures in force, and the ring that their rows are copied to."""
+"""The captures of running requests, and the ring of captured rows."""

@@ -1,8 +1,7 @@
 """Tables of captures in the worker, each built once for all requests that share it.
 
-Invariants: a table keeps its site sets and function as long as a request uses the table. At the end
-of a request, its tables and its last position give the number of rows that it selected, even if its
-captures were updated.
+Invariants: a table keeps its site sets and function while a request uses it. The number of rows
+that a request selected follows from its tables and its last position, even after updates.
 """
 
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from rheostat_engine.worker.transport.row_encodings import RowEncodings
 
 @dataclass(eq=False)
 class CaptureSet:
-    """The site sets and the function of a table, which its requests share."""
+    """The site sets and function of a table, shared by its requests."""
 
     digest: bytes
     table: CaptureTable
@@ -32,11 +31,11 @@ class CaptureSet:
     function: int
     """The site set of each interval."""
     captured: npt.NDArray[np.bool_]
-    """[sets, sites]: whether a set captures at a site of this worker."""
+    """[sets, sites]: whether a set captures at this worker's site."""
     users: int = 0
 
     def rows(self, start: int, end: int) -> Int64:
-        """Rows that it selects at positions [start, end), [sites]."""
+        """[sites]: rows selected at positions [start, end)."""
         positions = count(self.table.intervals, start, max(start, end))
         used = np.flatnonzero(positions)
         rows: Int64 = positions[used] @ self.captured[used]
@@ -50,11 +49,11 @@ class RequestCaptures:
     parts: list[tuple[int, CaptureSet | None]] = field(default_factory=list)
     """(First position, captures), ascending by position; None captures nothing."""
     _counted: Int64 | None = None
-    """[sites]: rows that earlier parts selected."""
+    """[sites]: rows selected by removed parts."""
 
     @property
     def sets(self) -> Iterator[CaptureSet]:
-        """The tables that it uses."""
+        """The tables in use."""
         return (table for _, table in self.parts if table is not None)
 
     @property
@@ -70,16 +69,15 @@ class RequestCaptures:
     def change(
         self, first: int, new: CaptureSet | None, computed: tuple[int, int]
     ) -> list[CaptureSet]:
-        """Replaces the captures from a position on; returns the tables that are no longer used.
+        """Replaces the captures from position `first` on; returns the tables no longer used.
 
-        A computed position is never captured again. Parts that end before the last computed
-        position are therefore only counted, so that a request holds little, however often its
-        captures change.
+        A computed position is never captured again. So parts that end before the last computed
+        position are only counted, which keeps a request small after any number of updates.
 
         Args:
-            first: the position.
+            first: the first updated position.
             new: the new captures; None captures nothing.
-            computed: [start, end) positions that have been computed.
+            computed: [start, end) computed positions.
         """
         start, end = computed
         kept: list[tuple[int, CaptureSet | None]] = []
@@ -95,7 +93,7 @@ class RequestCaptures:
         return dropped
 
     def rows(self, start: int, end: int) -> Int64 | None:
-        """Rows that are selected at positions [start, end), [sites]; None: nothing ever was."""
+        """Removes all parts; returns the rows selected at [start, end), [sites], or None."""
         for (begin, table), (stop, _) in pairwise([*self.parts, (OPEN_END, None)]):
             if table is not None:
                 self._count(table.rows(max(begin, start), min(stop, end)))
@@ -107,7 +105,7 @@ class RequestCaptures:
 
 
 class CaptureSets:
-    """The tables of captures that are in use."""
+    """The tables of captures in use."""
 
     def __init__(
         self,
@@ -116,17 +114,10 @@ class CaptureSets:
         site_slots: SiteSlots,
         present: frozenset[int],
     ) -> None:
-        """There is none.
-
-        Args:
-            site_sets: the distinct sets of sites.
-            encodings: the encodings of rows.
-            site_slots: the slots of the model's sites.
-            present: the slots of the sites in this rank's part of the model.
-        """
+        """`present` are the slots of the sites in this rank's part of the model."""
         self.functions = Functions()
         self.built = 0
-        """The cost of all that was built since the start."""
+        """The cost of all tables built since the start."""
         self._site_sets = site_sets
         self._encodings = encodings
         self._site_slots = site_slots
@@ -177,10 +168,10 @@ class CaptureSets:
         for numbers, at, encoding in zip(holders, slots, encodings, strict=True):
             where = np.ix_(np.array(numbers, np.int64), at[self._present[at]])
             earlier = sets[where]
-            # If captures want a site in different encodings, its rows leave raw.
+            # If captures request different encodings at a site, its rows are sent raw.
             sets[where] = np.where((earlier == 0) | (earlier == encoding + 1), encoding + 1, 1)
         site_sets = self._site_sets.acquire(sets)
-        for encoding in encodings:  # their site sets use them now
+        for encoding in encodings:  # the site sets use them now
             self._encodings.release(encoding)
         function = 0
         if any(site_sets):

@@ -1,7 +1,7 @@
-"""Captures in force: selects the rows of the current step that are copied to the ring.
+"""Selects the rows of the current step to copy to the ring, and sends them.
 
-Invariants: the row of a position is sent once, even if it is computed again after a preemption.
-Rows that do not fit into the ring are counted as lost.
+Invariants: the row of a position is sent once, even if it is recomputed after a preemption. Rows
+that do not fit into the ring are counted as lost.
 """
 
 import logging
@@ -39,14 +39,14 @@ _LOG_INTERVAL = 60.0
 
 
 @dataclass(frozen=True)
-class _Captured:
+class _PendingCopy:
     region: Region
     head: RowsHead
     groups: list[Group]
 
 
-class Copying(NamedTuple):
-    """The rows that a step copies."""
+class StepCopies(NamedTuple):
+    """The rows to copy in a step."""
 
     blocks: RowBlocks
     base: npt.NDArray[np.int32]
@@ -73,21 +73,12 @@ class Captures:
         present: frozenset[int],
         rank: int,
     ) -> None:
-        """Nothing is in force.
-
-        Args:
-            ring: [ring rows, W].
-            row_sender: sends rows.
-            encodings: the encodings of rows.
-            site_slots: the slots of the model's sites.
-            present: the slots of the sites in this rank's part of the model.
-            rank: this worker's rank.
-        """
+        """`ring` is [ring rows, W]; `present` the slots of the sites in this rank's part."""
         self.captured_rows = 0
         self.lost_rows = 0
         self._next_log = 0.0
         self.plain_rows = 0
-        """Rows that left raw although an encoding was requested."""
+        """Rows sent raw although an encoding was requested."""
         self.encodings = encodings
         self._rows = ring
         self.row_sender = row_sender
@@ -96,7 +87,7 @@ class Captures:
         self._site_sets = SiteSets(site_slots.numbers, encodings)
         self.sets = CaptureSets(self._site_sets, encodings, site_slots, present)
         self._requests = Requests(self.sets.functions)
-        self._pending: _Captured | None = None
+        self._pending: _PendingCopy | None = None
 
     @property
     def ring_bytes(self) -> int:
@@ -112,17 +103,17 @@ class Captures:
         first: int = 0,
         computed: tuple[int, int] = (0, 0),
     ) -> RequestCaptures:
-        """Puts a table of captures in force.
+        """Sets a request's captures from position `first` on.
 
         Args:
             number: the request's number.
-            captures: the table; None captures nothing.
-            current: the request's present captures, which the table replaces; None if it has none.
-            first: the position from which on the table replaces them.
-            computed: [start, end) positions of the request that have been computed.
+            captures: the new table; None captures nothing.
+            current: the current captures; None if the request has none.
+            first: the first updated position.
+            computed: [start, end) computed positions of the request.
 
         Raises:
-            ValueError: the bytes are no table, or name sites that the model cannot have; nothing
+            ValueError: the bytes are no table, or name sites that the model cannot have. Nothing
                 has changed then.
         """
         new = None if captures is None else self.sets.use(captures)
@@ -135,15 +126,15 @@ class Captures:
     def drop(
         self, number: int, current: RequestCaptures, computed: tuple[int, int]
     ) -> Int64 | None:
-        """Takes a request's captures out of force.
+        """Removes a request's captures.
 
         Args:
             number: the request's number.
             current: its captures.
-            computed: [start, end) positions that have been computed.
+            computed: [start, end) computed positions.
 
         Returns:
-            Rows that were selected of them at this worker's sites, [sites]; None: nothing ever was.
+            [sites]: rows that they selected; None if the request never had captures.
         """
         self._requests.drop(number)
         sets = list(current.sets)
@@ -152,8 +143,10 @@ class Captures:
             self.sets.release(built)
         return rows
 
-    def begin(self, numbers: Int64, positions: Int64, progress: RequestProgress) -> Copying | None:
-        """Reserves ring rows for the current step; returns None if nothing is copied.
+    def begin(
+        self, numbers: Int64, positions: Int64, progress: RequestProgress
+    ) -> StepCopies | None:
+        """Reserves ring rows for the current step; returns None if there are no rows to copy.
 
         Args:
             numbers: request number of each token, [n].
@@ -171,26 +164,26 @@ class Captures:
         copied = layout.base >= 0
         fits: npt.NDArray[np.bool_] = np.logical_or.reduce(copied, axis=1)
         if not fits.all():
-            progress.lose(blocks, ~fits, self._site_sets.table.ranks)
+            progress.count_lost(blocks, ~fits, self._site_sets.table.ranks)
             self._report_lost(int(layout.rows[~fits].sum()))
         total = layout.total
         self.captured_rows += total
         if not total:
             return None
         region = self._ring.reserve(total)
-        self._pending = _Captured(region, *self._described(blocks, layout))
+        self._pending = _PendingCopy(region, *self._label(blocks, layout))
         base = np.where(copied, layout.base + region.start, 0).astype(np.int32)
-        return Copying(blocks, base, np.logical_or.reduce(copied, axis=0))
+        return StepCopies(blocks, base, np.logical_or.reduce(copied, axis=0))
 
     def end(self) -> None:
-        """Sends the rows of the forward pass, once the pass has been launched."""
+        """Sends the rows of the forward pass, once the pass was launched."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         rows = self._rows[pending.region.start : pending.region.end]
         fence = self.row_sender.send_rows(pending.head, rows, pending.groups)
         if fence is not None:
-            self._ring.leaves(pending.region, fence)
+            self._ring.set_fence(pending.region, fence)
 
     def _report_lost(self, rows: int) -> None:
         """Counts rows that are lost, and logs why, but not in every step while memory is full."""
@@ -211,8 +204,8 @@ class Captures:
         row = self._rows.shape[1] * self._rows.dtype.itemsize
         return min(self._ring.capacity, self.row_sender.free_bytes // row)
 
-    def _described(self, blocks: RowBlocks, layout: RingLayout) -> tuple[RowsHead, list[Group]]:
-        """The labels of a step's rows, and their encodings, in row order."""
+    def _label(self, blocks: RowBlocks, layout: RingLayout) -> tuple[RowsHead, list[Group]]:
+        """The labels of a step's rows, and their encodings in row order."""
         table = self._site_sets.table
         block, encoding = layout.part_block, layout.part_encoding
         count = table.counts.shape[1]

@@ -1,6 +1,6 @@
-"""The progress of requests, and counts for their last report, as arrays by request number.
+"""The progress of requests and the counts of their last report, as arrays by request number.
 
-Invariant: advancing a batch takes a few numpy calls, and no work per token.
+Invariant: advancing a batch takes a few numpy calls and no work per token.
 """
 
 import numpy as np
@@ -13,20 +13,18 @@ from rheostat_engine.worker.state.position_functions import Int64
 
 
 class RequestProgress:
-    """Progress and counts of every request with a plan."""
+    """Progress and counts of all requests with a plan. Number 0 stands for all other requests."""
 
     def __init__(self) -> None:
-        """Has only number 0, which stands for requests without a plan."""
         self.computed_start: Int64 = np.zeros(1, np.int64)
-        """First position that was computed."""
+        """First computed position."""
         self.computed_end: Int64 = np.zeros(1, np.int64)
-        """One past the highest position that was ever computed."""
+        """One past the highest position computed so far."""
         self.computed_tokens: Int64 = np.zeros(1, np.int64)
-        """Tokens computed. A token that is computed again counts again."""
+        """Computed tokens, including recomputed tokens."""
         self.preemptions: Int64 = np.zeros(1, np.int64)
-        """Preemptions."""
         self.cached_tokens_recomputed: Int64 = np.zeros(1, np.int64)
-        """Cached tokens that are computed again, because they are captured."""
+        """Cached tokens recomputed for captures."""
         self._lost: dict[int, Int64] = {}
         """[sites]: rows that did not fit into the ring, by request number."""
 
@@ -43,7 +41,7 @@ class RequestProgress:
         self.cached_tokens_recomputed = np.pad(self.cached_tokens_recomputed, (0, grow))
 
     def start(self, number: int, cached_tokens_recomputed: int) -> None:
-        """Gives the number to a request, which computes so many cached tokens again."""
+        """Resets a number for a new request."""
         self.computed_start[number] = OPEN_END
         self.computed_end[number] = 0
         self.computed_tokens[number] = 0
@@ -52,13 +50,13 @@ class RequestProgress:
         self._lost.pop(number, None)
 
     def advance(self, numbers: Int64, start: Int64, end: Int64) -> None:
-        """The requests compute positions [start, end) in this step."""
+        """Records that the requests compute positions [start, end) in this step."""
         self.computed_start[numbers] = np.minimum(self.computed_start[numbers], start)
         self.computed_end[numbers] = np.maximum(self.computed_end[numbers], end)
         self.computed_end[0] = 0
         self.computed_tokens[numbers] += end - start
 
-    def lose(
+    def count_lost(
         self, blocks: RowBlocks, lost: npt.NDArray[np.bool_], site_set_ranks: npt.NDArray[np.int32]
     ) -> None:
         """Counts blocks that did not fit into the ring.
@@ -76,7 +74,7 @@ class RequestProgress:
             self._lost[number] = self._lost.get(number, 0) + rows
 
     def span(self, number: int) -> tuple[int, int]:
-        """[start, end) positions that were computed of a request."""
+        """[start, end): the computed positions of a request."""
         start, end = int(self.computed_start[number]), int(self.computed_end[number])
         return min(start, end), end
 
@@ -87,9 +85,9 @@ class RequestProgress:
 
         Args:
             number: the request's number.
-            request_id: the server's name of the request.
+            request_id: the server's request id.
             rank: this worker's rank.
-            selected: [sites]: rows that its captures selected at this worker's sites; None: none.
+            selected: [sites]: rows that its captures selected; None if it never had captures.
             measured: whether all changed rows were measured.
         """
         start, end = self.span(number)

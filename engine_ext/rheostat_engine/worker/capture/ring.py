@@ -1,8 +1,8 @@
-"""The ring on the device for captured rows, and the layout of a step's rows in it.
+"""The device's ring of captured rows, and the layout of a step's rows in it.
 
-Invariants: a step's rows are in one contiguous region, ordered by encoding, request and site. Rows
-of an encoding therefore leave the device together, and their labels are ranges. A region is written
-again only after its rows have left. Rows that do not fit are counted as lost.
+Invariants: a step's rows are in one contiguous region, ordered by encoding, request and site. So
+the rows of an encoding are copied together, and their labels are ranges. A region is written again
+only after its rows were copied off the device. Rows that do not fit are counted as lost.
 """
 
 from collections import deque
@@ -23,23 +23,22 @@ class Region(NamedTuple):
 
 
 class Ring:
-    """Reserves regions one after the other, around a ring of `rows` rows; row 0 is never used."""
+    """Reserves consecutive regions of a ring of `rows` rows. Row 0 is never used."""
 
     def __init__(self, rows: int) -> None:
-        """All rows are free."""
         self._end = rows
         self._next = 1
-        # Regions whose rows have not left, ascending: from `_next` on, and before it.
+        # Regions whose rows may still be on the device, ascending: from `_next` on, and before it.
         self._ahead: deque[tuple[Region, Fence]] = deque()
         self._behind: deque[tuple[Region, Fence]] = deque()
 
     @property
     def capacity(self) -> int:
-        """The most rows that one region can have."""
+        """The most rows of a region."""
         return self._end - 1
 
     def reserve(self, rows: int) -> Region:
-        """Reserves a region; waits until its earlier rows have left the device."""
+        """Reserves a region; waits until its earlier rows were copied off the device."""
         if not 0 < rows <= self.capacity:
             raise ValueError(f"{rows} rows do not fit into a ring of {self.capacity}")
         if self._next + rows > self._end:
@@ -53,13 +52,13 @@ class Ring:
         self._next = region.end
         return region
 
-    def leaves(self, region: Region, fence: Fence) -> None:
-        """Sets the fence after which the rows of the region that was reserved last have left."""
+    def set_fence(self, region: Region, fence: Fence) -> None:
+        """Sets the fence after which the rows of the last reserved region were copied off."""
         self._behind.append((region, fence))
 
 
 class RowBlocks(NamedTuple):
-    """A step's captured tokens in blocks: consecutive tokens of one request and site set."""
+    """A step's captured tokens, in blocks of consecutive tokens of one request and site set."""
 
     token_block: Int32
     """[n]: number of the token's block, from 1; 0: not captured."""
@@ -112,20 +111,19 @@ class RingLayout(NamedTuple):
     """The offsets of a step's rows from the start of its region."""
 
     base: Int32
-    """[b, sites]: offset of the block's first row at a site; -1 where nothing is captured or the
+    """[b, sites]: offset of the block's first row at a site; -1 if the site is not captured or the
     block doesn't fit."""
     rows: Int64
     """[b]: rows of each block."""
     part_block: Int64
-    """[p]: the block of each part; a part has the rows of a block in one encoding. In row order."""
+    """[p]: the block of each part, in row order. A part has a block's rows in one encoding."""
     part_encoding: Int64
-    """[p]: its encoding, ascending."""
+    """[p]: ascending."""
     part_rows: Int64
-    """[p]: its rows."""
 
     @property
     def total(self) -> int:
-        """Rows that fit."""
+        """The number of rows that fit."""
         return int(self.part_rows.sum())
 
 
@@ -134,8 +132,8 @@ def lay_out(blocks: RowBlocks, site_sets: SiteSetTable, capacity: int) -> RingLa
 
     Args:
         blocks: the step's blocks.
-        site_sets: what each site set captures.
-        capacity: rows that fit; later blocks are lost if earlier ones fill it.
+        site_sets: the sites of each site set.
+        capacity: the number of rows that fit. Blocks beyond it are lost.
     """
     ranks = site_sets.ranks[blocks.site_set]
     parts = site_sets.counts[blocks.site_set] * blocks.count[:, None]

@@ -1,8 +1,8 @@
-"""The distinct sets of sites that are captured, with reference counts.
+"""The distinct sets of captured sites, with reference counts.
 
-Invariants: site set 0 captures nothing. A site set, with the encodings that it uses, exists as long
-as it has users. Clients therefore can't make the table grow beyond the site sets in use. Adding or
-removing many site sets costs a few numpy calls for all of them.
+Invariants: site set 0 is empty. A site set and its encodings exist while the set has users, so
+clients can't make the table grow beyond the sets in use. Adding or removing many site sets costs a
+few numpy calls for all of them.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class SiteSetTable(NamedTuple):
     """The sites of each site set."""
 
     ranks: npt.NDArray[np.int32]
-    """[site sets, sites]: rank of a site among those of the set in its encoding; -1: none."""
+    """[site sets, sites]: rank of a site among those of the set with its encoding; -1: none."""
     encodings: npt.NDArray[np.int32]
-    """[site sets, sites]: encoding of its rows."""
+    """[site sets, sites]: number of the encoding."""
     counts: npt.NDArray[np.int32]
     """[site sets, encodings]: sites in each encoding."""
 
@@ -32,12 +32,7 @@ class SiteSets:
     """Numbers for sets of sites."""
 
     def __init__(self, numbers: npt.NDArray[np.int64], encodings: RowEncodings) -> None:
-        """Only site set 0 exists.
-
-        Args:
-            numbers: [slots]: the index of the site of each slot.
-            encodings: the encodings of rows.
-        """
+        """`numbers`, [slots], is the site index of each slot."""
         self._encodings = encodings
         self._numbers = numbers
         sites = len(numbers)
@@ -49,18 +44,16 @@ class SiteSets:
         self._ids: RefCountedIds[bytes] = RefCountedIds(0)
         self._contents: dict[int, bytes] = {}
         self._sites: dict[tuple[int, int], list[int]] = {}
-        """Results of `sites_of`."""
+        """Cached results of `sites_of`."""
 
     def __len__(self) -> int:
-        """Site sets in use, without site set 0."""
         return len(self._ids)
 
     def acquire(self, sets: Int16) -> list[int]:
         """Adds a use of each set; returns their numbers, 0 for an empty set.
 
         Args:
-            sets: [n, sites]: 0 if a site is not captured, else 1 + the number of the encoding of
-                its rows.
+            sets: [n, sites]: 0 if a site is not captured, else 1 + the number of its encoding.
         """
         numbers: list[int] = []
         fresh: list[int] = []
@@ -96,7 +89,7 @@ class SiteSets:
         self._shrink()
 
     def sites_of(self, number: int, encoding: int) -> list[int]:
-        """The indices of the sites of a site set that have an encoding, ascending."""
+        """The indices of a site set's sites with an encoding, ascending."""
         sites = self._sites.get((number, encoding))
         if sites is None:
             ranks, encodings, _ = self.table
@@ -119,17 +112,17 @@ class SiteSets:
             rank = np.cumsum(captured, axis=1, dtype=np.int32) - 1
             ranks[numbers] = np.where(captured, rank, ranks[numbers])
             counts[numbers, encoding - 1] = captured.sum(axis=1)
-            self._encodings.hold(encoding - 1, int(captured.any(axis=1).sum()))
+            self._encodings.add_uses(encoding - 1, int(captured.any(axis=1).sum()))
 
     def _shrink(self) -> None:
-        """Removes the columns of encodings that no site set has any more."""
+        """Removes the columns of encodings that no site set uses."""
         used = np.flatnonzero(self.table.counts.any(axis=0))
         last = 1 + int(used[-1]) if len(used) else 1
         if last < self.table.counts.shape[1]:
             self.table = self.table._replace(counts=self.table.counts[:, :last].copy())
 
     def _take(self, content: bytes) -> Taken:
-        """Adds a use of a site set, and doubles the table if every number is in use."""
+        """Adds a use of a site set; doubles the table if every number is in use."""
         try:
             return self._ids.take(content)
         except Full:

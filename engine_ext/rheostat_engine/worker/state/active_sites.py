@@ -1,7 +1,7 @@
-"""The sites that the current step uses.
+"""The active sites: those with instructions in the current step.
 
-Invariant: between two steps no site is active. Warm-up, dummy and profiling runs therefore never
-read instructions of the last step from the buffers.
+Invariant: no site is active between two steps. So warm-up, dummy and profiling runs never execute
+the last step's instructions.
 """
 
 import numpy as np
@@ -9,19 +9,18 @@ import numpy.typing as npt
 
 
 class ActiveSites:
-    """The sites that this step uses."""
+    """The active sites of the current step."""
 
     def __init__(self, sites: int) -> None:
-        """None of `sites` is active."""
         self._none = np.zeros(sites, np.bool_)
         self.mask: npt.NDArray[np.bool_] = self._none
         """[sites]."""
         self.key: bytes | None = None
         """Equal for equal masks; None if no site is active."""
         self.own_graphs = 0
-        """The number of CUDA graphs that were made for a single mask."""
+        """CUDA graphs made for a single mask, since the start."""
         self.held_graphs = 0
-        """The number of these graphs that are held now."""
+        """CUDA graphs for a single mask that exist now."""
 
     def set(self, mask: npt.NDArray[np.bool_]) -> None:
         """Makes exactly the sites of `mask` active."""

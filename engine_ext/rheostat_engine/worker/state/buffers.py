@@ -1,6 +1,6 @@
-"""The buffers that the sites' ops read and write: a step's instructions, and what they refer to.
+"""The device buffers of the sites' ops: a step's instructions and the tables that they index.
 
-Invariant: buffers never move or change shape, because captured graphs hold their addresses.
+Invariant: buffers never move or change shape, because captured graphs contain their addresses.
 
 Each site and token has a `code`, the program to run (0: none, see `Programs`), and a `cap_row`, the
 ring row to which the stream is copied (0: none). Each token has a `dose_slot`, to which its
@@ -14,8 +14,8 @@ import torch
 from rheostat_engine.worker.state.active_sites import ActiveSites
 
 _ALIGNED = 4
-"""Tokens of a site are rounded up to a multiple of it. The instructions of every site then begin
-at 16 bytes, because kernels are compiled for the alignment of the first site."""
+"""The tokens of a site are rounded up to a multiple, so that the instructions of every site are
+aligned to 16 bytes: kernels are compiled for the alignment of the first site."""
 
 
 class SiteBuffers(NamedTuple):
@@ -28,7 +28,7 @@ class SiteBuffers(NamedTuple):
     dose_slot: torch.Tensor
     """[tokens] int32, the same for all sites."""
     rows: torch.Tensor
-    """[rows, W]; this and the next three as in `Programs`."""
+    """[rows, W]; for this and the next three see `Programs`."""
     directions: torch.Tensor
     """[directions, W] float32."""
     ints: torch.Tensor
@@ -42,7 +42,7 @@ class SiteBuffers(NamedTuple):
 
 
 class Buffers:
-    """The instructions of the current step by site and token, and the tables that they refer to."""
+    """The current step's instructions by site and token, and the tables that they index."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class Buffers:
         """Allocates the instructions.
 
         Args:
-            tokens: the most tokens of a step, padding included.
-            rows: [rows, W].
-            directions: [directions, W] float32.
-            ints: [steps, 4] int32.
-            floats: [steps, 4] float32.
+            tokens: the most tokens of a step, including padding.
+            rows: this and the next three as in `SiteBuffers`.
+            directions: see `rows`.
+            ints: see `rows`.
+            floats: see `rows`.
             doses: [sites, dose slots, 4] float32.
             ring: [ring rows, W].
         """
@@ -76,7 +76,7 @@ class Buffers:
         self.gains = [1.0] * sites
         """By site: the factor by which the model multiplies h before it adds h to the stream."""
         self.call_counts: list[int] | None = None
-        """How often each site's op has run, while the sites are verified; else None."""
+        """Runs of each site's op while the sites are verified; else None."""
         self._of_site = [
             SiteBuffers(
                 self.code[site],
@@ -97,11 +97,11 @@ class Buffers:
 
     @property
     def sites(self) -> int:
-        """Number of sites."""
+        """The number of sites."""
         return len(self._of_site)
 
     def site_handle(self, site: int) -> torch.Tensor:
-        """The tensor by which an op identifies its site: the site's view of `code`."""
+        """The tensor that identifies a site in its op: the site's view of `code`."""
         return self._of_site[site].code
 
     def site_of(self, site_handle: torch.Tensor) -> int:

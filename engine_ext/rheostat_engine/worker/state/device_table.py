@@ -1,8 +1,7 @@
-"""Tables on the device that are written from time to time, a few rows at once.
+"""Tables on the device with occasional writes of a few rows.
 
-Invariants: `flush` copies all waiting rows in few copies per table, in the order of the current
-stream, and the calling thread does not wait for them. If a row was put twice, the last content
-stays.
+Invariants: `flush` writes all staged rows with few copies per table, in the order of the current
+stream, without waiting for them. If a row is put twice, the last content is written.
 """
 
 from collections.abc import Sequence
@@ -12,21 +11,20 @@ import numpy.typing as npt
 import torch
 
 _MOST = 1 << 20
-"""Bytes that may wait for a flush."""
+"""Staged bytes above which `put_all` flushes."""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a tensor through pinned memory, in the current stream's order, without waiting."""
+    """Copies a tensor through pinned memory on the current stream, without waiting."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Table:
-    """A tensor on the device, and rows along one dimension that wait to be written."""
+    """A tensor on the device, with staged rows along one dimension."""
 
     def __init__(self, tensor: torch.Tensor, *, dim: int = 0) -> None:
-        """Wraps a tensor whose rows are along `dim`."""
         self.tensor = tensor
         self._dim = dim
         self._numbers: list[int] = []
@@ -34,13 +32,13 @@ class Table:
         self._bytes = 0
 
     def put(self, number: int, content: torch.Tensor | npt.NDArray[np.generic]) -> None:
-        """Writes the content of a row at the next flush."""
+        """Stages the content of a row until the next flush."""
         self.put_all([number], torch.as_tensor(content).unsqueeze(self._dim))
 
     def put_all(
         self, numbers: Sequence[int], contents: torch.Tensor | npt.NDArray[np.generic]
     ) -> None:
-        """Writes the contents of rows, which are along the table's dimension, at the next flush."""
+        """Stages the contents of rows, along the table's dimension, until the next flush."""
         tensor = torch.as_tensor(contents)
         self._numbers += numbers
         self._contents.append(tensor)
@@ -49,7 +47,7 @@ class Table:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the waiting rows, rounded to the table's dtype."""
+        """Writes the staged rows, rounded to the table's dtype."""
         if not self._numbers:
             return
         device, dim = self.tensor.device, self._dim

@@ -1,6 +1,6 @@
-"""Ids for content, with reference counts, and ranges of consecutive numbers.
+"""Reference-counted ids for content, and ranges of consecutive numbers.
 
-Invariant: an id belongs to one content as long as the content has users. Id 0 is never given out.
+Invariant: an id belongs to one content while the content has users. Id 0 is never allocated.
 """
 
 from collections.abc import Hashable
@@ -15,11 +15,11 @@ class Full(Exception):
 
 
 class Taken(NamedTuple):
-    """An id that was taken."""
+    """The result of `RefCountedIds.take`."""
 
     number: int
     fresh: bool
-    """Whether the content is new, so that the caller must write it."""
+    """Whether the content is new, so the caller must write it."""
 
 
 @dataclass(slots=True)
@@ -29,23 +29,21 @@ class _Entry:
 
 
 class RefCountedIds(Generic[K]):
-    """Ids for content: equal content has one id, which is reused once it has no users."""
+    """Ids for content. Equal content has one id, which is reused once it has no users."""
 
     def __init__(self, count: int) -> None:
-        """The ids 1 to `count` are free."""
+        """The ids are 1 to `count`."""
         self._free = list(range(count, 0, -1))
         self._entries: dict[K, _Entry] = {}
 
     def __len__(self) -> int:
-        """Ids in use."""
         return len(self._entries)
 
     def grow(self, count: int) -> None:
-        """Adds ids up to `count`, once every id is in use."""
+        """Raises the largest id to `count`. Every id must be in use."""
         self._free = list(range(count, len(self._entries), -1))
 
     def __contains__(self, content: K) -> bool:
-        """Whether content has an id."""
         return content in self._entries
 
     def take(self, content: K) -> Taken:
@@ -65,7 +63,7 @@ class RefCountedIds(Generic[K]):
         return Taken(number, fresh=True)
 
     def give(self, content: K) -> int:
-        """Ends one use; returns the id if this was the last use, else 0."""
+        """Ends one use; returns the id if it was the last use, else 0."""
         entry = self._entries[content]
         entry.users -= 1
         if entry.users:
@@ -79,11 +77,10 @@ class RangeAllocator:
     """Allocates ranges of consecutive numbers of [start, end)."""
 
     def __init__(self, start: int, end: int) -> None:
-        """All numbers are free."""
         self._free = [(start, end)]
 
     def take(self, count: int) -> int | None:
-        """Takes `count` consecutive numbers; returns the first, or None if none are free."""
+        """Allocates `count` consecutive numbers; returns the first, or None if there are none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= count:
                 if end - start == count:

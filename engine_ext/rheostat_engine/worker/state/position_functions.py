@@ -1,11 +1,11 @@
 """Piecewise-constant functions of the token position, and the function of each request.
 
-A function gives a few integers for each position, for example the slot that steers a token there.
+A function maps a position to a few integers, for example to the bank slot of a token there.
 Requests with equal plans share a function.
 
-Invariants: a lookup costs one binary search per token in numpy, however many requests there are. A
-new function is written behind the others. Dropped functions are removed together once they take
-more memory than the others. The cost of a request's start or end thus depends on its own function.
+Invariants: a lookup costs one binary search per token in numpy, for any number of requests. A new
+function is appended. Dropped functions are removed together once they take more memory than the
+others. So the cost of a request's start or end depends only on its own function.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ Int64 = npt.NDArray[np.int64]
 
 _POSITION_BITS = 32
 _SMALLEST = 1024
-"""Intervals for which memory is allocated at first."""
+"""Intervals for which memory is allocated initially."""
 
 
 class Functions:
     """Functions by number. Function 0 is zero at every position."""
 
     def __init__(self, columns: int = 1) -> None:
-        """Only function 0 exists. Each function has `columns` values."""
+        """Each function has `columns` values."""
         self._keys: Int64 = np.zeros(_SMALLEST, np.int64)
         self._values: Int32 = np.zeros((_SMALLEST, columns), np.int32)
         self._alive: npt.NDArray[np.bool_] = np.zeros(_SMALLEST, np.bool_)
@@ -36,14 +36,13 @@ class Functions:
         self._last = 0
         self._sizes: dict[int, int] = {}
         self.written = 0
-        """Intervals written since the start. An interval that is moved counts again."""
+        """Intervals written since the start, including moved intervals."""
 
     def __len__(self) -> int:
-        """The number of functions without function 0."""
         return len(self._sizes)
 
     def add(self, starts: npt.NDArray[np.integer], values: npt.ArrayLike) -> int:
-        """Adds a function; its number.
+        """Adds a function; returns its number.
 
         Args:
             starts: [p]: first position of each interval, ascending from 0.
@@ -63,7 +62,7 @@ class Functions:
         return self._last
 
     def drop(self, function: int) -> None:
-        """Drops a function; function 0 stays."""
+        """Drops a function, unless it is function 0."""
         if not function:
             return
         count = self._sizes.pop(function)
@@ -74,7 +73,7 @@ class Functions:
             self._sweep()
 
     def lookup(self, functions: Int64, positions: Int64) -> Int32:
-        """Values, [n, columns].
+        """The values at positions, [n, columns].
 
         Args:
             functions: [n]: numbers of existing functions, or 0.
@@ -95,7 +94,7 @@ class Functions:
         self.written += self._end
 
     def _sweep(self) -> None:
-        """Closes the gaps that dropped functions left."""
+        """Removes the dropped functions from the arrays."""
         alive = self._alive[: self._end]
         keys, values = self._keys[: self._end][alive], self._values[: self._end][alive]
         size = max(_SMALLEST, 2 * len(keys))
@@ -109,24 +108,19 @@ class Functions:
 
 
 class Segment(NamedTuple):
-    """The function of a request from a position on."""
+    """A request's function from a position on."""
 
     first: int
-    """The position."""
     function: int
-    """The function."""
     bases: tuple[int, ...] = ()
-    """Integers that only this request has, for example its first dose slot."""
+    """Integers of this request alone, for example its first dose slot."""
 
 
 class Requests:
-    """The functions of each request, by the request's number.
-
-    Request numbers are positive; number 0 stands for every request without a function.
-    """
+    """The functions of each request, by request number; number 0 has no function."""
 
     def __init__(self, functions: Functions, bases: int = 0) -> None:
-        """No request has a function. Each request gets `bases` integers of its own."""
+        """Each request has `bases` integers of its own."""
         self._functions = functions
         self._last_first: Int64 = np.zeros(1, np.int64)
         self._last_function: Int64 = np.zeros(1, np.int64)
@@ -135,7 +129,6 @@ class Requests:
         self._numbers: set[int] = set()
 
     def __len__(self) -> int:
-        """The number of requests with a function."""
         return len(self._numbers)
 
     def put(self, number: int, segments: Sequence[Segment]) -> None:
@@ -143,7 +136,7 @@ class Requests:
 
         Args:
             number: the request's number, positive.
-            segments: ascending from position 0; none: it has no function.
+            segments: ascending from position 0; empty if the request has no function.
         """
         if not segments:
             self.drop(number)
@@ -162,7 +155,7 @@ class Requests:
         self._numbers.add(number)
 
     def drop(self, number: int) -> None:
-        """Removes the functions of a request, if it has any."""
+        """Removes the functions of a request, if there are any."""
         if number in self._numbers:
             self._numbers.remove(number)
             self._earlier.pop(number, None)
@@ -170,10 +163,10 @@ class Requests:
             self._last_bases[number] = 0
 
     def lookup(self, numbers: Int64, positions: Int64) -> tuple[Int32, Int64]:
-        """The values at each token, [n, columns], and its request's bases there, [n, bases].
+        """The values, [n, columns], and the request's bases, [n, bases], at each token.
 
         Args:
-            numbers: request number of each token, [n]; one without a function yields zeros.
+            numbers: request number of each token, [n]; a request without functions yields zeros.
             positions: absolute position of each token, [n], not negative.
         """
         existing = np.where(numbers < len(self._last_first), numbers, 0)
@@ -188,7 +181,7 @@ class Requests:
     def _look_back(
         self, number: int, positions: Int64, tokens: Int64, functions: Int64, bases: Int64
     ) -> None:
-        """Writes the functions and bases of a request's tokens before its last segment."""
+        """Writes the functions and bases of tokens before the last segment of a request."""
         segments = self._earlier[number]
         firsts = [segment.first for segment in segments]
         which = np.searchsorted(firsts, positions, side="right") - 1

@@ -1,7 +1,7 @@
-"""The slot of each site in a worker's tables: first the stream's sites, then the routers.
+"""The slot of each site in a worker's tables: the stream's sites, then the routers.
 
-Invariants: plans and reports have indices of sites, and slots never leave the worker. A worker
-whose part of the model has no mixture of experts has no slots for routers.
+Invariants: plans and reports contain site indices; slots never leave the worker. A worker without
+a mixture of experts has no slots for routers.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ class SiteSlots:
     """The slots of a model's sites."""
 
     def __init__(self, layers: int, *, routers: bool = False) -> None:
-        """Slots for a model with `layers` layers; `routers`: whether this worker has any."""
+        """`layers` is the whole model's; `routers`: whether this worker has mixtures of experts."""
         self._layers = layers
         self._stream = site_count(layers)
         router_indices = np.arange(ROUTERS, ROUTERS + (layers if routers else 0))
         self.numbers: Int64 = np.concatenate([np.arange(self._stream), router_indices])
-        """[slots]: the index of the site of each slot."""
+        """[slots]: site index of each slot."""
 
     @property
     def count(self) -> int:
@@ -30,21 +30,21 @@ class SiteSlots:
         return len(self.numbers)
 
     def of(self, site: int) -> int:
-        """The slot of a site; at least `count` if this worker has no slot for it."""
+        """The slot of a site; `count` or more if this worker has none."""
         return site if site < ROUTERS else self._stream + site - ROUTERS
 
     def check(self, table: SteeringTable) -> None:
         """Checks the sites of a table of acts.
 
         Raises:
-            ValueError: a site does not exist in the model, or is no site of the stream.
+            ValueError: a site is not a site of the model's stream.
         """
         sites = [act.site_rows.sites for act in table.acts]
         if any(((indices < 0) | (indices >= self._stream)).any() for indices in sites):
             raise ValueError(f"the plan names a site that is not one of the model's {self._stream}")
 
     def to_slots(self, sites: Sequence[int]) -> Int64:
-        """The slots of captured sites, ascending, without the routers of other workers.
+        """The slots of captured sites, ascending, without sites of other workers.
 
         Raises:
             ValueError: the model cannot have one of the sites.

@@ -1,9 +1,9 @@
-"""Encodes captured rows on the device, so that fewer bytes leave it.
+"""Encodes captured rows on the device, to copy fewer bytes to the host.
 
-Invariants: encoded rows are uint8 [n, bytes of a row], little-endian, each row by itself. Shapes
-alone decide their size, so nothing here waits for the device. `offset + scale * code` is within
-half a scale of the number, where scale and offset are the float32 numbers of the row. If a row has
-a number that is not finite, its scale and offset are NaN and its codes 0.
+Invariants: encoded rows are uint8 [n, bytes of a row], little-endian, each row alone. Their size
+depends only on shapes, so no function waits for the device. `offset + scale * code`, with the row's
+float32 scale and offset, is within half a scale of the number. If a row has a number that is not
+finite, its scale and offset are NaN and its codes 0.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 _LARGEST_INDEX = 2**32 - 1
 
 _SIGNS_AT_ONCE = 1 << 18
-"""Signs of a random projection that are made at once. Meanwhile, each takes 32 bytes."""
+"""Signs of a random projection computed at once. Each takes 32 bytes meanwhile."""
 
 
 class Codes(NamedTuple):
@@ -29,39 +29,37 @@ class Codes(NamedTuple):
 
 
 def cast(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Casts elements, rounded to nearest: [n, W] -> uint8 [n, W * itemsize]."""
+    """Casts elements, rounding to nearest: [n, W] -> uint8 [n, W * itemsize]."""
     return rows.to(dtype).contiguous().view(torch.uint8)
 
 
 def full8(rows: torch.Tensor) -> torch.Tensor:
-    """Every number in 8 bits of its row's range: [n, W] of any float type -> uint8 [n, 8 + W].
+    """Quantizes to 8 bits over each row's range: [n, W] of any float dtype -> uint8 [n, 8 + W].
 
-    Works in float64, since the range of float32 numbers can exceed float32's.
+    Computes in float64, because the range of float32 numbers can exceed float32.
     """
-    codes = quantised(rows.float())
-    return _joined(codes.scales[:, None], codes.offsets[:, None], codes.codes)
+    codes = quantize(rows.float())
+    return _concat_bytes(codes.scales[:, None], codes.offsets[:, None], codes.codes)
 
 
 def rp8(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """A random projection in 8 bits per number: [n, W] -> uint8 [n, 8 + K].
+    """A random projection in 8 bits per number: [n, W] of any float dtype -> uint8 [n, 8 + K].
 
-    Args:
-        rows: of any float type.
-        matrix: float32 [K, W]; see `random_signs`.
+    `matrix` is float32 [K, W]; see `random_signs`.
     """
-    return full8(projected(rows, matrix))
+    return full8(project(rows, matrix))
 
 
 def topk8(rows: torch.Tensor, kept: int) -> torch.Tensor:
-    """The K elements of largest magnitude per row: [n, W] -> uint8 [n, 8 + 5 * K].
+    """The K elements of largest magnitude of each row: [n, W] -> uint8 [n, 8 + 5 * K].
 
-    Indices ascend. Of equal magnitudes the lower index is kept; NaN and infinities are larger than
+    Indices ascend. Of equal magnitudes, the lower index is kept. NaN and infinities are larger than
     any number.
     """
     numbers = rows.float()
-    indices = largest(numbers, kept)
-    codes = quantised(numbers.gather(1, indices))
-    return _joined(
+    indices = largest_indices(numbers, kept)
+    codes = quantize(numbers.gather(1, indices))
+    return _concat_bytes(
         codes.scales[:, None],
         codes.offsets[:, None],
         indices.to(torch.int32),
@@ -69,37 +67,37 @@ def topk8(rows: torch.Tensor, kept: int) -> torch.Tensor:
     )
 
 
-def projected(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+def project(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
     """x.d for every row x [n, W] and direction d [D, W], in float32: [n, D].
 
-    As precise as `torch.get_float32_matmul_precision` says; vLLM sets it, by default to "highest".
+    The precision is `torch.get_float32_matmul_precision`, which vLLM sets, by default to "highest".
     """
     return rows.float() @ directions.float().T
 
 
 def random_signs(kept: int, width: int, seed: int, device: torch.device) -> torch.Tensor:
-    """The [K, W] float32 matrix of RP8; `Quantization.seed` in tensor.proto says how it is made."""
+    """The [K, W] float32 matrix of RP8; `Quantization.seed` in tensor.proto defines it."""
     size = 1 / math.sqrt(kept)
     signs = torch.empty(kept * width, dtype=torch.float32, device=device)
     for first in range(0, len(signs), _SIGNS_AT_ONCE):
         part = signs[first : first + _SIGNS_AT_ONCE]
-        # int64 wraps as uint64 does; its right shift copies the sign, which the masks take off.
+        # int64 wraps like uint64. Its right shift copies the sign, which the masks remove.
         state = torch.arange(first + 1, first + 1 + len(part), dtype=torch.int64, device=device)
-        state.mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(seed))
+        state.mul_(_to_int64(0x9E3779B97F4A7C15)).add_(_to_int64(seed))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             state.bitwise_xor_((state >> shift).bitwise_and_((1 << (64 - shift)) - 1))
-            state.mul_(_signed(factor))
+            state.mul_(_to_int64(factor))
         odd = (state >> 31).bitwise_xor_(state).bitwise_and_(1)
         part.copy_(1 - 2 * odd).mul_(size)
     return signs.view(kept, width)
 
 
-def _signed(word: int) -> int:
+def _to_int64(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
-def quantised(rows: torch.Tensor) -> Codes:
-    """Codes over each row's own range; float32 [n, numbers], at least one number."""
+def quantize(rows: torch.Tensor) -> Codes:
+    """Quantizes float32 [n, numbers] over each row's range; at least one number."""
     low, high = torch.aminmax(rows, dim=1)
     reach = high.double() - low
     scales = _scales(reach)
@@ -113,9 +111,10 @@ def quantised(rows: torch.Tensor) -> Codes:
 
 
 def _scales(reach: torch.Tensor) -> torch.Tensor:
-    """The largest float32 whose 255th multiple is not above the range, so that none overflows.
+    """The largest float32 whose 255th multiple does not exceed the range, so that none overflows.
 
-    Among denormal numbers that may not reach the range's end to half a scale; then the next one.
+    Among denormal numbers, that may miss the end of the range by over half a scale. Then it is the
+    next larger float32.
     """
     reach = torch.where(reach.isfinite(), reach, torch.nan)
     scales = (reach / 255).float()
@@ -126,15 +125,15 @@ def _scales(reach: torch.Tensor) -> torch.Tensor:
     return torch.where(scales.double() * 255.5 < reach, above, scales)
 
 
-def largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
+def largest_indices(rows: torch.Tensor, kept: int) -> torch.Tensor:
     """Ascending indices of each row's K elements of largest magnitude, int64 [n, K]."""
     magnitudes = rows.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
     columns = torch.arange(rows.shape[1], device=rows.device)
-    # No two keys are equal, so the choice doesn't depend on how they are sorted.
+    # The keys are distinct, so the result doesn't depend on the sorting algorithm.
     keys = (magnitudes << 32) + (_LARGEST_INDEX - columns)
     return keys.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
 
 
-def _joined(*parts: torch.Tensor) -> torch.Tensor:
-    """The bytes of a row's parts, side by side."""
+def _concat_bytes(*parts: torch.Tensor) -> torch.Tensor:
+    """Concatenates the bytes of each row's parts."""
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)

@@ -1,9 +1,9 @@
-"""Sends frames to the server, on a thread of its own.
+"""Sends frames to the server, on its own thread.
 
 Invariants: frames are sent in the order of the calls of `send`, which waits neither for the device
 nor for the server. If a frame cannot be built or sent, the error is logged and its fallback heads
-are sent. Later frames are unaffected. If the server falls behind, the thread waits, and steps go
-on. The rows are in the staging area, whose size bounds the number of waiting rows.
+are sent. Later frames are unaffected. If the server falls behind, only this thread waits. The rows
+are in the staging area, whose size bounds them.
 """
 
 import logging
@@ -18,17 +18,15 @@ from rheostat_engine.channel.events import Head, RowsHead, encode_head
 
 _LOG = logging.getLogger(__name__)
 
-
 _FRAMES = 16
 """Frames that ZeroMQ queues before the thread waits."""
 
-
-_UNREADABLE = "what was measured could not be read; its requests are released without it"
+_UNREADABLE = "measurements could not be read; their requests are released without doses"
 _LOST = "captured rows could not be read and are lost"
 
 
 class Fence(Protocol):
-    """A point in the work of the device."""
+    """A point in a device stream."""
 
     def synchronize(self) -> None:
         """Waits until the device has reached it."""
@@ -42,16 +40,16 @@ class Frame(NamedTuple):
     ready: Fence | None = None
     """The fence after which the rows, or the input of the function, are complete."""
     fallback: Sequence[Head] = ()
-    """The fallback heads, which are sent if the heads can't be made or the rows can't be read."""
+    """Heads to send if the heads can't be made or the rows can't be read."""
     rows: int = 0
-    """The number of rows that it describes."""
+    """The number of described rows."""
 
 
 class EventSender:
     """The worker's end of the side channel."""
 
     def __init__(self, address: str) -> None:
-        """Connects to the server's address, which need not be bound yet."""
+        """Connects to the server's address, which may not be bound yet."""
         self.lost_rows = 0
         """Rows of frames that were not sent."""
         self._queue: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
@@ -68,7 +66,7 @@ class EventSender:
         self._queue.put(frame)
 
     def close(self) -> None:
-        """Sends the queued frames, then stops. A server that is behind may miss some."""
+        """Sends the queued frames, then stops. If the server is behind, some may be lost."""
         self._queue.put(None)
         self._thread.join(timeout=5)
 
@@ -85,7 +83,7 @@ class EventSender:
         self._context.term()
 
     def _send(self, frame: Frame) -> bool:
-        """Sends a frame, or its fallback; returns whether it was the frame."""
+        """Sends a frame or its fallback; returns whether the frame was sent."""
         complete = True
         try:
             heads = _heads(frame)

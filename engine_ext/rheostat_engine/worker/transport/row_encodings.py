@@ -1,7 +1,7 @@
-"""The encodings in which this worker sends captured rows, and their encoders.
+"""The encoders of captured rows.
 
-Invariant: all encoders together stay below a limit of device memory. If an encoding does not fit,
-or can't be made here, its rows leave raw, which every reader can read.
+Invariant: all encoders together stay below a limit of device memory. If an encoding does not fit or
+is not possible here, its rows are sent raw, which every reader accepts.
 """
 
 import logging
@@ -18,35 +18,28 @@ from rheostat_engine.worker.transport import encoders
 _LOG = logging.getLogger(__name__)
 
 REFUSED = 1
-"""Number of the encoding of rows that leave raw although an encoding was requested."""
+"""The encoding number of rows that are sent raw although an encoding was requested."""
 
-MOST = 128
-"""Encodings at the same time. A step launches some kernels for each encoding of its rows."""
+MAX_ENCODINGS = 128
+"""The most encodings at once, because a step launches some kernels for each of its encodings."""
 
 _Matrix = npt.NDArray[np.float32]
 
 
 class RowEncoder:
-    """An encoding, and the matrices that it needs. Only one thread calls `encode`."""
+    """An encoding and its matrices. Only one thread calls `encode`."""
 
     def __init__(
         self, encoding: RowEncoding, number: int, width: int, projection: _Matrix | None = None
     ) -> None:
-        """An encoder of rows [n, width].
-
-        Args:
-            encoding: the encoding.
-            number: the number of the encoding; see `RowEncodings`.
-            width: W.
-            projection: its directions, [D, W]; None if it has none.
-        """
+        """`number` is the number in `RowEncodings`; `projection`, [D, W], the directions."""
         self.number = number
         self.key = encoding.key
         self.row_bytes = encoding.row_bytes(width)
         self.bytes = _matrix_bytes(encoding, width)
-        """Device memory of its matrices, once it has been used."""
+        """Device memory of the matrices, which are allocated on first use."""
         self.scratch = _scratch(encoding, width)
-        """Device memory that encoding one row takes."""
+        """Device memory to encode one row."""
         self.users = 0
         self._encoding = encoding
         self._projection = projection
@@ -59,7 +52,7 @@ class RowEncoder:
         if self._projection is not None:
             if self._directions is None:
                 self._directions = torch.from_numpy(self._projection).to(rows.device)
-            numbers = encoders.projected(rows, self._directions)
+            numbers = encoders.project(rows, self._directions)
         if encoding.codec is Codec.CAST:
             return encoders.cast(numbers, getattr(torch, encoding.dtype))
         if encoding.codec is Codec.FULL8:
@@ -73,52 +66,51 @@ class RowEncoder:
 
 
 class RowEncodings:
-    """The encodings of captures in force, by number; unused ones stay while they fit."""
+    """Encoders by number. Unused encoders stay until their memory is needed."""
 
     def __init__(
         self, *, width: int, itemsize: int, vectors: Mapping[bytes, _Matrix], limit: int
     ) -> None:
-        """No encoding is in use.
+        """Allocates nothing.
 
         Args:
             width: W.
             itemsize: bytes of an element of the stream.
-            vectors: float32 [rows, W] by digest; a live view of the worker's vectors.
+            vectors: float32 [rows, W] by digest; the worker's mapping, which changes.
             limit: bytes of device memory for all encoders.
         """
         self._width = width
         self._raw_bytes = width * itemsize
         self._vectors = vectors
         self._limit = limit
-        self._free = list(range(REFUSED + MOST, REFUSED, -1))
+        self._free = list(range(REFUSED + MAX_ENCODINGS, REFUSED, -1))
         self._encoders: OrderedDict[RowEncoding, RowEncoder] = OrderedDict()
         self._by_number: dict[int, RowEncoder] = {}
         self.bytes = 0
         """Device memory of all encoders."""
 
     def __len__(self) -> int:
-        """Encodings in use."""
         return sum(encoder.users > 0 for encoder in self._encoders.values())
 
     def __getitem__(self, number: int) -> RowEncoder | None:
-        """The encoder with a number that is in use; None if rows leave raw."""
+        """The encoder of a number in use; None if its rows are raw."""
         return self._by_number[number] if number > REFUSED else None
 
     def acquire(self, encoding: RowEncoding | None) -> int:
-        """Adds a use; returns the number, 0 for None, `REFUSED` if the encoding can't be made."""
+        """Adds a use; returns the number: 0 for None, `REFUSED` if the encoding is not possible."""
         if encoding is None:
             return 0
         encoder = self._encoders.get(encoding)
         if encoder is None:
             encoder = self._make(encoding)
         if encoder is None:
-            _LOG.info("rows in an encoding of %s leave raw", encoding.codec.name)
+            _LOG.info("rows with encoding %s are sent raw", encoding.codec.name)
             return REFUSED
         self._encoders.move_to_end(encoding)
         encoder.users += 1
         return encoder.number
 
-    def hold(self, number: int, times: int = 1) -> None:
+    def add_uses(self, number: int, times: int = 1) -> None:
         """Adds `times` uses of an encoding in use."""
         if number > REFUSED:
             self._by_number[number].users += times
@@ -130,7 +122,7 @@ class RowEncodings:
 
     def _make(self, encoding: RowEncoding) -> RowEncoder | None:
         size = _matrix_bytes(encoding, self._width)
-        if not self._possible(encoding) or not self._make_space(size):
+        if not self._is_possible(encoding) or not self._make_space(size):
             return None
         projection = None
         if encoding.directions is not None:
@@ -142,8 +134,8 @@ class RowEncodings:
         self.bytes += size
         return encoder
 
-    def _possible(self, encoding: RowEncoding) -> bool:
-        """Whether rows can have this encoding, and are smaller in it."""
+    def _is_possible(self, encoding: RowEncoding) -> bool:
+        """Whether the encoding is valid for the stream, and not larger than raw rows."""
         chooses = encoding.codec in (Codec.RP8, Codec.TOPK8)
         most = encoding.numbers(self._width)
         return (not chooses or 1 <= encoding.kept <= most) and 0 < encoding.row_bytes(
@@ -184,7 +176,7 @@ def _matrix_bytes(encoding: RowEncoding, width: int) -> int:
 
 
 def _scratch(encoding: RowEncoding, width: int) -> int:
-    """About the device memory for a row: float32 and float64 copies, sort keys, codes."""
+    """Approximate device memory to encode a row: float32 and float64 copies, sort keys, codes."""
     numbers = encoding.numbers(width)
     size = 4 * width + encoding.row_bytes(width)
     if encoding.directions is not None:

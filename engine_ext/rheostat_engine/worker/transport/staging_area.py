@@ -1,8 +1,8 @@
-"""The worker's end of the memory in which captured rows wait for the server.
+"""The worker's end of the memory shared with the server for captured rows.
 
-Invariants: nothing is written where the server may still read. If a range does not fit, `reserve`
-returns None and does not wait. On CUDA the memory is pinned once, at the start, so that sending
-rows never asks the driver for memory.
+Invariants: no range is written while the server may still read it. If a range does not fit,
+`reserve` returns None and does not wait. On CUDA the memory is pinned once at startup, so sending
+rows never allocates in the driver.
 """
 
 import contextlib
@@ -31,22 +31,18 @@ class Ranges:
     """Reserves contiguous ranges around a ring of `size` bytes."""
 
     def __init__(self, size: int) -> None:
-        """All bytes are free.
-
-        Args:
-            size: a multiple of 64.
-        """
+        """`size` is a multiple of 64."""
         self.size = size
         self.skipped_bytes = 0
-        """Bytes at the end that were too few for the next range."""
+        """Bytes skipped at the end of the ring because the next range did not fit there."""
         self._next = 0
-        self._floor = 0  # free up to here, even if the reader has not reported it
+        self._floor = 0  # free up to here, even if the reader's counter is lower
 
     def largest(self, taken: int) -> int:
         """The bytes of the largest range that fits now.
 
         Args:
-            taken: the position up to which the reader has read everything.
+            taken: the position up to which the reader has read.
         """
         taken = max(taken, self._floor)
         if taken == self._next:
@@ -60,7 +56,9 @@ class Ranges:
         if size > self.largest(taken):
             return None
         tail = self.size - self._next % self.size
-        if max(taken, self._floor) == self._next:  # reuses pages that are in memory
+        if (
+            max(taken, self._floor) == self._next
+        ):  # all free: restart at 0, whose pages are in memory
             self._next += tail % self.size
             self._floor = self._next
         elif size > tail:
@@ -71,19 +69,17 @@ class Ranges:
         return staging_range
 
     def give_back(self, staging_range: StagingRange) -> None:
-        """Frees the range that was reserved last and is not needed."""
+        """Frees the last reserved range, which was not used."""
         self._next = staging_range.position
 
 
 class StagingArea:
-    """Memory that is shared with the server."""
+    """Memory shared with the server."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Allocates the memory; the system provides its pages when they are touched or pinned.
+        """Allocates `size` bytes, rounded up to pages; `device` copies rows into them.
 
-        Args:
-            size: bytes; rounded up to pages.
-            device: the device that copies into it.
+        The system provides pages when they are touched or pinned.
         """
         size = max(1, -(-size // PAGE)) * PAGE
         self.ranges = Ranges(size)
@@ -96,7 +92,7 @@ class StagingArea:
         self._counter = np.frombuffer(memory, "<u8", 1, COUNTER)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8, offset=PAGE)
         self.pinned = device.type == "cuda" and _pin(self._bytes, device)
-        """Whether the memory is pinned, so that the device copies without the CPU."""
+        """Whether the memory is pinned, so that copies don't use the CPU."""
 
     @property
     def size(self) -> int:
@@ -118,11 +114,11 @@ class StagingArea:
         return self._bytes[start : start + staging_range.size]
 
     def report(self, rank: int) -> StagingReport:
-        """The fields with which the server maps it, until it is closed."""
+        """The fields with which the server maps the memory, until `close`."""
         return StagingReport(rank=rank, pid=os.getpid(), fd=self._fd, nonce=self._nonce.hex())
 
     def close(self) -> None:
-        """Closes it, once the device writes nothing more there."""
+        """Closes the memory. No copy into it may be running."""
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
             self.pinned = False
@@ -139,12 +135,12 @@ def _pin(memory: torch.Tensor, device: torch.device) -> bool:
         )
     except RuntimeError as error:
         _LOG.warning(
-            "the %d MiB that captured rows leave through could not be pinned (%s); they leave "
+            "the %d MiB of staging memory could not be pinned (%s); captured rows are copied "
             "slowly. A smaller --staging-mib may help",
             memory.nbytes >> 20,
             error,
         )
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device)  # clears the error, or the next launch would raise it
+            torch.ones(1, device=device)  # clears the error, which the next launch would raise
         return False
     return True

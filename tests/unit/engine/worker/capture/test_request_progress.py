@@ -82,7 +82,7 @@ def lose(progress: RequestProgress, number: int, count: int) -> None:
         start=ints(0, 9),
         count=ints(count, 7),
     )
-    progress.lose(blocks, np.array([True, False]), SITE_SET_RANKS)
+    progress.count_lost(blocks, np.array([True, False]), SITE_SET_RANKS)
 
 
 def test_lost_rows_are_not_counted_as_captured_and_are_forgotten_with_the_request() -> None:
@@ -108,7 +108,7 @@ def test_rows_of_each_request_are_lost_by_themselves() -> None:
         start=ints(0, 0, 9, 4),
         count=ints(5, 2, 3, 7),
     )
-    progress.lose(blocks, np.array([True, True, True, True]), SITE_SET_RANKS)
+    progress.count_lost(blocks, np.array([True, True, True, True]), SITE_SET_RANKS)
     lost = [progress.released(n, "r", 0, None, measured=True).lost_rows for n in (1, 2)]
     assert lost == [2 * 2, 2 * (5 + 3)]
 

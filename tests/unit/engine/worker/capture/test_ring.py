@@ -151,7 +151,7 @@ def test_a_region_never_overlaps_one_that_has_not_left_and_waits_for_no_other(
         }
         if leaves:
             copies.append(Copy(region))
-            ring.leaves(region, copies[-1])
+            ring.set_fence(region, copies[-1])
 
 
 @pytest.mark.parametrize("rows", [0, 8])

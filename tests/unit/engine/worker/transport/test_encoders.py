@@ -103,7 +103,7 @@ def test_rp8_differs_from_the_server_s_by_one_code_at_most(dtype: torch.dtype) -
 def test_a_projection_is_the_scalar_products_in_float32(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     rows, directions = torch.randn(10, 96).to(DEVICE, dtype).split([7, 3])
-    found = encoders.projected(rows, directions)
+    found = encoders.project(rows, directions)
     assert found.dtype == torch.float32
     exact = rows.double() @ directions.double().T
     assert torch.allclose(found.double(), exact, rtol=1e-5, atol=1e-4)

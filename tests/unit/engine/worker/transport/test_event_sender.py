@@ -135,7 +135,7 @@ def test_a_frame_that_cannot_be_made_is_logged_and_takes_no_other_with_it(
         (Installed("next", ""),),
     ]
     lost = "captured rows could not be read and are lost"
-    unmeasured = "what was measured could not be read; its requests are released without it"
+    unmeasured = "measurements could not be read; their requests are released without doses"
     assert [(one.message, bool(one.exc_info)) for one in caplog.records] == [
         (lost, True),
         (unmeasured, True),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import Codec, Directions, RowEncoding
-from rheostat_engine.worker.transport.row_encodings import MOST, REFUSED, RowEncodings
+from rheostat_engine.worker.transport.row_encodings import MAX_ENCODINGS, REFUSED, RowEncodings
 
 WIDTH = 16
 A, B = b"a" * 32, b"b" * 32
@@ -70,9 +70,11 @@ def test_a_form_that_cannot_be_or_saves_nothing_is_refused(encoding: RowEncoding
 
 def test_there_are_so_many_forms_and_no_more() -> None:
     held = encodings()
-    many = [held.acquire(RowEncoding(Codec.RP8, kept=1, seed=seed)) for seed in range(MOST)]
+    many = [
+        held.acquire(RowEncoding(Codec.RP8, kept=1, seed=seed)) for seed in range(MAX_ENCODINGS)
+    ]
     assert REFUSED not in many
-    last = RowEncoding(Codec.RP8, kept=1, seed=MOST)
+    last = RowEncoding(Codec.RP8, kept=1, seed=MAX_ENCODINGS)
     assert held.acquire(last) == REFUSED
     held.release(many[3])
     assert held.acquire(last) == many[3]

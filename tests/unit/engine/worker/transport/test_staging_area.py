@@ -155,7 +155,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     area = StagingArea(3 << 20, torch.device("cuda"))
     assert not area.pinned
     assert [one.getMessage() for one in caplog.records] == [
-        "the 3 MiB that captured rows leave through could not be pinned (no memory); they leave "
+        "the 3 MiB of staging memory could not be pinned (no memory); captured rows are copied "
         "slowly. A smaller --staging-mib may help"
     ]
     area.close()
