@@ -1,1 +1,1 @@
-"""What workers report to the server, and how it gets there."""
+"""The side channel: reports and captured rows from the workers to the server."""

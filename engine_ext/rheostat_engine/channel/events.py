@@ -1,8 +1,8 @@
-"""The reports of a worker about its requests, and their bytes.
+"""The reports of a worker about its requests, and their serialization.
 
-Invariants: the order of a request's reports is Installed, Rows..., Released, and nothing follows
-Released. An Attached comes between Installed and Released, after all rows of earlier steps. A frame
-is a msgpack head, and its rows are in the staging area. Nothing in either is executed or unpickled.
+Invariants: the reports of a request are Installed, then Rows, and Released last. An Attached
+comes between Installed and Released, after all rows of earlier steps. A frame is a msgpack head;
+its rows are in the staging area. Nothing in either is executed or unpickled.
 """
 
 from collections import Counter
@@ -18,43 +18,42 @@ from rheostat_engine.channel.staging import StagingRange
 from rheostat_engine.plan.row_encodings import RAW_KEY
 
 RowArray = npt.NDArray[np.generic]
-"""Rows as they leave the worker: float32, float16, or uint16 that holds bfloat16's bits."""
+"""Rows from a worker: float32, float16, or uint16 with the bits of bfloat16."""
 
 _WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
 _LARGE = 1 << 16
-"""If a block has at least so many bytes at one site, each of its sites becomes an event of its own,
-because a reader of one site would otherwise keep the memory of all."""
+"""Bytes of a block at one site from which on each site gets its own event. Otherwise a reader of a
+site would keep the memory of all sites."""
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A worker has put a request's plan in force, before the request's first step."""
+    """The workers have applied a request's plan, before the request's first step."""
 
     request_id: str
     error: str
-    """Why the plan is not in force, so that the request must fail; empty if it is in force."""
+    """Why the plan could not be applied, so that the request must fail; empty if it was applied."""
 
 
 @dataclass(frozen=True)
 class Attached:
-    """The captures of a request were updated, for the step that follows the report."""
+    """The captures of a request were updated, from the step after this report on."""
 
     request_id: str
     change: int
     """The server's number of the update."""
     first: int
-    """First position to which the update applies; `OPEN_END`: the request ended before."""
+    """First updated position; `OPEN_END`: the request ended before."""
     error: str
-    """Why the update failed and changed nothing; empty if it did not fail."""
+    """Why the update failed without effect; empty if it did not fail."""
 
 
 @dataclass(slots=True, eq=False)
 class Rows:
     """Captured rows of some sites at the same positions.
 
-    Nothing changes it. It is not frozen, because that would triple the time to make one, and a step
-    makes one for each request.
+    Immutable by convention: `frozen` would triple the time to create it, once per request and step.
     """
 
     request_id: str
@@ -65,45 +64,45 @@ class Rows:
     data: RowArray
     """[sites, n, width]: raw rows; or uint8 [sites, n, bytes of a row]: encoded rows."""
     encoding: bytes = RAW_KEY
-    """Key of their encoding."""
+    """`RowEncoding.key` of their encoding."""
 
 
 class Dose(NamedTuple):
-    """The effect of an act at one site, measured on the device. Norms are L2, of float32 rows."""
+    """The effect of an act at one site, measured on the device. Norms are L2, in float32."""
 
     act: int
     """Index of the act in the plan."""
     site: int
     """Site index."""
     rows: int
-    """Rows that it changed. A token that is computed again counts again."""
+    """Changed rows, including those of recomputed tokens."""
     change: float
-    """Sum over the rows of |change|."""
+    """Sum of |change| over the rows."""
     relative: float
-    """Sum over the rows of |change| / |x|, x the row before the act."""
+    """Sum of |change| / |x| over the rows, with x the row before the act."""
     relative_max: float
     """Largest |change| / |x|."""
 
 
 @dataclass(frozen=True)
 class Released:
-    """The worker has freed everything of the request."""
+    """The workers have freed all resources of a request."""
 
     request_id: str
     doses: tuple[Dose, ...]
-    """The effects of its acts, by act, then site; sites without rows are missing."""
+    """Ascending by act, then site; sites without changed rows are missing."""
     measured: bool
     """Whether all changed rows were measured."""
     captured: dict[int, int]
     """Rows sent, by site index."""
     lost_rows: int
-    """Rows that were selected but could not be captured."""
+    """Selected rows that could not be captured or sent."""
     preemptions: int
-    """How often the request was preempted and resumed."""
+    """The number of preemptions."""
     computed: tuple[int, int]
-    """[start, end) positions that were computed for it; earlier ones came from the cache."""
+    """[start, end) computed positions; earlier positions came from the prefix cache."""
     recomputed: int = 0
-    """Tokens computed again after a preemption, and cached tokens computed for a capture."""
+    """Tokens recomputed after a preemption, and cached tokens recomputed for captures."""
 
 
 Report = Installed | Attached | Rows | Released
@@ -114,14 +113,14 @@ Report = Installed | Attached | Rows | Released
 class Dropped:
     """A report that the server could not process.
 
-    The request must fail at once, because its reader would wait for the report for ever.
+    The request must fail at once, because its reader would wait forever for the report.
     """
 
     report: Report
 
     @property
     def request_id(self) -> str:
-        """The request that the report was about."""
+        """The id of the report's request."""
         return self.report.request_id
 
 
@@ -133,7 +132,7 @@ class InstalledHead(msgspec.Struct, frozen=True, tag="installed"):
 
     rank: int
     number: int
-    """The worker's number of the request in its frames of rows, until `Released`."""
+    """The worker's number of the request in frames of rows, until `Released`."""
     request_id: str
     error: str
 
@@ -161,7 +160,7 @@ class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
     dtype: str
     width: int
     site_sets: list[list[int]]
-    """The different sets of sites in this step, each in one encoding."""
+    """The distinct sets of sites in this step, each with one encoding."""
     number: bytes
     """The worker's number of the request."""
     which: bytes
@@ -171,17 +170,17 @@ class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
     count: bytes
     """Number of positions."""
     encodings: list[tuple[bytes, int]] = []
-    """Key and bytes of a row of each encoding in this step; empty if all rows are raw."""
+    """(Key, bytes of a row) of each encoding in this step; empty if all rows are raw."""
     encoding_of: list[int] = []
-    """The encoding of each of `site_sets`."""
+    """Index into `encodings` for each of `site_sets`."""
     lost: bool = False
     """Whether the rows are lost."""
     staging_range: StagingRange | None = None
-    """The range of the rows; None if they never got one."""
+    """The range of the rows; None if none was reserved."""
 
     @property
     def as_raw(self) -> "RowsHead":
-        """The head of the same rows, sent raw."""
+        """The head for the same rows sent raw."""
         return msgspec.structs.replace(self, encodings=[], encoding_of=[])
 
     @property
@@ -214,12 +213,12 @@ _DECODER: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(
 
 
 def encode_head(head: Head) -> bytes:
-    """The bytes of a frame's head."""
+    """Serializes a frame's head."""
     return _ENCODER.encode(head)
 
 
 def decode_head(data: bytes) -> Head:
-    """The head that `encode_head` wrote."""
+    """Parses the bytes of `encode_head`."""
     return _DECODER.decode(data)
 
 
@@ -227,7 +226,7 @@ class RowBlocks:
     """The labels of a frame of rows, as arrays with one entry per block."""
 
     def __init__(self, head: RowsHead) -> None:
-        """Reads a frame's head.
+        """Parses a frame's head.
 
         Raises:
             LookupError, OverflowError, ValueError: the head is malformed.
@@ -239,7 +238,7 @@ class RowBlocks:
         if len({len(data) for data in arrays}) > 1:
             raise ValueError("the labels of a frame have different lengths")
         self.dtype = _WIRE_DTYPES[head.dtype]
-        """NumPy's name of the elements of raw rows."""
+        """NumPy dtype of raw rows."""
         self.site_sets = [tuple(sites) for sites in head.site_sets]
         raw = (RAW_KEY, head.width * np.dtype(self.dtype).itemsize)
         self.kinds = (
@@ -247,13 +246,13 @@ class RowBlocks:
             if head.encodings
             else [raw] * len(head.site_sets)
         )
-        """Key and bytes of a row, of each set of sites."""
+        """(Key, bytes of a row) of each set of sites."""
         if len(self.kinds) != len(self.site_sets) or any(size < 1 for _, size in self.kinds):
             raise ValueError("the encodings of a frame do not fit its sites")
         sets = zip(self.site_sets, self.kinds, strict=True)
         position_bytes = np.array([len(sites) * size for sites, (_, size) in sets], np.int64)
         self.offset = np.zeros(len(self.number) + 1, np.int64)
-        """The first byte of each block in the payload, and the end of the last."""
+        """Offset of each block in the payload, and the end of the last block."""
         if len(self.number):
             if self.which.min() < 0 or self.count.min() < 0:
                 raise ValueError("a label of a frame is negative")
@@ -268,7 +267,7 @@ class RowBlocks:
 
 
 def lost_rows(head: RowsHead) -> dict[int, Counter[int]]:
-    """The rows of a frame that is lost: rows by site index, by the worker's number of the request.
+    """The rows of a lost frame: counts by site index, by the worker's number of the request.
 
     Raises:
         LookupError, ValueError: the frame is malformed.
@@ -289,7 +288,7 @@ def copy_arrays(arrays: Sequence[RowArray]) -> list[RowArray]:
 
 
 def same_arrays(arrays: Sequence[RowArray]) -> list[RowArray]:
-    """The arrays themselves, which are copies already."""
+    """Returns the arrays, for a payload that is a copy already."""
     return [*arrays]
 
 
@@ -300,17 +299,17 @@ def split_rows(
     copies: Callable[[Sequence[RowArray]], list[RowArray]] = copy_arrays,
     chosen: Iterable[int] | None = None,
 ) -> list[Rows]:
-    """The rows of a frame, an event per block, or per site of a large one.
+    """The events of a frame: one for each block, or for each site of a large block.
 
-    Each event has memory of its own, so that a slow reader does not keep other requests' rows.
-    Unless `copies` copies nothing: then all events of the frame keep the payload.
+    With `copy_arrays` each event has its own memory, so a slow reader does not keep the rows of
+    other requests. With `same_arrays` all events of the frame keep the payload.
 
     Args:
         blocks: the frame's labels.
         payload: the rows.
         names: request ids by the worker's numbers.
         copies: copies arrays.
-        chosen: indices of the blocks; None: all of them.
+        chosen: indices of the blocks; None: all blocks.
 
     Raises:
         LookupError, OverflowError, ValueError: labels and payload don't fit.

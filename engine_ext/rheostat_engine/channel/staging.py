@@ -1,11 +1,11 @@
 """Host memory that a worker shares with the server: its layout, and the server's end.
 
 Invariants: ranges are reserved and freed first in, first out. Only the worker writes rows. Only the
-server writes the counter of what it has read, so that it needs no message back. The memory has no
-name in any file system and can't shrink, and ends with the last process that has it.
+server writes the counter of read bytes, which replaces messages to the worker. The memory has no
+name in a file system, can't shrink, and is freed with the last process that maps it.
 
-The first page is a header. A position counts bytes since the start of the worker. Its byte is at
-`position % size` behind the header.
+Layout: the first page is a header. A position counts bytes since the start of the worker; its byte
+is at `position % size` after the header.
 """
 
 import fcntl
@@ -19,14 +19,14 @@ from typing import NamedTuple, TypedDict, cast
 import numpy as np
 
 HEADER = struct.Struct("<8s16sQ")
-"""Magic, nonce, and the number of bytes behind the header's page."""
+"""Magic, nonce, and the number of bytes after the header's page."""
 MAGIC = b"rheostat"
 PAGE = 4096
 """Bytes of the header."""
 COUNTER = 64
-"""Offset of the counter in the header: the position up to which everything has been read."""
+"""Offset in the header of the counter: the position up to which the server has read."""
 ALIGNMENT = 64
-"""Ranges begin at multiples of it."""
+"""Bytes to which ranges are aligned."""
 
 
 class StagingError(Exception):
@@ -37,13 +37,13 @@ class StagingRange(NamedTuple):
     """A range of the area."""
 
     position: int
-    """Its first position."""
+    """The first position."""
     size: int
-    """Its used bytes."""
+    """Bytes, without padding."""
 
     @property
     def end(self) -> int:
-        """The position behind it."""
+        """One past the last position, aligned."""
         return self.position + aligned(self.size)
 
 
@@ -54,22 +54,22 @@ class StagingReport(TypedDict):
     pid: int
     fd: int
     nonce: str
-    """Hexadecimal; the nonce in the memory's header."""
+    """The nonce in the header, hexadecimal."""
 
 
 def aligned(size: int) -> int:
-    """The bytes that a range of `size` bytes takes."""
+    """`size` rounded up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class StagingReader:
-    """The server's end of a worker's area."""
+    """The server's end of a worker's staging area."""
 
     def __init__(self, report: StagingReport) -> None:
         """Maps the memory.
 
         Raises:
-            StagingError: it can't be mapped, or it is other memory.
+            StagingError: the memory can't be mapped, or is not the worker's.
         """
         try:
             self._memory = _mapped(report)
@@ -87,10 +87,10 @@ class StagingReader:
 
     @contextmanager
     def taken(self, staging_range: StagingRange) -> Iterator[memoryview]:
-        """The bytes of a range, which the worker may write again after the `with` block.
+        """The bytes of a range. After the `with` block the worker may write them again.
 
         Raises:
-            StagingError: the range can't be the next one.
+            StagingError: the range is not valid as the next range.
         """
         start = staging_range.position % self.size
         if not (
@@ -98,35 +98,35 @@ class StagingReader:
             and self._taken <= staging_range.position <= self._taken + 2 * self.size
         ):
             raise StagingError(
-                f"{staging_range} is no range of an area of {self.size} bytes, taken up to "
-                f"{self._taken}"
+                f"{staging_range} is no range of a staging area of {self.size} bytes, read "
+                f"up to {self._taken}"
             )
         try:
             yield self._rows[start : start + staging_range.size]
         finally:
             self._taken = staging_range.end
-            self._counter[0] = self._taken  # one aligned store of eight bytes
+            self._counter[0] = self._taken  # atomic: one aligned store of eight bytes
 
 
 def _mapped(report: StagingReport) -> mmap.mmap:
     fd = os.open(f"/proc/{report['pid']}/fd/{report['fd']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise ValueError("the memory could shrink under its readers")
+            raise ValueError("the memory is not sealed against shrinking")
         memory = mmap.mmap(fd, os.fstat(fd).st_size)
     finally:
         os.close(fd)
     magic, nonce, size = HEADER.unpack_from(memory)
     if (magic, nonce.hex(), size) != (MAGIC, report["nonce"], len(memory) - PAGE):
-        raise ValueError("it is other memory")
+        raise ValueError("the memory is not the worker's")
     return memory
 
 
 def readers_of(reports: Sequence[Mapping[str, object]]) -> dict[int, StagingReader]:
-    """The areas of all workers that report, by rank.
+    """The staging areas of all reporting workers, by rank.
 
     Args:
-        reports: the answers of all workers to `rheostat_describe`.
+        reports: the results of `rheostat_describe` from all workers.
 
     Raises:
         StagingError: an area can't be mapped.

@@ -1,16 +1,16 @@
-"""The server's end of the side channel: frames from all workers become events of requests.
+"""The server's end of the side channel: converts frames from all workers to events of requests.
 
 Order
     A request's events are delivered in order. Events other than rows wait until every reporting
     worker has sent them. So no row comes before `Installed` or after `Released`.
 Failures
-    If an event fails, the error is logged and counted, and its request receives `Dropped`. Later
-    events are unaffected. A frame that can't be read is logged and skipped. Rows that can't be read
-    are lost and counted.
+    If an event fails, the error is logged and counted, and its request receives `Dropped`. A frame
+    that can't be parsed is logged and skipped. Rows that can't be read are counted as lost. Later
+    events are unaffected.
 Cost
-    Rows are copied out of the workers' memory at once. Those of decode steps wait for the rows of
-    later steps; see `RowBatcher`. No frame is read while the event loop accepts no events.
-    vLLM's step outputs are not involved.
+    Rows are copied out of the workers' memory at once. Rows of decode steps are batched; see
+    `RowBatcher`. While the event loop is behind, no frame is received. vLLM's step outputs are not
+    involved.
 """
 
 import asyncio
@@ -57,21 +57,21 @@ from rheostat_engine.settings import EngineSettings
 _LOG = logging.getLogger(__name__)
 
 _FRAMES = 16
-"""Frames that may wait for the event loop. Then the workers wait, and at last lose rows and report
-it."""
+"""Frames that may wait for the event loop. Beyond it the workers wait. Once their staging areas are
+full, they lose rows and report the loss."""
 
-_PATIENCE = 0.2
-"""Seconds between two checks for a stop, while the event loop accepts no frame."""
+_STOP_POLL = 0.2
+"""Seconds between checks for a stop, while the event loop is behind."""
 
-_EVENTS_PER_TURN = 64
-"""Events that are delivered in one turn of the event loop. A frame may hold thousands, and other
-clients' tokens must not wait for all of them."""
+_EVENTS_PER_ITERATION = 64
+"""Events per iteration of the event loop. A frame may have thousands, which must not delay other
+clients' tokens."""
 
-_COPIERS = 4
-"""Threads that copy large frames out of the workers' memory. One is slower than a device."""
+_COPY_THREADS = 4
+"""Threads that copy large frames, because one thread is slower than a device."""
 
-_LARGE = 1 << 20
-"""Bytes for which a thread is worth its cost."""
+_BYTES_PER_THREAD = 1 << 20
+"""Bytes per thread from which on threads pay off."""
 
 
 class EventMerger:
@@ -83,13 +83,7 @@ class EventMerger:
         copies: Callable[[Sequence[RowArray]], list[RowArray]] = copy_arrays,
         batcher: RowBatcher | None = None,
     ) -> None:
-        """No worker has reported anything.
-
-        Args:
-            ranks: the number of workers that report.
-            copies: copies arrays.
-            batcher: joins rows of successive steps; None: a batcher with memory of its own.
-        """
+        """`ranks` is the number of reporting workers; `copies` copies arrays."""
         self._ranks = ranks
         self._copies = copies
         self._batcher = batcher or RowBatcher(FrameCopies())
@@ -99,7 +93,7 @@ class EventMerger:
         self._early: dict[str, list[Rows]] = {}
         self._released: dict[str, list[ReleasedHead]] = {}
         self._lost: dict[tuple[int, int], Counter[int]] = {}
-        """Rows by site that were sent and then lost, by worker and its number of the request."""
+        """By (rank, the worker's number of the request): rows lost after sending, by site."""
 
     def feed(
         self,
@@ -112,33 +106,33 @@ class EventMerger:
 
         Args:
             head: the frame's head.
-            rows: the rows that it describes.
-            copied: whether the events may keep `rows`; otherwise they copy them.
+            rows: the frame's rows.
+            copied: whether events may keep `rows`; otherwise they are copied.
 
         Raises:
             LookupError, OverflowError, ValueError: the frame is malformed.
         """
         if isinstance(head, RowsHead):
             if head.lost:
-                return self._lose(head)
-            return self._pass_on(self._split(head, rows, copied=copied))
+                return self._count_lost(head)
+            return self._hold_early(self._split(head, rows, copied=copied))
         if isinstance(head, InstalledHead):
-            return self._install(head)
+            return self._on_installed(head)
         if isinstance(head, AttachedHead):
-            return self._attach(head)
-        return self._release(head)
+            return self._on_attached(head)
+        return self._on_released(head)
 
     @property
     def due(self) -> float | None:
-        """Seconds until `take_due` returns rows; None if none wait."""
+        """Seconds until `take_due` returns rows; None if no rows wait."""
         return self._batcher.due
 
     def take_due(self) -> list[Event]:
-        """The events of rows that have waited for later rows long enough."""
+        """The events of batched rows whose delay is over."""
         rows, lost = self._batcher.take_due(self._names)
         for rank, number, sites in lost:
             self._lost.setdefault((rank, number), Counter()).update(sites)
-        return self._pass_on(rows)
+        return self._hold_early(rows)
 
     def _split(
         self,
@@ -147,7 +141,7 @@ class EventMerger:
         *,
         copied: bool,
     ) -> list[Rows]:
-        """The events of a frame of rows, without the rows that wait for those of later steps."""
+        """The events of a frame of rows, except rows that are batched."""
         names = self._names[head.rank]
         blocks = RowBlocks(head)
         if blocks.bytes != len(rows):
@@ -161,20 +155,19 @@ class EventMerger:
         return earlier + split_rows(blocks, rows, names, same_arrays, others.tolist())
 
     def skip(self, head: Head | None) -> list[Event]:
-        """The events that replace a frame that `feed` refused, so that no reader waits for it.
+        """The events in place of a frame that `feed` refused, so that no reader waits for it.
 
-        Args:
-            head: its head; None if the head can't be read.
+        `head` is None if it can't be parsed.
         """
         if isinstance(head, RowsHead):
             with contextlib.suppress(LookupError, OverflowError, ValueError):
-                return self._lose(head)
+                return self._count_lost(head)
         if isinstance(head, ReleasedHead):
             nothing = Released(head.request_id, (), False, {}, 0, 0, (0, 0))
             return [Dropped(nothing)]
         return []
 
-    def _pass_on(self, rows: list[Rows]) -> list[Event]:
+    def _hold_early(self, rows: list[Rows]) -> list[Event]:
         ready: list[Event] = []
         for event in rows:
             if event.request_id in self._installed:
@@ -183,12 +176,12 @@ class EventMerger:
                 ready.append(event)
         return ready
 
-    def _lose(self, head: RowsHead) -> list[Event]:
+    def _count_lost(self, head: RowsHead) -> list[Event]:
         for number, rows in lost_rows(head).items():
             self._lost.setdefault((head.rank, number), Counter()).update(rows)
         return []
 
-    def _install(self, head: InstalledHead) -> list[Event]:
+    def _on_installed(self, head: InstalledHead) -> list[Event]:
         self._names.setdefault(head.rank, {})[head.number] = head.request_id
         errors = self._installed.setdefault(head.request_id, [])
         errors.append(head.error)
@@ -198,7 +191,7 @@ class EventMerger:
         error = next(filter(None, errors), "")
         return [Installed(head.request_id, error), *self._early.pop(head.request_id, [])]
 
-    def _attach(self, head: AttachedHead) -> list[Event]:
+    def _on_attached(self, head: AttachedHead) -> list[Event]:
         rows = self._last_rows(head)
         key = head.request_id, head.change
         heads = self._attached.setdefault(key, [])
@@ -210,11 +203,11 @@ class EventMerger:
         return [*rows, Attached(*key, max(head.first for head in heads), error)]
 
     def _last_rows(self, head: AttachedHead | ReleasedHead) -> list[Event]:
-        """The rows of a request that wait, which must leave before a report about it."""
+        """The batched rows of a request, which must precede a report about it."""
         names = self._names.get(head.rank, {})
-        return self._pass_on(self._batcher.take(head.rank, (head.number,), names))
+        return self._hold_early(self._batcher.take(head.rank, (head.number,), names))
 
-    def _release(self, head: ReleasedHead) -> list[Event]:
+    def _on_released(self, head: ReleasedHead) -> list[Event]:
         rows = self._last_rows(head)
         del self._names[head.rank][head.number]
         head = _corrected(head, self._lost.pop((head.rank, head.number), Counter()))
@@ -243,7 +236,7 @@ class EventMerger:
 
 
 def _corrected(head: ReleasedHead, lost: Counter[int]) -> ReleasedHead:
-    """The last report of a worker, without the rows that were lost after they were counted."""
+    """A worker's last report, corrected by the rows that were lost after it counted them."""
     if not lost:
         return head
     left = {site: count - lost[site] for site, count in head.captured.items()}
@@ -255,7 +248,7 @@ def _corrected(head: ReleasedHead, lost: Counter[int]) -> ReleasedHead:
 
 
 class EventQueue:
-    """Delivers events on the event loop, in order, a bounded number in each turn of the loop."""
+    """Delivers events on the event loop, in order, a bounded number per loop iteration."""
 
     def __init__(
         self,
@@ -263,15 +256,15 @@ class EventQueue:
         deliver: Callable[[Event], None],
         frame_done: Callable[[], None],
     ) -> None:
-        """An empty queue.
+        """All methods are called on the event loop.
 
         Args:
-            loop: the loop on which all methods are called.
+            loop: the event loop.
             deliver: receives each event.
             frame_done: called once for each frame, after its last event.
         """
         self.failed = 0
-        """Events that `deliver` raised an exception for."""
+        """Events for which `deliver` raised an exception."""
         self._loop = loop
         self._deliver = deliver
         self._frame_done = frame_done
@@ -283,35 +276,35 @@ class EventQueue:
         self._waiting.extend(events)
         self._waiting.append(None)
         if not self._scheduled:
-            self._turn()
+            self._deliver_some()
 
-    def _turn(self) -> None:
-        for _ in range(min(_EVENTS_PER_TURN, len(self._waiting))):
+    def _deliver_some(self) -> None:
+        for _ in range(min(_EVENTS_PER_ITERATION, len(self._waiting))):
             event = self._waiting.popleft()
             if event is None:
                 self._frame_done()
             else:
-                self._hand_over(event)
+                self._deliver_one(event)
         self._scheduled = bool(self._waiting)
         if self._scheduled:
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._deliver_some)
 
-    def _hand_over(self, event: Event) -> None:
+    def _deliver_one(self, event: Event) -> None:
         try:
             self._deliver(event)
         except Exception:  # any error, because later events belong to other requests
             self.failed += 1
             _LOG.exception(
-                "an event of %s could not be processed, the %d. since the start",
+                "an event of request %s could not be processed (%d failures since the start)",
                 event.request_id,
                 self.failed,
             )
             if not isinstance(event, Dropped):
-                self._hand_over(Dropped(event))
+                self._deliver_one(Dropped(event))
 
 
 class WorkerChannel:
-    """Receives from the workers on a thread of its own; hands events to an event loop."""
+    """Receives frames on its own thread, and delivers events on an event loop."""
 
     def __init__(self, settings: EngineSettings, *, ranks: int) -> None:
         """Binds `settings.channel`.
@@ -321,7 +314,7 @@ class WorkerChannel:
         """
         self._frames = FrameCopies()
         self._merger = EventMerger(ranks, self._copies, RowBatcher(self._frames))
-        self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="rheostat-copy")
+        self._copy_threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="rheostat-copy")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _FRAMES)
@@ -329,7 +322,7 @@ class WorkerChannel:
         try:
             self._socket.bind(settings.channel)
         except zmq.ZMQError:
-            self._context.destroy()  # left to the garbage collector, it would wait for its socket
+            self._context.destroy()  # the garbage collector would wait for its socket
             raise
         self._address = settings.channel
         self._stop_address = f"inproc://stop-{id(self):x}"
@@ -340,20 +333,20 @@ class WorkerChannel:
         self._areas: dict[int, StagingReader] = {}
 
     def attach(self, reports: Sequence[Mapping[str, object]]) -> None:
-        """Maps the memory of captured rows, before the first rows come.
+        """Maps the workers' staging areas, before the first rows arrive.
 
         Args:
-            reports: the answers of all workers to `rheostat_describe`.
+            reports: the results of `rheostat_describe` from all workers.
 
         Raises:
-            StagingError: a worker's memory can't be reached.
+            StagingError: an area can't be mapped.
         """
         self._areas = readers_of(reports)
 
     def start(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Event], None]) -> None:
-        """Starts to call `deliver` on `loop` for every event.
+        """Starts the thread, which calls `deliver` on `loop` for every event.
 
-        If `deliver` raises, it is called again with `Dropped`, which names the event.
+        If `deliver` raises, it is called again with `Dropped`.
         """
         events = EventQueue(loop, deliver, self._free_frames.release)
         self._thread = threading.Thread(
@@ -370,7 +363,7 @@ class WorkerChannel:
         self._socket.close()
         self._stop.close()
         self._context.term()
-        self._copiers.shutdown()
+        self._copy_threads.shutdown()
         self._areas = {}
         if self._address.startswith("ipc://"):
             path = self._address.removeprefix("ipc://")
@@ -396,12 +389,12 @@ class WorkerChannel:
                     arrived += self._merger.take_due()
                 if not arrived:
                     continue
-                while not self._free_frames.acquire(timeout=_PATIENCE):
+                while not self._free_frames.acquire(timeout=_STOP_POLL):
                     if stop.poll(0):
                         return
                 loop.call_soon_threadsafe(events.put, arrived)
         except RuntimeError:
-            _LOG.info("the event loop has closed; the side channel stops")
+            _LOG.info("the event loop is closed; the side channel stops")
             stop.recv()
         finally:
             stop.close()
@@ -415,25 +408,28 @@ class WorkerChannel:
                 return self._rows_of(head)
             return self._merger.feed(head)
         except (msgspec.MsgspecError, LookupError, OverflowError, ValueError, MemoryError):
-            _LOG.exception("a frame of the side channel could not be read and was skipped")
+            _LOG.exception("a frame of the side channel could not be parsed and was skipped")
             return self._merger.skip(head)
 
     def _copies(self, arrays: Sequence[RowArray]) -> list[RowArray]:
-        if len(arrays) < _COPIERS or sum(array.nbytes for array in arrays) < _COPIERS * _LARGE:
+        if (
+            len(arrays) < _COPY_THREADS
+            or sum(array.nbytes for array in arrays) < _COPY_THREADS * _BYTES_PER_THREAD
+        ):
             return copy_arrays(arrays)
-        shares = [arrays[first::_COPIERS] for first in range(_COPIERS)]
+        shares = [arrays[first::_COPY_THREADS] for first in range(_COPY_THREADS)]
         copies: list[RowArray] = [*arrays]
-        for first, share in enumerate(self._copiers.map(copy_arrays, shares)):
-            copies[first::_COPIERS] = share
+        for first, share in enumerate(self._copy_threads.map(copy_arrays, shares)):
+            copies[first::_COPY_THREADS] = share
         return copies
 
     def _rows_of(self, head: RowsHead) -> list[Event]:
-        """The events of a frame of rows, whose range is freed even if the frame is malformed."""
+        """The events of a frame of rows. Its range is freed even if the frame is malformed."""
         if head.staging_range is None:
             return self._merger.feed(head.without_rows)
         try:
             if head.rank not in self._areas:
-                raise StagingError(f"the memory of worker {head.rank} was never attached")
+                raise StagingError(f"the staging area of worker {head.rank} was never attached")
             with self._areas[head.rank].taken(head.staging_range) as rows:
                 copied = self._frames.copy(rows)
                 if copied is None:

@@ -1,13 +1,13 @@
 """Encodes rows and copies them into the staging area, while the next step runs.
 
-Invariants: `send_rows` does not wait, and its work does not grow with the rows. Their region of the
-ring may be written again after the returned fence. If rows can't be encoded, they leave raw. If
-they can't leave at all, they are reported as lost. Encoding takes at most a fixed amount of device
-memory at once. Ranges of the staging area are reserved in the order in which their frames are sent.
+Invariants: `send_rows` does not wait, and its cost does not depend on the number of rows. Their
+region of the ring may be written again after the returned fence. If rows can't be encoded, they are
+sent raw. If they can't be copied, they are reported as lost. Encoding takes a bounded amount of
+device memory. Ranges of the staging area are reserved in the order in which frames are sent.
 
-Why only few copies run at once
-    A device runs copies in one direction in the order in which they were launched, in all streams.
-    Sampled tokens would wait for all rows of a step.
+Why few copies run at once
+    A device runs copies in one direction in launch order, across all streams. Sampled tokens would
+    wait for all rows of a step.
 """
 
 import logging
@@ -31,10 +31,10 @@ from rheostat_engine.worker.transport.staging_area import StagingArea
 _LOG = logging.getLogger(__name__)
 
 _CHUNK = 16 << 20
-"""Bytes of a chunk, which a device copies in about 0.3 ms."""
+"""Bytes of a chunk. A device copies it in about 0.3 ms."""
 
 _LOG_INTERVAL = 60.0
-"""Seconds between two equal log messages about rows that fail."""
+"""Seconds between equal log messages about failed rows."""
 
 
 class _StagingFull(Exception):
@@ -45,65 +45,59 @@ class Group(NamedTuple):
     """Consecutive rows of a step with one encoding."""
 
     encoding: RowEncoder | None
-    """The encoder; None if the rows are raw."""
+    """None if the rows are raw."""
     rows: int
-    """The number of rows."""
 
     def bytes(self, raw: int) -> int:
-        """Bytes of all rows; `raw` are the bytes of a raw row."""
+        """Bytes of the group; `raw` is the bytes of a raw row."""
         return self.rows * (raw if self.encoding is None else self.encoding.row_bytes)
 
 
 @dataclass
 class _PendingRows:
-    """A step's rows that have not left the device; a fence that waits until they have."""
+    """A step's rows in the queue; also the fence after which they were copied off the device."""
 
     head: RowsHead
     rows: torch.Tensor
     groups: Sequence[Group]
     written: torch.cuda.Event | None
-    """The fence after which the rows are complete; None: they are."""
+    """The fence after which the rows are complete; None: they already are."""
     launched: threading.Event = field(default_factory=threading.Event)
-    left: Fence | None = None
-    """The fence of the copies, set before `launched`."""
+    copied: Fence | None = None
+    """The fence of the copies; set before `launched`."""
 
     @property
     def bytes(self) -> int:
-        """The most bytes that they take in the staging area."""
+        """The most bytes that the rows take in the staging area."""
         return aligned(max(self.rows.nbytes, packed_bytes(self.rows, self.groups)))
 
     def synchronize(self) -> None:
-        """Waits until no copy reads the rows; never waits for the server."""
+        """Waits until no copy reads the rows. Does not wait for the server."""
         self.launched.wait()
-        if self.left is not None:
-            self.left.synchronize()
+        if self.copied is not None:
+            self.copied.synchronize()
 
 
 class PacedCopies:
-    """Copies to the host, of which few run at once.
+    """Limits the copies to the host that run at once.
 
-    Only the thread that launches the copies waits. Small copies share the event of a chunk.
+    Only the launching thread waits. Small copies share the event of a chunk.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None, in_flight: int) -> None:
-        """No copy is running.
-
-        Args:
-            stream: runs the copies; None if `copy` returns after the copy.
-            in_flight: chunks that may be copied at once; 0: no limit.
-        """
+        """`stream` runs the copies; None if they are synchronous. `in_flight` as in `RowSender`."""
         self._stream = stream
         self._in_flight = in_flight
         self._ends: deque[torch.cuda.Event] = deque()
         self._bytes = 0
-        """Bytes that were launched after the last of these events."""
+        """Bytes launched after the last of these events."""
 
     def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Launches a copy, chunk by chunk; waits while too many chunks are being copied.
+        """Launches a copy chunk by chunk, and waits while too many chunks are being copied.
 
         Args:
-            target: host memory, uint8.
-            values: on the device, of as many bytes.
+            target: uint8 on the host.
+            values: a tensor of equal size in bytes on the device.
         """
         chunks = values.view(torch.uint8).flatten().split(_CHUNK)
         for chunk, part in zip(chunks, target.split(_CHUNK), strict=True):
@@ -113,7 +107,7 @@ class PacedCopies:
 
     def _wait(self, nbytes: int) -> None:
         if self._bytes + nbytes > _CHUNK:
-            # A blocking event yields the core. Spinning would take it from the step thread.
+            # A blocking event yields the core; a spinning wait would take it from the step thread.
             event = torch.cuda.Event(blocking=True)
             event.record(self._stream)
             self._ends.append(event)
@@ -135,28 +129,28 @@ class RowSender:
         scratch: int,
         in_flight: int = 2,
     ) -> None:
-        """Starts the thread that encodes and copies rows, on a stream of its own on CUDA.
+        """Starts the thread that encodes and copies rows, on its own stream on CUDA.
 
         Args:
             event_sender: sends the frames.
             device: the device of the rows.
-            area: the memory in which rows wait for the server.
-            scratch: bytes of device memory that encoding may take at once.
-            in_flight: chunks of 16 MiB that may be copied at once; 0: no limit.
+            area: the memory shared with the server.
+            scratch: bytes of device memory for encoding.
+            in_flight: chunks of 16 MiB that are copied at once; 0: no limit.
         """
         self.area = area
         self.scratch = scratch
         self.left_bytes = 0
-        """Bytes of rows that have left the device."""
+        """Bytes of rows copied off the device."""
         self.plain_rows = 0
-        """Rows that left raw because they could not be encoded."""
+        """Rows sent raw because they could not be encoded."""
         self._event_sender = event_sender
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copies = PacedCopies(self._stream, in_flight)
         self._queue: queue.SimpleQueue[Frame | _PendingRows | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending_bytes = 0
-        """Bytes of rows that have no range of the staging area yet."""
+        """Bytes of queued rows without a range of the staging area."""
         self._lost_rows = 0
         self._next_log: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="rheostat-rows", daemon=True)
@@ -164,12 +158,12 @@ class RowSender:
 
     @property
     def lost_rows(self) -> int:
-        """Rows that could not leave the device, or whose frames were not sent."""
+        """Rows that could not be copied off the device, or whose frames were not sent."""
         return self._lost_rows + self._event_sender.lost_rows
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of further rows that fit into the staging area."""
+        """Bytes of additional rows that fit into the staging area."""
         with self._lock:
             return max(0, self.area.free_bytes - self._pending_bytes)
 
@@ -178,7 +172,7 @@ class RowSender:
         self._queue.put(frame)
 
     def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> Fence:
-        """Queues rows that the work launched so far on the current stream writes.
+        """Queues rows, which are complete once the current stream's launched work is.
 
         Args:
             head: their labels, group by group.
@@ -186,7 +180,7 @@ class RowSender:
             groups: their encodings, in row order.
 
         Returns:
-            A fence after which the rows have left the device.
+            A fence after which the rows were copied off the device.
         """
         written = None
         if self._stream is not None:
@@ -203,15 +197,15 @@ class RowSender:
         heads: Callable[[torch.Tensor], Sequence[Head]],
         fallback: Sequence[Head],
     ) -> None:
-        """Queues frames that are made from measurements of the work launched so far.
+        """Queues frames that are built from measurements of the work launched so far.
 
         Args:
             measured: the measurements, on the device.
-            heads: makes the frames' heads from the measurements on the host, on another thread.
-            fallback: the heads that are sent if that fails.
+            heads: builds the frames' heads from the measurements on the host, on another thread.
+            fallback: heads to send if that fails.
         """
-        host, left = self._copy(measured)
-        self._queue.put(Frame(lambda: heads(host), ready=left, fallback=fallback))
+        host, copied = self._copy(measured)
+        self._queue.put(Frame(lambda: heads(host), ready=copied, fallback=fallback))
 
     def close(self) -> None:
         """Sends the queued rows and frames, then stops."""
@@ -228,81 +222,85 @@ class RowSender:
         values.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             host.copy_(values, non_blocking=True)
-            left = torch.cuda.Event(blocking=True)
-            left.record(self._stream)
-        return host, left
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self._stream)
+        return host, copied
 
     def _run(self) -> None:
-        with torch.cuda.stream(self._stream):  # does nothing for None
+        with torch.cuda.stream(self._stream):  # no effect for None
             while (queued := self._queue.get()) is not None:
                 if isinstance(queued, Frame):
                     self._event_sender.send(queued)
                     continue
-                self._event_sender.send(self._send_off(queued))
+                self._event_sender.send(self._copy_rows(queued))
 
-    def _send_off(self, pending: _PendingRows) -> Frame:
+    def _copy_rows(self, pending: _PendingRows) -> Frame:
         """Launches the copies of rows; returns their frame."""
         head = pending.head
         try:
             try:
                 head = self._launch(pending)
             finally:
-                # Copies that were launched read the rows, even if a later step failed.
-                pending.left = self._fence()
-        except Exception:  # any error, because the engine must go on and the requests get a report
-            self._log_failure("captured rows could not leave the device and are lost")
+                # Launched copies read the rows, even if a later launch failed.
+                pending.copied = self._fence()
+        except (
+            Exception
+        ):  # any error, because the engine must continue, and the frame reports the loss
+            self._log_failure("captured rows could not be copied off the device and are lost")
             self._lost_rows += len(pending.rows)
-            if head.staging_range is None:  # otherwise the area counts the rows already
+            if head.staging_range is None:  # otherwise the staging area counts the rows already
                 self._count(-pending.bytes)
             return Frame(head.without_rows)
         finally:
-            pending.launched.set()  # the step thread may wait for it in `Ring.reserve`
+            pending.launched.set()  # the step thread may be waiting in `Ring.reserve`
         assert head.staging_range is not None
         self.left_bytes += head.staging_range.size
-        return Frame(head, pending.left, (head.without_rows,), len(pending.rows))
+        return Frame(head, pending.copied, (head.without_rows,), len(pending.rows))
 
     def _launch(self, pending: _PendingRows) -> RowsHead:
-        """Launches the copies of rows; returns their head with their range."""
+        """Launches the copies of rows; returns their head with the range."""
         head = pending.head
         if self._stream is not None and pending.written is not None:
             self._stream.wait_event(pending.written)
         try:
             staging_range = self._pack(pending, pending.groups)
-        except Exception:  # most likely the device has no memory left, which raw rows do not need
+        except Exception:  # most likely out of device memory, which raw rows do not need
             if all(group.encoding is None for group in pending.groups):
                 raise
-            self._log_failure("captured rows could not be encoded and leave raw")
+            self._log_failure("captured rows could not be encoded and are sent raw")
             self.plain_rows += sum(group.rows for group in pending.groups if group.encoding)
             head = head.as_raw
             staging_range = self._pack(pending, [Group(None, len(pending.rows))])
         return msgspec.structs.replace(head, staging_range=staging_range)
 
     def _fence(self) -> Fence | None:
-        """A fence behind the work launched so far; None if that work is complete."""
+        """A fence after the work launched so far; None if that work is complete."""
         if self._stream is None:
             return None
-        # Its threads wait for whole steps. Spinning meanwhile would take a core.
+        # A blocking event, because the wait may take a whole step, and spinning would take a core.
         launched = torch.cuda.Event(blocking=True)
         launched.record(self._stream)
         return launched
 
     def _log_failure(self, message: str) -> None:
-        """Logs the current exception, not too often because a device may stay full."""
+        """Logs the current exception at limited intervals, because a device may stay full."""
         if time.monotonic() >= self._next_log.get(message, 0.0):
             self._next_log[message] = time.monotonic() + _LOG_INTERVAL
-            _LOG.exception("%s; so may be others within %.0f s", message, _LOG_INTERVAL)
+            _LOG.exception(
+                "%s; further failures within %.0f s are not logged", message, _LOG_INTERVAL
+            )
 
     def _pack(self, pending: _PendingRows, groups: Sequence[Group]) -> StagingRange:
         """Reserves a range and launches the copies into it.
 
-        From then on the area counts the rows. Paced copies take a while to launch, and rows of the
-        next steps would find no room if the rows also counted as pending.
+        From the reservation on, the area counts the rows, so they no longer count as pending. Paced
+        copies take a while to launch, and rows of later steps would find no space meanwhile.
         """
         size = packed_bytes(pending.rows, groups)
         with self._lock:
             staging_range = self.area.reserve(size)
             if staging_range is None:
-                raise _StagingFull(f"{size} bytes of rows do not fit beside the rows that wait")
+                raise _StagingFull(f"{size} bytes of rows do not fit into the free staging memory")
             self._pending_bytes -= pending.bytes
         target = self.area[staging_range]
         try:
@@ -320,7 +318,7 @@ class RowSender:
 
 
 def packed_bytes(rows: torch.Tensor, groups: Sequence[Group]) -> int:
-    """Bytes of rows, [n, W], in their encodings."""
+    """Bytes of rows, [n, W], with their encodings."""
     raw = rows.shape[1] * rows.element_size()
     return sum(group.bytes(raw) for group in groups)
 
@@ -339,7 +337,7 @@ def pack(
         rows: [n, W] on the device.
         groups: their encodings, in row order.
         target: on the host, uint8, of `packed_bytes`.
-        scratch: bytes of device memory that encoding may take at once.
+        scratch: bytes of device memory for encoding.
         copies: launches the copies.
     """
     raw = rows.shape[1] * rows.element_size()

@@ -290,7 +290,7 @@ def test_a_bad_frame_is_logged_and_skipped_and_holds_no_room(
         gone = [DROPPED] if name == "released by nobody" else []
         assert server.wait_for(2 + len(gone)) == [(Installed("r", ""),), *gone, ROWS_OF_2]
     assert [record.message for record in caplog.records] == [
-        "a frame of the side channel could not be read and was skipped"
+        "a frame of the side channel could not be parsed and was skipped"
     ]
     assert server.area.free_bytes == server.area.size
 
@@ -334,7 +334,7 @@ def test_an_event_that_cannot_be_taken_in_is_named_and_takes_no_other_with_it(
     dropped = [event.report for event in server.events if isinstance(event, Dropped)]
     assert [type(report) for report in dropped] == [Installed, Rows, Released]
     assert [one.message for one in caplog.records] == [
-        f"an event of second could not be processed, the {count}. since the start"
+        f"an event of request second could not be processed ({count} failures since the start)"
         for count in (1, 2, 3)
     ]
 

@@ -34,9 +34,9 @@ from ...tables import CPU, WIDTH
 EIGHT = RowEncoding(Codec.FULL8)
 TOP = RowEncoding(Codec.TOPK8, kept=2)
 HALF = RowEncoding(Codec.CAST, "bfloat16")
-OTHERS = "; so may be others within 60 s"
-NO_ROOM = f"captured rows could not be encoded and leave raw{OTHERS}"
-LOST = f"captured rows could not leave the device and are lost{OTHERS}"
+OTHERS = "; further failures within 60 s are not logged"
+NO_ROOM = f"captured rows could not be encoded and are sent raw{OTHERS}"
+LOST = f"captured rows could not be copied off the device and are lost{OTHERS}"
 
 
 @pytest.fixture
