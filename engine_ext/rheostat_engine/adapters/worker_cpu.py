@@ -2,12 +2,9 @@
 
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.worker_base import CompilationTimes
 
-from rheostat_engine.adapters.parent_watch import leave_group
 from rheostat_engine.adapters.runner_v1 import CpuSiteRunner
 from rheostat_engine.adapters.worker_rpc import SiteRpc
-from rheostat_engine.process_end import skip_last_collection
 
 
 class CpuSiteWorker(SiteRpc, CPUWorker):
@@ -21,11 +18,3 @@ class CpuSiteWorker(SiteRpc, CPUWorker):
                 "rheostat runs vLLM's V1 model runner on CPU; unset VLLM_USE_V2_MODEL_RUNNER"
             )
         self.model_runner = CpuSiteRunner(self.vllm_config, torch.device("cpu"))
-
-    def compile_or_warm_up_model(self) -> CompilationTimes:
-        """As vLLM's; then leaves the server's process group."""
-        times: CompilationTimes = super().compile_or_warm_up_model()
-        # Not sooner, because only a signal to the group ends a worker that is still loading.
-        leave_group()
-        skip_last_collection()
-        return times

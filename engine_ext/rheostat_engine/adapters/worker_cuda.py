@@ -3,12 +3,9 @@
 from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
-from vllm.v1.worker.worker_base import CompilationTimes
 
-from rheostat_engine.adapters.parent_watch import leave_group
 from rheostat_engine.adapters.runner_v2 import GpuSiteRunner
 from rheostat_engine.adapters.worker_rpc import SiteRpc
-from rheostat_engine.process_end import skip_last_collection
 
 
 class GpuSiteWorker(SiteRpc, Worker):
@@ -22,11 +19,3 @@ class GpuSiteWorker(SiteRpc, Worker):
             )
         assert self.device is not None
         return GpuSiteRunner(self.vllm_config, self.device)
-
-    def compile_or_warm_up_model(self) -> CompilationTimes:
-        """As vLLM's; then leaves the server's process group."""
-        times: CompilationTimes = super().compile_or_warm_up_model()
-        # Not sooner, because only a signal to the group ends a worker that is still loading.
-        leave_group()
-        skip_last_collection()
-        return times

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from rheostat_engine.adapters.assembly import Assembled
+from rheostat_engine.adapters.parent_watch import leave_group
 from rheostat_engine.plan.tables import STEP_COST
+from rheostat_engine.process_end import skip_last_collection
 from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.runtime import CapturesUpdate, UpdateResult
 
@@ -107,7 +110,8 @@ class SiteRpc:
 
     def rheostat_save_random_state(self) -> None:
         """Saves the random state from which unseeded requests are sampled."""
-        self._random_state = np.random.get_state(), torch.random.get_rng_state(), _cuda_state()
+        cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        self._random_state = np.random.get_state(), torch.random.get_rng_state(), cuda_state
 
     def rheostat_restore_random_state(self) -> None:
         """Restores the saved random state."""
@@ -138,16 +142,20 @@ class SiteRpc:
             "held_graphs": runtime.buffers.active.held_graphs,
         }
 
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """As vLLM's; then leaves the server's process group."""
+        times: CompilationTimes = super().compile_or_warm_up_model()  # type: ignore[misc]  # as below
+        # Not sooner, because only a signal to the group ends a worker that is still loading.
+        leave_group()
+        skip_last_collection()
+        return times
+
     def shutdown(self) -> None:
         """As vLLM's, after the last rows were sent."""
         assembled = getattr(getattr(self, "model_runner", None), "sites", None)
         if assembled is not None:
             assembled.runtime.close()
         super().shutdown()  # type: ignore[misc]  # precedes one of vLLM's workers
-
-
-def _cuda_state() -> torch.Tensor | None:
-    return torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
 def _capture_stats(captures: Captures | None) -> dict[str, object]:

@@ -287,11 +287,6 @@ def copy_arrays(arrays: Sequence[RowArray]) -> list[RowArray]:
     return [array.copy() for array in arrays]
 
 
-def same_arrays(arrays: Sequence[RowArray]) -> list[RowArray]:
-    """Returns the arrays, for a payload that is a copy already."""
-    return [*arrays]
-
-
 def split_rows(
     blocks: RowBlocks,
     payload: bytes | memoryview | npt.NDArray[np.uint8],
@@ -302,13 +297,13 @@ def split_rows(
     """The events of a frame: one for each block, or for each site of a large block.
 
     With `copy_arrays` each event has its own memory, so a slow reader does not keep the rows of
-    other requests. With `same_arrays` all events of the frame keep the payload.
+    other requests. With `list` all events of the frame keep the payload.
 
     Args:
         blocks: the frame's labels.
         payload: the rows.
         names: request ids by the worker's numbers.
-        copies: copies arrays.
+        copies: `copy_arrays`, or `list` if the payload is a copy already.
         chosen: indices of the blocks; None: all blocks.
 
     Raises:

@@ -177,11 +177,7 @@ class RowBatcher:
     ) -> tuple[list[Rows], npt.NDArray[np.intp]]:
         """Adds the decode rows of a frame.
 
-        Args:
-            rank: the worker's rank.
-            blocks: the frame's labels.
-            payload: the frame's rows, which are kept.
-            names: request ids by the worker's numbers.
+        Keeps `payload`. `names` are request ids by the worker's numbers.
 
         Returns:
             Events to emit now, and the indices of the blocks that were not added.

@@ -46,7 +46,6 @@ from rheostat_engine.channel.events import (
     copy_arrays,
     decode_head,
     lost_rows,
-    same_arrays,
     split_rows,
 )
 from rheostat_engine.channel.frame_copies import FrameCopies
@@ -152,7 +151,7 @@ class EventMerger:
             earlier = self._batcher.take(head.rank, blocks.number.tolist(), names)
             return earlier + split_rows(blocks, rows, names, self._copies)
         earlier, others = self._batcher.add(head.rank, blocks, rows, names)
-        return earlier + split_rows(blocks, rows, names, same_arrays, others.tolist())
+        return earlier + split_rows(blocks, rows, names, list, others.tolist())
 
     def skip(self, head: Head | None) -> list[Event]:
         """The events in place of a frame that `feed` refused, so that no reader waits for it.

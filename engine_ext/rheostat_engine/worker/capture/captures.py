@@ -110,7 +110,7 @@ class Captures:
             captures: the new table; None captures nothing.
             current: the current captures; None if the request has none.
             first: the first updated position.
-            computed: [start, end) computed positions of the request.
+            computed: [start, end) computed positions.
 
         Raises:
             ValueError: the bytes are no table, or name sites that the model cannot have. Nothing
@@ -126,15 +126,9 @@ class Captures:
     def drop(
         self, number: int, current: RequestCaptures, computed: tuple[int, int]
     ) -> Int64 | None:
-        """Removes a request's captures.
+        """Removes a request's captures; returns the rows that they selected, [sites].
 
-        Args:
-            number: the request's number.
-            current: its captures.
-            computed: [start, end) computed positions.
-
-        Returns:
-            [sites]: rows that they selected; None if the request never had captures.
+        None if the request never had captures. `computed` are [start, end) computed positions.
         """
         self._requests.drop(number)
         sets = list(current.sets)
@@ -148,10 +142,8 @@ class Captures:
     ) -> StepCopies | None:
         """Reserves ring rows for the current step; returns None if there are no rows to copy.
 
-        Args:
-            numbers: request number of each token, [n].
-            positions: position of each token, [n].
-            progress: the progress of each request before this step.
+        `numbers` and `positions`, [n], are the request number and position of each token.
+        `progress` is the progress before this step.
         """
         if not len(self._requests):
             return None

@@ -59,12 +59,9 @@ class RequestProgress:
     def count_lost(
         self, blocks: RowBlocks, lost: npt.NDArray[np.bool_], site_set_ranks: npt.NDArray[np.int32]
     ) -> None:
-        """Counts blocks that did not fit into the ring.
+        """Counts the blocks of a mask, [b], that did not fit into the ring.
 
-        Args:
-            blocks: the step's blocks.
-            lost: [b]: whether a block is lost.
-            site_set_ranks: [site sets, sites]: at least 0 if the set has the site.
+        `site_set_ranks` is `SiteSetTable.ranks`.
         """
         numbers, site_sets = blocks.request[lost], blocks.site_set[lost]
         counts = blocks.count[lost]
@@ -83,12 +80,7 @@ class RequestProgress:
     ) -> ReleasedHead:
         """The last report of a request, without its doses.
 
-        Args:
-            number: the request's number.
-            request_id: the server's request id.
-            rank: this worker's rank.
-            selected: [sites]: rows that its captures selected; None if it never had captures.
-            measured: whether all changed rows were measured.
+        `selected`, [sites], is the rows that its captures selected; None if it never had captures.
         """
         start, end = self.span(number)
         again = int(self.computed_tokens[number]) - (end - start)

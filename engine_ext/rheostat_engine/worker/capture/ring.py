@@ -128,13 +128,7 @@ class RingLayout(NamedTuple):
 
 
 def lay_out(blocks: RowBlocks, site_sets: SiteSetTable, capacity: int) -> RingLayout:
-    """Lays out the rows of blocks.
-
-    Args:
-        blocks: the step's blocks.
-        site_sets: the sites of each site set.
-        capacity: the number of rows that fit. Blocks beyond it are lost.
-    """
+    """Lays out the rows of blocks. Blocks beyond `capacity` rows are lost."""
     ranks = site_sets.ranks[blocks.site_set]
     parts = site_sets.counts[blocks.site_set] * blocks.count[:, None]
     rows = parts.sum(axis=1)

@@ -95,9 +95,7 @@ class PacedCopies:
     def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Launches a copy chunk by chunk, and waits while too many chunks are being copied.
 
-        Args:
-            target: uint8 on the host.
-            values: a tensor of equal size in bytes on the device.
+        `target` is uint8 on the host; `values`, on the device, has as many bytes.
         """
         chunks = values.view(torch.uint8).flatten().split(_CHUNK)
         for chunk, part in zip(chunks, target.split(_CHUNK), strict=True):
@@ -131,12 +129,8 @@ class RowSender:
     ) -> None:
         """Starts the thread that encodes and copies rows, on its own stream on CUDA.
 
-        Args:
-            event_sender: sends the frames.
-            device: the device of the rows.
-            area: the memory shared with the server.
-            scratch: bytes of device memory for encoding.
-            in_flight: chunks of 16 MiB that are copied at once; 0: no limit.
+        `scratch` is the bytes of device memory for encoding; `in_flight` the number of chunks of
+        16 MiB that are copied at once (0: no limit).
         """
         self.area = area
         self.scratch = scratch
@@ -172,12 +166,12 @@ class RowSender:
         self._queue.put(frame)
 
     def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> Fence:
-        """Queues rows, which are complete once the current stream's launched work is.
+        """Queues rows, [n, W], which the current stream's launched work writes.
 
         Args:
-            head: their labels, group by group.
-            rows: [n, W] on the device.
-            groups: their encodings, in row order.
+            head: the labels, group by group.
+            rows: on the device.
+            groups: the encodings, in row order.
 
         Returns:
             A fence after which the rows were copied off the device.
@@ -331,14 +325,9 @@ def pack(
     scratch: int,
     copies: PacedCopies,
 ) -> None:
-    """Launches the encoding of rows and their copies to the host.
+    """Launches the encoding of rows, [n, W], and their copies to `target`, uint8 on the host.
 
-    Args:
-        rows: [n, W] on the device.
-        groups: their encodings, in row order.
-        target: on the host, uint8, of `packed_bytes`.
-        scratch: bytes of device memory for encoding.
-        copies: launches the copies.
+    Encoding takes at most `scratch` bytes of device memory at once.
     """
     raw = rows.shape[1] * rows.element_size()
     parts = rows.split([group.rows for group in groups])

@@ -15,7 +15,7 @@ import pytest
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rheostat_engine.adapters import parent_watch, worker_cpu
+from rheostat_engine.adapters import parent_watch, worker_rpc
 from rheostat_engine.adapters.worker_cpu import CpuSiteWorker
 
 
@@ -85,23 +85,22 @@ def test_a_worker_leaves_the_group_once_its_model_is_loaded(
     """While it loads, a signal to the group is all that ends it: vLLM watches over it later."""
     done: list[str] = []
     monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", lambda self: done.append("warm"))
-    monkeypatch.setattr(worker_cpu, "leave_group", lambda: done.append("left"))
-    monkeypatch.setattr(worker_cpu, "skip_last_collection", lambda: done.append("prepared"))
+    monkeypatch.setattr(worker_rpc, "leave_group", lambda: done.append("left"))
+    monkeypatch.setattr(worker_rpc, "skip_last_collection", lambda: done.append("prepared"))
     CpuSiteWorker.compile_or_warm_up_model(object.__new__(CpuSiteWorker))
     assert done == ["warm", "left", "prepared"]
 
 
 def test_the_gpu_worker_does_so_too() -> None:
-    """Its module needs CUDA, so the source is compared, and the name in vLLM's."""
+    """Its module needs CUDA, so the sources are compared: bases, and vLLM's signature."""
     name = "compile_or_warm_up_model"
-    adapters = Path(worker_cpu.__file__).parent
+    adapters = Path(worker_rpc.__file__).parent
+    gpu = adapters / "worker_cuda.py"
+    assert "class GpuSiteWorker(SiteRpc, Worker):" in gpu.read_text()
+    assert name not in gpu.read_text()
     theirs = Path(cpu_worker.__file__).with_name("gpu_worker.py")
-    cpu, gpu, stock = (
-        method_of(path, name)
-        for path in (adapters / "worker_cpu.py", adapters / "worker_cuda.py", theirs)
-    )
-    assert ast.dump(cpu) == ast.dump(gpu)
-    assert ast.dump(stock.args) == ast.dump(gpu.args)
+    ours, stock = (method_of(path, name) for path in (adapters / "worker_rpc.py", theirs))
+    assert ast.dump(stock.args) == ast.dump(ours.args)
 
 
 def method_of(path: Path, name: str) -> ast.FunctionDef:
