@@ -31,6 +31,7 @@ from rheostat_engine.plan.acts import (
     Kind,
     Spans,
     TokenSet,
+    largest_replaced,
 )
 from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
 from rheostat_engine.plan.capacity import Capacity, CapacityLedger, Shortage
@@ -94,6 +95,7 @@ __all__ = [
     "TokenSet",
     "WorkerChannel",
     "engine_kwargs",
+    "largest_replaced",
     "prepare_front_end",
     "receive_outputs",
     "site_count",

@@ -10,7 +10,7 @@ from typing import Literal
 from rheostat_engine.plan.capacity import Capacity
 
 _MIB = 1 << 20
-_SITE_PROGRAM = 5
+_SITE_PROGRAM = 6
 """Increase it whenever our part of the compiled graph changes."""
 
 

@@ -45,6 +45,9 @@ VECTOR_BYTES = 64 * MIB
 UPLOADED_BYTES = 512 * MIB
 """Most bytes of vectors in all unfinished uploads."""
 
+REPLACED_ROWS = 16_384
+"""Most rows that one Replace puts in, each for a site and a position."""
+
 INLINE_VECTOR_BYTES = 8 * MIB
 """Largest vector inside a request."""
 

@@ -60,11 +60,21 @@ class FloatType(Enum):
         return TO_WIRE[self.dtype]
 
     @property
+    def finite_max(self) -> float:
+        """The largest finite number."""
+        return _LARGEST[self]
+
+    @property
     def largest(self) -> float:
         """Magnitudes below this stay finite when rounded to this type."""
         return _OVERFLOW[self]
 
 
+_LARGEST = {
+    FloatType.FLOAT32: (2 - 2.0**-23) * 2.0**127,
+    FloatType.FLOAT16: (2 - 2.0**-10) * 2.0**15,
+    FloatType.BFLOAT16: (2 - 2.0**-7) * 2.0**127,
+}
 # The largest finite value and half of its last place: from there on rounding gives infinity.
 _OVERFLOW = {
     FloatType.FLOAT32: (2 - 2.0**-24) * 2.0**127,

@@ -22,6 +22,7 @@ on. Prints a line per check and a table last; exits 1 if one fails.
 """
 
 import argparse
+import hashlib
 import sys
 import tempfile
 import time
@@ -108,13 +109,15 @@ def check_kernels() -> Lines:
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
         for carried, gain in ((None, 1.0), (None, 0.22), (dtype, 1.0), (torch.float32, 1.0)):
-            ints = torch.zeros(64, 4, dtype=torch.int32)
+            ints = torch.zeros(64, 5, dtype=torch.int32)
             for step in range(1, 64):
-                kind = step % 3 + 1
                 ends = step % 4 == 0
-                ints[step] = torch.tensor([kind, step % 7 + 1, 0 if ends else step + 1, step % 2])
+                kind, following = (Kind.REPLACE, 0) if ends else (step % 3 + 1, step + 1)
+                mask = step // 4 % 3 * ends
+                ints[step] = torch.tensor([kind, step % 7 + 1, following, step % 2, mask])
             ints[63, 2] = 0
             floats = torch.randn(64, 4)
+            floats[::4, 2] = floats[::4, 2].abs().clamp(max=1.0)
             floats[:, 0], floats[:, 1] = floats[:, :2].min(1).values, floats[:, :2].max(1).values
             made = SiteBuffers(
                 code=torch.randint(-62, 8, (tokens,), dtype=torch.int32),
@@ -136,6 +139,8 @@ def check_kernels() -> Lines:
             limit = SUMS if dtype is torch.float32 else ROUNDED
             title = f"{dtype} carried {carried} gain {gain}: worst difference of"
             pairs = {"h": (h, h2), "ring": (made.ring, ours.ring)}
+            if rest is not None and rest2 is not None:
+                pairs["residual"] = (rest, rest2)
             for name, (one, other) in pairs.items():
                 difference = worst(one.float().numpy(), other.float().cpu().numpy())
                 results[f"{title} {name}"] = at_most(difference, limit)
@@ -180,6 +185,7 @@ def check_ops(
         got = bfloat16_to_float32(outcome.stream(site)).astype(np.float64)
         want = expected(act, vector, x)
         results |= judge_op(name, x, got, want, outcome.released.doses)
+    results |= check_replacing(engine, site, batch, sampling)
     plain = engine.run(batch[:1], [None], **sampling)[0]
     token = plain.token_ids[2]
     rule = Act(
@@ -197,6 +203,42 @@ def check_ops(
     results["generated tokens with an id"] = at_least(count, 1)
     results["rows steered by that id"] = equal(held, [count])
     return results
+
+
+def check_replacing(
+    engine: OfflineEngine, site: int, batch: list[list[int]], sampling: dict[str, Any]
+) -> Lines:
+    """Rows replaced by another prompt's, and by their own, in batches of equal shape."""
+    watch = Capture((site,), PROMPT)
+    positions = range(PROMPT[0][0], min(PROMPT[0][1], *map(len, batch[:2])))
+
+    def replaced(rows: Any) -> Outcome:
+        values = np.ascontiguousarray(rows, np.float32)
+        digest = hashlib.sha256(values.tobytes()).digest()
+        engine.load({digest: values})
+        acts = tuple(
+            Act(Kind.REPLACE, (digest,), ((site, (row,)),), ((position, position + 1),))
+            for row, position in enumerate(positions)
+        )
+        return engine.run([batch[0]] * 2, [plan, Plan("", acts, (watch,))], **sampling)[1]
+
+    plan = Plan("", (), (watch,))
+    _, before = engine.run([batch[0]] * 2, [plan] * 2, **sampling)
+    (other,) = engine.run([batch[1]], [plan], **sampling)
+
+    def rows_at_positions(outcome: Outcome) -> Any:
+        return bfloat16_to_float32(outcome.stream(site))[: len(positions)]
+
+    wanted = rows_at_positions(other)
+    patched, unchanged = replaced(wanted), replaced(rows_at_positions(before))
+    got = rows_at_positions(patched)
+    return {
+        "elements of replaced rows that differ": equal(int((got != wanted).sum()), 0),
+        "tokens after rows were replaced by their own": equal(
+            unchanged.token_ids, before.token_ids
+        ),
+        "log-probabilities then": equal(unchanged.logprobs == before.logprobs, True),
+    }
 
 
 def check_eager(

@@ -22,7 +22,6 @@ from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._capture.captures import Capture, Sink
 from rheostat._capture.encodings import Encoding
 from rheostat._capture.projections import back_projected, projection_matrix
-from rheostat._capture.runs import Run, RunInfo
 from rheostat._client.engine import Engine, Session, Steering, Stream, Vectors, connect
 from rheostat._client.requests import GenerateOptions
 from rheostat._client.sessions import SessionEvent, UpdateApplied, UpdateRefused
@@ -67,6 +66,7 @@ from rheostat._responses.receipts import (
     CaptureReceipt,
     Dose,
     Receipt,
+    ReplaceSource,
 )
 from rheostat._responses.results import (
     Divergence,
@@ -82,10 +82,20 @@ from rheostat._responses.results import (
     TokenLogprobs,
     Tokens,
 )
+from rheostat._runs import Run, RunInfo
 from rheostat._selectors import Selector, generated, positions, span, token_ids, window
 from rheostat._steering.derivations import Derivation, DerivedRow
 from rheostat._steering.global_steering import GlobalSteering
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
+from rheostat._steering.replacements import (
+    FromRun,
+    Replace,
+    RunMean,
+    Zeros,
+    from_run,
+    replace,
+    run_mean,
+)
 from rheostat._steering.steering import ablate, band, clamp, norm_add, scale
 from rheostat._steering.vectors import Add, Intervention, Vector, VectorInfo, inline, named
 from rheostat._subscriptions.events import (
@@ -140,6 +150,7 @@ __all__ = [
     "Event",
     "Explanation",
     "Finished",
+    "FromRun",
     "GenerateOptions",
     "Generation",
     "GlobalSteering",
@@ -156,6 +167,8 @@ __all__ = [
     "PromptLogprobs",
     "Receipt",
     "Refused",
+    "Replace",
+    "ReplaceSource",
     "ResolvedCapture",
     "ResolvedIntervention",
     "Resource",
@@ -165,6 +178,7 @@ __all__ = [
     "Rows",
     "Run",
     "RunInfo",
+    "RunMean",
     "Sample",
     "Samples",
     "Scale",
@@ -198,6 +212,7 @@ __all__ = [
     "VectorInfo",
     "Vectors",
     "Violation",
+    "Zeros",
     "ablate",
     "aio",
     "back_projected",
@@ -205,6 +220,7 @@ __all__ = [
     "captures",
     "clamp",
     "connect",
+    "from_run",
     "generated",
     "inline",
     "load_vector",
@@ -212,6 +228,8 @@ __all__ = [
     "norm_add",
     "positions",
     "projection_matrix",
+    "replace",
+    "run_mean",
     "save_vector",
     "scale",
     "span",

@@ -113,6 +113,27 @@ def vector_data(array: ArrayLike | npt.ArrayLike, dtype: Element | None = None) 
     return rows
 
 
+def rows_data(
+    array: ArrayLike | npt.ArrayLike, rank: int, what: str
+) -> tuple[Element, npt.NDArray[np.generic]]:
+    """The element type and the stored numbers of an array of ``rank`` dimensions, all finite.
+
+    Element types are those of `vector_data`. Raises InvalidRequest otherwise.
+    """
+    numbers = _numpy(array)
+    if numbers.ndim != rank or numbers.size == 0:
+        raise invalid(
+            what, f"the array has shape {list(numbers.shape)}; it needs {rank} dimensions",
+            "REASON_VECTOR_SHAPE",
+        )  # fmt: skip
+    element, kept = _stored(numbers, None)
+    if not np.isfinite(widen(kept, element)).all():
+        raise invalid(
+            what, "the array has elements that are not finite numbers", "REASON_NON_FINITE"
+        )
+    return element, kept
+
+
 def _numpy(array: object) -> npt.NDArray[np.generic]:
     if not isinstance(array, _Tensor):
         try:

@@ -235,6 +235,11 @@ def read_point(number: types_pb2.Point.ValueType) -> Point:
     return point
 
 
+def site_to_wire(site: Site) -> types_pb2.Site:
+    """The message of a site."""
+    return types_pb2.Site(point=_TO_WIRE[site.point], layer=site.layer)
+
+
 def read_site(message: types_pb2.Site) -> Site:
     return _site(message.point, message.layer)
 

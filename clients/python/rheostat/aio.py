@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element
 from rheostat._capture.artifacts import Artifact, SinkInfo
-from rheostat._capture.runs import RunInfo
 from rheostat._client import calls, vector_calls
 from rheostat._client.requests import GenerateOptions, check_options
 from rheostat._client.sessions import SessionCall, SessionEvent, Updates
@@ -28,6 +27,7 @@ from rheostat._prompts import Prompt
 from rheostat._responses.explanations import Explanation, Tokenized
 from rheostat._responses.model import ModelInfo, Stats
 from rheostat._responses.results import Event, Generation
+from rheostat._runs import RunInfo
 from rheostat._selectors import SelectorLike
 from rheostat._steering.derivations import Derivation, DeriveMethod
 from rheostat._steering.global_steering import GlobalSteering

@@ -24,6 +24,21 @@ TokenSet = tuple[int, ...]
 """Distinct token ids, ascending."""
 
 
+_LARGEST = 1e15
+"""The sum of squares of a million elements of this size is still finite in float32."""
+
+
+def largest_replaced(finite_max: float) -> float:
+    """The largest magnitude of a row that may replace a row of the stream.
+
+    Half of the range stays free, because the model's next branch must still fit.
+
+    Args:
+        finite_max: the largest finite number of the stream's dtype.
+    """
+    return min(_LARGEST, finite_max / 2)
+
+
 class Kind(IntEnum):
     """How an act changes a row x of the stream. |x| is the L2 norm; u is v / |v|."""
 
@@ -36,6 +51,9 @@ class Kind(IntEnum):
 
     Ablation has low = high = 0. Scaling by f along u is the same with strength 1 - f. Clamping has
     a band."""
+    REPLACE = 4
+    """x + scale * m * (v - x), where the mask m is all ones if there is no second vector. Elements
+    with scale * m = 1 become those of v, bit for bit. Acts after all acts of other kinds."""
 
 
 class Band(NamedTuple):
@@ -138,13 +156,14 @@ class Act:
 
     kind: Kind
     vectors: tuple[bytes, ...]
-    """SHA-256 of the content of each vector: one, or a pull's directions in order."""
+    """SHA-256 of the content of each vector: one, a pull's directions in order, or the rows of a
+    replacement and its mask, if it has one."""
     rows: Sequence[SiteRow]
     """Ascending by site."""
     spans: Spans
     """Positions selected whatever their token."""
     scale: float = 1.0
-    """ADD, NORM_ADD: factor; finite."""
+    """ADD, NORM_ADD: factor; finite. REPLACE: part of the way to v, 0 to 1."""
     bands: tuple[Band, ...] = ()
     """PULL: one per vector."""
     orthogonal: bool = False

@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
     kind: Kind
     addends: RowKey = ()
-    """ADD: the row."""
+    """ADD: the row. REPLACE: the row that replaces x."""
     direction: Direction = ()
     """NORM_ADD, PULL: the unit vector."""
     low: float = 0.0
@@ -40,9 +40,16 @@ class Step(NamedTuple):
     high: float = 0.0
     """PULL: upper bound of the band."""
     strength: float = 0.0
-    """PULL: strength of the band. NORM_ADD: the scale."""
+    """PULL: strength of the band. NORM_ADD, REPLACE: the scale."""
     last: bool = True
     """Whether this is the act's last step, after which its change is measured."""
+    mask: RowKey = ()
+    """REPLACE: the row of the mask; empty if there is none."""
+
+    @property
+    def rows(self) -> tuple[RowKey, ...]:
+        """The rows of the bank that it needs."""
+        return tuple(key for key in (self.addends, self.mask) if key)
 
 
 Program = tuple[Step, ...]
@@ -139,10 +146,8 @@ def combine(acts: Sequence[Act], members: Sequence[int], sites: range | None = N
     """
     by_site: dict[int, list[Step]] = {}
     adding: dict[int, list[tuple[bytes, int, float]]] = {}
-    for member in members:
+    for member in ordered(acts, members):
         act = acts[member]
-        if not act.strong:
-            continue
         for site, rows in _rows_at(act, sites):
             steps = by_site.setdefault(site, [])
             if act.kind is Kind.ADD:
@@ -168,15 +173,21 @@ def attribution(
         sites: the sites to list; None for all.
     """
     by_site: defaultdict[int, list[list[int]]] = defaultdict(list)
-    for member in members:
+    for member in ordered(acts, members):
         act = acts[member]
-        for site, _ in _rows_at(act, sites) if act.strong else ():
+        for site, _ in _rows_at(act, sites):
             groups = by_site[site]
             if groups and act.kind is Kind.ADD is acts[groups[-1][-1]].kind:
                 groups[-1].append(member)
             else:
                 groups.append([member])
     return by_site
+
+
+def ordered(acts: Sequence[Act], members: Sequence[int]) -> list[int]:
+    """The acts that change a token, in the order in which they act: replacements last."""
+    strong = [member for member in members if acts[member].strong]
+    return sorted(strong, key=lambda member: acts[member].kind is Kind.REPLACE)
 
 
 def _rows_at(act: Act, sites: range | None) -> Iterator[SiteRow]:
@@ -193,6 +204,9 @@ def _steps(act: Act, rows: tuple[int, ...]) -> list[Step]:
     parts = tuple(zip(act.vectors, rows, strict=True))
     if act.kind is Kind.NORM_ADD:
         return [Step(act.kind, direction=parts, strength=act.scale)]
+    if act.kind is Kind.REPLACE:
+        row, *mask = (((*part, 1.0),) for part in parts)
+        return [Step(act.kind, row, strength=act.scale, mask=mask[0] if mask else ())]
     steps = []
     for i, band in enumerate(act.bands):
         direction = parts[: i + 1] if act.orthogonal else parts[i : i + 1]

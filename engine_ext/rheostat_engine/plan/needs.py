@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.plan.acts import Kind
 from rheostat_engine.plan.composition import Combination, only_adds
 from rheostat_engine.plan.tables import SteeringTable
 
@@ -87,9 +86,9 @@ def _contents(combination: Combination) -> Iterator[tuple[str, object, int]]:
         yield "slots", combination, 1
     for _, program in combination:
         for step in program:
-            if step.kind is Kind.ADD:
-                yield "bank_rows", step.addends, 1
-            else:
+            for key in step.rows:
+                yield "bank_rows", key, 1
+            if step.direction:
                 yield "directions", step.direction, 1
         if not only_adds(program):
             yield "steps", program, len(program)

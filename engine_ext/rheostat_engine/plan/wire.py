@@ -222,14 +222,20 @@ def _check(act: Act) -> None:
     problem = ""
     if act.kind is Kind.PULL and len(act.bands) != len(act.vectors):
         problem = "bands and vectors don't fit"
-    elif act.kind is not Kind.PULL and (len(act.vectors) != 1 or act.bands):
+    elif act.kind in (Kind.ADD, Kind.NORM_ADD) and (len(act.vectors) != 1 or act.bands):
         problem = "it takes one vector and no bands"
+    elif act.kind is Kind.REPLACE and not _possible_replacement(act):
+        problem = "it takes a vector, at most one mask, no bands and a scale from 0 to 1"
     elif not math.isfinite(act.scale):
         problem = "its scale is not finite"
     elif not all(_possible(band) for band in act.bands):
         problem = "a band is empty or its strength not finite"
     if problem:
         raise ValueError(f"this is no plan: {act.kind.name}: {problem}")
+
+
+def _possible_replacement(act: Act) -> bool:
+    return 1 <= len(act.vectors) <= 2 and not act.bands and 0 <= act.scale <= 1
 
 
 def _possible(band: Band) -> bool:

@@ -141,12 +141,14 @@ class _PairBlock(_Sited):
     def forward(self, *args: object, **kwargs: object) -> object:
         out = super().forward(*args, **kwargs)
         h, residual = output_tensors(out, self._rheostat_width)
-        if torch.compiler.is_compiling() and self._rheostat_has_mid:
-            residual = _RESIDUALS.pop()
         if self._rheostat_has_branch:
             site(h, None, self.rheostat_branch)
-        site(h, residual, self.rheostat_exit)
-        return out
+        if not (torch.compiler.is_compiling() and self._rheostat_has_mid):
+            site(h, residual, self.rheostat_exit)
+            return out
+        total = _RESIDUALS.pop()
+        site(h, total, self.rheostat_exit)
+        return tuple(total.to(part.dtype) if part is residual else part for part in out)
 
 
 class _FirstPairBlock(_PairBlock):

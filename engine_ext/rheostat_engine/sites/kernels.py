@@ -1,7 +1,8 @@
 """The Triton kernel of a site's op.
 
-Invariants: the kernel equals `run_site` bit for bit if rows are only added and copied, otherwise up
-to the order of float32 sums. It neither reads nor writes a token whose two instructions are 0.
+Invariants: the kernel equals `run_site` bit for bit if rows are only added, replaced and copied,
+otherwise up to the order of float32 sums. It neither reads nor writes a token whose two
+instructions are 0.
 """
 
 from collections.abc import Collection
@@ -15,9 +16,12 @@ from rheostat_engine.sites.reference import limits
 from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.instructions import Instructions
 from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers
+from rheostat_engine.worker.steering.programs import INTS
 
 _ADD = tl.constexpr(int(Kind.ADD))
 _NORM_ADD = tl.constexpr(int(Kind.NORM_ADD))
+_REPLACE = tl.constexpr(int(Kind.REPLACE))
+_INTS = tl.constexpr(INTS)
 
 
 @triton.jit
@@ -40,15 +44,15 @@ def _run_chain(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The change that a chain of steps makes to x, [BLOCK]."""
+    """The change that a chain makes to x, its first replacement or 0, and the next dose slot."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     delta = tl.zeros([BLOCK], tl.float32)
     before = delta
-    while step > 0:
-        kind = tl.load(ints_ptr + step * 4)
-        number = tl.load(ints_ptr + step * 4 + 1).to(tl.int64)
-        last = tl.load(ints_ptr + step * 4 + 3)
+    kind = tl.load(ints_ptr + step * _INTS)
+    while (step > 0) & (kind != _REPLACE):
+        number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
+        last = tl.load(ints_ptr + step * _INTS + 3)
         y = x + delta
         if kind == _ADD:
             row = tl.load(rows_ptr + number * WIDTH + column, mask=inside, other=0.0)
@@ -74,8 +78,44 @@ def _run_chain(
             _measure(dose_slot, moved, tl.where(norm > 0, share / norm, 0.0))
             before = delta
             dose_slot += 4
-        step = tl.load(ints_ptr + step * 4 + 2).to(tl.int64)
-    return delta
+        step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
+        kind = tl.load(ints_ptr + step * _INTS)
+    return delta, step, dose_slot
+
+
+@triton.jit
+def _run_replacements(
+    step,
+    stream,  # [BLOCK] float32
+    dose_slot,
+    rows_ptr,
+    ints_ptr,
+    floats_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The stream, [BLOCK], after a chain of replacements."""
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    while step > 0:
+        number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
+        mask = tl.load(ints_ptr + step * _INTS + 4).to(tl.int64)
+        row = tl.load(rows_ptr + number * WIDTH + column, mask=inside, other=0.0)
+        wanted = row.to(tl.float32)
+        weight = tl.full([BLOCK], 1.0, tl.float32) * tl.load(floats_ptr + step * 4 + 2)
+        if mask != 0:
+            masked = tl.load(rows_ptr + mask * WIDTH + column, mask=inside, other=0.0)
+            weight = weight * masked.to(tl.float32)
+        new = tl.where(weight == 1, wanted, stream + weight * (wanted - stream))
+        changes = (weight != 0) & (stream.to(rows_ptr.dtype.element_ty) != row) & (new == new)
+        new = tl.where(changes, new, stream)
+        norm = tl.sqrt(tl.sum(stream * stream))
+        moved = tl.sqrt(tl.sum((new - stream) * (new - stream)))
+        _measure(dose_slot, moved, tl.where(norm > 0, moved / norm, 0.0))
+        stream = new
+        dose_slot += 4
+        step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
+    return stream
 
 
 @triton.jit
@@ -87,7 +127,7 @@ def _site_kernel(
     dose_slot_ptr,  # [T] int32
     rows_ptr,  # [R, W]
     directions_ptr,  # [D, W] float32
-    ints_ptr,  # [S, 4] int32
+    ints_ptr,  # [S, 5] int32
     floats_ptr,  # [S, 4] float32
     doses_ptr,  # [C, 4] float32
     ring_ptr,  # [N, W]
@@ -121,8 +161,9 @@ def _site_kernel(
             residual = residual.to(tl.float32)
             x = x + residual
         delta = row.to(tl.float32)
+        step = tl.zeros([], tl.int64)
         if code < 0:
-            delta = _run_chain(
+            delta, step, dose_slot = _run_chain(
                 -code, x, dose_slot, rows_ptr, directions_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
             )
         if code != 0:
@@ -139,6 +180,26 @@ def _site_kernel(
         if code > 0:
             norm = tl.sqrt(tl.sum(x * x))
             _measure(dose_slot, 0.0, tl.where(norm > 0, 1.0 / norm, 0.0))
+        if step > 0:
+            stream = h.to(tl.float32) * gain
+            if HAS_RESIDUAL:
+                stream = stream + residual
+            value = _run_replacements(
+                step, stream, dose_slot, rows_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
+            )
+            replaced = inside & (value != stream) & (value == value)
+            finite = tl.where(stream == stream, stream, 0.0)
+            value = tl.maximum(value, tl.minimum(finite, -limit))
+            value = tl.minimum(value, tl.maximum(finite, limit))
+            if HAS_RESIDUAL:
+                kept = value.to(residual_ptr.dtype.element_ty)
+                tl.store(residual_ptr + token * residual_stride + column, kept, mask=replaced)
+                residual = tl.where(replaced, kept.to(tl.float32), residual)
+                own = tl.zeros([BLOCK], tl.float32)
+            else:
+                own = tl.minimum(tl.maximum(value * inverse, -own_limit), own_limit)
+            h = tl.where(replaced, own.to(h_ptr.dtype.element_ty), h)
+            tl.store(h_ptr + token * h_stride + column, h, mask=replaced)
         if target != 0:
             stream = h.to(tl.float32) * gain
             if HAS_RESIDUAL:

@@ -1,12 +1,12 @@
 """The custom op that runs at every site of the compiled forward pass.
 
-    rheostat::site(Tensor(a!) h, Tensor? residual, Tensor site_handle) -> ()
+    rheostat::site(Tensor(a!) h, Tensor(b!)? residual, Tensor site_handle) -> ()
 
 The value at a site is s = gain * h + residual: the stream, or a branch before it is added. The op
 runs the programs of the step's tokens on s, and copies rows of the result to the capture ring. It
-writes every change to h alone: the next norm adds h to the residual, and so sees the change. Router
-logits are narrower than the stream: no program changes them, and they fill the first columns of a
-ring row.
+writes changes to h: the next norm adds h to the residual, and so sees the change. A replacement is
+written to the residual, because the sum of both parts would round it. Router logits are narrower
+than the stream: no program changes them, and they fill the first columns of a ring row.
 
 Invariants: the op is opaque to the compiler and reads only tensors that exist anyway, so the code
 compiled around it computes the same bits as without it. An inactive site launches no kernel.
@@ -24,7 +24,7 @@ from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.state.buffers import Buffers
 
 _LIBRARY = torch.library.Library("rheostat", "DEF")
-_LIBRARY.define("site(Tensor(a!) h, Tensor? residual, Tensor site_handle) -> ()")
+_LIBRARY.define("site(Tensor(a!) h, Tensor(b!)? residual, Tensor site_handle) -> ()")
 
 
 class _Bound:

@@ -4,6 +4,11 @@ For each token, the stream is x = gain * h + residual in float32. A program's st
 order. `delta`, the sum of their changes, is added to h as delta / gain in float32 and rounded once.
 Unchanged elements keep their bits.
 
+Replacements come last. A replaced element becomes 0 in h and its new value in the residual, so
+that the model's sum of both is exactly this value. Without a residual, h becomes its new
+value / gain. An element that already equals the row, rounded to the row's dtype, keeps its bits:
+replacing a stream by its own captured rows changes nothing.
+
 Why changed elements are limited
     A norm of infinities is NaN, and NaN in the KV cache outlives its request: attention multiplies
     stale elements of a block by 0, which keeps NaN.
@@ -16,11 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from rheostat_engine.plan.acts import Kind
+from rheostat_engine.plan.acts import Kind, largest_replaced
 from rheostat_engine.worker.state.buffers import SiteBuffers
-
-_LARGEST = 1e15
-"""The sum of squares of a million elements of this size is still finite in float32."""
 
 
 class Limits(NamedTuple):
@@ -33,12 +35,9 @@ class Limits(NamedTuple):
 
 
 def limits(dtype: torch.dtype) -> Limits:
-    """The limits for a model's dtype.
-
-    In float16 half of the range stays free for the model's next branch.
-    """
+    """The limits for a model's dtype."""
     most = torch.finfo(dtype).max
-    return Limits(min(_LARGEST, most / 2), most)
+    return Limits(largest_replaced(most), most)
 
 
 def run_site(
@@ -48,13 +47,14 @@ def run_site(
 
     Args:
         h: [..., W], changed in place. Router logits are narrower, and never changed.
-        residual: [..., W], added to h; None if h is the whole value.
+        residual: [..., W], added to h, changed in place by replacements; None if h is the whole
+            value.
         site: the instructions and their tables.
         gain: the factor by which the model multiplies h.
     """
     width = h.shape[-1]
     h = h.view(-1, width)
-    residual = None if residual is None else residual.reshape(-1, width)
+    residual = None if residual is None else residual.view(-1, width)
     codes = site.code[: h.shape[0]]
     for code in codes.unique().tolist():
         if code:
@@ -90,7 +90,9 @@ def _change(
     step = -code
     before = delta.clone()
     while step > 0:
-        kind, number, following, last = site.ints[step].tolist()
+        kind, number, following, last, _ = site.ints[step].tolist()
+        if kind == Kind.REPLACE:
+            break
         low, high, strength, _ = site.floats[step]
         y = x + delta
         if kind == Kind.ADD:
@@ -115,6 +117,39 @@ def _change(
     # not finite.
     changes = (delta != 0) & ~delta.isnan() & x.isfinite()
     h[tokens] = torch.where(changes, changed, h[tokens])
+    if step > 0:
+        _replace(h, residual, tokens, step, dose_slots, site, gain)
+
+
+def _replace(
+    h: torch.Tensor,
+    residual: torch.Tensor | None,
+    tokens: torch.Tensor,
+    step: int,
+    dose_slots: torch.Tensor,
+    site: SiteBuffers,
+    gain: float,
+) -> None:
+    """Runs the replacements of a program, the first of which is `step`, on the rows of tokens."""
+    stream = value = _stream(h, residual, tokens, gain)
+    while step > 0:
+        _, number, following, _, mask = site.ints[step].tolist()
+        row = site.rows[number]
+        weight = site.floats[step, 2] * (site.rows[mask].float() if mask else torch.ones(len(row)))
+        new = torch.where(weight == 1, row.float(), value + weight * (row.float() - value))
+        changes = (weight != 0) & (value.to(row.dtype) != row) & ~new.isnan()
+        new = torch.where(changes, new, value)
+        _measure(site.doses, dose_slots, new - value, value)
+        value, dose_slots, step = new, dose_slots + 1, following
+    replaced = (value != stream) & ~value.isnan()
+    limit, finite = limits(h.dtype), stream.nan_to_num(0.0, torch.inf, -torch.inf)
+    value = value.clamp(finite.clamp(max=-limit.stream), finite.clamp(min=limit.stream))
+    if residual is None:
+        own = (value * (1 / gain)).clamp(-limit.own, limit.own)
+    else:
+        residual[tokens] = torch.where(replaced, value.to(residual.dtype), residual[tokens])
+        own = torch.zeros_like(value)
+    h[tokens] = torch.where(replaced, own.to(h.dtype), h[tokens])
 
 
 def _measure(

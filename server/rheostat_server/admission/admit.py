@@ -249,7 +249,12 @@ def admit_now(
     lookups = Lookups(admission.store.view())
     if known is None:
         own = resolve_steering(
-            request.steering, admission.sites, context, lookups, receipt_pb2.ORIGIN_REQUEST
+            request.steering,
+            admission.sites,
+            context,
+            lookups,
+            receipt_pb2.ORIGIN_REQUEST,
+            admission.runs,
         )
         captures = _resolve_captures(request, context, sampling.samples, lookups, admission)
     else:
@@ -446,7 +451,7 @@ def _compile_update(
     work: int,
 ) -> CompiledUpdate:
     origin = receipt_pb2.ORIGIN_UPDATE
-    own = resolve_steering(steering, admission.sites, context, vectors, origin)
+    own = resolve_steering(steering, admission.sites, context, vectors, origin, admission.runs)
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
     plan, needed = compile_plan("", interventions, ())

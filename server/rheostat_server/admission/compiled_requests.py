@@ -10,8 +10,9 @@ What makes an entry valid
     length of the prompt and of the answer, if a selector counts positions. An entry lists the
     vectors and names that it was compiled with. It is used only while the store still has them.
 
-Not kept: requests that select tokens by id or text, because these depend on the prompt; captures
-for sinks and runs, because these depend on other requests; large requests and plans.
+Not kept: requests that select tokens by id or text, because these depend on the prompt; requests
+that replace rows by those of a run, and captures for sinks and runs, because these depend on other
+requests; large requests and plans.
 
 Invariant: a request that finds an entry is admitted exactly as if it were compiled again.
 """
@@ -155,9 +156,13 @@ def key_of(
 
 
 def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> bool | None:
-    """Whether a selector counts positions; None if a selector depends on the prompt's tokens."""
+    """Whether a selector counts positions; None if more than positions and vectors matter."""
     counts = False
     for intervention in interventions:
+        if intervention.HasField("replace") and (
+            intervention.replace.HasField("run") or intervention.replace.HasField("mean")
+        ):
+            return None
         if intervention.HasField("where"):
             if _reads_tokens(intervention.where):
                 return None

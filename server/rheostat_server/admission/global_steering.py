@@ -173,7 +173,8 @@ def _spelled_out(
         if intervention.sites.HasField("range") and not layers.HasField("stop"):
             layers.stop = 1 + max(site.layer for site in op.sites)
         refs = [ref for _, ref in vector_refs(intervention)]
-        for ref, vector, row_layers in zip(refs, op.vectors, op.row_layers, strict=True):
+        # A mask, or a Replace by zeros, has a vector without a reference.
+        for ref, vector, row_layers in zip(refs, op.vectors, op.row_layers, strict=False):
             if ref is not None:
                 ref.digest = vector.digest
                 if row_layers:  # a name has them, a digest does not

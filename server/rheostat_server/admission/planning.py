@@ -51,12 +51,12 @@ def compile_plan(
     own: list[Act] = []
     vectors: dict[bytes, Vector] = {}
     for intervention in interventions:
-        act = intervention.act
-        if act is not None:
-            acts.append(act)
-            vectors |= {v.digest: v for v in intervention.op.vectors if v.digest in act.vectors}
+        if intervention.acts:
+            acts += intervention.acts
+            used = intervention.acts[0].vectors
+            vectors |= {v.digest: v for v in intervention.op.vectors if v.digest in used}
             if intervention.origin != receipt_pb2.ORIGIN_GLOBAL:
-                own.append(act)
+                own += intervention.acts
     plan = Plan(request_id, tuple(acts), engine_captures(captures))
     try:
         plan = plan.pack()

@@ -8,7 +8,7 @@ so that no client can send a request that is underestimated.
 from collections.abc import Sequence
 
 from rheostat_engine import ModelSites
-from rheostat_server.limits import OBSERVER_SPANS, OBSERVERS_COST, OFFLOAD_BYTES
+from rheostat_server.limits import OBSERVER_SPANS, OBSERVERS_COST, OFFLOAD_BYTES, REPLACED_ROWS
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.vectors.store import VectorView
 from rheostat_wire.v1 import capture_pb2, selector_pb2, steering_pb2, types_pb2, vector_pb2
@@ -24,6 +24,9 @@ _DIRECTION_BYTES = 256
 
 _COST_BYTES = 64
 """Bytes that are counted for a unit of an observer's cost; see `OBSERVERS_COST`."""
+
+_ELEMENT_BYTES = 4
+"""Bytes that are counted for an element of a row that replaces another."""
 
 _TOKEN_BYTES = 4
 """Bytes that are counted for a token of the prompt that a range may name."""
@@ -46,10 +49,22 @@ def steering_work(
             if intervention.HasField("where")
             else _SPAN_BYTES
         )
+        if intervention.HasField("replace"):
+            work += _replaced_work(intervention, prompt_len, model)
         if intervention.HasField("ablate") and len(intervention.ablate.directions) > 1:
             # `check_directions` compares these rows.
             work += sum(_size(ref, vectors) for ref in intervention.ablate.directions)
     return work
+
+
+def _replaced_work(
+    intervention: steering_pb2.Intervention, prompt_len: int, model: ModelSites
+) -> int:
+    """Bytes that are counted for the rows of a Replace."""
+    replace, sites = intervention.replace, _site_count(intervention.sites, model)
+    per_position = replace.HasField("run") or replace.HasField("rows") or replace.HasField("mean")
+    rows = min(REPLACED_ROWS, sites * prompt_len) if per_position else sites
+    return rows * (_SITE_BYTES + _ELEMENT_BYTES * model.width)
 
 
 def captures_work(

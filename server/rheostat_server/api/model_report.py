@@ -11,9 +11,9 @@ from rheostat_server import limits
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import ENGINE_POINTS, NO_STREAM
-from rheostat_server.steering.ops import NO_REPLACE, SERVED
+from rheostat_server.steering.ops import SERVED
 from rheostat_server.tensors import FloatType
-from rheostat_wire.v1 import engine_service_pb2, receipt_pb2, types_pb2
+from rheostat_wire.v1 import engine_service_pb2, types_pb2
 
 _pb = engine_service_pb2
 
@@ -27,6 +27,7 @@ _ALWAYS_SERVED = (
     _pb.FEATURE_SUBSCRIPTIONS,
     _pb.FEATURE_RUNS,
     _pb.FEATURE_DERIVATION,
+    _pb.FEATURE_REPLACE,
 )
 
 _NO_GATE = "gates are not served yet"
@@ -111,7 +112,7 @@ def _group(
         return _pb.Ability(served=not why_not, why_not=why_not)
 
     no_stream = NO_STREAM if point == types_pb2.POINT_ROUTER_LOGITS else ""
-    ops = {**dict.fromkeys(SERVED.values(), no_stream), receipt_pb2.OP_REPLACE: NO_REPLACE}
+    ops = dict.fromkeys(SERVED.values(), no_stream)
     return _pb.SiteGroup(
         point=point,
         layers=layers,

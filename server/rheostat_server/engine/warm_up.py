@@ -56,7 +56,7 @@ _RELEASE_SECONDS = 60.0
 step."""
 
 _SCALE = 1e-3
-"""Scale of all additions of the steered requests. Their tokens are discarded."""
+"""Scale of all changes of the steered requests. Their tokens are discarded."""
 
 
 class WarmUpRequest(NamedTuple):
@@ -162,6 +162,7 @@ def _plans(sites: ModelSites, vector: bytes, step_tokens: int) -> Iterator[tuple
         Act(Kind.ADD, (vector,), rows, _EVERYWHERE, _SCALE),
         Act(Kind.NORM_ADD, (vector,), rows, _EVERYWHERE, _SCALE),
         Act(Kind.PULL, (vector,), rows, _EVERYWHERE, bands=(Band(0.0, 0.0, _SCALE),)),
+        Act(Kind.REPLACE, (vector,), rows, _EVERYWHERE, _SCALE),
     )
     steered = Plan("steered", acts)
     ledger = CapacityLedger(sites.capacity)

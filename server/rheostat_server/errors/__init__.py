@@ -271,6 +271,10 @@ class NameConflict(FailedPrecondition):
     """The name is on another vector than was expected."""
 
 
+class RunIncomplete(FailedPrecondition):
+    """The run lacks a site or position that is needed of it."""
+
+
 class RunInUse(FailedPrecondition):
     """A request uses the run, or makes it."""
 

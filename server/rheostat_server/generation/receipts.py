@@ -10,6 +10,7 @@ from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.generation.sample import Sample
+from rheostat_server.generation.sources import add_source
 from rheostat_server.selectors.sites import write_site
 from rheostat_server.selectors.spans import length, united
 from rheostat_server.steering.interventions import Intervention
@@ -65,8 +66,8 @@ class _Part:
     sample: Sample
     released: Released
     intervention: Intervention
-    doses: Mapping[int, Dose]
-    """Its measured doses, by index of the site."""
+    doses: Mapping[int, Sequence[Dose]]
+    """The measured doses of its acts, by index of the site."""
     start: int
     end: int
 
@@ -118,9 +119,7 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
     for sample in samples:
         if sample.released is None:
             continue
-        doses: dict[int, dict[int, Dose]] = {}
-        for dose in sample.released.doses:
-            doses.setdefault(dose.act, {})[dose.site] = dose
+        doses = _by_act(sample.released.doses)
         index = 0
         for acting, update_id, start, end in _periods(admitted, sample):
             for one in acting:
@@ -129,11 +128,28 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
                     ref.update_id = update_id
                 key = (one.origin, one.index, ref.update_id)
                 record = found.setdefault(key, _Record(one, ref))
-                if one.act is not None:
-                    mine = doses.get(index, {})
-                    record.parts.append(_Part(sample, sample.released, one, mine, start, end))
-                    index += 1
+                if one.acts:
+                    mine = doses[index : index + len(one.acts)]
+                    record.parts.append(
+                        _Part(sample, sample.released, one, _by_site(mine), start, end)
+                    )
+                    index += len(one.acts)
     return list(found.values())
+
+
+def _by_act(doses: Sequence[Dose]) -> Sequence[Sequence[Dose]]:
+    """The doses of each act; acts after the last measured one are left out."""
+    found: list[list[Dose]] = [[] for _ in range(max((dose.act for dose in doses), default=-1) + 1)]
+    for dose in doses:
+        found[dose.act].append(dose)
+    return found
+
+
+def _by_site(acts: Sequence[Sequence[Dose]]) -> Mapping[int, Sequence[Dose]]:
+    found: dict[int, list[Dose]] = {}
+    for dose in chain.from_iterable(acts):
+        found.setdefault(dose.site, []).append(dose)
+    return found
 
 
 class _Period(NamedTuple):
@@ -158,6 +174,7 @@ def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
     """Writes what an intervention did. It has no rows if it would not have changed a bit."""
     intervention = record.intervention
     message.digests.extend([vector.digest for vector in intervention.op.vectors])
+    add_source(message, intervention)
     _add_rows(message, record.parts)
     add = message.sites.add
     for site, index in zip(intervention.op.sites, intervention.site_indices, strict=True):
@@ -181,8 +198,7 @@ def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]
     change = relative = relative_max = 0.0
     for part in acting:
         surplus += part.surplus
-        dose = part.doses.get(site)
-        if dose is not None:
+        for dose in part.doses.get(site, ()):
             rows += dose.rows
             change += dose.change
             relative += dose.relative

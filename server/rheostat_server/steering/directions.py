@@ -31,7 +31,7 @@ def check_directions(op: ResolvedOp, paths: Sequence[str]) -> None:
         ZeroVector: a row is zero, so that it has no direction.
         InvalidValue: at some layer, a direction of an Ablate lies in the span of those before it.
     """
-    if op.op == receipt_pb2.OP_ADD:
+    if op.op in (receipt_pb2.OP_ADD, receipt_pb2.OP_REPLACE):
         return
     for number, (vector, path) in enumerate(zip(op.vectors, paths, strict=True)):
         for row in sorted({rows[number] for rows in op.rows}):

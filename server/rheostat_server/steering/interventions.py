@@ -11,6 +11,7 @@ from rheostat_engine import Act, ModelSites, Site
 from rheostat_server import validation
 from rheostat_server.errors import MissingField, NonFinite, NotSupported
 from rheostat_server.limits import INTERVENTIONS
+from rheostat_server.runs.store import Runs
 from rheostat_server.selectors.selection import (
     EVERYTHING,
     Selection,
@@ -24,6 +25,7 @@ from rheostat_server.selectors.sites import (
 )
 from rheostat_server.steering.directions import check_directions
 from rheostat_server.steering.ops import ResolvedOp, check_served, resolve_op, vector_refs
+from rheostat_server.steering.replacements import OpContext
 from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import VectorView
@@ -54,14 +56,14 @@ class Intervention:
     """The selected tokens."""
 
     @cached_property
-    def act(self) -> Act | None:
-        """The act for the engine; None if it would not change a bit."""
-        return self.op.act(self.selection)
+    def acts(self) -> tuple[Act, ...]:
+        """The acts for the engine; none if it would not change a bit."""
+        return self.op.acts(self.selection)
 
     @cached_property
     def acting_sites(self) -> frozenset[int]:
-        """The indices of the sites at which its act changes something."""
-        return frozenset(() if self.act is None else (site for site, _ in self.act.rows))
+        """The indices of the sites at which its acts change something."""
+        return frozenset(site for act in self.acts[:1] for site, _ in act.rows)
 
     @cached_property
     def site_indices(self) -> tuple[int, ...]:
@@ -80,6 +82,7 @@ def resolve_steering(
     context: SelectionContext,
     vectors: VectorView,
     origin: receipt_pb2.Origin.ValueType,
+    runs: Runs | None = None,
 ) -> tuple[Intervention, ...]:
     """Resolves a steering. Each intervention is checked alone; see `check_sums` for their sums.
 
@@ -89,17 +92,18 @@ def resolve_steering(
         context: what selectors are resolved against; with the prompt's text if one looks for text.
         vectors: where vectors are looked up.
         origin: the origin of the interventions.
+        runs: the stored runs. None: they cannot be used here.
 
     Raises:
         InvalidArgument: something is malformed.
-        FailedPrecondition: something is not served.
-        NotFound: a vector is not stored, or a name not known.
+        FailedPrecondition: something is not served, or a run lacks rows.
+        NotFound: a vector is not stored, a name not known, or there is no such run.
         MessageTooLarge: an inline vector is too large.
     """
     path = INTERVENTION_PATH
     validation.check_count(len(steering.interventions), INTERVENTIONS, path, "interventions")
     return tuple(
-        _resolve(intervention, model, context, vectors, origin, index)
+        _resolve(intervention, model, context, vectors, origin, index, runs)
         for index, intervention in enumerate(steering.interventions)
     )
 
@@ -211,6 +215,7 @@ def _resolve(
     vectors: VectorView,
     origin: receipt_pb2.Origin.ValueType,
     index: int,
+    runs: Runs | None,
 ) -> Intervention:
     path = f"{INTERVENTION_PATH}[{index}]"
     check_served(intervention, path)
@@ -227,7 +232,7 @@ def _resolve(
     selection = EVERYTHING
     if intervention.HasField("where"):
         selection = resolve_selector(intervention.where, context, field_path(path, "where"))
-    op = resolve_op(intervention, sites, vectors, model, path)
+    op = resolve_op(intervention, OpContext(sites, selection, context, model, vectors, runs), path)
     paths = [field_path(op.path, where) for where, _ in vector_refs(intervention)]
     check_directions(op, paths)
     return Intervention(origin, index, op, selection)

@@ -7,17 +7,22 @@ has no act. All its fields are checked nevertheless.
 import math
 from dataclasses import dataclass
 
-from rheostat_engine import Act, Band, Kind, ModelSites, Site
+from rheostat_engine import Act, Band, Kind, Site, Spans
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import DIRECTIONS
 from rheostat_server.selectors.selection import Selection
-from rheostat_server.selectors.sites import SiteSelection
 from rheostat_server.steering.readouts import OF_OPS, check_readout
+from rheostat_server.steering.replacements import (
+    OpContext,
+    Replacement,
+    resolve_mask,
+    resolve_replacement,
+)
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.validation import field_path
-from rheostat_server.vectors.store import Vector, VectorView
-from rheostat_wire.v1 import receipt_pb2, steering_pb2, vector_pb2
+from rheostat_server.vectors.store import Vector
+from rheostat_wire.v1 import receipt_pb2, replace_pb2, steering_pb2, vector_pb2
 
 SERVED: dict[str, receipt_pb2.Op.ValueType] = {
     "add": receipt_pb2.OP_ADD,
@@ -25,11 +30,9 @@ SERVED: dict[str, receipt_pb2.Op.ValueType] = {
     "ablate": receipt_pb2.OP_ABLATE,
     "clamp": receipt_pb2.OP_CLAMP,
     "scale": receipt_pb2.OP_SCALE,
+    "replace": receipt_pb2.OP_REPLACE,
 }
 """The ops that are served, by their field in `Intervention`."""
-
-NO_REPLACE = "Replace is not served yet: use Add with a difference of rows, or Ablate"
-"""The error of the op Replace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,11 @@ class ResolvedOp:
     rows: tuple[tuple[int, ...], ...]
     """At each of the sites the row of each vector."""
     scale: float = 1.0
-    """Add, NormAdd: the factor."""
+    """Add, NormAdd: the factor. Replace: alpha."""
     bands: tuple[Band, ...] = ()
-    """The others: one per vector."""
+    """Ablate, Clamp, Scale: one per vector."""
+    replacement: Replacement | None = None
+    """Replace: the rows that it puts in. They are the first vector; a mask is the second."""
 
     @property
     def doses(self) -> tuple[float, ...]:
@@ -63,8 +68,39 @@ class ResolvedOp:
             return (abs(self.scale),) * len(self.sites)
         return ()
 
-    def act(self, selection: Selection) -> Act | None:
-        """The act on the selected tokens; None if it would not change a bit."""
+    def acts(self, selection: Selection) -> tuple[Act, ...]:
+        """The acts on the selected tokens; none if they would not change a bit.
+
+        A Replace with a row for each position has an act for each.
+        """
+        if self.replacement is None:
+            acts = [self._act(selection)]
+        elif self.replacement.positions and all(vector.peaks[0] for vector in self.vectors[1:]):
+            acts = [
+                self._replacing(((position, position + 1),), offset)
+                for offset, position in enumerate(self.replacement.positions)
+            ]
+        else:
+            acts = [self._replacing(selection.spans, 0)]
+        return tuple(act for act in acts if act.acts)
+
+    def _replacing(self, spans: Spans, offset: int) -> Act:
+        """The act of a Replace at some positions, with the rows that lie `offset` further."""
+        mask = self.vectors[1:]
+        return Act(
+            kind=Kind.REPLACE,
+            vectors=tuple(vector.digest for vector in self.vectors),
+            rows=tuple(
+                sorted(
+                    (site.index, (rows[0] + offset, *rows[1:]))
+                    for site, rows in zip(self.sites, self.rows, strict=True)
+                )
+            ),
+            spans=spans,
+            scale=self.scale if all(vector.peaks[0] for vector in mask) else 0.0,
+        )
+
+    def _act(self, selection: Selection) -> Act:
         used = [i for i, band in enumerate(self.bands) if band.strength != 0]
         kind = Kind.PULL
         if self.op in _ADDING:
@@ -76,7 +112,7 @@ class ResolvedOp:
                 if kind is not Kind.ADD or self.vectors[0].peaks[rows[0]] > 0
             )
         )
-        act = Act(
+        return Act(
             kind=kind,
             vectors=tuple(self.vectors[i].digest for i in used),
             rows=sites,
@@ -86,52 +122,44 @@ class ResolvedOp:
             orthogonal=self.op == receipt_pb2.OP_ABLATE,
             conditions=selection.conditions,
         )
-        return act if act.acts else None
 
 
 _ADDING = {receipt_pb2.OP_ADD: Kind.ADD, receipt_pb2.OP_NORM_ADD: Kind.NORM_ADD}
 
 
 def check_served(intervention: steering_pb2.Intervention, path: str) -> None:
-    """Refuses an intervention that has no op, or whose op is not served.
+    """Refuses an intervention that has no op.
 
     Raises:
         MissingField: there is no op.
-        NotSupported: it is not served.
     """
-    name = validation.required(
-        intervention.WhichOneof("op"), path, "add, norm_add, ablate, clamp, scale and replace"
-    )
-    if name not in SERVED:
-        raise NotSupported(NO_REPLACE, field=field_path(path, name))
+    validation.required(intervention.WhichOneof("op"), path, ", ".join(SERVED))
 
 
 def resolve_op(
-    intervention: steering_pb2.Intervention,
-    sites: SiteSelection,
-    vectors: VectorView,
-    model: ModelSites,
-    path: str,
+    intervention: steering_pb2.Intervention, context: OpContext, path: str
 ) -> ResolvedOp:
     """An op at sites, with its vectors.
 
     Args:
         intervention: the intervention; see `check_served`.
-        sites: where it acts.
-        vectors: where its vectors are looked up.
-        model: the model's sites.
+        context: what it is resolved against.
         path: its path.
 
     Raises:
         InvalidArgument: something is malformed.
-        NotFound: a vector is not stored, or a name not known.
+        NotFound: a vector is not stored, a name not known, or there is no such run.
+        RunIncomplete: a run lacks a site or a position.
         MessageTooLarge: an inline vector is too large.
     """
+    sites = context.sites
     name = intervention.WhichOneof("op") or ""
     field = field_path(path, name)
     scale, bands = _numbers(intervention, field)
+    if name == "replace":
+        return _resolve_replace(intervention, scale, context, field)
     found = [
-        find_vector(ref, vectors, model, field_path(field, where))
+        find_vector(ref, context.vectors, context.model, field_path(field, where))
         for where, ref in vector_refs(intervention)
     ]
     row_of = [rows_by_layer(vector, sites.layers) for vector in found]
@@ -144,6 +172,30 @@ def resolve_op(
         rows=tuple(tuple(rows[site.layer] for rows in row_of) for site in sites.sites),
         scale=scale,
         bands=bands,
+    )
+
+
+def _resolve_replace(
+    intervention: steering_pb2.Intervention, alpha: float, context: OpContext, path: str
+) -> ResolvedOp:
+    replace = intervention.replace
+    if not intervention.HasField("where"):
+        raise MissingField(
+            "a Replace needs the positions that it replaces",
+            field=f"{path.rpartition('.')[0]}.where",
+        )
+    found = resolve_replacement(replace, context, path)
+    mask = resolve_mask(replace, context, path)
+    vectors = (found.rows,) if mask is None else (found.rows, mask)
+    return ResolvedOp(
+        op=receipt_pb2.OP_REPLACE,
+        path=path,
+        sites=context.sites.sites,
+        vectors=vectors,
+        row_layers=(found.row_layers,) * len(vectors),
+        rows=tuple((first, *(0 for _ in vectors[1:])) for first in found.first_rows),
+        scale=alpha,
+        replacement=found,
     )
 
 
@@ -168,6 +220,8 @@ def vector_refs(
             ]
         case "scale":
             return [("read.vector", _vector_of(intervention.scale.read))]
+        case "replace" if intervention.replace.HasField("vector"):
+            return [("vector", intervention.replace.vector)]
         case _:
             return []
 
@@ -182,7 +236,7 @@ def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float,
         case "ablate":
             ablate = intervention.ablate
             _check_count(len(ablate.directions), field_path(path, "directions"), "directions")
-            strength = _strength(ablate, path)
+            strength = _fraction(ablate, "strength", path)
             return 1.0, (Band(0.0, 0.0, strength),) * len(ablate.directions)
         case "clamp":
             bands = intervention.clamp.bands
@@ -198,6 +252,8 @@ def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float,
             return 1.0, (Band(0.0, 0.0, 1.0 - factor),)
         case "norm_add":
             return _scale(intervention.norm_add, path), ()
+        case "replace":
+            return _fraction(intervention.replace, "alpha", path), ()
         case _:
             return _scale(intervention.add, path), ()
 
@@ -230,7 +286,7 @@ def _band(band: steering_pb2.Band, path: str) -> Band:
             "writing along another vector than is read is not served yet: leave write out",
             field=field_path(path, "write"),
         )
-    return Band(low, high, _strength(band, path))
+    return Band(low, high, _fraction(band, "strength", path))
 
 
 def _check_read(op: steering_pb2.Band | steering_pb2.Scale, path: str) -> None:
@@ -239,11 +295,14 @@ def _check_read(op: steering_pb2.Band | steering_pb2.Scale, path: str) -> None:
     check_readout(op.read, OF_OPS, field_path(path, "read"))
 
 
-def _strength(op: steering_pb2.Ablate | steering_pb2.Band, path: str) -> float:
-    if not op.HasField("strength"):
+def _fraction(
+    op: steering_pb2.Ablate | steering_pb2.Band | replace_pb2.Replace, name: str, path: str
+) -> float:
+    """A number from 0 to 1, by default 1."""
+    if not op.HasField(name):  # type: ignore[arg-type]  # a field that each of them may have
         return 1.0
-    field = field_path(path, "strength")
-    strength = validation.finite(op.strength, field)
-    if not 0 <= strength <= 1:
+    field = field_path(path, name)
+    fraction = validation.finite(getattr(op, name), field)
+    if not 0 <= fraction <= 1:
         raise InvalidValue("must be 0 to 1", field=field)
-    return strength
+    return fraction

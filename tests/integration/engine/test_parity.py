@@ -1,17 +1,20 @@
 """Every architecture, every point: what Hugging Face's model shows under hooks, ours shows too."""
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from rheostat_engine import (
     OPEN_END,
     ROUTERS,
     Act,
+    Band,
     Capture,
     Kind,
     Plan,
@@ -25,11 +28,13 @@ from ...effort import at_length, some
 from .groups import group_of
 from .models import CONFIGS, EXPERTS, LAYERS, MIXTURES, NO_MID, WIDTH, build
 from .offline import OfflineEngine, Outcome
-from .reference import Add, Float, HfReference, Run
+from .reference import Add, Change, Float, HfReference, Run
 
 pytestmark = pytest.mark.integration
 
 PROMPT = [int(t) for t in np.random.default_rng(0).integers(3, 128, 21)]
+OTHER = [(token + 60) % 125 + 3 for token in PROMPT]
+"""Another token at every position."""
 SPANS = ((5, 13), (20, 21))
 TOUCHED = [p for start, end in SPANS for p in range(start, end)]
 VECTOR = np.random.default_rng(1).normal(size=(1, WIDTH)).astype(np.float32)
@@ -74,7 +79,9 @@ class Case(NamedTuple):
 
     name: str
     plain: Run
+    other: Run
     steered: dict[int, Run]
+    replaced: dict[int, Run]
     continued: list[Continued]
     engine: OfflineEngine
 
@@ -97,7 +104,11 @@ class Reference(NamedTuple):
     """What Hugging Face's model shows."""
 
     plain: Run
+    other: Run
+    """Of `OTHER`."""
     steered: dict[int, Run]
+    replaced: dict[int, Run]
+    """With the rows of `other` in the place of those of the touched positions, by site."""
     continued: list[Continued]
 
 
@@ -117,6 +128,11 @@ def refer(models_root: Path) -> Callable[[str], Reference]:
             site: model.run(PROMPT, [Add(site, SCALE * VECTOR[0], TOUCHED)])
             for site in steered_sites(name)
         }
+        other = model.run(OTHER)
+        replaced = {
+            site: model.run(PROMPT, [replacing(site, other.streams[site][TOUCHED])])
+            for site in steered_sites(name)
+        }
         middle = Site(Point.RESID_PRE, LAYERS // 2).index
         continued = []
         for site in (None, middle):
@@ -124,7 +140,7 @@ def refer(models_root: Path) -> Callable[[str], Reference]:
             token_ids = model.generate(PROMPT, GENERATED, adds)
             read = [*PROMPT, *token_ids[:-1]]
             continued.append(Continued(site, token_ids, model.run(read, adds)))
-        return Reference(plain, steered, continued)
+        return Reference(plain, other, steered, replaced, continued)
 
     return run_once
 
@@ -151,6 +167,11 @@ def case(
     return Case(name, *reference, engine)
 
 
+def replacing(site: int, rows: Float) -> Change:
+    """A hook that puts rows at the touched positions."""
+    return Change(site, lambda stream: torch.from_numpy(rows).to(stream.dtype), TOUCHED)
+
+
 def assert_adds_up(name: str, found: Mapping[int, Float]) -> None:
     """The stream grows by its branches and by nothing else; [n, W] by site."""
 
@@ -175,10 +196,36 @@ def run(case: Case, site: int | None, spans: Spans = SPANS, max_tokens: int = 1)
     acts = ()
     if site is not None:
         acts = (Act(Kind.ADD, (DIGEST,), ((site, (0,)),), spans, SCALE),)
+    return run_acts(case, acts, max_tokens)
+
+
+def run_acts(case: Case, acts: Sequence[Act], max_tokens: int = 1) -> Outcome:
+    """One prompt with acts, captured everywhere."""
     everything = Capture(tuple(sites_of(case.name)), EVERYWHERE)
-    plan = Plan("", acts, (everything,))
+    plan = Plan("", tuple(acts), (everything,))
     (outcome,) = case.engine.run([PROMPT], [plan], max_tokens=max_tokens)
     return outcome
+
+
+def replace_rows(
+    case: Case, site: int, rows: Float, positions: Sequence[int], alpha: float = 1.0
+) -> list[Act]:
+    """Puts rows, [n, W], at positions of a site."""
+    digest = hashlib.sha256(rows.tobytes()).digest()
+    case.engine.load({digest: rows})
+    return [
+        Act(Kind.REPLACE, (digest,), ((site, (n,)),), ((position, position + 1),), alpha)
+        for n, position in enumerate(positions)
+    ]
+
+
+def same(one: Outcome, other: Outcome) -> bool:
+    """Equal in every bit."""
+    rows = all(
+        np.array_equal(rows_at(one, site), rows_at(other, site))
+        for site in one.rows.keys() | other.rows.keys()
+    )
+    return rows and one.token_ids == other.token_ids and one.logprobs == other.logprobs
 
 
 def rows_at(outcome: Outcome, site: int) -> Float:
@@ -216,8 +263,7 @@ def test_rows_of_generated_tokens_equal_hugging_face_at_every_site(case: Case) -
 
 
 def test_the_stream_grows_by_its_branches_and_by_nothing_else(case: Case) -> None:
-    branches = {Site(p, n).index for p in BRANCHES for n in range(LAYERS)}
-    for site in (None, *branches.intersection(case.steered)):
+    for site in (None, *branches().intersection(case.steered)):
         outcome = run(case, site)
         assert_adds_up(case.name, {s: outcome.stream(s) for s in outcome.rows if s < ROUTERS})
 
@@ -236,6 +282,69 @@ def test_an_added_vector_does_what_the_same_hook_does_in_hugging_face(case: Case
         assert np.abs(outcome.logits() - reference.logprobs[-1]).max() < LOGPROBS, site
         effect = np.abs(reference.logprobs[-1] - case.plain.logprobs[-1]).max()
         assert effect > 1e-2, site
+
+
+def test_replaced_rows_do_what_the_same_hook_does_in_hugging_face(case: Case) -> None:
+    for site, reference in case.replaced.items():
+        rows = case.other.streams[site][TOUCHED]
+        outcome = run_acts(case, replace_rows(case, site, rows, TOUCHED))
+        assert worst(outcome, reference) < ROWS, site
+        assert np.abs(outcome.logits() - reference.logprobs[-1]).max() < LOGPROBS, site
+        effect = np.abs(reference.logprobs[-1] - case.plain.logprobs[-1]).max()
+        assert effect > 1e-2, site
+        if site not in branches():  # a gain rounds the row
+            assert np.array_equal(outcome.stream(site)[TOUCHED], rows), site
+        assert outcome.released is not None
+        assert sum(dose.rows for dose in outcome.released.doses) == len(TOUCHED)
+
+
+def branches() -> set[int]:
+    """The sites of branches."""
+    return {Site(point, layer).index for point in BRANCHES for layer in range(LAYERS)}
+
+
+def test_all_rows_of_another_prompt_at_any_site_of_the_stream_give_its_logits(case: Case) -> None:
+    everywhere = range(len(PROMPT))
+    for site in sorted(case.other.streams.keys() - branches()):
+        if site >= ROUTERS:
+            continue
+        rows = case.other.streams[site]
+        outcome = run_acts(case, replace_rows(case, site, rows, everywhere))
+        assert np.abs(outcome.logits() - case.other.logprobs[-1]).max() < LOGPROBS, site
+        all_but_one = run_acts(case, replace_rows(case, site, rows[:-1], everywhere[:-1]))
+        assert np.abs(all_but_one.logits() - case.other.logprobs[-1]).max() > LOGPROBS, site
+
+
+def test_replacing_rows_by_themselves_under_other_ops_changes_no_bit(case: Case) -> None:
+    for site in case.steered:
+        rows, pulled = ((site, (0,)),), (Band(-0.1, 0.1, 0.5),)
+        before: list[tuple[Act, ...]] = [
+            (),
+            (Act(Kind.ADD, (DIGEST,), rows, SPANS, SCALE),),
+            (Act(Kind.PULL, (DIGEST,), rows, SPANS, bands=(Band(0.0, 0.0, 1.0),)),),
+            (
+                Act(Kind.NORM_ADD, (DIGEST,), rows, SPANS, 0.3),
+                Act(Kind.PULL, (DIGEST,), rows, SPANS, bands=pulled),
+            ),
+        ]
+        for acts in before:
+            plain = run_acts(case, acts, GENERATED)
+            own = plain.stream(site)[TOUCHED]
+            # The replacement acts last, whatever its place in the list.
+            patched = run_acts(case, [*replace_rows(case, site, own, TOUCHED), *acts], GENERATED)
+            assert same(plain, patched), (site, acts)
+
+
+def test_a_row_moves_from_one_prompts_to_the_others_as_alpha_rises(case: Case) -> None:
+    site, position = Site(Point.RESID_POST, 1).index, 9
+    row = case.other.streams[site][[position]]
+    plain = run_acts(case, ())
+    assert same(plain, run_acts(case, replace_rows(case, site, row, [position], alpha=0.0)))
+    start = plain.stream(site)[position]
+    for alpha in (0.25, 0.5, 0.75, 1.0):
+        outcome = run_acts(case, replace_rows(case, site, row, [position], alpha))
+        want = start + alpha * (row[0] - start)
+        np.testing.assert_allclose(outcome.stream(site)[position], want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_point_that_the_architecture_lacks_is_refused_by_name(case: Case) -> None:

@@ -12,6 +12,8 @@ from rheostat_engine.worker.state.buffers import SiteBuffers
 
 DOSE_SLOTS = 24
 RING = 12
+MASK = 5
+"""The row of a mask: elements of 0, 1/2 and 1 in turn."""
 
 
 class Step(NamedTuple):
@@ -23,6 +25,7 @@ class Step(NamedTuple):
     high: float = 0.0
     strength: float = 1.0
     last: bool = True
+    mask: int = 0
 
 
 def chains() -> list[list[Step]]:
@@ -32,6 +35,7 @@ def chains() -> list[list[Step]]:
     floor = Step(Kind.PULL, 3, 1.5, math.inf)
     push = Step(Kind.NORM_ADD, 2, strength=-0.5)
     added = Step(Kind.ADD, 3)
+    half = Step(Kind.REPLACE, 2, strength=0.5, mask=MASK)
     return [
         [ablation],
         [clamp],
@@ -41,6 +45,9 @@ def chains() -> list[list[Step]]:
         [added, ablation, push, floor, added],
         [ablation._replace(last=False), clamp._replace(last=False), floor, push],
         [Step(Kind.PULL, 1, -math.inf, 0.0, 2.0), added, clamp],
+        [Step(Kind.REPLACE, 1)],
+        [half],
+        [added, push, Step(Kind.REPLACE, 0, mask=MASK), half, Step(Kind.REPLACE, 4, strength=0.25)],
     ]
 
 
@@ -50,6 +57,7 @@ def huge_chains() -> list[list[Step]]:
         [Step(Kind.NORM_ADD, 1, strength=3e38)],
         [Step(Kind.PULL, 2, 1e38, 1e38)],
         [Step(Kind.PULL, 2, -1e38, -1e38, 3e38)],
+        [Step(Kind.REPLACE, 1)],
         [Step(Kind.NORM_ADD, 1, strength=3e38), Step(Kind.NORM_ADD, 2, strength=-3e38)],
     ]
 
@@ -63,7 +71,7 @@ def buffers(
     programs: list[list[Step]],
     seed: int = 0,
 ) -> SiteBuffers:
-    """A site's buffers: rows 0 (zeros) to 4, directions 1 to 3 and some programs.
+    """A site's buffers: rows 0 (zeros) to 4, a mask, directions 1 to 3 and some programs.
 
     Args:
         width: W.
@@ -74,16 +82,17 @@ def buffers(
         seed: of the rows and directions.
     """
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(5, width, generator=generator).to(dtype)
+    rows = torch.randn(MASK + 1, width, generator=generator).to(dtype)
     rows[0] = 0
+    rows[MASK] = torch.arange(width) % 3 / 2
     directions = torch.randn(4, width, generator=generator)
     directions /= directions.norm(dim=1, keepdim=True)
-    ints, floats, begins = [[0, 0, 0, 0]], [[0.0, 0.0, 0.0, 0.0]], []
+    ints, floats, begins = [[0, 0, 0, 0, 0]], [[0.0, 0.0, 0.0, 0.0]], []
     for chain in programs:
         begins.append(len(ints))
         for at, one in enumerate(chain):
             following = len(ints) + 1 if at + 1 < len(chain) else 0
-            ints.append([one.kind, one.number, following, one.last])
+            ints.append([one.kind, one.number, following, one.last, one.mask])
             floats.append([one.low, one.high, one.strength, 0.0])
     return SiteBuffers(
         code=torch.tensor([-begins[-c - 1] if c < 0 else c for c in codes], dtype=torch.int32),
@@ -105,16 +114,22 @@ class Expected:
     """What a site's instructions do, in float64; nothing is rounded."""
 
     h: np.ndarray
+    residual: np.ndarray | None
     ring: np.ndarray
     doses: np.ndarray = field(default_factory=lambda: np.zeros((DOSE_SLOTS, 4)))
 
 
 def naive(h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers) -> Expected:
     """One token after the other, one step after the other."""
-    expected = Expected(h.double().numpy().copy(), site.ring.double().numpy().copy())
+    expected = Expected(
+        h.double().numpy().copy(),
+        None if residual is None else residual.double().numpy().copy(),
+        site.ring.double().numpy().copy(),
+    )
     rows, directions = site.rows.double().numpy(), site.directions.double().numpy()
     for token in range(len(h)):
-        rest = 0 if residual is None else residual[token].double().numpy()
+        rest = np.zeros(h.shape[1]) if expected.residual is None else expected.residual[token]
+        replaced = np.zeros(h.shape[1], bool)
         x = before = expected.h[token] + rest
         code, dose_slot = int(site.code[token]), int(site.dose_slot[token])
         if code > 0:
@@ -122,12 +137,16 @@ def naive(h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers) -> 
             _count(expected.doses[dose_slot], before, None)
         step = max(0, -code)
         while step:
-            kind, number, following, last = site.ints[step].tolist()
+            kind, number, following, last, mask = site.ints[step].tolist()
             low, high, strength, _ = site.floats[step].tolist()
             if kind == Kind.ADD:
                 x = x + rows[number]
             elif kind == Kind.NORM_ADD:
                 x = x + strength * np.linalg.norm(x) * directions[number]
+            elif kind == Kind.REPLACE:
+                weight = strength * (rows[mask] if mask else np.ones(len(x)))
+                x = x + weight * (rows[number] - x)
+                replaced |= weight != 0
             else:
                 along = x @ directions[number]
                 x = x + strength * (np.clip(along, low, high) - along) * directions[number]
@@ -136,6 +155,8 @@ def naive(h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers) -> 
                 before, dose_slot = x, dose_slot + 1
             step = following
         expected.h[token] = x - rest
+        if expected.residual is not None:
+            expected.h[token, replaced], rest[replaced] = 0.0, x[replaced]
         if site.cap_row[token]:
             expected.ring[int(site.cap_row[token])] = x
     return expected

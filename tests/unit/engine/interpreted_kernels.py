@@ -3,6 +3,7 @@
 import math
 import sys
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,23 @@ def twin(site: SiteBuffers) -> SiteBuffers:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether signs of zeros are equal too."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+class Parts(NamedTuple):
+    """The parts of a stream that enter a site."""
+
+    h: torch.Tensor
+    residual: torch.Tensor | None
+
+    @classmethod
+    def of(cls, h: torch.Tensor, residual: torch.Tensor | None) -> "Parts":
+        """Copies of both."""
+        return cls(h.clone(), None if residual is None else residual.clone())
+
+    def assert_close(self, other: "Parts", *, rtol: float, atol: float) -> None:
+        """Compares the parts with those of another implementation."""
+        torch.testing.assert_close(self.h, other.h, rtol=rtol, atol=atol)
+        torch.testing.assert_close(self.residual, other.residual, rtol=rtol, atol=atol)
 
 
 def noise(tokens: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -72,15 +90,35 @@ def check_chains(
     other = twin(site)
     h = 3 * noise(len(codes), width, dtype, 3)
     rest = None if residual is None else noise(len(codes), width, residual, 4)
-    ones, others = h.clone(), h.clone()
-    launch_site(ones, rest, site, gain)
-    run_site(others, rest, other, gain)
+    ones, others = Parts.of(h, rest), Parts.of(h, rest)
+    launch_site(*ones, site, gain)
+    run_site(*others, other, gain)
     rtol, atol = TOLERANCE[dtype], 10 * TOLERANCE[dtype]
-    torch.testing.assert_close(ones, others, rtol=rtol, atol=atol)
+    ones.assert_close(others, rtol=rtol, atol=atol)
     torch.testing.assert_close(site.ring, other.ring, rtol=rtol, atol=atol)
-    torch.testing.assert_close(site.doses, other.doses, rtol=1e-4, atol=1e-5)
-    assert same_bits(ones[0], h[0])
+    # Replacements measure the rounded stream.
+    torch.testing.assert_close(site.doses, other.doses, rtol=max(1e-4, rtol), atol=1e-5)
+    assert same_bits(ones.h[0], h[0])
     assert int(site.doses[:, 0].sum()) == 1 + sum(one.last for chain in programs for one in chain)
+
+
+def check_replacements(width: int, dtype: torch.dtype, residual: torch.dtype | None) -> None:
+    """Whole rows are replaced bit for bit, and rows by themselves not at all."""
+    programs = [[Step(Kind.REPLACE, 1)], [Step(Kind.ADD, 2), Step(Kind.REPLACE, 3)]]
+    site = buffers(width, dtype=dtype, codes=[-1, -2, 0], captured=[1, 2, 3], programs=programs)
+    h = noise(3, width, dtype, 1)
+    rest = None if residual is None else noise(3, width, residual, 2)
+    own = h[0].float() if rest is None else h[0].float() + rest[0].float()
+    site.rows[1] = own.to(dtype)
+    other, ones, others = twin(site), Parts.of(h, rest), Parts.of(h, rest)
+    launch_site(*ones, site)
+    run_site(*others, other)
+    for one, twin_part, before in zip(ones, others, (h, rest), strict=True):
+        if one is not None and twin_part is not None and before is not None:
+            assert same_bits(one, twin_part)
+            assert same_bits(one[[0, 2]], before[[0, 2]])
+    assert same_bits(site.ring, other.ring)
+    assert torch.equal(site.ring[2], site.rows[3])
 
 
 def check_huge(dtype: torch.dtype, residual: torch.dtype | None, gain: float = 1.0) -> None:
@@ -95,14 +133,14 @@ def check_huge(dtype: torch.dtype, residual: torch.dtype | None, gain: float = 1
     h = noise(len(codes), 12, dtype, 8)
     rest = None if residual is None else 2e4 * noise(len(codes), 12, residual, 9)
     h[:, 7] = 2.5e4  # beyond the limit of float16 where the residual part is of the same sign
-    ones, others = h.clone(), h.clone()
-    launch_site(ones, rest, site, gain)
-    run_site(others, rest, other, gain)
-    assert ones.isfinite().all()
+    ones, others = Parts.of(h, rest), Parts.of(h, rest)
+    launch_site(*ones, site, gain)
+    run_site(*others, other, gain)
+    assert ones.h.isfinite().all()
     rtol, atol = 2 * TOLERANCE[dtype], 2e4 * TOLERANCE[dtype]
-    torch.testing.assert_close(ones, others, rtol=rtol, atol=atol)
+    ones.assert_close(others, rtol=rtol, atol=atol)
     torch.testing.assert_close(site.ring, other.ring, rtol=rtol, atol=2 * atol)
-    assert same_bits(ones[0], h[0])
+    assert same_bits(ones.h[0], h[0])
 
 
 def check_not_finite(dtype: torch.dtype) -> None:
@@ -231,6 +269,9 @@ def main() -> None:
     for width in (4, 24, 9):
         check_narrow(width, torch.float32, torch.float32)
         check_narrow(width, torch.float32, torch.float16)
+    for width, dtype in product([300, 5], exact):
+        for residual in (None, dtype, torch.float32):
+            check_replacements(width, dtype, residual)
     for width, dtype in product([300, 64, 5], TOLERANCE):
         for residual in (None, dtype, torch.float32):
             check_chains(width, dtype, residual)

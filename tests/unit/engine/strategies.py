@@ -83,7 +83,8 @@ def selections(draw: st.DrawFn) -> tuple[Spans, tuple[Condition, ...]]:
 def acts(draw: st.DrawFn) -> Act:
     """Any act with known vectors."""
     kind = draw(st.sampled_from(Kind))
-    count = draw(st.integers(1, 3)) if kind is Kind.PULL else 1
+    most = {Kind.PULL: 3, Kind.REPLACE: 2}.get(kind, 1)
+    count = draw(st.integers(1, most))
     vectors = draw(st.permutations(DIGESTS))[:count]
     row = st.tuples(*[st.integers(0, ROWS - 1)] * count)
     rows = draw(st.dictionaries(st.integers(0, SITES - 1), row, max_size=3))
@@ -94,7 +95,7 @@ def acts(draw: st.DrawFn) -> Act:
         tuple(vectors),
         tuple(sorted(rows.items())),
         where,
-        scale=1.0 if pull else draw(st.sampled_from(SCALES)),
+        scale=1.0 if pull else draw(st.sampled_from(SCALES[: 3 if kind is Kind.REPLACE else 4])),
         bands=tuple(draw(st.sampled_from(BANDS)) for _ in vectors) if pull else (),
         orthogonal=pull and draw(st.booleans()),
         conditions=conditions,

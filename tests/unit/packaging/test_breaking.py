@@ -31,7 +31,6 @@ UNSERVED = {
     "monitor": ("string name = 1;", "string rule_id = 1;"),
     "monitor_service": ("string label = 3;", "bytes label = 4;"),
     "patch_service": ("  rpc GetRun(GetRunRequest) returns (GetRunResponse);\n", ""),
-    "replace": ("optional float alpha = 7;", "optional float weight = 7;"),
     "sweep": ("optional uint32 noise_count = 4;", "optional uint32 count = 4;"),
 }
 """A change in every file of what is not served yet."""

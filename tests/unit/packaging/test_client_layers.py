@@ -33,6 +33,7 @@ GROUND = (
     "rheostat._points",
     "rheostat._positions",
     "rheostat._prompts",
+    "rheostat._runs",
     "rheostat._selectors",
 )
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from rheostat._arrays import ArrayLike, Element, vector_data, write_element
 from rheostat._capture.encodings import WIRE_ENCODINGS, EncodingName
-from rheostat._capture.runs import Run
 from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import UINT64, did_you_mean, utf8_text, whole_number
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
+from rheostat._runs import Run
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 from rheostat._steering.vectors import Vector, inline, refuse_dose, row_ref

@@ -1,7 +1,7 @@
-"""A causal trace of a fact by steering, one request per (site, position).
+"""A causal trace of a fact by patching, one request per (site, position).
 
-Clean and corrupted prompt differ only in the subject. Each request adds (clean - corrupt) to one
-row of the corrupted run, which makes it the clean row. The score of a run is
+Clean and corrupted prompt differ only in the subject. Each request replaces one row of the
+corrupted run by the clean run's row. The score of a run is
 ln p(clean answer) - ln p(corrupt answer). The grade of a cell is the recovered fraction of the
 score difference between the two runs: 0 nothing, 1 all. Method: causal tracing (Meng et al., 2022),
 with interchanged rows (Vig et al., 2020).
@@ -22,7 +22,7 @@ from rheostat._points import Point, Site
 from rheostat._responses.model import ModelInfo
 from rheostat._responses.results import Generation
 from rheostat._selectors import positions
-from rheostat._steering.vectors import Add, inline
+from rheostat._steering.replacements import Replace, replace
 from rheostat_wire.dtypes import FloatArray
 
 SENTENCE = "The {} is in the city of"
@@ -144,7 +144,7 @@ async def trace(
         async with limit:
             out = await engine.generate(
                 pair.corrupt_run.prompt_token_ids,
-                steering=_swap(pair, sites[row], position),
+                steering=_patch(pair, sites[row], position),
                 max_tokens=1,
                 temperature=0,
                 logprobs=logprobs_for(model),
@@ -159,11 +159,10 @@ async def trace(
     return Trace(pair, sites, grades, bounds)
 
 
-def _swap(pair: Pair, site: Site, position: int) -> Add:
-    """The addition that turns one row of the corrupted run into the clean run's."""
-    clean = pair.clean_run.activations[site.point, site.layer][position]
-    corrupt = pair.corrupt_run.activations[site.point, site.layer][position]
-    return inline(clean - corrupt).at(
+def _patch(pair: Pair, site: Site, position: int) -> Replace:
+    """Puts a row of the clean run into the corrupted one."""
+    row = pair.clean_run.activations[site.point, site.layer][position]
+    return replace(row[None, None]).at(
         points=site.point, layers=site.layer, where=positions(position)
     )
 

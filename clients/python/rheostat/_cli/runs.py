@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from datetime import UTC, datetime
 
-from rheostat._capture.runs import RunInfo
 from rheostat._cli._common import Subparsers, add_target, connected
 from rheostat._cli._listing import add_json, print_json, print_table
 from rheostat._positions import show_ranges, show_sites
+from rheostat._runs import RunInfo
 
 
 def add(commands: Subparsers) -> None:

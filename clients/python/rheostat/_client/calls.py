@@ -8,7 +8,6 @@ from typing import Unpack
 from grpc_health.v1 import health_pb2
 
 from rheostat._capture.artifacts import Artifact, SinkInfo, read_artifacts, read_sinks
-from rheostat._capture.runs import RunInfo, lease_duration, read_run, valid_run_id
 from rheostat._client import requests
 from rheostat._client.requests import GenerateOptions
 from rheostat._client.sessions import SessionAccumulator, SessionCall, SessionEvent
@@ -24,6 +23,7 @@ from rheostat._responses.explanations import (
 )
 from rheostat._responses.model import ModelInfo, Stats, read_model, read_stats
 from rheostat._responses.results import Event, Generation
+from rheostat._runs import RunInfo, lease_duration, read_run, valid_run_id
 from rheostat._steering.global_steering import GlobalSteering, read_global
 from rheostat._steering.steering import SteeringLike, steering_to_wire
 from rheostat_wire.v1 import (

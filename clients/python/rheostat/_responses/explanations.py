@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rheostat._notebook import table
 from rheostat._points import Site, knows_point, read_site
 from rheostat._positions import read_ranges, show_ranges, unknown_sites_text
-from rheostat._responses.receipts import Reference, read_reference
+from rheostat._responses.receipts import Reference, ReplaceSource, read_reference, read_source
 from rheostat_wire.v1 import generation_service_pb2, types_pb2
 
 
@@ -54,6 +54,8 @@ class ResolvedIntervention:
     relative to the norm of the stream. Empty for other ops, whose dose depends on the stream."""
     rule_name: str = ""
     """The rule, if ``origin`` is "rule"."""
+    source: ReplaceSource | None = None
+    """The rows that would be put in, if ``op`` is "replace"."""
     unknown_sites: int = 0
     """Number of further sites, at points that only newer clients know."""
 
@@ -175,6 +177,7 @@ def _read_intervention(
         unknown_sites=len(message.sites) - len(_known_sites(message.sites)),
         selection=_read_selection(message.selection),
         digests=tuple(digest.hex() for digest in message.digests),
+        source=read_source(message),
         doses={
             read_site(dose.site): dose.norm
             for dose in message.doses

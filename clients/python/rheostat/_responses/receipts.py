@@ -9,7 +9,7 @@ from rheostat._fields import equal_fields, read_word
 from rheostat._notebook import table
 from rheostat._points import Site, knows_point, read_site
 from rheostat._positions import read_ranges, show_points, show_ranges, unknown_sites_text
-from rheostat_wire.v1 import receipt_pb2
+from rheostat_wire.v1 import generation_service_pb2, receipt_pb2
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,19 @@ class AppliedRows:
 
 
 @dataclass(frozen=True)
+class ReplaceSource:
+    """The rows that a replacement puts in."""
+
+    run_id: str
+    """The run that they come from; empty for other sources."""
+    rows: tuple[tuple[int, int | None], ...]
+    """(position, the run's position) for each replaced position; the latter is None if the source
+    is no run. Empty: all positions get the same row."""
+    sha256: str
+    """SHA-256 of the rows as float32, by site, then position; hex."""
+
+
+@dataclass(frozen=True)
 class AppliedIntervention:
     """An intervention, as it was carried out."""
 
@@ -66,6 +79,8 @@ class AppliedIntervention:
     """The rule, if ``origin`` is "rule"."""
     update_id: int | None = None
     """The session's update, if ``origin`` is "update"."""
+    source: ReplaceSource | None = None
+    """The rows that were put in, if ``op`` is "replace"."""
     unknown_sites: int = 0
     """Number of further sites, at points that only newer clients know."""
 
@@ -182,6 +197,8 @@ def _intervention_text(applied: AppliedIntervention) -> str:
         if means:
             text += f" ({_between(means)} % of the stream"
             text += f", at most {max(most):.3g} %)" if most else ")"
+    if applied.source is not None and applied.source.run_id:
+        text += f", from run {applied.source.run_id}"
     samples = Counter((rows.positions, rows.cached_positions) for rows in applied.rows)
     if not any(positions or cached for positions, cached in samples):
         return text
@@ -262,6 +279,7 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
         rule_name=reference.rule_name,
         update_id=reference.update_id,
         digests=tuple(digest.hex() for digest in message.digests),
+        source=read_source(message),
         sites=tuple(
             AppliedSite(
                 read_site(site.site),
@@ -279,6 +297,20 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
             for rows in message.rows
         ),
     )
+
+
+def read_source(
+    message: receipt_pb2.AppliedIntervention | generation_service_pb2.ResolvedIntervention,
+) -> ReplaceSource | None:
+    """The source of a replacement; None for other ops."""
+    if not message.HasField("source"):
+        return None
+    source = message.source
+    rows = (
+        (row.position, row.source_position if row.HasField("source_position") else None)
+        for row in source.rows
+    )
+    return ReplaceSource(source.run_id, tuple(rows), source.sha256.hex())
 
 
 def _read_dose(message: receipt_pb2.Dose) -> Dose:

@@ -68,7 +68,7 @@ class Ablate(Intervention):
                     _direction(direction, layers, f"{path}.directions[{number}]")
                     for number, direction in enumerate(self.directions)
                 ],
-                strength=_fraction(self.strength, f"{path}.strength"),
+                strength=fraction(self.strength, f"{path}.strength", "strength"),
             )
         )
 
@@ -101,7 +101,7 @@ class Band:
             read=_along(self.direction, layers, f"{path}.read"),
             min=low,
             max=high,
-            strength=_fraction(self.strength, f"{path}.strength"),
+            strength=fraction(self.strength, f"{path}.strength", "strength"),
         )
 
     def __str__(self) -> str:
@@ -179,10 +179,12 @@ def _direction(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRe
     return row_ref(vector, layers, path)
 
 
-def _fraction(strength: float, path: str) -> float:
-    value = finite(strength, path, "strength")
+def fraction(number: float, path: str, what: str) -> float:
+    """``number``, if it is 0 to 1."""
+    value = finite(number, path, what)
     if not 0 <= value <= 1:
-        raise invalid(path, f"a strength is 0 to 1, not {value:.6g}")
+        article = "an" if what[0] in "aeiou" else "a"
+        raise invalid(path, f"{article} {what} is 0 to 1, not {value:.6g}")
     return value
 
 

@@ -186,6 +186,7 @@ class Intervention(ABC):
     """Tokens. Default: every token."""
 
     __array_ufunc__: ClassVar[None] = None
+    _needs_vectors: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -221,14 +222,14 @@ class Intervention(ABC):
         Raises InvalidRequest if no point or layer is given, if numbers are out of range, or if a
         vector's rows do not match the layers.
         """
-        if not self.vectors:
+        if not self.vectors and self._needs_vectors:
             raise invalid(path, "an op without a vector does nothing", "REASON_MISSING_FIELD")
         points = self.points or _agreed((vector.points for vector in self.vectors), f"{path}.sites")
         layers = self.layers or _agreed((vector.layers for vector in self.vectors), f"{path}.sites")
         if points is None or layers is None:
             raise invalid(
                 f"{path}.sites",
-                f"{labels(self.vectors)} has no default points and layers: "
+                f"{labels(self.vectors) or self._text()} has no default points and layers: "
                 f"give them, with .at(points=, layers=){_get_advice(self.vectors)}",
                 "REASON_MISSING_FIELD",
             )

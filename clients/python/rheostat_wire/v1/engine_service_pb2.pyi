@@ -56,7 +56,7 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_LORA: _Feature.ValueType  # 12
     """GenerateRequest.lora_name. The server has at least one adapter."""
     FEATURE_REPLACE: _Feature.ValueType  # 13
-    """Replace. Not sent yet."""
+    """Replace, but for NoiseSource."""
     FEATURE_READOUTS: _Feature.ValueType  # 14
     """Biases, activations and all normalisations of Readout, and Band.write. Not sent yet."""
     FEATURE_MATRICES: _Feature.ValueType  # 15
@@ -104,7 +104,7 @@ FEATURE_DERIVATION: Feature.ValueType  # 11
 FEATURE_LORA: Feature.ValueType  # 12
 """GenerateRequest.lora_name. The server has at least one adapter."""
 FEATURE_REPLACE: Feature.ValueType  # 13
-"""Replace. Not sent yet."""
+"""Replace, but for NoiseSource."""
 FEATURE_READOUTS: Feature.ValueType  # 14
 """Biases, activations and all normalisations of Readout, and Band.write. Not sent yet."""
 FEATURE_MATRICES: Feature.ValueType  # 15

@@ -115,7 +115,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_RUN_IN_USE: _Reason.ValueType  # 66
     """FAILED_PRECONDITION. A request or sweep uses the run, or makes it."""
     REASON_RUN_INCOMPLETE: _Reason.ValueType  # 67
-    """FAILED_PRECONDITION. The run lacks a site or position that is needed of it. Not sent yet."""
+    """FAILED_PRECONDITION. The run lacks a site or position that is needed of it."""
     REASON_NO_CONTRAST: _Reason.ValueType  # 68
     """FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover. Not sent yet."""
     REASON_NAME_CONFLICT: _Reason.ValueType  # 69
@@ -268,7 +268,7 @@ REASON_VERSION_CONFLICT: Reason.ValueType  # 65
 REASON_RUN_IN_USE: Reason.ValueType  # 66
 """FAILED_PRECONDITION. A request or sweep uses the run, or makes it."""
 REASON_RUN_INCOMPLETE: Reason.ValueType  # 67
-"""FAILED_PRECONDITION. The run lacks a site or position that is needed of it. Not sent yet."""
+"""FAILED_PRECONDITION. The run lacks a site or position that is needed of it."""
 REASON_NO_CONTRAST: Reason.ValueType  # 68
 """FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover. Not sent yet."""
 REASON_NAME_CONFLICT: Reason.ValueType  # 69

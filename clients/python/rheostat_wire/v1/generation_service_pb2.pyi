@@ -549,7 +549,7 @@ class ResolvedIntervention(_message.Message):
 
     @_builtins.property
     def source(self) -> _replace_pb2.ReplaceSource:
-        """What a Replace would draw from. Not sent yet."""
+        """What a Replace would draw from."""
 
     def __init__(
         self,

@@ -232,7 +232,7 @@ class AppliedIntervention(_message.Message):
 
     @_builtins.property
     def source(self) -> _replace_pb2.ReplaceSource:
-        """What a Replace drew from. Not sent yet."""
+        """What a Replace drew from."""
 
     def __init__(
         self,

@@ -99,7 +99,7 @@ class Intervention(_message.Message):
 
     @_builtins.property
     def replace(self) -> _replace_pb2.Replace:
-        """Puts other rows in the place of x. Not served yet: REASON_NOT_SUPPORTED."""
+        """Puts other rows in the place of x."""
 
     @_builtins.property
     def gate(self) -> _gate_pb2.Gate:

@@ -32,7 +32,7 @@ class SiteBuffers(NamedTuple):
     directions: torch.Tensor
     """[directions, W] float32."""
     ints: torch.Tensor
-    """[steps, 4] int32."""
+    """[steps, 5] int32."""
     floats: torch.Tensor
     """[steps, 4] float32."""
     doses: torch.Tensor

@@ -1,7 +1,7 @@
 """Programs on the device: the steps for a token at a site, shared by content.
 
 A program of one addition is a row of the bank. Any other program is a chain of steps. Each step has
-the number of its row or direction, and the number of the next step.
+the number of its row or direction, the number of its mask, and the number of the next step.
 
 Invariant: a program keeps its rows, directions and steps as long as it has a use. A site's
 instruction is the code of a program: 0 does nothing, r > 0 adds row r, -s runs the chain from step
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from rheostat_engine.plan.acts import Kind
 from rheostat_engine.plan.capacity import Capacity
 from rheostat_engine.plan.composition import Direction, Program, RowKey, Step, only_adds
 from rheostat_engine.worker.state.device_table import Table
 from rheostat_engine.worker.state.id_allocators import Full, RefCountedIds
 from rheostat_engine.worker.steering.vectors import BankError, Basis, Exhausted, Vectors, sums_of
+
+INTS = 5
+"""Integers of a step."""
 
 _INFINITE = 2.0**128 - 2.0**103
 """The smallest number that float32 rounds to infinity."""
@@ -48,7 +50,7 @@ class Programs:
         self._rows = Table(torch.zeros(capacity.bank_rows + 1, width, dtype=dtype, device=device))
         self._directions = Table(torch.zeros(capacity.directions + 1, width, device=device))
         steps = capacity.steps + 1
-        self._ints = Table(torch.zeros(steps, 4, dtype=torch.int32, device=device))
+        self._ints = Table(torch.zeros(steps, INTS, dtype=torch.int32, device=device))
         self._floats = Table(torch.zeros(steps, 4, device=device))
         self._row_numbers: RefCountedIds[RowKey] = RefCountedIds(capacity.bank_rows)
         self._zeros: dict[RowKey, int] = {}
@@ -68,7 +70,10 @@ class Programs:
 
     @property
     def ints(self) -> torch.Tensor:
-        """[steps, 4] int32: kind, row or direction, next step (0: none), whether it is measured."""
+        """[steps, 5] int32: kind, row or direction, next step, whether it is measured, mask row.
+
+        0 means that there is no next step, or no mask.
+        """
         return self._ints.tensor
 
     @property
@@ -147,13 +152,12 @@ class Programs:
     def _make_rows(self, programs: Sequence[Program], vectors: Vectors) -> list[RowKey]:
         """Makes all missing rows of programs at once, and adds a use of each; their keys."""
         missing = {
-            step.addends: None
+            key: None
             for program in programs
             if program not in self._entries
             for step in program
-            if step.kind is Kind.ADD
-            and step.addends not in self._row_numbers
-            and step.addends not in self._zeros
+            for key in step.rows
+            if key not in self._row_numbers and key not in self._zeros
         }
         if not missing:
             return []
@@ -191,7 +195,9 @@ class Programs:
             raise BankError("a bound or strength is not finite in float32")
         if len(program) > len(self._free_steps):
             raise Exhausted("every step is in use")
-        numbers: list[int] = []
+        if any(step.mask in self._zeros for step in program):
+            raise BankError("a mask is zero, or rounds to zero")
+        numbers: list[tuple[int, int]] = []
         try:
             for step in program:
                 numbers.append(self._take(step, basis))
@@ -200,16 +206,20 @@ class Programs:
             raise
         chain = tuple(self._free_steps.pop() for _ in program)
         lines = zip(program, numbers, (*chain[1:], 0), strict=True)
-        ints = [[step.kind, number, following, step.last] for step, number, following in lines]
+        ints = [
+            [step.kind, number, following, step.last, mask]
+            for step, (number, mask), following in lines
+        ]
         self._ints.put_all(chain, torch.tensor(ints))
         floats = [[step.low, step.high, step.strength, 0.0] for step in program]
         self._floats.put_all(chain, torch.tensor(floats))
         return _Entry(-chain[0], chain)
 
-    def _take(self, step: Step, basis: Basis) -> int:
-        if step.kind is Kind.ADD:
-            return self._take_row(step.addends)
-        return self._take_direction(step.direction, basis)
+    def _take(self, step: Step, basis: Basis) -> tuple[int, int]:
+        """Adds a use of a step's row or direction, and of its mask; their numbers."""
+        if step.direction:
+            return self._take_direction(step.direction, basis), 0
+        return self._take_row(step.addends), self._take_row(step.mask) if step.mask else 0
 
     def _take_direction(self, key: Direction, basis: Basis) -> int:
         """Adds a use of a direction, made if it does not exist yet; its number."""
@@ -243,9 +253,9 @@ class Programs:
 
     def _let_go(self, taken: Sequence[Step]) -> None:
         for step in taken:
-            if step.kind is Kind.ADD:
-                self._give_row(step.addends)
-            else:
+            for key in step.rows:
+                self._give_row(key)
+            if step.direction:
                 self._direction_numbers.give(step.direction)
 
 

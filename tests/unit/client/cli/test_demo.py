@@ -76,17 +76,22 @@ class Toy:
                 x[position, self.meanings[self.words[token]]] = 1
         found = {}
         for layer in range(LAYERS):
-            self.add(x, types_pb2.POINT_RESID_PRE, layer, request)
+            self.steer(x, types_pb2.POINT_RESID_PRE, layer, request)
             found[types_pb2.POINT_RESID_PRE, layer] = x.copy()
             if layer == 1:
                 x[-1, 1:] += x[:-1, 1:].sum(axis=0)
-            self.add(x, types_pb2.POINT_RESID_POST, layer, request)
+            self.steer(x, types_pb2.POINT_RESID_POST, layer, request)
             found[types_pb2.POINT_RESID_POST, layer] = x.copy()
         return found
 
-    def add(self, x: np.ndarray, point: int, layer: int, request) -> None:
+    def steer(self, x: np.ndarray, point: int, layer: int, request) -> None:
         for one in request.steering.interventions:
             if point in one.sites.points and layer in one.sites.list.layers:
+                if one.HasField("replace"):
+                    window = one.where.include[0].positions
+                    row = np.frombuffer(one.replace.rows.inline, "<f4")
+                    x[window.start : window.end] = row
+                    continue
                 ref = one.add.vector
                 inline = np.frombuffer(ref.inline.inline, "<f4")
                 vector = self.vectors[ref.digest] if ref.digest else inline

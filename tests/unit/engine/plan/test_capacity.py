@@ -18,7 +18,7 @@ from rheostat_engine import (
     Shortage,
 )
 from rheostat_engine.plan import tables
-from rheostat_engine.plan.composition import TokenVariants
+from rheostat_engine.plan.composition import TokenVariants, only_adds
 from rheostat_engine.plan.needs import SHARED
 from rheostat_engine.plan.tables import CaptureNeed
 from rheostat_engine.worker.steering.steering import RequestSteering
@@ -130,10 +130,10 @@ def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan
         if v.combination
     }
     programs = {program for combination in combinations for _, program in combination}
-    chains = {p for p in programs if len(p) > 1 or not p[0].addends}
+    chains = {p for p in programs if not only_adds(p)}
     total = plan.packed_acts.needs.total
     assert {resource: total[resource] for resource in SHARED} == {
-        "bank_rows": len({step.addends for p in programs for step in p if step.addends}),
+        "bank_rows": len({row for p in programs for step in p for row in step.rows}),
         "directions": len({step.direction for p in programs for step in p if step.direction}),
         "steps": sum(len(described(program)) for program in chains),
         "slots": len(combinations),

@@ -115,7 +115,7 @@ def test_name_digest_and_inline_are_one_vector() -> None:
 def test_what_changes_no_bit_is_not_in_the_plan(idle) -> None:
     got = admitted(request(request_id="r", steer=[idle]))
     assert got.plan == Plan("r")
-    assert (len(got.interventions), got.interventions[0].act, got.vectors) == (1, None, ())
+    assert (len(got.interventions), got.interventions[0].acts, got.vectors) == (1, (), ())
 
 
 def test_captures_that_overlap_are_copied_once() -> None:

@@ -18,6 +18,7 @@ from rheostat_wire.v1 import (
     generation_service_pb2,
     monitor_pb2,
     receipt_pb2,
+    replace_pb2,
     selector_pb2,
     steering_pb2,
     steering_service_pb2,
@@ -36,6 +37,7 @@ from ..messages import (
     THIRD,
     ablate,
     add,
+    at_post1,
     band,
     clamp,
     norm_add,
@@ -134,6 +136,22 @@ async def test_probes_and_rules_are_refused_by_name_and_change_nothing(
     )
     assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", field)
     assert (await held(running)).version == 1
+
+
+async def test_rows_may_be_replaced_server_wide_but_not_by_position(running) -> None:
+    dimensions = replace_pb2.DimensionMask(dimensions=replace_pb2.Dimensions(dimensions=[0]))
+    zeros = replace_pb2.Replace(zeros=replace_pb2.ZeroSource(), mask=dimensions)
+    everywhere = selector(PROMPT)
+    assert await set_global(running, at_post1(replace=zeros, where=everywhere)) == 1
+    await running.client.generate(request())
+    ((act,),) = [job.plan.acts for job in running.backend.jobs]
+    assert (act.kind, act.spans) == (Kind.REPLACE, ((0, 3),))
+    rows = replace_pb2.Replace(rows=tensor(np.ones((1, 3, WIDTH))).inline)
+    run = replace_pb2.Replace(run=replace_pb2.RunSource(run_id="a"))
+    for source, field in ((rows, "rows"), (run, "run")):
+        refusal = await global_refusal(running, at_post1(replace=source, where=everywhere))
+        field = f"policy.steering.interventions[0].replace.{field}"
+        assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", field)
 
 
 async def test_a_range_of_layers_that_holds_has_an_end(running) -> None:

@@ -139,8 +139,8 @@ def test_a_wrong_request_is_refused_by_field(message, error, field) -> None:
         (steering_pb2.Intervention(add=steering_pb2.Add()), errors.MissingField, "sites"),
         (
             steering_pb2.Intervention(replace=replace_pb2.Replace()),
-            errors.NotSupported,
-            "replace",
+            errors.MissingField,
+            "sites",
         ),
         (
             steering_pb2.Intervention(add=add().add, sites=add().sites, gate=gate_pb2.Gate()),

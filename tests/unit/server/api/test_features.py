@@ -27,7 +27,19 @@ from rheostat_wire.v1 import (
 
 from ..conftest import Refusal, Running, rest
 from ..fakes import INFO, ScriptedBackend
-from ..messages import ONES, add, along, at_post1, capture, clamp, request, site_set, tensor
+from ..messages import (
+    ONES,
+    add,
+    along,
+    at_post1,
+    capture,
+    clamp,
+    request,
+    selector,
+    site_set,
+    tensor,
+)
+from ..messages import PROMPT as PROMPT_TOKENS
 from ..talks import start
 
 Feature = engine_service_pb2.Feature
@@ -129,7 +141,7 @@ USES: dict[str, Use] = {
     "RUNS": list_runs,
     "DERIVATION": derive,
     "LORA": generates(lora_name="fables"),
-    "REPLACE": steers(replace=ZEROS),
+    "REPLACE": steers(replace=ZEROS, where=selector(PROMPT_TOKENS)),
     "READOUTS": generates(steer=[clamp(ELSEWHERE)]),
     "MATRICES": generates(captures=[capture(projection=MATRIX)]),
     "GATES": steers(add=add().add, gate=gate_pb2.Gate()),

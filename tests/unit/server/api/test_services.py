@@ -170,6 +170,7 @@ async def test_the_model_says_what_can_be_done_at_every_layer_of_every_point(sta
             receipt_pb2.OP_ABLATE,
             receipt_pb2.OP_CLAMP,
             receipt_pb2.OP_SCALE,
+            receipt_pb2.OP_REPLACE,
         ],
         "",
     )

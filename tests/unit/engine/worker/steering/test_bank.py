@@ -224,6 +224,8 @@ STEPS = st.one_of(
             PULL,
             Step(Kind.PULL, (), ((A, 0), (B, 1)), -1.0, 1.0, 0.5),
             Step(Kind.NORM_ADD, direction=((B, 0),), strength=0.25),
+            Step(Kind.REPLACE, ((A, 1, 1.0),), strength=1.0),
+            Step(Kind.REPLACE, ((B, 0, 1.0),), strength=0.5, mask=((A, 1, 1.0),)),
         ]
     ),
 )
@@ -240,9 +242,11 @@ def said(bank: Bank, slot: int) -> list[object]:
         programs, step = bank.programs, -code
         words.append(programs.rows[max(code, 0)].tolist())
         while step > 0:
-            kind, number, following, last = programs.ints[step].tolist()
-            table = programs.rows if kind == Kind.ADD else programs.directions
-            words.append((kind, last, programs.floats[step].tolist(), table[number].tolist()))
+            kind, number, following, last, mask = programs.ints[step].tolist()
+            rows = kind in (Kind.ADD, Kind.REPLACE)
+            content_of = (programs.rows if rows else programs.directions)[number].tolist()
+            masked = programs.rows[mask].tolist()
+            words.append((kind, last, programs.floats[step].tolist(), content_of, masked))
             step = following
     return words
 

@@ -147,10 +147,34 @@ def test_directions_are_float32_whatever_the_stream_is(dtype: torch.dtype) -> No
     programs = make(dtype=dtype)
     code = acquire(programs, (along(A), row(A)))
     programs.flush()
-    (_, number, _), (_, added, _) = (ints for ints, _ in chain(programs, code))
+    (_, number, *_), (_, added, *_) = (ints for ints, _ in chain(programs, code))
     unit = VECTORS[A][0].astype(np.float64) / np.linalg.norm(VECTORS[A][0].astype(np.float64))
     assert torch.equal(programs.directions[number], torch.from_numpy(unit).float())
     assert torch.equal(programs.rows[added], torch.from_numpy(VECTORS[A][0]).to(dtype))
+
+
+def test_a_replacement_has_a_row_and_may_have_a_mask() -> None:
+    programs = make()
+    whole = Step(Kind.REPLACE, ((A, 0, 1.0),), strength=0.5)
+    masked = whole._replace(mask=((B, 0, 1.0),))
+    code = acquire(programs, (whole, masked))
+    programs.flush()
+    (first, floats), (second, _) = chain(programs, code)
+    assert (first[0], first[3], floats[2]) == (Kind.REPLACE, 0, 0.5)
+    assert first[1] == second[1]
+    assert programs.rows[second[1]].tolist() == VECTORS[A][0].tolist()
+    assert programs.rows[second[3]].tolist() == VECTORS[B][0].tolist()
+    assert counts(programs) == (2, 0, 2)
+    programs.release((whole, masked))
+    assert counts(programs) == (0, 0, 0)
+
+
+def test_a_mask_of_zeros_is_refused_because_row_zero_means_no_mask() -> None:
+    programs = make()
+    masked = Step(Kind.REPLACE, ((A, 0, 1.0),), strength=1.0, mask=((B, 0, 0.0),))
+    with pytest.raises(BankError, match="a mask is zero"):
+        acquire(programs, (masked,))
+    assert counts(programs) == (0, 0, 0)
 
 
 def test_programs_are_made_together_or_not_at_all() -> None:

@@ -1,0 +1,226 @@
+"""Replacing rows: activation patching with the rows of a run, of a vector or of an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._arrays import ArrayLike, Element, rows_data, write_element
+from rheostat._errors import invalid
+from rheostat._fields import whole_number
+from rheostat._points import Layers, Point, Site, site_to_wire
+from rheostat._runs import RunInfo, valid_run_id
+from rheostat._steering.interventions import fraction
+from rheostat._steering.vectors import Intervention, Vector, row_ref
+from rheostat_wire.v1 import replace_pb2, steering_pb2, tensor_pb2
+
+Align: TypeAlias = Literal["identity", "affixes"]
+"""How positions correspond to those of a run. "identity": position p to position p. "affixes": by
+the longest common prefix of both prompts' tokens, then the longest common suffix; a position
+between them has no partner and is refused."""
+
+_ALIGNMENTS = {
+    "identity": replace_pb2.ALIGNMENT_IDENTITY,
+    "affixes": replace_pb2.ALIGNMENT_AFFIXES,
+}
+
+
+@dataclass(frozen=True)
+class FromRun:
+    """Rows of a run, as `from_run` makes it."""
+
+    run_id: str
+    positions: tuple[int, ...] | None = None
+    """Positions in the run, one for each replaced position."""
+    align: Align = "identity"
+    site: Site | None = None
+    """The site whose rows are taken; None: the replaced one."""
+
+
+@dataclass(frozen=True)
+class RunMean:
+    """The mean of a run's rows, as `run_mean` makes it."""
+
+    run_id: str
+    positions: tuple[int, ...] | None = None
+    """Positions in the run that count; None: all that it holds."""
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Rows of zeros."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowArray:
+    """A row for each site and position."""
+
+    element: Element
+    shape: tuple[int, int, int]
+    """[sites, positions, width]."""
+    data: bytes
+
+
+Source: TypeAlias = Vector | FromRun | RunMean | Zeros | RowArray
+
+
+@dataclass(frozen=True)
+class Replace(Intervention):
+    """(1 - alpha * m) * x + alpha * m * t, with t the source's row and m the mask."""
+
+    source: Source
+    """Where t comes from."""
+    alpha: float = 1.0
+    """0 (nothing) to 1."""
+    mask: tuple[float, ...] | None = None
+    """m: a weight from 0 to 1 for each dimension; None: 1 for all."""
+    dimensions: tuple[int, ...] | None = None
+    """The dimensions with weight 1; all others have weight 0."""
+
+    _needs_vectors: ClassVar[bool] = False
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The vector, if that is the source."""
+        return (self.source,) if isinstance(self.source, Vector) else ()
+
+    def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
+        path = f"{path}.replace"
+        message = replace_pb2.Replace(alpha=fraction(self.alpha, f"{path}.alpha", "alpha"))
+        match self.source:
+            case Vector() as vector:
+                message.vector.CopyFrom(row_ref(vector, layers, f"{path}.vector"))
+            case FromRun() as source:
+                message.run.CopyFrom(_run_source(source))
+            case RunMean(run_id, positions):
+                message.mean.run_id = run_id
+                if positions is not None:
+                    message.mean.positions.positions.extend(positions)
+            case Zeros():
+                message.zeros.SetInParent()
+            case RowArray(element, shape, data):
+                message.rows.CopyFrom(_tensor(element, shape, data))
+        if self.dimensions is not None:
+            message.mask.dimensions.dimensions.extend(self.dimensions)
+        if self.mask is not None:
+            weights = np.asarray(self.mask, "<f4")
+            message.mask.weights.CopyFrom(_tensor("float32", weights.shape, weights.tobytes()))
+        return steering_pb2.Intervention(replace=message)
+
+    def _text(self) -> str:
+        match self.source:
+            case Vector() as vector:
+                source = vector.label
+            case FromRun(run_id):
+                source = f"run {run_id}"
+            case RunMean(run_id):
+                source = f"the mean of run {run_id}"
+            case Zeros():
+                source = "zeros"
+            case RowArray(_, shape):
+                source = f"rows {list(shape)}"
+        part = "" if self.alpha == 1 else f" (alpha {self.alpha:.6g})"
+        masked = "" if self.mask is None and self.dimensions is None else ", masked"
+        return f"replace by {source}{part}{masked}"
+
+
+def replace(
+    source: Vector | FromRun | RunMean | Zeros | ArrayLike | npt.ArrayLike,
+    *,
+    alpha: float = 1.0,
+    dimensions: Iterable[int] | None = None,
+    mask: ArrayLike | npt.ArrayLike | None = None,
+) -> Replace:
+    """Put other rows in the place of the stream's: x becomes (1 - alpha * m) * x + alpha * m * t.
+
+    With ``alpha=1`` and no mask, x becomes t bit for bit, rounded to the model's element type. A
+    replacement acts after all other ops at its site, whatever its place in the list. Say where it
+    acts with ``.at(points=, layers=, where=)``; positions are required, token ids not allowed.
+
+    ``source`` is `from_run` or `run_mean`, a vector of one row or of one row per layer,
+    ``Zeros()``, or an array [sites, positions, width] with sites by layer, then point. ``alpha`` is
+    0 (nothing) to 1. ``dimensions`` are the replaced dimensions. ``mask`` has a weight, 0 to 1, for
+    each dimension. By default all are replaced.
+    """
+    if isinstance(source, Vector | FromRun | RunMean | Zeros):
+        rows: Source = source
+    else:
+        element, numbers = rows_data(source, 3, "rows")
+        sites, positions, width = numbers.shape
+        rows = RowArray(element, (sites, positions, width), numbers.tobytes())
+    if mask is not None and dimensions is not None:
+        raise invalid("steering", "give dimensions or a mask, not both")
+    chosen = None
+    if dimensions is not None:
+        chosen = tuple(whole_number(d, "dimensions", "a dimension") for d in dimensions)
+    weights = None
+    if mask is not None:
+        weights = tuple(np.asarray(mask, np.float64).ravel().tolist())
+        if not all(0 <= weight <= 1 for weight in weights):
+            raise invalid("steering", "the weights of a mask are 0 to 1")
+    return Replace(rows, alpha, weights, chosen)
+
+
+def from_run(
+    run: str | RunInfo,
+    positions: int | Iterable[int] | None = None,
+    *,
+    align: Align = "identity",
+    site: Site | None = None,
+) -> FromRun:
+    """Rows of a stored run, for `replace`.
+
+    ``positions`` are the run's, one for each replaced position, both ascending; negative ones count
+    from the end of the run's prompt. Without them, ``align`` says which row replaces which.
+    ``site`` takes the rows of another site than the replaced one.
+
+    The server refuses the request if the run is gone, or lacks a site or a position.
+    """
+    if align not in get_args(Align):
+        raise invalid("align", f'align is "identity" or "affixes", not {align!r}')
+    if positions is not None and align != "identity":
+        raise invalid("positions", "give positions or an alignment, not both")
+    place = None if site is None else Site(Point(site[0]), site[1])
+    return FromRun(_run_id(run), _positions(positions), align, place)
+
+
+def run_mean(run: str | RunInfo, positions: int | Iterable[int] | None = None) -> RunMean:
+    """The mean of a run's rows at each site, for `replace` (mean ablation).
+
+    ``positions`` are those that count; by default all that the run holds.
+    """
+    return RunMean(_run_id(run), _positions(positions))
+
+
+def _run_id(run: str | RunInfo) -> str:
+    return valid_run_id(run.id if isinstance(run, RunInfo) else run, "run_id")
+
+
+def _positions(positions: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    if positions is None:
+        return None
+    return (positions,) if isinstance(positions, int) else tuple(positions)
+
+
+def _run_source(source: FromRun) -> replace_pb2.RunSource:
+    message = replace_pb2.RunSource(run_id=source.run_id)
+    if source.positions is not None:
+        message.positions.positions.extend(source.positions)
+    else:
+        message.alignment = _ALIGNMENTS[source.align]
+    if source.site is not None:
+        message.site.CopyFrom(site_to_wire(source.site))
+    return message
+
+
+def _tensor(element: Element, shape: tuple[int, ...], data: bytes) -> tensor_pb2.Tensor:
+    return tensor_pb2.Tensor(
+        dtype=write_element(element),
+        shape=shape,
+        encoding=tensor_pb2.ENCODING_RAW,
+        inline=data,
+    )

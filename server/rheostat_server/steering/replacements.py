@@ -1,0 +1,453 @@
+"""The rows that a Replace puts in the place of a request's own.
+
+A source gives either one row for all positions of a site (a vector, zeros, the mean of a run), or a
+row for each site and position (a tensor, a run).
+
+Invariant: everything that a source needs is found at admission, and copied. A request that runs
+never lacks a row, even if its run is deleted meanwhile.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine import ModelSites, Site, Spans, largest_replaced
+from rheostat_server import validation
+from rheostat_server.errors import (
+    InvalidValue,
+    NonFinite,
+    NotSupported,
+    RunIncomplete,
+    VectorShape,
+)
+from rheostat_server.limits import REPLACED_ROWS, VECTOR_BYTES
+from rheostat_server.runs.store import Run, Runs
+from rheostat_server.runs.targets import RUN_ID
+from rheostat_server.selectors.selection import Selection, SelectionContext
+from rheostat_server.selectors.sites import SiteSelection, resolve_sites
+from rheostat_server.selectors.spans import clipped, length
+from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
+from rheostat_server.tensors import FloatType, checked_payload, converted, float_type, widened
+from rheostat_server.validation import field_path
+from rheostat_server.vectors.store import Vector, VectorView, make_vector
+from rheostat_wire.dtypes import FloatArray, StoredArray
+from rheostat_wire.v1 import replace_pb2, tensor_pb2, types_pb2
+
+_SOURCES = "vector, run, rows, zeros, mean and noise"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The rows of a Replace."""
+
+    rows: Vector
+    """All of them."""
+    first_rows: tuple[int, ...]
+    """At each site, the row of the first replaced position, or the row of all positions."""
+    positions: tuple[int, ...] = ()
+    """The replaced positions, ascending, each of which has a row of its own. Empty: every position
+    has the same row."""
+    run_id: str = ""
+    """The run that the rows come from; empty if there is none."""
+    source_positions: tuple[int, ...] = ()
+    """The run's position for each replaced position; empty if the rows come from elsewhere."""
+    row_layers: tuple[int, ...] = ()
+    """The layer of each row, if the source is a vector whose rows are for layers."""
+
+    @cached_property
+    def sha256(self) -> bytes:
+        """SHA-256 of the rows as float32, by site, then position."""
+        values = widened(np.frombuffer(self.rows.data, self.rows.kind.numpy), self.rows.kind)
+        values = values.reshape(self.rows.rows, self.rows.width)
+        count = max(1, len(self.positions))
+        digest = hashlib.sha256()
+        for first in self.first_rows:
+            digest.update(values[first : first + count].tobytes())
+        return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class OpContext:
+    """Everything that an op is resolved against."""
+
+    sites: SiteSelection
+    """The sites at which it acts."""
+    selection: Selection
+    """The selected tokens."""
+    request: SelectionContext
+    """The request."""
+    model: ModelSites
+    """The model's sites."""
+    vectors: VectorView
+    """Where vectors are looked up."""
+    runs: Runs | None
+    """The stored runs. None: they cannot be used here."""
+
+    @property
+    def dtype(self) -> FloatType:
+        """The stream's element type."""
+        return FloatType(self.model.dtype)
+
+    def positions(self, kind: FloatType, path: str) -> tuple[int, ...]:
+        """The selected positions that the request can reach, ascending, for rows of a type.
+
+        Raises:
+            InvalidValue: there are none, or their rows are too many or too large.
+            NotSupported: the steering is server-wide.
+        """
+        if self.request.lenient:
+            raise NotSupported(
+                "server-wide steering has no rows by position, because prompts differ: send the "
+                "Replace with a request",
+                field=path,
+            )
+        spans: Spans = clipped(self.selection.spans, 0, self.request.row_end)
+        count = length(spans) * len(self.sites.sites)
+        if not count:
+            raise InvalidValue("no position of the request is selected", field=path)
+        if count > REPLACED_ROWS:
+            raise InvalidValue(
+                f"{count} rows would be replaced, at {len(self.sites.sites)} sites; at most "
+                f"{REPLACED_ROWS} can be",
+                field=path,
+            )
+        size = count * self.model.width * kind.itemsize
+        if size > VECTOR_BYTES:
+            raise InvalidValue(
+                f"{count} rows of {size} bytes would be put in; at most {VECTOR_BYTES} bytes can "
+                "be: replace fewer positions or sites in one Replace",
+                field=path,
+            )
+        return tuple(position for start, end in spans for position in range(start, end))
+
+
+def resolve_replacement(replace: replace_pb2.Replace, context: OpContext, path: str) -> Replacement:
+    """The rows of a Replace.
+
+    Args:
+        replace: the message.
+        context: what its source is resolved against.
+        path: its path: "steering.interventions[0].replace".
+
+    Raises:
+        InvalidArgument: something is malformed.
+        NotFound: a vector is not stored, or there is no such run.
+        RunIncomplete: the run lacks a site or a position.
+        MessageTooLarge: an inline tensor is too large.
+        NotSupported: this source is not served here.
+    """
+    kind = validation.required(replace.WhichOneof("source"), path, _SOURCES)
+    if context.selection.conditions:
+        raise InvalidValue(
+            "a Replace selects positions, not token ids: which tokens come is not known before",
+            field=f"{path.rpartition('.')[0]}.where",
+        )
+    field = field_path(path, kind)
+    match kind:
+        case "vector":
+            found = _from_vector(replace, context, field)
+        case "zeros":
+            found = _from_zeros(context, field)
+        case "rows":
+            found = _from_rows(replace, context, field)
+        case "run":
+            found = _from_run(replace.run, context, field)
+        case "mean":
+            found = _from_mean(replace.mean, context, field)
+        case _:
+            raise NotSupported(
+                "noise is not served yet: add a vector of noise that you have drawn", field=field
+            )
+    _check_range(found, context, field)
+    return found
+
+
+def resolve_mask(replace: replace_pb2.Replace, context: OpContext, path: str) -> Vector | None:
+    """The mask of a Replace as a vector of one row, rounded to the stream's dtype; None: no mask.
+
+    Raises:
+        InvalidArgument: it is malformed.
+    """
+    if not replace.HasField("mask"):
+        return None
+    field, width = field_path(path, "mask"), context.model.width
+    kind = validation.required(replace.mask.WhichOneof("kind"), field, "dimensions and weights")
+    field = field_path(field, kind)
+    if kind == "dimensions":
+        weights = np.zeros(width, np.float32)
+        weights[_dimensions(replace.mask.dimensions.dimensions, width, field)] = 1.0
+    else:
+        weights = _weights(replace.mask.weights, width, field)
+    rounded = converted(weights, row_type=FloatType.FLOAT32, wanted=context.dtype)
+    return make_vector(context.dtype, 1, width, rounded.tobytes(), field)
+
+
+def _dimensions(dimensions: Sequence[int], width: int, path: str) -> list[int]:
+    path = field_path(path, "dimensions")
+    if not dimensions:
+        raise InvalidValue("at least one dimension is required", field=path)
+    validation.check_count(len(dimensions), width, path, "dimensions")
+    validation.no_repeats(dimensions, path, "dimensions")
+    if max(dimensions) >= width:
+        raise InvalidValue(
+            f"dimension {max(dimensions)} is not one of 0 to {width - 1}", field=path
+        )
+    return list(dimensions)
+
+
+def _weights(tensor: tensor_pb2.Tensor, width: int, path: str) -> FloatArray:
+    kind = float_type(tensor.dtype, field_path(path, "dtype"))
+    if list(tensor.shape) != [width]:
+        raise _shape(tensor.shape, [width], field_path(path, "shape"))
+    values = widened(np.frombuffer(checked_payload(tensor, path, kind=kind), kind.numpy), kind)
+    if not ((values >= 0) & (values <= 1)).all():
+        raise InvalidValue("weights are 0 to 1", field=field_path(path, "inline"))
+    return values
+
+
+def _from_vector(replace: replace_pb2.Replace, context: OpContext, path: str) -> Replacement:
+    found = find_vector(replace.vector, context.vectors, context.model, path)
+    row_of = rows_by_layer(found, context.sites.layers)
+    return Replacement(
+        found.vector,
+        tuple(row_of[site.layer] for site in context.sites.sites),
+        row_layers=found.row_layers,
+    )
+
+
+def _from_zeros(context: OpContext, path: str) -> Replacement:
+    return _one_row_per_site(np.zeros((1, context.model.width), np.float32), context, path)
+
+
+def _one_row_per_site(rows: FloatArray, context: OpContext, path: str) -> Replacement:
+    """A replacement by rows [1, W] for all sites, or [sites, W]."""
+    vector = make_vector(FloatType.FLOAT32, len(rows), rows.shape[1], rows.tobytes(), path)
+    numbers = range(len(rows)) if len(rows) > 1 else (0,) * len(context.sites.sites)
+    return Replacement(vector, tuple(numbers))
+
+
+def _from_rows(replace: replace_pb2.Replace, context: OpContext, path: str) -> Replacement:
+    """Rows that the request holds, a row for each site and position."""
+    tensor, width = replace.rows, context.model.width
+    kind = float_type(tensor.dtype, field_path(path, "dtype"))
+    positions = context.positions(kind, path)
+    expected = [len(context.sites.sites), len(positions), width]
+    if list(tensor.shape) != expected:
+        raise _shape(tensor.shape, expected, field_path(path, "shape"))
+    data = checked_payload(tensor, path, kind=kind)
+    return _row_per_position(kind, data, positions, context, field_path(path, "inline"))
+
+
+def _row_per_position(
+    kind: FloatType, data: bytes, positions: tuple[int, ...], context: OpContext, path: str
+) -> Replacement:
+    """A replacement by rows [sites, positions, W]."""
+    count = len(positions)
+    rows = make_vector(kind, len(context.sites.sites) * count, context.model.width, data, path)
+    first_rows = tuple(site * count for site in range(len(context.sites.sites)))
+    return Replacement(rows, first_rows, positions)
+
+
+def _from_run(source: replace_pb2.RunSource, context: OpContext, path: str) -> Replacement:
+    run = _find_run(source.run_id, context, path)
+    try:
+        positions = context.positions(run.dtype, path)
+        wanted = _source_positions(source, run, positions, context, path)
+        at = _held(run, wanted, path)
+        sites = context.sites.sites
+        if source.HasField("site"):
+            site = types_pb2.SiteSet(
+                points=[source.site.point], list=types_pb2.LayerList(layers=[source.site.layer])
+            )
+            sites = resolve_sites(site, context.model, field_path(path, "site")).sites * len(sites)
+        rows = np.stack([_rows_of(run, site, path)[at] for site in sites])
+        found = _row_per_position(run.dtype, rows.tobytes(), positions, context, path)
+    finally:
+        _runs(context, path).release(run)
+    return replace_fields(found, run_id=run.id, source_positions=tuple(wanted))
+
+
+def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) -> Replacement:
+    run = _find_run(source.run_id, context, path)
+    try:
+        at = np.arange(len(run.positions))
+        if source.HasField("positions"):
+            wanted = _absolute(source.positions.positions, run, field_path(path, "positions"))
+            at = _held(run, wanted, path)
+        if not len(at):
+            raise RunIncomplete(f"the run {run.id} has no position to average", field=path)
+        means = np.stack(
+            [
+                widened(_rows_of(run, site, path)[at], run.dtype).mean(axis=0, dtype=np.float64)
+                for site in context.sites.sites
+            ]
+        ).astype(np.float32)
+        return replace_fields(_one_row_per_site(means, context, path), run_id=run.id)
+    finally:
+        _runs(context, path).release(run)
+
+
+def _runs(context: OpContext, path: str) -> Runs:
+    if context.runs is None:
+        raise NotSupported(
+            "runs cannot be used here, because they belong to a prompt: send the Replace with a "
+            "request",
+            field=path,
+        )
+    return context.runs
+
+
+def _find_run(run_id: str, context: OpContext, path: str) -> Run:
+    """A run, which the caller must release.
+
+    Raises:
+        RunNotFound: there is none.
+        VectorShape: its rows are not rows of this model's stream.
+    """
+    runs, field = _runs(context, path), field_path(path, "run_id")
+    run = runs.hold(validation.matches(run_id, RUN_ID, field), field)
+    if run.width != context.model.width:
+        runs.release(run)
+        raise _shape([run.width], [context.model.width], field)
+    return run
+
+
+def _source_positions(
+    source: replace_pb2.RunSource,
+    run: Run,
+    positions: Sequence[int],
+    context: OpContext,
+    path: str,
+) -> list[int]:
+    """The run's position for each replaced position."""
+    if source.HasField("positions"):
+        field = field_path(path, "positions")
+        if source.HasField("alignment"):
+            raise InvalidValue("give positions or an alignment, not both", field=field)
+        wanted = _absolute(source.positions.positions, run, field)
+        if len(wanted) != len(positions):
+            raise InvalidValue(
+                f"{len(wanted)} positions of the run are for {len(positions)} replaced positions; "
+                "give one for each",
+                field=field,
+            )
+        return wanted
+    alignment = replace_pb2.ALIGNMENT_IDENTITY
+    if source.HasField("alignment"):
+        field = field_path(path, "alignment")
+        validation.known_enum(source.alignment, replace_pb2.Alignment.values(), field)
+        alignment = source.alignment
+    if alignment == replace_pb2.ALIGNMENT_IDENTITY:
+        return list(positions)
+    aligned = align(context.request.prompt.token_ids, run.prompt_token_ids.tolist())
+    wanted = [aligned.partner(position) for position in positions]
+    if -1 in wanted:
+        raise RunIncomplete(
+            f"position {positions[wanted.index(-1)]} has no partner in the run {run.id}: its "
+            "prompt differs there. Choose the positions of the run",
+            field=path,
+        )
+    return wanted
+
+
+class AlignedPrompts(NamedTuple):
+    """How the positions of a prompt correspond to those of another prompt."""
+
+    prefix: int
+    """Tokens that both begin with."""
+    suffix: int
+    """Tokens that both end with, beyond the prefix."""
+    length: int
+    """Tokens of the prompt."""
+    other_length: int
+    """Tokens of the other prompt."""
+
+    def partner(self, position: int) -> int:
+        """The other prompt's position; -1 if there is none. Generated tokens follow the suffix."""
+        if position < self.prefix and position < self.length:
+            return position
+        if position >= self.length - self.suffix:
+            return position - self.length + self.other_length
+        return -1
+
+
+def align(tokens: Sequence[int], others: Sequence[int]) -> AlignedPrompts:
+    """Aligns two prompts by their longest common prefix, then their longest common suffix."""
+    shorter = min(len(tokens), len(others))
+    prefix = next((i for i in range(shorter) if tokens[i] != others[i]), shorter)
+    suffix = next(
+        (i for i in range(shorter - prefix) if tokens[-1 - i] != others[-1 - i]), shorter - prefix
+    )
+    return AlignedPrompts(prefix, suffix, len(tokens), len(others))
+
+
+def _absolute(positions: Sequence[int], run: Run, path: str) -> list[int]:
+    """Positions of a run, counted from its start."""
+    if not positions:
+        raise InvalidValue("at least one position is required", field=path)
+    validation.check_count(len(positions), REPLACED_ROWS, path, "positions")
+    length_of_prompt = len(run.prompt_token_ids)
+    absolute = [position + length_of_prompt * (position < 0) for position in positions]
+    if min(absolute) < 0:
+        raise InvalidValue(
+            f"position {min(positions)} lies before the run's {length_of_prompt} prompt tokens",
+            field=path,
+        )
+    return absolute
+
+
+def _held(run: Run, positions: Sequence[int], path: str) -> npt.NDArray[np.intp]:
+    """The index of each position in a run's rows."""
+    wanted = np.asarray(positions, np.int64)
+    at = np.searchsorted(run.positions, wanted)
+    inside = at < len(run.positions)
+    missing = ~inside
+    missing[inside] = run.positions[at[inside]] != wanted[inside]
+    if missing.any():
+        raise RunIncomplete(
+            f"the run {run.id} has no row of position {int(wanted[missing][0])}", field=path
+        )
+    return at
+
+
+def _rows_of(run: Run, site: Site, path: str) -> StoredArray:
+    try:
+        return run.rows(site)
+    except KeyError:
+        raise RunIncomplete(
+            f"the run {run.id} has no rows of {site.point.value} {site.layer}", field=path
+        ) from None
+
+
+def _check_range(found: Replacement, context: OpContext, path: str) -> None:
+    """Refuses rows that the engine would limit, because they could make the stream infinite.
+
+    Raises:
+        NonFinite: an element is too large.
+    """
+    largest = largest_replaced(context.dtype.finite_max)
+    count = max(1, len(found.positions))
+    peak = max(
+        found.rows.peaks[row] for first in found.first_rows for row in range(first, first + count)
+    )
+    if peak > largest:
+        raise NonFinite(
+            f"a row reaches {peak:.4g}; rows of at most {largest:.4g} can replace rows in the "
+            f"model's {context.dtype.value}",
+            field=path,
+        )
+
+
+def _shape(got: Sequence[int], expected: Sequence[int], path: str) -> VectorShape:
+    texts = [f"[{', '.join(map(str, shape[:8]))}]" for shape in (got, expected)]
+    return VectorShape(
+        f"the shape is {texts[0]}; it must be {texts[1]}",
+        field=path,
+        metadata={"expected": texts[1], "got": texts[0]},
+    )
