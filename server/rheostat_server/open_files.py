@@ -32,12 +32,12 @@ def raise_descriptor_limit() -> int:
 class _File:
     """A descriptor, and the number of its users."""
 
-    __slots__ = ("descriptor", "forgotten", "users")
+    __slots__ = ("closing", "descriptor", "users")
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.users = 0
-        self.forgotten = False
+        self.closing = False
 
 
 class OpenFiles:
@@ -65,33 +65,33 @@ class OpenFiles:
             key: identifies the file.
             reopen: opens the file if it is not open. May raise OSError.
         """
-        file = self._taken(key)
+        file = self._acquire(key)
         if file is None:
             opened = _File(reopen())
-            file = self._taken(key, opened)
+            file = self._acquire(key, opened)
             assert file is not None
             if file is not opened:  # another thread has opened it meanwhile
                 os.close(opened.descriptor)
         try:
             yield file.descriptor
         finally:
-            self._give_back(file)
+            self._release(file)
 
-    def forget(self, key: Hashable) -> None:
+    def close_file(self, key: Hashable) -> None:
         """Closes a file, at once or after its last use."""
         with self._lock:
             file = self._files.pop(key, None)
             if file is not None:
-                file.forgotten = True
+                file.closing = True
                 if not file.users:
                     os.close(file.descriptor)
 
     def close(self) -> None:
-        """Closes all files, as `forget` does."""
+        """Closes all files, as `close_file` does."""
         for key in list(self._files):
-            self.forget(key)
+            self.close_file(key)
 
-    def _taken(self, key: Hashable, opened: _File | None = None) -> _File | None:
+    def _acquire(self, key: Hashable, opened: _File | None = None) -> _File | None:
         """The file of a key, or `opened` if there is none, which then counts as in use."""
         with self._lock:
             file = self._files.get(key, opened)
@@ -101,10 +101,10 @@ class OpenFiles:
                 self._files.move_to_end(key)
             return file
 
-    def _give_back(self, file: _File) -> None:
+    def _release(self, file: _File) -> None:
         with self._lock:
             file.users -= 1
-            if file.forgotten and not file.users:
+            if file.closing and not file.users:
                 os.close(file.descriptor)
             if len(self._files) > self._most:
                 unused = [key for key, one in self._files.items() if not one.users]

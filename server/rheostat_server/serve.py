@@ -39,7 +39,7 @@ from rheostat_server.errors import (
     ServerFailed,
     SinksFailed,
 )
-from rheostat_server.front_ends.grpc_server import GrpcServer, in_grpc_notation
+from rheostat_server.front_ends.grpc_server import GrpcServer, grpc_address
 from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_server.generation import responses
 from rheostat_server.open_files import raise_descriptor_limit
@@ -124,7 +124,7 @@ class RunningServer:
         self.port = await self.grpc.start(self._config.host, self._config.port)
         _LOG.info(
             "listening on %s, loading %s",
-            in_grpc_notation(self._config.host, self.port),
+            grpc_address(self._config.host, self.port),
             self._config.model,
         )
 
@@ -224,7 +224,7 @@ def _check_address(host: str, port: int) -> None:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(address)
     except OSError as error:
-        raise PortInUse.of(in_grpc_notation(host, port), error) from error
+        raise PortInUse.of(grpc_address(host, port), error) from error
 
 
 def front_end_count(config: ServerConfig) -> int:

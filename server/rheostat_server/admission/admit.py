@@ -36,7 +36,7 @@ from rheostat_server.limits import (
 )
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompts.prompts import Prompts, PromptTokens
-from rheostat_server.runs.store import Runs
+from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import SelectionContext, needs_text
 from rheostat_server.sinks import Sinks
 from rheostat_server.steering.interventions import (
@@ -86,7 +86,7 @@ class AdmissionContext:
     """The sinks. None: captures cannot name sinks."""
     spools: bool = False
     """Whether rows can wait on disk."""
-    runs: Runs | None = None
+    runs: RunStore | None = None
     """The stored runs. None: captures cannot make runs."""
     compiled: CompiledRequests | None = None
     """Compiled requests. None: each request is compiled."""
@@ -346,7 +346,7 @@ def _resolve_captures(
 
 
 def _check_runs(
-    captures: Sequence[ResolvedCapture], runs: Runs | None, *, samples: int, prompt_len: int
+    captures: Sequence[ResolvedCapture], runs: RunStore | None, *, samples: int, prompt_len: int
 ) -> None:
     """Checks the runs that a request's captures would store.
 
@@ -434,7 +434,7 @@ async def compile_update(
     if context.prompt.text is None and await offload(
         steering.ByteSize(), _any_needs_text, steering, ()
     ):
-        context = replace(context, prompt=await admission.prompts.read(context.prompt))
+        context = replace(context, prompt=await admission.prompts.decode(context.prompt))
     view = admission.store.view()
     work = steering_work(steering, context.prompt_len, admission.sites, view)
     return await offload(

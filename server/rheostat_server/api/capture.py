@@ -10,7 +10,7 @@ from rheostat_server.api.rpc import Context
 from rheostat_server.errors import MissingField, WarmingUp
 from rheostat_server.message_parts import MessageParts
 from rheostat_server.sinks import to_artifact, to_wire_layout
-from rheostat_server.sinks.guarded import ArtifactKey, Found
+from rheostat_server.sinks.guarded import ArtifactKey, SinkArtifact
 from rheostat_server.subscriptions.call import refuse_resumption, subscribe
 from rheostat_wire.v1 import capture_service_pb2, capture_service_pb2_grpc
 
@@ -87,7 +87,7 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         return answer
 
 
-def _artifact_size(found: Found) -> int:
+def _artifact_size(found: SinkArtifact) -> int:
     return _ARTIFACT_BYTES + _SITE_BYTES * len(found.artifact.sites)
 
 

@@ -105,5 +105,5 @@ def _leaked(manager: RequestManager, workers: WorkerStats) -> int:
     """Resources that are still reserved although there is no request."""
     if manager.open_requests:
         return 0
-    held = manager.ledger.requests + manager.store.pins + manager.runs.making + manager.budget.used
-    return held + workers.slots_used + workers.requests
+    held = manager.ledger.requests + manager.store.pins + manager.runs.unfinished
+    return held + manager.budget.used + workers.slots_used + workers.requests

@@ -19,7 +19,7 @@ from rheostat_server.requests.manager import RequestManager
 from rheostat_server.steering.interventions import refuse_probes_and_rules
 from rheostat_server.vectors.listing import FIRST, Key
 from rheostat_server.vectors.store import Entry, Name
-from rheostat_server.vectors.upload import Upload, Uploads, check_label, check_meant_sites
+from rheostat_server.vectors.upload import Upload, Uploads, check_default_sites, check_label
 from rheostat_wire.v1 import steering_service_pb2, steering_service_pb2_grpc, types_pb2
 
 _pb = steering_service_pb2
@@ -92,7 +92,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         if request.expected_digest:
             _check_digest(request.expected_digest, "expected_digest")
         check_label("", request.description, "")
-        check_meant_sites(request.sites, manager.sites.num_layers, "sites")
+        check_default_sites(request.sites, manager.sites.num_layers, "sites")
         naming = Naming(
             digest=request.digest,
             expected=request.expected_digest if request.HasField("expected_digest") else None,

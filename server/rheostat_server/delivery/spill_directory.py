@@ -117,7 +117,7 @@ class SpillDirectory:
 
     def remove(self, path: Path) -> None:
         """Deletes a file. Raises OSError."""
-        self.files.forget(path)
+        self.files.close_file(path)
         path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The direction between two sets of rows, and how well it tells them apart. Pure arithmetic.
+"""The direction between two sets of rows, and how well it separates them. Pure arithmetic.
 
 Everything is computed in float64. The separation is cross-validated: rows are projected on a
 direction that was computed without them. Otherwise, a direction in a wide stream fits its own rows
@@ -65,7 +65,7 @@ def contrast(
         return Direction(row, norm, 0.0, None)
     unit = exact / length
     if method is Method.DIFFERENCE_OF_MEANS:
-        explained = _of_all_pairs(p, n, unit)
+        explained = _explained_of_all_pairs(p, n, unit)
     else:
         explained = min(1.0, _squares((p - n) @ unit) / _squares(p - n))
     return Direction(row, norm, explained, _separation(p, n, method))
@@ -75,10 +75,10 @@ def _direction(p: _Wide, n: _Wide, method: Method) -> _Wide:
     difference: _Wide = p.mean(axis=0) - n.mean(axis=0)
     if method is Method.DIFFERENCE_OF_MEANS:
         return difference
-    return _principal_component(p - n, difference)
+    return _first_principal_component(p - n, difference)
 
 
-def _principal_component(
+def _first_principal_component(
     differences: _Wide,  # [n, width]
     mean: _Wide,  # [width]
 ) -> _Wide:
@@ -99,7 +99,7 @@ def _principal_component(
     return component if towards > 0 else -component
 
 
-def _of_all_pairs(p: _Wide, n: _Wide, unit: _Wide) -> float:
+def _explained_of_all_pairs(p: _Wide, n: _Wide, unit: _Wide) -> float:
     """The fraction of p[i] - n[j] over all i and j along `unit`, without making the pairs.
 
     Their sum of squares is |n| S(p) + |p| S(n) + |p| |n| |mean(p) - mean(n)|^2, with S a set's sum

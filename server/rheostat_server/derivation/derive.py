@@ -1,7 +1,7 @@
 """DeriveVectors: derives vectors from two sets of prompts.
 
-Invariants: vectors are stored only after every prompt has run. A call that ends early leaves no
-running requests. The rows of all calls together take at most `DERIVED_BYTES`.
+Vectors are stored only after every prompt has run. A call that ends early leaves no running
+requests. The rows of all calls together take at most `DERIVED_BYTES`.
 """
 
 import asyncio
@@ -32,10 +32,9 @@ from rheostat_wire.v1 import steering_service_pb2, types_pb2
 
 _pb = steering_service_pb2
 
-_AT_ONCE = 8
-"""Prompts of all calls together that run at the same time. Prompts of one step end in the same
+_CONCURRENCY = 8
+"""Prompts of all calls that run at the same time. Prompts of one engine step end in the same
 iteration of the event loop, and each occupies it for about 10 ms at 72 sites."""
-
 
 _METHODS = {
     _pb.DERIVE_METHOD_DIFFERENCE_OF_MEANS: Method.DIFFERENCE_OF_MEANS,
@@ -44,15 +43,13 @@ _METHODS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
-    """A checked request."""
-
+class _CheckedRequest:
     request: steering_service_pb2.DeriveVectorsRequest
     reading: Reading
     layers: tuple[int, ...]
     method: Method
     names: tuple[str, ...]
-    """One per point; empty: none."""
+    """One per point; "" stands for no name."""
     width: int
 
     @property
@@ -69,7 +66,7 @@ class _Rows:
         self.rows = np.empty((sites, prompts, width), dtype=np.float32)
         self.norms = np.empty((sites, prompts))
 
-    def take(self, prompt: int, mean: PromptMean) -> None:
+    def set(self, prompt: int, mean: PromptMean) -> None:
         self.rows[:, prompt] = mean.rows
         self.norms[:, prompt] = mean.norms
 
@@ -80,16 +77,15 @@ class _Job(NamedTuple):
     prompt: types_pb2.Prompt
     path: str
     rows: _Rows
-    place: int
+    prompt_index: int
 
 
 class Derivations:
     """Runs the derivations of a server."""
 
     def __init__(self) -> None:
-        """Makes a runner without derivations."""
-        self._held = 0
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._reserved = 0
+        self._slots = asyncio.Semaphore(_CONCURRENCY)
 
     async def derive(
         self, request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager
@@ -99,29 +95,31 @@ class Derivations:
         Raises:
             RheostatError: the request is invalid, there is too little memory, or a prompt failed.
         """
-        order = _check(request, manager)
-        with self._room(order.size):
-            async with aclosing(_derive(order, manager, self._turns)) as events:
+        checked = _check(request, manager)
+        with self._reserve(checked.size):
+            async with aclosing(_derive(checked, manager, self._slots)) as events:
                 async for event in events:
                     yield event
 
     @contextmanager
-    def _room(self, size: int) -> Iterator[None]:
-        if self._held + size > DERIVED_BYTES:
+    def _reserve(self, size: int) -> Iterator[None]:
+        if self._reserved + size > DERIVED_BYTES:
             raise QueueFull(
                 f"the rows to contrast take {size} bytes; other calls leave "
-                f"{DERIVED_BYTES - self._held}. Try again later",
+                f"{DERIVED_BYTES - self._reserved}. Try again later",
                 field="sites",
                 retry_after=RETRY_SECONDS,
             )
-        self._held += size
+        self._reserved += size
         try:
             yield
         finally:
-            self._held -= size
+            self._reserved -= size
 
 
-def _check(request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager) -> _Order:
+def _check(
+    request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager
+) -> _CheckedRequest:
     _check_prompts(request.positive, "positive")
     _check_prompts(request.negative, "negative")
     if not request.HasField("sites"):
@@ -134,23 +132,24 @@ def _check(request: steering_service_pb2.DeriveVectorsRequest, manager: RequestM
         prompt_selector(request.where if request.HasField("where") else None),
         request.lora_name,
     )
-    order = _Order(
-        request, reading, selection.layers, _method(request), _names(request), manager.sites.width
+    width = manager.sites.width
+    checked = _CheckedRequest(
+        request, reading, selection.layers, _method(request), _names(request), width
     )
-    if order.size > DERIVED_BYTES:
+    if checked.size > DERIVED_BYTES:
         raise InvalidValue(
-            f"the rows to contrast take {order.size} bytes; at most {DERIVED_BYTES} are allowed. "
+            f"the rows to contrast take {checked.size} bytes; at most {DERIVED_BYTES} are allowed. "
             "Name fewer layers, points or prompts",
             field="sites",
         )
-    stored = len(selection.sites) * order.width * FloatType.FLOAT32.itemsize
+    stored = len(selection.sites) * width * FloatType.FLOAT32.itemsize
     if stored > manager.store.capacity:
         raise StoreFull(
             f"the vectors take {stored} bytes; the whole store has {manager.store.capacity}. Raise "
             "the server's --vector-store-mib",
             field="sites",
         )
-    return order
+    return checked
 
 
 def _check_prompts(prompts: Sequence[types_pb2.Prompt], path: str) -> None:
@@ -189,11 +188,11 @@ def _names(request: steering_service_pb2.DeriveVectorsRequest) -> tuple[str, ...
 
 
 async def _derive(
-    order: _Order, manager: RequestManager, turns: asyncio.Semaphore
+    checked: _CheckedRequest, manager: RequestManager, slots: asyncio.Semaphore
 ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
-    request, sites = order.request, order.reading.sites
+    request, sites = checked.request, checked.reading.sites
     positive, negative = (
-        _Rows(len(prompts), len(sites), order.width)
+        _Rows(len(prompts), len(sites), checked.width)
         for prompts in (request.positive, request.negative)
     )
     jobs = [
@@ -204,14 +203,13 @@ async def _derive(
         )
         for index, prompt in enumerate(prompts)
     ]
-    async with aclosing(_run(jobs, order.reading, manager, turns)) as counts:
+    async with aclosing(_run(jobs, checked.reading, manager, slots)) as counts:
         async for done in counts:
             progress = _pb.DeriveProgress(done_prompt_count=done, total_prompt_count=len(jobs))
             yield _pb.DeriveVectorsResponse(progress=progress)
     directions = []
-    for place in range(len(sites)):
-        p, n = positive.rows[place], negative.rows[place]
-        directions.append(await offload(p.nbytes + n.nbytes, contrast, p, n, order.method))
+    for p, n in zip(positive.rows, negative.rows, strict=True):
+        directions.append(await offload(p.nbytes + n.nbytes, contrast, p, n, checked.method))
     norms = np.concatenate([positive.norms, negative.norms], axis=1).mean(axis=1)
     rows = [
         _pb.DerivedRow(
@@ -223,44 +221,40 @@ async def _derive(
         )
         for site, direction, norm in zip(sites, directions, norms.tolist(), strict=True)
     ]
-    yield _pb.DeriveVectorsResponse(derived=await _stored(order, directions, rows, manager))
+    derived = await _store_vectors(checked, directions, rows, manager)
+    yield _pb.DeriveVectorsResponse(derived=derived)
 
 
 async def _run(
-    jobs: Sequence[_Job], reading: Reading, manager: RequestManager, turns: asyncio.Semaphore
+    jobs: Sequence[_Job], reading: Reading, manager: RequestManager, slots: asyncio.Semaphore
 ) -> AsyncGenerator[int, None]:
     """Runs prompts. Yields the number of prompts that have run, beginning with 0.
 
-    A slow reader misses numbers, but never the last.
-
-    Args:
-        jobs: the prompts.
-        reading: the captures of each prompt.
-        manager: runs the requests.
-        turns: limits the prompts that run at a time, for all calls together.
+    A slow reader misses numbers, but never the last. `slots` limits the prompts of all calls that
+    run at the same time.
     """
     waiting, done, changed = iter(jobs), 0, asyncio.Event()
 
     async def work() -> None:
         nonlocal done
         for job in waiting:
-            async with turns:
+            async with slots:
                 mean = await read_prompt(job.prompt, job.path, reading, manager)
-            job.rows.take(job.place, mean)
+            job.rows.set(job.prompt_index, mean)
             done += 1
             changed.set()
 
-    async def work_at_once() -> None:
+    async def run_workers() -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(_AT_ONCE, len(jobs))):
+                for _ in range(min(_CONCURRENCY, len(jobs))):
                     group.create_task(work())
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
             changed.set()
 
-    working = asyncio.create_task(work_at_once())
+    working = asyncio.create_task(run_workers())
     try:
         yield (reported := 0)
         while not working.done():
@@ -276,41 +270,42 @@ async def _run(
         await asyncio.wait({working})
 
 
-async def _stored(
-    order: _Order,
+async def _store_vectors(
+    checked: _CheckedRequest,
     directions: Sequence[Direction],  # one per site
     rows: Sequence[steering_service_pb2.DerivedRow],  # one per site
     manager: RequestManager,
 ) -> steering_service_pb2.DerivedVectors:
-    """Makes all vectors, then stores them."""
-    points = [to_wire(site).point for site in order.reading.sites]
-    made = []
-    for point, name in zip(order.request.sites.points, order.names, strict=True):
-        places = [place for place, its_point in enumerate(points) if its_point == point]
-        data = np.stack([directions[place].row for place in places]).astype("<f4").tobytes()
+    """Makes all vectors before it stores the first."""
+    points = [to_wire(site).point for site in checked.reading.sites]
+    vectors = []
+    for point, name in zip(checked.request.sites.points, checked.names, strict=True):
+        indices = [index for index, site_point in enumerate(points) if site_point == point]
+        data = np.stack([directions[index].row for index in indices]).astype("<f4").tobytes()
         vector = await offload(
-            len(data), make_vector, FloatType.FLOAT32, len(places), order.width, data, "sites"
+            len(data), make_vector, FloatType.FLOAT32, len(indices), checked.width, data, "sites"
         )
         derived = _pb.DerivedVector(
-            point=point, digest=vector.digest, name=name, rows=[rows[place] for place in places]
+            point=point, digest=vector.digest, name=name, rows=[rows[index] for index in indices]
         )
-        made.append((derived, vector))
-    for derived, vector in made:
-        await _store(derived, vector, order, manager)
-    return _pb.DerivedVectors(vectors=[derived for derived, _ in made])
+        vectors.append((derived, vector))
+    for derived, vector in vectors:
+        await _store(derived, vector, checked, manager)
+    return _pb.DerivedVectors(vectors=[derived for derived, _ in vectors])
 
 
 async def _store(
     derived: steering_service_pb2.DerivedVector,
     vector: Vector,
-    order: _Order,
+    checked: _CheckedRequest,
     manager: RequestManager,
 ) -> None:
     if not derived.name:
         await manager.persistent_vectors.put(vector)
         return
-    sites = types_pb2.SiteSet(points=[derived.point], list=types_pb2.LayerList(layers=order.layers))
-    label = Name(vector.digest, order.request.description, sites)
+    layers = types_pb2.LayerList(layers=checked.layers)
+    sites = types_pb2.SiteSet(points=[derived.point], list=layers)
+    label = Name(vector.digest, checked.request.description, sites)
     try:
         await manager.persistent_vectors.put_named(vector, derived.name, label)
     except RheostatError as error:

@@ -1,7 +1,6 @@
 """One prompt of a contrast: runs a request for one token, and averages its captured rows.
 
-Invariant: a mean contains each selected row of the prompt once. Otherwise there is an error, which
-names the prompt.
+A mean contains each selected row of the prompt once. Otherwise an error names the prompt.
 """
 
 from collections.abc import Iterator
@@ -76,11 +75,11 @@ def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selecto
         return selector_pb2.Selector(include=[last])
     if not where.include and not where.exclude:
         raise EmptySelector("a selector needs at least one range", field="where")
-    for index, one in enumerate(where.include):
-        kind = one.WhichOneof("kind")
-        if kind == "generated" or one.phase == types_pb2.PHASE_GENERATED:
+    for index, token_range in enumerate(where.include):
+        kind = token_range.WhichOneof("kind")
+        if kind == "generated" or token_range.phase == types_pb2.PHASE_GENERATED:
             raise InvalidPosition(
-                "only prompts are contrasted, because nothing is generated after them",
+                "only tokens of prompts can be contrasted, because nothing is generated",
                 field=f"where.include[{index}].{kind}",
             )
     return where
@@ -91,11 +90,7 @@ async def read_prompt(
 ) -> PromptMean:
     """Runs a prompt, and returns its means. A cancelled call aborts the request.
 
-    Args:
-        prompt: the prompt; one of its fields is set.
-        path: the field of the prompt, for errors.
-        reading: the captures.
-        manager: runs the request.
+    `path` is the field of the prompt, for errors.
 
     Raises:
         RheostatError: the request cannot run, or has failed.
@@ -151,10 +146,10 @@ def _selected(admitted: AdmittedRequest, where: selector_pb2.Selector) -> int:
         InvalidPosition: no row is selected, or a window ends after the prompt.
     """
     end = admitted.prompt_len
-    for index, one in enumerate(where.include):
-        if one.HasField("positions") and one.positions.end > end:
+    for index, token_range in enumerate(where.include):
+        if token_range.HasField("positions") and token_range.positions.end > end:
             raise InvalidPosition(
-                f"the window ends at {one.positions.end}, the prompt at {end}",
+                f"the window ends at {token_range.positions.end}, the prompt at {end}",
                 field=f"where.include[{index}].positions.end",
             )
     count = length(clipped(admitted.captures[0].selection.known, 0, end))
@@ -167,9 +162,8 @@ class _Mean:
     """Sums rows in float64 as they arrive."""
 
     def __init__(self, sites: tuple[Site, ...], width: int) -> None:
-        """No rows yet."""
-        wired = [to_wire(site) for site in sites]
-        self._places = {(site.point, site.layer): place for place, site in enumerate(wired)}
+        messages = [to_wire(site) for site in sites]
+        self._indices = {(site.point, site.layer): i for i, site in enumerate(messages)}
         self._sums = np.zeros((len(sites), width))
         self._norms = np.zeros(len(sites))
         self._counts = np.zeros(len(sites), dtype=np.int64)
@@ -181,20 +175,20 @@ class _Mean:
 
     def add(self, part: capture_pb2.Captured) -> None:
         """Adds rows, [sites, positions, width], float32."""
-        places = [self._places[site.point, site.layer] for site in part.sites]
+        indices = [self._indices[site.point, site.layer] for site in part.sites]
         shape = tuple(part.tensor.shape)
         rows = np.frombuffer(part.tensor.inline, dtype="<f4").reshape(shape).astype(np.float64)
         with np.errstate(invalid="ignore"):
-            self._sums[places] += rows.sum(axis=1)
-            self._norms[places] += np.linalg.norm(rows, axis=2).sum(axis=1)
-        self._counts[places] += rows.shape[1]
+            self._sums[indices] += rows.sum(axis=1)
+            self._norms[indices] += np.linalg.norm(rows, axis=2).sum(axis=1)
+        self._counts[indices] += rows.shape[1]
 
     def complete(self, count: int) -> bool:
         """Whether every site got `count` rows."""
         return bool((self._counts == count).all())
 
     def result(self) -> PromptMean:
-        """The means. Every site must have got a row."""
+        """The means. Every site must have a row."""
         rows = self._sums / self._counts[:, None]
         return PromptMean(rows.astype(np.float32), self._norms / self._counts)
 

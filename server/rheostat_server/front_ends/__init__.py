@@ -1,1 +1,1 @@
-"""Processes that speak gRPC for the server, and the calls that they pass on."""
+"""Front ends: processes that speak gRPC with clients and forward calls to the server."""

@@ -1,7 +1,7 @@
-"""A client's call, as the server answers it: bytes in, bytes out, and one status.
+"""The interface of a client's call: bytes in, bytes out, and one status.
 
-`GrpcCall` is a call that this process got from gRPC. `remote_call.RemoteCall` is a call that a
-front end got. Whoever answers a call does not notice which of the two it is.
+`GrpcCall` is a call that this process received from gRPC. `remote_call.RemoteCall` is a call that a
+front end received. The code that answers a call does not depend on which it is.
 """
 
 import asyncio
@@ -22,19 +22,16 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class Call(Protocol):
-    """A call that is being answered.
-
-    If its client disconnects, the task that answers it is cancelled.
-    """
+    """A call. If its client disconnects, the task that answers it is cancelled."""
 
     def time_remaining(self) -> float | None:
-        """Seconds until the client's deadline; None if it has set none."""
+        """Seconds until the client's deadline; None if there is none."""
 
     def connection(self) -> str | None:
-        """The client's connection by which the call came; None if it is not known."""
+        """The address of the client's connection; None if it is unknown."""
 
     def received(self) -> bool:
-        """Whether the next message has come, so that `read` returns at once."""
+        """Whether the next message has arrived, so that `read` does not wait."""
 
     async def read(self) -> bytes | None:
         """The client's next message; None once the client has closed its side of the stream.
@@ -56,7 +53,7 @@ class Call(Protocol):
     async def write(self, message: bytes | MessageParts) -> None:
         """Sends a message. Returns when gRPC has taken all but a few of the last messages.
 
-        So a slow client slows its writer.
+        So a slow client blocks its writer.
 
         Raises:
             CancelledError: the client has disconnected.
@@ -70,13 +67,13 @@ class Call(Protocol):
         """
 
     async def fail(self, status: status_pb2.Status) -> None:
-        """Ends the call with a status that is not OK; nothing may be called afterwards.
+        """Ends the call with a status that is not OK. No method may be called afterwards.
 
-        Messages that gRPC has not taken go first. If the client does not read them, they are
-        dropped after `STATUS_SECONDS`.
+        Earlier messages are sent first. If the client does not read them, they are dropped after
+        `STATUS_SECONDS`.
 
-        The caller's frame must hold no request, and must not be handling an exception. gRPC keeps
-        the exception of its `abort` until a garbage collection, with all its frames.
+        The caller's frame must not refer to a request or handle an exception, because gRPC keeps
+        the exception of its `abort`, with all frames, until a garbage collection.
 
         Raises:
             AbortError: the status was sent. It must reach gRPC.
@@ -85,10 +82,9 @@ class Call(Protocol):
 
 
 class GrpcCall:
-    """A call of the gRPC server in this process."""
+    """A call of the gRPC server in this process, whose handler has no codecs."""
 
     def __init__(self, context: Context) -> None:
-        """The call of a handler of `grpc.stream_stream_rpc_method_handler`, without codecs."""
         self._context = context
 
     def time_remaining(self) -> float | None:
@@ -96,11 +92,11 @@ class GrpcCall:
         return self._context.time_remaining()
 
     def connection(self) -> str:
-        """The client's connection by which the call came."""
+        """The address of the client's connection."""
         return self._context.peer()
 
     def received(self) -> bool:
-        """Nothing has: gRPC receives a message when it is read."""
+        """False, because gRPC receives a message only when `read` is called."""
         return False
 
     async def read(self) -> bytes | None:
@@ -108,7 +104,7 @@ class GrpcCall:
         message = await self._context.read()
         if isinstance(message, bytes):
             return message
-        # gRPC ends the stream of a client that disconnects like that of a client that has sent all.
+        # gRPC reports a disconnected client like a client that has closed its side.
         await asyncio.sleep(0)
         if self._context.cancelled():
             raise asyncio.CancelledError
@@ -125,10 +121,10 @@ class GrpcCall:
         )
 
     async def flush(self) -> None:
-        """Does nothing: `write` has waited for every message."""
+        """Does nothing, because `write` waits for every message."""
 
     async def fail(self, status: status_pb2.Status) -> NoReturn:
-        """Ends the call. If the client does not read, gRPC keeps the status until it does."""
+        """Ends the call. gRPC keeps the status until the client reads it."""
         code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
         details = ((DETAILS_KEY, status.SerializeToString()),)
         sending = self._context.abort(code, status.message, trailing_metadata=details)
@@ -145,7 +141,7 @@ async def _sent(sending: Awaitable[None]) -> None:
 
     Raises:
         CancelledError: the client has disconnected. In most cases gRPC raises this error itself.
-            If a message waits for room in the connection, gRPC raises `InternalError` instead.
+            If a message waits for flow control, gRPC raises `InternalError` instead.
     """
     try:
         await sending

@@ -1,4 +1,4 @@
-"""The gRPC server of a process, which passes calls of `rheostat.v1` to whoever answers them."""
+"""The gRPC server of a process, which passes calls of `rheostat.v1` to a function."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -44,12 +44,12 @@ PATHS = frozenset(
 """Full names of their methods."""
 
 HEALTH_NAMES = ("", *SERVICES)
-"""Names by which clients ask for the health of the server."""
+"""Names of services in health checks."""
 
 HealthContext = grpc.aio.ServicerContext[HealthCheckRequest, HealthCheckResponse]
 
 Answer = Callable[[str, Call], Awaitable[None]]
-"""Answers a call of the method with this full name to its end."""
+"""Answers a call to its end. The first argument is the full name of the method."""
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", TENSOR_MESSAGE_BYTES),
@@ -57,7 +57,7 @@ _OPTIONS = (
     # By default gRPC receives some MiB of each call ahead of reads, and more on fast networks.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
-    # Calls may be silent for long: let clients ping as often as they like.
+    # Calls may be silent for long, so clients may ping often.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -67,16 +67,13 @@ _OPTIONS = (
 
 
 class GrpcServer:
-    """A gRPC server with the services of `rheostat.v1`, health and reflection."""
+    """A gRPC server with the services of `rheostat.v1`, health and reflection.
+
+    `share_port` lets other processes listen on the same port. Without it, a second server on the
+    port fails, instead of receiving half of the calls.
+    """
 
     def __init__(self, answer: Answer, *, share_port: bool = False) -> None:
-        """The server does not listen yet.
-
-        Args:
-            answer: answers the calls of `rheostat.v1`.
-            share_port: whether other processes may listen on the same port. If they may not, a
-                second server on the port fails instead of taking half of the calls.
-        """
         self._health = _Health()
         self._server = grpc.aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", int(share_port))))
         self._server.add_generic_rpc_handlers((_Handlers(answer),))
@@ -90,7 +87,7 @@ class GrpcServer:
         Raises:
             PortInUse: the address is in use or not allowed.
         """
-        address = in_grpc_notation(host, port)
+        address = grpc_address(host, port)
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -99,24 +96,24 @@ class GrpcServer:
         return port
 
     def set_health(self, status: int) -> None:
-        """Sets what health checks answer for the server and all its services."""
+        """Sets the answer of health checks for the server and all its services."""
         self._health.set(status)
 
     async def stop(self, grace: float) -> None:
-        """Accepts no more calls, and ends those that run after `grace` seconds."""
+        """Accepts no further calls, and ends running calls after `grace` seconds."""
         await self._server.stop(grace)
 
 
-def in_grpc_notation(host: str, port: int) -> str:
-    """An address as gRPC writes it."""
+def grpc_address(host: str, port: int) -> str:
+    """An address in gRPC's notation, with IPv6 hosts in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class _Health(health_pb2_grpc.HealthServicer):
     """Answers health checks.
 
-    gRPC's own servicer waits in `set` until each watcher has read the status before. So one client
-    that does not read would keep the server from ever saying that it drains.
+    gRPC's own servicer waits in `set` until each watcher has read the status before. So a client
+    that does not read would block the server before it drains.
     """
 
     def __init__(self) -> None:
@@ -148,7 +145,7 @@ class _Health(health_pb2_grpc.HealthServicer):
 
 
 class _Handlers(grpc.GenericRpcHandler):
-    """Finds the handler of each method of `rheostat.v1`."""
+    """The handlers of the methods of `rheostat.v1`."""
 
     def __init__(self, answer: Answer) -> None:
         self._handlers = {path: _handler(path, answer) for path in PATHS}
@@ -160,7 +157,7 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 def _handler(path: str, answer: Answer) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A handler that streams bytes in both directions, which suits every kind of method."""
+    """A handler that streams bytes in both directions, which works for every kind of method."""
 
     async def handle(_: object, context: Context) -> None:
         await answer(path, GrpcCall(context))

@@ -1,9 +1,9 @@
-"""A front end: a process that speaks gRPC with clients, and passes their calls to the server.
+"""A front end: a process that speaks gRPC with clients, and forwards their calls to the server.
 
     python -m rheostat_server.front_ends.process --fd 7 --host 127.0.0.1 --port 50051
 
-It knows nothing of models or requests, and imports neither torch nor vLLM. It ends with the server:
-as soon as the socket to the server is closed, whatever has happened there.
+It has no state of models or requests, and imports neither torch nor vLLM. It exits as soon as the
+socket to the server is closed, for any reason.
 """
 
 import argparse
@@ -34,22 +34,22 @@ from rheostat_server.front_ends.records import (
 from rheostat_server.limits import STATUS_SECONDS
 
 _EAGER_READS = 4
-"""Calls whose first message is read at a time before the server asks for it. It is a few, because
+"""Calls at a time whose first message is read before the server asks for it. Only a few, because
 gRPC keeps the received part of each message."""
 
 _EAGER_SECONDS = 0.005
-"""Seconds that a call waits for its first message before the server learns of it."""
+"""Seconds to wait for the first message of a call, before the call is forwarded without it."""
 
-_WRITTEN_AT_ONCE = 2
-"""Messages after which the server learns that gRPC has taken them, while others follow."""
+_WRITTEN_BATCH = 2
+"""Messages that gRPC has taken after which a WRITTEN record is sent while others follow."""
 
-_LOST = 1
-"""The exit status if the server has gone without a word."""
+_SERVER_LOST = 1
+"""The exit status if the connection to the server is lost."""
 
 
 @dataclass
 class _EagerReads:
-    """Reads of first messages that the server has not asked for."""
+    """Counts reads of first messages that the server has not asked for."""
 
     running: int = 0
 
@@ -58,17 +58,16 @@ class FrontEnd:
     """The calls of this process."""
 
     def __init__(self) -> None:
-        """Nothing is connected yet; see `run`."""
         self._connection = RecordConnection(self._receive, self._lost)
         self._server = GrpcServer(self._forward, share_port=True)
         self._calls: dict[int, _ForwardedCall] = {}
         self._begun = 0
         self._eager = _EagerReads()
         self._stop: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        """The seconds that calls may still take, once the server has told this process to end."""
+        """The grace period of calls in seconds; set by the record STOP."""
 
     async def run(self, connection: socket.socket, host: str, port: int) -> None:
-        """Serves until the server says that the front end must end."""
+        """Serves until the server sends STOP."""
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self._connection, sock=connection)
         try:
@@ -82,7 +81,7 @@ class FrontEnd:
         self._connection.close()
 
     async def _forward(self, path: str, call: Call) -> None:
-        """Passes a call to the server, and its answer to the client."""
+        """Forwards a call to the server, and its answer to the client."""
         number = self._begun = (self._begun + 1) & 0xFFFF_FFFF
         forwarded = self._calls[number] = _ForwardedCall(number, path, call, self._connection)
         try:
@@ -107,7 +106,7 @@ class FrontEnd:
 
     def _lost(self) -> None:
         if not self._stop.done():
-            os._exit(_LOST)  # there is nobody to answer any call
+            os._exit(_SERVER_LOST)  # no call can be answered
 
 
 class _ForwardedCall:
@@ -119,22 +118,22 @@ class _ForwardedCall:
         self._call = call
         self._connection = connection
         self._begun = False
-        """Whether the server knows of the call."""
+        """Whether the record BEGIN was sent."""
         self._messages: deque[bytes] = deque()
         """The server's messages that are not written yet."""
         self._written = 0
-        """Messages that gRPC has taken and the server does not know of."""
+        """Messages that gRPC has taken since the last WRITTEN record."""
         self._end: bytes | None = None
         """The status with which the server has ended the call."""
         self._dropped = False
         """Whether a write was cancelled because the client does not read."""
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._writer: asyncio.Task[object] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, eager: _EagerReads) -> None:
-        """Passes the call on to the server, with its first message if that comes soon."""
+        """Forwards the call to the server, with its first message if that arrives soon."""
         if eager.running == _EAGER_READS:
             self._begin(First.UNREAD)
             return
@@ -147,8 +146,8 @@ class _ForwardedCall:
         """Writes the server's messages until it ends the call; returns the status, None for OK."""
         headers = False
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
             while self._messages:
                 if headers:
                     await self._write()
@@ -161,21 +160,21 @@ class _ForwardedCall:
                 return status_pb2.Status.FromString(self._end) if self._end else None
 
     def receive(self, kind: Kind, body: bytes) -> None:
-        """Takes a record of the server."""
+        """Processes a record of the server."""
         if kind is Kind.MESSAGE:
             self._messages.append(body)
-            self._news.set()
+            self._changed.set()
         elif kind is Kind.READ:
             self._reader = asyncio.create_task(self._read())
         elif kind is Kind.END:
             self._end = body
-            self._news.set()
+            self._changed.set()
             if self._messages or self._writer is not None:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(STATUS_SECONDS, self._drop_messages)
 
     def close(self) -> None:
-        """Stops reading, and tells the server that the call is over."""
+        """Stops reading, and sends the record DONE."""
         if self._timer is not None:
             self._timer.cancel()
         if self._reader is not None:
@@ -184,13 +183,12 @@ class _ForwardedCall:
             self._connection.send(Kind.DONE, self._number)
 
     def _begin(self, first: First, message: bytes = b"") -> None:
-        """Tells the server of the call."""
         self._begun = True
         begin = CallBegin(self._path, self._call.time_remaining(), first, message)
         self._connection.send(Kind.BEGIN, self._number, call_body(begin))
 
     async def _write(self) -> None:
-        """Writes the next message, unless it takes too long after the server has ended the call."""
+        """Writes the next message. `_drop_messages` may cancel it after the end of the call."""
         self._writer = task = asyncio.current_task()
         assert task is not None
         try:
@@ -203,21 +201,21 @@ class _ForwardedCall:
         finally:
             self._writer = None
         self._written += 1
-        if self._written == _WRITTEN_AT_ONCE or not self._messages:
+        if self._written == _WRITTEN_BATCH or not self._messages:
             self._connection.send(Kind.WRITTEN, self._number, count_body(self._written))
             self._written = 0
 
     def _drop_messages(self) -> None:
-        """Ends the call without the messages that its client does not read."""
+        """Ends the call without the messages that its client has not read."""
         self._messages.clear()
         if self._writer is not None:
             self._dropped = True
             self._writer.cancel()
 
     async def _read_first(self, eager: _EagerReads) -> None:
-        """Reads the first message, of which the server may learn together with the call."""
+        """Reads the first message, and sends it inside BEGIN if the call is not forwarded yet."""
         try:
-            message = await self._received()
+            message = await self._next_message()
         finally:
             eager.running -= 1
         if self._timer is not None:
@@ -227,20 +225,19 @@ class _ForwardedCall:
             return
         if not self._begun:
             self._begin(First.READING)
-        self._pass_on(message)
+        self._send(message)
 
     async def _read(self) -> None:
-        self._pass_on(await self._received())
+        self._send(await self._next_message())
 
-    async def _received(self) -> bytes | None:
-        """The client's next message; None once the client has closed its side of the stream."""
+    async def _next_message(self) -> bytes | None:
         try:
             return await self._call.read()
         except (grpc.aio.InternalError, grpc.aio.UsageError):
-            # The client has disconnected. The call's own task learns of it, and ends this task.
+            # The client has disconnected, so the task of the call is cancelled and ends this task.
             raise asyncio.CancelledError from None
 
-    def _pass_on(self, message: bytes | None) -> None:
+    def _send(self, message: bytes | None) -> None:
         if message is None:
             self._connection.send(Kind.HALF_CLOSED, self._number)
         else:

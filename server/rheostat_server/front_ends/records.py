@@ -1,7 +1,7 @@
-"""What the server and a front end tell each other, over a socket between them.
+"""The records that the server and a front end exchange over a socket.
 
-Both sides send records: a kind, the number of a call, and bytes. The front end numbers the calls.
-Records that are sent in one iteration of the event loop leave in one write.
+A record is a kind, the number of a call, and bytes. The front end numbers the calls. Records that
+are sent in one iteration of the event loop are written together.
 """
 
 import asyncio
@@ -24,27 +24,27 @@ if there is one."""
 _COUNT = struct.Struct("<I")
 
 _LARGE_PART = 16 << 10
-"""Bytes of a part that is written by itself. Joining it with others would take longer than the
-system call."""
+"""Bytes from which a part is written separately, because copying it would take longer than a system
+call."""
 
 
 class Kind(IntEnum):
-    """What a record says. The body is empty unless the kind describes it."""
+    """The meaning of a record, and the side that sends it. Most kinds have no body."""
 
     LISTENING = 1
     """Front end: it listens."""
     NOT_LISTENING = 2
-    """Front end: it cannot listen. Body: why."""
+    """Front end: it cannot listen. Body: the error."""
     BEGIN = 3
     """Front end: a call begins. Body: see `call_body`."""
     READ = 4
-    """Server: it wants the call's next message. The first one may come without; see `First`."""
+    """Server: requests the next message. The first may be sent without a request; see `First`."""
     MESSAGE = 5
     """Both: a message. A front end sends one for each READ."""
     HALF_CLOSED = 6
     """Front end, instead of MESSAGE: the client has closed its side of the stream."""
     WRITTEN = 7
-    """Front end: gRPC has taken messages. Body: how many since the last WRITTEN; see
+    """Front end: gRPC has taken messages. Body: their number since the last WRITTEN; see
     `count_body`."""
     END = 8
     """Server: the call ends after its messages, or without them if the client does not read them
@@ -52,9 +52,9 @@ class Kind(IntEnum):
     DONE = 9
     """Front end: the call is over, because its status is sent or its client has disconnected."""
     HEALTH = 10
-    """Server: what health checks answer from now on. Body: one byte, the status."""
+    """Server: the new answer of health checks. Body: one byte, the status."""
     STOP = 11
-    """Server: the front end must end. Body: one double, the seconds that calls may still take."""
+    """Server: the front end must end. Body: one double, the grace period of calls in seconds."""
     PING = 12
     """Server: the front end must answer with PONG, which shows that its event loop runs."""
     PONG = 13
@@ -62,26 +62,26 @@ class Kind(IntEnum):
 
 
 class First(IntEnum):
-    """Where the first message of a call is when the call begins."""
+    """The state of the first message of a call when the call begins."""
 
     UNREAD = 0
-    """The front end reads it when the server asks for it."""
+    """The front end reads it when the server sends READ."""
     READING = 1
-    """The front end reads it already: MESSAGE or HALF_CLOSED will come without READ."""
+    """The front end is reading it, and sends MESSAGE or HALF_CLOSED without READ."""
     HERE = 2
-    """In the body of BEGIN."""
+    """It is in the body of BEGIN."""
 
 
 class CallBegin(NamedTuple):
-    """What the body of BEGIN says."""
+    """The body of BEGIN."""
 
     method: str
     """The full name of the method."""
     remaining: float | None
-    """Seconds until the client's deadline; None if it has set none."""
+    """Seconds until the client's deadline; None if there is none."""
     first: First = First.UNREAD
     message: bytes = b""
-    """The first message, if it is here."""
+    """The first message, if `first` is HERE."""
 
 
 def call_body(begin: CallBegin) -> bytes:
@@ -124,19 +124,13 @@ def read_seconds_body(body: bytes) -> float:
 class RecordConnection(asyncio.Protocol):
     """One end of the socket between the server and a front end.
 
-    Nothing here limits what waits to be sent. Each call limits the messages that it sends ahead of
-    the answers.
+    `receive` is called with each record, `on_lost` once the other end has closed the socket. The
+    bytes that wait to be sent are not limited here, because each call limits its unread messages.
     """
 
     def __init__(
         self, receive: Callable[[Kind, int, bytes], None], on_lost: Callable[[], None]
     ) -> None:
-        """An end that is not connected yet.
-
-        Args:
-            receive: is called with each record.
-            on_lost: is called once the other end is gone.
-        """
         self._receive = receive
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -146,35 +140,32 @@ class RecordConnection(asyncio.Protocol):
         """Bytes that must have been received before the next record is complete."""
 
     def send(self, kind: Kind, call: int = 0, *body: Payload) -> None:
-        """Sends a record soon. After the connection is lost it is dropped.
+        """Queues a record. It is dropped if the connection is lost.
 
-        Args:
-            kind: the kind.
-            call: the number of the call.
-            *body: the parts of the body, which may not change until they are sent.
+        The parts of the body must not change until they are sent.
         """
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing += (_HEAD.pack(sum(map(len, body)), kind, call), *body)
 
     def close(self) -> None:
-        """Sends what is left, then closes the connection."""
+        """Sends all queued records, then closes the connection."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Takes over the socket."""
+        """Called by asyncio."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The other end is gone."""
+        """Called by asyncio."""
         self._transport = None
         self._on_lost()
 
     def data_received(self, data: bytes) -> None:
-        """Passes on every complete record."""
+        """Calls `receive` with every complete record."""
         received = self._received
         received += data
         if len(received) < self._wanted:

@@ -1,4 +1,4 @@
-"""A call that a front end got from its client, as the server answers it."""
+"""The server's side of a call that a front end received."""
 
 import asyncio
 from collections import deque
@@ -16,30 +16,24 @@ _ABANDONED = status_pb2.Status(
     code=code_pb2.CANCELLED, message="the server stopped answering the call"
 ).SerializeToString()
 
-_AHEAD = 4
+_WINDOW = 4
 """Messages that a call sends before the front end's gRPC has taken the first of them."""
 
-_AHEAD_BYTES = 64 << 10
+_WINDOW_BYTES = 64 << 10
 """Bytes of these messages. A longer message is sent alone."""
 
 
 class Send(Protocol):
-    """Sends a record of the call to the front end."""
+    """A function that sends a record of the call to the front end."""
 
     def __call__(self, kind: Kind, *body: Payload) -> None:
-        """The body is the parts, one after the other."""
+        """Sends a record whose body is the concatenated parts."""
 
 
 class RemoteCall:
     """A call of a front end. See `Call`."""
 
     def __init__(self, send: Send, begin: CallBegin) -> None:
-        """A call that begins now.
-
-        Args:
-            send: sends a record of the call.
-            begin: what the front end says of the call.
-        """
         self._send = send
         self._clock = asyncio.get_running_loop().time
         remaining = begin.remaining
@@ -47,7 +41,7 @@ class RemoteCall:
         self._received = begin.message if begin.first is First.HERE else None
         """The first message, until it is read."""
         self._reading = begin.first is First.READING
-        """Whether the front end reads a message that `read` did not ask for."""
+        """Whether the front end reads a message that `read` did not request."""
         self._read: asyncio.Future[bytes | None] | None = None
         self._unwritten: deque[int] = deque()
         """Bytes of each message that the front end's gRPC has not taken."""
@@ -60,14 +54,14 @@ class RemoteCall:
         """Whether the server has sent END."""
 
     def time_remaining(self) -> float | None:
-        """Seconds until the client's deadline; None if it has set none."""
+        """Seconds until the client's deadline; None if there is none."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def connection(self) -> None:
-        """Not known. Small first messages come with their calls, and wait for no others."""
+        """None: unknown. It is not needed, because small first messages arrive with their calls."""
 
     def received(self) -> bool:
-        """Whether the next message has come, so that `read` returns at once."""
+        """Whether the next message has arrived, so that `read` does not wait."""
         return self._received is not None
 
     async def read(self) -> bytes | None:
@@ -84,19 +78,19 @@ class RemoteCall:
         return await self._read
 
     async def send_headers(self) -> None:
-        """Does nothing: the front end sends the headers before the first message."""
+        """Does nothing, because the front end sends the headers before the first message."""
 
     async def write(self, message: bytes | MessageParts) -> None:
         """Sends a message. Returns when the front end's gRPC has taken all but a few of the last.
 
-        Waiting for each message would wake up the task twice for each token.
+        Waiting for each message would wake the task twice per token.
         """
         parts = message if isinstance(message, MessageParts) else (message,)
         size = sum(map(len, parts))
         self._send(Kind.MESSAGE, *parts)
         self._unwritten.append(size)
         self._unwritten_bytes += size
-        while len(self._unwritten) > _AHEAD or self._unwritten_bytes > _AHEAD_BYTES:
+        while len(self._unwritten) > _WINDOW or self._unwritten_bytes > _WINDOW_BYTES:
             await self._next_written()
 
     async def flush(self) -> None:
@@ -125,7 +119,7 @@ class RemoteCall:
     def abandon(self) -> None:
         """Ends the call with CANCELLED, unless it has ended.
 
-        Its client must not take an answer that broke off for a complete one.
+        Otherwise the client would mistake an incomplete answer for a complete one.
         """
         if not self.ended:
             self._end(_ABANDONED)
@@ -135,7 +129,7 @@ class RemoteCall:
         self._send(Kind.END, status)
 
     def receive(self, kind: Kind, body: bytes) -> None:
-        """Takes a record of the front end."""
+        """Processes a record of the front end."""
         if kind is Kind.WRITTEN:
             for _ in range(read_count_body(body)):
                 self._unwritten_bytes -= self._unwritten.popleft()
@@ -153,6 +147,6 @@ class RemoteCall:
 
 
 def _resolve(future: "asyncio.Future[T] | None", result: T) -> None:
-    """Gives a future its result, unless nobody waits for it any more."""
+    """Sets the result of a future, unless its waiter was cancelled."""
     if future is not None and not future.done():
         future.set_result(result)

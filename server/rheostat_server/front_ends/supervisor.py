@@ -1,8 +1,7 @@
-"""Starts front ends, answers their calls, and replaces those that die.
+"""Starts front ends, answers their calls, and restarts front ends that die.
 
-A front end that dies takes its own calls with it. Its clients see UNAVAILABLE, and the tasks that
-answer its calls are cancelled as if each client had disconnected. Nobody else notices. A front end
-that hangs is killed.
+If a front end dies, only its own calls end. Its clients get UNAVAILABLE, and the tasks that answer
+its calls are cancelled as if each client had disconnected. A front end that hangs is killed.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from contextlib import suppress
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rheostat_server.errors import FrontEndFailed, PortInUse
-from rheostat_server.front_ends.grpc_server import Answer, in_grpc_notation
+from rheostat_server.front_ends.grpc_server import Answer, grpc_address
 from rheostat_server.front_ends.records import (
     Kind,
     RecordConnection,
@@ -29,56 +28,50 @@ from rheostat_server.message_parts import Payload
 _LOG = logging.getLogger(__name__)
 
 _START_SECONDS = 60.0
-"""Seconds that a front end has to listen."""
+"""Timeout of the start of a front end."""
 
 _RESTART_SECONDS = 1.0
-"""Seconds between two starts in place of a front end that does not start, or dies soon."""
+"""Pause before a restart, if a front end did not start or lived shorter than `_SHORT_LIFE`."""
 
-_SOON = 10.0
-"""A front end that lives for fewer seconds has died soon."""
+_SHORT_LIFE = 10.0
+"""Seconds."""
 
 _PING_SECONDS = 10.0
 """Seconds between two pings of a front end."""
 
 _MISSED_PINGS = 3
-"""Pings without an answer in a row after which a front end is killed. More than one, because the
-server itself may have been stopped in between."""
+"""Unanswered pings in a row after which a front end is killed. More than one, because the server
+itself may have been suspended in between."""
 
 _STOP_SECONDS = 5.0
-"""Seconds after the end of its calls within which a front end must end."""
+"""Seconds after the grace period of calls within which a front end must end."""
 
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""Errors of addresses that a machine does not have. `localhost` often has a second one like that,
-which gRPC leaves out too."""
+"""Errors of addresses that a machine does not have. `localhost` often has such a second address,
+which gRPC skips too."""
 
 _SOCKET_BYTES = 4 << 20
-"""Bytes that the kernel may hold of what the two sides tell each other, if it allows as much."""
+"""Size of the socket buffers; the kernel may allow less."""
 
 
 class FrontEnds:
-    """The front ends of a server."""
+    """The front ends of a server: `count` processes."""
 
     def __init__(self, count: int, answer: Answer) -> None:
-        """Starts nothing yet.
-
-        Args:
-            count: number of processes.
-            answer: answers the calls of their clients.
-        """
         self._count = count
         self._answer = answer
         self._host, self._port = "", 0
         self._reserved: list[socket.socket] = []
         self._health = int(HealthCheckResponse.NOT_SERVING)
         self._front_ends: list[_FrontEnd] = []
-        self._keeping: list[asyncio.Task[None]] = []
+        self._restarters: list[asyncio.Task[None]] = []
 
     async def start(self, host: str, port: int) -> int:
         """Starts the processes; returns the port when all of them listen on it.
 
         Raises:
-            PortInUse: one cannot listen.
-            FrontEndFailed: one does not start.
+            PortInUse: a process cannot listen.
+            FrontEndFailed: a process does not start.
         """
         self._reserved = _reserve(host, port)
         self._host, self._port = host, self._reserved[0].getsockname()[1]
@@ -88,12 +81,14 @@ class FrontEnds:
                 for front_end in self._front_ends:
                     starts.create_task(front_end.start())
         except ExceptionGroup as errors:
-            await self.stop(0)  # no start is under way, so that none is left behind
+            await self.stop(0)  # the task group has ended all starts, so no process is missed
             raise errors.exceptions[0] from None
         except BaseException:
             await self.stop(0)
             raise
-        self._keeping = [asyncio.create_task(self._keep(index)) for index in range(self._count)]
+        self._restarters = [
+            asyncio.create_task(self._restart_forever(index)) for index in range(self._count)
+        ]
         return self._port
 
     @property
@@ -102,16 +97,16 @@ class FrontEnds:
         return [front_end.process_id for front_end in self._front_ends]
 
     def set_health(self, status: int) -> None:
-        """Sets what health checks answer for the server and all its services."""
+        """Sets the answer of health checks for the server and all its services."""
         self._health = status
         for front_end in self._front_ends:
             front_end.set_health(status)
 
     async def stop(self, grace: float) -> None:
-        """Ends the processes, which end the calls that run after `grace` seconds."""
-        for task in self._keeping:
+        """Ends the processes, which end running calls after `grace` seconds."""
+        for task in self._restarters:
             task.cancel()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*self._restarters, return_exceptions=True)
         await asyncio.gather(*(front_end.stop(grace) for front_end in self._front_ends))
         for reserved in self._reserved:
             reserved.close()
@@ -119,28 +114,26 @@ class FrontEnds:
     def _new(self) -> "_FrontEnd":
         return _FrontEnd(self._host, self._port, self._answer)
 
-    async def _keep(self, index: int) -> None:
-        """Replaces a front end whenever it dies."""
+    async def _restart_forever(self, index: int) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             begun = clock()
             code = await self._front_ends[index].ended()
             _LOG.error(
-                "front end %d has ended with exit status %d, and its calls with it; another starts",
+                "front end %d has ended with exit status %d, and its calls with it; restarting it",
                 index,
                 code,
             )
-            if clock() - begun < _SOON:
+            if clock() - begun < _SHORT_LIFE:
                 await asyncio.sleep(_RESTART_SECONDS)
-            self._front_ends[index] = await self._started(index)
+            self._front_ends[index] = await self._start_until_success(index)
 
-    async def _started(self, index: int) -> "_FrontEnd":
-        """A new front end, after as many starts as it takes."""
+    async def _start_until_success(self, index: int) -> "_FrontEnd":
         while True:
             started = self._new()
             try:
                 await started.start()
-            except Exception as error:  # whatever it is, the server needs its front end
+            except Exception as error:  # the server needs its front end, so it retries any failure
                 _LOG.error("front end %d cannot start: %s", index, error)
                 await started.stop(0)
                 await asyncio.sleep(_RESTART_SECONDS)
@@ -153,7 +146,7 @@ class FrontEnds:
 
 
 class _FrontEnd:
-    """One process, and the calls that it has passed on."""
+    """One process, and the calls that it has forwarded."""
 
     def __init__(self, host: str, port: int, answer: Answer) -> None:
         self._host = host
@@ -165,8 +158,8 @@ class _FrontEnd:
         self._calls: dict[int, tuple[RemoteCall, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that answer calls. A call may have ended while its task still cleans up."""
-        self._heard = False
-        """Whether a record came since the last ping."""
+        self._responsive = False
+        """Whether a record has arrived since the last ping."""
 
     @property
     def process_id(self) -> int:
@@ -179,18 +172,18 @@ class _FrontEnd:
             PortInUse: it cannot listen.
             FrontEndFailed: it does not start.
         """
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
+        own_end, child_end = socket.socketpair()
+        for end in (own_end, child_end):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
-        with theirs:
+        with child_end:
             try:
-                self._process = await self._execute(theirs.fileno())
+                self._process = await self._execute(child_end.fileno())
             except OSError as error:
-                ours.close()
+                own_end.close()
                 raise FrontEndFailed(f"a front end cannot be started: {error}") from error
         loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: self._connection, sock=ours)
+        await loop.create_connection(lambda: self._connection, sock=own_end)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 await self._listening
@@ -200,10 +193,9 @@ class _FrontEnd:
             ) from error
 
     async def _execute(self, descriptor: int) -> asyncio.subprocess.Process:
-        """Starts the process with its end of the socket."""
         return await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # a module in the working directory must not replace one of Python's
+            "-P",  # a module in the working directory must not replace a standard module
             "-m",
             "rheostat_server.front_ends.process",
             f"--fd={descriptor}",
@@ -227,10 +219,10 @@ class _FrontEnd:
     async def _kill_if_hung(self, process: asyncio.subprocess.Process) -> None:
         missed = 0
         while missed < _MISSED_PINGS:
-            self._heard = False
+            self._responsive = False
             self._connection.send(Kind.PING)
             await asyncio.sleep(_PING_SECONDS)
-            missed = 0 if self._heard else missed + 1
+            missed = 0 if self._responsive else missed + 1
         _LOG.error("a front end has answered none of %d pings and is killed", _MISSED_PINGS)
         with suppress(ProcessLookupError):
             process.kill()
@@ -252,13 +244,13 @@ class _FrontEnd:
             await self._process.wait()
 
     def _receive(self, kind: Kind, number: int, body: bytes) -> None:
-        self._heard = True
+        self._responsive = True
         if kind is Kind.BEGIN:
             self._begin(number, body)
         elif kind is Kind.LISTENING:
-            self._listens(None)
+            self._finish_start(None)
         elif kind is Kind.NOT_LISTENING:
-            self._listens(PortInUse(body.decode(errors="replace")))
+            self._finish_start(PortInUse(body.decode(errors="replace")))
         elif (begun := self._calls.get(number)) is not None:
             call, task = begun
             call.receive(kind, body)
@@ -274,27 +266,27 @@ class _FrontEnd:
             self._connection.send(kind, number, *body)
 
         call = RemoteCall(send, begin)
-        task = asyncio.create_task(_answered(self._answer, begin.method, call))
+        task = asyncio.create_task(_answer_to_end(self._answer, begin.method, call))
         self._calls[number] = call, task
         self._tasks.add(task)
-        task.add_done_callback(self._answered)
+        task.add_done_callback(self._remove_task)
 
-    def _answered(self, task: asyncio.Task[None]) -> None:
+    def _remove_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.error("a call was not answered to its end", exc_info=error)
 
-    def _listens(self, error: Exception | None) -> None:
+    def _finish_start(self, error: Exception | None) -> None:
         if self._listening.done():
             return
         if error is None:
             self._listening.set_result(None)
         else:
             self._listening.set_exception(error)
-            self._listening.exception()  # nobody may wait for it any more
+            self._listening.exception()  # without a waiter, asyncio would log it
 
     def _lost(self) -> None:
-        self._listens(FrontEndFailed("a front end has ended before it listened"))
+        self._finish_start(FrontEndFailed("a front end has ended before it listened"))
         for call, task in self._calls.values():
             call.receive(Kind.DONE, b"")
             task.cancel()
@@ -304,8 +296,8 @@ class _FrontEnd:
 def _reserve(host: str, port: int) -> list[socket.socket]:
     """Sockets that are bound to each address of a host and do not listen.
 
-    Front ends can listen there beside them, and nobody else can take the port when they restart. If
-    `port` is 0, the first socket finds a free port for all.
+    They keep the port while front ends restart, and front ends can still listen on it. If `port` is
+    0, the first socket finds a free port for all.
 
     Raises:
         PortInUse: an address cannot be bound.
@@ -313,10 +305,10 @@ def _reserve(host: str, port: int) -> list[socket.socket]:
     reserved: list[socket.socket] = []
     absent: OSError | None = None
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, (name, _, *scope) in found:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, (name, _, *scope) in addresses:
             try:
-                bound = _bound(family, kind, protocol, (name, port, *scope))
+                bound = _bind(family, kind, protocol, (name, port, *scope))
             except OSError as error:
                 if error.errno not in _ABSENT:
                     raise
@@ -329,17 +321,17 @@ def _reserve(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for bound in reserved:
             bound.close()
-        raise PortInUse.of(in_grpc_notation(host, port), error) from error
+        raise PortInUse.of(grpc_address(host, port), error) from error
     return reserved
 
 
-def _bound(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> socket.socket:
+def _bind(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         # Connections of an earlier server keep its port for a minute, unless this is set.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        # From now on nobody can bind the port but our front ends.
+        # From now on only the front ends can bind the port.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError:
@@ -348,8 +340,8 @@ def _bound(family: int, kind: int, protocol: int, address: tuple[object, ...]) -
     return bound
 
 
-async def _answered(answer: Answer, path: str, call: RemoteCall) -> None:
-    """Answers a call. The front end learns of its end, however it comes."""
+async def _answer_to_end(answer: Answer, path: str, call: RemoteCall) -> None:
+    """Answers a call, and reports its end to the front end even if answering fails."""
     try:
         await answer(path, call)
         call.end()

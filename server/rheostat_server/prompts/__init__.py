@@ -1,1 +1,1 @@
-"""Prompts: texts and messages become token ids."""
+"""Prompts: tokenises texts and chats."""

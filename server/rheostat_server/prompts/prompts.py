@@ -49,12 +49,11 @@ PromptMessage = (
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class PromptTokens:
-    """A prompt as the engine gets it."""
+    """A prompt for the engine."""
 
     token_ids: tuple[int, ...]
-    """Its tokens; P is their number."""
     source: str
-    """The field that it came in: "text", "token_ids" or "chat"."""
+    """The field of the message: "text", "token_ids" or "chat"."""
     text: str | None
     """The given, rendered or decoded text; None if it was not needed."""
     offsets: Offsets | None
@@ -62,20 +61,17 @@ class PromptTokens:
 
 
 class Prompts:
-    """Resolves prompts."""
+    """Resolves the prompts of a model.
+
+    Without a tokenizer, only token ids are accepted. `vocabulary` is the number of token ids, and
+    `model_tokens` the context length.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, *, vocabulary: int, model_tokens: int) -> None:
-        """Resolves the prompts of a model.
-
-        Args:
-            tokenizer: the model's tokenizer. None: only token ids are accepted.
-            vocabulary: number of token ids.
-            model_tokens: tokens that the context holds.
-        """
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._model_tokens = model_tokens
-        self._read: WeakKeyDictionary[PromptTokens, PromptTokens] = WeakKeyDictionary()
+        self._decoded: WeakKeyDictionary[PromptTokens, PromptTokens] = WeakKeyDictionary()
         """Prompts of token ids, with their text and offsets, while a request refers to them."""
         self._threads = None if tokenizer is None else TokenizerThreads(tokenizer)
 
@@ -95,16 +91,12 @@ class Prompts:
             self._threads.close()
 
     async def resolve(self, message: PromptMessage, *, with_text: bool) -> PromptTokens:
-        """The tokens of a prompt.
-
-        Args:
-            message: a message with the fields text, token_ids and chat.
-            with_text: whether the text of token ids is needed.
+        """The tokens of a prompt. If `with_text`, token ids are decoded too.
 
         Raises:
             InvalidArgument: the prompt is malformed or too long.
             NoTokenizer, NoChatTemplate: this server cannot read this kind of prompt.
-            NotSupported: `with_text`, and the tokenizer gives no offsets.
+            NotSupported: `with_text`, and the tokenizer returns no offsets.
             QueueFull: too many texts wait to be tokenised.
         """
         kind = validation.required(message.WhichOneof("prompt"), "", "text, token_ids and chat")
@@ -120,9 +112,9 @@ class Prompts:
             prompt = PromptTokens(ids, kind, None, None)
             if not with_text:
                 return prompt
-            self._required(kind)
-            return await self.read(prompt)
-        threads = self._required(kind)
+            self._require_threads(kind)
+            return await self.decode(prompt)
+        threads = self._require_threads(kind)
         if kind == "text":
             if not message.text:
                 raise MissingField("the prompt is empty", field="text")
@@ -144,30 +136,30 @@ class Prompts:
         validation.token_ids(encoded.token_ids, self._vocabulary, kind)
         if with_text and encoded.offsets is None:
             raise NotSupported(
-                "this model's tokenizer gives no offsets of tokens in the text; "
+                "this model's tokenizer returns no offsets of tokens in the text; "
                 "select positions instead",
                 field=kind,
             )
         return PromptTokens(encoded.token_ids, kind, text, encoded.offsets)
 
-    async def read(self, prompt: PromptTokens) -> PromptTokens:
+    async def decode(self, prompt: PromptTokens) -> PromptTokens:
         """A prompt with its text and offsets, if there is a tokenizer."""
         threads, ids = self._threads, prompt.token_ids
         if prompt.text is not None or threads is None:
             return prompt
-        if prompt not in self._read:
+        if prompt not in self._decoded:
             text, offsets = await threads.run(
                 DECODED_TOKEN_BYTES * len(ids),
                 lambda tokenizer: decode_with_offsets(tokenizer, ids),
             )
-            self._read[prompt] = replace(prompt, text=text, offsets=offsets)
-        return self._read[prompt]
+            self._decoded[prompt] = replace(prompt, text=text, offsets=offsets)
+        return self._decoded[prompt]
 
     def _check_length(self, text: str, field: str) -> int:
         """The number of bytes of a text.
 
         Raises:
-            PromptTooLong: the text is too long for the context, whatever its tokens are.
+            PromptTooLong: the text cannot fit into the context, however it is tokenised.
         """
         limit = PROMPT_TOKEN_BYTES * self._model_tokens
         size = len(text.encode(errors="surrogatepass"))
@@ -179,7 +171,7 @@ class Prompts:
             )
         return size
 
-    def _required(self, field: str) -> TokenizerThreads:
+    def _require_threads(self, field: str) -> TokenizerThreads:
         if self._threads is None:
             raise NoTokenizer("this server has no tokenizer; send token_ids", field=field)
         return self._threads
@@ -202,7 +194,7 @@ class Prompts:
             opens = chat.add_generation_prompt
 
         def render(tokenizer: Tokenizer) -> tuple[str, int | None]:
-            return _rendered(
+            return _render_checked(
                 lambda messages: tokenizer.render(
                     messages,
                     add_generation_prompt=opens,
@@ -213,47 +205,47 @@ class Prompts:
             )
 
         try:
-            text, left_out = await threads.run(size, render)
+            text, omitted = await threads.run(size, render)
         except ChatTemplateError as error:
             _LOG.info("the chat template refuses a chat: %s", error)
-            why = " ".join(str(error).split())[:_TEMPLATE_WORDS]
+            why = " ".join(str(error).split())[:_TEMPLATE_CHARACTERS]
             raise InvalidValue(
-                f"the model's chat template does not take these messages: {why}", field="chat"
+                f"the model's chat template refuses these messages: {why}", field="chat"
             ) from error
-        if left_out is not None:
+        if omitted is not None:
             raise InvalidValue(
-                "the model's chat template leaves out messages of the role "
-                f'"{messages[left_out]["role"][:_SHOWN_ROLE]}"; it is for roles such as "system", '
+                "the model's chat template omits messages of the role "
+                f'"{messages[omitted]["role"][:_SHOWN_ROLE]}"; it is for roles such as "system", '
                 '"user" and "assistant"',
-                field=f"chat.messages[{left_out}].role",
+                field=f"chat.messages[{omitted}].role",
             )
         return text
 
 
-def _rendered(
+def _render_checked(
     render: Callable[[list[dict[str, str]]], str], messages: list[dict[str, str]]
 ) -> tuple[str, int | None]:
-    """The text of a chat, and the index of the first message that the template leaves out, or None.
+    """The text of a chat, and the index of the first message that the template omits, or None.
 
     Most templates write nothing for an unknown role, so its messages would be lost silently. A role
-    is left out if the text stays the same when a character is added to the role's messages.
+    is omitted if the text stays the same when a character is added to the role's messages.
     """
     text = render(messages)
     rare: dict[str, int] = {}
     for index, message in enumerate(messages):
         if message["role"] not in _COMMON_ROLES:
             rare.setdefault(message["role"], index)
-    longer = sum(message["role"] in rare for message in messages)
-    if not rare or len(render(_grown(messages, rare))) >= len(text) + longer:
+    added = sum(message["role"] in rare for message in messages)
+    if not rare or len(render(_extended(messages, rare))) >= len(text) + added:
         return text, None
     for role, index in [*rare.items()][:_TRIED_ROLES]:
-        if render(_grown(messages, [role])) == text:
+        if render(_extended(messages, [role])) == text:
             return text, index
     return text, None
 
 
-def _grown(messages: list[dict[str, str]], roles: Collection[str]) -> list[dict[str, str]]:
-    """The messages, with one more character in the messages of some roles."""
+def _extended(messages: list[dict[str, str]], roles: Collection[str]) -> list[dict[str, str]]:
+    """The messages, with one character added to the messages of some roles."""
     return [
         {**message, "content": message["content"] + "."} if message["role"] in roles else message
         for message in messages
@@ -281,10 +273,10 @@ _TRIED_ROLES = 8
 _SHOWN_ROLE = 64
 """Characters of a role that an error shows."""
 
-_TEMPLATE_WORDS = 200
+_TEMPLATE_CHARACTERS = 200
 """Characters of a template's own message that an error shows."""
 
-_TAKEN = frozenset(
+_RESERVED_VARIABLES = frozenset(
     {
         "conversation",
         "messages",
@@ -304,7 +296,7 @@ _TAKEN = frozenset(
         "self",
     }
 )
-"""Variables that the rendering itself sets."""
+"""Arguments of `apply_chat_template`, which clients must not set."""
 
 
 def _variables(chat: types_pb2.Chat) -> dict[str, object]:
@@ -315,7 +307,7 @@ def _variables(chat: types_pb2.Chat) -> dict[str, object]:
     variables: dict[str, object] = {}
     for name, value in chat.template_variables.items():
         field = f"{path}[{name[:64]}]"
-        if name in _TAKEN:
+        if name in _RESERVED_VARIABLES:
             raise InvalidValue("this variable cannot be set", field=field)
         try:
             variables[name] = json.loads(value)

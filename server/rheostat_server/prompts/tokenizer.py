@@ -21,7 +21,7 @@ class Encoded(NamedTuple):
 
     token_ids: tuple[int, ...]
     offsets: Offsets | None
-    """One per token; None if the tokenizer gives no offsets."""
+    """One per token; None if the tokenizer returns no offsets."""
 
 
 class TooManyTokens(Exception):
@@ -33,7 +33,7 @@ class ChatTemplateError(Exception):
 
 
 class Tokenizer(Protocol):
-    """A model's tokenizer. One thread at a time may use it; its twin is for another thread."""
+    """A model's tokenizer. One thread at a time may use it; `twin` is for another thread."""
 
     def twin(self) -> "Tokenizer":
         """The same tokenizer for another thread."""
@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
         """The tokens of a text, with the usual special tokens around them if `special`.
 
         Raises:
-            TooManyTokens: there are more than `most`. A much longer text is not read to its end.
+            TooManyTokens: there are more than `most`. Most of a much longer text is not tokenised.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -71,7 +71,6 @@ class HuggingFaceTokenizer:
     """A copy of a tokenizer of transformers, because the engine uses the original itself."""
 
     def __init__(self, tokenizer: object) -> None:
-        """Copies `tokenizer`."""
         # Not typed, because the server does not import transformers.
         self._inner = cast(Any, copy.deepcopy(tokenizer))
         self._longest = 1
@@ -114,11 +113,11 @@ class HuggingFaceTokenizer:
     def _check_pieces(self, text: str, most: int) -> None:
         """Counts the tokens of a long text piece by piece, until there are too many.
 
-        A cut splits one token of the text into at most as many tokens as it has characters. So the
-        limit rises by the longest token for each cut.
+        A cut splits a token of the text into at most as many tokens as the token has characters. So
+        each cut raises the limit by the length of the longest token.
 
         Raises:
-            TooManyTokens: the text has more tokens than `most`, whatever the cuts are.
+            TooManyTokens: the text has more tokens than `most`, wherever it is cut.
         """
         count = 0
         for start in range(0, len(text), _PIECE):
@@ -152,7 +151,7 @@ class HuggingFaceTokenizer:
                 **variables,
             )
             return cast(str, text)
-        except Exception as error:  # a template is a program, which may raise any error
+        except Exception as error:  # a template is code, which may raise any error
             raise ChatTemplateError(str(error)) from error
 
 

@@ -2,8 +2,8 @@
 
 Why two: a text that fills the context takes up to a second. A short text must not wait for it.
 
-A thread takes the text that is due first. A long text is due later than a short text that came at
-the same time. So a text does not wait for a much longer text that came shortly before.
+A thread processes the text that is due first. A long text is due later than a short text that
+arrived at the same time. So a text does not wait for a much longer text that arrived just before.
 """
 
 import asyncio
@@ -32,16 +32,11 @@ class TokenizerThreads:
     """Runs a tokenizer on threads. Used on the event loop alone."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Makes two idle threads."""
         self._short = _Thread(tokenizer, "tokenizer", SHORT_TEXTS_WAITING)
         self._long = _Thread(tokenizer.twin(), "tokenizer-long", LONG_TEXTS_WAITING)
 
     async def run(self, size: int, work: Callable[[Tokenizer], R]) -> R:
-        """Calls `work` with the tokenizer, on a thread.
-
-        Args:
-            size: bytes of the text that is processed.
-            work: a function that uses no state of the event loop.
+        """Calls `work` with the tokenizer on a thread. The text has `size` bytes.
 
         Raises:
             QueueFull: too many texts wait.
@@ -62,7 +57,7 @@ class _QueuedText(NamedTuple):
 
 
 class _Thread:
-    """A thread, and the callers that wait for it."""
+    """A thread, and the queue of its callers."""
 
     def __init__(self, tokenizer: Tokenizer, name: str, most_waiting: int) -> None:
         self._tokenizer = tokenizer
@@ -75,17 +70,17 @@ class _Thread:
     async def run(self, size: int, work: Callable[[Tokenizer], R]) -> R:
         loop = asyncio.get_running_loop()
         if self._busy:
-            await self._turn(loop, size)
+            await self._wait_for_turn(loop, size)
         self._busy = True
         # A cancelled caller does not stop the thread, so the thread itself reports its end.
         done = self._executor.submit(work, self._tokenizer)
-        done.add_done_callback(lambda _: _soon(loop, self._next))
+        done.add_done_callback(lambda _: _call_soon(loop, self._start_next))
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _turn(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
+    async def _wait_for_turn(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
         if len(self._waiting) >= self._most_waiting:
             raise QueueFull(
                 f"{len(self._waiting)} texts wait to be tokenised; at most {self._most_waiting} "
@@ -101,12 +96,12 @@ class _Thread:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
                 heapq.heapify(self._waiting)
-            elif not waiting.turn.cancelled():  # its turn had come
-                self._next()
+            elif not waiting.turn.cancelled():  # it was this caller's turn
+                self._start_next()
             raise
 
-    def _next(self) -> None:
-        """Gives the thread to the caller that is due first."""
+    def _start_next(self) -> None:
+        """Wakes the caller that is due first."""
         self._busy = False
         while self._waiting:
             turn = heapq.heappop(self._waiting).turn
@@ -116,6 +111,6 @@ class _Thread:
                 return
 
 
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(call)

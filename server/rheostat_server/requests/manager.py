@@ -42,7 +42,7 @@ from rheostat_server.requests.late_attachment import LateAttachment
 from rheostat_server.requests.open_outputs import open_outputs
 from rheostat_server.requests.response_queue import Pace
 from rheostat_server.requests.sequence import RELEASE_GRACE, EngineSequence
-from rheostat_server.runs.store import Runs
+from rheostat_server.runs.store import RunStore
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tasks.shared_query import SharedQuery
@@ -72,7 +72,7 @@ class RequestManager:
     ) -> None:
         """Makes a manager without requests; see `start`."""
         self.sinks = sinks or Sinks([])
-        self.runs = Runs(config.runs_bytes)
+        self.runs = RunStore(config.runs_bytes)
         self.deliveries = Deliveries()
         self.budget = Budget(
             config.buffers_bytes, config.request_buffer_bytes, slack=config.capture_bytes

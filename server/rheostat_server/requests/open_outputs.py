@@ -21,7 +21,7 @@ from rheostat_server.requests.sink_writer import (
     about_capture,
     open_recording,
 )
-from rheostat_server.runs.store import Runs
+from rheostat_server.runs.store import RunStore
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tensors import FloatType
@@ -38,7 +38,7 @@ class Openers(Protocol):
     info: ModelInfo
     sites: ModelSites
     sinks: Sinks
-    runs: Runs
+    runs: RunStore
     subscriptions: Subscriptions
     deliveries: Deliveries
     spill_manager: SpillManager | None

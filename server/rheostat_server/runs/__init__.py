@@ -1,1 +1,1 @@
-"""Runs: rows of a request kept on the server, for patches to draw from."""
+"""Runs: rows of a request that the server stores, as a source of patches."""

@@ -1,12 +1,15 @@
-"""Stored runs: rows of requests, kept in memory under an id for patches to draw from.
+"""Stored runs: rows of requests, kept in memory under an id as a source of patches.
 
-Invariants: all runs together, unfinished ones included, take at most `capacity` bytes. A run that
-is leased or in use is never evicted. Other runs are evicted, the least recently used first, but
-only if this frees enough memory. An id belongs to at most one run, finished or not. A run can be
-found once its request has succeeded. A request that fails or is aborted leaves no run. The rows of
-a stored run never change.
+Invariants:
 
-Rows are written on threads. Everything else runs on the event loop. One lock guards both.
+* All runs together, unfinished runs included, take at most `capacity` bytes.
+* A run that is leased or in use is never evicted. Other runs are evicted, the least recently used
+  first, but only if this frees enough memory.
+* An id belongs to at most one run, finished or not.
+* A run can be found once its request has succeeded. A request that fails or is aborted leaves none.
+* The rows of a stored run never change.
+
+Rows are written on threads. All other methods run on the event loop. One lock guards both.
 """
 
 import logging
@@ -42,7 +45,7 @@ _OVERHEAD = 4096
 """Bytes that a run counts in addition to its rows, which also bounds the number of runs."""
 
 _PIECE = 1 << 20
-"""Small blocks of rows are joined once they have so many bytes."""
+"""Small blocks of rows are concatenated once they have this many bytes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,9 +56,7 @@ class Run:
     sites: tuple[Site, ...]
     """Every name of its sites, by layer, then point."""
     dtype: FloatType
-    """Element type of its rows."""
     width: int
-    """W."""
     positions: Labels
     """Ascending: [positions]."""
     pieces: Sequence[StoredArray]
@@ -66,13 +67,13 @@ class Run:
     size: int
     """Bytes of memory."""
     number: int
-    """Ascends from run to run."""
+    """Ascending in the order of creation."""
     create_time: float
     """Seconds since the epoch."""
     lease_expire_time: float
     """Seconds since the epoch."""
     users: int = 0
-    """Number of uses: calls of `Runs.hold` without a `Runs.release`."""
+    """Number of uses: calls of `RunStore.hold` without a `RunStore.release`."""
 
     def rows(self, site: Site) -> StoredArray:
         """The rows at a site, under any of its names: [positions, W]. bfloat16 is uint16.
@@ -80,11 +81,11 @@ class Run:
         Raises:
             KeyError: the run has no rows at the site.
         """
-        at = next((i for i, one in enumerate(self.sites) if one.index == site.index), None)
-        if at is None:
+        index = next((i for i, own in enumerate(self.sites) if own.index == site.index), None)
+        if index is None:
             raise KeyError(site)
         none = np.empty((0, self.width), NUMPY[self.dtype.value])
-        return np.concatenate([none, *(piece[at] for piece in self.pieces)])
+        return np.concatenate([none, *(piece[index] for piece in self.pieces)])
 
 
 @dataclass(eq=False)
@@ -94,7 +95,7 @@ class RunDraft:
     Rows are written on a thread, while the event loop may drop the run. A dropped run has no rows.
     """
 
-    store: "Runs"
+    store: "RunStore"
     target: RunTarget
     about: CaptureAbout
     prompt_token_ids: npt.NDArray[np.int32]
@@ -108,7 +109,7 @@ class RunDraft:
     complete: bool = False
     """Whether the last row was written."""
     _lock: Lock = field(default_factory=Lock)
-    _over: bool = False
+    _dropped: bool = False
     _positions: list[Labels] = field(default_factory=list)
     _pieces: list[StoredArray] = field(default_factory=list)
     _small: list[StoredArray] = field(default_factory=list)
@@ -116,7 +117,7 @@ class RunDraft:
 
     @property
     def id(self) -> str:
-        """The id."""
+        """The id of the run."""
         return self.target.id
 
     @property
@@ -136,19 +137,19 @@ class RunDraft:
         if block.baseline:
             return
         rows = block.parts["rows"]
-        self.store.take(self, rows.nbytes + block.positions.nbytes)
+        self.store.reserve(self, rows.nbytes + block.positions.nbytes)
         with self._lock:
-            if self._over:
+            if self._dropped:
                 return
             self.rows += block.rows
             self._positions.append(block.positions)
             self._small.append(rows)
             self._small_bytes += rows.nbytes
             if self._small_bytes >= _PIECE:
-                self._join()
+                self._concatenate()
 
     def finish(self, outcome: Outcome) -> None:
-        """Completes the run, which can be found after `keep`. Drops the run of an aborted request.
+        """Completes the run; `keep` then stores it. Drops the run of an aborted request.
 
         Raises:
             RowsLost: rows were lost, and the run is lossless.
@@ -159,7 +160,7 @@ class RunDraft:
         if outcome.dropped_rows and self.lossless:
             raise RowsLost.no_room(outcome.dropped_rows)
         with self._lock:
-            self._join()
+            self._concatenate()
         self.complete = True
 
     def abandon(self, error: BaseException) -> None:
@@ -170,7 +171,7 @@ class RunDraft:
         """Frees the memory of the run, unless it was kept."""
         self.store.drop(self)
         with self._lock:
-            self._over = True
+            self._dropped = True
             self._positions.clear()
             self._pieces.clear()
             self._small.clear()
@@ -179,7 +180,7 @@ class RunDraft:
         """Stores the run if it is complete and was not dropped. Returns whether it is stored."""
         return self.complete and self.store.keep(self)
 
-    def made(self, number: int, now: float) -> Run:
+    def to_run(self, number: int, now: float) -> Run:
         """The finished run."""
         none = np.empty(0, np.int32)
         return Run(
@@ -197,10 +198,10 @@ class RunDraft:
             lease_expire_time=now + self.target.lease,
         )
 
-    def _join(self) -> None:
+    def _concatenate(self) -> None:
         if self._small:
-            one = len(self._small) == 1
-            self._pieces.append(self._small[0] if one else np.concatenate(self._small, axis=1))
+            single = len(self._small) == 1
+            self._pieces.append(self._small[0] if single else np.concatenate(self._small, axis=1))
             self._small.clear()
             self._small_bytes = 0
 
@@ -214,47 +215,36 @@ class Page(NamedTuple):
     """Whether there are newer runs."""
 
 
-class Runs:
-    """The runs of a server."""
+class RunStore:
+    """The runs of a server. `clock` is the time of leases, in seconds since the epoch."""
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.time) -> None:
-        """Makes an empty store.
-
-        Args:
-            capacity: bytes that all runs together may take.
-            clock: the time in seconds since the epoch, for leases.
-        """
         self.capacity = capacity
+        """Bytes that all runs together may take."""
         self._clock = clock
         self._lock = Lock()
         self._used = 0
-        self._made: OrderedDict[str, Run] = OrderedDict()
+        self._runs: OrderedDict[str, Run] = OrderedDict()
         """Least recently used first."""
         self._by_age: list[Run] = []
-        self._making: dict[str, RunDraft] = {}
+        self._drafts: dict[str, RunDraft] = {}
         self._numbers = 0
 
     def __len__(self) -> int:
-        """Number of finished runs."""
-        return len(self._made)
+        return len(self._runs)
 
     @property
-    def making(self) -> int:
+    def unfinished(self) -> int:
         """Number of unfinished runs."""
-        return len(self._making)
+        return len(self._drafts)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all runs, unfinished ones included."""
+        """Bytes of all runs, unfinished runs included."""
         return self._used
 
     def check(self, run_id: str, least: int, path: str) -> None:
-        """Checks that a run may begin.
-
-        Args:
-            run_id: its id.
-            least: bytes that it takes at least.
-            path: the field of the id, for errors.
+        """Checks that a run of at least `least` bytes may begin. `path` is the field of its id.
 
         Raises:
             RunExists: another run has this id.
@@ -293,7 +283,7 @@ class Runs:
             self._make_room(size, target.id)
             self._used += size
             draft = RunDraft(self, target, about, prompt, labels, size, lossless)
-            self._making[target.id] = draft
+            self._drafts[target.id] = draft
         return draft
 
     def hold(self, run_id: str, path: str) -> Run:
@@ -305,7 +295,7 @@ class Runs:
         with self._lock:
             run = self._get(run_id, path)
             run.users += 1
-            self._made.move_to_end(run_id)
+            self._runs.move_to_end(run_id)
             return run
 
     def release(self, run: Run) -> None:
@@ -332,7 +322,7 @@ class Runs:
             RunInUse: the run is in use or unfinished.
         """
         with self._lock:
-            if run_id in self._making:
+            if run_id in self._drafts:
                 raise _in_use(run_id, "a request is making it; abort the request, or wait", path)
             run = self._get(run_id, path)
             if run.users:
@@ -346,14 +336,14 @@ class Runs:
             start = bisect_right(self._by_age, after, key=_number)
             return Page(self._by_age[start : start + most], start + most < len(self._by_age))
 
-    def take(self, draft: RunDraft, size: int) -> None:
+    def reserve(self, draft: RunDraft, size: int) -> None:
         """Reserves memory for more rows of a run. Does nothing if the run was kept or dropped.
 
         Raises:
             StoreFull: the store has too little free memory. Nothing was evicted.
         """
         with self._lock:
-            if self._making.get(draft.id) is draft:
+            if self._drafts.get(draft.id) is draft:
                 self._make_room(size, draft.id)
                 self._used += size
                 draft.size += size
@@ -361,26 +351,26 @@ class Runs:
     def drop(self, draft: RunDraft) -> None:
         """Frees the memory of an unfinished run. Does nothing if it was kept or dropped."""
         with self._lock:
-            if self._making.get(draft.id) is draft:
-                del self._making[draft.id]
+            if self._drafts.get(draft.id) is draft:
+                del self._drafts[draft.id]
                 self._used -= draft.size
 
     def keep(self, draft: RunDraft) -> bool:
         """Stores a complete run. Returns False if it was dropped before."""
         with self._lock:
-            if self._making.get(draft.id) is not draft:
+            if self._drafts.get(draft.id) is not draft:
                 return False
-            del self._making[draft.id]
+            del self._drafts[draft.id]
             self._numbers += 1
             now = self._clock()
-            run = draft.made(self._numbers, now)
-            self._made[run.id] = run
+            run = draft.to_run(self._numbers, now)
+            self._runs[run.id] = run
             self._by_age.append(run)
             return True
 
     def _check_free(self, run_id: str, path: str) -> None:
-        if run_id in self._made or run_id in self._making:
-            how = "stored" if run_id in self._made else "being made"
+        if run_id in self._runs or run_id in self._drafts:
+            how = "stored" if run_id in self._runs else "being made"
             raise RunExists(
                 f"a run {run_id} is {how}: delete it first, or choose another id",
                 field=path,
@@ -388,9 +378,9 @@ class Runs:
             )
 
     def _get(self, run_id: str, path: str) -> Run:
-        run = self._made.get(run_id)
+        run = self._runs.get(run_id)
         if run is None:
-            why = "its request still runs" if run_id in self._making else "it may have been evicted"
+            why = "its request still runs" if run_id in self._drafts else "it may have been evicted"
             raise RunNotFound(
                 f"there is no run {run_id}; {why}", field=path, resource=Resource("run", run_id)
             )
@@ -402,7 +392,7 @@ class Runs:
             return
         victims = []
         now = self._clock()
-        for run in self._made.values():
+        for run in self._runs.values():
             if short <= 0:
                 break
             if not run.users and run.lease_expire_time <= now:
@@ -421,7 +411,7 @@ class Runs:
 
     def _remove(self, run: Run) -> None:
         self._used -= run.size
-        del self._made[run.id]
+        del self._runs[run.id]
         del self._by_age[bisect_left(self._by_age, run.number, key=_number)]
 
 

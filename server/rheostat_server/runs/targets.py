@@ -1,7 +1,4 @@
-"""Runs as requests name them: ids and leases.
-
-Invariant: what is wrong with a target is found at admission, before anything runs.
-"""
+"""The run that a capture stores: its id and lease, checked at admission."""
 
 import re
 import uuid
@@ -22,19 +19,19 @@ _SHORTEST, _LONGEST = 1.0, 24 * 3600.0
 
 
 class RunTarget(NamedTuple):
-    """A run to make."""
+    """A run to store."""
 
     id: str
-    """Given or made."""
+    """From the request, or random."""
     lease: float
-    """Seconds from its completion on in which it is not evicted."""
+    """Seconds after its completion before it may be evicted."""
 
 
 def run_target(spec: capture_pb2.CaptureSpec, path: str) -> RunTarget:
-    """The run that a capture goes into, `path` being that of the capture.
+    """The run that a capture stores; `path` is that of the capture.
 
     Raises:
-        InvalidValue: there can be no such run, or the capture's rows are not rows of the stream.
+        InvalidValue: the id or lease is invalid, or the rows are encoded or projected.
     """
     target = spec.run
     if target.run_id:
@@ -56,7 +53,7 @@ def run_target(spec: capture_pb2.CaptureSpec, path: str) -> RunTarget:
 
 
 def lease_seconds(duration: duration_pb2.Duration | None, path: str) -> float:
-    """How long a lease lasts; None: 1 hour.
+    """The seconds of a lease; 1 hour if it is None.
 
     Raises:
         InvalidValue: it is too short or too long.

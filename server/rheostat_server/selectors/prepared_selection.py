@@ -1,24 +1,20 @@
-"""Selectors that are resolved against many prompts: work that no prompt changes is done once.
+"""Selectors that are resolved against many prompts: work that is the same for all is done once.
 
 Why: a subscription's selectors are resolved during the admission of every request that it observes.
 Its client must not be able to slow the admission of other requests.
 
-Invariant: the selection equals that of `resolve_selector` in a lenient context, or is refused.
+The selection equals that of `resolve_selector` in a lenient context, or is refused.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rheostat_engine import OPEN_END, Spans
 from rheostat_server.selectors.selection import EVERYTHING, Selection, SelectionContext, combine
 from rheostat_server.selectors.spans import runs, united
 from rheostat_wire.v1 import selector_pb2, types_pb2
-
-Numbers = npt.NDArray[np.int64]
-
 
 _FEW = 32
 """Up to this many windows, plain Python is faster than numpy."""
@@ -43,11 +39,10 @@ class PreparedSelector:
     """A selector that `resolve_selector` has accepted in a lenient context."""
 
     def __init__(self, selector: selector_pb2.Selector) -> None:
-        """Does the work that no prompt changes."""
         self._includes = bool(selector.include)
         self._include, self._exclude = _Side(selector.include), _Side(selector.exclude)
-        self._barred = tuple(sorted(self._exclude.ids))
-        self._among = tuple(sorted(self._include.ids - self._exclude.ids))
+        self._excluded_ids = tuple(sorted(self._exclude.ids))
+        self._included_ids = tuple(sorted(self._include.ids - self._exclude.ids))
 
     @property
     def reads_tokens(self) -> bool:
@@ -63,12 +58,8 @@ class PreparedSelector:
     def resolve(self, context: SelectionContext, most: int) -> Selection:
         """Resolves the selector for a request.
 
-        Args:
-            context: the request.
-            most: spans that the selection may have.
-
         Raises:
-            TooFragmented: the selection has more spans.
+            TooFragmented: the selection has more than `most` spans.
         """
         include = EVERYTHING.spans
         if self._includes:
@@ -76,8 +67,8 @@ class PreparedSelector:
         selection = combine(
             include,
             self._exclude.spans(context, most),
-            barred=self._barred,
-            among=self._among,
+            excluded_ids=self._excluded_ids,
+            included_ids=self._included_ids,
             prompt_len=context.prompt_len,
         )
         if selection.span_count > most:
@@ -114,25 +105,26 @@ class _Side:
         Raises:
             TooFragmented: these tokens alone have more spans than `most`.
         """
-        found = self._resolved(context) if len(self._windows) > _FEW else self._one_by_one(context)
+        vectorised = len(self._windows) > _FEW
+        spans = self._resolve_all(context) if vectorised else self._resolve_each(context)
         if self.ids:
             positions = context.index.positions(self._ids)
             if np.count_nonzero(np.diff(positions) != 1) >= most:
                 raise TooFragmented
-            found += runs(positions)
-        return united(found)
+            spans += runs(positions)
+        return united(spans)
 
-    def _one_by_one(self, context: SelectionContext) -> list[tuple[int, int]]:
+    def _resolve_each(self, context: SelectionContext) -> list[tuple[int, int]]:
         length, row_end = context.prompt_len, context.row_end
-        found = []
+        spans = []
         for start, start_from_end, end, end_from_end, of_prompt in self._windows:
             first = min(start + length, OPEN_END) if start_from_end else start
             past = min(end + length, OPEN_END) if end_from_end else end
             if not of_prompt or (0 <= first < min(past, row_end) and past >= 0):
-                found.append((first, past))
-        return found
+                spans.append((first, past))
+        return spans
 
-    def _resolved(self, context: SelectionContext) -> list[tuple[int, int]]:
+    def _resolve_all(self, context: SelectionContext) -> list[tuple[int, int]]:
         length = context.prompt_len
         starts, ends = (
             np.minimum(values + from_end * length, OPEN_END)
@@ -147,18 +139,19 @@ def _ids(ranges: Iterable[selector_pb2.Range]) -> Iterable[int]:
     return (token for token_range in ranges for token in token_range.token_ids.ids)
 
 
-def _window(one: selector_pb2.Range) -> _Window:
-    kind = one.WhichOneof("kind")
+def _window(token_range: selector_pb2.Range) -> _Window:
+    kind = token_range.WhichOneof("kind")
     if kind == "phase":
-        if one.phase == types_pb2.PHASE_PROMPT:
+        if token_range.phase == types_pb2.PHASE_PROMPT:
             return _Window(0, False, 0, True, False)
         return _Window(0, True, OPEN_END, False, False)
     if kind == "generated":
-        bounded = one.generated.HasField("end")
-        end = one.generated.end if bounded else OPEN_END
-        return _Window(one.generated.start, True, end, bounded, False)
-    start = one.positions.start
-    if not one.positions.HasField("end"):
+        generated = token_range.generated
+        bounded = generated.HasField("end")
+        return _Window(
+            generated.start, True, generated.end if bounded else OPEN_END, bounded, False
+        )
+    start, end = token_range.positions.start, token_range.positions.end
+    if not token_range.positions.HasField("end"):
         return _Window(start, start < 0, 0, True, True)
-    end = one.positions.end
     return _Window(start, start < 0, end, end < 0, True)

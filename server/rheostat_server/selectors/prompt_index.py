@@ -1,6 +1,6 @@
 """Finds tokens and texts in a prompt, for all ranges of a request.
 
-Invariant: each text is searched once, and no search iterates over all tokens in plain Python.
+Each text is searched once, and no search iterates over all tokens in plain Python.
 """
 
 import re
@@ -21,7 +21,6 @@ Offsets = npt.NDArray[np.int64]
 _TEXTS = 1024
 """Texts whose occurrences are cached."""
 
-
 _MATCH = 128
 """An occurrence costs as much time as searching this many characters."""
 
@@ -31,17 +30,16 @@ class SearchTooLong(Exception):
 
 
 class PromptIndex:
-    """Finds token ids and texts in a prompt."""
+    """Finds token ids and texts in a prompt, all of whose token ids are below `vocabulary`."""
 
     def __init__(self, prompt: PromptTokens, vocabulary: int) -> None:
-        """An index of a prompt, all of whose token ids are below `vocabulary`."""
         self._prompt = prompt
         self._vocabulary = vocabulary
         self._occurrences = lru_cache(_TEXTS)(self._find)
         self._searched = 0
 
     @property
-    def has_places(self) -> bool:
+    def has_offsets(self) -> bool:
         """Whether texts can be found, because the prompt's text and offsets are known."""
         return self._prompt.text is not None and self._prompt.offsets is not None
 
@@ -63,37 +61,38 @@ class PromptIndex:
         """
         return self._occurrences(text)
 
-    def holding(self, start: int, end: int) -> tuple[int, int] | None:
-        """The tokens, from the first to the last, that contain some characters of [start, end)."""
-        starts, ends, reached, ahead = self._places
-        first = int(np.searchsorted(reached, start, side="right"))
-        past = int(np.searchsorted(ahead, end, side="left"))
+    def tokens_of_text(self, start: int, end: int) -> tuple[int, int] | None:
+        """The span of the tokens that contain some of the characters [start, end)."""
+        starts, ends, largest_ends, least_starts = self._offsets
+        first = int(np.searchsorted(largest_ends, start, side="right"))
+        past = int(np.searchsorted(least_starts, end, side="left"))
         begins, stops = starts[first:past], ends[first:past]
-        held = np.flatnonzero((begins < end) & (stops > start) & (begins < stops))
-        return (first + int(held[0]), first + int(held[-1]) + 1) if len(held) else None
+        tokens = np.flatnonzero((begins < end) & (stops > start) & (begins < stops))
+        return (first + int(tokens[0]), first + int(tokens[-1]) + 1) if len(tokens) else None
 
     def _find(self, text: str) -> Offsets:
         assert self._prompt.text is not None
         self._searched += len(self._prompt.text) + _MATCH * self._prompt.text.count(text)
         if self._searched > SPAN_SEARCH:
             raise SearchTooLong
-        found = re.finditer(re.escape(text), self._prompt.text)
-        return np.fromiter((match.start() for match in found), np.int64)
+        matches = re.finditer(re.escape(text), self._prompt.text)
+        return np.fromiter((match.start() for match in matches), np.int64)
 
     @cached_property
     def _ids(self) -> Offsets:
         return np.array(self._prompt.token_ids, dtype=np.int64)
 
     @cached_property
-    def _places(self) -> tuple[Offsets, Offsets, Offsets, Offsets]:
+    def _offsets(self) -> tuple[Offsets, Offsets, Offsets, Offsets]:
         """The start and the end of each token in the text, and two ascending bounds.
 
         The bounds are the largest end up to each token, and the least start from each token on.
-        They are needed because special tokens have the offset 0 wherever they are.
+        They are needed for the binary search, because special tokens have the offset 0 at any
+        position.
         """
         assert self._prompt.offsets is not None
         flat = np.fromiter(chain.from_iterable(self._prompt.offsets), np.int64)
         starts, ends = flat[::2], flat[1::2]
-        from_here = np.where(starts < ends, starts, np.iinfo(np.int64).max)
-        ahead = np.minimum.accumulate(from_here[::-1])[::-1]
-        return starts, ends, np.maximum.accumulate(ends), ahead
+        nonempty_starts = np.where(starts < ends, starts, np.iinfo(np.int64).max)
+        least_starts = np.minimum.accumulate(nonempty_starts[::-1])[::-1]
+        return starts, ends, np.maximum.accumulate(ends), least_starts

@@ -1,8 +1,8 @@
 """Resolves selectors against a prompt: to positions, and to conditions on generated tokens.
 
-Invariant: a selection depends on positions and tokens alone, never on the schedule. It is the union
-of the includes without the excludes. Without a selector, every token is selected. The prompt's
-tokens are known, so conditions are needed for generated positions only.
+A selection is the union of the includes without the excludes; without a selector, every token. It
+depends on positions and tokens alone, never on the schedule. The prompt's tokens are known, so
+conditions are needed for generated positions only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,16 +38,15 @@ _TYPICAL_PROMPT = 4096
 
 @dataclass(frozen=True)
 class SelectionContext:
-    """The request in which a selector is resolved."""
+    """The request for which a selector is resolved."""
 
     prompt: PromptTokens
-    """The prompt. It needs its text and offsets if a selector looks for text."""
+    """With text and offsets, if a selector looks for text."""
     max_tokens: int
-    """Tokens that may be generated."""
     vocabulary: int
     """Number of token ids."""
     lenient: bool = False
-    """Whether the selector is written for all prompts, like those of server-wide steering. A window
+    """Whether the selector applies to all prompts, like those of server-wide steering. A window
     outside the prompt then selects nothing, and spans of text are refused."""
 
     @property
@@ -62,7 +61,7 @@ class SelectionContext:
 
     @cached_property
     def index(self) -> PromptIndex:
-        """Finds token ids and texts in the prompt."""
+        """The index of the prompt."""
         return PromptIndex(self.prompt, self.vocabulary)
 
 
@@ -71,7 +70,7 @@ class Selection:
     """The selected tokens of a request."""
 
     spans: Spans
-    """Positions that are selected whatever their token is."""
+    """Positions that are selected with any token."""
     conditions: tuple[Condition, ...] = ()
     """Other generated positions that are selected depending on their token. They do not overlap."""
 
@@ -95,8 +94,8 @@ class Selection:
     @cached_property
     def known(self) -> Spans:
         """Positions that are selected unless they have an excluded token."""
-        barred = [condition.spans for condition in self.conditions if not condition.among]
-        return joined(self.spans, [span for spans in barred for span in spans])
+        excluding = [condition.spans for condition in self.conditions if not condition.among]
+        return joined(self.spans, [span for spans in excluding for span in spans])
 
     @cached_property
     def _token_sets(self) -> tuple[frozenset[int], ...]:
@@ -105,27 +104,22 @@ class Selection:
     def selected(self, prompt_len: int, generated: Sequence[int], start: int, end: int) -> Spans:
         """The selected positions of [start, end).
 
-        Args:
-            prompt_len: P.
-            generated: the tokens from position P on. Positions beyond them are selected if that
-                does not depend on the token.
-            start: first position.
-            end: one past the last.
+        `generated` are the tokens from position `prompt_len` on. Positions after them are selected
+        if that does not depend on the token.
         """
-        found = []
+        conditional = []
         known = prompt_len + len(generated)
-        for one, ids in zip(self.conditions, self._token_sets, strict=True):
-            found += [
+        for condition, ids in zip(self.conditions, self._token_sets, strict=True):
+            conditional += [
                 (position, position + 1)
-                for a, b in clipped(one.spans, start, min(end, known))
+                for a, b in clipped(condition.spans, start, min(end, known))
                 for position in range(a, b)
-                if (generated[position - prompt_len] in ids) == one.among
+                if (generated[position - prompt_len] in ids) == condition.among
             ]
-        return joined(clipped(self.spans, start, end), found)
+        return joined(clipped(self.spans, start, end), conditional)
 
 
 EVERYTHING = Selection(((0, OPEN_END),))
-"""Every token."""
 
 
 def typical_context(info: ModelInfo) -> SelectionContext:
@@ -158,8 +152,8 @@ def resolve_selector(
     return combine(
         include.spans,
         exclude.spans,
-        barred=tuple(sorted(exclude.ids)),
-        among=tuple(sorted(include.ids - exclude.ids)),
+        excluded_ids=tuple(sorted(exclude.ids)),
+        included_ids=tuple(sorted(include.ids - exclude.ids)),
         prompt_len=context.prompt_len,
     )
 
@@ -168,37 +162,37 @@ def combine(
     include: Spans,
     exclude: Spans,
     *,
-    barred: tuple[int, ...],
-    among: tuple[int, ...],
+    excluded_ids: tuple[int, ...],
+    included_ids: tuple[int, ...],
     prompt_len: int,
 ) -> Selection:
     """The tokens that are included and not excluded.
 
-    Args:
-        include: included positions, with the prompt's tokens that are included by id.
-        exclude: excluded positions, likewise.
-        barred: ids of generated tokens that are excluded, ascending.
-        among: ids of generated tokens that are included at any position, ascending.
-        prompt_len: number of prompt tokens.
+    `include` and `exclude` are positions, with the prompt's tokens that are selected by id. The ids
+    are those of generated tokens, ascending.
     """
-    if not (exclude or barred or among):
+    if not (exclude or excluded_ids or included_ids):
         return Selection(include)
     allowed = subtracted(EVERYTHING.spans, exclude)
     by_position = subtracted(include, exclude)
     generated = clipped(by_position, prompt_len, OPEN_END)
     by_token = subtracted(clipped(allowed, prompt_len, OPEN_END), generated)
     conditions = [
-        Condition(spans, tokens, one_of)
-        for spans, tokens, one_of in ((generated, barred, False), (by_token, among, True))
-        if spans and tokens
+        Condition(spans, ids, among)
+        for spans, ids, among in (
+            (generated, excluded_ids, False),
+            (by_token, included_ids, True),
+        )
+        if spans and ids
     ]
-    spans = clipped(by_position, 0, prompt_len) if barred else by_position
+    spans = clipped(by_position, 0, prompt_len) if excluded_ids else by_position
     return Selection(spans, tuple(conditions))
 
 
 def needs_text(selector: selector_pb2.Selector) -> bool:
     """Whether a selector looks for text."""
-    return any(r.WhichOneof("kind") == "text" for r in (*selector.include, *selector.exclude))
+    ranges = (*selector.include, *selector.exclude)
+    return any(token_range.WhichOneof("kind") == "text" for token_range in ranges)
 
 
 class _Union(NamedTuple):
@@ -209,51 +203,51 @@ class _Union(NamedTuple):
 
 
 def _unite(ranges: Sequence[selector_pb2.Range], context: SelectionContext, path: str) -> _Union:
-    seen: set[int] = set()
+    token_ids: set[int] = set()
     spans = united(
         [
             span
-            for index, one in enumerate(ranges)
-            for span in _resolve_range(one, context, f"{path}[{index}]", seen)
+            for index, token_range in enumerate(ranges)
+            for span in _resolve_range(token_range, context, f"{path}[{index}]", token_ids)
         ]
     )
-    if seen:
-        spans = joined(context.index.tokens(seen), spans)
-    return _Union(spans, frozenset(seen))
+    if token_ids:
+        spans = joined(context.index.tokens(token_ids), spans)
+    return _Union(spans, frozenset(token_ids))
 
 
 def _resolve_range(
-    one: selector_pb2.Range, context: SelectionContext, path: str, seen: set[int]
+    token_range: selector_pb2.Range, context: SelectionContext, path: str, token_ids: set[int]
 ) -> Iterator[tuple[int, int]]:
-    """Yields the spans of a range. Token ids are added to `seen` instead."""
+    """Yields the spans of a range. The ids of a range of ids are added to `token_ids` instead."""
     kind = validation.required(
-        one.WhichOneof("kind"), path, "phase, positions, generated, token_ids and text"
+        token_range.WhichOneof("kind"), path, "phase, positions, generated, token_ids and text"
     )
     field = field_path(path, kind)
     if kind == "phase":
-        validation.known_enum(one.phase, types_pb2.Phase.values(), field)
-        if one.phase == types_pb2.PHASE_PROMPT:
+        validation.known_enum(token_range.phase, types_pb2.Phase.values(), field)
+        if token_range.phase == types_pb2.PHASE_PROMPT:
             yield (0, context.prompt_len)
         else:
             yield (context.prompt_len, OPEN_END)
     elif kind == "positions":
-        yield _window(one.positions, context, field)
+        yield _window(token_range.positions, context, field)
     elif kind == "generated":
-        yield _generated(one.generated, context, field)
+        yield _generated(token_range.generated, context, field)
     elif kind == "token_ids":
-        ids = one.token_ids.ids
+        ids = token_range.token_ids.ids
         validation.check_count(len(ids), RANGE_TOKEN_IDS, field, "token ids")
         validation.token_ids(ids, context.vocabulary, field_path(field, "ids"))
-        seen.update(ids)
+        token_ids.update(ids)
     else:
-        yield _span(one.text, context, field)
+        yield _span(token_range.text, context, field)
 
 
 def _window(window: selector_pb2.Window, context: SelectionContext, path: str) -> tuple[int, int]:
     length = context.prompt_len
     start = window.start if window.HasField("start") else 0
     end = window.end if window.HasField("end") else length
-    problem = _no_window(start, end, context)
+    problem = _window_problem(start, end, context)
     if problem is None:
         return start + length if start < 0 else start, end + length if end < 0 else end
     if context.lenient:
@@ -265,12 +259,12 @@ def _window(window: selector_pb2.Window, context: SelectionContext, path: str) -
 _NOTHING = (0, 0)
 
 
-def _no_window(start: int, end: int, context: SelectionContext) -> tuple[str, str] | None:
+def _window_problem(start: int, end: int, context: SelectionContext) -> tuple[str, str] | None:
     """The field and the reason if a window has no row of the prompt; None if it has rows."""
     length = context.prompt_len
     for name, value in (("start", start), ("end", end)):
         if value < -length:
-            return name, f"{value} lies before a prompt of {length} tokens"
+            return name, f"{value} is before a prompt of {length} tokens"
     first = start + length if start < 0 else start
     past = end + length if end < 0 else end
     if first >= past:
@@ -306,21 +300,21 @@ def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tupl
         raise InvalidValue(f"has more than {SPAN_BYTES} bytes", field=field_path(path, "text"))
     if context.lenient:
         raise InvalidValue(
-            "there is no prompt to find a text in, as in a request; select token ids or positions",
+            "a text can be found in the prompt of a request only; select token ids or positions",
             field=path,
         )
     index = context.index
-    if not index.has_places:
+    if not index.has_offsets:
         raise NotSupported(
-            "where this prompt's tokens stand in its text is not known; select positions",
+            "the offsets of this prompt's tokens in its text are not known; select positions",
             field=path,
         )
     try:
         starts = index.occurrences(span.text)
     except SearchTooLong as error:
         raise InvalidValue(
-            f"the texts of the request's spans go over more than {SPAN_SEARCH} characters of the "
-            "prompt, of which an occurrence counts as 128; use fewer texts, or select positions",
+            f"finding the texts of the request searches more than {SPAN_SEARCH} characters, where "
+            "an occurrence counts as 128; use fewer texts, or select positions",
             field=path,
         ) from error
     wanted = span.occurrence if span.HasField("occurrence") else 0
@@ -334,10 +328,10 @@ def _span(span: selector_pb2.Span, context: SelectionContext, path: str) -> tupl
             metadata={"occurrences": str(len(starts))},
         )
     start = int(starts[wanted])
-    held = index.holding(start, start + len(span.text))
-    if held is None:
+    tokens = index.tokens_of_text(start, start + len(span.text))
+    if tokens is None:
         raise SpanNotFound("no token of the prompt holds a character of the text", field=path)
-    return held
+    return tokens
 
 
 def _not_found(text: str, occurrences: int, wanted: int) -> str:
@@ -352,5 +346,4 @@ def _not_found(text: str, occurrences: int, wanted: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text of a span, or its beginning."""
     return f'"{text}"' if len(text) <= _SHOWN_TEXT else f'"{text[:_SHOWN_TEXT]}..."'

@@ -7,6 +7,8 @@ one site (resid_post L, resid_pre L+1), which has one index in the engine.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from rheostat_engine import ROUTERS, ModelSites, Point, Site
 from rheostat_server import validation
 from rheostat_server.errors import (
@@ -17,6 +19,7 @@ from rheostat_server.errors import (
     UnknownLayer,
 )
 from rheostat_server.limits import LAYERS, POINTS
+from rheostat_server.selectors.spans import runs
 from rheostat_server.validation import field_path
 from rheostat_wire.v1 import types_pb2
 
@@ -34,9 +37,8 @@ NO_STREAM = "router_logits is no part of the stream: it can be captured, and not
 
 _WIRE_POINTS = {point: wire for wire, point in ENGINE_POINTS.items()}
 
-
-_SHOWN_RUNS = 8
-"""Runs of layers that an error lists for a point."""
+_SHOWN_RANGES = 8
+"""Ranges of layers that an error lists for a point."""
 
 
 class SiteSelection(NamedTuple):
@@ -59,22 +61,22 @@ def write_site(message: types_pb2.Site, site: Site) -> None:
 
 
 def from_wire(site: types_pb2.Site) -> Site:
-    """The site of a message of our own."""
+    """The site of a message that this server made."""
     return Site(ENGINE_POINTS[site.point], site.layer)
 
 
 def resolve_sites(sites: types_pb2.SiteSet, model: ModelSites, path: str) -> SiteSelection:
-    """The sites of a set, each of which the model serves.
+    """Resolves a set of sites.
 
     Raises:
         InvalidArgument: the set is malformed or names a layer that the model lacks.
-        SiteNotServed: the model has not all of them.
+        SiteNotServed: the model does not serve one of the sites.
     """
     points = _points(sites, path)
     layers = _layers(sites, model.num_layers, path)
-    named = tuple(Site(point, layer) for layer in layers for point in points)
-    _check_served(named, model, path)
-    return SiteSelection(named, layers)
+    selected = tuple(Site(point, layer) for layer in layers for point in points)
+    _check_served(selected, model, path)
+    return SiteSelection(selected, layers)
 
 
 def refuse_what_is_no_stream(selection: SiteSelection, path: str) -> None:
@@ -178,19 +180,16 @@ def _check_served(sites: Sequence[Site], model: ModelSites, path: str) -> None:
 
 
 def _show(sites: Sequence[Site]) -> str:
-    """As "resid_mid 0, 2" or "router_logits 0-35"; the first runs of layers, if there are many."""
-    layers: dict[Point, list[list[int]]] = {}
+    """As "resid_mid 0, 2" or "router_logits 0-35"; the first ranges of layers, if many."""
+    layers: dict[Point, list[int]] = {}
     for site in sites:
-        runs = layers.setdefault(site.point, [])
-        if runs and runs[-1][-1] == site.layer - 1:
-            runs[-1].append(site.layer)
-        else:
-            runs.append([site.layer])
+        layers.setdefault(site.point, []).append(site.layer)
     parts = []
-    for point, runs in layers.items():
-        shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-        more = f" and {len(shown) - _SHOWN_RUNS} more" if len(shown) > _SHOWN_RUNS else ""
-        parts.append(f"{point.value} {', '.join(shown[:_SHOWN_RUNS])}{more}")
+    for point, numbers in layers.items():
+        spans = runs(np.array(numbers))
+        shown = [str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in spans[:_SHOWN_RANGES]]
+        more = f" and {len(spans) - _SHOWN_RANGES} more" if len(spans) > _SHOWN_RANGES else ""
+        parts.append(f"{point.value} {', '.join(shown)}{more}")
     return ", ".join(parts)
 
 
@@ -213,8 +212,8 @@ def width_of(sites: Sequence[Site], model: ModelSites, path: str) -> int:
     if len(widths) > 1:
         parts = ", ".join(f"{site.point.value} {site.layer} {n}" for n, site in widths.items())
         raise InvalidValue(
-            f"rows of a capture have one width, these have several ({parts} values): name "
-            "router_logits in a capture of its own",
+            f"rows of a capture have one width, but these have several ({parts} values): capture "
+            "router_logits separately",
             field=path,
         )
     (width,) = widths

@@ -1,7 +1,7 @@
 """Sets of positions as spans: half-open [start, end), ascending, disjoint, not touching.
 
-Invariant: equal sets are equal tuples. A prompt may have a hundred thousand spans, so functions
-that iterate over all of them use numpy.
+So equal sets are equal tuples. A prompt may have a hundred thousand spans, so functions that
+iterate over all of them use numpy.
 """
 
 from bisect import bisect_left, bisect_right
@@ -27,13 +27,13 @@ class Edges(NamedTuple):
     """The starts and ends of spans."""
 
     starts: npt.NDArray[np.int64]
-    """One per span."""
+    """[spans]."""
     ends: npt.NDArray[np.int64]
-    """One per span, each one past its last position."""
+    """[spans]: one past the last position."""
 
     @property
     def spans(self) -> Spans:
-        """The spans."""
+        """The edges as spans."""
         return tuple(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
 
 
@@ -45,11 +45,11 @@ def edges(spans: Sequence[tuple[int, int]]) -> Edges:
 
 def united(spans: Iterable[tuple[int, int]]) -> Spans:
     """The union of spans in any order. Empty spans are removed."""
-    some = [span for span in spans if span[0] < span[1]]
-    if len(some) > _FEW:
-        return _united(edges(some)).spans
+    nonempty = [span for span in spans if span[0] < span[1]]
+    if len(nonempty) > _FEW:
+        return _united(edges(nonempty)).spans
     merged: list[tuple[int, int]] = []
-    for start, end in sorted(some):
+    for start, end in sorted(nonempty):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
@@ -58,11 +58,11 @@ def united(spans: Iterable[tuple[int, int]]) -> Spans:
 
 
 def joined(spans: Spans, others: Sequence[tuple[int, int]]) -> Spans:
-    """The union of spans, and of others in any order."""
+    """The union of spans with others, which may be in any order."""
     if not others:
         return spans
-    apart = bisect_left(spans, min(map(_START, others)), key=_END)
-    return spans[:apart] + united([*spans[apart:], *others])
+    before = bisect_left(spans, min(map(_START, others)), key=_END)
+    return spans[:before] + united([*spans[before:], *others])
 
 
 def subtracted(spans: Spans, holes: Spans) -> Spans:
@@ -91,7 +91,7 @@ def clipped(spans: Spans, start: int, end: int) -> Spans:
 
 
 def runs(positions: Positions) -> Spans:
-    """Ascending positions, each once, as spans."""
+    """The spans of ascending, unique positions."""
     if not len(positions):
         return ()
     start, end = int(positions[0]), int(positions[-1]) + 1
@@ -122,10 +122,10 @@ def _common(left: Edges, right: Edges) -> Edges:
     """The intersection; empty spans of `right` vanish."""
     first = np.searchsorted(right.ends, left.starts, side="right")
     past = np.searchsorted(right.starts, left.ends, side="left")
-    met = np.maximum(past - first, 0)
-    own = np.repeat(np.arange(len(met)), met)
-    other = np.arange(len(own)) + np.repeat(first - (np.cumsum(met) - met), met)
+    overlaps = np.maximum(past - first, 0)  # spans of `right` that each span of `left` meets
+    own = np.repeat(np.arange(len(overlaps)), overlaps)
+    other = np.arange(len(own)) + np.repeat(first - (np.cumsum(overlaps) - overlaps), overlaps)
     starts = np.maximum(left.starts[own], right.starts[other])
     ends = np.minimum(left.ends[own], right.ends[other])
-    held = starts < ends
-    return Edges(starts[held], ends[held])
+    nonempty = starts < ends
+    return Edges(starts[nonempty], ends[nonempty])

@@ -1,11 +1,11 @@
-"""Sinks: where captured rows go that outlast their request. docs/sinks.md is for plugin authors.
+"""Sinks: destinations that store captured rows. docs/sinks.md is for plugin authors.
 
-`protocol` says what a sink is, `Sinks` holds those of a server, `GuardedRecording` is what a
-request writes to.
+`protocol` defines the interface of a sink, `Sinks` has the sinks of a server, and a request writes
+to a `GuardedRecording`.
 """
 
 from rheostat_engine import Point, Site
-from rheostat_server.sinks.guarded import ArtifactKey, Found, GuardedRecording, SinkFailed
+from rheostat_server.sinks.guarded import ArtifactKey, GuardedRecording, SinkArtifact, SinkFailed
 from rheostat_server.sinks.protocol import (
     LABELS,
     Artifact,
@@ -29,7 +29,7 @@ from rheostat_server.sinks.protocol import (
     State,
     Target,
 )
-from rheostat_server.sinks.registry import GROUP, Listing, Page, Sinks, find_plugins
+from rheostat_server.sinks.registry import GROUP, Page, SinkListing, Sinks, find_plugins
 from rheostat_server.sinks.settings import SinkConfig, parse_sink
 from rheostat_server.sinks.wire import (
     block_of,
@@ -53,11 +53,9 @@ __all__ = [
     "Encoding",
     "Ending",
     "FloatType",
-    "Found",
     "GuardedRecording",
     "Labels",
     "Layout",
-    "Listing",
     "Outcome",
     "Page",
     "Point",
@@ -65,10 +63,12 @@ __all__ = [
     "RequestAbout",
     "RowBlock",
     "Sink",
+    "SinkArtifact",
     "SinkConfig",
     "SinkError",
     "SinkFactory",
     "SinkFailed",
+    "SinkListing",
     "SinkRefusal",
     "SinkSettingsError",
     "Sinks",

@@ -1,8 +1,8 @@
-"""A folder that nothing written below it can leave, and files that appear whole or not at all.
+"""A root folder outside of which nothing is written, and files that appear complete or not at all.
 
-Invariants: every step down is taken from the folder above it and follows no link; a file is made
-where there was none; what is not finished lies in `.parts`, which is emptied at start; a published
-name never changes what it holds. One process has the folder at a time.
+Each subfolder is opened relative to its parent, and links are not followed. Only new files are
+created. Unfinished files are in `.parts`, which is emptied at start. A published file never
+changes. One process at a time has the folder.
 """
 
 import errno
@@ -25,21 +25,21 @@ _PARTS = ".parts"
 _LOCK = ".lock"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+_NAME_EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
 class NoFolder(SinkError):
-    """There is a link or a file where a folder has to be."""
+    """There is a link or a file in place of a folder."""
 
 
 class Root:
-    """The folder, this process's own until `close`."""
+    """The root folder, which is locked until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the folder if need be, locks it, and removes what a crash left unfinished.
+        """Makes the folder if necessary, locks it, and removes the unfinished files of a crash.
 
         Raises:
-            SinkSettingsError: another process has it, or it cannot be used.
+            SinkSettingsError: another process has locked it, or it cannot be used.
         """
         self.path = path
         self._lock: int | None = None
@@ -59,17 +59,17 @@ class Root:
         except BlockingIOError as error:
             self._close()
             raise SinkSettingsError(
-                f"another server writes to {path}: give each its own"
+                f"another server writes to {path}: give each server its own folder"
             ) from error
         except (OSError, SinkError) as error:
             self._close()
             raise _unusable(path, error) from error
 
     def close(self) -> None:
-        """Gives the folder up."""
+        """Unlocks the folder."""
         if self._open:
             if self._lock is not None:
-                # Closing alone would leave it locked while a process that was forked lives.
+                # `os.close` alone would leave it locked while a forked process has the descriptor.
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._close()
 
@@ -84,40 +84,39 @@ class Root:
         """A descriptor of a folder below the root.
 
         Raises:
-            FileNotFoundError: it is not there, and is not to be made.
+            FileNotFoundError: it does not exist, and `make` is not set.
             NoFolder: a link or a file is in its place.
             SinkError: the root is closed.
         """
         if not self._open:
             raise SinkError("the sink is closed")
-        at = os.dup(self._folder)
+        folder = os.dup(self._folder)
         try:
             for name in names:
-                below = _step(name, at, make=make)
-                os.close(at)
-                at = below
-            yield at
+                child = _open_child(name, folder, make=make)
+                os.close(folder)
+                folder = child
+            yield folder
         finally:
-            os.close(at)
+            os.close(folder)
 
     def names(self, *folder: str) -> list[str]:
-        """What a folder holds, in order; nothing where it is not there or no folder."""
+        """The sorted names in a folder; none if it does not exist or is not a folder."""
         try:
-            with self.folder(*folder) as at:
-                return sorted(os.listdir(at))
+            with self.folder(*folder) as descriptor:
+                return sorted(os.listdir(descriptor))
         except (FileNotFoundError, NoFolder):
             return []
 
     def scratch(self) -> "Scratch":
-        """A folder for what is not finished."""
+        """A new folder for unfinished files."""
         return Scratch(self)
 
 
 class Scratch:
-    """A folder in `.parts` that becomes a published one, or nothing."""
+    """A folder in `.parts`, which is published or discarded."""
 
     def __init__(self, root: Root) -> None:
-        """Makes it."""
         self._root = root
         self.name = uuid4().hex
         with root.folder(_PARTS) as parts:
@@ -130,7 +129,7 @@ class Scratch:
             return os.open(name, _NEW, 0o644, dir_fd=folder)
 
     def reopen(self, name: str) -> int:
-        """The descriptor of a file that was created, for reading and writing."""
+        """The descriptor of an existing file, for reading and writing."""
         with self._root.folder(_PARTS, self.name) as folder:
             return reopen_file(name, folder)
 
@@ -140,29 +139,29 @@ class Scratch:
             os.unlink(name, dir_fd=folder)
 
     def publish(self, name: str, *folder: str) -> None:
-        """Gives the folder a name that none has; its files are on the disk already.
+        """Moves the folder to its final name. Its files must be on the disk already.
 
         Raises:
-            Collision: the name is taken.
+            Collision: the name exists.
         """
         with self._root.folder(_PARTS, self.name) as itself:
             os.fsync(itself)
-        with self._root.folder(*folder, make=True) as above, self._root.folder(_PARTS) as parts:
+        with self._root.folder(*folder, make=True) as target, self._root.folder(_PARTS) as parts:
             try:
-                os.rename(self.name, name, src_dir_fd=parts, dst_dir_fd=above)
+                os.rename(self.name, name, src_dir_fd=parts, dst_dir_fd=target)
             except OSError as error:
-                if error.errno in _TAKEN:
-                    raise taken(name) from error
+                if error.errno in _NAME_EXISTS:
+                    raise collision(name) from error
                 raise
             try:
-                os.fsync(above)
+                os.fsync(target)
             except OSError:
-                os.rename(name, self.name, src_dir_fd=above, dst_dir_fd=parts)
+                os.rename(name, self.name, src_dir_fd=target, dst_dir_fd=parts)
                 raise
         self._open = False
 
     def discard(self) -> None:
-        """Deletes it; what cannot be deleted goes when the server next starts."""
+        """Deletes the folder; if that fails, the next start of the server deletes it."""
         if self._open:
             self._open = False
             with suppress(OSError, SinkError), self._root.folder(_PARTS) as parts:
@@ -170,16 +169,15 @@ class Scratch:
 
 
 class Writer:
-    """Bytes on their way to a file: all of them written, counted and hashed."""
+    """Writes to a file, and counts and hashes the bytes."""
 
     def __init__(self, file: int) -> None:
-        """Writes from where the descriptor stands."""
         self._file = file
         self._hash = hashlib.sha256()
         self.count = 0
 
     def write(self, data: "bytes | bytearray | memoryview") -> int:
-        """Writes all of it."""
+        """Writes all bytes."""
         view = memoryview(data).cast("B")
         write_all(self._file, view)
         self._hash.update(view)
@@ -188,18 +186,18 @@ class Writer:
 
     @property
     def sha256(self) -> bytes:
-        """Of the bytes until now."""
+        """SHA-256 of the bytes written so far."""
         return self._hash.digest()
 
 
 def write_all(file: int, view: memoryview) -> None:
-    """Writes every byte, however many calls it takes."""
+    """Writes all bytes, because `os.write` may write only some."""
     while view:
         view = view[os.write(file, view) :]
 
 
 def read_file(name: str, folder: int) -> bytes:
-    """All of a file, which is no link. Raises OSError."""
+    """The content of a file. Raises OSError, also if it is a link."""
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     with os.fdopen(file, "rb") as opened:
         return opened.read()
@@ -211,12 +209,12 @@ def create_file(name: str, folder: int) -> int:
 
 
 def reopen_file(name: str, folder: int) -> int:
-    """The descriptor of a file that is there, for reading and writing. Raises OSError."""
+    """The descriptor of an existing file, for reading and writing. Raises OSError."""
     return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
 
 
 def exists(name: str, folder: int) -> bool:
-    """Whether a name is taken, be it by a link that leads nowhere."""
+    """Whether a name exists, even if it is a broken link."""
     try:
         os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -225,33 +223,33 @@ def exists(name: str, folder: int) -> bool:
 
 
 def file_name(request_id: str) -> str:
-    """A request's id as the name of a file: its own alone, and never "." or ".." or hidden."""
+    """A unique file name for a request's id, which is never ".", ".." or hidden."""
     return f"%2E{request_id[1:]}" if request_id.startswith(".") else request_id
 
 
 def request_of(name: str) -> str | None:
-    """The request whose `file_name` this is; None: no request's."""
+    """The request with this `file_name`; None if there is none."""
     request = f".{name[3:]}" if name.startswith("%2E") else name
     return request if REQUEST.fullmatch(request) and file_name(request) == name else None
 
 
-def taken(name: str) -> Collision:
-    """The error of a name that is taken."""
-    return Collision(f"{name} is there already and is not overwritten: use another id or tag")
+def collision(name: str) -> Collision:
+    """The error of a name that exists."""
+    return Collision(f"{name} exists already and is not overwritten: use another id or tag")
 
 
-def _step(name: str, above: int, *, make: bool) -> int:
+def _open_child(name: str, parent: int, *, make: bool) -> int:
     if "/" in name or name in ("", ".", ".."):
         raise SinkError(f'"{name}" cannot be the name of a folder')
     if make:
         with suppress(FileExistsError):
-            os.mkdir(name, 0o755, dir_fd=above)
-            os.fsync(above)
+            os.mkdir(name, 0o755, dir_fd=parent)
+            os.fsync(parent)
     try:
-        return os.open(name, _FOLDER, dir_fd=above)
+        return os.open(name, _FOLDER, dir_fd=parent)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise NoFolder(f"{name} is a link or a file where a folder has to be") from error
+            raise NoFolder(f"{name} is a link or a file, not a folder") from error
         raise
 
 

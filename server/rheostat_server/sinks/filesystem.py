@@ -1,7 +1,7 @@
-"""The plugin `filesystem`: rows as files below one folder, which docs/sinks.md describes.
+"""The plugin `filesystem`: stores rows in files below one folder, which docs/sinks.md describes.
 
-Invariants: a request is there with all of its files and its manifest, or not at all; nothing that
-is there is ever replaced; nothing is written outside the folder, whatever requests are called.
+A request is published with all of its files and its manifest, or not at all. Nothing is ever
+replaced. No request id or tag can make the sink write outside the folder.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
@@ -21,11 +22,11 @@ from rheostat_server.sinks.disk import (
     Root,
     Scratch,
     Writer,
+    collision,
     exists,
     file_name,
     read_file,
     reopen_file,
-    taken,
 )
 from rheostat_server.sinks.formats import Format, write_tables
 from rheostat_server.sinks.index import ArtifactIndex, Place
@@ -33,7 +34,7 @@ from rheostat_server.sinks.manifest import (
     MANIFEST,
     Stored,
     artifacts_of,
-    encoded,
+    encode_manifest,
     make_manifest,
 )
 from rheostat_server.sinks.protocol import (
@@ -47,7 +48,7 @@ from rheostat_server.sinks.protocol import (
     SinkSettingsError,
     Target,
 )
-from rheostat_server.sinks.recovery import REQUESTS, TAG, note_listed, recover
+from rheostat_server.sinks.recovery import REQUESTS, TAG, recover, save_listed
 from rheostat_server.sinks.settings import only_known, size_setting
 from rheostat_server.sinks.shards import SHARDS, Shards, index_name
 from rheostat_server.sinks.tables import Table, Tables
@@ -58,10 +59,10 @@ _SETTINGS = ("root", "layout", "format", "buffer", "shard")
 _MIB = 1 << 20
 
 _DESCRIPTORS = 64
-"""Files of shards and of recordings that stay open while nobody uses them."""
+"""Unused files of shards and recordings that stay open."""
 
 _TAGS = 64
-"""Tags of which the shards are remembered while nobody writes to them."""
+"""Unused tags whose `Shards` are cached."""
 
 
 def make(name: str, settings: Mapping[str, str]) -> "Filesystem":
@@ -90,10 +91,9 @@ def make(name: str, settings: Mapping[str, str]) -> "Filesystem":
 
 
 class Filesystem:
-    """A folder that rows are kept in."""
+    """The sink of a folder."""
 
     options: Mapping[str, str] = {"format": f"one of {', '.join(Format)}"}
-    """What a target may say."""
 
     def __init__(
         self,
@@ -104,46 +104,41 @@ class Filesystem:
         buffer_bytes: int = 64 * _MIB,
         shard_bytes: int = 1024 * _MIB,
     ) -> None:
-        """The sink of a folder.
+        """Locks the folder. `layout` and `kind`, the format, are the defaults of targets.
 
-        Args:
-            root: the folder, which becomes this process's own.
-            layout: that of targets that name none.
-            kind: the format of targets that name none.
-            buffer_bytes: rows of one request that wait in memory; more go to a spool file.
-            shard_bytes: size from which on a shard is full.
+        Further rows of a request go to a spool file once `buffer_bytes` wait in memory. A shard is
+        full at `shard_bytes`.
 
         Raises:
-            SinkSettingsError: another process has it, or it cannot be used.
+            SinkSettingsError: another process has locked it, or it cannot be used.
         """
-        self.layouts: Sequence[Layout] = (layout, *(one for one in Layout if one is not layout))
+        self.layouts: Sequence[Layout] = (layout, *(other for other in Layout if other != layout))
         self._kind = kind
         self._buffer = buffer_bytes
         self._shard = shard_bytes
         self._root = Root(root)
         self.files = OpenFiles(_DESCRIPTORS)
-        """Files of shards and of recordings."""
         try:
-            self._index = _index_of(self._root)
+            self._index = _open_index(self._root)
         except (OSError, SinkError) as error:
             self._root.close()
             raise SinkSettingsError(f"{root} cannot be written to: {error}") from error
         self._lock = Lock()
-        self._shards: OrderedDict[str, _Used] = OrderedDict()
-        self._begun: set[tuple[str, str]] = set()
+        self._shards: OrderedDict[str, _SharedShards] = OrderedDict()
+        self._recording: set[tuple[str, str]] = set()
         self._closed = False
 
     def check(self, target: Target) -> None:
-        """Refuses formats that there are not."""
+        """Refuses unknown formats."""
         kind = target.options.get("format", self._kind)
         if kind not in set(Format):
-            raise SinkRefusal(f'"{kind}" is none of {", ".join(Format)}', "options.format")
+            raise SinkRefusal(f'"{kind}" is not one of {", ".join(Format)}', "options.format")
 
     def open(self, about: RequestAbout) -> "FileRecording":
         """Begins a recording.
 
         Raises:
-            Collision: the request is there, or another recording of it is under way.
+            Collision: the request is stored, or is being recorded.
             SinkError: an id or tag cannot be the name of a file.
             OSError: the folder cannot be written.
         """
@@ -153,49 +148,49 @@ class Filesystem:
         self._index.check_writable()
         key = (tag, request)
         with self._lock:
-            if key in self._begun:
-                raise taken(request)
-            self._begun.add(key)
+            if key in self._recording:
+                raise collision(request)
+            self._recording.add(key)
         try:
-            if self._is_there(tag, request):
-                raise taken(request)
+            if self._exists(tag, request):
+                raise collision(request)
             kind = Format(about.target.options.get("format", self._kind))
             return FileRecording(self, about, kind, self._root.scratch(), self._buffer)
         except BaseException:
-            self.ended(about)
+            self.end_recording(about)
             raise
 
     def artifacts(self, request_id: str) -> list[Artifact]:
-        """What is there of a request, under any tag."""
+        """The artefacts of a request, under any tag."""
         if not REQUEST.fullmatch(request_id):
             return []
-        found: list[Artifact] = []
+        artifacts: list[Artifact] = []
         for place in self._index.find(request_id):
-            with suppress(FileNotFoundError, NoFolder):  # somebody has deleted it
-                found += (
-                    self._line(place) if place.shard else self._own_files(place.tag, request_id)
+            with suppress(FileNotFoundError, NoFolder):  # a user has deleted the file
+                artifacts += (
+                    self._in_shard(place) if place.shard else self._in_folder(place.tag, request_id)
                 )
-        return found
+        return artifacts
 
     def close(self) -> None:
-        """Gives the folder up."""
+        """Unlocks the folder."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._shards.clear()
             self.files.close()
-            note_listed(self._root, self._index)
+            save_listed(self._root, self._index)
             self._index.close()
         self._root.close()
 
     @contextmanager
     def shards(self, tag: str) -> Iterator[Shards]:
-        """The shards of a tag, the same ones for all who use them now. Raises SinkError."""
+        """The shards of a tag, one object for all concurrent users. Raises SinkError."""
         with self._lock:
             used = self._shards.get(tag)
             if used is None:
-                used = _Used(Shards(self._root, self._index, self.files, tag, self._shard))
+                used = _SharedShards(Shards(self._root, self._index, self.files, tag, self._shard))
                 self._shards[tag] = used
             used.users += 1
             self._shards.move_to_end(tag)
@@ -204,41 +199,41 @@ class Filesystem:
         finally:
             with self._lock:
                 used.users -= 1
-                self._forget_unused()
+                self._drop_unused()
 
-    def _forget_unused(self) -> None:
-        """Forgets tags that nobody writes to, once the index holds all that is known of them."""
-        unused = [tag for tag, one in self._shards.items() if not one.users]
-        if not self._index.behind:
+    def _drop_unused(self) -> None:
+        """Drops unused tags from the cache, unless the index lacks some of their requests."""
+        unused = [tag for tag, used in self._shards.items() if not used.users]
+        if not self._index.has_pending:
             for tag in unused[: max(0, len(unused) - _TAGS)]:
                 del self._shards[tag]
 
-    def entered(self, tag: str, request_id: str) -> None:
-        """A request has a folder of its own from now on."""
-        self._index.enter(request_id, Place(tag))
+    def add_to_index(self, tag: str, request_id: str) -> None:
+        """Adds a request that has its own folder."""
+        self._index.add(request_id, Place(tag))
 
-    def ended(self, about: RequestAbout) -> None:
-        """A recording is over."""
+    def end_recording(self, about: RequestAbout) -> None:
+        """Lets the request's id and tag be recorded again."""
         with self._lock:
-            self._begun.discard((about.target.tag, about.request_id))
+            self._recording.discard((about.target.tag, about.request_id))
 
-    def _is_there(self, tag: str, request_id: str) -> bool:
+    def _exists(self, tag: str, request_id: str) -> bool:
         try:
             with self._root.folder(tag, REQUESTS) as folder:
                 if exists(file_name(request_id), folder):
                     return True
         except FileNotFoundError:
             pass
-        with self.shards(tag):  # raises where an index of theirs is damaged
+        with self.shards(tag):  # raises SinkError if the index of a shard is damaged
             return self._index.in_shards(tag, request_id)
 
-    def _own_files(self, tag: str, request_id: str) -> list[Artifact]:
+    def _in_folder(self, tag: str, request_id: str) -> list[Artifact]:
         name = file_name(request_id)
         with self._root.folder(tag, REQUESTS, name) as folder:
             data = read_file(MANIFEST, folder)
-        return own_artifacts(data, f"{tag}/{REQUESTS}/{name}")
+        return _artifacts_of_folder(data, f"{tag}/{REQUESTS}/{name}")
 
-    def _line(self, place: Place) -> list[Artifact]:
+    def _in_shard(self, place: Place) -> list[Artifact]:
         with self._root.folder(place.tag, SHARDS) as folder:
             file = reopen_file(index_name(place.shard), folder)
         try:
@@ -248,25 +243,23 @@ class Filesystem:
         return artifacts_of(line, f"{place.tag}/{SHARDS}")
 
 
-class _Used:
-    """The shards of a tag, and how many use them."""
+@dataclass
+class _SharedShards:
+    """The shards of a tag, and the number of their users."""
 
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
-        self.users = 0
+    shards: Shards
+    users: int = 0
 
 
 class FileRecording:
-    """A request on its way into the folder: rows in bounded memory, then in files.
+    """Records a request: rows wait in bounded memory, then in a spool file.
 
-    Invariant: what is not published lies in a scratch folder of its own. It goes with the
-    recording.
+    Unpublished files are in a scratch folder, which is deleted with the recording.
     """
 
     def __init__(
         self, sink: Filesystem, about: RequestAbout, kind: Format, scratch: Scratch, buffer: int
     ) -> None:
-        """A recording that writes to `scratch` what must not wait in memory."""
         self._sink = sink
         self._about = about
         self._kind = kind
@@ -276,47 +269,47 @@ class FileRecording:
 
     @property
     def pending(self) -> Sequence[str]:
-        """The files that will be there; which shard it will be is known at the end."""
+        """The files that `finish` will publish; none for shards, which are known at the end."""
         if self._layout is Layout.SHARDED:
             return ()
         return [f"{self._folder}/{name}" for name in (*self._files(), MANIFEST)]
 
     def write(self, block: RowBlock) -> None:
-        """Takes rows. Raises SinkError, OSError."""
+        """Adds rows. Raises SinkError, OSError."""
         self._tables.write(block)
 
     @property
     def memory(self) -> int:
-        """Bytes of rows in memory, about."""
+        """Approximate bytes of rows in memory."""
         return self._tables.memory
 
     def flush(self) -> None:
-        """Moves them to the spool file. Raises OSError."""
+        """Moves rows from memory to the spool file. Raises OSError."""
         self._tables.overflow()
 
     def finish(self, outcome: Outcome) -> list[Artifact]:
         """Publishes the request. Raises Collision, OSError."""
-        shared = self._layout is Layout.SHARDED
-        found = self._append(outcome) if shared else self._publish(outcome)
+        sharded = self._layout is Layout.SHARDED
+        artifacts = self._append(outcome) if sharded else self._publish(outcome)
         self._end()
-        return found
+        return artifacts
 
     def abandon(self, error: BaseException) -> None:
-        """Deletes what there is."""
+        """Deletes all rows."""
         self._end()
 
     def _end(self) -> None:
         self._tables.close()
-        self._sink.files.forget(self._scratch.name)
+        self._sink.files.close_file(self._scratch.name)
         self._scratch.discard()
-        self._sink.ended(self._about)
+        self._sink.end_recording(self._about)
 
     def _spool(self) -> AbstractContextManager[int]:
-        """The file that rows overflow to; made where it is not there."""
-        made = self._tables.spooled
+        """The spool file, which is created at the first call."""
+        exists = self._tables.spooled
         return self._sink.files.use(
             self._scratch.name,
-            lambda: self._scratch.reopen("spool") if made else self._scratch.create("spool"),
+            lambda: self._scratch.reopen("spool") if exists else self._scratch.create("spool"),
         )
 
     @property
@@ -324,7 +317,7 @@ class FileRecording:
         return f"{self._about.target.tag}/{REQUESTS}/{file_name(self._about.request_id)}"
 
     def _files(self) -> dict[str, list[Table]]:
-        """Which table goes to which file."""
+        """The tables of each file, by file name."""
         if self._layout is Layout.PACKED:
             return {f"rows.{self._kind}": list(self._tables.all)}
         files: dict[str, list[Table]] = {}
@@ -341,7 +334,7 @@ class FileRecording:
             write_tables(out, self._kind, self._about, tables, spool)
 
     def _manifest(self, outcome: Outcome, files: Sequence[Stored]) -> bytes:
-        return encoded(make_manifest(self._about, outcome, self._kind, files, time.time()))
+        return encode_manifest(make_manifest(self._about, outcome, self._kind, files, time.time()))
 
     def _publish(self, outcome: Outcome) -> list[Artifact]:
         stored = []
@@ -354,8 +347,8 @@ class FileRecording:
             self._scratch.remove("spool")
         tag = self._about.target.tag
         self._scratch.publish(file_name(self._about.request_id), tag, REQUESTS)
-        self._sink.entered(tag, self._about.request_id)
-        return own_artifacts(manifest, self._folder)
+        self._sink.add_to_index(tag, self._about.request_id)
+        return _artifacts_of_folder(manifest, self._folder)
 
     def _file(self, name: str, content: "Sequence[Table] | bytes") -> Writer:
         file = self._scratch.create(name)
@@ -380,13 +373,13 @@ class FileRecording:
             )
 
 
-def _index_of(root: Root) -> ArtifactIndex:
-    """The index of a root, in step with its files. Raises OSError, SinkError."""
+def _open_index(root: Root) -> ArtifactIndex:
+    """Opens the index of a root and updates it from the files. Raises OSError, SinkError."""
     index = ArtifactIndex(root.path)
     try:
         recover(root, index)
     except SinkError as error:
-        _LOG.warning("the index of %s is made anew: %s", root.path, error)
+        _LOG.warning("the index of %s is rebuilt: %s", root.path, error)
         index.clear()
         try:
             recover(root, index)
@@ -399,10 +392,10 @@ def _index_of(root: Root) -> ArtifactIndex:
     return index
 
 
-def own_artifacts(manifest: bytes, folder: str) -> list[Artifact]:
-    """The artefacts of a request with files of its own, the manifest last."""
+def _artifacts_of_folder(manifest: bytes, folder: str) -> list[Artifact]:
+    """The artefacts of a request with its own folder, the manifest last."""
     files = artifacts_of(manifest, folder)
-    itself = Artifact(
+    manifest_artifact = Artifact(
         path=f"{folder}/{MANIFEST}",
         media_type="application/json",
         state=files[0].state,
@@ -410,4 +403,4 @@ def own_artifacts(manifest: bytes, folder: str) -> list[Artifact]:
         sha256=hashlib.sha256(manifest).digest(),
         write_time=files[0].write_time,
     )
-    return [*files, itself]
+    return [*files, manifest_artifact]

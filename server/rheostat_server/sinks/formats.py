@@ -1,7 +1,7 @@
-"""Tables as the bytes of a file, written front to back: safetensors, or .npz.
+"""Writes tables to a file: safetensors, or .npz.
 
-A column is an array called by its table and its own name, "0.resid_post.3.positions". One text
-beside them says which tables there are. Nothing here holds more than a piece of a column in memory.
+A column is an array whose name is that of its table and column, "0.resid_post.3.positions". A JSON
+text lists the tables. Files are written in one pass, and only a part of a column is in memory.
 """
 
 import json
@@ -14,13 +14,13 @@ import numpy as np
 
 from rheostat_server.sinks.disk import Writer
 from rheostat_server.sinks.protocol import RequestAbout
-from rheostat_server.sinks.tables import NUMPY, Filled, Table
+from rheostat_server.sinks.tables import NUMPY, ColumnValues, Table
 
 SCHEMA = "rheostat.captured.v1"
-"""What the text and the manifests are called, with their version."""
+"""Name and version of the schema of the text and of manifests."""
 
 TEXT = "rheostat_captured"
-"""Where the text stands: a key of the metadata, or an array."""
+"""The name of the text: a key of the safetensors metadata, or an array in .npz."""
 
 _SAFETENSORS = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "uint32": "U32",
@@ -43,10 +43,10 @@ class Format(StrEnum):
         return f"application/x-{self.value}"
 
 
-class _Named(NamedTuple):
+class _NamedColumn(NamedTuple):
     name: str
     rows: int
-    filled: Filled
+    values: ColumnValues
 
 
 def write_tables(
@@ -63,15 +63,15 @@ def _text(about: RequestAbout, tables: Sequence[Table]) -> str:
             "request_id": about.request_id,
             "tag": about.target.tag,
             "model": about.model,
-            "tables": [said(table) for table in tables],
+            "tables": [table_entry(table) for table in tables],
         }
     )
 
 
-def said(table: Table) -> Mapping[str, object]:
-    """What files and manifests say of a table."""
+def table_entry(table: Table) -> Mapping[str, object]:
+    """The description of a table in files and manifests."""
     about = table.about
-    found: dict[str, object] = {
+    entry: dict[str, object] = {
         "name": table.name,
         "capture_index": about.capture_index,
         "point": table.site.point.value,
@@ -82,76 +82,76 @@ def said(table: Table) -> Mapping[str, object]:
         "width": about.width,
     }
     if about.kept is not None:
-        found["kept"] = about.kept
+        entry["kept"] = about.kept
     if about.seed is not None:
-        found["seed"] = about.seed
-    return found
+        entry["seed"] = about.seed
+    return entry
 
 
-def _columns(tables: Sequence[Table]) -> list[_Named]:
-    """Every column, those with the longest elements first, so that all are aligned."""
-    named = [
-        _Named(f"{table.name}.{filled.column.name}", table.rows, filled)
+def _columns(tables: Sequence[Table]) -> list[_NamedColumn]:
+    """Every column, those with the largest elements first, so that all are aligned."""
+    columns = [
+        _NamedColumn(f"{table.name}.{values.column.name}", table.rows, values)
         for table in tables
-        for filled in table.columns
+        for values in table.columns
     ]
-    return sorted(named, key=lambda one: -NUMPY[one.filled.column.dtype].itemsize)
+    return sorted(columns, key=lambda column: -NUMPY[column.values.column.dtype].itemsize)
 
 
 def _write_safetensors(
-    out: Writer, text: str, columns: Sequence[_Named], spool: int | None
+    out: Writer, text: str, columns: Sequence[_NamedColumn], spool: int | None
 ) -> None:
     header: dict[str, object] = {"__metadata__": {TEXT: text}}
     end = 0
-    for name, rows, filled in columns:
+    for name, rows, values in columns:
         header[name] = {
-            "dtype": _SAFETENSORS[filled.column.dtype],
-            "shape": [rows, *filled.column.shape],
-            "data_offsets": [end, end + filled.nbytes],
+            "dtype": _SAFETENSORS[values.column.dtype],
+            "shape": [rows, *values.column.shape],
+            "data_offsets": [end, end + values.nbytes],
         }
-        end += filled.nbytes
+        end += values.nbytes
     data = json.dumps(header).encode()
     data += b" " * (-len(data) % _ALIGNED)
     out.write(len(data).to_bytes(8, "little") + data)
-    for _, _, filled in columns:
-        for piece in filled.read(spool):
-            out.write(piece)
+    for _, _, values in columns:
+        for part in values.read(spool):
+            out.write(part)
 
 
-def _write_npz(out: Writer, text: str, columns: Sequence[_Named], spool: int | None) -> None:
-    note = np.array(text)
+def _write_npz(out: Writer, text: str, columns: Sequence[_NamedColumn], spool: int | None) -> None:
+    text_array = np.array(text)
     with zipfile.ZipFile(_Unseekable(out), "w", zipfile.ZIP_STORED) as archive:
         with archive.open(zipfile.ZipInfo(f"{TEXT}.npy"), "w") as member:
-            member.write(_npy_header(note.dtype, ()) + note.tobytes())
-        for name, rows, filled in columns:
-            kind = NUMPY[filled.column.dtype]
+            member.write(_npy_header(text_array.dtype, ()) + text_array.tobytes())
+        for name, rows, values in columns:
+            kind = NUMPY[values.column.dtype]
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-                member.write(_npy_header(kind, (rows, *filled.column.shape)))
-                for piece in filled.read(spool):
-                    member.write(piece)
+                member.write(_npy_header(kind, (rows, *values.column.shape)))
+                for part in values.read(spool):
+                    member.write(part)
 
 
 def _npy_header(kind: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes:
-    """What stands before the bytes of an array, in version 1.0 of numpy's format."""
+    """The header of an array in version 1.0 of the .npy format."""
     header = repr({"descr": kind.str, "fortran_order": False, "shape": shape}).encode()
     header += b" " * (-(len(_NPY) + 2 + len(header) + 1) % _NPY_ALIGNED) + b"\n"
     return _NPY + len(header).to_bytes(2, "little") + header
 
 
 class _Unseekable:
-    """A writer as zipfile wants it; it puts sizes behind members, since it cannot go back."""
+    """The file interface of zipfile, without `seek`, so zipfile writes sizes after members."""
 
     def __init__(self, out: Writer) -> None:
         self.write = out.write
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        pass
 
     def close(self) -> None:
-        """The writer is its maker's."""
+        pass
 
 
-_WRITERS: dict[Format, Callable[[Writer, str, Sequence[_Named], int | None], None]] = {
+_WRITERS: dict[Format, Callable[[Writer, str, Sequence[_NamedColumn], int | None], None]] = {
     Format.SAFETENSORS: _write_safetensors,
     Format.NPZ: _write_npz,
 }

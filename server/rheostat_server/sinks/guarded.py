@@ -1,8 +1,8 @@
-"""A recording that keeps to its life cycle, whatever its plugin does.
+"""A recording that enforces the life cycle, whatever its plugin does.
 
-Invariants: whatever the plugin raises becomes SinkFailed, or ArtifactExists if its `open` raises
-Collision. After a failure the recording is abandoned once and given nothing more. Every request
-that was opened here ends in `Written` as complete, partial or failed. Callers keep to one call at a
+Every exception of the plugin becomes SinkFailed, or ArtifactExists if its `open` raises Collision.
+After a failure the recording is abandoned once and receives no further calls. Every request that
+was opened here ends in `RecentArtifacts` as complete, partial or failed. Callers make one call at a
 time per recording.
 """
 
@@ -32,11 +32,11 @@ _LOG = logging.getLogger(__name__)
 _ENTRY_BYTES = 512
 _ARTIFACT_BYTES = 512
 _SITE_BYTES = 80
-"""What a request and each of its targets take in `Written`, an artefact, and a site of one."""
+"""Approximate memory of a request or target in `RecentArtifacts`, of an artefact, and of a site."""
 
 
 class SinkFailed(RowsLost):
-    """A sink could not keep a request's rows; none of them can be found in it."""
+    """A sink could not store the rows of a request; it has none of them."""
 
 
 class ArtifactKey(NamedTuple):
@@ -47,15 +47,15 @@ class ArtifactKey(NamedTuple):
     offset: int
 
 
-class Found(NamedTuple):
-    """An artefact and the sink that has it."""
+class SinkArtifact(NamedTuple):
+    """An artefact and its sink."""
 
     sink: str
     artifact: Artifact
 
     @property
     def key(self) -> ArtifactKey:
-        """Its place in the order."""
+        """The sort key."""
         return ArtifactKey(self.sink, self.artifact.path, self.artifact.offset)
 
 
@@ -64,101 +64,100 @@ _Target = tuple[str, str]
 
 
 class _Entry(NamedTuple):
-    """What was written for a request."""
+    """The artefacts of a request."""
 
     by_target: dict[_Target, tuple[Artifact, ...]]
     size: int
 
 
-class Written:
-    """What was written for the last requests, in bounded memory.
+class RecentArtifacts:
+    """The artefacts of the last requests, in about `most_bytes` of memory, at least one request.
 
-    A sink that can be asked for its artefacts knows those that are published. What is remembered
-    here are those that are not, and those of sinks that remember nothing.
+    Sinks list their published artefacts. This class adds pending and failed artefacts, and those of
+    sinks that list none.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        """Remembers about so many bytes, and always the request that was written last."""
         self._most = most_bytes
         self._lock = Lock()
         self._size = 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
-    def note(self, about: RequestAbout, artifacts: Sequence[Artifact]) -> None:
-        """Takes the place of what was known of a request's target."""
+    def record(self, about: RequestAbout, artifacts: Sequence[Artifact]) -> None:
+        """Replaces the artefacts of a request's target."""
         name, target = about.request_id, (about.target.sink, about.target.tag)
         with self._lock:
-            known = self._entries.pop(name, _Entry({}, 0))
-            by_target = {**known.by_target, target: tuple(artifacts)}
+            old = self._entries.pop(name, _Entry({}, 0))
+            by_target = {**old.by_target, target: tuple(artifacts)}
             entry = _Entry(by_target, _size(by_target))
             self._entries[name] = entry
-            self._size += entry.size - known.size
+            self._size += entry.size - old.size
             while self._size > self._most and len(self._entries) > 1:
                 self._size -= self._entries.popitem(last=False)[1].size
 
-    def of(self, request_id: str) -> list[Found]:
-        """What is known of a request."""
+    def get(self, request_id: str) -> list[SinkArtifact]:
+        """The artefacts of a request."""
         with self._lock:
             entry = self._entries.get(request_id)
         if entry is None:
             return []
         return [
-            Found(sink, artifact)
+            SinkArtifact(sink, artifact)
             for (sink, _), artifacts in entry.by_target.items()
             for artifact in artifacts
         ]
 
 
 def _size(by_target: Mapping[_Target, Sequence[Artifact]]) -> int:
-    """Bytes that an entry takes, about."""
-    artifacts = [one for some in by_target.values() for one in some]
     return _ENTRY_BYTES * (1 + len(by_target)) + sum(
-        _ARTIFACT_BYTES + len(one.path) + _SITE_BYTES * len(one.sites) for one in artifacts
+        _ARTIFACT_BYTES + len(artifact.path) + _SITE_BYTES * len(artifact.sites)
+        for artifacts in by_target.values()
+        for artifact in artifacts
     )
 
 
 class GuardedRecording:
-    """A recording, guarded."""
+    """A recording of a plugin; see the module's docstring."""
 
-    def __init__(self, sink: Sink, about: RequestAbout, written: Written) -> None:
-        """Opens it.
+    def __init__(self, sink: Sink, about: RequestAbout, recent: RecentArtifacts) -> None:
+        """Opens the recording.
 
         Raises:
-            ArtifactExists: the sink holds rows under this request id and tag.
-            SinkFailed: the sink does not take it.
+            ArtifactExists: the sink has rows under this request id and tag.
+            SinkFailed: the sink failed.
         """
         self.about = about
         self.rows = 0
-        """Rows that the sink has taken."""
+        """Rows that the sink has accepted."""
         self.failure: SinkFailed | None = None
-        self._written = written
-        self._over = False
+        self._recent = recent
+        self._ended = False
         self._pending: list[Artifact] | None = None
         try:
             self._recording: Recording = sink.open(about)
         except Collision as error:
-            # The client chose the id and the tag, and no row has been made: no sink has failed.
+            # The client chose the id and the tag, and no row exists yet, so no sink has failed.
             raise ArtifactExists(
                 str(error),
                 field=f"captures[{about.captures[0].capture_index}].sink",
                 metadata={"sink": about.target.sink, "tag": about.target.tag},
             ) from error
         except Exception as error:  # a plugin may raise anything
-            raise self._failed(error) from error
+            raise self._record_failure(error) from error
         try:
-            self._pending = _announced(self._recording.pending)
+            self._pending = _pending_artifacts(self._recording.pending)
         except Exception as error:  # as above
             raise self._abandon(error) from error
-        written.note(about, self._pending)
+        recent.record(about, self._pending)
 
     @property
     def memory(self) -> int:
-        """Bytes of rows that the sink holds in memory and can move elsewhere."""
+        """Bytes of rows that the sink has in memory and can move to a disk."""
         recording = self._recording
-        return 0 if self._over or not isinstance(recording, Buffering) else recording.memory
+        return 0 if self._ended or not isinstance(recording, Buffering) else recording.memory
 
     def flush(self) -> None:
-        """Lets the sink move them.
+        """Makes the sink move rows from memory to a disk.
 
         Raises:
             SinkFailed: the sink failed, now or before.
@@ -171,7 +170,7 @@ class GuardedRecording:
                 raise self._abandon(error) from error
 
     def write(self, block: RowBlock) -> None:
-        """Hands rows over.
+        """Passes rows to the sink.
 
         Raises:
             SinkFailed: the sink failed, now or before.
@@ -184,55 +183,55 @@ class GuardedRecording:
         self.rows += block.rows
 
     def finish(self, outcome: Outcome) -> list[Artifact]:
-        """Publishes everything; what can be found from now on.
+        """Publishes the request, and returns its artefacts.
 
         Raises:
-            SinkFailed: the sink failed, now or before, and nothing can be found.
+            SinkFailed: the sink failed, now or before, and has none of the rows.
         """
         self._check_open()
         try:
             artifacts = list(self._recording.finish(outcome))
         except Exception as error:  # as above
             raise self._abandon(error) from error
-        self._over = True
-        self._written.note(self.about, artifacts)
+        self._ended = True
+        self._recent.record(self.about, artifacts)
         return artifacts
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the recording without publishing; does nothing where it is over."""
-        if not self._over:
+        """Ends the recording without publishing; does nothing if it has ended."""
+        if not self._ended:
             self._abandon(error)
 
     def _check_open(self) -> None:
         if self.failure is not None:
             raise self.failure
-        if self._over:
-            raise SinkFailed("the recording is over")
+        if self._ended:
+            raise SinkFailed("the recording has ended")
 
     def _abandon(self, error: BaseException) -> SinkFailed:
-        self._over = True
+        self._ended = True
         try:
             self._recording.abandon(error)
         except Exception:  # it must not hide the first failure
             _LOG.exception("the sink %s failed to abandon a request", self.about.target.sink)
-        return self._failed(error)
+        return self._record_failure(error)
 
-    def _failed(self, error: BaseException) -> SinkFailed:
-        self._over = True
-        if self._pending is not None:  # else another recording's artefacts may be known
-            failed = [replace(one, state=State.FAILED) for one in self._pending]
-            self._written.note(self.about, failed)
+    def _record_failure(self, error: BaseException) -> SinkFailed:
+        self._ended = True
+        if self._pending is not None:  # otherwise this would replace those of another recording
+            failed = [replace(artifact, state=State.FAILED) for artifact in self._pending]
+            self._recent.record(self.about, failed)
         self.failure = SinkFailed(
-            f"the sink {self.about.target.sink} could not keep the rows: {_words(error)}",
+            f"the sink {self.about.target.sink} could not store the rows: {_public_text(error)}",
             metadata={"rows": str(self.rows), "sink": self.about.target.sink},
         )
-        # A RheostatError is why the server gives the request up, which is no fault of the sink.
+        # With a RheostatError the server itself ended the request, so the sink has no defect.
         if not isinstance(error, SinkError | OSError | RheostatError):
-            _LOG.error("the sink %s is at fault", self.about.target.sink, exc_info=error)
+            _LOG.error("the sink %s has a defect", self.about.target.sink, exc_info=error)
         return self.failure
 
 
-def _announced(paths: Sequence[str]) -> list[Artifact]:
+def _pending_artifacts(paths: Sequence[str]) -> list[Artifact]:
     return [
         Artifact(path=path, media_type=_media_type(path), state=State.PENDING) for path in paths
     ]
@@ -243,8 +242,8 @@ def _media_type(path: str) -> str:
     return f"application/{'json' if ending == 'json' else f'x-{ending}'}"
 
 
-def _words(error: BaseException) -> str:
-    """What a client may read of an error: no paths of the server, no internals."""
+def _public_text(error: BaseException) -> str:
+    """The text of an error for clients, without paths and internals of the server."""
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     return str(error) if isinstance(error, SinkError) else type(error).__name__

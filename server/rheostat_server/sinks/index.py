@@ -1,16 +1,13 @@
-"""Where the files of requests lie in a root: a small database beside them.
+"""An index of the requests in a root: a SQLite database that locates their files.
 
-Why a database: a root may hold millions of requests under thousands of tags. A lookup must not walk
-the tags, read whole indices into memory, or keep a table of all requests there.
+Why a database: a root may have millions of requests under thousands of tags. A lookup must not walk
+the tags, or need all requests in memory.
 
-Rules that its users follow:
-
-* The files are the truth. A request is published first and entered here afterwards, so what the
-  database says of a request was there. `recover` compares both when the server starts, and enters
-  what a crash left out.
-* A file that cannot be entered (the disk is full) is still published. It waits in memory and is
-  entered with the next one. Once too many wait, `check_writable` refuses new requests.
-* Readers have a connection of their own. In SQLite's write-ahead mode no writer waits for them.
+* The files are the truth. A request is published first and added here afterwards. When the server
+  starts, `recover` compares both, and adds requests that a crash left out.
+* If a request cannot be added because the disk is full, it is still published. It waits in memory
+  and is added with the next request. `check_writable` refuses requests once too many wait.
+* Readers have their own connection. In SQLite's write-ahead mode no writer waits for them.
 """
 
 import logging
@@ -29,10 +26,10 @@ from rheostat_server.sinks.protocol import SinkError
 _LOG = logging.getLogger(__name__)
 
 INDEX = ".index.sqlite"
-"""Its name in the root."""
+"""Name of the database in the root."""
 
 _VERSION = 1
-_LATE = 1024
+_MAX_PENDING = 1024
 _SCHEMA = """
 CREATE TABLE tags (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, listed INTEGER);
 CREATE TABLE shards (
@@ -48,36 +45,33 @@ CREATE INDEX requests_of_tags ON requests (tag, shard);
 
 
 class Place(NamedTuple):
-    """Where the manifest of a request lies."""
+    """The place of a request's manifest."""
 
     tag: str
     shard: int = 0
-    """Number of the shard in whose index its line is; 0: it has a folder of its own."""
+    """Number of the shard whose index has it as a line; 0: the request has its own folder."""
     offset: int = 0
-    """Of the line."""
+    """Offset of the line."""
     length: int = 0
 
 
 class Shard(NamedTuple):
-    """How far a shard is filled."""
+    """The state of a shard."""
 
     number: int
     rows_end: int
     index_end: int
     ours: bool = False
-    """Whether this process began it and may go on with it."""
+    """Whether this process created it, so that it may append to it."""
     damaged: bool = False
     """Whether its index cannot be read."""
 
 
 class ArtifactIndex:
-    """The database of a root. For any thread."""
+    """The database of a root that this process has locked. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
-        """Opens it; makes an empty one where there is none that can be used.
-
-        Args:
-            root: the folder, which is this process's own.
+        """Opens the database; makes an empty one if there is none or it cannot be used.
 
         Raises:
             OSError: it can be neither opened nor made.
@@ -85,20 +79,20 @@ class ArtifactIndex:
         self._path = root / INDEX
         self._run = uuid.uuid4().hex
         self._writing, self._reading = Lock(), Lock()
-        self._late: list[tuple[str, Place, int]] = []
-        """Requests that could not be entered: id, place, and where their rows end."""
+        self._pending: list[tuple[str, Place, int]] = []
+        """Requests that could not be added: id, place, and the end of their rows in the shard."""
         self._writer = self._reader = sqlite3.connect(":memory:", check_same_thread=False)
         try:
             self._open()
         except sqlite3.Error as error:
-            _LOG.warning("the index %s is made anew: %s", self._path, error)
+            _LOG.warning("the index %s is rebuilt: %s", self._path, error)
             self.clear()
 
     def _open(self) -> None:
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(self._path).st_mode):
-                raise sqlite3.DatabaseError("it is no file")
-        self._writer, self._reader = _connected(self._path), _connected(self._path)
+                raise sqlite3.DatabaseError("it is not a file")
+        self._writer, self._reader = _connect(self._path), _connect(self._path)
         ((version,),) = self._writer.execute("PRAGMA user_version")
         if version != _VERSION:
             if version:
@@ -111,34 +105,34 @@ class ArtifactIndex:
                 os.unlink(f"{self._path}{suffix}")
 
     def clear(self) -> None:
-        """Makes it anew. Raises OSError."""
+        """Replaces the database by an empty one. Raises OSError."""
         self.close()
         self._remove()
         try:
             self._open()
         except sqlite3.Error as error:
-            raise OSError(f"no index can be made: {error}") from error
+            raise OSError(f"the index cannot be created: {error}") from error
 
     def close(self) -> None:
-        """Gives it up."""
+        """Closes the database."""
         with self._writing, self._reading:
             self._writer.close()
             self._reader.close()
 
     @property
-    def behind(self) -> bool:
-        """Whether something that was published could not be entered."""
-        return bool(self._late)
+    def has_pending(self) -> bool:
+        """Whether published requests could not be added."""
+        return bool(self._pending)
 
     def check_writable(self) -> None:
-        """Refuses more requests while too many could not be entered. Raises SinkError."""
-        if len(self._late) >= _LATE:
-            raise SinkError("the sink's index cannot be written: look at its disk")
+        """Raises SinkError while too many requests could not be added."""
+        if len(self._pending) >= _MAX_PENDING:
+            raise SinkError("the sink's index cannot be written: check its disk")
 
     def find(self, request_id: str) -> list[Place]:
-        """Where a request lies, by tag. Raises SinkError."""
-        # First those that wait: they may be entered, and so leave the list, at any moment.
-        found = {place for name, place, _ in tuple(self._late) if name == request_id}
+        """The places of a request, by tag. Raises SinkError."""
+        # Pending requests first, because another thread may move them to the database meanwhile.
+        pending = {place for name, place, _ in tuple(self._pending) if name == request_id}
         with self._reading:
             rows = _all(
                 self._reader,
@@ -146,10 +140,10 @@ class ArtifactIndex:
                 " WHERE request = ?",
                 request_id,
             )
-        return sorted(found | {Place(*row) for row in rows})
+        return sorted(pending | {Place(*row) for row in rows})
 
     def in_shards(self, tag: str, request_id: str) -> bool:
-        """Whether a request lies in the shards of a tag. Raises SinkError."""
+        """Whether a request is in the shards of a tag. Raises SinkError."""
         return any(place.shard and place.tag == tag for place in self.find(request_id))
 
     def shards(self, tag: str) -> list[Shard]:
@@ -167,21 +161,21 @@ class ArtifactIndex:
             for number, rows_end, index_end, ours, damaged in rows
         ]
 
-    def enter(self, request_id: str, place: Place, rows_end: int = 0) -> None:
-        """Enters a request that was published; with a shard, where its rows end there."""
+    def add(self, request_id: str, place: Place, rows_end: int = 0) -> None:
+        """Adds a published request; `rows_end` is the end of its rows in a shard."""
         with self._writing:
-            self._late.append((request_id, place, rows_end))
+            self._pending.append((request_id, place, rows_end))
             try:
                 with self._writer:
-                    for late in self._late:
-                        self._enter(*late)
+                    for pending in self._pending:
+                        self._add(*pending)
             except sqlite3.Error as error:
-                if len(self._late) == 1:
+                if len(self._pending) == 1:
                     _LOG.error("the index %s cannot be written: %s", self._path, error)
             else:
-                self._late.clear()
+                self._pending.clear()
 
-    def _enter(self, request_id: str, place: Place, rows_end: int) -> None:
+    def _add(self, request_id: str, place: Place, rows_end: int) -> None:
         tag = self._tag(place.tag)
         self._writer.execute(
             "INSERT OR IGNORE INTO requests VALUES (?, ?, ?, ?, ?)", (request_id, tag, *place[1:])
@@ -192,16 +186,16 @@ class ArtifactIndex:
         else:
             self._writer.execute("UPDATE tags SET listed = NULL WHERE id = ?", (tag,))
 
-    def give_up(self, tag: str, shard: Shard) -> None:
-        """Notes that nothing is appended to a shard any more."""
+    def close_shard(self, tag: str, shard: Shard) -> None:
+        """Records that nothing is appended to a shard any more."""
         with self._writing, suppress(sqlite3.Error), self._writer:
             self._set_shard(self._tag(tag), shard)
 
-    # What follows is for `recover`, which has the root to itself.
+    # The following methods are for `recover`, which runs before any other thread uses the root.
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """One transaction. Raises SinkError."""
+    def transaction(self) -> Iterator[None]:
+        """Makes the changes of the body atomic. Raises SinkError."""
         try:
             with self._writing, self._writer:
                 yield
@@ -209,22 +203,22 @@ class ArtifactIndex:
             raise SinkError(f"the sink's index cannot be written: {error}") from error
 
     def tags(self) -> list[tuple[str, int | None]]:
-        """Every tag, and the time of change of its folder of requests when that was listed."""
+        """Every tag, and the modification time of its folder of requests when it was listed."""
         return [
             (name, listed)
             for name, listed in _all(self._writer, "SELECT name, listed FROM tags ORDER BY name")
         ]
 
     def set_listed(self, tag: str, listed: int | None) -> None:
-        """Notes when the folder of a tag's requests was changed last before it was listed."""
+        """Records the modification time of a tag's folder of requests when it was listed."""
         self._writer.execute("UPDATE tags SET listed = ? WHERE id = ?", (listed, self._tag(tag)))
 
     def set_shard(self, tag: str, shard: Shard) -> None:
-        """Notes how far a shard is filled."""
+        """Records the state of a shard."""
         self._set_shard(self._tag(tag), shard)
 
     def add_lines(self, tag: str, shard: int, lines: Iterable[tuple[str, int, int]]) -> None:
-        """Enters lines of a shard's index: request, offset, length."""
+        """Adds lines of a shard's index: request, offset, length."""
         number = self._tag(tag)
         self._writer.executemany(
             "INSERT OR IGNORE INTO requests VALUES (?, ?, ?, ?, ?)",
@@ -232,14 +226,14 @@ class ArtifactIndex:
         )
 
     def remove_shard(self, tag: str, shard: int) -> None:
-        """Forgets a shard and the requests in it."""
+        """Removes a shard and the requests in it."""
         for table, column in (("requests", "shard"), ("shards", "number")):
             self._writer.execute(
                 f"DELETE FROM {table} WHERE tag = ? AND {column} = ?", (self._tag(tag), shard)
             )
 
     def set_folders(self, tag: str, requests: Iterable[str]) -> None:
-        """Enters the requests of a tag that have a folder, and forgets all others of the kind."""
+        """Replaces the requests of a tag that have their own folder."""
         number = self._tag(tag)
         self._writer.execute("CREATE TEMP TABLE IF NOT EXISTS listed (request TEXT PRIMARY KEY)")
         self._writer.execute("DELETE FROM listed")
@@ -256,7 +250,7 @@ class ArtifactIndex:
         )
 
     def remove_tag(self, tag: str) -> None:
-        """Forgets a tag and all that lies under it."""
+        """Removes a tag with its shards and requests."""
         number = self._tag(tag)
         for table, column in (("requests", "tag"), ("shards", "tag"), ("tags", "id")):
             self._writer.execute(f"DELETE FROM {table} WHERE {column} = ?", (number,))
@@ -273,9 +267,9 @@ class ArtifactIndex:
         )
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=60, check_same_thread=False)
-    # A crash of the system may lose the last entries; `recover` finds the files.
+    # A system crash may lose the last requests; `recover` adds them again.
     for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "wal_autocheckpoint = 256"):
         connection.execute(f"PRAGMA {pragma}")
     return connection

@@ -1,6 +1,6 @@
-"""The plugin `logging`: says what comes, and keeps nothing.
+"""The plugin `logging`: logs one line per block and per request, and stores nothing.
 
-Invariant: a line per block and a line per request, of counts alone unless norms are asked for.
+The lines have counts, and mean norms if requested.
 """
 
 import logging
@@ -26,25 +26,22 @@ _LOG = logging.getLogger(__name__)
 
 
 def make(name: str, settings: Mapping[str, str]) -> "Logging":
-    """The sink; it has no settings.
+    """The sink, which has no settings.
 
     Raises:
-        SinkSettingsError: it is given one.
+        SinkSettingsError: there is a setting.
     """
     only_known(settings, ())
     return Logging(name)
 
 
 class Logging:
-    """A sink that only speaks."""
+    """A sink that only logs."""
 
     layouts: Sequence[Layout] = ()
-    """It writes no files."""
-    options: Mapping[str, str] = {"norms": "true: the mean length of the rows of raw captures too"}
-    """What a target may say."""
+    options: Mapping[str, str] = {"norms": "true: also log the mean norm of rows of raw captures"}
 
     def __init__(self, name: str) -> None:
-        """A sink whose lines begin with its name."""
         self._name = name
 
     def check(self, target: Target) -> None:
@@ -57,21 +54,19 @@ class Logging:
         return LogRecording(self._name, about)
 
     def artifacts(self, request_id: str) -> list[Artifact]:
-        """None: nothing is kept."""
+        """None, because nothing is stored."""
         return []
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing."""
 
 
 class LogRecording:
-    """A request on its way into the log."""
+    """Logs one request."""
 
     pending: Sequence[str] = ()
-    """No files."""
 
     def __init__(self, name: str, about: RequestAbout) -> None:
-        """An empty recording."""
         self._name = name
         self._about = about
         self._captures = {capture.capture_index: capture for capture in about.captures}
@@ -79,7 +74,7 @@ class LogRecording:
         self._rows = 0
 
     def write(self, block: RowBlock) -> None:
-        """Logs a block. Raises SinkError where it does not fit its capture."""
+        """Logs a block. Raises SinkError if it does not fit its capture."""
         check_block(block, self._captures)
         self._rows += block.rows
         positions = f"{block.positions[0]} to {block.positions[-1]}" if block.rows else "none"

@@ -1,7 +1,7 @@
-"""The manifest of a request: everything that is needed to read its files, as one JSON object.
+"""The manifest of a request: all that a reader of its files needs, as one JSON object.
 
-Beside files of its own a request has it as `manifest.json`; in shards it is a line of the index.
-Either way it is written last, and a request without one does not exist.
+If a request has its own folder, the manifest is `manifest.json` there. In shards it is a line of
+the index. It is written last; a request without a manifest does not exist.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rheostat_engine import Point, Site
-from rheostat_server.sinks.formats import SCHEMA, Format, said
+from rheostat_server.sinks.formats import SCHEMA, Format, table_entry
 from rheostat_server.sinks.protocol import (
     Artifact,
     Ending,
@@ -22,14 +22,13 @@ from rheostat_server.sinks.protocol import (
 from rheostat_server.sinks.tables import Table
 
 MANIFEST = "manifest.json"
-"""Its name beside the files of a request."""
 
 
 class Stored(NamedTuple):
     """Rows in a file, or in a part of one."""
 
     path: str
-    """Beside the manifest."""
+    """Relative to the folder of the manifest."""
     offset: int
     length: int
     sha256: bytes
@@ -43,7 +42,7 @@ def make_manifest(
     files: Sequence[Stored],
     finished_at: float,
 ) -> Mapping[str, object]:
-    """The manifest of a request; its id comes first, which finds a line of an index quickly."""
+    """The manifest of a request. The id comes first, because readers search lines by it."""
     return {
         "request_id": about.request_id,
         "schema": SCHEMA,
@@ -65,7 +64,7 @@ def make_manifest(
                 "offset": file.offset,
                 "bytes": file.length,
                 "sha256": file.sha256.hex(),
-                "tables": [said(table) for table in file.tables],
+                "tables": [table_entry(table) for table in file.tables],
             }
             for file in files
         ],
@@ -74,28 +73,28 @@ def make_manifest(
 
 
 def _projections(about: RequestAbout) -> dict[str, object]:
-    """What rows of captures are projected on, where any are."""
-    found = {
-        str(one.capture_index): {
-            "digests": list(one.directions),
-            "rows": {str(layer): list(rows) for layer, rows in one.direction_rows.items()},
+    """The directions of projected captures, if there are any."""
+    projections = {
+        str(capture.capture_index): {
+            "digests": list(capture.directions),
+            "rows": {str(layer): list(rows) for layer, rows in capture.direction_rows.items()},
         }
-        for one in about.captures
-        if one.directions
+        for capture in about.captures
+        if capture.directions
     }
-    return {"projections": found} if found else {}
+    return {"projections": projections} if projections else {}
 
 
-def encoded(manifest: Mapping[str, object]) -> bytes:
+def encode_manifest(manifest: Mapping[str, object]) -> bytes:
     """A manifest as one line."""
     return json.dumps(manifest, ensure_ascii=False).encode() + b"\n"
 
 
 def artifacts_of(data: bytes, folder: str) -> list[Artifact]:
-    """The artefacts that a manifest in `folder` speaks of, itself not among them.
+    """The artefacts that a manifest in `folder` lists, without the manifest itself.
 
     Raises:
-        SinkError: it is not a manifest.
+        SinkError: the manifest cannot be parsed.
     """
     try:
         manifest = json.loads(data)
@@ -120,4 +119,4 @@ def artifacts_of(data: bytes, folder: str) -> list[Artifact]:
             for file in manifest["files"]
         ]
     except (ValueError, LookupError, TypeError) as error:
-        raise SinkError(f"{folder} holds a manifest that is none") from error
+        raise SinkError(f"{folder} holds a manifest that cannot be parsed") from error

@@ -1,7 +1,7 @@
-"""The plugin `memory`: recordings kept in this process, for tests and for who embeds the server.
+"""The plugin `memory`: stores recordings in this process, for tests and embedded servers.
 
-Invariant: all recordings together, open ones included, hold at most `limit` bytes of rows; the
-oldest finished ones give way, and where that is not enough the newest fails.
+All recordings together, unfinished ones included, have at most `limit` bytes of rows. The oldest
+finished recordings are dropped first; if that is not enough, the new recording fails.
 """
 
 from collections import OrderedDict
@@ -50,78 +50,73 @@ class Recorded:
 
 
 class Memory:
-    """The last recordings."""
+    """A sink of the last recordings, in `limit` bytes of rows."""
 
     layouts: Sequence[Layout] = ()
-    """It writes no files."""
     options: Mapping[str, str] = {}
-    """It has none."""
 
     def __init__(self, limit: int) -> None:
-        """Room for `limit` bytes of rows."""
         self._limit = limit
         self._lock = Lock()
-        self._kept: OrderedDict[tuple[str, str], Recorded] = OrderedDict()
+        self._recordings: OrderedDict[tuple[str, str], Recorded] = OrderedDict()
         self._used = 0
 
     def check(self, target: Target) -> None:
-        """Takes everything."""
+        """Accepts every target."""
 
     def open(self, about: RequestAbout) -> "MemoryRecording":
         """Begins a recording. Raises Collision."""
         with self._lock:
-            if (about.target.tag, about.request_id) in self._kept:
-                raise _taken(about)
+            if (about.target.tag, about.request_id) in self._recordings:
+                raise _collision(about)
         return MemoryRecording(self, about)
 
     def artifacts(self, request_id: str) -> list[Artifact]:
-        """None: there are no files."""
+        """None, because there are no files."""
         return []
 
     def recorded(self, request_id: str, tag: str = "default") -> Recorded | None:
-        """A finished recording; None: it never was, or has given way."""
+        """A finished recording; None if there is none, or if it was dropped."""
         with self._lock:
-            return self._kept.get((tag, request_id))
+            return self._recordings.get((tag, request_id))
 
     def close(self) -> None:
-        """Forgets everything."""
+        """Drops all recordings."""
         with self._lock:
-            self._kept.clear()
+            self._recordings.clear()
             self._used = 0
 
-    def take(self, size: int) -> None:
-        """Makes room. Raises SinkError where there is none, and takes nothing."""
+    def reserve(self, size: int) -> None:
+        """Reserves bytes, and drops old recordings. Raises SinkError if the limit is too small."""
         with self._lock:
-            spare = sum(recorded.size for recorded in self._kept.values())
+            spare = sum(recorded.size for recorded in self._recordings.values())
             if self._used - spare + size > self._limit:
                 raise SinkError(f"the rows exceed the sink's limit of {self._limit} bytes")
             while self._used + size > self._limit:
-                _, oldest = self._kept.popitem(last=False)
+                _, oldest = self._recordings.popitem(last=False)
                 self._used -= oldest.size
             self._used += size
 
-    def give_back(self, size: int) -> None:
-        """Frees what `take` took."""
+    def release(self, size: int) -> None:
+        """Frees bytes of `reserve`."""
         with self._lock:
             self._used -= size
 
-    def keep(self, recorded: Recorded) -> None:
-        """Keeps a finished recording, whose bytes have been taken. Raises Collision."""
+    def store(self, recorded: Recorded) -> None:
+        """Stores a finished recording, whose bytes are reserved. Raises Collision."""
         about = recorded.about
         with self._lock:
-            if (about.target.tag, about.request_id) in self._kept:
-                raise _taken(about)
-            self._kept[about.target.tag, about.request_id] = recorded
+            if (about.target.tag, about.request_id) in self._recordings:
+                raise _collision(about)
+            self._recordings[about.target.tag, about.request_id] = recorded
 
 
 class MemoryRecording:
-    """A request on its way into memory."""
+    """Records one request."""
 
     pending: Sequence[str] = ()
-    """No files."""
 
     def __init__(self, sink: Memory, about: RequestAbout) -> None:
-        """An empty recording."""
         self._sink = sink
         self._about = about
         self._captures = {capture.capture_index: capture for capture in about.captures}
@@ -129,24 +124,24 @@ class MemoryRecording:
         self._size = 0
 
     def write(self, block: RowBlock) -> None:
-        """Keeps a block. Raises SinkError where it does not fit."""
+        """Adds a block. Raises SinkError if it does not fit its capture or the limit."""
         check_block(block, self._captures)
-        self._sink.take(block.size)
+        self._sink.reserve(block.size)
         self._size += block.size
         self._blocks.append(block)
 
     def finish(self, outcome: Outcome) -> list[Artifact]:
-        """Makes the recording one that can be found."""
-        self._sink.keep(Recorded(self._about, outcome, tuple(self._blocks)))
+        """Stores the recording."""
+        self._sink.store(Recorded(self._about, outcome, tuple(self._blocks)))
         self._size = 0
         return []
 
     def abandon(self, error: BaseException) -> None:
         """Frees the rows."""
         self._blocks.clear()
-        self._sink.give_back(self._size)
+        self._sink.release(self._size)
         self._size = 0
 
 
-def _taken(about: RequestAbout) -> Collision:
-    return Collision(f"{about.request_id} is kept already under the tag {about.target.tag}")
+def _collision(about: RequestAbout) -> Collision:
+    return Collision(f"{about.request_id} is stored already under the tag {about.target.tag}")

@@ -1,21 +1,20 @@
-"""What a sink is: the protocol that plugins implement, and the values that they are given.
+"""The interface of sinks: the protocol that plugins implement, and the values that they receive.
 
 The life of a sink. A factory makes it once, when the server starts, from the settings of its
-configuration. `check` is asked about every target at admission, `open` once per request and target
-that was admitted, `artifacts` whenever somebody asks what was written, `close` once at the end,
-with no recording open.
+configuration. The server calls `check` for every target at admission, `open` once per admitted
+request and target, `artifacts` for every lookup, and `close` once at the end, when no recording is
+open.
 
-The life of a recording. `write` comes any number of times, then `finish` or `abandon` exactly once,
-and nothing after that. All calls block and come from worker threads: one after the other for a
-recording, at the same time for different recordings, so what these share needs a lock of its own.
+The life of a recording. `write` is called any number of times, then `finish` or `abandon` exactly
+once. All calls may block and run on worker threads: one call at a time per recording, concurrent
+calls for different recordings. So state that recordings share needs a lock.
 
-What may fail. `check` raises SinkRefusal and nothing else; the request is refused. The factory
-raises SinkSettingsError; the server does not start. `open`, `write` and `finish` may raise
-anything; SinkError and OSError are told to the client in their own words, others by their type
-alone. After `write` or `finish` raised, `abandon` follows. The request's rows count as lost then,
-and its receipt says so.
+Errors. `check` raises only SinkRefusal; the request is refused. The factory raises
+SinkSettingsError; the server does not start. `open`, `write` and `finish` may raise any exception.
+The client gets the text of SinkError and OSError, and only the type of others. If `write` or
+`finish` raises, `abandon` follows. The rows of the request then count as lost in its receipt.
 
-Invariant: what `finish` has not returned from was never published, in whole or in part.
+Nothing is published, not even in part, before `finish` returns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +35,7 @@ Labels = npt.NDArray[np.int32]
 
 
 class Layout(StrEnum):
-    """How a sink lays out its files."""
+    """The layout of a sink's files."""
 
     PER_FILE = "per_file"
     """One file per request and site."""
@@ -47,20 +46,20 @@ class Layout(StrEnum):
 
 
 class Encoding(StrEnum):
-    """What the rows of a capture are kept as."""
+    """The encoding in which the rows of a capture are stored."""
 
     RAW = "raw"
-    """Themselves."""
+    """Not encoded."""
     FULL8 = "full8"
     """A code per element; value = offset + scale * code."""
     RP8 = "rp8"
-    """A random projection, kept as FULL8."""
+    """A random projection, encoded as FULL8."""
     TOPK8 = "topk8"
     """The largest elements: their indices, and their codes as in FULL8."""
 
 
 class State(StrEnum):
-    """Where an artefact stands."""
+    """The state of an artefact."""
 
     PENDING = "pending"
     COMPLETE = "complete"
@@ -69,7 +68,7 @@ class State(StrEnum):
 
 
 class Ending(StrEnum):
-    """How the rows of a request ended."""
+    """Whether the rows of a request are complete."""
 
     COMPLETE = "complete"
     """Every selected row has been written."""
@@ -80,24 +79,24 @@ class Ending(StrEnum):
 
 
 class SinkRefusal(Exception):
-    """A target cannot be served; the client reads why."""
+    """A target is refused. The client gets the message."""
 
     def __init__(self, message: str, field: str = "") -> None:
-        """A refusal; `field` is the target's field concerned, e.g. "options.format"."""
         super().__init__(message)
         self.field = field
+        """The target's field, e.g. "options.format"."""
 
 
 class SinkSettingsError(Exception):
-    """A sink cannot be made from its settings; the operator reads why."""
+    """The settings of a sink are wrong. The operator gets the message."""
 
 
 class SinkError(Exception):
-    """Rows cannot be kept; the client reads why."""
+    """Rows cannot be stored. The client gets the message."""
 
 
 class Collision(SinkError):
-    """The sink holds rows under this request id and tag, and never overwrites them.
+    """The sink has rows under this request id and tag, and never overwrites them.
 
     If `open` raises it, the request is refused before it runs.
     """
@@ -105,13 +104,13 @@ class Collision(SinkError):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One array of a table: what it holds per row."""
+    """One array of a table."""
 
     name: str
     dtype: str
-    """"float32", "float16", "bfloat16" (held as its bits in uint16), "int32", "uint32", "uint8"."""
+    """"float32", "float16", "bfloat16" (stored as bits in uint16), "int32", "uint32", "uint8"."""
     shape: tuple[int, ...]
-    """Extents after that of the rows."""
+    """Shape of the value of one row."""
 
 
 LABELS = (
@@ -120,7 +119,7 @@ LABELS = (
     Column("samples", "int32", ()),
     Column("baseline", "uint8", ()),
 )
-"""What stands beside every row: position, input token, sample, and 1 for rows of the baseline."""
+"""Columns of every table: position, input token, sample, and 1 for rows of the baseline."""
 
 
 @dataclass(frozen=True)
@@ -130,36 +129,36 @@ class CaptureAbout:
     capture_index: int
     """Index in the request's captures."""
     sites: tuple[Site, ...]
-    """Every name under which rows come, by layer, then point."""
+    """Every name of its sites, by layer, then point."""
     dtype: FloatType
-    """Element type of the rows; those of an encoding other than RAW once decoded."""
+    """Element type of the rows, after decoding."""
     width: int
-    """Elements of a row: of the stream, or as many as there are directions to project on."""
+    """Elements of a row: of the stream, or the number of directions of a projection."""
     encoding: Encoding = Encoding.RAW
     kept: int | None = None
     """K of RP8 and TOPK8."""
     seed: int | None = None
     """Seed of RP8."""
     directions: tuple[str, ...] = ()
-    """Digests of the vectors that rows are projected on, in hexadecimal; none: rows are whole."""
+    """Digests of the vectors of a projection, hexadecimal; empty without a projection."""
     direction_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By layer, which row of each."""
+    """The row of each of these vectors, by layer."""
 
     @cached_property
     def parts(self) -> tuple[Column, ...]:
-        """The arrays that a row consists of."""
+        """The columns of an encoded row."""
         if self.encoding is Encoding.RAW:
             return (Column("rows", self.dtype.value, (self.width,)),)
         codes = self.width if self.encoding is Encoding.FULL8 else self.kept or 0
-        found = [Column("scales", "float32", ()), Column("offsets", "float32", ())]
+        columns = [Column("scales", "float32", ()), Column("offsets", "float32", ())]
         if self.encoding is Encoding.TOPK8:
-            found.append(Column("indices", "uint32", (codes,)))
-        return (*found, Column("codes", "uint8", (codes,)))
+            columns.append(Column("indices", "uint32", (codes,)))
+        return (*columns, Column("codes", "uint8", (codes,)))
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where rows of a request go, as its client wrote it and its sink accepted it."""
+    """The destination of rows, which `Sink.check` has accepted."""
 
     sink: str
     tag: str
@@ -170,13 +169,13 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestAbout:
-    """A request whose rows a recording takes."""
+    """A request that is recorded."""
 
     request_id: str
-    """[A-Za-z0-9._:-]{1,128}: not the name of a file before it has been made one."""
+    """[A-Za-z0-9._:-]{1,128}. It may be "." or ".."; escape it in file names."""
     target: Target
     captures: tuple[CaptureAbout, ...]
-    """Those that go to this target."""
+    """The captures with this target."""
     model: str
     prompt_token_ids: Sequence[int] = ()
     labels: Mapping[str, str]
@@ -186,14 +185,13 @@ class RequestAbout:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of one capture and sample. Nobody changes its arrays once it has been written.
+    """Rows of one capture and sample. Its arrays do not change after `Recording.write`.
 
-    Per capture, site and sample positions ascend over all blocks, and none comes twice; rows of the
-    baseline are a sequence of their own.
+    Per capture, site and sample, positions ascend over all blocks, and each is unique. Rows of the
+    baseline are a separate sequence.
     """
 
     capture_index: int
-    """Index of the capture."""
     sample: int
     sites: tuple[Site, ...]
     positions: Labels
@@ -206,7 +204,7 @@ class RowBlock:
 
     @property
     def rows(self) -> int:
-        """How many: positions times sites."""
+        """Number of rows: positions times sites."""
         return len(self.positions) * len(self.sites)
 
     @property
@@ -217,13 +215,13 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended, as its sink is told."""
+    """The end of a request."""
 
     ending: Ending
     dropped_rows: int = 0
-    """Rows selected and lost before they came here."""
+    """Selected rows that were lost before the sink."""
     finish_reasons: tuple[str, ...] = ()
-    """Of each sample: "stop", "length", "aborted", "rule" or "error"."""
+    """One per sample: "stop", "length", "aborted", "rule" or "error"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,83 +240,83 @@ class Artifact:
     """Positions times sites."""
     sites: tuple[Site, ...] = ()
     sha256: bytes = b""
-    """Of these bytes; empty while PENDING and where FAILED."""
+    """SHA-256 of these bytes; empty if PENDING or FAILED."""
     write_time: float = 0.0
     """Seconds since the epoch."""
     whole: bool = True
-    """Whether it is all of its file."""
+    """Whether it is a complete file."""
 
 
 class Recording(Protocol):
-    """The rows of one request on their way into a sink."""
+    """Records the rows of one request."""
 
     @property
     def pending(self) -> Sequence[str]:
-        """Paths of the artefacts that `finish` will publish, those that are known by now."""
+        """Known paths of the artefacts that `finish` will publish."""
 
     def write(self, block: RowBlock) -> None:
-        """Takes rows."""
+        """Adds rows."""
 
     def finish(self, outcome: Outcome) -> list[Artifact]:
-        """Publishes everything; on return it outlasts a crash, where the sink's files do at all."""
+        """Publishes the request. If the sink has files, they are on the disk when it returns."""
 
     def abandon(self, error: BaseException) -> None:
-        """Forgets everything and frees what it held. Raises nothing."""
+        """Discards all rows and frees resources. Raises nothing."""
 
 
 @runtime_checkable
 class Buffering(Protocol):
-    """What a recording may say besides, if it keeps rows in memory that it can move to a disk.
+    """Further methods of a recording that has rows in memory and can move them to a disk.
 
-    The server counts them as the request's, and asks for them to be moved when memory is short.
+    The server counts this memory as that of the request, and calls `flush` when memory is short.
     """
 
     @property
     def memory(self) -> int:
-        """Bytes of rows in memory, about."""
+        """Approximate bytes of rows in memory."""
 
     def flush(self) -> None:
-        """Moves them to the disk. It may fail as `Recording.write` may."""
+        """Moves the rows to the disk. It may raise as `Recording.write`."""
 
 
 class Sink(Protocol):
-    """A place that captured rows can go to."""
+    """A destination that stores captured rows."""
 
     @property
     def layouts(self) -> Sequence[Layout]:
-        """What it can write, its default first; empty where it writes no files."""
+        """Supported layouts, its default first; empty if it writes no files."""
 
     @property
     def options(self) -> Mapping[str, str]:
-        """What a target may say besides: name to one line of explanation."""
+        """Names of the options of a target, each with one line of explanation."""
 
     def check(self, target: Target) -> None:
-        """Refuses values of options. Names and layout have been checked; it has no side effects.
+        """Checks the values of options; names and layout are checked already. No side effects.
 
         Raises:
-            SinkRefusal: it will not take this.
+            SinkRefusal: a value is wrong.
         """
 
     def open(self, about: RequestAbout) -> Recording:
-        """Begins a recording. Nothing of it can be seen by readers yet.
+        """Begins a recording, which readers cannot see yet.
 
         Raises:
-            Collision: the sink holds rows under this request id and tag.
+            Collision: the sink has rows under this request id and tag.
         """
 
     def artifacts(self, request_id: str) -> list[Artifact]:
-        """What it published for a request and still has; from before a restart too, if it can."""
+        """The published artefacts of a request, if possible also those before a restart."""
 
     def close(self) -> None:
-        """Gives everything up. May come twice."""
+        """Frees all resources. May be called twice."""
 
 
 class SinkFactory(Protocol):
-    """What the entry point of a plugin names."""
+    """The object that the entry point of a plugin names."""
 
     def __call__(self, name: str, settings: Mapping[str, str]) -> Sink:
-        """Makes the sink that is called `name`.
+        """Makes the sink `name`.
 
         Raises:
-            SinkSettingsError: the settings are wrong, or what they name cannot be used.
+            SinkSettingsError: the settings are wrong, or a resource that they name is unusable.
         """

@@ -1,9 +1,9 @@
-"""Brings the index of a root in step with its files, when the server starts.
+"""Updates the index of a root from its files when the server starts.
 
-Files are the truth, and what is as it was last seen is not read again: shards of the same size, and
-folders of requests that were not changed since they were listed. So a start costs a few system
-calls per tag and shard, and the first one on a root reads each shard's index once, in blocks. What
-a crash left unpublished at the end of a shard is cut off.
+Unchanged files are not read again: shards of the same size, and folders of requests that were not
+modified since they were listed. So a start costs a few system calls per tag and shard. Only the
+first start on a root reads the index of each shard, in blocks. Unpublished bytes that a crash left
+at the end of a shard are removed.
 """
 
 import logging
@@ -20,7 +20,7 @@ from rheostat_server.sinks.protocol import SinkError
 from rheostat_server.sinks.shards import SHARDS, index_name, rows_name
 
 REQUESTS = "requests"
-"""The folder of a tag's requests that have files of their own."""
+"""Name of the folder, below a tag, of requests that have their own folders."""
 
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Names of folders that are tags."""
@@ -30,39 +30,39 @@ _LOG = logging.getLogger(__name__)
 _FILE = re.compile(r"shard-([0-9]{6,})\.(jsonl|rows)")
 _LINE = re.compile(rb'\{"request_id": "([A-Za-z0-9._:-]{1,128})"')
 _HEAD_BYTES = 256
-"""Of a line, enough for the id."""
+"""Bytes of a line that contain the id."""
 _BLOCK_BYTES = 1 << 20
 _SLOW = 1.0
-"""Seconds from which on it is worth a line of the log."""
+"""Seconds from which the duration is logged."""
 
 
 class _Damaged(Exception):
-    """A line of an index is none."""
+    """A line of an index cannot be parsed."""
 
 
 def recover(root: Root, index: ArtifactIndex) -> None:
-    """Enters what is not entered, and forgets what is gone. Raises OSError, SinkError."""
+    """Adds requests that the index lacks, and removes deleted ones. Raises OSError, SinkError."""
     began = time.monotonic()
-    known = dict(index.tags())
+    indexed = dict(index.tags())
     for tag in filter(TAG.fullmatch, root.names()):
         with suppress(NoFolder):
             _recover_shards(root, index, tag)
-            _recover_requests(root, index, tag, known.pop(tag, None))
-    for tag in known:
-        with index.changing():
+            _recover_requests(root, index, tag, indexed.pop(tag, None))
+    for tag in indexed:
+        with index.transaction():
             index.remove_tag(tag)
     took = time.monotonic() - began
     if took > _SLOW:
-        _LOG.info("looking through %s took %.1f s", root.path, took)
+        _LOG.info("updating the index of %s took %.1f s", root.path, took)
 
 
-def note_listed(root: Root, index: ArtifactIndex) -> None:
-    """Notes that all requests are entered, so that the next start lists no folder."""
+def save_listed(root: Root, index: ArtifactIndex) -> None:
+    """Records that the index has all requests, so that the next start lists no folder."""
     for tag, listed in index.tags():
         if listed is None:
             with suppress(OSError, SinkError), root.folder(tag, REQUESTS) as folder:
                 changed = os.fstat(folder).st_mtime_ns
-                with index.changing():
+                with index.transaction():
                     index.set_listed(tag, changed)
 
 
@@ -72,53 +72,52 @@ def _recover_requests(root: Root, index: ArtifactIndex, tag: str, listed: int | 
             changed = os.fstat(folder).st_mtime_ns
             if changed == listed:
                 return
-            with index.changing(), os.scandir(folder) as entries:
+            with index.transaction(), os.scandir(folder) as entries:
                 names = (request_of(entry.name) for entry in entries)
                 index.set_folders(tag, (name for name in names if name is not None))
                 index.set_listed(tag, changed)
     except FileNotFoundError:
         if listed is not None:
-            with index.changing():
+            with index.transaction():
                 index.set_folders(tag, ())
                 index.set_listed(tag, None)
 
 
 def _recover_shards(root: Root, index: ArtifactIndex, tag: str) -> None:
-    known = {shard.number: shard for shard in index.shards(tag)}
-    found = map(_FILE.fullmatch, root.names(tag, SHARDS))
-    numbers = sorted({int(name[1]) for name in found if name is not None})
+    indexed = {shard.number: shard for shard in index.shards(tag)}
+    matches = map(_FILE.fullmatch, root.names(tag, SHARDS))
+    numbers = sorted({int(match[1]) for match in matches if match is not None})
     if numbers:
         with root.folder(tag, SHARDS) as folder:
             for number in numbers:
-                _recover_shard(folder, index, tag, number, known.pop(number, None))
-    for number in known:
-        with index.changing():
+                _recover_shard(folder, index, tag, number, indexed.pop(number, None))
+    for number in indexed:
+        with index.transaction():
             index.remove_shard(tag, number)
 
 
 def _recover_shard(
-    folder: int, index: ArtifactIndex, tag: str, number: int, known: Shard | None
+    folder: int, index: ArtifactIndex, tag: str, number: int, shard: Shard | None
 ) -> None:
     rows, lines = _size(rows_name(number), folder), _size(index_name(number), folder)
-    if known is not None and not known.damaged and (rows, lines) == known[1:3]:
+    if shard is not None and not shard.damaged and (rows, lines) == shard[1:3]:
         return
-    shard = known
-    with index.changing():
+    with index.transaction():
         if shard is None or shard.damaged or rows < shard.rows_end or lines < shard.index_end:
             shard = Shard(number, 0, 0)
             index.remove_shard(tag, number)
         if lines >= 0:
-            shard = _entered(folder, index, tag, shard)
+            shard = _add_lines(folder, index, tag, shard)
         index.set_shard(tag, shard)
     if shard.damaged:
-        _LOG.error("%s of the tag %s is damaged: the tag takes nothing", index_name(number), tag)
+        _LOG.error("%s of the tag %s is damaged: the tag is refused", index_name(number), tag)
 
 
-def _entered(folder: int, index: ArtifactIndex, tag: str, known: Shard) -> Shard:
-    """Enters the lines that a shard's index has gained, and cuts off what follows the last one."""
-    number, rows_end = known.number, known.rows_end
+def _add_lines(folder: int, index: ArtifactIndex, tag: str, shard: Shard) -> Shard:
+    """Adds the new lines of a shard's index, and truncates the files after the last line."""
+    number, rows_end = shard.number, shard.rows_end
     file = reopen_file(index_name(number), folder)
-    lines = _Lines(file, known.index_end)
+    lines = _Lines(file, shard.index_end)
     try:
         try:
             index.add_lines(tag, number, lines)
@@ -130,20 +129,20 @@ def _entered(folder: int, index: ArtifactIndex, tag: str, known: Shard) -> Shard
     finally:
         os.close(file)
     with suppress(FileNotFoundError):
-        _cut(rows_name(number), folder, rows_end)
-    _cut(index_name(number), folder, lines.end)
+        _truncate(rows_name(number), folder, rows_end)
+    _truncate(index_name(number), folder, lines.end)
     return Shard(number, rows_end, lines.end)
 
 
 class _Lines:
-    """The whole lines of an index: request, offset and length of each. Reads as it is iterated."""
+    """Iterates over the complete lines of an index: request, offset and length of each."""
 
     def __init__(self, file: int, start: int) -> None:
         self._file = file
         self.end = start
-        """Where the last whole line ends."""
+        """The end of the last complete line."""
         self.last: tuple[int, int] | None = None
-        """Offset and length of the last one."""
+        """Offset and length of that line."""
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
         at, head = self.end, b""
@@ -151,32 +150,33 @@ class _Lines:
             begin = 0
             while (stop := block.find(b"\n", begin)) >= 0:
                 head += block[begin : min(stop, begin + _HEAD_BYTES)]
-                found = _LINE.match(head)
-                if found is None:
+                match = _LINE.match(head)
+                if match is None:
                     raise _Damaged
                 length = at + stop + 1 - self.end
                 self.last = self.end, length
                 self.end += length
-                yield found[1].decode(), *self.last
+                yield match[1].decode(), *self.last
                 begin, head = stop + 1, b""
             head += block[begin : begin + _HEAD_BYTES - len(head)]
             at += len(block)
 
 
 def _rows_end(line: bytes) -> int:
-    """Where the rows end that the last line of an index names."""
-    return max((one.offset + one.length for one in artifacts_of(line, "")), default=0)
+    """The end of the rows of the request whose manifest is `line`."""
+    artifacts = artifacts_of(line, "")
+    return max((artifact.offset + artifact.length for artifact in artifacts), default=0)
 
 
 def _size(name: str, folder: int) -> int:
-    """Bytes of a file; -1: there is none."""
+    """Bytes of a file; -1 if it does not exist."""
     try:
         return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
     except FileNotFoundError:
         return -1
 
 
-def _cut(name: str, folder: int, end: int) -> None:
+def _truncate(name: str, folder: int, end: int) -> None:
     file = reopen_file(name, folder)
     try:
         if os.fstat(file).st_size > end:

@@ -1,8 +1,7 @@
-"""The sinks of a server: plugins found by entry point, instances by name.
+"""The sinks of a server: plugins found by entry point, sinks by name.
 
-Invariants: every plugin that is configured is made before the server serves, or it does not start;
-a name means one sink. What a request may say of its target is decided here and in the sink's
-`check`, before anything runs.
+If a configured sink cannot be made, the server does not start. Targets are checked here and in the
+sink's `check`, before the request runs.
 """
 
 import asyncio
@@ -24,7 +23,12 @@ from rheostat_server.errors import (
     SinksFailed,
 )
 from rheostat_server.limits import ID_BYTES, SINK_OPTION_BYTES, SINK_OPTIONS
-from rheostat_server.sinks.guarded import ArtifactKey, Found, GuardedRecording, Written
+from rheostat_server.sinks.guarded import (
+    ArtifactKey,
+    GuardedRecording,
+    RecentArtifacts,
+    SinkArtifact,
+)
 from rheostat_server.sinks.protocol import (
     Artifact,
     Layout,
@@ -42,36 +46,36 @@ from rheostat_server.validation import field_path
 from rheostat_wire.v1 import capture_pb2
 
 GROUP = "rheostat.capture_sinks"
-"""The entry points that plugins are found by; each names a `SinkFactory`."""
+"""The entry point group of plugins; each entry point names a `SinkFactory`."""
 
 BUILT_IN = {
     "filesystem": "rheostat_server.sinks.filesystem:make",
     "logging": "rheostat_server.sinks.log:make",
     "memory": "rheostat_server.sinks.memory:make",
 }
-"""Ours, which are found in a checkout that is not installed too."""
+"""Plugins of the server, which are also found in a checkout that is not installed."""
 
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Tags of targets."""
 
-_REMEMBERED_BYTES = 16 << 20
-"""Memory for what was written for the last requests."""
+_RECENT_BYTES = 16 << 20
+"""Memory for the artefacts of the last requests."""
 
 _WRITERS = 16
 _READERS = 2
-"""Threads of a sink that write, and that look artefacts up."""
+"""Threads of a sink for writing rows, and for looking up artefacts."""
 
 _LOOKUPS = 64
-"""Lookups that may wait for the disks of all sinks."""
+"""Lookups that may wait at the same time, for all sinks."""
 
 _ARTIFACT_BYTES = 512
-"""What `offload` counts for an artefact."""
+"""Bytes of an artefact for `offload`."""
 
 _METHODS = ("check", "open", "artifacts", "close")
 
 
-class Listing(NamedTuple):
-    """A sink, as ListSinks says it."""
+class SinkListing(NamedTuple):
+    """A sink in the answer of ListSinks."""
 
     name: str
     plugin: str
@@ -80,16 +84,16 @@ class Listing(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Some of a request's artefacts."""
+    """A page of a request's artefacts."""
 
-    found: list[Found]
+    artifacts: list[SinkArtifact]
     """By sink, path and offset."""
     more: bool
-    """Whether others follow."""
+    """Whether further artefacts follow."""
 
 
-class _Made(NamedTuple):
-    """A sink, and threads that wait for its disk alone."""
+class _OpenSink(NamedTuple):
+    """A sink, and its own threads, because its disk may be slow."""
 
     plugin: str
     sink: Sink
@@ -98,20 +102,20 @@ class _Made(NamedTuple):
 
 
 def find_plugins() -> dict[str, EntryPoint]:
-    """Every plugin that is installed, by name.
+    """Every installed plugin, by name.
 
     Raises:
-        SinksFailed: two different ones have one name.
+        SinksFailed: two different plugins have one name.
     """
-    found = {name: EntryPoint(name, value, GROUP) for name, value in BUILT_IN.items()}
+    plugins = {name: EntryPoint(name, value, GROUP) for name, value in BUILT_IN.items()}
     for point in entry_points(group=GROUP):
-        other = found.setdefault(point.name, point)
+        other = plugins.setdefault(point.name, point)
         if other.value != point.value:
             raise SinksFailed(
-                f"two packages bring a sink plugin {point.name}: {other.value} and {point.value}; "
+                f"two packages have a sink plugin {point.name}: {other.value} and {point.value}; "
                 "uninstall one"
             )
-    return found
+    return plugins
 
 
 class Sinks:
@@ -123,23 +127,18 @@ class Sinks:
         *,
         plugins: Callable[[], Mapping[str, EntryPoint]] = find_plugins,
     ) -> None:
-        """Makes every sink, or none.
-
-        Raises:
-            SinksFailed: one cannot be made.
-        """
-        self._written = Written(_REMEMBERED_BYTES)
+        self._recent = RecentArtifacts(_RECENT_BYTES)
         self._lookups = 0
-        """Those that wait."""
-        self._made: dict[str, _Made] = {}
-        known = plugins() if configs else {}
+        """Number of running lookups."""
+        self._sinks: dict[str, _OpenSink] = {}
+        installed = plugins() if configs else {}
         try:
             for config in configs:
-                if config.name in self._made:
+                if config.name in self._sinks:
                     raise SinksFailed(f"two sinks are called {config.name}")
-                self._made[config.name] = _Made(
+                self._sinks[config.name] = _OpenSink(
                     config.plugin,
-                    _make(config, known),
+                    _make(config, installed),
                     ThreadPoolExecutor(_WRITERS, f"sink-{config.name}"),
                     ThreadPoolExecutor(_READERS, f"sink-{config.name}-read"),
                 )
@@ -147,27 +146,27 @@ class Sinks:
             self.close()
             raise
 
-    def listed(self) -> list[Listing]:
+    def listed(self) -> list[SinkListing]:
         """Every sink, by name."""
         return [
-            Listing(name, made.plugin, tuple(made.sink.layouts), dict(made.sink.options))
-            for name, made in sorted(self._made.items())
+            SinkListing(name, entry.plugin, tuple(entry.sink.layouts), dict(entry.sink.options))
+            for name, entry in sorted(self._sinks.items())
         ]
 
     def sink(self, name: str) -> Sink:
-        """A sink itself, for those who embed the server.
+        """The sink object, for programs that embed the server.
 
         Raises:
-            SinkNotFound: there is none of this name.
+            SinkNotFound: there is no sink of this name.
         """
         return self._get(name, "").sink
 
     def check(self, target: capture_pb2.SinkTarget, path: str) -> Target:
-        """The target of a capture, `path` being that of the message.
+        """The target of a capture; `path` is that of the message.
 
         Raises:
             SinkNotFound: there is no such sink.
-            InvalidArgument: the sink does not take it.
+            InvalidArgument: the target is invalid, or the sink refuses it.
         """
         sink = self._get(target.sink_name, field_path(path, "sink_name")).sink
         tag = target.tag if target.HasField("tag") else "default"
@@ -179,68 +178,60 @@ class Sinks:
             validation.text_bytes(name, ID_BYTES, field)
             validation.text_bytes(target.options[name], SINK_OPTION_BYTES, field_path(field, name))
             if name not in sink.options:
-                there = (
-                    f"it has {', '.join(sorted(sink.options))}" if sink.options else "it has none"
-                )
+                options = ", ".join(sorted(sink.options)) or "none"
                 raise InvalidValue(
-                    f"{target.sink_name} has no option {name}; {there}",
+                    f"{target.sink_name} has no option {name}; it has {options}",
                     field=field_path(field, name),
                 )
-        found = Target(target.sink_name, tag, layout, dict(target.options))
+        checked = Target(target.sink_name, tag, layout, dict(target.options))
         try:
-            sink.check(found)
+            sink.check(checked)
         except SinkRefusal as refusal:
             raise InvalidValue(str(refusal), field=field_path(path, refusal.field)) from refusal
         except Exception as error:  # a plugin may raise anything
             raise Defect(f"the sink {target.sink_name} failed to check its options") from error
-        return found
+        return checked
 
     def open(self, about: RequestAbout) -> GuardedRecording:
-        """Begins to record a request whose target `check` gave.
+        """Begins to record a request whose target `check` returned.
 
         Raises:
-            ArtifactExists: the sink holds rows under the request's id and tag.
-            SinkFailed: the sink does not take it.
+            ArtifactExists: the sink has rows under the request's id and tag.
+            SinkFailed: the sink failed.
         """
-        return GuardedRecording(self._made[about.target.sink].sink, about, self._written)
+        return GuardedRecording(self._sinks[about.target.sink].sink, about, self._recent)
 
     def threads(self, name: str) -> Executor:
-        """The threads that a sink's recordings are opened and written on."""
-        return self._made[name].writers
+        """The threads for opening and writing the recordings of a sink."""
+        return self._sinks[name].writers
 
     async def lookup(
         self, request_id: str, sink: str = "", *, after: ArtifactKey | None = None, most: int
     ) -> Page:
-        """What was written for a request, by sink, path and offset, unfinished files among it.
+        """At most `most` artefacts of a request in one sink, or in all, that follow `after`.
 
-        Each sink is asked on threads of its own, because it may wait for a disk.
-
-        Args:
-            request_id: the request.
-            sink: the sink that is asked; empty: all are.
-            after: only artefacts after this one count; None: all do.
-            most: artefacts that are returned at most.
+        They are sorted by sink, path and offset, and include unfinished files.
 
         Raises:
             SinkNotFound: there is no sink of this name.
-            ArtifactNotFound: there is nothing.
+            ArtifactNotFound: there are no artefacts.
             QueueFull: too many lookups wait for slow sinks.
         """
         if self._lookups >= _LOOKUPS:
             raise QueueFull(
                 f"{self._lookups} lookups wait for sinks; try again later", retry_after=1.0
             )
-        asked = {sink: self._get(sink, "sink_name")} if sink else self._made
+        sinks = {sink: self._get(sink, "sink_name")} if sink else self._sinks
         self._lookups += 1
         try:
-            known = await asyncio.gather(
+            published = await asyncio.gather(
                 *(
-                    on_pool(made.readers, self._known, name, request_id)
-                    for name, made in asked.items()
+                    on_pool(entry.readers, self._published, name, request_id)
+                    for name, entry in sinks.items()
                 )
             )
-            by_name = dict(zip(asked, known, strict=True))
-            size = sum(_ARTIFACT_BYTES * len(some) for some in known)
+            by_name = dict(zip(sinks, published, strict=True))
+            size = sum(_ARTIFACT_BYTES * len(artifacts) for artifacts in published)
             return await offload(size, self._page, request_id, by_name, after, most)
         finally:
             self._lookups -= 1
@@ -248,62 +239,62 @@ class Sinks:
     def _page(
         self,
         request_id: str,
-        known: Mapping[str, Sequence[Artifact]],
+        published: Mapping[str, Sequence[Artifact]],
         after: ArtifactKey | None,
         most: int,
     ) -> Page:
-        """A page of what sinks know of a request, and of what is remembered for them."""
-        listed = [Found(name, artifact) for name, some in known.items() for artifact in some]
-        found = {one.key: one for one in listed}
-        for one in self._written.of(request_id):
-            complete = one.artifact.state is State.COMPLETE
-            if one.sink in known and (one.key not in found or complete):
-                found[one.key] = one
-        if not found:
+        """A page of the artefacts that sinks list and of recent ones."""
+        by_key = {
+            entry.key: entry
+            for name, artifacts in published.items()
+            for entry in (SinkArtifact(name, artifact) for artifact in artifacts)
+        }
+        for entry in self._recent.get(request_id):
+            complete = entry.artifact.state is State.COMPLETE
+            if entry.sink in published and (entry.key not in by_key or complete):
+                by_key[entry.key] = entry
+        if not by_key:
             raise ArtifactNotFound(
                 f"nothing was written for the request {request_id}",
                 resource=Resource("artifact", request_id),
             )
-        keys = sorted(found)
+        keys = sorted(by_key)
         start = 0 if after is None else bisect_right(keys, after)
-        page = [found[key] for key in keys[start : start + most]]
+        page = [by_key[key] for key in keys[start : start + most]]
         return Page(page, start + most < len(keys))
 
-    def _known(self, name: str, request_id: str) -> list[Artifact]:
+    def _published(self, name: str, request_id: str) -> list[Artifact]:
         try:
-            return list(self._made[name].sink.artifacts(request_id))
+            return list(self._sinks[name].sink.artifacts(request_id))
         except Exception as error:  # a plugin may raise anything
-            raise Defect(f"the sink {name} cannot say what it has") from error
+            raise Defect(f"the sink {name} failed to list artefacts") from error
 
     def close(self) -> None:
-        """Closes every sink, once their recordings are over."""
-        for made in self._made.values():
-            made.sink.close()
-            for threads in (made.writers, made.readers):
+        """Closes every sink. All recordings must have ended."""
+        for entry in self._sinks.values():
+            entry.sink.close()
+            for threads in (entry.writers, entry.readers):
                 threads.shutdown(wait=False)
 
-    def _get(self, name: str, field: str) -> _Made:
+    def _get(self, name: str, field: str) -> _OpenSink:
         validation.text_bytes(name, ID_BYTES, field)
-        if name not in self._made:
-            there = (
-                f"there are {', '.join(sorted(self._made))}"
-                if self._made
-                else "the server was started without --sink"
-            )
+        if name not in self._sinks:
+            names = ", ".join(sorted(self._sinks))
+            advice = f"there are {names}" if names else "the server was started without --sink"
             raise SinkNotFound(
-                f'there is no sink "{name}"; {there}', field=field, resource=Resource("sink", name)
+                f'there is no sink "{name}"; {advice}', field=field, resource=Resource("sink", name)
             )
-        return self._made[name]
+        return self._sinks[name]
 
 
-def _make(config: SinkConfig, known: Mapping[str, EntryPoint]) -> Sink:
-    if config.plugin not in known:
+def _make(config: SinkConfig, plugins: Mapping[str, EntryPoint]) -> Sink:
+    if config.plugin not in plugins:
         raise SinksFailed(
-            f"the sink {config.name} wants a plugin {config.plugin}; there are "
-            f"{', '.join(sorted(known))}"
+            f"the sink {config.name} needs a plugin {config.plugin}; there are "
+            f"{', '.join(sorted(plugins))}"
         )
     try:
-        sink: Sink = known[config.plugin].load()(config.name, config.settings)
+        sink: Sink = plugins[config.plugin].load()(config.name, config.settings)
         _check_shape(config, sink)
     except SinkSettingsError as error:
         raise SinksFailed(f"the sink {config.name} cannot be made: {error}") from error
@@ -325,6 +316,6 @@ def _check_shape(config: SinkConfig, sink: Sink) -> None:
         if not callable(getattr(sink, method, None)):
             broken(f"its sink has no {method}()")
     if not all(isinstance(layout, Layout) for layout in sink.layouts):
-        broken("its layouts are none of ours")
+        broken("its layouts are not of type Layout")
     if not all(isinstance(text, str) for pair in sink.options.items() for text in pair):
         broken("its options are not texts")

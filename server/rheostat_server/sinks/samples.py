@@ -1,4 +1,4 @@
-"""Made-up requests and rows, for the conformance suite and the benchmark."""
+"""Synthetic requests and rows, for the conformance suite and the benchmark."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,7 +18,7 @@ from rheostat_server.tensors import FloatType
 from rheostat_wire.dtypes import StoredArray
 
 SITES = (Site(Point.RESID_POST, 0), Site(Point.RESID_PRE, 1), Site(Point.MLP_OUT, 3))
-"""Sites of made-up captures."""
+"""Sites of synthetic captures."""
 
 CAPTURES = (
     CaptureAbout(0, SITES, FloatType.FLOAT32, 8),
@@ -40,7 +40,7 @@ def request(
     tag: str = "default",
     options: Mapping[str, str] | None = None,
 ) -> RequestAbout:
-    """A request that goes to a target."""
+    """A request with one target."""
     return RequestAbout(
         request_id=request_id,
         target=Target(sink, tag, layout, options or {}),
@@ -53,9 +53,9 @@ def request(
 
 
 def blocks(about: RequestAbout, seed: int = 0, positions: int = 5) -> Iterator[RowBlock]:
-    """Rows for every capture: a prompt's, then one position at a time; two samples and a baseline.
+    """Rows of every capture for two samples and a baseline: a prompt, then single positions.
 
-    Their bits are random, so they hold infinities and numbers that are none.
+    Their bits are random, so they include infinities and NaN.
     """
     random = np.random.default_rng(seed)
     for sample, baseline in ((0, False), (1, False), (0, True)):
@@ -75,7 +75,7 @@ def block(
     *,
     baseline: bool = False,
 ) -> RowBlock:
-    """Rows at `count` positions from `first` on."""
+    """Rows at `count` positions from `first`."""
     return RowBlock(
         capture.capture_index,
         sample,

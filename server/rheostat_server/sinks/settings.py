@@ -1,4 +1,4 @@
-"""Sinks as an operator writes them: name=plugin:key=value,key=value."""
+"""Parses the settings of a sink: name=plugin:key=value,key=value."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -14,21 +14,21 @@ _UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 class SinkConfig(NamedTuple):
-    """A sink to make."""
+    """The configuration of a sink."""
 
     name: str
-    """What requests call it."""
+    """Its name in requests."""
     plugin: str
-    """The entry point that makes it."""
+    """The name of its entry point."""
     settings: Mapping[str, str]
-    """What that is told."""
+    """The settings for the plugin."""
 
 
 def parse_sink(text: str) -> SinkConfig:
-    """A sink from "disk=filesystem:root=/data,layout=packed". A value may hold "=", but no comma.
+    """Parses "disk=filesystem:root=/data,layout=packed". Values may contain "=", but no comma.
 
     Raises:
-        SinkSettingsError: it is not of this form.
+        SinkSettingsError: the text has another form.
     """
     name, equals, rest = text.partition("=")
     plugin, _, listed = rest.partition(":")
@@ -49,24 +49,24 @@ def only_known(settings: Mapping[str, str], known: Collection[str]) -> None:
     """Refuses settings that do not exist.
 
     Raises:
-        SinkSettingsError: one is not known.
+        SinkSettingsError: a setting does not exist.
     """
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        there = f"it has {', '.join(known)}" if known else "it has none"
-        raise SinkSettingsError(f"there is no setting {', '.join(unknown)}; {there}")
+        existing = ", ".join(known) or "none"
+        raise SinkSettingsError(f"there is no setting {', '.join(unknown)}; it has {existing}")
 
 
 def size_setting(settings: Mapping[str, str], key: str, default: int) -> int:
     """A number of bytes of at least 1: "1048576", "64MiB".
 
     Raises:
-        SinkSettingsError: it is none.
+        SinkSettingsError: it is not a number of bytes.
     """
     if key not in settings:
         return default
-    found = _SIZE.fullmatch(settings[key])
-    size = int(found[1]) * _UNITS[found[2]] if found else 0
+    match = _SIZE.fullmatch(settings[key])
+    size = int(match[1]) * _UNITS[match[2]] if match else 0
     if size < 1:
         raise SinkSettingsError(f"{key} is a number of bytes like 64MiB, not {settings[key]}")
     return size

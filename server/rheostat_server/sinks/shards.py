@@ -1,14 +1,15 @@
-"""The shards of a tag: files to which requests are appended, and what publishes them.
+"""The shards of a tag: files to which requests are appended.
 
-A shard is a pair. `shard-000001.rows` holds the files of requests one after the other, each whole
-and aligned to 64 bytes; `shard-000001.jsonl` a manifest per line with offset, length and SHA-256.
-Rows are on the disk before their line is written, and a line counts once it ends in a newline: a
-reader sees a request whole or not at all, whenever writing stops. After a failure both files are
-cut back to where they were; where they may have been seen otherwise, the shard is given up and the
-next begun, so no byte that an index has named is ever written again.
+A shard is a pair of files. `shard-000001.rows` has the files of requests one after the other, each
+aligned to 64 bytes. `shard-000001.jsonl` has a manifest per line, with offset, length and SHA-256.
 
-A shard's files are open only while they are used, or were lately. How far it is filled stands in
-the index of the root, so that a tag which nobody writes to holds neither descriptors nor memory.
+Rows are on the disk before their line is written, and a line counts once it ends in a newline. So a
+reader sees a request completely or not at all, even if the server crashes. After a failure both
+files are truncated to their earlier size. If a reader may have seen the new line, the shard is
+closed and a new one begins, so that bytes which an index has named are never overwritten.
+
+Only files in use, or used recently, are open. The sizes of a shard are in the index of the root, so
+an unused tag needs neither descriptors nor memory.
 """
 
 import logging
@@ -18,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack
 from threading import Lock
 
 from rheostat_server.open_files import OpenFiles
-from rheostat_server.sinks.disk import Root, Writer, create_file, reopen_file, taken, write_all
+from rheostat_server.sinks.disk import Root, Writer, collision, create_file, reopen_file, write_all
 from rheostat_server.sinks.index import ArtifactIndex, Place, Shard
 from rheostat_server.sinks.manifest import Stored, artifacts_of
 from rheostat_server.sinks.protocol import Artifact, SinkError
@@ -33,19 +34,12 @@ _ALIGNED = 64
 
 
 class Shards:
-    """The shards of one tag, of this process alone."""
+    """The shards of one tag. Only this process writes to them."""
 
     def __init__(
         self, root: Root, index: ArtifactIndex, files: OpenFiles, tag: str, shard_bytes: int
     ) -> None:
-        """Finds out which shard can be appended to.
-
-        Args:
-            root: the folder of the sink.
-            index: that of the root.
-            files: keeps the files open that were used last.
-            tag: the tag.
-            shard_bytes: size from which on a shard is full.
+        """Selects the shard to append to. A shard is full at `shard_bytes`.
 
         Raises:
             SinkError: the index cannot be read, or that of a shard is damaged.
@@ -71,20 +65,20 @@ class Shards:
         write: Callable[[Writer], None],
         manifest: Callable[[Stored], bytes],
     ) -> list[Artifact]:
-        """Adds a request: `write` its file, then what is stored as a line of `manifest`.
+        """Appends a request: `write` writes its file, and `manifest` makes its line.
 
         Raises:
-            Collision: it is there already.
-            OSError: it cannot be written, and is not there.
+            Collision: the request is stored already.
+            OSError: the request cannot be written, and is not stored.
         """
         with self._lock:
             if self._index.in_shards(self._tag, request_id):
-                raise taken(request_id)
+                raise collision(request_id)
             with ExitStack() as stack:
-                shard, rows, index = self._opened(stack)
+                shard, rows, index = self._open_files(stack)
                 place, rows_end, line = self._write(shard, rows, index, tables, write, manifest)
             self._shard = shard._replace(rows_end=rows_end, index_end=place.offset + place.length)
-            self._index.enter(request_id, place, rows_end)
+            self._index.add(request_id, place, rows_end)
             return artifacts_of(line, f"{self._tag}/{SHARDS}")
 
     def _write(
@@ -96,9 +90,9 @@ class Shards:
         write: Callable[[Writer], None],
         manifest: Callable[[Stored], bytes],
     ) -> tuple[Place, int, bytes]:
-        """Appends to the files of a shard; the place of the line, the end of the rows, the line."""
+        """Appends to the files of a shard; returns the line's place, the rows' end, the line."""
         start = shard.rows_end + -shard.rows_end % _ALIGNED
-        seen = False
+        visible = False  # whether a reader may have seen the line
         try:
             os.ftruncate(rows, start)
             os.lseek(rows, start, os.SEEK_SET)
@@ -109,92 +103,92 @@ class Shards:
             name = rows_name(shard.number)
             line = manifest(Stored(name, start, writer.count, writer.sha256, tables))
             write_all(index, memoryview(line[:-1]))
-            seen = True
+            visible = True
             write_all(index, memoryview(line[-1:]))
             os.fdatasync(index)
         except BaseException:
-            self._cut_back(shard, rows, index, seen=seen)
+            self._truncate(shard, rows, index, visible=visible)
             raise
         place = Place(self._tag, shard.number, shard.index_end, len(line))
         return place, start + writer.count, line
 
-    def _writable(self) -> Shard:
-        """The shard to append to, a new one if need be. Raises OSError."""
+    def _current_shard(self) -> Shard:
+        """The shard to append to, a new shard if necessary. Raises OSError."""
         if self._shard is not None and self._shard.rows_end >= self._limit:
-            self._give_up()
+            self._close_shard()
         if self._shard is None:
             with self._root.folder(self._tag, SHARDS, make=True) as folder:
                 self._last = _new_shard(self._last + 1, folder)
             self._shard = Shard(self._last, 0, 0, ours=True)
         return self._shard
 
-    def _opened(self, stack: ExitStack) -> tuple[Shard, int, int]:
+    def _open_files(self, stack: ExitStack) -> tuple[Shard, int, int]:
         """The shard to append to, and the descriptors of its rows and its index.
 
-        A shard whose files somebody has deleted or cut is followed by the next.
+        If the files of the shard were deleted or truncated, a new shard begins.
 
         Raises:
-            OSError: there can be none.
+            OSError: a new shard cannot be created.
         """
         while True:
-            shard = self._writable()
+            shard = self._current_shard()
             try:
                 rows = stack.enter_context(self._open(rows_name(shard.number)))
                 index = stack.enter_context(self._open(index_name(shard.number)))
-                if _reaches(rows, shard.rows_end) and _reaches(index, shard.index_end):
+                if _has_bytes(rows, shard.rows_end) and _has_bytes(index, shard.index_end):
                     return shard, rows, index
             except FileNotFoundError:
-                if not shard.index_end:  # it was made a moment ago
+                if not shard.index_end:  # it was just created, so a new one would fail too
                     raise
-            _LOG.error("shard %s of %s is not as it was: given up", shard.number, self._tag)
-            self._give_up()
+            _LOG.error("shard %s of %s was deleted or truncated", shard.number, self._tag)
+            self._close_shard()
 
     def _open(self, name: str) -> AbstractContextManager[int]:
-        return self._files.use((self._tag, name), lambda: self._reopened(name))
+        return self._files.use((self._tag, name), lambda: self._reopen(name))
 
-    def _reopened(self, name: str) -> int:
+    def _reopen(self, name: str) -> int:
         with self._root.folder(self._tag, SHARDS) as folder:
             return reopen_file(name, folder)
 
-    def _cut_back(self, shard: Shard, rows: int, index: int, *, seen: bool) -> None:
+    def _truncate(self, shard: Shard, rows: int, index: int, *, visible: bool) -> None:
         try:
             os.ftruncate(index, shard.index_end)
             os.ftruncate(rows, shard.rows_end)
         except OSError as error:
-            _LOG.error("shard %s of %s is given up: %s", shard.number, self._tag, error)
-            seen = True
-        if seen:
-            self._give_up()
+            _LOG.error("shard %s of %s is closed: %s", shard.number, self._tag, error)
+            visible = True
+        if visible:
+            self._close_shard()
 
-    def _give_up(self) -> None:
+    def _close_shard(self) -> None:
         if self._shard is not None:
-            self._index.give_up(self._tag, self._shard._replace(ours=False))
+            self._index.close_shard(self._tag, self._shard._replace(ours=False))
             for name in (rows_name(self._shard.number), index_name(self._shard.number)):
-                self._files.forget((self._tag, name))
+                self._files.close_file((self._tag, name))
             self._shard = None
 
 
-def _reaches(file: int, end: int) -> bool:
-    """Whether a file is there and has so many bytes."""
+def _has_bytes(file: int, end: int) -> bool:
+    """Whether a file was not deleted and has at least `end` bytes."""
     status = os.fstat(file)
     return status.st_nlink > 0 and status.st_size >= end
 
 
 def _new_shard(number: int, folder: int) -> int:
-    """Makes an empty shard that outlasts a crash; its number, the first from `number` that is free.
+    """Creates an empty shard on the disk; returns the first free number from `number`.
 
-    Raises OSError, and leaves nothing.
+    If it raises OSError, it leaves no files.
     """
     while True:
-        made: list[str] = []
+        created: list[str] = []
         try:
             for name in (rows_name(number), index_name(number)):
                 os.close(create_file(name, folder))
-                made.append(name)
+                created.append(name)
             os.fsync(folder)
             return number
         except OSError as error:
-            for name in made:
+            for name in created:
                 os.unlink(name, dir_fd=folder)
             if not isinstance(error, FileExistsError):
                 raise

@@ -1,8 +1,8 @@
 """The rows of a recording until it is published: a table per capture and site, in bounded memory.
 
-Invariants: the columns of a table are equally long; a block that does not fit what its capture
-announced is refused whole. Once more than `buffer_bytes` wait in memory they move to one spool
-file, from which they are read back in order.
+All columns of a table have equal length. A block that does not fit its capture is refused as a
+whole. Once more than `buffer_bytes` wait in memory, they move to one spool file, from which they
+are read back in order.
 """
 
 import os
@@ -25,87 +25,85 @@ NUMPY: dict[str, np.dtype[np.generic]] = {
     "uint32": np.dtype("<u4"),
     "uint8": np.dtype("u1"),
 }
-"""How columns are held, by element type."""
+"""The numpy type of each element type; bfloat16 is stored as bits."""
 
-_PIECE = 4 << 20
+_CHUNK = 4 << 20
 
 _OVERHEAD = 512
-"""Bytes of memory per block and site besides the rows, about."""
+"""Approximate bytes of memory per block and site besides the rows."""
 
 
 class _Extent(NamedTuple):
-    """Where bytes of a column lie in the spool."""
+    """A range of bytes of a column in the spool file."""
 
     offset: int
     length: int
 
 
-class Filled:
-    """A column and its values."""
+class ColumnValues:
+    """A column and its values, in memory or in the spool file."""
 
     def __init__(self, column: Column) -> None:
-        """An empty one."""
         self.column = column
         self.nbytes = 0
         self._kind = NUMPY[column.dtype]
         self._spooled: list[_Extent] = []
-        self._held: list[StoredArray] = []
+        self._arrays: list[StoredArray] = []
 
     def add(self, values: StoredArray) -> None:
         """Appends values [rows, ...]."""
-        self._held.append(values)
+        self._arrays.append(values)
         self.nbytes += values.nbytes
 
     def spool(self, file: int, offset: int) -> int:
-        """Moves what is in memory to a file; the offset behind it."""
+        """Moves the values in memory to a file; returns the offset after them."""
         start = offset
-        for piece in self._pieces():
-            write_all(file, piece)
-            offset += len(piece)
-        self._held.clear()
+        for chunk in self._chunks():
+            write_all(file, chunk)
+            offset += len(chunk)
+        self._arrays.clear()
         if offset > start:
             self._spooled.append(_Extent(start, offset - start))
         return offset
 
     def read(self, file: int | None) -> Iterator[memoryview]:
-        """All of its bytes, in order; `file` is the spool."""
+        """All bytes in order; `file` is the spool file."""
         for extent in self._spooled:
             assert file is not None
             end = extent.offset + extent.length
-            for first in range(extent.offset, end, _PIECE):
-                data = os.pread(file, min(_PIECE, end - first), first)
+            for first in range(extent.offset, end, _CHUNK):
+                data = os.pread(file, min(_CHUNK, end - first), first)
                 if not data:
                     raise SinkError("the spooled rows cannot be read back")
                 yield memoryview(data)
-        yield from self._pieces()
+        yield from self._chunks()
 
-    def _pieces(self) -> Iterator[memoryview]:
+    def _chunks(self) -> Iterator[memoryview]:
         small: list[StoredArray] = []
         waiting = 0
-        for values in self._held:
+        for values in self._arrays:
             small.append(values)
             waiting += values.nbytes
-            if waiting >= _PIECE:
-                yield _joined(small, self._kind)
+            if waiting >= _CHUNK:
+                yield _concatenate(small, self._kind)
                 small, waiting = [], 0
         if waiting:
-            yield _joined(small, self._kind)
+            yield _concatenate(small, self._kind)
 
 
-def _joined(parts: Sequence[StoredArray], kind: np.dtype[np.generic]) -> memoryview:
-    whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return np.ascontiguousarray(whole, dtype=kind).reshape(-1).view(np.uint8).data
+def _concatenate(parts: Sequence[StoredArray], kind: np.dtype[np.generic]) -> memoryview:
+    array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return np.ascontiguousarray(array, dtype=kind).reshape(-1).view(np.uint8).data
 
 
 class Table:
     """The rows of one capture at one site."""
 
     def __init__(self, about: CaptureAbout, site: Site) -> None:
-        """An empty one."""
         self.about = about
         self.site = site
         self.rows = 0
-        self.columns = tuple(Filled(column) for column in (*about.parts, *LABELS))
+        self.columns = tuple(ColumnValues(column) for column in (*about.parts, *LABELS))
 
     @property
     def name(self) -> str:
@@ -114,7 +112,7 @@ class Table:
 
 
 class Tables:
-    """All tables of a recording."""
+    """All tables of a recording. `spool` opens the spool file, and creates it the first time."""
 
     def __init__(
         self,
@@ -122,22 +120,14 @@ class Tables:
         buffer_bytes: int,
         spool: Callable[[], AbstractContextManager[int]],
     ) -> None:
-        """Empty tables.
-
-        Args:
-            captures: what they hold.
-            buffer_bytes: bytes that wait in memory.
-            spool: opens the file that they overflow to, which it makes the first time.
-        """
         self.all = tuple(Table(about, site) for about in captures for site in about.sites)
         self.spooled = False
-        """Whether they have overflowed."""
+        """Whether rows are in the spool file."""
         self.spool = spool
-        """Opens the file."""
         self._captures = {about.capture_index: about for about in captures}
-        self._found = {(table.about.capture_index, table.site): table for table in self.all}
+        self._by_site = {(table.about.capture_index, table.site): table for table in self.all}
         self._limit = buffer_bytes
-        self._held = 0
+        self._memory = 0
         self._end = 0
 
     @property
@@ -161,41 +151,41 @@ class Tables:
             np.full(count, block.baseline, np.uint8),
         )
         for number, site in enumerate(block.sites):
-            table = self._found[block.capture_index, site]
+            table = self._by_site[block.capture_index, site]
             parts = (block.parts[part.name][number] for part in table.about.parts)
-            for filled, values in zip(table.columns, (*parts, *labels), strict=True):
-                filled.add(values)
+            for column, values in zip(table.columns, (*parts, *labels), strict=True):
+                column.add(values)
             table.rows += count
-        self._held += block.size + _OVERHEAD * len(block.sites)
-        if self._held > self._limit:
+        self._memory += block.size + _OVERHEAD * len(block.sites)
+        if self._memory > self._limit:
             self.overflow()
 
     @property
     def memory(self) -> int:
-        """Bytes that wait in memory, about."""
-        return self._held
+        """Approximate bytes in memory."""
+        return self._memory
 
     def overflow(self) -> None:
-        """Moves what waits in memory to the file. Raises OSError."""
+        """Moves all rows from memory to the spool file. Raises OSError."""
         with self.spool() as file:
             self.spooled = True
             os.lseek(file, self._end, os.SEEK_SET)
             for table in self.all:
-                for filled in table.columns:
-                    self._end = filled.spool(file, self._end)
-        self._held = 0
+                for column in table.columns:
+                    self._end = column.spool(file, self._end)
+        self._memory = 0
 
     def close(self) -> None:
-        """Frees everything."""
+        """Frees the rows in memory."""
         self.all = ()
-        self._found = {}
+        self._by_site = {}
 
 
 def check_block(block: RowBlock, captures: "dict[int, CaptureAbout]") -> None:
-    """Checks a block against what its capture announced.
+    """Checks a block against its capture.
 
     Raises:
-        SinkError: it is of an unknown capture or site, or its arrays have other shapes or types.
+        SinkError: its capture or a site is unknown, or its arrays have other shapes or types.
     """
     about = captures.get(block.capture_index)
     if about is None:
@@ -204,7 +194,7 @@ def check_block(block: RowBlock, captures: "dict[int, CaptureAbout]") -> None:
         raise SinkError(
             f"a block of capture {block.capture_index} has sites that were not announced"
         )
-    labelled = (len(block.sites), len(block.positions))
+    extents = (len(block.sites), len(block.positions))
     if len(block.token_ids) != len(block.positions):
         raise SinkError(f"{len(block.positions)} positions have {len(block.token_ids)} tokens")
     if set(block.parts) != {part.name for part in about.parts}:
@@ -213,8 +203,8 @@ def check_block(block: RowBlock, captures: "dict[int, CaptureAbout]") -> None:
         )
     for part in about.parts:
         values = block.parts[part.name]
-        if values.shape != (*labelled, *part.shape) or values.dtype != NUMPY[part.dtype]:
+        if values.shape != (*extents, *part.shape) or values.dtype != NUMPY[part.dtype]:
             raise SinkError(
                 f"{part.name} of capture {block.capture_index} are {values.dtype} "
-                f"{list(values.shape)}, not {part.dtype} {[*labelled, *part.shape]}"
+                f"{list(values.shape)}, not {part.dtype} {[*extents, *part.shape]}"
             )

@@ -1,4 +1,4 @@
-"""Sinks and the wire: targets, layouts, artefacts, and captured messages as the rows in them."""
+"""Converts between messages and sinks: targets, layouts, artefacts, and captured rows."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -9,7 +9,7 @@ from rheostat_engine import Site
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue
 from rheostat_server.selectors.sites import to_wire
-from rheostat_server.sinks.guarded import Found
+from rheostat_server.sinks.guarded import SinkArtifact
 from rheostat_server.sinks.protocol import (
     CaptureAbout,
     Encoding,
@@ -44,14 +44,14 @@ _ENCODINGS = {
 
 
 def encoding_of(encoding: tensor_pb2.Encoding.ValueType, path: str) -> Encoding:
-    """The encoding of a capture that goes to a sink, `path` being that of its field.
+    """The encoding of a capture whose target is a sink; `path` is that of its field.
 
     Raises:
-        InvalidValue: rows in it cannot be told apart, so that no file could be read in part.
+        InvalidValue: single rows of this encoding cannot be read.
     """
     if encoding not in _ENCODINGS:
         raise InvalidValue(
-            "sinks keep rows that can be read one by one: use ENCODING_RAW, which is exact too",
+            "sinks store rows that can be read one by one: use ENCODING_RAW, which is exact too",
             field=path,
         )
     return _ENCODINGS[encoding]
@@ -60,11 +60,11 @@ def encoding_of(encoding: tensor_pb2.Encoding.ValueType, path: str) -> Encoding:
 def layout_of(
     target: capture_pb2.SinkTarget, layouts: Sequence[Layout], path: str
 ) -> Layout | None:
-    """The layout of a target, a sink's first one where it names none; None: it writes no files.
+    """The layout of a target, by default the sink's first; None if the sink writes no files.
 
     Raises:
         UnknownEnum: there is no such layout.
-        InvalidValue: the sink does not write it.
+        InvalidValue: the sink does not support it.
     """
     if not target.HasField("layout"):
         return layouts[0] if layouts else None
@@ -72,24 +72,24 @@ def layout_of(
     validation.known_enum(target.layout, capture_pb2.Layout.values(), field)
     layout = _LAYOUTS[target.layout]
     if layout not in layouts:
-        there = f"it writes {', '.join(layouts)}" if layouts else "it writes no files"
+        supported = ", ".join(layouts) or "no files"
         raise InvalidValue(
-            f"{target.sink_name} does not write {layout.value}; {there}", field=field
+            f"{target.sink_name} does not write {layout.value}; it writes {supported}", field=field
         )
     return layout
 
 
 def to_wire_layout(layout: Layout) -> capture_pb2.Layout.ValueType:
-    """A layout as the wire's enum."""
+    """The enum value of a layout."""
     return _WIRE_LAYOUTS[layout]
 
 
-def to_artifact(found: Found) -> capture_service_pb2.Artifact:
-    """An artefact as a message."""
-    artifact = found.artifact
+def to_artifact(entry: SinkArtifact) -> capture_service_pb2.Artifact:
+    """The message of an artefact."""
+    artifact = entry.artifact
     message = capture_service_pb2.Artifact(
         ref=tensor_pb2.ArtifactRef(
-            sink_name=found.sink,
+            sink_name=entry.sink,
             path=artifact.path,
             offset=artifact.offset,
             length=0 if artifact.whole else artifact.length,
@@ -110,10 +110,10 @@ def group_targets(
     targets: Sequence[tuple[int, Target]],  # index of the capture, its target
     path: str = "captures",
 ) -> list[tuple[Target, tuple[int, ...]]]:
-    """Which captures of a request share a recording: those with the same sink and tag.
+    """Groups captures into recordings by sink and tag.
 
     Raises:
-        InvalidValue: two of them differ in layout or options, so one file cannot hold both.
+        InvalidValue: two captures of a group differ in layout or options.
     """
     groups: dict[tuple[str, str], tuple[Target, list[int]]] = {}
     for index, target in targets:
@@ -131,15 +131,11 @@ def group_targets(
 def block_of(
     captured: capture_pb2.Captured, sites: Sequence[Site], about: CaptureAbout
 ) -> RowBlock:
-    """The rows of a message with an inline tensor in the encoding of its capture.
-
-    Args:
-        captured: the message.
-        sites: its sites.
-        about: its capture.
-    """
+    """The rows of a message with an inline tensor; `sites` are those of the message."""
     positions = np.fromiter(
-        chain.from_iterable(range(run.start, run.start + run.count) for run in captured.positions),
+        chain.from_iterable(
+            range(part.start, part.start + part.count) for part in captured.positions
+        ),
         np.int32,
     )
     return RowBlock(
@@ -156,7 +152,7 @@ def block_of(
 def split_payload(
     payload: bytes, rows: tuple[int, int], about: CaptureAbout
 ) -> dict[str, StoredArray]:
-    """The parts of rows [sites, positions], out of a payload as tensor.proto says; no copy."""
+    """The columns of rows [sites, positions] in a payload of tensor.proto, not copied."""
     parts: dict[str, StoredArray] = {}
     offset = 0
     for part in about.parts:

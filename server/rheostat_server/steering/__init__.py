@@ -1,1 +1,1 @@
-"""Steering specs become interventions."""
+"""Resolves steering specs to interventions."""

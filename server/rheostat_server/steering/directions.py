@@ -1,6 +1,6 @@
 """Checks the directions of ops: they must not be zero, and those of an Ablate must be independent.
 
-Rows are compared in float64, because the engine makes unit vectors of them.
+Rows are compared in float64, because the engine normalises them.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,18 @@ from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import receipt_pb2
 
 DEPENDENT = 1e-3
-"""A direction is refused if less than this part of its norm lies outside the earlier directions."""
+"""A direction is refused if less than this fraction of its norm is outside the span of the earlier
+directions."""
 
 _Rows = npt.NDArray[np.float64]
 
 
 def check_directions(op: ResolvedOp, paths: Sequence[str]) -> None:
-    """Checks the directions that an op normalises.
-
-    Args:
-        op: the op.
-        paths: the path of each of its vectors.
+    """Checks the directions that an op normalises. `paths` are those of its vectors.
 
     Raises:
-        ZeroVector: a row is zero, so that it has no direction.
-        InvalidValue: at some layer, a direction of an Ablate lies in the span of those before it.
+        ZeroVector: a row is zero, so it has no direction.
+        InvalidValue: at some layer, a direction of an Ablate is in the span of earlier directions.
     """
     if op.op in (receipt_pb2.OP_ADD, receipt_pb2.OP_REPLACE):
         return
@@ -45,7 +42,7 @@ def check_directions(op: ResolvedOp, paths: Sequence[str]) -> None:
         if dependent is not None:
             raise InvalidValue(
                 f"row {rows[dependent]} lies in the span of the directions before it, to within "
-                f"{DEPENDENT:g} of its norm; leave it out",
+                f"{DEPENDENT:g} of its norm; remove it",
                 field=paths[dependent],
             )
 
@@ -55,7 +52,7 @@ def _rows_of(vector: Vector) -> npt.NDArray[np.float32]:
 
 
 def _dependent(directions: npt.NDArray[np.float32]) -> int | None:  # [k, W]
-    """The first direction that lies in the span of those before it; Gram-Schmidt, done twice."""
+    """Index of the first direction in the span of earlier ones, or None; Gram-Schmidt, twice."""
     basis: list[_Rows] = []
     for index, direction in enumerate(directions.astype(np.float64)):
         unit = direction / np.linalg.norm(direction)
@@ -63,8 +60,8 @@ def _dependent(directions: npt.NDArray[np.float32]) -> int | None:  # [k, W]
         for _ in range(2):
             for before in basis:
                 rest = rest - (rest @ before) * before
-        left = float(np.linalg.norm(rest))
-        if left <= DEPENDENT:
+        norm = float(np.linalg.norm(rest))
+        if norm <= DEPENDENT:
             return index
-        basis.append(rest / left)
+        basis.append(rest / norm)
     return None

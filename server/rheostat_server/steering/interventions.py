@@ -1,4 +1,4 @@
-"""Steering resolved into interventions, each of which has an act for the engine."""
+"""Resolves steering to interventions, each of which has an act for the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rheostat_engine import Act, ModelSites, Site
 from rheostat_server import validation
 from rheostat_server.errors import MissingField, NonFinite, NotSupported
 from rheostat_server.limits import INTERVENTIONS
-from rheostat_server.runs.store import Runs
+from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import (
     EVERYTHING,
     Selection,
@@ -47,13 +47,10 @@ class Intervention:
     """A resolved intervention of the server-wide steering, a request or an update."""
 
     origin: receipt_pb2.Origin.ValueType
-    """Where it came from."""
     index: int
-    """Its index there."""
+    """Index in the list of its origin."""
     op: ResolvedOp
-    """The op and its sites."""
     selection: Selection
-    """The selected tokens."""
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
@@ -72,7 +69,7 @@ class Intervention:
 
     @property
     def ref(self) -> receipt_pb2.InterventionRef:
-        """Its name in answers."""
+        """The reference to it in receipts."""
         return receipt_pb2.InterventionRef(origin=self.origin, index=self.index, op=self.op.op)
 
 
@@ -82,7 +79,7 @@ def resolve_steering(
     context: SelectionContext,
     vectors: VectorView,
     origin: receipt_pb2.Origin.ValueType,
-    runs: Runs | None = None,
+    runs: RunStore | None = None,
 ) -> tuple[Intervention, ...]:
     """Resolves a steering. Each intervention is checked alone; see `check_sums` for their sums.
 
@@ -118,12 +115,12 @@ def refuse_probes_and_rules(
     """
     if message.probes:
         raise NotSupported(
-            "probes are not served yet: capture with a projection, and read what comes",
+            "probes are not served yet: capture with a projection, and read the values",
             field=field_path(path, "probes"),
         )
     if message.rules:
         raise NotSupported(
-            "rules are not served yet: run a Session, and steer or stop it from what you read",
+            "rules are not served yet: run a Session, and steer or stop it from its events",
             field=field_path(path, "rules"),
         )
 
@@ -138,11 +135,12 @@ def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
         NonFinite: a sum could overflow. The error names the addition that exceeds the range.
     """
     adding: dict[int, list[_Addend]] = {}
-    for number, one in enumerate(interventions):
-        if one.op.op == receipt_pb2.OP_ADD:
-            (vector,) = one.op.vectors
-            for site, (row,) in zip(one.op.sites, one.op.rows, strict=True):
-                addend = _Addend(number, one, site, abs(one.op.scale) * vector.peaks[row])
+    for number, intervention in enumerate(interventions):
+        op = intervention.op
+        if op.op == receipt_pb2.OP_ADD:
+            (vector,) = op.vectors
+            for site, (row,) in zip(op.sites, op.rows, strict=True):
+                addend = _Addend(number, intervention, site, abs(op.scale) * vector.peaks[row])
                 adding.setdefault(site.index, []).append(addend)
     excesses = [
         _excess(addends, kind.largest)
@@ -153,12 +151,12 @@ def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
         return
     addends = min(filter(None, excesses), key=lambda addends: addends[-1].number)
     last = addends[-1]
-    beside = ""
+    included = ""
     if last.own and not all(addend.own for addend in addends):
-        beside = " together with what server-wide steering adds there"
+        included = " (server-wide steering included)"
     raise NonFinite(
-        f"what is added at {last.site.point.value} {last.site.layer} reaches {_sum(addends):.4g}"
-        f"{beside}, which is not finite in the model's {kind.value}",
+        f"the additions at {last.site.point.value} {last.site.layer} reach {_sum(addends):.4g}"
+        f"{included}, which is not finite in the model's {kind.value}",
         field=field_path(last.intervention.op.path, "scale"),
     )
 
@@ -192,19 +190,19 @@ def _excess(addends: Sequence[_Addend], largest: float) -> list[_Addend]:
             reach = ((reach[0][0], reach[-1][1]),)
         for start, end in reach:
             edges += [(end, False, addend), (start, True, addend)]
-    held: dict[int, _Addend] = {}
+    active: dict[int, _Addend] = {}
     total = 0.0
     for _, begins, addend in sorted(edges, key=itemgetter(0, 1)):
         if not begins:
-            total -= held.pop(addend.number).peak
+            total -= active.pop(addend.number).peak
             continue
-        held[addend.number] = addend
+        active[addend.number] = addend
         total += addend.peak
         if not total < largest:
-            meeting = [held[number] for number in sorted(held)]
-            sums = accumulate(intervention.peak for intervention in meeting)
-            needed = sum(1 for reached in sums if reached < largest)
-            return meeting[: needed + 1]
+            in_order = [active[number] for number in sorted(active)]
+            sums = accumulate(addend.peak for addend in in_order)
+            below = sum(1 for partial in sums if partial < largest)
+            return in_order[: below + 1]
     return []
 
 
@@ -215,13 +213,13 @@ def _resolve(
     vectors: VectorView,
     origin: receipt_pb2.Origin.ValueType,
     index: int,
-    runs: Runs | None,
+    runs: RunStore | None,
 ) -> Intervention:
     path = f"{INTERVENTION_PATH}[{index}]"
     check_served(intervention, path)
     if intervention.HasField("gate"):
         raise NotSupported(
-            "gates are not served yet: run a Session, and steer it from what you read",
+            "gates are not served yet: run a Session, and steer it from its events",
             field=field_path(path, "gate"),
         )
     if not intervention.HasField("sites"):

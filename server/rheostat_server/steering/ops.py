@@ -1,7 +1,7 @@
 """Converts ops of messages to acts of the engine.
 
-Invariant: an op that would not change a bit (scale 0, strength 0, factor 1, only zero rows to add)
-has no act. All its fields are checked nevertheless.
+An op that would not change a bit (scale 0, strength 0, factor 1, only zero rows to add) has no act.
+All its fields are checked nevertheless.
 """
 
 import math
@@ -40,17 +40,16 @@ class ResolvedOp:
     """An op at sites."""
 
     op: receipt_pb2.Op.ValueType
-    """Which."""
     path: str
     """Path of the op: "steering.interventions[0].add"."""
     sites: tuple[Site, ...]
-    """Where, by layer, then point."""
+    """By layer, then point."""
     vectors: tuple[Vector, ...]
     """In the order of the op's fields."""
     row_layers: tuple[tuple[int, ...], ...]
     """For each vector the layer of each row; empty: row i is for the i-th layer of the sites."""
     rows: tuple[tuple[int, ...], ...]
-    """At each of the sites the row of each vector."""
+    """For each site the row of each vector."""
     scale: float = 1.0
     """Add, NormAdd: the factor. Replace: alpha."""
     bands: tuple[Band, ...] = ()
@@ -231,7 +230,6 @@ def _vector_of(read: vector_pb2.Readout) -> vector_pb2.VectorRef | None:
 
 
 def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float, tuple[Band, ...]]:
-    """The scale and the bands of an op."""
     match intervention.WhichOneof("op"):
         case "ablate":
             ablate = intervention.ablate
@@ -283,7 +281,7 @@ def _band(band: steering_pb2.Band, path: str) -> Band:
     _check_read(band, path)
     if band.HasField("write"):
         raise NotSupported(
-            "writing along another vector than is read is not served yet: leave write out",
+            "writing along another vector than read is not served yet: leave write out",
             field=field_path(path, "write"),
         )
     return Band(low, high, _fraction(band, "strength", path))
@@ -291,7 +289,7 @@ def _band(band: steering_pb2.Band, path: str) -> Band:
 
 def _check_read(op: steering_pb2.Band | steering_pb2.Scale, path: str) -> None:
     if not op.HasField("read"):
-        raise MissingField("what is read is required", field=field_path(path, "read"))
+        raise MissingField("a readout is required", field=field_path(path, "read"))
     check_readout(op.read, OF_OPS, field_path(path, "read"))
 
 

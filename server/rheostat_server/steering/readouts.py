@@ -12,20 +12,20 @@ from rheostat_server.validation import field_path
 from rheostat_wire.v1 import vector_pb2
 
 
-class Reading(NamedTuple):
-    """How readouts can be used in one place."""
+class ReadoutRules(NamedTuple):
+    """The readouts that are served in one kind of message, and advice for the others."""
 
     normalise: vector_pb2.Normalise.ValueType
     """The normalisation that is served."""
     other: str
-    """What to do in place of another one."""
+    """Advice for another normalisation."""
     bias: str
-    """What to do in place of a bias."""
+    """Advice for a bias."""
     activation: str
-    """What to do in place of an activation."""
+    """Advice for an activation."""
 
 
-OF_OPS = Reading(
+OF_OPS = ReadoutRules(
     vector_pb2.NORMALISE_UNIT,
     "set NORMALISE_UNIT, and give numbers in units of the stream",
     "give min and max less the bias",
@@ -33,22 +33,22 @@ OF_OPS = Reading(
 )
 """Bands and scales."""
 
-OF_PROJECTIONS = Reading(
+OF_PROJECTIONS = ReadoutRules(
     vector_pb2.NORMALISE_NONE,
     "leave it out, and store vectors of norm 1 for NORMALISE_UNIT",
-    "leave it out, and add it to the numbers that come",
-    "leave it out, and apply it to the numbers that come",
+    "leave it out, and add it to the captured numbers",
+    "leave it out, and apply it to the captured numbers",
 )
 """Projections of captured rows."""
 
 
-def check_readout(readout: vector_pb2.Readout, reading: Reading, path: str) -> None:
-    """Refuses what is not served of a readout. Its vector is left to the caller.
+def check_readout(readout: vector_pb2.Readout, rules: ReadoutRules, path: str) -> None:
+    """Refuses a readout that is not served. Its vector is not checked.
 
     Raises:
         UnknownEnum: an enum is zero or unknown.
-        MissingField, InvalidValue: theta does not fit the activation.
-        NotSupported: something is not served.
+        MissingField, InvalidValue: theta does not match the activation.
+        NotSupported: a field has a value that is not served.
     """
     normalise, activation = vector_pb2.NORMALISE_NONE, vector_pb2.ACTIVATION_IDENTITY
     if readout.HasField("normalise"):
@@ -64,19 +64,19 @@ def check_readout(readout: vector_pb2.Readout, reading: Reading, path: str) -> N
     if readout.HasField("bias"):
         validation.finite(readout.bias, field_path(path, "bias"))
     _check_theta(readout, activation, path)
-    if normalise != reading.normalise:
+    if normalise != rules.normalise:
         raise NotSupported(
-            f"{vector_pb2.Normalise.Name(normalise)} is not served here yet: {reading.other}",
+            f"{vector_pb2.Normalise.Name(normalise)} is not served here yet: {rules.other}",
             field=field_path(path, "normalise"),
         )
     if activation != vector_pb2.ACTIVATION_IDENTITY:
         raise NotSupported(
-            f"{vector_pb2.Activation.Name(activation)} is not served yet: {reading.activation}",
+            f"{vector_pb2.Activation.Name(activation)} is not served yet: {rules.activation}",
             field=field_path(path, "activation"),
         )
     if readout.bias:
         raise NotSupported(
-            f"a bias is not served yet: {reading.bias}", field=field_path(path, "bias")
+            f"a bias is not served yet: {rules.bias}", field=field_path(path, "bias")
         )
 
 

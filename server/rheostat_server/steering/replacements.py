@@ -27,7 +27,7 @@ from rheostat_server.errors import (
     VectorShape,
 )
 from rheostat_server.limits import REPLACED_ROWS, VECTOR_BYTES
-from rheostat_server.runs.store import Run, Runs
+from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.runs.targets import RUN_ID
 from rheostat_server.selectors.selection import Selection, SelectionContext
 from rheostat_server.selectors.sites import SiteSelection, resolve_sites
@@ -86,7 +86,7 @@ class OpContext:
     """The model's sites."""
     vectors: VectorView
     """Where vectors are looked up."""
-    runs: Runs | None
+    runs: RunStore | None
     """The stored runs. None: they cannot be used here."""
 
     @property
@@ -293,7 +293,7 @@ def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) ->
         _runs(context, path).release(run)
 
 
-def _runs(context: OpContext, path: str) -> Runs:
+def _runs(context: OpContext, path: str) -> RunStore:
     if context.runs is None:
         raise NotSupported(
             "runs cannot be used here, because they belong to a prompt: send the Replace with a "

@@ -1,14 +1,14 @@
-"""A vector that a request refers to: its content in the store, and which row serves which layer.
+"""Looks up a vector that a request refers to, and the row for each layer.
 
-A vector with one row serves every layer with it. Of a vector with several rows, the first of these
-that is known says which layer each row is for:
+A single row is used at every layer. If there are several rows, their layers are the first of these
+that is known:
 
-1. the request (`row_layers`),
-2. the name that the request uses, if the name was stored with as many layers as there are rows,
+1. `row_layers` of the request,
+2. the layers of the name that the request uses, if there are as many as rows,
 3. the layers of the request, if there are as many as rows.
 
-The name comes before the request's own layers because rows for layers 1 and 4 that act at layers 2
-and 3 are an error that no result shows.
+The name comes before the request's layers, because otherwise rows for layers 1 and 4 could act at
+layers 2 and 3, and no result would show the error.
 """
 
 from collections.abc import Sequence
@@ -33,23 +33,16 @@ class FoundVector(NamedTuple):
     path: str
     """Path of the VectorRef."""
     vector: Vector
-    """Its content."""
     row_layers: tuple[int, ...]
-    """The layer of each row; empty: neither the request nor a name says it."""
+    """The layer of each row, from the request or a name; empty if neither has them."""
     name: str
-    """The name that says the layers; empty where the request does."""
+    """The name that has the layers; empty if the request has them."""
 
 
 def find_vector(
     ref: vector_pb2.VectorRef | None, vectors: VectorView, model: ModelSites, path: str
 ) -> FoundVector:
-    """The vector of a reference.
-
-    Args:
-        ref: the reference; None: it is missing.
-        vectors: where vectors are looked up.
-        model: the model's sites.
-        path: path of the reference.
+    """The vector of a reference, which is None if it is missing.
 
     Raises:
         InvalidArgument: the reference is malformed.
@@ -133,14 +126,14 @@ def _layers_of_rows(label: Name, vector: Vector, model: ModelSites) -> tuple[int
 
 
 def _range(layers: types_pb2.LayerRange, model: ModelSites) -> range:
-    """The layers of a message, which may be as long as uint32 allows, so that none is listed."""
+    """The layers of a message as a range, because they may be as many as uint32 allows."""
     stop = layers.stop if layers.HasField("stop") else model.num_layers
     step = layers.step if layers.HasField("step") else 1
     return range(layers.start, stop, step) if step else range(0)
 
 
 def _show(layers: Sequence[int]) -> str:
-    """As "2-5" or "0, 4, 7"; the first sixteen of more."""
+    """As "2-5" or "0, 4, 7"; the first 16 if there are more."""
     if len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1:
         return f"{layers[0]}-{layers[-1]}"
     more = f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN else ""
@@ -159,10 +152,10 @@ def _row_layers(ref: vector_pb2.VectorRef, path: str) -> tuple[int, ...]:
 
 
 def inline_vector(tensor: tensor_pb2.Tensor, width: int, path: str) -> Vector:
-    """The vector of a model of this width that a tensor in a request holds.
+    """The vector of a tensor inside a request. `width` is that of the model.
 
     Raises:
-        InvalidArgument: it is no vector.
+        InvalidArgument: it is not a vector of this width.
         MessageTooLarge: it is too large.
     """
     kind = float_type(tensor.dtype, field_path(path, "dtype"))

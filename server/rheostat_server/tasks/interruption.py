@@ -1,8 +1,8 @@
 """Ends a call whose client does not read, while a message to it cannot be written.
 
-Why: the handler's generator is suspended at a `yield` for as long as the write takes. It can
-neither raise an error nor release the resources of the call. The client gets the error once it has
-read the messages before.
+Why: the handler's generator is suspended at a `yield` while the write blocks. It can neither raise
+an error nor release the resources of the call. The client gets the error once it has read the
+earlier messages.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from rheostat_server.errors import RheostatError
 
 
 class Interruption:
-    """Whether a call was ended while it wrote. As a context it encloses each write."""
+    """Interrupts one call while it writes. As a context it encloses each write."""
 
     def __init__(self) -> None:
-        """The call goes on. From now on `interrupter` refers to it in this task."""
+        """Makes `interrupter` refer to this call in the current task."""
         self._error: RheostatError | None = None
         self._writing = False
         task = asyncio.current_task()
@@ -25,17 +25,12 @@ class Interruption:
         _CURRENT.set(self)
 
     def __enter__(self) -> None:
-        """Makes the call interruptible while the body writes a message."""
         self._writing = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Makes it uninterruptible again.
-
-        Raises:
-            RheostatError: the call was interrupted.
-        """
+        """Raises the error of `interrupt` if the call was interrupted."""
         self._writing = False
         if self._error is not None and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()

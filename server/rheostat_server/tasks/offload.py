@@ -13,13 +13,9 @@ R = TypeVar("R")
 
 
 async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Calls `work` directly if it processes few bytes, otherwise on a thread.
+    """Calls `work` directly if it processes few bytes (`size`), otherwise on a thread.
 
-    Args:
-        size: bytes that the work processes.
-        work: a function that uses no state of the event loop.
-        *args: its arguments.
-        **kwargs: its keyword arguments.
+    `work` may use no state of the event loop.
     """
     if size <= OFFLOAD_BYTES:
         return work(*args, **kwargs)
@@ -27,13 +23,6 @@ async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kw
 
 
 async def on_pool(pool: Executor, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Calls `work`, which may block, for example on a disk, on threads of its own.
-
-    Args:
-        pool: the threads.
-        work: a function that uses no state of the event loop.
-        *args: its arguments.
-        **kwargs: its keyword arguments.
-    """
+    """Calls `work`, which may block, for example on a disk, on the threads of a pool."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(pool, partial(work, *args, **kwargs))

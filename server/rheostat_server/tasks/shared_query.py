@@ -1,9 +1,8 @@
 """A query of the engine whose answer is shared by all callers.
 
 Why: a query is a collective call, for which every worker waits between two steps. Without this
-class, each call of `GetStats` would delay a step of every request.
-
-Invariant: at most one call runs, whatever the number of callers.
+class, each call of `GetStats` would delay a step of every request. At most one query runs at a
+time, whatever the number of callers.
 """
 
 import asyncio
@@ -14,16 +13,10 @@ T = TypeVar("T")
 
 
 class SharedQuery(Generic[T]):
-    """A query whose answer is kept for a moment. Used on the event loop alone."""
+    """A query whose answer is cached for `keep` seconds. Used on the event loop alone."""
 
-    def __init__(self, ask: Callable[[], Awaitable[T]], *, keep: float) -> None:
-        """There is no answer yet.
-
-        Args:
-            ask: queries the engine.
-            keep: seconds for which an answer may be given to later callers.
-        """
-        self._ask = ask
+    def __init__(self, query: Callable[[], Awaitable[T]], *, keep: float) -> None:
+        self._query = query
         self._keep = keep
         self._answer: T | None = None
         self._kept_until = 0.0
@@ -34,7 +27,7 @@ class SharedQuery(Generic[T]):
         """Runs after the running call, for callers that need an answer to a later call."""
 
     async def recent(self) -> T:
-        """The kept answer, or the answer of the running call, or of a new call.
+        """The cached answer, or the answer of the running call, or of a new call.
 
         Raises:
             EngineLost: the engine is gone.
@@ -46,27 +39,27 @@ class SharedQuery(Generic[T]):
         return await asyncio.shield(self._running)
 
     async def fresh(self) -> T:
-        """The answer of a call that begins from now on. Callers share it until it begins.
+        """The answer of a call that begins later than now. Callers share it until it begins.
 
         Raises:
             EngineLost: the engine is gone.
         """
         if self._running is None:
-            self._running = _started(self._call())
+            self._running = _start(self._call())
             return await asyncio.shield(self._running)
         if self._next is None:
-            self._next = _started(self._call_after(self._running))
+            self._next = _start(self._call_after(self._running))
         return await asyncio.shield(self._next)
 
     def expire(self) -> None:
-        """From now on, `recent` returns no answer of a call that began earlier."""
+        """Makes `recent` ignore answers of calls that have begun already."""
         self._answer = None
         self._outdated = self._running
 
     async def _call(self) -> T:
         call = asyncio.current_task()
         try:
-            answer = await self._ask()
+            answer = await self._query()
             if call is not self._outdated:
                 self._answer = answer
                 self._kept_until = asyncio.get_running_loop().time() + self._keep
@@ -80,8 +73,8 @@ class SharedQuery(Generic[T]):
         return await self._call()
 
 
-def _started(call: Coroutine[None, None, T]) -> asyncio.Task[T]:
-    """Starts a task. Its error is never logged as unread, because its callers may have ended."""
+def _start(call: Coroutine[None, None, T]) -> asyncio.Task[T]:
+    """Starts a task. asyncio does not log its error, because all callers may have ended."""
     task = asyncio.create_task(call)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task

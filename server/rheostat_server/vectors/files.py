@@ -1,8 +1,8 @@
-"""The folder of vectors: a safetensors file for each, named by its digest, and a table of names.
+"""The folder of vectors: a safetensors file per vector, named by digest, and a table of names.
 
-Invariants: a file under its final name is complete, even after a power failure. A file whose
-content does not match its digest is renamed, but neither loaded nor deleted. Only one server uses a
-folder at a time. Calls wait for the disk, so they run off the event loop, one at a time.
+A file under its final name is complete, even after a power failure. A file whose content does not
+match its digest is renamed, but neither loaded nor deleted. Only one server uses a folder at a
+time. Calls wait for the disk, so they run off the event loop, one at a time.
 """
 
 import fcntl
@@ -78,7 +78,7 @@ class VectorFiles:
             raise _unusable(folder, error) from error
         self._open = True
         self._names = NameFile(folder)
-        self._lost: list[str] = []
+        self._orphans: list[str] = []
         """Names without a vector, which are still on the disk."""
 
     def close(self) -> None:
@@ -107,15 +107,15 @@ class VectorFiles:
             names = self._names.read()
         except OSError as error:
             raise _unusable(self.folder, error) from error
-        there = {saved.vector.digest for saved in vectors}
+        digests = {saved.vector.digest for saved in vectors}
         for name, label in names.items():
-            if label.digest not in there:
+            if label.digest not in digests:
                 _LOG.warning(
                     'the name "%s" is dropped: its vector %s is not in %s',
                     name, label.digest.hex(), self.folder,
                 )  # fmt: skip
-        self._lost = [name for name, label in names.items() if label.digest not in there]
-        kept = {name: label for name, label in names.items() if label.digest in there}
+        self._orphans = [name for name, label in names.items() if label.digest not in digests]
+        kept = {name: label for name, label in names.items() if label.digest in digests}
         return Contents(vectors, kept)
 
     def write(self, vector: Vector, store_time: float) -> None:
@@ -125,10 +125,10 @@ class VectorFiles:
             OSError: the folder cannot be written, and is as it was.
             NotSupported: the folder cannot be written, and may have changed.
         """
-        if self._lost:
+        if self._orphans:
             # A dropped name may refer to this vector, and must not appear with it again.
-            self._names.delete_names(self._lost)
-            self._lost = []
+            self._names.delete_names(self._orphans)
+            self._orphans = []
         data = np.frombuffer(vector.data, np.uint8)
         tensor = TensorSpec(
             dtype=vector.kind.value,
@@ -146,17 +146,13 @@ class VectorFiles:
     def set_name(self, name: str, label: Name) -> None:
         """Returns once the disk has the name. Raises as `write`."""
         self._names.set_name(name, label)
-        self._lost = [lost for lost in self._lost if lost != name]
+        self._orphans = [orphan for orphan in self._orphans if orphan != name]
 
     def delete_name(self, name: str) -> None:
         """Returns once the name has left the disk. Raises as `write`."""
         self._names.delete_names([name])
 
     def _warn_of_earlier_names(self) -> None:
-        """Logs a warning if names of an earlier version exist, because they are not read.
-
-        Vectors without a name may be evicted.
-        """
         path = self.folder / _EARLIER_NAMES
         if path.exists():
             _LOG.warning(
@@ -181,17 +177,17 @@ class VectorFiles:
             os.close(folder)
 
     def _read_vectors(self) -> list[Saved]:
-        found = []
+        vectors = []
         for path in sorted(self.folder.iterdir()):
             if not _FILE.fullmatch(path.name):
                 continue
             try:
-                found.append(_read_vector(path))
+                vectors.append(_read_vector(path))
             except _Damaged as damage:
                 aside = _free_name(path)
                 os.replace(path, aside)
                 _LOG.error("%s is damaged, %s; it is %s from here on", path, damage, aside.name)
-        return sorted(found, key=lambda saved: saved.store_time)
+        return sorted(vectors, key=lambda saved: saved.store_time)
 
 
 def _move_in(data: bytes, path: Path) -> None:

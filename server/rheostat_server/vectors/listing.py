@@ -1,7 +1,4 @@
-"""The sorted keys of the store's entries.
-
-Invariant: keys ascend and are unique, so a page is found without visiting other entries.
-"""
+"""The sorted, unique keys of the store's entries, so that a page is found by binary search."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
@@ -25,7 +22,6 @@ class Listing:
     """The keys of all entries, by name, then digest."""
 
     def __init__(self) -> None:
-        """Makes an empty listing."""
         self._keys: list[Key] = []
 
     def add(self, name: str, digest: bytes) -> None:

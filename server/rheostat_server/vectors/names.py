@@ -1,13 +1,11 @@
 """Names of stored vectors on disk: one SQLite table.
 
 Why a database: a server may have 65,536 names with descriptions and sites. A change of one name
-must neither read nor write the others, and must survive a crash whole.
+must neither read nor write the others, and must be atomic even if the server crashes.
 
-Rules that its users follow:
-
-* One call at a time, off the event loop: every change waits for the disk.
-* A call that returns has its change on the disk. A call that raises OSError has changed nothing. If
-  it raises NotSupported, the change may appear when the server next starts.
+Calls run one at a time, off the event loop, because every change waits for the disk. When a call
+returns, its change is on the disk. If it raises OSError, nothing has changed. If it raises
+NotSupported, the change may appear when the server next starts.
 """
 
 import errno
@@ -46,15 +44,14 @@ _PRIMARY = 0xFF
 
 
 class NameFile:
-    """The table of a folder that only this process uses."""
+    """The table of a folder that only this process uses. The first call opens or makes it."""
 
     def __init__(self, folder: Path) -> None:
-        """The table in `folder`. The first call opens or makes it."""
         self.path = folder / NAMES_FILE
         self._opened: sqlite3.Connection | None = None
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the database."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
@@ -70,7 +67,7 @@ class NameFile:
             return {name: _label(*rest) for name, *rest in rows}
         except (sqlite3.Error, DecodeError, TypeError) as error:
             raise VectorDirFailed(
-                f"{self.path} is not what a server writes ({error}): repair it, or move it away to "
+                f"{self.path} is not a table of names ({error}): repair it, or move it away to "
                 "start without names"
             ) from error
 
@@ -106,11 +103,11 @@ class NameFile:
 
     def _database(self) -> sqlite3.Connection:
         if self._opened is None:
-            self._opened = _connected(self.path)
+            self._opened = _connect(self.path)
         return self._opened
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def _connect(path: Path) -> sqlite3.Connection:
     """Opens a connection for one thread at a time. A commit returns once it is on the disk."""
     database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     try:
@@ -128,5 +125,5 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 
 def _label(digest: bytes, description: str, sites: bytes | None) -> Name:
-    there = None if sites is None else types_pb2.SiteSet.FromString(sites)
-    return Name(digest, description, there)
+    site_set = None if sites is None else types_pb2.SiteSet.FromString(sites)
+    return Name(digest, description, site_set)

@@ -1,8 +1,8 @@
 """The store of vectors: immutable content under its digest, and names that can move.
 
-Invariants: a vector that has a name, or that a running request or the server-wide steering uses, is
-never evicted. So a name that moves or is deleted does not change running requests. Vectors and
-names each have a limit of memory. Names are on stored vectors only.
+A vector that has a name, or that a running request or the server-wide steering uses, is never
+evicted. So a name that moves or is deleted does not change running requests. Vectors and names each
+have a limit of memory. Every name refers to a stored vector.
 """
 
 import time
@@ -42,11 +42,8 @@ class Vector:
     digest: bytes
     """SHA-256 of the canonical form; see `VectorRef` in steering.proto."""
     kind: FloatType
-    """Element type."""
     rows: int
-    """Number of rows."""
     width: int
-    """Width of a row."""
     data: bytes
     """Elements, little-endian, row-major."""
     norms: tuple[float, ...]
@@ -65,11 +62,11 @@ class Vector:
 
 
 def vector_rows(shape: Sequence[int], width: int, path: str) -> int:
-    """The rows of a vector of this shape, which must be [rows, width] of the model.
+    """The number of rows of a vector of this shape, which must be [rows, `width`].
 
     Raises:
         InvalidValue: it has too many extents.
-        VectorShape: it is not, or has too many rows.
+        VectorShape: it is another shape, or has too many rows.
     """
     validation.check_count(len(shape), TENSOR_RANK, path, "extents")
     if len(shape) != 2 or not 1 <= shape[0] <= VECTOR_ROWS or shape[1] != width:
@@ -118,7 +115,6 @@ class Name:
 
 
 def _name_bytes(name: str, label: Name) -> int:
-    """Approximate memory of a name."""
     text = len(name) + len(label.description.encode())
     if label.sites is None:
         return _NAME_BYTES + text
@@ -151,7 +147,6 @@ class VectorView:
     """
 
     def __init__(self, vectors: Mapping[bytes, Vector], names: Mapping[str, Name]) -> None:
-        """Reads from a store's own dictionaries."""
         self._vectors = vectors
         self._names = names
 
@@ -193,10 +188,9 @@ class VectorView:
 
 
 class Lookups(VectorView):
-    """Looks up vectors, and records the results."""
+    """A view that records the results of its look-ups."""
 
     def __init__(self, view: VectorView) -> None:
-        """Looks up in the same store as `view`."""
         super().__init__(view._vectors, view._names)
         self.vectors: dict[bytes, Vector] = {}
         """The vectors that were found, by digest."""
@@ -215,16 +209,14 @@ class Lookups(VectorView):
 
 
 class VectorStore:
-    """All vectors of a server. Used on the event loop alone; no method waits."""
+    """All vectors of a server. Used on the event loop alone; no method waits.
+
+    `on_evict` is called with the digest of every evicted vector.
+    """
 
     def __init__(self, capacity: int, on_evict: Callable[[bytes], None]) -> None:
-        """An empty store.
-
-        Args:
-            capacity: bytes that all vectors together may take.
-            on_evict: is called with the digest of every evicted vector.
-        """
         self.capacity = capacity
+        """Bytes that all vectors together may take."""
         self._on_evict = [on_evict]
         self._vectors: OrderedDict[bytes, Vector] = OrderedDict()
         self._store_time: dict[bytes, float] = {}
@@ -232,21 +224,19 @@ class VectorStore:
         self._view = VectorView(self._vectors, self._names)
         self._named: Counter[bytes] = Counter()
         self._users: Counter[bytes] = Counter()
-        self._kept: Counter[bytes] = Counter()
+        self._retained: Counter[bytes] = Counter()
         self._listing = Listing()
         self._used = 0
         self._names_used = 0
 
     def follow(self, on_evict: Callable[[bytes], None]) -> None:
-        """Calls another function with the digest of every evicted vector."""
+        """Also calls this function with the digest of every evicted vector."""
         self._on_evict.append(on_evict)
 
     def __len__(self) -> int:
-        """How many vectors are stored."""
         return len(self._vectors)
 
     def __contains__(self, digest: bytes) -> bool:
-        """Whether a vector is stored."""
         return digest in self._vectors
 
     @property
@@ -316,7 +306,7 @@ class VectorStore:
         """
         before = self._names.get(name)
         if before is None and len(self._names) >= NAMES:
-            raise StoreFull(f"there are {NAMES} names, the most; delete some", field=path)
+            raise StoreFull(f"there are {NAMES} names, the maximum; delete some", field=path)
         size = self._more_bytes(name, label, before)
         if self._names_used + size > NAMES_BYTES:
             raise StoreFull(
@@ -343,22 +333,22 @@ class VectorStore:
 
     @contextmanager
     def retained(self, vector: Vector) -> Iterator[bool]:
-        """Stores a vector, and keeps it during the context. Yields whether it was stored before.
+        """Stores a vector, and pins it during the context. Yields whether it was stored before.
 
-        If the context fails, a vector that was not stored before is removed, unless it is used.
+        If the context fails, a vector that was not stored before is removed, unless it is in use.
 
         Raises:
             StoreFull: vectors in use leave too little memory.
         """
-        existed = wanted = vector.digest in self
+        existed = keep = vector.digest in self
         self.retain([vector])
         try:
             yield existed
-            wanted = True
+            keep = True
         finally:
             self.release([vector])
             digest = vector.digest
-            if not (wanted or self._named[digest] or self._users[digest] or self._kept[digest]):
+            if not (keep or self._named[digest] or self._users[digest] or self._retained[digest]):
                 self._evict(digest)
 
     def get(self, digest: bytes, path: str) -> Vector:
@@ -382,7 +372,7 @@ class VectorStore:
     def still_has(self, names: Mapping[str, Name], vectors: Mapping[bytes, Vector]) -> bool:
         """Whether the store still has these names and vectors.
 
-        If so, the vectors count as just used.
+        If so, the vectors count as used now.
         """
         for name, label in names.items():
             if self._names.get(name) is not label:
@@ -431,20 +421,20 @@ class VectorStore:
         Raises:
             StoreFull: vectors in use leave too little memory. None of these vectors is then kept.
         """
-        kept: list[Vector] = []
+        retained: list[Vector] = []
         try:
             for vector in vectors:
                 self.put(vector)
-                self._kept[vector.digest] += 1
-                kept.append(vector)
+                self._retained[vector.digest] += 1
+                retained.append(vector)
         except StoreFull:
-            self.release(kept)
+            self.release(retained)
             raise
 
     def release(self, vectors: Sequence[Vector]) -> None:
         """Ends one `retain`."""
-        self._kept.subtract(vector.digest for vector in vectors)
-        self._kept += Counter()
+        self._retained.subtract(vector.digest for vector in vectors)
+        self._retained += Counter()  # removes counts of 0
 
     def entry(self, name: str, digest: bytes, path: str) -> Entry:
         """The entry of one vector with a name, or without one if `name` is empty."""
@@ -482,7 +472,7 @@ class VectorStore:
         for digest, vector in self._vectors.items():
             if free >= size:
                 break
-            if self._named[digest] or self._kept[digest]:
+            if self._named[digest] or self._retained[digest]:
                 continue
             if self._users[digest]:
                 pinned += vector.size

@@ -1,8 +1,8 @@
 """Uploads of vectors: reads a header and chunks, and checks the chunks against the header.
 
-Invariants: the elements of all uploads together take at most `UPLOADED_BYTES`, from the header
-until the vector is stored or refused. An upload that is too slow is refused, so that it occupies no
-memory. A stored header does not keep the rest of its message in memory.
+The elements of all uploads together take at most `UPLOADED_BYTES`, from the header until the vector
+is stored or refused. An upload that is too slow is refused, so that it does not occupy memory. A
+stored header does not keep the rest of its message in memory.
 """
 
 import asyncio
@@ -41,9 +41,8 @@ from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, make_vector, vector_rows
 from rheostat_wire.v1 import steering_service_pb2, types_pb2
 
-_PATIENCE = 1.0
-"""Seconds for which a refused upload is read on."""
-
+_DRAIN_SECONDS = 1.0
+"""Seconds for which a refused upload is still read."""
 
 Messages = AsyncIterator[steering_service_pb2.PutVectorRequest]
 
@@ -59,9 +58,8 @@ class Uploads:
     """Receives the uploads of a server."""
 
     def __init__(self) -> None:
-        """There are no uploads."""
-        self._held = 0
-        self._making = asyncio.Lock()
+        self._reserved = 0
+        self._converting = asyncio.Lock()
 
     @asynccontextmanager
     async def receive(
@@ -69,43 +67,39 @@ class Uploads:
     ) -> AsyncIterator[Upload]:
         """Reads an upload to its end. Its memory is reserved while the context lasts.
 
-        A refused upload is read on for a moment. Otherwise the client's write fails, and Python's
-        asyncio gRPC then reports INTERNAL in place of the status.
+        `width` is W of the model, `layers` its number of layers, `capacity` the bytes of the store.
 
-        Args:
-            messages: the header, then chunks.
-            width: W of the model.
-            layers: number of layers of the model.
-            capacity: bytes of the store.
+        A refused upload is still read for a moment. Otherwise the client's write fails, and
+        Python's asyncio gRPC then reports INTERNAL instead of the status.
 
         Raises:
-            InvalidArgument: the upload is not what its header says.
-            ResourceExhausted: it is too large, or other uploads leave too little room.
+            InvalidArgument: the upload does not match its header.
+            ResourceExhausted: it is too large, or other uploads leave too little memory.
         """
-        with ExitStack() as room:
+        with ExitStack() as stack:
             try:
                 header = await _read_header(messages, width, layers, capacity)
-                room.enter_context(self._room(header.total_bytes))
+                stack.enter_context(self._reserve(header.total_bytes))
                 vector = await self._read_vector(header, messages)
             except RheostatError:
-                await _read_on(messages)
+                await _drain(messages)
                 raise
             yield Upload(header, vector)
 
     @contextmanager
-    def _room(self, size: int) -> Iterator[None]:
-        if self._held + size > UPLOADED_BYTES:
+    def _reserve(self, size: int) -> Iterator[None]:
+        if self._reserved + size > UPLOADED_BYTES:
             raise QueueFull(
                 f"the upload has {size} bytes; other uploads leave "
-                f"{UPLOADED_BYTES - self._held} of {UPLOADED_BYTES}. Try again later",
+                f"{UPLOADED_BYTES - self._reserved} of {UPLOADED_BYTES}. Try again later",
                 field="header.total_bytes",
                 retry_after=RETRY_SECONDS,
             )
-        self._held += size
+        self._reserved += size
         try:
             yield
         finally:
-            self._held -= size
+            self._reserved -= size
 
     async def _read_vector(
         self, header: steering_service_pb2.VectorHeader, messages: Messages
@@ -120,8 +114,8 @@ class Uploads:
             raise TruncatedUpload(
                 f"{len(data)} of {header.total_bytes} bytes came", field="header.total_bytes"
             )
-        # Making a vector briefly takes several times its memory.
-        async with self._making:
+        # `make_vector` needs several times the memory of the vector, so one runs at a time.
+        async with self._converting:
             vector = await offload(len(data), _make, header, data)
         if header.digest and header.digest != vector.digest:
             raise DigestMismatch(
@@ -136,7 +130,7 @@ async def _in_time(
     """The next message of an upload, None at its end.
 
     Raises:
-        TruncatedUpload: it did not come in time. Without the limit, a silent upload would occupy
+        TruncatedUpload: it did not arrive in time. Without the limit, a silent upload would occupy
             memory for ever.
     """
     due = begun + UPLOAD_GRACE_SECONDS + received / UPLOAD_BYTES_PER_SECOND
@@ -161,17 +155,17 @@ async def _read_header(
         if _part(message) != "header":
             raise MissingField("the first message is the header", field="header")
         _check_header(message.header, width, layers, capacity)
-        return _detached(message.header)
+        return _copy(message.header)
     raise TruncatedUpload("the upload ended without a header", field="header")
 
 
-async def _read_on(messages: Messages) -> None:
-    left = VECTOR_BYTES
+async def _drain(messages: Messages) -> None:
+    remaining = VECTOR_BYTES
     with suppress(TimeoutError, RheostatError):
-        async with asyncio.timeout(_PATIENCE):
+        async with asyncio.timeout(_DRAIN_SECONDS):
             async for message in messages:
-                left -= max(len(message.chunk), 1)
-                if left < 0:
+                remaining -= max(len(message.chunk), 1)
+                if remaining < 0:
                     return
 
 
@@ -179,8 +173,8 @@ def _part(message: steering_service_pb2.PutVectorRequest) -> str:
     return validation.required(message.WhichOneof("part"), "", "header and chunk")
 
 
-def _detached(header: steering_service_pb2.VectorHeader) -> steering_service_pb2.VectorHeader:
-    """A copy, because any part of a message keeps all of it in memory."""
+def _copy(header: steering_service_pb2.VectorHeader) -> steering_service_pb2.VectorHeader:
+    """Copies a header, because any part of a message keeps all of it in memory."""
     copy = steering_service_pb2.VectorHeader()
     copy.CopyFrom(header)
     return copy
@@ -203,8 +197,8 @@ def check_label(name: str, description: str, path: str) -> None:
     validation.text_bytes(description, NAME_DESCRIPTION_BYTES, field_path(path, "description"))
 
 
-def check_meant_sites(sites: types_pb2.SiteSet, layer_count: int, path: str) -> None:
-    """Checks the sites of a name, for a model with `layer_count` layers.
+def check_default_sites(sites: types_pb2.SiteSet, layer_count: int, path: str) -> None:
+    """Checks the default sites of a name, for a model with `layer_count` layers.
 
     Raises:
         InvalidValue: there are too many.
@@ -233,7 +227,7 @@ def _check_header(
     if header.digest and len(header.digest) != hashlib.sha256().digest_size:
         raise InvalidValue("a digest has 32 bytes", field="header.digest")
     check_label(header.name, header.description, "header")
-    check_meant_sites(header.sites, layers, "header.sites")
+    check_default_sites(header.sites, layers, "header.sites")
     total = header.total_bytes
     if total > VECTOR_BYTES:
         raise MessageTooLarge(

@@ -192,7 +192,7 @@ async def idle(running: Running) -> None:
     listed = await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest())
     for run in listed.runs:
         await running.client.runs.DeleteRun(run_service_pb2.DeleteRunRequest(run_id=run.run_id))
-    assert (len(manager.runs), manager.runs.making, manager.runs.used_bytes) == (0, 0, 0)
+    assert (len(manager.runs), manager.runs.unfinished, manager.runs.used_bytes) == (0, 0, 0)
     backend = running.backend
     assert not backend.plans
     for log in (backend.jobs, backend.aborted, backend.updates, backend.capture_updates):

@@ -49,7 +49,7 @@ def test_what_is_in_use_stays_open_however_many_there_are(tmp_path: Path) -> Non
         files.use("b", opener(tmp_path / "b")) as b,
         files.use("c", opener(tmp_path / "c")),
     ):
-        files.forget("b")
+        files.close_file("b")
         for descriptor in (a, b):
             os.write(descriptor, b"there")
     assert len(files) == 1
@@ -74,7 +74,7 @@ def test_threads_never_meet_a_closed_descriptor(tmp_path: Path) -> None:
             with files.use(number, opener(tmp_path / f"{number}")) as descriptor:
                 os.write(descriptor, b".")
             if rng.random() < 0.1:
-                files.forget(number)
+                files.close_file(number)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))

@@ -248,7 +248,7 @@ def test_only_what_meets_is_in_the_sum_that_a_refusal_tells() -> None:
         add(LARGE, where=selector(window(1, 2))),
         add(LARGE, scale=0.75, where=selector(window(1, 3))),
     ]
-    with pytest.raises(errors.NonFinite, match=r"resid_post 1 reaches 7e\+04, which") as caught:
+    with pytest.raises(errors.NonFinite, match=r"resid_post 1 reach 7e\+04, which") as caught:
         admitted(request(steer=steer), HALF)
     assert caught.value.field == "steering.interventions[2].add.scale"
 

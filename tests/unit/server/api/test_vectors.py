@@ -149,7 +149,7 @@ async def test_a_wrong_upload_is_refused_and_stores_nothing(
 
 
 async def test_a_refusal_reaches_a_client_that_is_still_writing(running, monkeypatch) -> None:
-    monkeypatch.setattr(upload, "_PATIENCE", 60.0)  # 320 MiB pass through this one process
+    monkeypatch.setattr(upload, "_DRAIN_SECONDS", 60.0)  # 320 MiB pass through this one process
     many = [header(shape=[1, WIDTH + 1]), *[chunk(bytes(1024 * 1024))] * 8]
 
     async def refused() -> str:

@@ -94,7 +94,7 @@ async def test_rows_of_two_widths_do_not_go_into_one_capture(mixture) -> None:
     both = capture(site_set(POST, ROUTER, layers=[1]))
     refusal = await refused(mixture, captures=[both])
     assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_INVALID_VALUE", "captures[0].sites")
-    assert "in a capture of its own" in refusal.message
+    assert "capture router_logits separately" in refusal.message
     refusal = await refused(mixture, captures=[router(1, 2)])
     assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_INVALID_VALUE", "captures[0].sites")
 

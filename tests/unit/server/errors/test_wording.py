@@ -99,7 +99,7 @@ def test_a_message_that_the_chat_template_leaves_out_is_refused() -> None:
         with pytest.raises(errors.InvalidValue) as caught:
             admitted(chat(*roles), at)
         assert caught.value.message == (
-            'the model\'s chat template leaves out messages of the role "usr"; it is for roles '
+            'the model\'s chat template omits messages of the role "usr"; it is for roles '
             'such as "system", "user" and "assistant"'
         )
         assert caught.value.field == f"chat.messages[{roles.index('usr')}].role"
@@ -108,5 +108,5 @@ def test_a_message_that_the_chat_template_leaves_out_is_refused() -> None:
 
 def test_what_a_chat_template_says_is_passed_on() -> None:
     assert message_of(chat("nobody")) == (
-        "the model's chat template does not take these messages: nobody speaks"
+        "the model's chat template refuses these messages: nobody speaks"
     )

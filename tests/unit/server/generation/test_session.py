@@ -103,7 +103,7 @@ async def test_an_update_finds_text_in_a_prompt_of_token_ids_whatever_the_sessio
     assert decoded == [P]
     running.backend.hold.set()
     assert kinds(await talk.end())[-1] == "receipt"
-    assert len(running.manager.prompts._read) == 0
+    assert len(running.manager.prompts._decoded) == 0
 
 
 async def test_without_a_tokenizer_an_update_that_names_text_is_refused(starter) -> None:

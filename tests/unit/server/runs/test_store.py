@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rheostat_engine import Point, Site
 from rheostat_server.errors import RowsLost, RunExists, RunInUse, RunNotFound, StoreFull
-from rheostat_server.runs.store import Run, RunDraft, Runs
+from rheostat_server.runs.store import Run, RunDraft, RunStore
 from rheostat_server.runs.targets import RunTarget
 from rheostat_server.sinks import CaptureAbout, Ending, Outcome, RowBlock
 from rheostat_server.tensors import FloatType
@@ -40,30 +40,30 @@ def block(first: int, count: int, *, baseline: bool = False) -> RowBlock:
     return RowBlock(0, 0, SITES, positions, positions, {"rows": rows.reshape(shape)}, baseline)
 
 
-def begin(store: Runs, run_id: str, lease: float = 1.0, *, lossless: bool = False) -> RunDraft:
+def begin(store: RunStore, run_id: str, lease: float = 1.0, *, lossless: bool = False) -> RunDraft:
     about = CaptureAbout(0, SITES, FloatType.FLOAT32, WIDTH)
     return store.begin(RunTarget(run_id, lease), about, (5, 6, 7), {}, "run", lossless=lossless)
 
 
-def make(store: Runs, run_id: str, positions: int = 1, lease: float = 1.0) -> None:
+def make(store: RunStore, run_id: str, positions: int = 1, lease: float = 1.0) -> None:
     draft = begin(store, run_id, lease)
     draft.write(block(0, positions))
     draft.finish(WHOLE)
     assert draft.keep()
 
 
-def ids(store: Runs) -> list[str]:
+def ids(store: RunStore) -> list[str]:
     return [run.id for run in store.page(0, 1000).runs]
 
 
-def found(store: Runs, run_id: str) -> Run:
+def found(store: RunStore, run_id: str) -> Run:
     run = store.hold(run_id, "run")
     store.release(run)
     return run
 
 
 def test_a_run_holds_the_rows_that_were_written_at_every_site_in_order() -> None:
-    store = Runs(1 << 20, Clock())
+    store = RunStore(1 << 20, Clock())
     draft = begin(store, "a", lease=60.0)
     blocks = [block(0, 3), block(3, 1), block(7, 2)]
     for one in blocks:
@@ -89,7 +89,7 @@ def test_a_run_holds_the_rows_that_were_written_at_every_site_in_order() -> None
 
 
 def test_rows_that_come_one_at_a_time_are_joined() -> None:
-    store = Runs(1 << 30)
+    store = RunStore(1 << 30)
     draft = begin(store, "a")
     count = 3 * (1 << 20) // (ROW - 4)
     for position in range(count):
@@ -102,7 +102,7 @@ def test_rows_that_come_one_at_a_time_are_joined() -> None:
 
 
 def test_a_run_without_rows_has_none() -> None:
-    store = Runs(1 << 20)
+    store = RunStore(1 << 20)
     draft = begin(store, "a")
     draft.finish(WHOLE)
     draft.keep()
@@ -111,7 +111,7 @@ def test_a_run_without_rows_has_none() -> None:
 
 def test_the_run_that_was_used_longest_ago_gives_way() -> None:
     clock = Clock()
-    store = Runs(3 * (EMPTY + ROW), clock)
+    store = RunStore(3 * (EMPTY + ROW), clock)
     for run_id in "abc":
         make(store, run_id)
     clock.now += 2
@@ -122,7 +122,7 @@ def test_the_run_that_was_used_longest_ago_gives_way() -> None:
 
 def test_a_lease_keeps_a_run_until_it_ends_and_is_never_shortened() -> None:
     clock = Clock()
-    store = Runs(EMPTY + ROW, clock)
+    store = RunStore(EMPTY + ROW, clock)
     make(store, "a", lease=10.0)
     assert store.renew("a", 2.0, "run").lease_expire_time == 1010.0
     assert store.renew("a", 20.0, "run").lease_expire_time == 1020.0
@@ -136,7 +136,7 @@ def test_a_lease_keeps_a_run_until_it_ends_and_is_never_shortened() -> None:
 
 def test_nothing_is_evicted_for_a_run_that_finds_no_room_all_the_same() -> None:
     clock = Clock()
-    store = Runs(2 * (EMPTY + ROW), clock)
+    store = RunStore(2 * (EMPTY + ROW), clock)
     make(store, "a")
     make(store, "b", lease=99.0)
     clock.now += 2
@@ -145,12 +145,12 @@ def test_nothing_is_evicted_for_a_run_that_finds_no_room_all_the_same() -> None:
     with pytest.raises(StoreFull):
         draft.write(block(0, 2))
     draft.abandon(StoreFull("full"))
-    assert (ids(store), store.used_bytes, store.making) == (["b"], EMPTY + ROW, 0)
+    assert (ids(store), store.used_bytes, store.unfinished) == (["b"], EMPTY + ROW, 0)
 
 
 def test_a_run_that_is_held_neither_gives_way_nor_can_be_deleted() -> None:
     clock = Clock()
-    store = Runs(EMPTY + ROW, clock)
+    store = RunStore(EMPTY + ROW, clock)
     make(store, "a")
     clock.now += 2
     run = store.hold("a", "run")
@@ -165,7 +165,7 @@ def test_a_run_that_is_held_neither_gives_way_nor_can_be_deleted() -> None:
 
 
 def test_an_id_names_one_run_or_one_that_is_made() -> None:
-    store = Runs(1 << 20)
+    store = RunStore(1 << 20)
     draft = begin(store, "a")
     with pytest.raises(RunExists, match="being made"):
         store.check("a", 0, "run")
@@ -182,11 +182,11 @@ def test_an_id_names_one_run_or_one_that_is_made() -> None:
 
 
 def test_a_run_that_was_given_up_takes_no_more_and_frees_its_id_at_once() -> None:
-    store = Runs(1 << 20)
+    store = RunStore(1 << 20)
     draft = begin(store, "a")
     draft.write(block(0, 1))
     draft.drop()
-    assert (store.used_bytes, store.making) == (0, 0)
+    assert (store.used_bytes, store.unfinished) == (0, 0)
     make(store, "a")
     draft.write(block(1, 1))
     draft.finish(WHOLE)
@@ -196,7 +196,7 @@ def test_a_run_that_was_given_up_takes_no_more_and_frees_its_id_at_once() -> Non
 
 
 def test_an_aborted_run_is_none() -> None:
-    store = Runs(1 << 20)
+    store = RunStore(1 << 20)
     draft = begin(store, "a")
     draft.write(block(0, 1))
     draft.finish(Outcome(Ending.ABORTED, 0, ("aborted",)))
@@ -204,14 +204,14 @@ def test_an_aborted_run_is_none() -> None:
 
 
 def test_a_run_is_not_kept_before_its_last_row_has_come() -> None:
-    store = Runs(1 << 20)
+    store = RunStore(1 << 20)
     draft = begin(store, "a")
     draft.write(block(0, 1))
-    assert (draft.keep(), ids(store), store.making) == (False, [], 1)
+    assert (draft.keep(), ids(store), store.unfinished) == (False, [], 1)
 
 
 def test_a_run_that_lost_rows_has_the_others() -> None:
-    store = Runs(1 << 20)
+    store = RunStore(1 << 20)
     draft = begin(store, "a")
     draft.write(block(4, 1))
     draft.finish(Outcome(Ending.PARTIAL, 3, ("length",)))
@@ -220,7 +220,7 @@ def test_a_run_that_lost_rows_has_the_others() -> None:
 
 
 def test_a_run_of_which_no_row_may_be_lost_is_none_where_one_is() -> None:
-    store = Runs(1 << 20)
+    store = RunStore(1 << 20)
     draft = begin(store, "a", lossless=True)
     draft.write(block(4, 1))
     with pytest.raises(RowsLost) as caught:
@@ -235,7 +235,7 @@ class Store(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.store = Runs(4 * EMPTY + 20 * ROW, self.clock)
+        self.store = RunStore(4 * EMPTY + 20 * ROW, self.clock)
         self.names = map(str, itertools.count(10))
         self.drafts: list[RunDraft] = []
         self.held: list[Run] = []
@@ -307,7 +307,7 @@ class Store(RuleBasedStateMachine):
         runs = self.store.page(0, 1000).runs
         made = sum(run.size for run in runs) + sum(draft.size for draft in self.drafts)
         assert self.store.used_bytes == made <= self.store.capacity
-        assert (len(self.store), self.store.making) == (len(runs), len(self.drafts))
+        assert (len(self.store), self.store.unfinished) == (len(runs), len(self.drafts))
 
     @invariant()
     def what_is_held_or_leased_is_there(self) -> None:

@@ -33,7 +33,7 @@ def test_a_stretch_of_text_is_held_by_the_tokens_that_share_a_character(places, 
     end = start + size
     held = [p for p, (a, b) in enumerate(places) if a < end and b > start and a < b]
     expected = (held[0], held[-1] + 1) if held else None
-    assert index("x" * 20, places).holding(start, end) == expected
+    assert index("x" * 20, places).tokens_of_text(start, end) == expected
 
 
 @given(st.text("ab", max_size=12), st.text("ab", min_size=1, max_size=3))
@@ -86,6 +86,6 @@ def test_searching_for_many_texts_in_a_long_prompt_is_refused(monkeypatch) -> No
         resolve_selector(where, SelectionContext(prompt, 4, vocabulary=128), "where")
 
     resolved("abc")
-    with pytest.raises(InvalidValue, match="go over more than") as caught:
+    with pytest.raises(InvalidValue, match="searches more than") as caught:
         resolved("abcd")
     assert caught.value.field == "where.include[3].text"

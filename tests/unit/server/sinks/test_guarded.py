@@ -10,10 +10,10 @@ from rheostat_server import errors
 from rheostat_server.sinks import (
     Artifact,
     Ending,
-    Found,
     Layout,
     Outcome,
     Point,
+    SinkArtifact,
     SinkError,
     SinkFailed,
     Sinks,
@@ -21,7 +21,7 @@ from rheostat_server.sinks import (
     State,
     parse_sink,
 )
-from rheostat_server.sinks.guarded import Written
+from rheostat_server.sinks.guarded import RecentArtifacts
 from rheostat_server.sinks.samples import CAPTURES, blocks, request
 
 from ..sink_plugins import Broken, failing, recorded, with_plugin
@@ -36,14 +36,16 @@ def sinks(tmp_path: Path):
     found.close()
 
 
-def looked_up(sinks: Sinks, request_id: str, sink: str = "") -> list[Found]:
-    return asyncio.run(sinks.lookup(request_id, sink, most=1000)).found
+def looked_up(sinks: Sinks, request_id: str, sink: str = "") -> list[SinkArtifact]:
+    return asyncio.run(sinks.lookup(request_id, sink, most=1000)).artifacts
 
 
 def test_artifacts_are_asked_for_by_request_and_sink(sinks: Sinks) -> None:
     made = recorded(sinks, request("a", Layout.PACKED, sink="disk"))
     recorded(sinks, request("a", None, sink="m"))
-    expected = sorted((Found("disk", one) for one in made), key=lambda one: one.artifact.path)
+    expected = sorted(
+        (SinkArtifact("disk", one) for one in made), key=lambda one: one.artifact.path
+    )
     assert looked_up(sinks, "a") == looked_up(sinks, "a", "disk") == expected
     for name, sink in (("b", ""), ("a", "m")):
         with pytest.raises(errors.ArtifactNotFound):
@@ -77,7 +79,7 @@ def test_a_sink_that_remembers_nothing_is_remembered_for() -> None:
     recording = sinks.open(request("a", None, sink="s"))
     assert [one.artifact.state for one in looked_up(sinks, "a")] == [State.PENDING]
     (made,) = recording.finish(COMPLETE)
-    assert looked_up(sinks, "a") == [Found("s", made)]
+    assert looked_up(sinks, "a") == [SinkArtifact("s", made)]
 
 
 def test_a_request_that_is_refused_takes_nothing_from_what_is_remembered() -> None:
@@ -89,7 +91,7 @@ def test_a_request_that_is_refused_takes_nothing_from_what_is_remembered() -> No
     sink.fails = {"open": SinkError("it is there")}
     with pytest.raises(SinkFailed):
         sinks.open(about)
-    assert looked_up(sinks, "a") == [Found("s", made)]
+    assert looked_up(sinks, "a") == [SinkArtifact("s", made)]
 
 
 def artifacts(count: int, state: State = State.COMPLETE) -> list[Artifact]:
@@ -106,24 +108,24 @@ def artifacts(count: int, state: State = State.COMPLETE) -> list[Artifact]:
 
 
 def test_the_last_requests_are_remembered_and_no_more() -> None:
-    written = Written(6000)
+    written = RecentArtifacts(6000)
     for name in ("a", "b", "a", "c"):
-        written.note(request(name, None), artifacts(3))
-    assert [len(written.of(name)) for name in "abc"] == [3, 0, 3]
-    written.note(request("d", None), artifacts(100))  # more than all may take
-    assert [len(written.of(name)) for name in "abcd"] == [0, 0, 0, 100]
+        written.record(request(name, None), artifacts(3))
+    assert [len(written.get(name)) for name in "abc"] == [3, 0, 3]
+    written.record(request("d", None), artifacts(100))  # more than all may take
+    assert [len(written.get(name)) for name in "abcd"] == [0, 0, 0, 100]
 
 
 def test_what_is_remembered_takes_bounded_memory_however_many_files_requests_have() -> None:
-    written = Written(1 << 20)
+    written = RecentArtifacts(1 << 20)
     tracemalloc.start()
     for number in range(300):
-        written.note(request(f"r{number}", None), artifacts(200, State.PENDING))
-        written.note(request(f"r{number}", None), artifacts(200))
+        written.record(request(f"r{number}", None), artifacts(200, State.PENDING))
+        written.record(request(f"r{number}", None), artifacts(200))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 2 << 20
-    assert len(written.of("r299")) == 200
+    assert len(written.get("r299")) == 200
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
@@ -136,10 +138,10 @@ def test_artifacts_come_in_pages(sinks: Sinks, size: int) -> None:
     pages, after = [], None
     while True:
         page = asyncio.run(sinks.lookup("a", after=after, most=size))
-        pages.append(page.found)
+        pages.append(page.artifacts)
         if not page.more:
             break
-        after = page.found[-1].key
+        after = page.artifacts[-1].key
     assert [one for page in pages for one in page] == whole
     assert {len(page) for page in pages[:-1]} <= {size}
 
@@ -159,7 +161,7 @@ def test_what_a_plugin_raises_is_a_typed_failure_that_gives_nothing_away(
     sinks = with_plugin(failing(**{where: error}))
     with pytest.raises(SinkFailed) as caught:
         recorded(sinks, request("a", None, sink="s", captures=CAPTURES[:1]))
-    assert caught.value.message == f"the sink s could not keep the rows: {words}"
+    assert caught.value.message == f"the sink s could not store the rows: {words}"
     assert caught.value.code == "DATA_LOSS"
     sink = sinks.sink("s")
     assert isinstance(sink, Broken)
@@ -206,7 +208,7 @@ def test_a_recording_that_is_over_takes_nothing() -> None:
     recording.finish(COMPLETE)
     recording.abandon(OSError("late"))
     for call in (lambda: recording.finish(COMPLETE), lambda: recording.write(next(blocks(about)))):
-        with pytest.raises(SinkFailed, match="over"):
+        with pytest.raises(SinkFailed, match="has ended"):
             call()
 
 

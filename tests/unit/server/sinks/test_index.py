@@ -87,7 +87,7 @@ def test_what_a_crash_kept_out_of_the_index_is_entered_at_the_next_start(
     sink.close()
     sink = Filesystem(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(ArtifactIndex, "enter", lambda *_: None)
+        patched.setattr(ArtifactIndex, "add", lambda *_: None)
         second = write(sink, "b", layout)
         sink.close()
     sink = Filesystem(tmp_path)
@@ -242,7 +242,7 @@ def test_what_cannot_be_entered_is_published_and_found_all_the_same(
 def test_too_many_that_cannot_be_entered_refuse_the_next(
     full: Callable[[bool], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_module, "_LATE", 2)
+    monkeypatch.setattr(index_module, "_MAX_PENDING", 2)
     sink = Filesystem(tmp_path)
     full(True)
     for name in "ab":
@@ -262,10 +262,10 @@ def test_readers_and_writers_of_an_index_see_all_that_was_entered(tmp_path: Path
     def enter(thread: int) -> None:
         for number in range(40):
             name = f"{thread}-{number}"
-            index.enter(name, Place(f"t{number}", 1, number, 1), number)
+            index.add(name, Place(f"t{number}", 1, number, 1), number)
             assert index.find(name) == [Place(f"t{number}", 1, number, 1)]
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(enter, range(6)))
-    assert not index.behind
+    assert not index.has_pending
     index.close()

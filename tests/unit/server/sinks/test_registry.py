@@ -10,8 +10,8 @@ from rheostat_server import errors
 from rheostat_server.sinks import (
     GROUP,
     Layout,
-    Listing,
     SinkConfig,
+    SinkListing,
     SinkRefusal,
     Sinks,
     SinkSettingsError,
@@ -66,9 +66,9 @@ def test_anything_else_is_refused(text: str) -> None:
 def test_sinks_are_listed_by_name(tmp_path: Path) -> None:
     sinks = Sinks([parse_sink("m=memory:limit=1MiB"), parse_sink(f"d=filesystem:root={tmp_path}")])
     assert sinks.listed() == [
-        Listing("d", "filesystem", (Layout.PACKED, Layout.PER_FILE, Layout.SHARDED),
+        SinkListing("d", "filesystem", (Layout.PACKED, Layout.PER_FILE, Layout.SHARDED),
                 {"format": "one of safetensors, npz"}),
-        Listing("m", "memory", (), {}),
+        SinkListing("m", "memory", (), {}),
     ]  # fmt: skip
     sinks.close()
 
@@ -77,7 +77,7 @@ def test_sinks_are_listed_by_name(tmp_path: Path) -> None:
     ("configs", "words"),
     [
         (["m=memory", "m=logging"], "two sinks are called m"),
-        (["m=floppy"], "wants a plugin floppy; there are filesystem, logging, memory"),
+        (["m=floppy"], "needs a plugin floppy; there are filesystem, logging, memory"),
         (["m=memory:limit=0"], "limit is a number of bytes"),
         (["m=memory:speed=1"], "no setting speed; it has limit"),
         (["l=logging:speed=1"], "no setting speed; it has none"),
@@ -96,7 +96,7 @@ def test_a_sink_that_cannot_be_made_stops_the_start(configs: list[str], words: s
         (ImportError("no module"), "ImportError: no module"),
         (failing(make=ZeroDivisionError("zero")), "ZeroDivisionError: zero"),
         (lambda name, settings: object(), r"no check\(\)"),
-        (type("Flat", (Broken,), {"layouts": ("flat",)}), "layouts are none of ours"),
+        (type("Flat", (Broken,), {"layouts": ("flat",)}), "layouts are not of type Layout"),
         (type("Mute", (Broken,), {"options": {"a": 1}}), "options are not texts"),
     ],
 )

@@ -13,10 +13,10 @@ from rheostat_server.sinks import (
     Encoding,
     Ending,
     FloatType,
-    Found,
     Layout,
     Outcome,
     RowBlock,
+    SinkArtifact,
     SinkError,
     Sinks,
     Target,
@@ -65,7 +65,7 @@ def test_only_encodings_whose_rows_stand_alone_go_to_sinks() -> None:
 
 def test_an_artifact_travels_with_everything(sinks: Sinks) -> None:
     made, _ = recorded(sinks, request("a", Layout.PACKED, sink="disk"))
-    found = to_artifact(Found("disk", made))
+    found = to_artifact(SinkArtifact("disk", made))
     assert found.write_time.ToNanoseconds() == pytest.approx(made.write_time * 1e9, abs=1e6)
     found.ClearField("write_time")
     assert found == capture_service_pb2.Artifact(
@@ -86,7 +86,7 @@ def test_an_artifact_travels_with_everything(sinks: Sinks) -> None:
 def test_a_part_of_a_shard_travels_with_its_place(sinks: Sinks) -> None:
     recorded(sinks, request("a", Layout.SHARDED, sink="disk"))
     (made,) = recorded(sinks, request("b", Layout.SHARDED, sink="disk"))
-    ref = to_artifact(Found("disk", made)).ref
+    ref = to_artifact(SinkArtifact("disk", made)).ref
     assert (ref.offset, ref.length) == (made.offset, made.length)
     assert made.offset > 0
 

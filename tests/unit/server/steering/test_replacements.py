@@ -10,7 +10,7 @@ import pytest
 from rheostat_engine import OPEN_END, Act, Kind, Point, Site
 from rheostat_server import errors
 from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest
-from rheostat_server.runs.store import Run, Runs
+from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.runs.targets import RunTarget
 from rheostat_server.sinks import CaptureAbout, Ending, Outcome, RowBlock
 from rheostat_server.steering import replacements
@@ -86,7 +86,7 @@ def with_run(
     """An admission whose server stores a run: [sites, positions, width]."""
     if rows is None:
         rows = np.arange(len(sites) * len(positions) * width, dtype=np.float32) + 1
-    runs = Runs(1 << 20)
+    runs = RunStore(1 << 20)
     about = CaptureAbout(0, tuple(sites), FloatType.FLOAT32, width)
     draft = runs.begin(RunTarget(run_id, 60.0), about, list(tokens), {}, "run", lossless=True)
     block = RowBlock(

@@ -157,7 +157,7 @@ def test_names_that_no_server_wrote_end_the_start_and_stay(
 ) -> None:
     path = files.folder / "names.sqlite"
     path.write_bytes(content)
-    with pytest.raises(VectorDirFailed, match=r"names\.sqlite is not what a server writes"):
+    with pytest.raises(VectorDirFailed, match=r"names\.sqlite is not a table of names"):
         files.read()
     assert path.read_bytes() == content
 
@@ -179,7 +179,7 @@ def test_names_that_cannot_be_read_end_the_start(tmp_path: Path, change: str) ->
         names.execute(change)
     names.close()
     second = VectorFiles(tmp_path)
-    with pytest.raises(VectorDirFailed, match=r"names\.sqlite is not what a server writes"):
+    with pytest.raises(VectorDirFailed, match=r"names\.sqlite is not a table of names"):
         second.read()
     second.close()
 

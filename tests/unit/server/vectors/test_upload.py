@@ -125,7 +125,7 @@ def test_what_is_kept_of_a_header_keeps_nothing_of_its_message() -> None:
     gc.collect()
     before = resident_mib()
     kept = [
-        upload._detached(steering.PutVectorRequest.FromString(data).header).sites for _ in range(64)
+        upload._copy(steering.PutVectorRequest.FromString(data).header).sites for _ in range(64)
     ]
     assert kept == [sites] * 64
     assert resident_mib() - before < 64
