@@ -114,7 +114,7 @@ def vector_data(array: ArrayLike | npt.ArrayLike, dtype: Element | None = None) 
 
 
 def rows_data(
-    array: ArrayLike | npt.ArrayLike, rank: int, what: str
+    array: ArrayLike | npt.ArrayLike, rank: int, what: str, dtype: Element | None = None
 ) -> tuple[Element, npt.NDArray[np.generic]]:
     """The element type and the stored numbers of an array of ``rank`` dimensions, all finite.
 
@@ -122,14 +122,15 @@ def rows_data(
     """
     numbers = _numpy(array)
     if numbers.ndim != rank or numbers.size == 0:
+        needed = f"{rank} {'dimension' if rank == 1 else 'dimensions'}, none of them empty"
         raise invalid(
-            what, f"the array has shape {list(numbers.shape)}; it needs {rank} dimensions",
+            what, f"the array has shape {list(numbers.shape)}; it needs {needed}",
             "REASON_VECTOR_SHAPE",
         )  # fmt: skip
-    element, kept = _stored(numbers, None)
+    element, kept = _stored(numbers, dtype)
     if not np.isfinite(widen(kept, element)).all():
         raise invalid(
-            what, "the array has elements that are not finite numbers", "REASON_NON_FINITE"
+            what, f"the array has elements that are not finite in {element}", "REASON_NON_FINITE"
         )
     return element, kept
 

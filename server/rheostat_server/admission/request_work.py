@@ -62,8 +62,10 @@ def _replaced_work(
 ) -> int:
     """Bytes that are counted for the rows of a Replace."""
     replace, sites = intervention.replace, _site_count(intervention.sites, model)
-    per_position = replace.HasField("run") or replace.HasField("rows") or replace.HasField("mean")
-    rows = min(REPLACED_ROWS, sites * prompt_len) if per_position else sites
+    if replace.HasField("run") or replace.HasField("mean"):
+        # A run may be longer than the prompt, and so may the answer whose rows are replaced.
+        return OFFLOAD_BYTES + 1
+    rows = min(REPLACED_ROWS, sites * prompt_len) if replace.HasField("rows") else sites
     return rows * (_SITE_BYTES + _ELEMENT_BYTES * model.width)
 
 

@@ -79,6 +79,21 @@ def resolve_sites(sites: types_pb2.SiteSet, model: ModelSites, path: str) -> Sit
     return SiteSelection(selected, layers)
 
 
+def resolve_site(site: types_pb2.Site, model: ModelSites, path: str) -> Site:
+    """Resolves a site.
+
+    Raises:
+        InvalidArgument: the model lacks its layer, or there is no such point.
+        SiteNotServed: the model does not serve it.
+    """
+    validation.known_enum(site.point, types_pb2.Point.values(), field_path(path, "point"))
+    if site.layer >= model.num_layers:
+        raise _unknown_layer(site.layer, model.num_layers, field_path(path, "layer"))
+    found = Site(ENGINE_POINTS[site.point], site.layer)
+    _check_served((found,), model, path)
+    return found
+
+
 def refuse_what_is_no_stream(selection: SiteSelection, path: str) -> None:
     """Refuses sites that are not part of the residual stream.
 

@@ -84,7 +84,7 @@ class ResolvedOp:
         return tuple(act for act in acts if act.acts)
 
     def _replacing(self, spans: Spans, offset: int) -> Act:
-        """The act of a Replace at some positions, with the rows that lie `offset` further."""
+        """The act of a Replace at some positions; `offset` counts its replaced positions."""
         mask = self.vectors[1:]
         return Act(
             kind=Kind.REPLACE,
@@ -191,7 +191,7 @@ def _resolve_replace(
         path=path,
         sites=context.sites.sites,
         vectors=vectors,
-        row_layers=(found.row_layers,) * len(vectors),
+        row_layers=(found.row_layers, ())[: len(vectors)],
         rows=tuple((first, *(0 for _ in vectors[1:])) for first in found.first_rows),
         scale=alpha,
         replacement=found,

@@ -30,14 +30,14 @@ from rheostat_server.limits import REPLACED_ROWS, VECTOR_BYTES
 from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.runs.targets import RUN_ID
 from rheostat_server.selectors.selection import Selection, SelectionContext
-from rheostat_server.selectors.sites import SiteSelection, resolve_sites
+from rheostat_server.selectors.sites import SiteSelection, resolve_site
 from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.tensors import FloatType, checked_payload, converted, float_type, widened
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorView, make_vector
 from rheostat_wire.dtypes import FloatArray, StoredArray
-from rheostat_wire.v1 import replace_pb2, tensor_pb2, types_pb2
+from rheostat_wire.v1 import replace_pb2, tensor_pb2
 
 _SOURCES = "vector, run, rows, zeros, mean and noise"
 
@@ -49,7 +49,7 @@ class Replacement:
     rows: Vector
     """All of them."""
     first_rows: tuple[int, ...]
-    """At each site, the row of the first replaced position, or the row of all positions."""
+    """For each site, the index of its first row. Its further positions have the following rows."""
     positions: tuple[int, ...] = ()
     """The replaced positions, ascending, each of which has a row of its own. Empty: every position
     has the same row."""
@@ -222,10 +222,10 @@ def _from_vector(replace: replace_pb2.Replace, context: OpContext, path: str) ->
 
 
 def _from_zeros(context: OpContext, path: str) -> Replacement:
-    return _one_row_per_site(np.zeros((1, context.model.width), np.float32), context, path)
+    return _row_for_all_positions(np.zeros((1, context.model.width), np.float32), context, path)
 
 
-def _one_row_per_site(rows: FloatArray, context: OpContext, path: str) -> Replacement:
+def _row_for_all_positions(rows: FloatArray, context: OpContext, path: str) -> Replacement:
     """A replacement by rows [1, W] for all sites, or [sites, W]."""
     vector = make_vector(FloatType.FLOAT32, len(rows), rows.shape[1], rows.tobytes(), path)
     numbers = range(len(rows)) if len(rows) > 1 else (0,) * len(context.sites.sites)
@@ -259,13 +259,12 @@ def _from_run(source: replace_pb2.RunSource, context: OpContext, path: str) -> R
     try:
         positions = context.positions(run.dtype, path)
         wanted = _source_positions(source, run, positions, context, path)
-        at = _held(run, wanted, path)
+        field = field_path(path, "positions") if source.HasField("positions") else path
+        at = _row_indices(run, wanted, field)
         sites = context.sites.sites
         if source.HasField("site"):
-            site = types_pb2.SiteSet(
-                points=[source.site.point], list=types_pb2.LayerList(layers=[source.site.layer])
-            )
-            sites = resolve_sites(site, context.model, field_path(path, "site")).sites * len(sites)
+            site = resolve_site(source.site, context.model, field_path(path, "site"))
+            sites = (site,) * len(sites)
         rows = np.stack([_rows_of(run, site, path)[at] for site in sites])
         found = _row_per_position(run.dtype, rows.tobytes(), positions, context, path)
     finally:
@@ -278,8 +277,10 @@ def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) ->
     try:
         at = np.arange(len(run.positions))
         if source.HasField("positions"):
-            wanted = _absolute(source.positions.positions, run, field_path(path, "positions"))
-            at = _held(run, wanted, path)
+            field = field_path(path, "positions")
+            wanted = _absolute(source.positions.positions, run, field)
+            validation.no_repeats(wanted, field, "positions")
+            at = _row_indices(run, wanted, field)
         if not len(at):
             raise RunIncomplete(f"the run {run.id} has no position to average", field=path)
         means = np.stack(
@@ -288,7 +289,7 @@ def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) ->
                 for site in context.sites.sites
             ]
         ).astype(np.float32)
-        return replace_fields(_one_row_per_site(means, context, path), run_id=run.id)
+        return replace_fields(_row_for_all_positions(means, context, path), run_id=run.id)
     finally:
         _runs(context, path).release(run)
 
@@ -402,7 +403,7 @@ def _absolute(positions: Sequence[int], run: Run, path: str) -> list[int]:
     return absolute
 
 
-def _held(run: Run, positions: Sequence[int], path: str) -> npt.NDArray[np.intp]:
+def _row_indices(run: Run, positions: Sequence[int], path: str) -> npt.NDArray[np.intp]:
     """The index of each position in a run's rows."""
     wanted = np.asarray(positions, np.int64)
     at = np.searchsorted(run.positions, wanted)
@@ -426,7 +427,7 @@ def _rows_of(run: Run, site: Site, path: str) -> StoredArray:
 
 
 def _check_range(found: Replacement, context: OpContext, path: str) -> None:
-    """Refuses rows that the engine would limit, because they could make the stream infinite.
+    """Refuses rows with elements that the engine would limit.
 
     Raises:
         NonFinite: an element is too large.

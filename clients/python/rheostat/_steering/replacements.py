@@ -12,10 +12,11 @@ import numpy.typing as npt
 from rheostat._arrays import ArrayLike, Element, rows_data, write_element
 from rheostat._errors import invalid
 from rheostat._fields import whole_number
-from rheostat._points import Layers, Point, Site, site_to_wire
+from rheostat._points import Layers, Site, point_of, site_to_wire
 from rheostat._runs import RunInfo, valid_run_id
 from rheostat._steering.interventions import fraction
 from rheostat._steering.vectors import Intervention, Vector, row_ref
+from rheostat_wire.dtypes import widen
 from rheostat_wire.v1 import replace_pb2, steering_pb2, tensor_pb2
 
 Align: TypeAlias = Literal["identity", "affixes"]
@@ -134,6 +135,7 @@ def replace(
     alpha: float = 1.0,
     dimensions: Iterable[int] | None = None,
     mask: ArrayLike | npt.ArrayLike | None = None,
+    dtype: Element | None = None,
 ) -> Replace:
     """Put other rows in the place of the stream's: x becomes (1 - alpha * m) * x + alpha * m * t.
 
@@ -144,24 +146,30 @@ def replace(
     ``source`` is `from_run` or `run_mean`, a vector of one row or of one row per layer,
     ``Zeros()``, or an array [sites, positions, width] with sites by layer, then point. ``alpha`` is
     0 (nothing) to 1. ``dimensions`` are the replaced dimensions. ``mask`` has a weight, 0 to 1, for
-    each dimension. By default all are replaced.
+    each dimension. By default all are replaced. ``dtype`` converts an array to that element type,
+    except that ``dtype="bfloat16"`` reads uint16 as its bits.
     """
     if isinstance(source, Vector | FromRun | RunMean | Zeros):
         rows: Source = source
+    elif isinstance(source, str | RunInfo):
+        raise invalid("steering", "to replace by the rows of a run, use rheostat.from_run(run)")
+    elif isinstance(source, type):
+        raise invalid("steering", f"{source.__name__} is a class: use {source.__name__}()")
     else:
-        element, numbers = rows_data(source, 3, "rows")
+        element, numbers = rows_data(source, 3, "rows", dtype)
         sites, positions, width = numbers.shape
         rows = RowArray(element, (sites, positions, width), numbers.tobytes())
     if mask is not None and dimensions is not None:
-        raise invalid("steering", "give dimensions or a mask, not both")
+        raise invalid("mask", "give dimensions or a mask, not both")
     chosen = None
     if dimensions is not None:
         chosen = tuple(whole_number(d, "dimensions", "a dimension") for d in dimensions)
     weights = None
     if mask is not None:
-        weights = tuple(np.asarray(mask, np.float64).ravel().tolist())
+        kind, given = rows_data(mask, 1, "mask")
+        weights = tuple(widen(given, kind).tolist())
         if not all(0 <= weight <= 1 for weight in weights):
-            raise invalid("steering", "the weights of a mask are 0 to 1")
+            raise invalid("mask", "the weights of a mask are 0 to 1")
     return Replace(rows, alpha, weights, chosen)
 
 
@@ -174,9 +182,9 @@ def from_run(
 ) -> FromRun:
     """Rows of a stored run, for `replace`.
 
-    ``positions`` are the run's, one for each replaced position, both ascending; negative ones count
-    from the end of the run's prompt. Without them, ``align`` says which row replaces which.
-    ``site`` takes the rows of another site than the replaced one.
+    ``positions`` are the run's, one for each replaced position; the first is for the lowest one.
+    Negative positions count from the end of the run's prompt. Without them, ``align`` says which
+    row replaces which. ``site`` takes the rows of another site than the replaced one.
 
     The server refuses the request if the run is gone, or lacks a site or a position.
     """
@@ -184,8 +192,9 @@ def from_run(
         raise invalid("align", f'align is "identity" or "affixes", not {align!r}')
     if positions is not None and align != "identity":
         raise invalid("positions", "give positions or an alignment, not both")
-    place = None if site is None else Site(Point(site[0]), site[1])
-    return FromRun(_run_id(run), _positions(positions), align, place)
+    return FromRun(
+        _run_id(run), _positions(positions), align, None if site is None else _site(site)
+    )
 
 
 def run_mean(run: str | RunInfo, positions: int | Iterable[int] | None = None) -> RunMean:
@@ -203,7 +212,18 @@ def _run_id(run: str | RunInfo) -> str:
 def _positions(positions: int | Iterable[int] | None) -> tuple[int, ...] | None:
     if positions is None:
         return None
-    return (positions,) if isinstance(positions, int) else tuple(positions)
+    several = positions if isinstance(positions, Iterable) else (positions,)
+    return tuple(
+        int(whole_number(position, "positions", "a position", least=-(2**31), most=2**31 - 1))
+        for position in several
+    )
+
+
+def _site(site: object) -> Site:
+    if not isinstance(site, tuple) or len(site) != 2:
+        raise invalid("site", f'a site is (point, layer), as ("resid_post", 3), not {site!r}')
+    point, layer = site
+    return Site(point_of(point), int(whole_number(layer, "site", "a layer")))
 
 
 def _run_source(source: FromRun) -> replace_pb2.RunSource:

@@ -64,9 +64,9 @@ class Replace(_message.Message):
     that are replaced alike. A source that cannot be had fails the request; it never runs without it.
 
     `Intervention.where` is required. Ranges of token ids in it: REASON_INVALID_VALUE. Elements of t above
-    1e15, or above half of the dtype's largest number: REASON_NON_FINITE. At most 16384 rows and 64 MiB by
-    site and position: REASON_INVALID_VALUE. Server-wide steering has no runs and no rows by position:
-    REASON_NOT_SUPPORTED.
+    1e15, or above half of the dtype's largest number: REASON_NON_FINITE. A row for each site and
+    position: at most 16384 rows and 64 MiB in a Replace, else REASON_INVALID_VALUE. Server-wide
+    steering has no runs and no rows by position: REASON_NOT_SUPPORTED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -157,7 +157,7 @@ class RunSource(_message.Message):
     """Default ALIGNMENT_IDENTITY. Given together with positions: REASON_INVALID_VALUE."""
     @_builtins.property
     def positions(self) -> Global___PositionList:
-        """Positions in the run, one per replaced position, both in ascending order. Other counts:
+        """Positions in the run, one per replaced position; the first is for the lowest one. Other counts:
         REASON_INVALID_VALUE. Absent: as `alignment` says.
         """
 
@@ -236,7 +236,7 @@ class MeanSource(_message.Message):
     """As RunSource.run_id."""
     @_builtins.property
     def positions(self) -> Global___PositionList:
-        """Positions in the run that count. Absent: all that it holds."""
+        """Positions in the run that count, each once. Absent: all that it holds."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class DimensionMask(_message.Message):
 
     @_builtins.property
     def weights(self) -> _tensor_pb2.Tensor:
-        """Weights themselves: float32 [W], each 0..1."""
+        """Weights themselves: a float tensor [W], each 0..1."""
 
     def __init__(
         self,

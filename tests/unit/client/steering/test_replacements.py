@@ -106,6 +106,18 @@ def test_dimensions_or_weights_make_a_mask() -> None:
         (lambda: rheostat.from_run("a", align="tokens"), "affixes"),
         (lambda: rheostat.from_run("a", [1], align="affixes"), "not both"),
         (lambda: rheostat.replace(rheostat.Zeros()).to_wire("i"), "points and layers"),
+        (lambda: rheostat.replace("clean"), "use rheostat.from_run"),
+        (lambda: rheostat.replace(INFO), "use rheostat.from_run"),
+        (lambda: rheostat.replace(rheostat.Zeros), r"use Zeros\(\)"),
+        (lambda: rheostat.replace(np.ones((1, 0, WIDTH))), "none of them empty"),
+        (lambda: rheostat.replace(np.full((1, 1, WIDTH), 1e300)), "not finite in float32"),
+        (lambda: rheostat.replace(ROW, mask=["a"]), "real numbers"),
+        (lambda: rheostat.replace(ROW, mask=[[1.0]]), "1 dimension"),
+        (lambda: rheostat.from_run("a", [1.5]), "a position is a whole number"),
+        (lambda: rheostat.from_run("a", [2**40]), "a position is -"),
+        (lambda: rheostat.from_run("a", site=("resid", 1)), "resid"),
+        (lambda: rheostat.from_run("a", site=("resid_post", -1)), "a layer is 0"),
+        (lambda: rheostat.from_run("a", site=5), "a site is"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(make, words: str) -> None:
@@ -129,3 +141,11 @@ def test_what_cannot_be_sent_is_refused(make, words: str) -> None:
 def test_a_replacement_says_what_it_does(replacement: rheostat.Replace, text: str) -> None:
     assert text in str(replacement)
     assert dataclasses.replace(replacement, alpha=0.5).alpha == 0.5
+
+
+def test_numpy_numbers_and_bits_of_bfloat16_are_read() -> None:
+    assert rheostat.from_run("a", np.int64(-3)).positions == (-3,)
+    assert rheostat.from_run("a", True).positions == (1,)
+    bits = np.full((1, 1, WIDTH), 0x3F80, np.uint16)
+    tensor = source(rheostat.replace(bits, dtype="bfloat16")).rows
+    assert (tensor.dtype, tensor.inline) == (tensor_pb2.DTYPE_BFLOAT16, bits.tobytes())

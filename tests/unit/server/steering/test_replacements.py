@@ -10,6 +10,8 @@ import pytest
 from rheostat_engine import OPEN_END, Act, Kind, Point, Site
 from rheostat_server import errors
 from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest
+from rheostat_server.admission.request_work import steering_work
+from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.runs.targets import RunTarget
 from rheostat_server.sinks import CaptureAbout, Ending, Outcome, RowBlock
@@ -238,6 +240,8 @@ def test_the_mean_of_a_run_is_one_row_for_each_site() -> None:
     np.testing.assert_allclose(rows_of(found), means, rtol=1e-6)
     (act,) = found.plan.acts
     assert (tuple(act.rows), act.spans) == (((4, (0,)), (8, (1,))), ((0, 3),))
+    twice = replace_pb2.MeanSource(run_id="clean", positions=positions(3, -1))
+    assert refused_one(replacing(mean=twice), at) == (errors.InvalidValue, f"{OP}.mean.positions")
     some = replace_pb2.MeanSource(run_id="clean", positions=positions(1, -1))
     found = admit_one(replacing(mean=some), at)
     rows = run.rows(Site(Point.RESID_POST, 1))
@@ -251,7 +255,7 @@ def test_the_mean_of_a_run_is_one_row_for_each_site() -> None:
         ({"run_id": ""}, errors.InvalidValue, "run.run_id"),
         ({"positions": positions(0, 1)}, errors.InvalidValue, "run.positions"),
         ({"positions": positions()}, errors.InvalidValue, "run.positions"),
-        ({"positions": positions(0, 1, 4)}, errors.RunIncomplete, "run"),
+        ({"positions": positions(0, 1, 4)}, errors.RunIncomplete, "run.positions"),
         ({"positions": positions(0, 1, -5)}, errors.InvalidValue, "run.positions"),
         (
             {"positions": positions(0, 1, 2), "alignment": replace_pb2.ALIGNMENT_IDENTITY},
@@ -264,8 +268,9 @@ def test_the_mean_of_a_run_is_one_row_for_each_site() -> None:
         (
             {"site": types_pb2.Site(point=POST, layer=99)},
             errors.UnknownLayer,
-            "run.site.list.layers[0]",
+            "run.site.layer",
         ),
+        ({"site": types_pb2.Site(point=77, layer=1)}, errors.UnknownEnum, "run.site.point"),
         ({"sites": site_set(MID, layers=[1])}, errors.RunIncomplete, "run"),
     ],
 )
@@ -387,3 +392,13 @@ def test_too_many_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(replacements, "VECTOR_BYTES", 6 * WIDTH * 4 - 1)
     assert refused_one(six) == (errors.InvalidValue, f"{OP}.rows")
+
+
+@pytest.mark.parametrize("source", ["run", "mean"])
+def test_rows_of_a_run_are_resolved_on_a_thread(source: str) -> None:
+    """A run may have any length, and so may the answer of a request with a short prompt."""
+    at = with_run()
+    source_of = {"run": replace_pb2.RunSource, "mean": replace_pb2.MeanSource}[source]
+    intervention = replacing(**{source: source_of(run_id="clean")})
+    steering = steering_pb2.Steering(interventions=[intervention])
+    assert steering_work(steering, 1, at.sites, at.store.view()) > OFFLOAD_BYTES
