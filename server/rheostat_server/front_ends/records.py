@@ -192,7 +192,7 @@ class RecordConnection(asyncio.Protocol):
         try:
             _write(self._transport, outgoing)
         except BaseException:
-            # The other end would take the next record for the rest of one that was cut off.
+            # The other end would read the next record as the rest of this incomplete record.
             self._transport.abort()
             raise
 

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self, run=print_help)
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2; print one line with the cause, and one that refers to the help."""
+        """Print the cause and the command for help, then exit with code 2."""
         self.exit(
             2, f"{self.prog}: {self._message(message)}\n  {self.prog} --help shows what there is\n"
         )

@@ -45,7 +45,7 @@ ZEROS = replace_pb2.ZeroSource()
 def replacing(
     *, where: selector_pb2.Selector | None = None, sites: types_pb2.SiteSet | None = None, **fields
 ) -> steering_pb2.Intervention:
-    """A Replace at resid_post 1 and all positions of the prompt, unless it is told otherwise."""
+    """A Replace at resid_post 1 and all positions of the prompt, unless arguments say otherwise."""
     others = {} if sites is None else {"sites": sites}
     return at_post1(
         replace=replace_pb2.Replace(**fields), where=where or selector(PROMPT), **others
