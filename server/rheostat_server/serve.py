@@ -56,6 +56,7 @@ from rheostat_wire.v1 import (
     patch_service_pb2_grpc,
     run_service_pb2_grpc,
     steering_service_pb2_grpc,
+    sweep_service_pb2_grpc,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -147,6 +148,10 @@ class RunningServer:
         add(
             patch_service_pb2_grpc.add_PatchServiceServicer_to_server,
             patch_service_pb2_grpc.PatchServiceServicer(),
+        )
+        add(
+            sweep_service_pb2_grpc.add_SweepServiceServicer_to_server,
+            sweep_service_pb2_grpc.SweepServiceServicer(),
         )
         add(
             monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server,

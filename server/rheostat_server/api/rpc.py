@@ -51,7 +51,7 @@ _INSTEAD = {
     "PatchService/CaptureRun": (
         "call Generate with max_tokens 1 and a capture into a run (CaptureSpec.run)"
     ),
-    "PatchService/Sweep": (
+    "SweepService/Sweep": (
         "steer a site in a Generate call for each cell, and compare with with_baseline"
     ),
 }

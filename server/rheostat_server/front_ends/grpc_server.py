@@ -21,12 +21,14 @@ from rheostat_wire.v1 import (
     patch_service_pb2,
     run_service_pb2,
     steering_service_pb2,
+    sweep_service_pb2,
 )
 
 _FILES: tuple[FileDescriptor, ...] = (
     engine_service_pb2.DESCRIPTOR,
     generation_service_pb2.DESCRIPTOR,
     steering_service_pb2.DESCRIPTOR,
+    sweep_service_pb2.DESCRIPTOR,
     capture_service_pb2.DESCRIPTOR,
     run_service_pb2.DESCRIPTOR,
     patch_service_pb2.DESCRIPTOR,

@@ -23,6 +23,7 @@ from rheostat_wire.v1 import (
     patch_service_pb2,
     run_service_pb2,
     steering_service_pb2,
+    sweep_service_pb2,
 )
 
 from .conftest import Server
@@ -64,7 +65,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "PatchService/ReadRun": ({}, "unimplemented"),
     "RunService/DeleteRun": ({"runId": "nobody"}, "not_found"),
     "RunService/RenewLease": ({"runId": "nobody"}, "not_found"),
-    "PatchService/Sweep": ({}, "unimplemented"),
+    "SweepService/Sweep": ({}, "unimplemented"),
 }
 """What is called, with what, and the status it ends with."""
 
@@ -76,6 +77,7 @@ _SERVICES = (
     generation_service_pb2,
     monitor_service_pb2,
     patch_service_pb2,
+    sweep_service_pb2,
     run_service_pb2,
     steering_service_pb2,
 )
@@ -124,6 +126,7 @@ def test_reflection_lists_every_service(server: Server) -> None:
         "rheostat.v1.GenerationService",
         "rheostat.v1.MonitorService",
         "rheostat.v1.PatchService",
+        "rheostat.v1.SweepService",
         "rheostat.v1.RunService",
         "rheostat.v1.SteeringService",
     } <= listed

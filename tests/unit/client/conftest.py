@@ -20,6 +20,7 @@ from rheostat_wire.v1 import (
     patch_service_pb2,
     run_service_pb2,
     steering_service_pb2,
+    sweep_service_pb2,
 )
 
 from ..server.fakes import ScriptedBackend
@@ -65,6 +66,7 @@ class FakeServer:
             engine_service_pb2,
             generation_service_pb2,
             patch_service_pb2,
+            sweep_service_pb2,
             run_service_pb2,
             steering_service_pb2,
             health_pb2,

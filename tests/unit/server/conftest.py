@@ -26,6 +26,7 @@ from rheostat_wire.v1 import (
     patch_service_pb2_grpc,
     run_service_pb2_grpc,
     steering_service_pb2_grpc,
+    sweep_service_pb2_grpc,
 )
 
 from .fakes import ScriptedBackend
@@ -97,6 +98,7 @@ class Client:
         self.steering = steering_service_pb2_grpc.SteeringServiceStub(channel)
         self.capture = capture_service_pb2_grpc.CaptureServiceStub(channel)
         self.patch = patch_service_pb2_grpc.PatchServiceStub(channel)
+        self.sweep = sweep_service_pb2_grpc.SweepServiceStub(channel)
         self.runs = run_service_pb2_grpc.RunServiceStub(channel)
         self.monitor = monitor_service_pb2_grpc.MonitorServiceStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)

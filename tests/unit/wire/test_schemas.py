@@ -14,6 +14,7 @@ from rheostat_wire.v1 import (
     patch_service_pb2,
     run_service_pb2,
     steering_service_pb2,
+    sweep_service_pb2,
     types_pb2,
 )
 
@@ -24,6 +25,7 @@ SERVICES = (
     generation_service_pb2,
     monitor_service_pb2,
     patch_service_pb2,
+    sweep_service_pb2,
     run_service_pb2,
     steering_service_pb2,
 )

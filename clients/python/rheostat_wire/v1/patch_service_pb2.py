@@ -28,12 +28,11 @@ from rheostat_wire.v1 import replace_pb2 as rheostat_dot_v1_dot_replace__pb2
 from rheostat_wire.v1 import run_pb2 as rheostat_dot_v1_dot_run__pb2
 from rheostat_wire.v1 import selector_pb2 as rheostat_dot_v1_dot_selector__pb2
 from rheostat_wire.v1 import steering_pb2 as rheostat_dot_v1_dot_steering__pb2
-from rheostat_wire.v1 import sweep_pb2 as rheostat_dot_v1_dot_sweep__pb2
 from rheostat_wire.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frheostat/v1/patch_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19rheostat/v1/capture.proto\x1a\x19rheostat/v1/replace.proto\x1a\x15rheostat/v1/run.proto\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x17rheostat/v1/sweep.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xb0\x03\n\x11\x43\x61ptureRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12+\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.PromptR\x06prompt\x12*\n\x05sites\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x31\n\x08steering\x18\x05 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12\x1b\n\tlora_name\x18\x06 \x01(\tR\x08loraName\x12/\n\x05lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\x12\x42\n\x06labels\x18\x08 \x03(\x0b\x32*.rheostat.v1.CaptureRunRequest.LabelsEntryR\x06labels\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"8\n\x12\x43\x61ptureRunResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run\"&\n\rGetRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\"4\n\x0eGetRunResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run\"\xd1\x01\n\x0eReadRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12*\n\x05sites\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12\x37\n\tpositions\x18\x03 \x01(\x0b\x32\x19.rheostat.v1.PositionListR\tpositions\x12\x36\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x15.rheostat.v1.EncodingH\x00R\x08\x65ncoding\x88\x01\x01\x42\x0b\n\t_encoding\"D\n\x0fReadRunResponse\x12\x31\n\x08\x63\x61ptured\x18\x01 \x01(\x0b\x32\x15.rheostat.v1.CapturedR\x08\x63\x61ptured\"t\n\rPutRunRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.RunHeaderH\x00R\x06header\x12)\n\x04rows\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x04rowsB\x06\n\x04part\"\xec\x02\n\tRunHeader\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\'\n\x05sites\x18\x02 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12?\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds\x12/\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\x12:\n\x06labels\x18\x06 \x03(\x0b\x32\".rheostat.v1.RunHeader.LabelsEntryR\x06labels\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"4\n\x0ePutRunResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run\"\xa7\x08\n\x0cSweepRequest\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12,\n\x05pairs\x18\x02 \x03(\x0b\x32\x16.rheostat.v1.SweepPairR\x05pairs\x12>\n\tdirection\x18\x03 \x01(\x0e\x32\x1b.rheostat.v1.SweepDirectionH\x00R\tdirection\x88\x01\x01\x12*\n\x05sites\x18\x04 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12&\n\x0clayer_window\x18\x05 \x01(\rH\x01R\x0blayerWindow\x88\x01\x01\x12!\n\x0cgroup_labels\x18\x06 \x03(\tR\x0bgroupLabels\x12+\n\x05where\x18\x07 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x19\n\x05\x61lpha\x18\x08 \x01(\x02H\x02R\x05\x61lpha\x88\x01\x01\x12.\n\x04mask\x18\t \x01(\x0b\x32\x1a.rheostat.v1.DimensionMaskR\x04mask\x12*\n\x06grades\x18\n \x03(\x0b\x32\x12.rheostat.v1.GradeR\x06grades\x12\x39\n\talignment\x18\x0b \x01(\x0e\x32\x16.rheostat.v1.AlignmentH\x03R\talignment\x88\x01\x01\x12%\n\x04zoom\x18\x0c \x01(\x0b\x32\x11.rheostat.v1.ZoomR\x04zoom\x12*\n\x0e\x62\x61seline_count\x18\r \x01(\rH\x04R\rbaselineCount\x88\x01\x01\x12\x1b\n\tlora_name\x18\x0e \x01(\tR\x08loraName\x12\x31\n\x08steering\x18\x0f \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12*\n\x04path\x18\x10 \x01(\x0b\x32\x16.rheostat.v1.PathPatchR\x04path\x12(\n\x04\x64one\x18\x11 \x03(\x0b\x32\x14.rheostat.v1.CellRunR\x04\x64one\x12;\n\x08priority\x18\x12 \x01(\x0e\x32\x1a.rheostat.v1.SweepPriorityH\x05R\x08priority\x88\x01\x01\x12\x35\n\x14max_concurrent_cells\x18\x13 \x01(\rH\x06R\x12maxConcurrentCells\x88\x01\x01\x12\x1f\n\x0bpair_values\x18\x14 \x01(\x08R\npairValues\x12\x36\n\tkeep_runs\x18\x15 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08keepRunsB\x0c\n\n_directionB\x0f\n\r_layer_windowB\x08\n\x06_alphaB\x0c\n\n_alignmentB\x11\n\x0f_baseline_countB\x0b\n\t_priorityB\x17\n\x15_max_concurrent_cells\"\xe5\x01\n\rSweepResponse\x12\x35\n\x07started\x18\x01 \x01(\x0b\x32\x19.rheostat.v1.SweepStartedH\x00R\x07started\x12/\n\x05phase\x18\x02 \x01(\x0b\x32\x17.rheostat.v1.SweepPhaseH\x00R\x05phase\x12,\n\x04\x63\x65ll\x18\x03 \x01(\x0b\x32\x16.rheostat.v1.SweepCellH\x00R\x04\x63\x65ll\x12\x35\n\x07summary\x18\x04 \x01(\x0b\x32\x19.rheostat.v1.SweepSummaryH\x00R\x07summaryB\x07\n\x05\x65vent2\xef\x02\n\x0cPatchService\x12M\n\nCaptureRun\x12\x1e.rheostat.v1.CaptureRunRequest\x1a\x1f.rheostat.v1.CaptureRunResponse\x12\x41\n\x06GetRun\x12\x1a.rheostat.v1.GetRunRequest\x1a\x1b.rheostat.v1.GetRunResponse\x12\x46\n\x07ReadRun\x12\x1b.rheostat.v1.ReadRunRequest\x1a\x1c.rheostat.v1.ReadRunResponse0\x01\x12\x43\n\x06PutRun\x12\x1a.rheostat.v1.PutRunRequest\x1a\x1b.rheostat.v1.PutRunResponse(\x01\x12@\n\x05Sweep\x12\x19.rheostat.v1.SweepRequest\x1a\x1a.rheostat.v1.SweepResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frheostat/v1/patch_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19rheostat/v1/capture.proto\x1a\x19rheostat/v1/replace.proto\x1a\x15rheostat/v1/run.proto\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xb0\x03\n\x11\x43\x61ptureRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12+\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.PromptR\x06prompt\x12*\n\x05sites\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x31\n\x08steering\x18\x05 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12\x1b\n\tlora_name\x18\x06 \x01(\tR\x08loraName\x12/\n\x05lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\x12\x42\n\x06labels\x18\x08 \x03(\x0b\x32*.rheostat.v1.CaptureRunRequest.LabelsEntryR\x06labels\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"8\n\x12\x43\x61ptureRunResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run\"&\n\rGetRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\"4\n\x0eGetRunResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run\"\xd1\x01\n\x0eReadRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12*\n\x05sites\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12\x37\n\tpositions\x18\x03 \x01(\x0b\x32\x19.rheostat.v1.PositionListR\tpositions\x12\x36\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x15.rheostat.v1.EncodingH\x00R\x08\x65ncoding\x88\x01\x01\x42\x0b\n\t_encoding\"D\n\x0fReadRunResponse\x12\x31\n\x08\x63\x61ptured\x18\x01 \x01(\x0b\x32\x15.rheostat.v1.CapturedR\x08\x63\x61ptured\"t\n\rPutRunRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.RunHeaderH\x00R\x06header\x12)\n\x04rows\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x04rowsB\x06\n\x04part\"\xec\x02\n\tRunHeader\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\'\n\x05sites\x18\x02 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12?\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds\x12/\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\x12:\n\x06labels\x18\x06 \x03(\x0b\x32\".rheostat.v1.RunHeader.LabelsEntryR\x06labels\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"4\n\x0ePutRunResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run2\xad\x02\n\x0cPatchService\x12M\n\nCaptureRun\x12\x1e.rheostat.v1.CaptureRunRequest\x1a\x1f.rheostat.v1.CaptureRunResponse\x12\x41\n\x06GetRun\x12\x1a.rheostat.v1.GetRunRequest\x1a\x1b.rheostat.v1.GetRunResponse\x12\x46\n\x07ReadRun\x12\x1b.rheostat.v1.ReadRunRequest\x1a\x1c.rheostat.v1.ReadRunResponse0\x01\x12\x43\n\x06PutRun\x12\x1a.rheostat.v1.PutRunRequest\x1a\x1b.rheostat.v1.PutRunResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,32 +43,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CAPTURERUNREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_RUNHEADER_LABELSENTRY']._loaded_options = None
   _globals['_RUNHEADER_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_CAPTURERUNREQUEST']._serialized_start=290
-  _globals['_CAPTURERUNREQUEST']._serialized_end=722
-  _globals['_CAPTURERUNREQUEST_LABELSENTRY']._serialized_start=665
-  _globals['_CAPTURERUNREQUEST_LABELSENTRY']._serialized_end=722
-  _globals['_CAPTURERUNRESPONSE']._serialized_start=724
-  _globals['_CAPTURERUNRESPONSE']._serialized_end=780
-  _globals['_GETRUNREQUEST']._serialized_start=782
-  _globals['_GETRUNREQUEST']._serialized_end=820
-  _globals['_GETRUNRESPONSE']._serialized_start=822
-  _globals['_GETRUNRESPONSE']._serialized_end=874
-  _globals['_READRUNREQUEST']._serialized_start=877
-  _globals['_READRUNREQUEST']._serialized_end=1086
-  _globals['_READRUNRESPONSE']._serialized_start=1088
-  _globals['_READRUNRESPONSE']._serialized_end=1156
-  _globals['_PUTRUNREQUEST']._serialized_start=1158
-  _globals['_PUTRUNREQUEST']._serialized_end=1274
-  _globals['_RUNHEADER']._serialized_start=1277
-  _globals['_RUNHEADER']._serialized_end=1641
-  _globals['_RUNHEADER_LABELSENTRY']._serialized_start=665
-  _globals['_RUNHEADER_LABELSENTRY']._serialized_end=722
-  _globals['_PUTRUNRESPONSE']._serialized_start=1643
-  _globals['_PUTRUNRESPONSE']._serialized_end=1695
-  _globals['_SWEEPREQUEST']._serialized_start=1698
-  _globals['_SWEEPREQUEST']._serialized_end=2761
-  _globals['_SWEEPRESPONSE']._serialized_start=2764
-  _globals['_SWEEPRESPONSE']._serialized_end=2993
-  _globals['_PATCHSERVICE']._serialized_start=2996
-  _globals['_PATCHSERVICE']._serialized_end=3363
+  _globals['_CAPTURERUNREQUEST']._serialized_start=265
+  _globals['_CAPTURERUNREQUEST']._serialized_end=697
+  _globals['_CAPTURERUNREQUEST_LABELSENTRY']._serialized_start=640
+  _globals['_CAPTURERUNREQUEST_LABELSENTRY']._serialized_end=697
+  _globals['_CAPTURERUNRESPONSE']._serialized_start=699
+  _globals['_CAPTURERUNRESPONSE']._serialized_end=755
+  _globals['_GETRUNREQUEST']._serialized_start=757
+  _globals['_GETRUNREQUEST']._serialized_end=795
+  _globals['_GETRUNRESPONSE']._serialized_start=797
+  _globals['_GETRUNRESPONSE']._serialized_end=849
+  _globals['_READRUNREQUEST']._serialized_start=852
+  _globals['_READRUNREQUEST']._serialized_end=1061
+  _globals['_READRUNRESPONSE']._serialized_start=1063
+  _globals['_READRUNRESPONSE']._serialized_end=1131
+  _globals['_PUTRUNREQUEST']._serialized_start=1133
+  _globals['_PUTRUNREQUEST']._serialized_end=1249
+  _globals['_RUNHEADER']._serialized_start=1252
+  _globals['_RUNHEADER']._serialized_end=1616
+  _globals['_RUNHEADER_LABELSENTRY']._serialized_start=640
+  _globals['_RUNHEADER_LABELSENTRY']._serialized_end=697
+  _globals['_PUTRUNRESPONSE']._serialized_start=1618
+  _globals['_PUTRUNRESPONSE']._serialized_end=1670
+  _globals['_PATCHSERVICE']._serialized_start=1673
+  _globals['_PATCHSERVICE']._serialized_end=1974
 # @@protoc_insertion_point(module_scope)

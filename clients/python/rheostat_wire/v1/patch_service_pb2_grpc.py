@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PatchServiceStub(object):
-    """Makes runs, and runs grids of replacements. Role: generate.
+    """Makes and reads runs. Role: generate.
     """
 
     def __init__(self, channel):
@@ -55,15 +55,10 @@ class PatchServiceStub(object):
                 request_serializer=rheostat_dot_v1_dot_patch__service__pb2.PutRunRequest.SerializeToString,
                 response_deserializer=rheostat_dot_v1_dot_patch__service__pb2.PutRunResponse.FromString,
                 _registered_method=True)
-        self.Sweep = channel.unary_stream(
-                '/rheostat.v1.PatchService/Sweep',
-                request_serializer=rheostat_dot_v1_dot_patch__service__pb2.SweepRequest.SerializeToString,
-                response_deserializer=rheostat_dot_v1_dot_patch__service__pb2.SweepResponse.FromString,
-                _registered_method=True)
 
 
 class PatchServiceServicer(object):
-    """Makes runs, and runs grids of replacements. Role: generate.
+    """Makes and reads runs. Role: generate.
     """
 
     def CaptureRun(self, request, context):
@@ -94,15 +89,6 @@ class PatchServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Sweep(self, request, context):
-        """A grid of replacements, graded. Started first, then cells as they are ready, the summary last. A
-        call that ends early can be taken up: cells have indices, and `done` leaves out those that are
-        there. Not served yet: UNIMPLEMENTED.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PatchServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,11 +112,6 @@ def add_PatchServiceServicer_to_server(servicer, server):
                     request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.PutRunRequest.FromString,
                     response_serializer=rheostat_dot_v1_dot_patch__service__pb2.PutRunResponse.SerializeToString,
             ),
-            'Sweep': grpc.unary_stream_rpc_method_handler(
-                    servicer.Sweep,
-                    request_deserializer=rheostat_dot_v1_dot_patch__service__pb2.SweepRequest.FromString,
-                    response_serializer=rheostat_dot_v1_dot_patch__service__pb2.SweepResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'rheostat.v1.PatchService', rpc_method_handlers)
@@ -140,7 +121,7 @@ def add_PatchServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PatchService(object):
-    """Makes runs, and runs grids of replacements. Role: generate.
+    """Makes and reads runs. Role: generate.
     """
 
     @staticmethod
@@ -241,33 +222,6 @@ class PatchService(object):
             '/rheostat.v1.PatchService/PutRun',
             rheostat_dot_v1_dot_patch__service__pb2.PutRunRequest.SerializeToString,
             rheostat_dot_v1_dot_patch__service__pb2.PutRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Sweep(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/rheostat.v1.PatchService/Sweep',
-            rheostat_dot_v1_dot_patch__service__pb2.SweepRequest.SerializeToString,
-            rheostat_dot_v1_dot_patch__service__pb2.SweepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,51 +31,49 @@ from rheostat_wire.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rheostat/v1/sweep.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x16rheostat/v1/gate.proto\x1a\x19rheostat/v1/replace.proto\x1a\x1arheostat/v1/selector.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xc1\x03\n\tSweepPair\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PromptR\x06prompt\x12/\n\x07\x63orrupt\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.PromptH\x00R\x07\x63orrupt\x12\x34\n\x05noise\x18\x03 \x01(\x0b\x32\x1c.rheostat.v1.NoiseCorruptionH\x00R\x05noise\x12/\n\x05zeros\x18\x04 \x01(\x0b\x32\x17.rheostat.v1.ZeroSourceH\x00R\x05zeros\x12-\n\x04mean\x18\x05 \x01(\x0b\x32\x17.rheostat.v1.MeanSourceH\x00R\x04mean\x12\x17\n\x06run_id\x18\x06 \x01(\tH\x00R\x05runId\x12+\n\x06\x61nswer\x18\x07 \x01(\x0b\x32\x13.rheostat.v1.AnswerR\x06\x61nswer\x12\'\n\x04\x66oil\x18\x08 \x01(\x0b\x32\x13.rheostat.v1.AnswerR\x04\x66oil\x12-\n\x06groups\x18\t \x03(\x0b\x32\x15.rheostat.v1.SelectorR\x06groups\x12\x14\n\x05label\x18\n \x01(\tR\x05labelB\x0c\n\ncorruption\"\xd0\x01\n\x0fNoiseCorruption\x12.\n\x05noise\x18\x01 \x01(\x0b\x32\x18.rheostat.v1.NoiseSourceR\x05noise\x12*\n\x05sites\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12$\n\x0bnoise_count\x18\x04 \x01(\rH\x00R\nnoiseCount\x88\x01\x01\x42\x0e\n\x0c_noise_count\"l\n\tPathPatch\x12\x32\n\treceivers\x18\x01 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\treceivers\x12+\n\x05where\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\"\xf6\x01\n\x04Zoom\x12!\n\x0clayer_stride\x18\x01 \x01(\rR\x0blayerStride\x12#\n\rcolumn_stride\x18\x02 \x01(\rR\x0c\x63olumnStride\x12&\n\x0clayer_radius\x18\x03 \x01(\rH\x00R\x0blayerRadius\x88\x01\x01\x12(\n\rcolumn_radius\x18\x04 \x01(\rH\x01R\x0c\x63olumnRadius\x88\x01\x01\x12\"\n\npeak_count\x18\x05 \x01(\rH\x02R\tpeakCount\x88\x01\x01\x42\x0f\n\r_layer_radiusB\x10\n\x0e_column_radiusB\r\n\x0b_peak_count\"\x8f\x01\n\x05Grade\x12/\n\x05token\x18\x01 \x01(\x0b\x32\x17.rheostat.v1.TokenGradeH\x00R\x05token\x12/\n\x05probe\x18\x02 \x01(\x0b\x32\x17.rheostat.v1.ProbeGradeH\x00R\x05probe\x12\x1c\n\trecovered\x18\x03 \x01(\x08R\trecoveredB\x06\n\x04kind\"9\n\nTokenGrade\x12+\n\x06metric\x18\x01 \x01(\x0e\x32\x13.rheostat.v1.MetricR\x06metric\"k\n\nProbeGrade\x12(\n\x05probe\x18\x01 \x01(\x0b\x32\x12.rheostat.v1.ProbeR\x05probe\x12*\n\x04pool\x18\x02 \x01(\x0e\x32\x11.rheostat.v1.PoolH\x00R\x04pool\x88\x01\x01\x42\x07\n\x05_pool\"C\n\x06\x41nswer\x12\x39\n\x0c\x61lternatives\x18\x01 \x03(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0c\x61lternatives\"5\n\x07\x43\x65llRun\x12\x14\n\x05start\x18\x01 \x01(\x04R\x05start\x12\x14\n\x05\x63ount\x18\x02 \x01(\x04R\x05\x63ount\"\xbe\x01\n\x0cSweepStarted\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x1d\n\ncell_count\x18\x02 \x01(\x04R\tcellCount\x12%\n\x04rows\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x04rows\x12\x18\n\x07\x63olumns\x18\x04 \x03(\tR\x07\x63olumns\x12/\n\x05pairs\x18\x05 \x03(\x0b\x32\x19.rheostat.v1.ResolvedPairR\x05pairs\"\xcb\x01\n\x0cResolvedPair\x12=\n\x0f\x63lean_token_ids\x18\x01 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\rcleanTokenIds\x12\x41\n\x11\x63orrupt_token_ids\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0f\x63orruptTokenIds\x12\x39\n\talignment\x18\x03 \x01(\x0b\x32\x1b.rheostat.v1.AlignedPromptsR\talignment\"\xa4\x01\n\x0e\x41lignedPrompts\x12,\n\x12prefix_token_count\x18\x01 \x01(\rR\x10prefixTokenCount\x12,\n\x12suffix_token_count\x18\x02 \x01(\rR\x10suffixTokenCount\x12\x36\n\tunaligned\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tunaligned\"N\n\nSweepPhase\x12(\n\x10\x61\x64\x64\x65\x64_cell_count\x18\x01 \x01(\x04R\x0e\x61\x64\x64\x65\x64\x43\x65llCount\x12\x16\n\x06\x61round\x18\x02 \x03(\x04R\x06\x61round\"\x9a\x02\n\tSweepCell\x12\x14\n\x05index\x18\x01 \x01(\x04R\x05index\x12\x10\n\x03row\x18\x02 \x01(\rR\x03row\x12\x16\n\x06\x63olumn\x18\x03 \x01(\rR\x06\x63olumn\x12\x16\n\x06values\x18\x04 \x03(\x01R\x06values\x12\'\n\x0fstandard_errors\x18\x05 \x03(\x01R\x0estandardErrors\x12\x1f\n\x0bpair_values\x18\x06 \x03(\x01R\npairValues\x12(\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x12.google.rpc.StatusR\x05\x65rror\x12 \n\x0ctop_token_id\x18\x08 \x01(\rR\ntopTokenId\x12\x1f\n\x0b\x62\x65low_noise\x18\t \x01(\x08R\nbelowNoise\"b\n\x05Noise\x12\x12\n\x04mean\x18\x01 \x01(\x01R\x04mean\x12\x10\n\x03std\x18\x02 \x01(\x01R\x03std\x12\x10\n\x03max\x18\x03 \x01(\x01R\x03max\x12!\n\x0csample_count\x18\x04 \x01(\rR\x0bsampleCount\"\xef\x01\n\x0cSweepSummary\x12/\n\x06grades\x18\x01 \x03(\x0b\x32\x17.rheostat.v1.SweepGradeR\x06grades\x12.\n\x07missing\x18\x02 \x03(\x0b\x32\x14.rheostat.v1.CellRunR\x07missing\x12\x17\n\x07run_ids\x18\x03 \x03(\tR\x06runIds\x12\x30\n\x14\x63omputed_token_count\x18\x04 \x01(\x04R\x12\x63omputedTokenCount\x12\x33\n\x07\x65lapsed\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x07\x65lapsed\"\xc7\x01\n\nSweepGrade\x12+\n\x06values\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x06values\x12\x19\n\x05\x63lean\x18\x02 \x01(\x01H\x00R\x05\x63lean\x88\x01\x01\x12\x1d\n\x07\x63orrupt\x18\x03 \x01(\x01H\x01R\x07\x63orrupt\x88\x01\x01\x12(\n\x05noise\x18\x04 \x01(\x0b\x32\x12.rheostat.v1.NoiseR\x05noise\x12\x12\n\x04peak\x18\x05 \x01(\x04R\x04peakB\x08\n\x06_cleanB\n\n\x08_corrupt*i\n\x0eSweepDirection\x12\x1f\n\x1bSWEEP_DIRECTION_UNSPECIFIED\x10\x00\x12\x1b\n\x17SWEEP_DIRECTION_DENOISE\x10\x01\x12\x19\n\x15SWEEP_DIRECTION_NOISE\x10\x02*i\n\rSweepPriority\x12\x1e\n\x1aSWEEP_PRIORITY_UNSPECIFIED\x10\x00\x12\x1d\n\x19SWEEP_PRIORITY_BACKGROUND\x10\x01\x12\x19\n\x15SWEEP_PRIORITY_NORMAL\x10\x02*\x89\x01\n\x06Metric\x12\x16\n\x12METRIC_UNSPECIFIED\x10\x00\x12\x12\n\x0eMETRIC_LOGPROB\x10\x01\x12\x16\n\x12METRIC_PROBABILITY\x10\x02\x12\x1b\n\x17METRIC_LOGIT_DIFFERENCE\x10\x03\x12\x0f\n\x0bMETRIC_RANK\x10\x04\x12\r\n\tMETRIC_KL\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rheostat/v1/sweep.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x16rheostat/v1/gate.proto\x1a\x19rheostat/v1/replace.proto\x1a\x1arheostat/v1/selector.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xc1\x03\n\tSweepPair\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PromptR\x06prompt\x12/\n\x07\x63orrupt\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.PromptH\x00R\x07\x63orrupt\x12\x34\n\x05noise\x18\x03 \x01(\x0b\x32\x1c.rheostat.v1.NoiseCorruptionH\x00R\x05noise\x12/\n\x05zeros\x18\x04 \x01(\x0b\x32\x17.rheostat.v1.ZeroSourceH\x00R\x05zeros\x12-\n\x04mean\x18\x05 \x01(\x0b\x32\x17.rheostat.v1.MeanSourceH\x00R\x04mean\x12\x17\n\x06run_id\x18\x06 \x01(\tH\x00R\x05runId\x12+\n\x06\x61nswer\x18\x07 \x01(\x0b\x32\x13.rheostat.v1.AnswerR\x06\x61nswer\x12\'\n\x04\x66oil\x18\x08 \x01(\x0b\x32\x13.rheostat.v1.AnswerR\x04\x66oil\x12-\n\x06groups\x18\t \x03(\x0b\x32\x15.rheostat.v1.SelectorR\x06groups\x12\x14\n\x05label\x18\n \x01(\tR\x05labelB\x0c\n\ncorruption\"\xd0\x01\n\x0fNoiseCorruption\x12.\n\x05noise\x18\x01 \x01(\x0b\x32\x18.rheostat.v1.NoiseSourceR\x05noise\x12*\n\x05sites\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12$\n\x0bnoise_count\x18\x04 \x01(\rH\x00R\nnoiseCount\x88\x01\x01\x42\x0e\n\x0c_noise_count\"\xf6\x01\n\x04Zoom\x12!\n\x0clayer_stride\x18\x01 \x01(\rR\x0blayerStride\x12#\n\rcolumn_stride\x18\x02 \x01(\rR\x0c\x63olumnStride\x12&\n\x0clayer_radius\x18\x03 \x01(\rH\x00R\x0blayerRadius\x88\x01\x01\x12(\n\rcolumn_radius\x18\x04 \x01(\rH\x01R\x0c\x63olumnRadius\x88\x01\x01\x12\"\n\npeak_count\x18\x05 \x01(\rH\x02R\tpeakCount\x88\x01\x01\x42\x0f\n\r_layer_radiusB\x10\n\x0e_column_radiusB\r\n\x0b_peak_count\"\x8f\x01\n\x05Grade\x12/\n\x05token\x18\x01 \x01(\x0b\x32\x17.rheostat.v1.TokenGradeH\x00R\x05token\x12/\n\x05probe\x18\x02 \x01(\x0b\x32\x17.rheostat.v1.ProbeGradeH\x00R\x05probe\x12\x1c\n\trecovered\x18\x03 \x01(\x08R\trecoveredB\x06\n\x04kind\"9\n\nTokenGrade\x12+\n\x06metric\x18\x01 \x01(\x0e\x32\x13.rheostat.v1.MetricR\x06metric\"k\n\nProbeGrade\x12(\n\x05probe\x18\x01 \x01(\x0b\x32\x12.rheostat.v1.ProbeR\x05probe\x12*\n\x04pool\x18\x02 \x01(\x0e\x32\x11.rheostat.v1.PoolH\x00R\x04pool\x88\x01\x01\x42\x07\n\x05_pool\"C\n\x06\x41nswer\x12\x39\n\x0c\x61lternatives\x18\x01 \x03(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0c\x61lternatives\"5\n\x07\x43\x65llRun\x12\x14\n\x05start\x18\x01 \x01(\x04R\x05start\x12\x14\n\x05\x63ount\x18\x02 \x01(\x04R\x05\x63ount\"\xbe\x01\n\x0cSweepStarted\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x1d\n\ncell_count\x18\x02 \x01(\x04R\tcellCount\x12%\n\x04rows\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x04rows\x12\x18\n\x07\x63olumns\x18\x04 \x03(\tR\x07\x63olumns\x12/\n\x05pairs\x18\x05 \x03(\x0b\x32\x19.rheostat.v1.ResolvedPairR\x05pairs\"\xcb\x01\n\x0cResolvedPair\x12=\n\x0f\x63lean_token_ids\x18\x01 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\rcleanTokenIds\x12\x41\n\x11\x63orrupt_token_ids\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0f\x63orruptTokenIds\x12\x39\n\talignment\x18\x03 \x01(\x0b\x32\x1b.rheostat.v1.AlignedPromptsR\talignment\"\xa4\x01\n\x0e\x41lignedPrompts\x12,\n\x12prefix_token_count\x18\x01 \x01(\rR\x10prefixTokenCount\x12,\n\x12suffix_token_count\x18\x02 \x01(\rR\x10suffixTokenCount\x12\x36\n\tunaligned\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tunaligned\"N\n\nSweepPhase\x12(\n\x10\x61\x64\x64\x65\x64_cell_count\x18\x01 \x01(\x04R\x0e\x61\x64\x64\x65\x64\x43\x65llCount\x12\x16\n\x06\x61round\x18\x02 \x03(\x04R\x06\x61round\"\x9a\x02\n\tSweepCell\x12\x14\n\x05index\x18\x01 \x01(\x04R\x05index\x12\x10\n\x03row\x18\x02 \x01(\rR\x03row\x12\x16\n\x06\x63olumn\x18\x03 \x01(\rR\x06\x63olumn\x12\x16\n\x06values\x18\x04 \x03(\x01R\x06values\x12\'\n\x0fstandard_errors\x18\x05 \x03(\x01R\x0estandardErrors\x12\x1f\n\x0bpair_values\x18\x06 \x03(\x01R\npairValues\x12(\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x12.google.rpc.StatusR\x05\x65rror\x12 \n\x0ctop_token_id\x18\x08 \x01(\rR\ntopTokenId\x12\x1f\n\x0b\x62\x65low_noise\x18\t \x01(\x08R\nbelowNoise\"b\n\x05Noise\x12\x12\n\x04mean\x18\x01 \x01(\x01R\x04mean\x12\x10\n\x03std\x18\x02 \x01(\x01R\x03std\x12\x10\n\x03max\x18\x03 \x01(\x01R\x03max\x12!\n\x0csample_count\x18\x04 \x01(\rR\x0bsampleCount\"\xef\x01\n\x0cSweepSummary\x12/\n\x06grades\x18\x01 \x03(\x0b\x32\x17.rheostat.v1.SweepGradeR\x06grades\x12.\n\x07missing\x18\x02 \x03(\x0b\x32\x14.rheostat.v1.CellRunR\x07missing\x12\x17\n\x07run_ids\x18\x03 \x03(\tR\x06runIds\x12\x30\n\x14\x63omputed_token_count\x18\x04 \x01(\x04R\x12\x63omputedTokenCount\x12\x33\n\x07\x65lapsed\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x07\x65lapsed\"\xc7\x01\n\nSweepGrade\x12+\n\x06values\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x06values\x12\x19\n\x05\x63lean\x18\x02 \x01(\x01H\x00R\x05\x63lean\x88\x01\x01\x12\x1d\n\x07\x63orrupt\x18\x03 \x01(\x01H\x01R\x07\x63orrupt\x88\x01\x01\x12(\n\x05noise\x18\x04 \x01(\x0b\x32\x12.rheostat.v1.NoiseR\x05noise\x12\x12\n\x04peak\x18\x05 \x01(\x04R\x04peakB\x08\n\x06_cleanB\n\n\x08_corrupt*i\n\x0eSweepDirection\x12\x1f\n\x1bSWEEP_DIRECTION_UNSPECIFIED\x10\x00\x12\x1b\n\x17SWEEP_DIRECTION_DENOISE\x10\x01\x12\x19\n\x15SWEEP_DIRECTION_NOISE\x10\x02*i\n\rSweepPriority\x12\x1e\n\x1aSWEEP_PRIORITY_UNSPECIFIED\x10\x00\x12\x1d\n\x19SWEEP_PRIORITY_BACKGROUND\x10\x01\x12\x19\n\x15SWEEP_PRIORITY_NORMAL\x10\x02*\x89\x01\n\x06Metric\x12\x16\n\x12METRIC_UNSPECIFIED\x10\x00\x12\x12\n\x0eMETRIC_LOGPROB\x10\x01\x12\x16\n\x12METRIC_PROBABILITY\x10\x02\x12\x1b\n\x17METRIC_LOGIT_DIFFERENCE\x10\x03\x12\x0f\n\x0bMETRIC_RANK\x10\x04\x12\r\n\tMETRIC_KL\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat_wire.v1.sweep_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SWEEPDIRECTION']._serialized_start=3162
-  _globals['_SWEEPDIRECTION']._serialized_end=3267
-  _globals['_SWEEPPRIORITY']._serialized_start=3269
-  _globals['_SWEEPPRIORITY']._serialized_end=3374
-  _globals['_METRIC']._serialized_start=3377
-  _globals['_METRIC']._serialized_end=3514
+  _globals['_SWEEPDIRECTION']._serialized_start=3052
+  _globals['_SWEEPDIRECTION']._serialized_end=3157
+  _globals['_SWEEPPRIORITY']._serialized_start=3159
+  _globals['_SWEEPPRIORITY']._serialized_end=3264
+  _globals['_METRIC']._serialized_start=3267
+  _globals['_METRIC']._serialized_end=3404
   _globals['_SWEEPPAIR']._serialized_start=228
   _globals['_SWEEPPAIR']._serialized_end=677
   _globals['_NOISECORRUPTION']._serialized_start=680
   _globals['_NOISECORRUPTION']._serialized_end=888
-  _globals['_PATHPATCH']._serialized_start=890
-  _globals['_PATHPATCH']._serialized_end=998
-  _globals['_ZOOM']._serialized_start=1001
-  _globals['_ZOOM']._serialized_end=1247
-  _globals['_GRADE']._serialized_start=1250
-  _globals['_GRADE']._serialized_end=1393
-  _globals['_TOKENGRADE']._serialized_start=1395
-  _globals['_TOKENGRADE']._serialized_end=1452
-  _globals['_PROBEGRADE']._serialized_start=1454
-  _globals['_PROBEGRADE']._serialized_end=1561
-  _globals['_ANSWER']._serialized_start=1563
-  _globals['_ANSWER']._serialized_end=1630
-  _globals['_CELLRUN']._serialized_start=1632
-  _globals['_CELLRUN']._serialized_end=1685
-  _globals['_SWEEPSTARTED']._serialized_start=1688
-  _globals['_SWEEPSTARTED']._serialized_end=1878
-  _globals['_RESOLVEDPAIR']._serialized_start=1881
-  _globals['_RESOLVEDPAIR']._serialized_end=2084
-  _globals['_ALIGNEDPROMPTS']._serialized_start=2087
-  _globals['_ALIGNEDPROMPTS']._serialized_end=2251
-  _globals['_SWEEPPHASE']._serialized_start=2253
-  _globals['_SWEEPPHASE']._serialized_end=2331
-  _globals['_SWEEPCELL']._serialized_start=2334
-  _globals['_SWEEPCELL']._serialized_end=2616
-  _globals['_NOISE']._serialized_start=2618
-  _globals['_NOISE']._serialized_end=2716
-  _globals['_SWEEPSUMMARY']._serialized_start=2719
-  _globals['_SWEEPSUMMARY']._serialized_end=2958
-  _globals['_SWEEPGRADE']._serialized_start=2961
-  _globals['_SWEEPGRADE']._serialized_end=3160
+  _globals['_ZOOM']._serialized_start=891
+  _globals['_ZOOM']._serialized_end=1137
+  _globals['_GRADE']._serialized_start=1140
+  _globals['_GRADE']._serialized_end=1283
+  _globals['_TOKENGRADE']._serialized_start=1285
+  _globals['_TOKENGRADE']._serialized_end=1342
+  _globals['_PROBEGRADE']._serialized_start=1344
+  _globals['_PROBEGRADE']._serialized_end=1451
+  _globals['_ANSWER']._serialized_start=1453
+  _globals['_ANSWER']._serialized_end=1520
+  _globals['_CELLRUN']._serialized_start=1522
+  _globals['_CELLRUN']._serialized_end=1575
+  _globals['_SWEEPSTARTED']._serialized_start=1578
+  _globals['_SWEEPSTARTED']._serialized_end=1768
+  _globals['_RESOLVEDPAIR']._serialized_start=1771
+  _globals['_RESOLVEDPAIR']._serialized_end=1974
+  _globals['_ALIGNEDPROMPTS']._serialized_start=1977
+  _globals['_ALIGNEDPROMPTS']._serialized_end=2141
+  _globals['_SWEEPPHASE']._serialized_start=2143
+  _globals['_SWEEPPHASE']._serialized_end=2221
+  _globals['_SWEEPCELL']._serialized_start=2224
+  _globals['_SWEEPCELL']._serialized_end=2506
+  _globals['_NOISE']._serialized_start=2508
+  _globals['_NOISE']._serialized_end=2606
+  _globals['_SWEEPSUMMARY']._serialized_start=2609
+  _globals['_SWEEPSUMMARY']._serialized_end=2848
+  _globals['_SWEEPGRADE']._serialized_start=2851
+  _globals['_SWEEPGRADE']._serialized_end=3050
 # @@protoc_insertion_point(module_scope)

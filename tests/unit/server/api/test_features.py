@@ -21,6 +21,7 @@ from rheostat_wire.v1 import (
     run_service_pb2,
     steering_pb2,
     steering_service_pb2,
+    sweep_service_pb2,
     types_pb2,
     vector_pb2,
 )
@@ -149,7 +150,7 @@ USES: dict[str, Use] = {
     "GAINS": lambda running: session(running, GAIN),
     "RUN_TRANSFER": move_runs,
     "SWEEPS": lambda running: rest(
-        running.client.patch.Sweep(patch_service_pb2.SweepRequest(), timeout=10)
+        running.client.sweep.Sweep(sweep_service_pb2.SweepRequest(), timeout=10)
     ),
     "WATCHES": watch,
 }

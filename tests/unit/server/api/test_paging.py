@@ -16,6 +16,7 @@ from rheostat_wire.v1 import (
     patch_service_pb2,
     run_service_pb2,
     steering_service_pb2,
+    sweep_service_pb2,
     types_pb2,
 )
 
@@ -38,6 +39,7 @@ UNARY = {
         generation_service_pb2,
         monitor_service_pb2,
         patch_service_pb2,
+        sweep_service_pb2,
         run_service_pb2,
         steering_service_pb2,
     )
