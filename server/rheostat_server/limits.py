@@ -119,6 +119,42 @@ DIRECTIONS = 8
 PROJECTIONS = 4096
 """Most directions that the rows of a capture are projected on."""
 
+SWEEP_PAIRS = 256
+"""Most pairs of a sweep."""
+
+SWEEP_COLUMNS = 4096
+"""Most columns of a sweep."""
+
+SWEEP_CELLS = 65_536
+"""Most cells of a sweep."""
+
+SWEEP_REQUESTS = 1 << 22
+"""Most requests that the cells of a sweep make."""
+
+SWEEPS = 8
+"""Sweeps that run at a time."""
+
+NOISES = 64
+"""Most noises over which a cell is averaged."""
+
+BASELINES = 64
+"""Most baselines of a pair."""
+
+GRADES = 8
+"""Most grades of a sweep."""
+
+ANSWER_ALTERNATIVES = 64
+"""Most alternatives of an answer."""
+
+ANSWER_TOKENS = 16
+"""Most tokens of an alternative."""
+
+ZOOM_PEAKS = 16
+"""Most peaks around which a grid is refined."""
+
+DONE_RUNS = 4096
+"""Most runs of cells that a client says it has."""
+
 CAPTURES = 16
 """Most captures of a request."""
 

@@ -26,6 +26,7 @@ from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Rpcs
 from rheostat_server.api.runs import RunService
 from rheostat_server.api.steering import SteeringService
+from rheostat_server.api.sweeps import SweepService
 from rheostat_server.config import ServerConfig, check_config
 from rheostat_server.delivery.spill_directory import SpillDirectory
 from rheostat_server.engine.backend import Backend
@@ -144,14 +145,11 @@ class RunningServer:
             capture_service_pb2_grpc.add_CaptureServiceServicer_to_server, CaptureService(readiness)
         )
         add(run_service_pb2_grpc.add_RunServiceServicer_to_server, RunService(readiness))
+        add(sweep_service_pb2_grpc.add_SweepServiceServicer_to_server, SweepService(readiness))
         # The rpcs of these services are not served yet. They are refused by name.
         add(
             patch_service_pb2_grpc.add_PatchServiceServicer_to_server,
             patch_service_pb2_grpc.PatchServiceServicer(),
-        )
-        add(
-            sweep_service_pb2_grpc.add_SweepServiceServicer_to_server,
-            sweep_service_pb2_grpc.SweepServiceServicer(),
         )
         add(
             monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server,

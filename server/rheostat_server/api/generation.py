@@ -7,7 +7,7 @@ from rheostat_server.admission.admit import admit
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.delivery.row_messages import CapturedRows
-from rheostat_server.errors import MissingField, RheostatError
+from rheostat_server.errors import InvalidValue, MissingField, RheostatError
 from rheostat_server.generation.explain import explain
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.session import run_session
@@ -87,7 +87,13 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         self, request: generation_service_pb2.TokenizeRequest, context: Context
     ) -> generation_service_pb2.TokenizeResponse:
         """Token ids, text and offsets."""
-        prompt = await self._readiness.manager().prompts.resolve(request, with_text=True)
+        special = True
+        if request.HasField("add_special_tokens"):
+            special = request.add_special_tokens
+            if not request.HasField("text"):
+                raise InvalidValue("is for a text", field="add_special_tokens")
+        prompts = self._readiness.manager().prompts
+        prompt = await prompts.resolve(request, with_text=True, special=special)
         return await offload(_TOKEN_BYTES * len(prompt.token_ids), _tokens, prompt)
 
 

@@ -28,6 +28,7 @@ _ALWAYS_SERVED = (
     _pb.FEATURE_RUNS,
     _pb.FEATURE_DERIVATION,
     _pb.FEATURE_REPLACE,
+    _pb.FEATURE_SWEEPS,
 )
 
 _NO_GATE = "gates are not served yet"

@@ -51,9 +51,6 @@ _INSTEAD = {
     "PatchService/CaptureRun": (
         "call Generate with max_tokens 1 and a capture into a run (CaptureSpec.run)"
     ),
-    "SweepService/Sweep": (
-        "steer a site in a Generate call for each cell, and compare with with_baseline"
-    ),
 }
 """Alternatives to rpcs that are not served yet."""
 

@@ -49,6 +49,8 @@ class SamplingSettings:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     ignore_eos: bool = False
+    only_token: int | None = None
+    """The only token that may be sampled. Its log-probability is that of the whole distribution."""
 
     def seed_of(self, sample: int) -> int | None:
         """Seed of one sample."""

@@ -330,6 +330,7 @@ class VllmBackend:
             presence_penalty=settings.presence_penalty,
             frequency_penalty=settings.frequency_penalty,
             ignore_eos=settings.ignore_eos,
+            allowed_token_ids=None if settings.only_token is None else [settings.only_token],
             detokenize=self._llm.tokenizer is not None,
             output_kind=vllm.RequestOutputKind.DELTA,
             flat_logprobs=settings.prompt_logprobs is not None,

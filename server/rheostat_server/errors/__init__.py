@@ -275,6 +275,10 @@ class RunIncomplete(FailedPrecondition):
     """The run lacks a site or position that is needed of it."""
 
 
+class NoContrast(FailedPrecondition):
+    """Clean and corrupt prompt grade alike, so that there is nothing to recover."""
+
+
 class RunInUse(FailedPrecondition):
     """A request uses the run, or makes it."""
 

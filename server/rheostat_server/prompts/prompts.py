@@ -90,8 +90,15 @@ class Prompts:
         if self._threads is not None:
             self._threads.close()
 
-    async def resolve(self, message: PromptMessage, *, with_text: bool) -> PromptTokens:
-        """The tokens of a prompt. If `with_text`, token ids are decoded too.
+    async def resolve(
+        self, message: PromptMessage, *, with_text: bool, special: bool = True
+    ) -> PromptTokens:
+        """The tokens of a prompt.
+
+        Args:
+            message: has the prompt.
+            with_text: whether token ids are decoded too.
+            special: whether a text gets the usual special tokens.
 
         Raises:
             InvalidArgument: the prompt is malformed or too long.
@@ -122,7 +129,7 @@ class Prompts:
         else:
             text = await self._render(threads, message.chat)
         size = self._check_length(text, kind)
-        special, most = kind == "text", self._model_tokens
+        special, most = special and kind == "text", self._model_tokens
         try:
             encoded = await threads.run(
                 size, lambda tokenizer: tokenizer.encode(text, special=special, most=most)

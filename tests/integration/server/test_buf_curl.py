@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "PatchService/ReadRun": ({}, "unimplemented"),
     "RunService/DeleteRun": ({"runId": "nobody"}, "not_found"),
     "RunService/RenewLease": ({"runId": "nobody"}, "not_found"),
-    "SweepService/Sweep": ({}, "unimplemented"),
+    "SweepService/Sweep": ({}, "invalid_argument"),
 }
 """What is called, with what, and the status it ends with."""
 

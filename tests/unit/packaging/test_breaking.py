@@ -31,8 +31,6 @@ UNSERVED = {
     "monitor": ("string name = 1;", "string rule_id = 1;"),
     "monitor_service": ("string label = 3;", "bytes label = 4;"),
     "patch_service": ("  rpc GetRun(GetRunRequest) returns (GetRunResponse);\n", ""),
-    "sweep": ("optional uint32 noise_count = 4;", "optional uint32 count = 4;"),
-    "sweep_service": ("  rpc Sweep(SweepRequest) returns (stream SweepResponse);\n", ""),
 }
 """A change in every file of what is not served yet."""
 

@@ -75,6 +75,7 @@ SERVER_LAYERS = (
     "requests",
     "generation",
     "derivation",
+    "sweeps",
     "front_ends",
     "api",
     "serve",

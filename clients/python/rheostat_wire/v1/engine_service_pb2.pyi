@@ -70,7 +70,7 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_RUN_TRANSFER: _Feature.ValueType  # 19
     """PatchService. Not sent yet."""
     FEATURE_SWEEPS: _Feature.ValueType  # 20
-    """Sweep. Not sent yet."""
+    """Sweep."""
     FEATURE_WATCHES: _Feature.ValueType  # 21
     """Watch. Not sent yet."""
 
@@ -118,7 +118,7 @@ FEATURE_GAINS: Feature.ValueType  # 18
 FEATURE_RUN_TRANSFER: Feature.ValueType  # 19
 """PatchService. Not sent yet."""
 FEATURE_SWEEPS: Feature.ValueType  # 20
-"""Sweep. Not sent yet."""
+"""Sweep."""
 FEATURE_WATCHES: Feature.ValueType  # 21
 """Watch. Not sent yet."""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015

@@ -21,6 +21,7 @@ from rheostat_wire.v1 import (
     run_service_pb2,
     steering_pb2,
     steering_service_pb2,
+    sweep_pb2,
     sweep_service_pb2,
     types_pb2,
     vector_pb2,
@@ -127,6 +128,19 @@ ZEROS = replace_pb2.Replace(zeros=replace_pb2.ZeroSource())
 GAIN = generation_service_pb2.SessionRequest(update_id=1, gain=gate_pb2.Gain(factor=0.0))
 POLICY = steering_service_pb2.Policy(steering=steering_pb2.Steering(interventions=[add()]))
 
+SWEEP = sweep_service_pb2.SweepRequest(
+    pairs=[
+        sweep_pb2.SweepPair(
+            prompt=PROMPT,
+            zeros=replace_pb2.ZeroSource(),
+            answer=sweep_pb2.Answer(alternatives=[types_pb2.TokenIds(ids=[1])]),
+        )
+    ],
+    sites=SITES,
+    grades=[sweep_pb2.Grade(token=sweep_pb2.TokenGrade(metric=sweep_pb2.METRIC_LOGPROB))],
+    priority=sweep_pb2.SWEEP_PRIORITY_NORMAL,  # requests seem to wait in the scripted engine
+)
+
 USES: dict[str, Use] = {
     "STEERING": generates(steer=[add()]),
     "GLOBAL_STEERING": lambda running: running.client.steering.SetGlobal(
@@ -149,9 +163,7 @@ USES: dict[str, Use] = {
     "RULES": generates(rules=[monitor_pb2.Rule(name="r")]),
     "GAINS": lambda running: session(running, GAIN),
     "RUN_TRANSFER": move_runs,
-    "SWEEPS": lambda running: rest(
-        running.client.sweep.Sweep(sweep_service_pb2.SweepRequest(), timeout=10)
-    ),
+    "SWEEPS": lambda running: rest(running.client.sweep.Sweep(SWEEP, timeout=10)),
     "WATCHES": watch,
 }
 """How each feature is used."""

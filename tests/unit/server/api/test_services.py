@@ -20,7 +20,6 @@ from rheostat_wire.v1 import (
     patch_service_pb2,
     receipt_pb2,
     steering_service_pb2,
-    sweep_service_pb2,
     types_pb2,
     vector_pb2,
 )
@@ -275,10 +274,8 @@ async def test_control_messages_have_a_smaller_limit(running) -> None:
 
 async def test_rpcs_that_are_not_served_yet_say_so_and_what_to_do_instead(running) -> None:
     patch, monitor = running.client.patch, running.client.monitor
-    sweep = running.client.sweep
     for call, instead in (
         (patch.CaptureRun(patch_service_pb2.CaptureRunRequest()), ": call Generate with"),
-        (sweep.Sweep(sweep_service_pb2.SweepRequest()).read(), ": steer a site in a Generate"),
         (monitor.Watch(iter(())).read(), ""),
     ):
         refusal = await refusal_of(call)

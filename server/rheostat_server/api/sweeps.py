@@ -1,0 +1,27 @@
+"""SweepService: activation patching over a grid of sites and positions."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from rheostat_server.api.readiness import Readiness
+from rheostat_server.api.rpc import Context
+from rheostat_server.sweeps.sweep import Sweeps
+from rheostat_wire.v1 import sweep_service_pb2, sweep_service_pb2_grpc
+
+
+class SweepService(sweep_service_pb2_grpc.SweepServiceServicer):
+    """Runs sweeps."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        """A service of the server in this state."""
+        self._readiness = readiness
+        self._sweeps = Sweeps()
+
+    async def Sweep(
+        self, request: sweep_service_pb2.SweepRequest, context: Context
+    ) -> AsyncGenerator[sweep_service_pb2.SweepResponse, None]:
+        """Runs a grid of replacements."""
+        events = self._sweeps.sweep(request, self._readiness.manager())
+        async with aclosing(events) as responses:
+            async for response in responses:
+                yield response

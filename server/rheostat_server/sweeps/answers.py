@@ -1,0 +1,175 @@
+"""Answers and grades: which tokens a sweep asks the model for, and what their probabilities say.
+
+An answer is a set of token sequences. The probability of a sequence is the product of its tokens',
+each given the prompt and the tokens before it. So a question is asked for each distinct pair of
+preceding tokens and token; questions that several answers share are asked once.
+
+The log-probability and the rank of a token are exact. Neither is looked up among the most likely
+tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rheostat_server import validation
+from rheostat_server.errors import InvalidValue, MissingField, NotSupported
+from rheostat_server.limits import ANSWER_ALTERNATIVES, ANSWER_TOKENS, GRADES
+from rheostat_server.validation import field_path
+from rheostat_wire.v1 import sweep_pb2
+
+
+class Question(NamedTuple):
+    """How probable is a token after the prompt and some more tokens?"""
+
+    preceding: tuple[int, ...]
+    """Tokens of the answer before it."""
+    token_id: int
+
+
+class Reading(NamedTuple):
+    """The model's answer to a question."""
+
+    logprob: float
+    """Natural logarithm of the token's probability."""
+    rank: int
+    """1 for the most likely token."""
+    top_token_id: int
+    """The most likely token."""
+
+
+Readings = Mapping[Question, Reading]
+
+Answer = tuple[tuple[int, ...], ...]
+"""The token sequences, any of which is the answer."""
+
+
+class Grade(NamedTuple):
+    """A number that cells are graded by."""
+
+    metric: sweep_pb2.Metric.ValueType
+    recovered: bool
+    """Whether it is given as a part of the difference between the clean and the corrupt prompt."""
+
+
+class Answers(NamedTuple):
+    """The answers of a pair of prompts."""
+
+    right: Answer
+    wrong: Answer
+    """Empty if no grade needs it."""
+
+    @property
+    def questions(self) -> tuple[Question, ...]:
+        """Everything that the model must be asked, each once. The first is about the prompt."""
+        return tuple(
+            dict.fromkeys(
+                question
+                for answer in self
+                for sequence in answer
+                for question in _questions(sequence)
+            )
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(sequence) for answer in self for sequence in answer)
+
+    def value(self, metric: sweep_pb2.Metric.ValueType, readings: Readings) -> float:
+        """The value of a metric.
+
+        Args:
+            metric: one that these answers are complete for.
+            readings: for each of `questions`.
+        """
+        if metric == sweep_pb2.METRIC_RANK:
+            return float(min(readings[_questions(one)[0]].rank for one in self.right))
+        right = _logprob(self.right, readings)
+        if metric == sweep_pb2.METRIC_LOGIT_DIFFERENCE:
+            # Both logits lack the same logarithm of a sum, so it cancels.
+            return right - _logprob(self.wrong, readings)
+        return math.exp(right) if metric == sweep_pb2.METRIC_PROBABILITY else right
+
+
+def _questions(sequence: Sequence[int]) -> list[Question]:
+    return [Question(tuple(sequence[:i]), token) for i, token in enumerate(sequence)]
+
+
+def _logprob(answer: Answer, readings: Readings) -> float:
+    """The logarithm of the summed probabilities of the answer's sequences."""
+    logprobs = [sum(readings[one].logprob for one in _questions(tokens)) for tokens in answer]
+    largest = max(logprobs)
+    if largest == -math.inf:
+        return largest
+    return largest + math.log(sum(math.exp(logprob - largest) for logprob in logprobs))
+
+
+def resolve_grades(grades: Sequence[sweep_pb2.Grade]) -> tuple[Grade, ...]:
+    """The grades of a sweep.
+
+    Raises:
+        InvalidArgument: there are none or too many, or one is malformed.
+        NotSupported: one is not served yet.
+    """
+    if not grades:
+        raise MissingField("at least one grade is required", field="grades")
+    validation.check_count(len(grades), GRADES, "grades", "grades")
+    return tuple(_grade(grade, f"grades[{index}]") for index, grade in enumerate(grades))
+
+
+def _grade(grade: sweep_pb2.Grade, path: str) -> Grade:
+    kind = validation.required(grade.WhichOneof("kind"), path, "token and probe")
+    if kind == "probe":
+        raise NotSupported(
+            "grades by a probe are not served yet: capture with a projection in a Generate call",
+            field=field_path(path, "probe"),
+        )
+    metric, field = grade.token.metric, field_path(path, "token.metric")
+    validation.known_enum(metric, sweep_pb2.Metric.values(), field)
+    if metric == sweep_pb2.METRIC_KL:
+        raise NotSupported(
+            "METRIC_KL is not served yet: grade by METRIC_LOGPROB or METRIC_LOGIT_DIFFERENCE",
+            field=field,
+        )
+    if grade.recovered and metric == sweep_pb2.METRIC_RANK:
+        raise InvalidValue(
+            "a rank is not on a scale of which a part could be recovered",
+            field=field_path(path, "recovered"),
+        )
+    return Grade(metric, grade.recovered)
+
+
+def resolve_answers(
+    pair: sweep_pb2.SweepPair, grades: Sequence[Grade], vocabulary: int, path: str
+) -> Answers:
+    """The answers of a pair.
+
+    Raises:
+        InvalidArgument: one is malformed, or a grade needs one that is missing.
+    """
+    right = _answer(pair.answer, vocabulary, field_path(path, "answer"))
+    if not right:
+        raise MissingField("an answer is required", field=field_path(path, "answer"))
+    wrong = _answer(pair.foil, vocabulary, field_path(path, "foil"))
+    if all(grade.metric != sweep_pb2.METRIC_LOGIT_DIFFERENCE for grade in grades):
+        return Answers(right, ())
+    if not wrong:
+        raise MissingField(
+            "METRIC_LOGIT_DIFFERENCE needs a wrong answer", field=field_path(path, "foil")
+        )
+    return Answers(right, wrong)
+
+
+def _answer(answer: sweep_pb2.Answer, vocabulary: int, path: str) -> Answer:
+    path = field_path(path, "alternatives")
+    validation.check_count(len(answer.alternatives), ANSWER_ALTERNATIVES, path, "alternatives")
+    sequences = []
+    for index, alternative in enumerate(answer.alternatives):
+        field = f"{path}[{index}].ids"
+        validation.token_ids(alternative.ids, vocabulary, field)
+        validation.check_count(len(alternative.ids), ANSWER_TOKENS, field, "tokens")
+        sequences.append(tuple(alternative.ids))
+    if len(set(sequences)) < len(sequences):
+        raise InvalidValue("an alternative may not be repeated", field=path)
+    return tuple(sequences)

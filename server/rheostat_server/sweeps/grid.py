@@ -1,0 +1,214 @@
+"""The grid of a sweep: a row for each site, a column for each position or group of positions.
+
+The index of a cell is `row * columns + column`. It depends on the request alone, so a client that
+calls again can name the cells that it has.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine import ModelSites, Site
+from rheostat_server import validation
+from rheostat_server.errors import InvalidValue, MissingField
+from rheostat_server.limits import DONE_RUNS, SWEEP_CELLS, ZOOM_PEAKS
+from rheostat_server.selectors.sites import refuse_what_is_no_stream, resolve_sites
+from rheostat_server.selectors.spans import runs
+from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2
+
+_DEFAULT_RADIUS = 3
+
+
+class Row(NamedTuple):
+    """A row of the grid."""
+
+    site: Site
+    """Its own site."""
+    window: tuple[Site, ...]
+    """All sites that its cells replace, by layer."""
+
+
+class Grid(NamedTuple):
+    """A grid of cells."""
+
+    rows: tuple[Row, ...]
+    """By point, then layer."""
+    columns: int
+
+    @property
+    def cells(self) -> int:
+        """Number of cells."""
+        return len(self.rows) * self.columns
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Row and column of a cell."""
+        return divmod(index, self.columns)
+
+
+def resolve_rows(request: sweep_service_pb2.SweepRequest, model: ModelSites) -> tuple[Row, ...]:
+    """The rows of a sweep's grid.
+
+    Raises:
+        InvalidArgument: the sites or the window are malformed.
+        SiteNotServed, NotSupported: a site cannot be replaced.
+    """
+    if not request.HasField("sites"):
+        raise MissingField("sites are required", field="sites")
+    selection = resolve_sites(request.sites, model, "sites")
+    refuse_what_is_no_stream(selection, "sites")
+    width = request.layer_window if request.HasField("layer_window") else 1
+    if not 1 <= width <= model.num_layers:
+        raise InvalidValue(
+            f"a window has 1 to {model.num_layers} layers, not {width}", field="layer_window"
+        )
+    points = dict.fromkeys(site.point for site in selection.sites)
+    return tuple(
+        Row(site, _window(site, width, model))
+        for point in points
+        for site in selection.sites
+        if site.point is point
+    )
+
+
+def _window(site: Site, width: int, model: ModelSites) -> tuple[Site, ...]:
+    """The sites of a window around a site, as far as the model has them."""
+    first = site.layer - (width - 1) // 2
+    layers = range(max(0, first), min(model.num_layers, first + width))
+    around = (Site(site.point, layer) for layer in layers)
+    return tuple(one for one in around if model.supports(one) is None)
+
+
+def check_size(cells: int, requests_per_cell: int, limit: int) -> None:
+    """Checks the size of a grid.
+
+    Raises:
+        InvalidValue: it has too many cells, or they need too many requests.
+    """
+    validation.check_count(cells, SWEEP_CELLS, "sites", "cells")
+    if cells * requests_per_cell > limit:
+        raise InvalidValue(
+            f"{cells} cells of {requests_per_cell} requests each; at most {limit} requests are "
+            "allowed: sweep fewer sites, positions or pairs in a call",
+            field="sites",
+        )
+
+
+def resolve_done(request: sweep_service_pb2.SweepRequest, cells: int) -> npt.NDArray[np.bool_]:
+    """For each cell, whether the client has it already.
+
+    Raises:
+        InvalidValue: a run of cells is empty or beyond the grid.
+    """
+    validation.check_count(len(request.done), DONE_RUNS, "done", "runs of cells")
+    done = np.zeros(cells, np.bool_)
+    for index, run in enumerate(request.done):
+        if not run.count or run.start + run.count > cells:
+            raise InvalidValue(
+                f"cells {run.start} to {run.start + run.count} are not in a grid of {cells} cells",
+                field=f"done[{index}]",
+            )
+        done[run.start : run.start + run.count] = True
+    return done
+
+
+def cell_runs(cells: npt.NDArray[np.intp]) -> list[sweep_pb2.CellRun]:
+    """Ascending indices as runs of consecutive cells."""
+    return [sweep_pb2.CellRun(start=start, count=end - start) for start, end in runs(cells)]
+
+
+class ZoomPlan(NamedTuple):
+    """How a grid is refined; see `Zoom` in sweep.proto."""
+
+    layer_stride: int
+    column_stride: int
+    layer_radius: int
+    column_radius: int
+    peaks: int
+
+    def coarse(self, grid: Grid) -> list[int]:
+        """The cells of the coarse grid. It has the first and the last layer and column."""
+        columns = _strided(range(grid.columns), self.column_stride)
+        cells = []
+        for rows in _by_point(grid):
+            cells += [
+                row * grid.columns + column
+                for row in _strided(rows, self.layer_stride)
+                for column in columns
+            ]
+        return cells
+
+    def peaks_of(self, effects: npt.NDArray[np.float64], grid: Grid) -> list[int]:
+        """The cells with the largest effects, none of which lies within the radii of another.
+
+        Args:
+            effects: [cells]; NaN where there is none.
+            grid: the grid.
+        """
+        found: list[int] = []
+        for cell in np.argsort(-np.nan_to_num(effects, nan=-np.inf), kind="stable").tolist():
+            if len(found) == self.peaks or np.isnan(effects[cell]):
+                break
+            if not any(cell in self._near(peak, grid) for peak in found):
+                found.append(cell)
+        return found
+
+    def fine(self, peaks: Iterable[int], grid: Grid) -> list[int]:
+        """The cells around peaks, ascending."""
+        return sorted({cell for peak in peaks for cell in self._near(peak, grid)})
+
+    def _near(self, cell: int, grid: Grid) -> set[int]:
+        row, column = grid.place(cell)
+        near = range(max(0, column - self.column_radius), column + self.column_radius + 1)
+        return {
+            other * grid.columns + beside
+            for rows in _by_point(grid)
+            if row in rows
+            for other in rows
+            if abs(grid.rows[other].site.layer - grid.rows[row].site.layer) <= self.layer_radius
+            for beside in near
+            if beside < grid.columns
+        }
+
+
+def resolve_zoom(request: sweep_service_pb2.SweepRequest) -> ZoomPlan | None:
+    """How a sweep's grid is refined; None if every cell is run.
+
+    Raises:
+        InvalidValue: a number is outside its limits.
+    """
+    if not request.HasField("zoom"):
+        return None
+    zoom = request.zoom
+    plan = ZoomPlan(
+        zoom.layer_stride,
+        zoom.column_stride,
+        zoom.layer_radius if zoom.HasField("layer_radius") else _DEFAULT_RADIUS,
+        zoom.column_radius if zoom.HasField("column_radius") else _DEFAULT_RADIUS,
+        zoom.peak_count if zoom.HasField("peak_count") else 1,
+    )
+    for name, stride in (
+        ("layer_stride", plan.layer_stride),
+        ("column_stride", plan.column_stride),
+    ):
+        if not stride:
+            raise InvalidValue("must be at least 1", field=f"zoom.{name}")
+    if not 1 <= plan.peaks <= ZOOM_PEAKS:
+        raise InvalidValue(f"must be 1 to {ZOOM_PEAKS}", field="zoom.peak_count")
+    return plan
+
+
+def _by_point(grid: Grid) -> list[range]:
+    """The rows of each point."""
+    points = [row.site.point for row in grid.rows]
+    return [
+        range(points.index(point), points.index(point) + points.count(point))
+        for point in dict.fromkeys(points)
+    ]
+
+
+def _strided(numbers: Sequence[int], stride: int) -> list[int]:
+    """Every `stride`-th number, and the last one."""
+    kept = list(numbers[::stride])
+    return kept if kept[-1] == numbers[-1] else [*kept, numbers[-1]]

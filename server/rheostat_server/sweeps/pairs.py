@@ -1,0 +1,319 @@
+"""The pairs of prompts of a sweep: tokens, answers, alignment, and the positions of each column.
+
+Columns are positions of the clean prompt. In the corrupt prompt they are the aligned positions; see
+`AlignedPrompts`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rheostat_server import validation
+from rheostat_server.admission.admit import AdmittedRequest, admit
+from rheostat_server.errors import InvalidPosition, InvalidValue, MissingField, RheostatError
+from rheostat_server.limits import NOISES, SWEEP_COLUMNS, SWEEP_PAIRS
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.runs.targets import RUN_ID
+from rheostat_server.selectors.selection import SelectionContext, needs_text, resolve_selector
+from rheostat_server.selectors.spans import clipped, length
+from rheostat_server.steering.replacements import AlignedPrompts, align
+from rheostat_server.sweeps.answers import Answers, Grade, resolve_answers
+from rheostat_server.validation import field_path
+from rheostat_wire.v1 import (
+    generation_pb2,
+    generation_service_pb2,
+    replace_pb2,
+    selector_pb2,
+    steering_pb2,
+    sweep_pb2,
+    sweep_service_pb2,
+    types_pb2,
+)
+
+_DEFAULT_NOISES = 10
+
+
+class Placed(NamedTuple):
+    """Positions of a column."""
+
+    base: tuple[int, ...]
+    """In the prompt that is run."""
+    source: tuple[int, ...]
+    """In the prompt that the rows come from: one for each of `base`. -1: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A clean prompt and its corrupt versions."""
+
+    message: sweep_pb2.SweepPair
+    path: str
+    """Its path in the request: "pairs[0]"."""
+    answers: Answers
+    clean: AdmittedRequest
+    """The clean prompt under the sweep's steering."""
+    corrupt: tuple[AdmittedRequest, ...]
+    """The corrupt prompt, once for each noise. None: rows are replaced by zeros or a mean."""
+    into_clean: bool
+    """Whether cells run the clean prompt."""
+    alignment: AlignedPrompts
+    """Of the clean prompt with the corrupt one."""
+    columns: tuple[tuple[int, ...], ...]
+    """The positions of each column, in the clean prompt."""
+
+    @property
+    def bases(self) -> tuple[AdmittedRequest, ...]:
+        """The prompts in which cells are run. A cell is averaged over them."""
+        return (self.clean,) * max(1, len(self.corrupt)) if self.into_clean else self.corrupt
+
+    def placed(self, column: int) -> Placed:
+        """The positions of a column."""
+        clean = self.columns[column]
+        if not self.corrupt:
+            return Placed(clean, clean)
+        corrupt = tuple(map(self.alignment.partner, clean))
+        return Placed(clean, corrupt) if self.into_clean else Placed(corrupt, clean)
+
+
+async def resolve_pairs(
+    request: sweep_service_pb2.SweepRequest, grades: Sequence[Grade], manager: RequestManager
+) -> tuple[Pair, ...]:
+    """The pairs of a sweep.
+
+    Raises:
+        RheostatError: something is malformed. The error names the field.
+    """
+    if not request.pairs:
+        raise MissingField("at least one pair is required", field="pairs")
+    validation.check_count(len(request.pairs), SWEEP_PAIRS, "pairs", "pairs")
+    _check_labels(request)
+    pairs: list[Pair] = []
+    for index, message in enumerate(request.pairs):
+        pair = await _pair(request, message, f"pairs[{index}]", grades, manager)
+        if pairs and not request.group_labels and pair.columns != pairs[0].columns:
+            raise InvalidValue(
+                "it has other columns than the first pair: name groups of positions, one per "
+                "column, in every pair",
+                field=field_path(pair.path, "prompt"),
+            )
+        pairs.append(pair)
+    return tuple(pairs)
+
+
+def column_labels(request: sweep_service_pb2.SweepRequest, pairs: Sequence[Pair]) -> list[str]:
+    """The names of the columns."""
+    if request.group_labels:
+        return list(request.group_labels)
+    return [str(position) for (position,) in pairs[0].columns]
+
+
+def _check_labels(request: sweep_service_pb2.SweepRequest) -> None:
+    path = "group_labels"
+    validation.check_count(len(request.group_labels), SWEEP_COLUMNS, path, "columns")
+    if len(set(request.group_labels)) < len(request.group_labels):
+        raise InvalidValue("labels may not be repeated", field=path)
+    for index, label in enumerate(request.group_labels):
+        if not label:
+            raise MissingField("a label is required", field=f"{path}[{index}]")
+    if request.group_labels and request.HasField("where"):
+        raise InvalidValue(
+            "the columns are groups, whose positions are in the pairs: leave where out",
+            field="where",
+        )
+
+
+async def _pair(
+    request: sweep_service_pb2.SweepRequest,
+    message: sweep_pb2.SweepPair,
+    path: str,
+    grades: Sequence[Grade],
+    manager: RequestManager,
+) -> Pair:
+    answers = resolve_answers(message, grades, manager.info.vocabulary, path)
+    clean_field = field_path(path, "prompt")
+    if not message.HasField("prompt"):
+        raise MissingField("a clean prompt is required", field=clean_field)
+    with _naming(clean_field):
+        clean = await admit(_run(request, message.prompt, answers), manager.admission)
+    corrupt = await _corrupt(request, message, path, answers, manager)
+    tokens = clean.prompt.token_ids
+    others = corrupt[0].prompt.token_ids if corrupt else tokens
+    return Pair(
+        message=message,
+        path=path,
+        answers=answers,
+        clean=clean,
+        corrupt=corrupt,
+        into_clean=_into_clean(request, corrupts=bool(corrupt)),
+        alignment=_alignment(request, tokens, others),
+        columns=await _columns(request, message, path, clean, manager),
+    )
+
+
+def _into_clean(request: sweep_service_pb2.SweepRequest, *, corrupts: bool) -> bool:
+    """Whether a pair's cells run the clean prompt."""
+    if not request.HasField("direction"):
+        return not corrupts
+    validation.known_enum(request.direction, sweep_pb2.SweepDirection.values(), "direction")
+    denoises = request.direction == sweep_pb2.SWEEP_DIRECTION_DENOISE
+    if denoises and not corrupts:
+        raise InvalidValue(
+            "a pair has no corrupt prompt, into which clean rows could be put: zeros and means "
+            "are put into the clean prompt",
+            field="direction",
+        )
+    return not denoises
+
+
+def _alignment(
+    request: sweep_service_pb2.SweepRequest, tokens: tuple[int, ...], others: tuple[int, ...]
+) -> AlignedPrompts:
+    """How the positions of the clean prompt correspond to those of the corrupt one."""
+    identity = len(tokens) == len(others)
+    if request.HasField("alignment"):
+        validation.known_enum(request.alignment, replace_pb2.Alignment.values(), "alignment")
+        identity = request.alignment == replace_pb2.ALIGNMENT_IDENTITY
+    if identity:
+        shorter = min(len(tokens), len(others))
+        return AlignedPrompts(shorter, 0, len(tokens), len(others))
+    return align(tokens, others)
+
+
+async def _corrupt(
+    request: sweep_service_pb2.SweepRequest,
+    message: sweep_pb2.SweepPair,
+    path: str,
+    answers: Answers,
+    manager: RequestManager,
+) -> tuple[AdmittedRequest, ...]:
+    """The corrupt versions of a pair's prompt."""
+    kind = validation.required(
+        message.WhichOneof("corruption"), path, "corrupt, noise, zeros, mean and run_id"
+    )
+    field = field_path(path, kind)
+    with _naming(field):
+        match kind:
+            case "corrupt":
+                return (await admit(_run(request, message.corrupt, answers), manager.admission),)
+            case "noise":
+                runs = _noisy(request, message, answers, field)
+                return tuple([await admit(run, manager.admission) for run in runs])
+            case "run_id":
+                run = manager.runs.hold(validation.matches(message.run_id, RUN_ID, field), field)
+                ids = types_pb2.TokenIds(ids=run.prompt_token_ids.tolist())
+                manager.runs.release(run)
+                prompt = types_pb2.Prompt(token_ids=ids)
+                return (await admit(_run(request, prompt, answers), manager.admission),)
+            case _:
+                return ()
+
+
+def _noisy(
+    request: sweep_service_pb2.SweepRequest,
+    message: sweep_pb2.SweepPair,
+    answers: Answers,
+    path: str,
+) -> list[generation_service_pb2.GenerateRequest]:
+    """The clean prompt with each of a pair's noises."""
+    noise = message.noise
+    count = noise.noise_count if noise.HasField("noise_count") else _DEFAULT_NOISES
+    if not 1 <= count <= NOISES:
+        raise InvalidValue(f"must be 1 to {NOISES}", field=field_path(path, "noise_count"))
+    for name in ("noise", "sites", "where"):
+        if not noise.HasField(name):
+            raise MissingField("is required", field=field_path(path, name))
+    runs = []
+    for number in range(count):
+        source = replace_pb2.NoiseSource()
+        source.CopyFrom(noise.noise)
+        source.seed = (noise.noise.seed + number) % 2**64
+        run = _run(request, message.prompt, answers)
+        run.steering.interventions.append(
+            steering_pb2.Intervention(
+                sites=noise.sites, where=noise.where, replace=replace_pb2.Replace(noise=source)
+            )
+        )
+        runs.append(run)
+    return runs
+
+
+def _run(
+    request: sweep_service_pb2.SweepRequest, prompt: types_pb2.Prompt, answers: Answers
+) -> generation_service_pb2.GenerateRequest:
+    """The request of a prompt under the sweep's steering, whose answers are asked for."""
+    run = generation_service_pb2.GenerateRequest(
+        sampling=generation_pb2.Sampling(max_tokens=answers.longest, temperature=0),
+        lora_name=request.lora_name,
+    )
+    if request.HasField("steering"):
+        run.steering.CopyFrom(request.steering)
+    match prompt.WhichOneof("prompt"):
+        case "text":
+            run.text = prompt.text
+        case "token_ids":
+            run.token_ids.CopyFrom(prompt.token_ids)
+        case "chat":
+            run.chat.CopyFrom(prompt.chat)
+    return run
+
+
+async def _columns(
+    request: sweep_service_pb2.SweepRequest,
+    message: sweep_pb2.SweepPair,
+    path: str,
+    clean: AdmittedRequest,
+    manager: RequestManager,
+) -> tuple[tuple[int, ...], ...]:
+    """The positions of each column, in the clean prompt."""
+    if len(message.groups) != len(request.group_labels):
+        raise InvalidValue(
+            f"{len(message.groups)} groups for {len(request.group_labels)} labels; give each "
+            "label its positions, in every pair",
+            field=field_path(path, "groups"),
+        )
+    selectors = [*message.groups]
+    if request.HasField("where"):
+        selectors.append(request.where)
+    prompt = clean.prompt
+    if any(map(needs_text, selectors)):
+        prompt = await manager.prompts.decode(prompt)
+    context = SelectionContext(prompt, 1, manager.info.vocabulary)
+    if request.group_labels:
+        return tuple(
+            _positions(selector, context, f"{path}.groups[{index}]")
+            for index, selector in enumerate(message.groups)
+        )
+    where = tuple(range(context.prompt_len))
+    if request.HasField("where"):
+        where = _positions(request.where, context, "where")
+    validation.check_count(len(where), SWEEP_COLUMNS, "where", "columns")
+    return tuple((position,) for position in where)
+
+
+def _positions(
+    selector: selector_pb2.Selector, context: SelectionContext, path: str
+) -> tuple[int, ...]:
+    """The selected positions of a prompt."""
+    spans = clipped(resolve_selector(selector, context, path).spans, 0, context.prompt_len)
+    if not length(spans):
+        raise InvalidPosition("no token of the prompt is selected", field=path)
+    return tuple(position for start, end in spans for position in range(start, end))
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Makes errors of a prompt's request name the fields of the sweep."""
+    try:
+        yield
+    except RheostatError as error:
+        field = error.field
+        if field.startswith(("text", "token_ids", "chat")):
+            error.field = f"{path}.{field}"
+        elif field.startswith("sampling"):
+            error.field = path
+        elif field.startswith("steering") and not path.endswith("noise"):
+            error.message = f"{path}: {error.message}"
+        elif not field.startswith(("lora_name", path)):
+            error.field = path
+        raise

@@ -1,0 +1,185 @@
+"""The numbers of a sweep: grades of cells, of the unchanged prompts, and what batching alone does.
+
+Every value is first averaged over a pair's noises, then made a recovered part if the grade says so,
+then averaged over the pairs.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_server.errors import NoContrast
+from rheostat_server.sweeps.answers import Answers, Grade, Readings
+from rheostat_wire.v1 import sweep_pb2
+
+Values = npt.NDArray[np.float64]
+
+_LEAST_CONTRAST = 1e-6
+"""Difference of a metric, beside noise, from which on a part of it can be recovered."""
+
+
+def raw_values(answers: Answers, grades: Sequence[Grade], readings: Readings) -> Values:
+    """The metric of each grade."""
+    return np.array([answers.value(grade.metric, readings) for grade in grades])
+
+
+class PairScale(NamedTuple):
+    """The values of a pair's unchanged prompts, and the scale of its recovered parts."""
+
+    clean: Values
+    """[grades]"""
+    corrupt: Values
+    """[grades]; NaN without a corrupt prompt."""
+    base: Values
+    """[grades]: of the prompt that cells are run in."""
+    std: Values
+    """[grades]: standard deviation of the repeated baselines."""
+    largest: Values
+    """[grades]: largest deviation of a baseline from their mean."""
+    repeats: int
+    """Number of repeated baselines."""
+
+    def scaled(self, values: Values, recovered: npt.NDArray[np.bool_]) -> Values:
+        """The values of grades, some as recovered parts."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            parts = (values - self.corrupt) / (self.clean - self.corrupt)
+        return np.where(recovered, parts, values)
+
+    def scale(self, recovered: npt.NDArray[np.bool_]) -> Values:
+        """The factor from a deviation of a metric to one of its grade."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factors = 1 / np.abs(self.clean - self.corrupt)
+        return np.where(recovered, factors, 1.0)
+
+
+def pair_scale(
+    repeats: Sequence[Values],
+    others: Sequence[Values],
+    clean: Values | None,
+    corrupt: Values | None,
+    *,
+    into_clean: bool,
+) -> PairScale:
+    """The scale of a pair.
+
+    Args:
+        repeats: values of the repeated baselines.
+        others: values of the prompt with each of the further noises.
+        clean: values of the clean prompt; None if cells are run in it.
+        corrupt: values of the corrupt prompt; None if cells are run in it, or there is none.
+        into_clean: whether cells are run in the clean prompt.
+    """
+    first = np.mean(repeats, axis=0)
+    deviations = np.abs(np.array(repeats) - first)
+    base = np.mean([first, *others], axis=0)
+    missing = np.full_like(base, np.nan)
+    return PairScale(
+        clean=base if into_clean or clean is None else clean,
+        corrupt=(missing if corrupt is None else corrupt) if into_clean else base,
+        base=base,
+        std=np.std(repeats, axis=0, ddof=1) if len(repeats) > 1 else np.zeros_like(base),
+        largest=deviations.max(axis=0),
+        repeats=len(repeats),
+    )
+
+
+def check_contrast(scales: Sequence[PairScale], grades: Sequence[Grade]) -> None:
+    """Checks that recovered parts have a meaning.
+
+    Raises:
+        NoContrast: the clean and the corrupt prompt of a pair grade alike.
+    """
+    for index, scale in enumerate(scales):
+        for number, grade in enumerate(grades):
+            contrast = abs(scale.clean[number] - scale.corrupt[number])
+            least = max(_LEAST_CONTRAST, scale.largest[number])
+            if grade.recovered and not contrast > least:
+                name = sweep_pb2.Metric.Name(grade.metric)
+                raise NoContrast(
+                    f"{name} of the clean prompt is {scale.clean[number]:.6g}, of the corrupt one "
+                    f"{scale.corrupt[number]:.6g}: they differ by no more than repeated runs of "
+                    "one prompt, so nothing can be recovered",
+                    field=f"pairs[{index}]",
+                )
+
+
+class Scores:
+    """The values of all cells."""
+
+    def __init__(self, cells: int, grades: Sequence[Grade]) -> None:
+        """No cell has a value."""
+        self.values = np.full((cells, len(grades)), np.nan)
+        """[cells, grades]"""
+        self._recovered = np.array([grade.recovered for grade in grades])
+        self._scales: Sequence[PairScale] = ()
+
+    def set_scales(self, scales: Sequence[PairScale]) -> None:
+        """Sets the values of the unchanged prompts. No cell can be scored before."""
+        self._scales = scales
+
+    @property
+    def base(self) -> Values:
+        """[grades]: the grades of the unchanged prompts that cells are run in."""
+        return _mean([one.scaled(one.base, self._recovered) for one in self._scales])
+
+    @property
+    def noise_limit(self) -> Values:
+        """[grades]: the largest deviation of a baseline, averaged over the pairs."""
+        return _mean([one.largest * one.scale(self._recovered) for one in self._scales])
+
+    def noises(self) -> list[sweep_pb2.Noise]:
+        """What batching alone does to each grade."""
+        stds = [one.std * one.scale(self._recovered) for one in self._scales]
+        std = np.sqrt(np.sum(np.square(stds), axis=0)) / len(stds)
+        count = sum(one.repeats for one in self._scales)
+        return [
+            sweep_pb2.Noise(mean=mean, std=spread, max=largest, sample_count=count)
+            for mean, spread, largest in zip(
+                self.base.tolist(), std.tolist(), self.noise_limit.tolist(), strict=True
+            )
+        ]
+
+    def unchanged(self, grade: int) -> tuple[float, float]:
+        """The clean and the corrupt prompts' mean metric of a grade; NaN if there is none."""
+        return (
+            float(np.mean([one.clean[grade] for one in self._scales])),
+            float(np.mean([one.corrupt[grade] for one in self._scales])),
+        )
+
+    def score(
+        self, index: int, raw: npt.NDArray[np.float64], *, pair_values: bool
+    ) -> sweep_pb2.SweepCell:
+        """The message of a cell without its place.
+
+        Args:
+            index: the cell.
+            raw: [pairs, grades]: metrics, averaged over each pair's noises.
+            pair_values: whether it has the values of every pair.
+        """
+        each = np.array(
+            [
+                scale.scaled(row, self._recovered)
+                for scale, row in zip(self._scales, raw, strict=True)
+            ]
+        )
+        mean = each.mean(axis=0)
+        self.values[index] = mean
+        spread = each.std(axis=0, ddof=1) / np.sqrt(len(each)) if len(each) > 1 else 0 * mean
+        return sweep_pb2.SweepCell(
+            values=mean.tolist(),
+            standard_errors=spread.tolist(),
+            pair_values=each.ravel().tolist() if pair_values else (),
+            below_noise=bool((np.abs(mean - self.base) <= self.noise_limit).all()),
+        )
+
+    def effects(self) -> Values:
+        """[cells]: how far the first grade lies from that of the unchanged prompts."""
+        distances: Values = np.abs(self.values[:, 0] - self.base[0])
+        return distances
+
+
+def _mean(values: Sequence[Values]) -> Values:
+    mean: Values = np.mean(values, axis=0)
+    return mean

@@ -1,0 +1,220 @@
+"""The rows that the cells of a sweep put in: those of a run, a run's means, or zeros.
+
+A sweep captures the runs that it needs, and deletes them in the end unless its client keeps them.
+The rows of one site become one vector, which all cells of that site share.
+
+Invariant: a row that a source lacks is an error of the cell that needs it. No cell runs without it.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from rheostat_engine import ModelSites, Site, largest_replaced
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.errors import (
+    Defect,
+    NonFinite,
+    RunIncomplete,
+    RunInUse,
+    RunNotFound,
+    VectorShape,
+)
+from rheostat_server.generation.responses import run
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.runs.store import Run, RunStore
+from rheostat_server.tasks.offload import offload
+from rheostat_server.tensors import FloatType, widened
+from rheostat_server.vectors.store import Vector, make_vector
+
+_KEPT_SITES = 4
+"""Sites, beyond those of a window, whose vectors a source keeps."""
+
+
+class SourceRows(NamedTuple):
+    """Rows at a site."""
+
+    vector: Vector
+    """All rows that the source has there."""
+    rows: tuple[int, ...]
+    """The row of each wanted position."""
+
+
+class Source(Protocol):
+    """Something that has rows to put in."""
+
+    async def rows(self, site: Site, positions: Sequence[int]) -> SourceRows:
+        """The rows at a site.
+
+        Args:
+            site: the site.
+            positions: positions of the source's prompt. -1: there is none.
+
+        Raises:
+            RunIncomplete: the source lacks the site or a position.
+            NonFinite: a row is too large.
+        """
+
+
+class Zeros:
+    """Zeros everywhere."""
+
+    def __init__(self, width: int) -> None:
+        """Rows of this width."""
+        data = np.zeros(width, np.float32).tobytes()
+        self._vector = make_vector(FloatType.FLOAT32, 1, width, data, "zeros")
+
+    async def rows(self, site: Site, positions: Sequence[int]) -> SourceRows:
+        """A row of zeros for each position."""
+        return SourceRows(self._vector, (0,) * len(positions))
+
+
+class RunRows:
+    """The rows of runs of one prompt, or the mean of each site's rows."""
+
+    def __init__(
+        self, runs: Sequence[Run], model: ModelSites, *, window: int, mean: bool = False
+    ) -> None:
+        """Takes over runs that are held until the sweep ends.
+
+        Args:
+            runs: the runs, each of which has other sites.
+            model: the model's sites.
+            window: sites that a cell replaces at most.
+            mean: whether a site's mean is put in at all positions.
+        """
+        for one in runs:
+            if one.width != model.width:
+                raise VectorShape(
+                    f"rows of the run {one.id} have {one.width} elements; the stream has "
+                    f"{model.width}"
+                )
+        self._runs = tuple(runs)
+        self._mean = mean
+        self._kept = window + _KEPT_SITES
+        self._vectors: OrderedDict[int, tuple[Run, Vector]] = OrderedDict()
+        """By index of the site, least recently used first."""
+        self._turn = asyncio.Lock()
+        self._largest = largest_replaced(FloatType(model.dtype).finite_max)
+        self._places = {
+            one.id: {int(position): row for row, position in enumerate(one.positions)}
+            for one in runs
+        }
+
+    async def rows(self, site: Site, positions: Sequence[int]) -> SourceRows:
+        """The rows at a site."""
+        async with self._turn:
+            run, vector = await self._vector(site)
+        if self._mean:
+            return SourceRows(vector, (0,) * len(positions))
+        places = self._places[run.id]
+        for position in positions:
+            if position < 0:
+                raise RunIncomplete(
+                    "a position of the column has no partner in the other prompt, which differs "
+                    "there"
+                )
+            if position not in places:
+                raise RunIncomplete(f"the run {run.id} has no row of position {position}")
+        return SourceRows(vector, tuple(places[position] for position in positions))
+
+    async def _vector(self, site: Site) -> tuple[Run, Vector]:
+        found = self._vectors.get(site.index)
+        if found is None:
+            run = self._run_with(site)
+            size = len(run.positions) * run.width * run.dtype.itemsize
+            found = run, await offload(size, self._make, run, site)
+            self._vectors[site.index] = found
+            if len(self._vectors) > self._kept:
+                self._vectors.popitem(last=False)
+        self._vectors.move_to_end(site.index)
+        return found
+
+    def _run_with(self, site: Site) -> Run:
+        for one in self._runs:
+            if any(own.index == site.index for own in one.sites):
+                return one
+        raise RunIncomplete(
+            f"the run {self._runs[0].id} has no rows of {site.point.value} {site.layer}"
+        )
+
+    def _make(self, run: Run, site: Site) -> Vector:
+        rows, kind = run.rows(site), run.dtype
+        if self._mean:
+            rows = widened(rows, kind).mean(axis=0, dtype=np.float64, keepdims=True)
+            rows, kind = rows.astype(np.float32), FloatType.FLOAT32
+        vector = make_vector(kind, len(rows), run.width, rows.tobytes(), "")
+        if (peak := max(vector.peaks, default=0.0)) > self._largest:
+            raise NonFinite(
+                f"a row of {site.point.value} {site.layer} reaches {peak:.4g}; rows of at most "
+                f"{self._largest:.4g} can replace rows of this model"
+            )
+        return vector
+
+
+class HeldRuns:
+    """The runs that a sweep uses. They are neither evicted nor deleted while it runs."""
+
+    def __init__(self, store: RunStore) -> None:
+        """Nothing is held yet."""
+        self._store = store
+        self._held: list[Run] = []
+        self._made: list[Run] = []
+
+    @property
+    def made_ids(self) -> list[str]:
+        """The ids of the runs that the sweep has made."""
+        return [run.id for run in self._made]
+
+    def given(self, run_id: str, path: str) -> Run:
+        """Holds a run of the client.
+
+        Raises:
+            RunNotFound: there is none.
+        """
+        run = self._store.hold(run_id, path)
+        self._held.append(run)
+        return run
+
+    def made(self, run_id: str) -> Run:
+        """Holds a run that the sweep has made."""
+        try:
+            run = self.given(run_id, "")
+        except RunNotFound as error:
+            raise Defect("the engine did not deliver every row") from error
+        self._made.append(run)
+        return run
+
+    def release(self, *, keep: bool) -> None:
+        """Holds nothing any more. Deletes what the sweep has made, unless `keep`."""
+        for held in self._held:
+            self._store.release(held)
+        for made in self._made if not keep else ():
+            with suppress(RunNotFound, RunInUse):
+                self._store.delete(made.id, "")
+        self._held.clear()
+        self._made.clear()
+
+
+async def capture_runs(
+    admitted: AdmittedRequest, targets: Sequence[str], manager: RequestManager, runs: HeldRuns
+) -> list[Run]:
+    """Runs a request whose captures make runs.
+
+    Args:
+        admitted: the request.
+        targets: the ids of the runs.
+        manager: runs it.
+        runs: holds the runs from then on.
+
+    Raises:
+        RheostatError: the request cannot run, or has failed.
+    """
+    async with aclosing(run(admitted, manager)) as responses:
+        async for _ in responses:
+            pass
+    return [runs.made(run_id) for run_id in targets]

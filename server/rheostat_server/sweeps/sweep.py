@@ -1,0 +1,702 @@
+"""Runs sweeps: captures the rows that cells put in, runs the cells, and grades them.
+
+Invariants: the index of a cell depends on the request alone. A cell whose rows cannot be had gets
+an error in the place of values. A sweep that ends early leaves no running requests, and no runs.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf import duration_pb2
+
+from rheostat_server import validation
+from rheostat_server.admission.admit import AdmittedRequest, admit
+from rheostat_server.errors import (
+    Draining,
+    DuplicateRequest,
+    EngineLost,
+    InvalidValue,
+    QueueFull,
+    Resource,
+    ResourceExhausted,
+    RheostatError,
+    RunIncomplete,
+)
+from rheostat_server.errors.status import to_status
+from rheostat_server.limits import (
+    BASELINES,
+    RETRY_SECONDS,
+    SWEEP_REQUESTS,
+    SWEEPS,
+)
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.runs.store import Run
+from rheostat_server.runs.targets import lease_seconds
+from rheostat_server.selectors.selection import EVERYTHING, typical_context
+from rheostat_server.selectors.sites import SiteSelection, to_wire
+from rheostat_server.selectors.spans import runs as runs_of
+from rheostat_server.steering.replacements import OpContext, resolve_mask
+from rheostat_server.sweeps.answers import Grade, Readings, resolve_grades
+from rheostat_server.sweeps.cells import Asked, Blend, Replaced, ask, replacing, with_acts
+from rheostat_server.sweeps.grid import (
+    Grid,
+    ZoomPlan,
+    cell_runs,
+    check_size,
+    resolve_done,
+    resolve_rows,
+    resolve_zoom,
+)
+from rheostat_server.sweeps.pairs import Pair, column_labels, resolve_pairs
+from rheostat_server.sweeps.scores import (
+    PairScale,
+    Scores,
+    Values,
+    check_contrast,
+    pair_scale,
+    raw_values,
+)
+from rheostat_server.sweeps.sources import HeldRuns, RunRows, Source, Zeros, capture_runs
+from rheostat_server.tasks.offload import offload
+from rheostat_server.vectors.store import Vector
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    replace_pb2,
+    selector_pb2,
+    sweep_pb2,
+    sweep_service_pb2,
+    tensor_pb2,
+    types_pb2,
+)
+
+_pb = sweep_service_pb2
+
+_DEFAULT_CONCURRENCY = 16
+_DEFAULT_BASELINES = 8
+
+_EVENTS = 256
+"""Events that wait for a slow reader. Then no further cells start."""
+
+_ACT_BYTES = 1024
+"""Bytes that `offload` counts for an act of a cell."""
+
+_TURN = 0.002
+"""Seconds after which a cell in the background looks again whether requests wait."""
+
+_LATER = 0.05
+"""Seconds after which a cell that the engine has no room for tries again."""
+
+
+class _Settings(NamedTuple):
+    """Everything of a request but its pairs."""
+
+    grid: Grid
+    grades: tuple[Grade, ...]
+    blend: Blend
+    zoom: ZoomPlan | None
+    done: npt.NDArray[np.bool_]
+    baselines: int
+    concurrency: int
+    background: bool
+    pair_values: bool
+    lease: float | None
+    """Seconds for which the sweep's runs are kept; None: not at all."""
+
+
+@dataclass
+class _Cell:
+    """A cell that runs: its values so far."""
+
+    waiting: int
+    """Prompts that have not answered yet."""
+    raw: Values
+    """[pairs, grades]: sums over the noises."""
+    top_token_id: int = 0
+    error: RheostatError | None = None
+
+
+class _Work(NamedTuple):
+    """A prompt of a cell or a baseline."""
+
+    cell: int | None
+    """The cell; None for an unchanged prompt."""
+    pair: int
+    noise: int
+
+
+@dataclass
+class _Progress:
+    """What a sweep knows so far."""
+
+    repeats: list[list[list[Values]]]
+    """For each pair and noise, the values of its baselines."""
+    other: list[list[Values]]
+    """For each pair, the values of the prompts that rows come from."""
+    waiting_baselines: int
+    cells: dict[int, _Cell] = field(default_factory=dict)
+    held_back: list[int] = field(default_factory=list)
+    """Cells that are complete, while baselines are not."""
+    computed: int = 0
+
+
+class Sweeps:
+    """Runs the sweeps of a server."""
+
+    def __init__(self) -> None:
+        """None runs."""
+        self._running: set[str] = set()
+
+    async def sweep(
+        self, request: sweep_service_pb2.SweepRequest, manager: RequestManager
+    ) -> AsyncGenerator[sweep_service_pb2.SweepResponse, None]:
+        """Runs a sweep. Yields what it will run, cells as they are ready, and a summary.
+
+        Raises:
+            RheostatError: the request is invalid, or the engine cannot go on.
+        """
+        with self._registered(request) as request_id:
+            began = time.monotonic()
+            settings, pairs, labels = await _resolve(request, manager)
+            runs = HeldRuns(manager.runs)
+            sweep = _Sweep(request_id, settings, pairs, runs, manager, request)
+            kept = False
+            try:
+                yield _pb.SweepResponse(started=_started(request_id, settings, pairs, labels))
+                async for response in _streamed(sweep.run):
+                    yield response
+                kept = settings.lease is not None
+                yield _pb.SweepResponse(
+                    summary=sweep.summary(time.monotonic() - began, runs.made_ids if kept else ())
+                )
+            finally:
+                runs.release(keep=kept)
+
+    @contextmanager
+    def _registered(self, request: sweep_service_pb2.SweepRequest) -> Iterator[str]:
+        """Counts a sweep as running, and gives its id."""
+        request_id = request.request_id or uuid.uuid4().hex
+        validation.matches(request_id, validation.REQUEST_ID, "request_id")
+        if request_id in self._running:
+            raise DuplicateRequest(
+                "a running sweep has this id",
+                field="request_id",
+                resource=Resource("request", request_id),
+            )
+        if len(self._running) >= SWEEPS:
+            raise QueueFull(
+                f"{len(self._running)} sweeps run already; try again later",
+                retry_after=RETRY_SECONDS,
+            )
+        self._running.add(request_id)
+        try:
+            yield request_id
+        finally:
+            self._running.discard(request_id)
+
+
+_Put = Callable[[sweep_service_pb2.SweepResponse], Coroutine[None, None, None]]
+"""Puts an event. Waits while many events are not read."""
+
+
+async def _streamed(
+    run: Callable[[_Put], Coroutine[None, None, None]],
+) -> AsyncGenerator[sweep_service_pb2.SweepResponse, None]:
+    """Yields the events that a coroutine puts. The coroutine does not outlast the generator."""
+    events: asyncio.Queue[sweep_service_pb2.SweepResponse | Exception | None]
+    events = asyncio.Queue(_EVENTS)
+
+    async def running() -> None:
+        end: Exception | None = None
+        try:
+            await run(events.put)
+        except Exception as error:  # raised by the reader, after the events before it
+            end = error
+        await events.put(end)
+
+    work = asyncio.create_task(running())
+    try:
+        while (event := await events.get()) is not None:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+    finally:
+        work.cancel()
+        await asyncio.wait({work})
+
+
+async def _resolve(
+    request: sweep_service_pb2.SweepRequest, manager: RequestManager
+) -> tuple[_Settings, tuple[Pair, ...], list[str]]:
+    """The settings, pairs and names of columns of a request.
+
+    Raises:
+        RheostatError: something is invalid.
+    """
+    grades = resolve_grades(request.grades)
+    rows = resolve_rows(request, manager.sites)
+    baselines = _number(request, "baseline_count", _DEFAULT_BASELINES, BASELINES)
+    running = manager.info.running_samples
+    concurrency = _number(
+        request, "max_concurrent_cells", min(_DEFAULT_CONCURRENCY, running), running
+    )
+    background = True
+    if request.HasField("priority"):
+        validation.known_enum(request.priority, sweep_pb2.SweepPriority.values(), "priority")
+        background = request.priority == sweep_pb2.SWEEP_PRIORITY_BACKGROUND
+    lease = None
+    if request.HasField("keep_runs"):
+        lease = lease_seconds(request.keep_runs, "keep_runs")
+    blend = _blend(request, manager)
+    zoom = resolve_zoom(request)
+    pairs = await resolve_pairs(request, grades, manager)
+    for index, pair in enumerate(pairs):
+        if not pair.corrupt and any(grade.recovered for grade in grades):
+            raise InvalidValue(
+                "nothing can be recovered without a corrupt prompt: leave `recovered` out, or name "
+                "a corrupt prompt",
+                field=f"pairs[{index}]",
+            )
+    labels = column_labels(request, pairs)
+    grid = Grid(rows, len(labels))
+    each = sum(len(pair.bases) * len(pair.answers.questions) for pair in pairs)
+    check_size(grid.cells, each, SWEEP_REQUESTS)
+    settings = _Settings(
+        grid,
+        grades,
+        blend,
+        zoom,
+        resolve_done(request, grid.cells),
+        baselines,
+        concurrency,
+        background,
+        request.pair_values,
+        lease,
+    )
+    return settings, pairs, labels
+
+
+def _number(request: sweep_service_pb2.SweepRequest, name: str, default: int, most: int) -> int:
+    if not request.HasField(name):  # type: ignore[arg-type]  # the callers' names are fields
+        return default
+    value = int(getattr(request, name))
+    if not 1 <= value <= most:
+        raise InvalidValue(f"must be 1 to {most}, not {value}", field=name)
+    return value
+
+
+def _blend(request: sweep_service_pb2.SweepRequest, manager: RequestManager) -> Blend:
+    alpha = 1.0
+    if request.HasField("alpha"):
+        alpha = validation.finite(request.alpha, "alpha")
+        if not 0 <= alpha <= 1:
+            raise InvalidValue("must be 0 to 1", field="alpha")
+    if not request.HasField("mask"):
+        return Blend(alpha, None)
+    # A mask does not depend on sites or tokens.
+    context = OpContext(
+        SiteSelection((), ()),
+        EVERYTHING,
+        typical_context(manager.info),
+        manager.sites,
+        manager.store.view(),
+        None,
+    )
+    return Blend(alpha, resolve_mask(replace_pb2.Replace(mask=request.mask), context, ""))
+
+
+def _started(
+    request_id: str, settings: _Settings, pairs: Sequence[Pair], labels: Sequence[str]
+) -> sweep_pb2.SweepStarted:
+    grid, zoom = settings.grid, settings.zoom
+    cells = int((~settings.done).sum()) if zoom is None else len(zoom.coarse(grid))
+    return sweep_pb2.SweepStarted(
+        request_id=request_id,
+        cell_count=cells,
+        rows=[to_wire(row.site) for row in grid.rows],
+        columns=labels,
+        pairs=map(_resolved_pair, pairs),
+    )
+
+
+def _resolved_pair(pair: Pair) -> sweep_pb2.ResolvedPair:
+    clean = pair.clean.prompt.token_ids
+    message = sweep_pb2.ResolvedPair(clean_token_ids=types_pb2.TokenIds(ids=clean))
+    if not pair.corrupt:
+        return message
+    message.corrupt_token_ids.ids.extend(pair.corrupt[0].prompt.token_ids)
+    alignment = pair.alignment
+    message.alignment.prefix_token_count = alignment.prefix
+    message.alignment.suffix_token_count = alignment.suffix
+    partners = np.array([alignment.partner(position) for position in range(len(clean))])
+    for start, end in runs_of(np.flatnonzero(partners < 0)):
+        message.alignment.unaligned.add(start=start, count=end - start)
+    return message
+
+
+class _Sweep:
+    """A sweep that runs."""
+
+    def __init__(
+        self,
+        request_id: str,
+        settings: _Settings,
+        pairs: tuple[Pair, ...],
+        runs: HeldRuns,
+        manager: RequestManager,
+        request: sweep_service_pb2.SweepRequest,
+    ) -> None:
+        self._id = request_id
+        self._settings = settings
+        self._pairs = pairs
+        self._runs = runs
+        self._manager = manager
+        self._request = request
+        self._scores = Scores(settings.grid.cells, settings.grades)
+        self._sources: list[list[Source]] = []
+        """For each pair and noise, where rows come from."""
+        self._requests = 0
+        self._unique = uuid.uuid4().hex[:12]
+        noises = [len(pair.bases) for pair in pairs]
+        self._progress = _Progress(
+            repeats=[[[] for _ in range(count)] for count in noises],
+            other=[[] for _ in pairs],
+            waiting_baselines=sum(settings.baselines + count - 1 for count in noises),
+        )
+
+    async def run(self, put: _Put) -> None:
+        """Runs the sweep, and puts its cells.
+
+        Raises:
+            RheostatError: it cannot go on.
+        """
+        settings, grid = self._settings, self._settings.grid
+        await self._prepare()
+        first = settings.zoom.coarse(grid) if settings.zoom is not None else range(grid.cells)
+        wanted = [cell for cell in first if settings.zoom is not None or not settings.done[cell]]
+        await self._run_cells(wanted, put, self._baselines())
+        if settings.zoom is None:
+            return
+        ran = set(wanted)
+        peaks = settings.zoom.peaks_of(self._scores.effects(), grid)
+        added = [cell for cell in settings.zoom.fine(peaks, grid) if cell not in ran]
+        added = [cell for cell in added if not settings.done[cell]]
+        phase = sweep_pb2.SweepPhase(added_cell_count=len(added), around=peaks)
+        await put(_pb.SweepResponse(phase=phase))
+        await self._run_cells(added, put, ())
+
+    def summary(self, seconds: float, run_ids: Sequence[str]) -> sweep_pb2.SweepSummary:
+        """The last event."""
+        grid, values = self._settings.grid, self._scores.values
+        elapsed = duration_pb2.Duration()
+        elapsed.FromNanoseconds(int(seconds * 1e9))
+        effects = self._scores.effects()
+        peaks = np.abs(values - self._scores.base)
+        grades = []
+        for number, noise in enumerate(self._scores.noises()):
+            clean, corrupt = self._scores.unchanged(number)
+            grade = sweep_pb2.SweepGrade(
+                values=tensor_pb2.Tensor(
+                    dtype=tensor_pb2.DTYPE_FLOAT64,
+                    shape=[len(grid.rows), grid.columns],
+                    inline=values[:, number].astype("<f8").tobytes(),
+                ),
+                clean=clean,
+                noise=noise,
+            )
+            if not np.isnan(corrupt):
+                grade.corrupt = corrupt
+            if not np.isnan(effects).all():
+                grade.peak = int(np.nanargmax(peaks[:, number]))
+            grades.append(grade)
+        return sweep_pb2.SweepSummary(
+            grades=grades,
+            missing=cell_runs(np.flatnonzero(np.isnan(values).any(axis=1))),
+            run_ids=run_ids,
+            computed_token_count=self._progress.computed,
+            elapsed=elapsed,
+        )
+
+    async def _prepare(self) -> None:
+        """Captures the rows of all pairs, and asks the prompts that they come from."""
+        self._sources = [[] for _ in self._pairs]
+        waiting = iter(range(len(self._pairs)))
+
+        async def work() -> None:
+            for index in waiting:
+                await self._prepare_pair(index)
+
+        await _together(work, min(self._settings.concurrency, len(self._pairs)))
+
+    async def _prepare_pair(self, index: int) -> None:
+        pair = self._pairs[index]
+        self._sources[index] = await self._sources_of(index, pair)
+        for prompt in pair.corrupt if pair.into_clean else (pair.clean,):
+            readings = await self._readings(prompt, pair)
+            self._progress.other[index].append(
+                raw_values(pair.answers, self._settings.grades, readings)
+            )
+
+    async def _sources_of(self, index: int, pair: Pair) -> list[Source]:
+        """Where the rows of a pair's cells come from, for each noise."""
+        model = self._manager.sites
+        window = max(len(row.window) for row in self._settings.grid.rows)
+        match pair.message.WhichOneof("corruption"):
+            case "zeros":
+                return [Zeros(model.width)]
+            case "mean":
+                mean, path = pair.message.mean, f"{pair.path}.mean"
+                run = self._runs.given(mean.run_id, f"{path}.run_id")
+                if mean.HasField("positions"):
+                    raise InvalidValue(
+                        "means over some positions are not served in sweeps: make a run of these "
+                        "positions",
+                        field=f"{path}.positions",
+                    )
+                return [RunRows([run], model, window=window, mean=True)]
+            case "run_id" if pair.into_clean:
+                run = self._runs.given(pair.message.run_id, f"{pair.path}.run_id")
+                return [RunRows([run], model, window=window)]
+        sources: list[Source] = []
+        for noise, prompt in enumerate(pair.corrupt if pair.into_clean else (pair.clean,)):
+            name = f"sweep-{self._unique}-{index}-{noise}"
+            runs = await self._capture(prompt, pair, name)
+            sources.append(RunRows(runs, model, window=window))
+        return sources * len(pair.bases) if len(sources) == 1 else sources
+
+    async def _capture(self, prompt: AdmittedRequest, pair: Pair, name: str) -> list[Run]:
+        """Captures all rows of a prompt that cells may put in: a run for each point."""
+        layers: dict[types_pb2.Point.ValueType, set[int]] = {}
+        for row in self._settings.grid.rows:
+            point = to_wire(row.site).point
+            layers.setdefault(point, set()).update(site.layer for site in row.window)
+        columns = map(pair.placed, range(self._settings.grid.columns))
+        positions = sorted({one for column in columns for one in column.source if one >= 0})
+        if not positions:
+            return []
+        where = selector_pb2.Selector(
+            include=[
+                selector_pb2.Range(positions=selector_pb2.Window(start=start, end=end))
+                for start, end in runs_of(np.array(positions))
+            ]
+        )
+        request = generation_service_pb2.GenerateRequest(
+            request_id=name,
+            token_ids=types_pb2.TokenIds(ids=prompt.prompt.token_ids),
+            sampling=generation_pb2.Sampling(max_tokens=1, temperature=0, ignore_eos=True),
+        )
+        ids = []
+        for point, wanted in layers.items():
+            ids.append(f"{name}-{types_pb2.Point.Name(point).removeprefix('POINT_').lower()}")
+            target = capture_pb2.RunTarget(run_id=ids[-1])
+            if self._settings.lease is not None:
+                target.lease.FromSeconds(int(self._settings.lease))
+            request.captures.append(
+                capture_pb2.CaptureSpec(
+                    sites=types_pb2.SiteSet(
+                        points=[point], list=types_pb2.LayerList(layers=sorted(wanted))
+                    ),
+                    where=where,
+                    run=target,
+                )
+            )
+        admitted = await admit(request, self._manager.admission)
+        # The prompt keeps the steering under which its pair was admitted.
+        plan = replace(prompt.unobserved, captures=admitted.unobserved.captures).pack()
+        admitted = replace(
+            admitted,
+            interventions=prompt.interventions,
+            observer_captures=(),
+            plan=replace(plan, request_id=name),
+            unobserved=plan,
+            vectors=prompt.vectors,
+            lora=prompt.lora,
+            server_wide=prompt.server_wide,
+        )
+        return await capture_runs(admitted, ids, self._manager, self._runs)
+
+    def _baselines(self) -> list[_Work]:
+        """The unchanged prompts: the first noise's again and again, and each further noise's once.
+
+        Their values differ by what batching alone does.
+        """
+        return [
+            _Work(None, pair, noise)
+            for pair, one in enumerate(self._pairs)
+            for noise in range(len(one.bases))
+            for _ in range(1 if noise else self._settings.baselines)
+        ]
+
+    async def _run_cells(self, cells: Iterable[int], put: _Put, baselines: Sequence[_Work]) -> None:
+        """Runs cells, and baselines among the first of them, a few at a time."""
+        work = _alternating(baselines, self._work(cells))
+
+        async def run() -> None:
+            for one in work:
+                await self._do(one, put)
+
+        await _together(run, self._settings.concurrency)
+
+    def _work(self, cells: Iterable[int]) -> Iterator[_Work]:
+        grades = len(self._settings.grades)
+        for cell in cells:
+            waiting = sum(len(pair.bases) for pair in self._pairs)
+            self._progress.cells[cell] = _Cell(waiting, np.zeros((len(self._pairs), grades)))
+            for index, pair in enumerate(self._pairs):
+                for noise in range(len(pair.bases)):
+                    yield _Work(cell, index, noise)
+
+    async def _do(self, work: _Work, put: _Put) -> None:
+        """Runs one prompt, and puts its cell if that is complete."""
+        progress, pair = self._progress, self._pairs[work.pair]
+        base = pair.bases[work.noise]
+        if work.cell is None:
+            values = raw_values(
+                pair.answers, self._settings.grades, await self._readings(base, pair)
+            )
+            progress.repeats[work.pair][work.noise].append(values)
+            progress.waiting_baselines -= 1
+            if not progress.waiting_baselines:
+                self._set_scales()
+                for index in progress.held_back:
+                    await put(self._scored(index))
+                progress.held_back.clear()
+            return
+        cell = progress.cells[work.cell]
+        if cell.error is None:
+            try:
+                changed = await self._changed(base, work)
+                readings = await self._readings(changed, pair)
+                values = raw_values(pair.answers, self._settings.grades, readings)
+                cell.raw[work.pair] += values / len(pair.bases)
+                if work.pair == work.noise == 0:
+                    cell.top_token_id = readings[pair.answers.questions[0]].top_token_id
+            except (EngineLost, Draining):
+                raise
+            except RheostatError as error:
+                error.message = f"{pair.path}: {error.message}"
+                cell.error = error
+        cell.waiting -= 1
+        if cell.waiting:
+            return
+        if progress.waiting_baselines:
+            progress.held_back.append(work.cell)
+        else:
+            await put(self._scored(work.cell))
+
+    async def _changed(self, base: AdmittedRequest, work: _Work) -> AdmittedRequest:
+        """The request of a cell in a prompt."""
+        assert work.cell is not None
+        row, column = self._settings.grid.place(work.cell)
+        placed = self._pairs[work.pair].placed(column)
+        if -1 in placed.base:
+            raise RunIncomplete(
+                "a position of the column has no partner in the prompt that is run, which differs "
+                "from the clean one there"
+            )
+        source = self._sources[work.pair][work.noise]
+        replaced = [
+            Replaced(site, placed.base, await source.rows(site, placed.source))
+            for site in self._settings.grid.rows[row].window
+        ]
+        blend = self._settings.blend
+        vectors = [one.source.vector for one in replaced]
+        if blend.mask is not None:
+            vectors.append(blend.mask)
+        size = _ACT_BYTES * len(placed.base) * len(replaced)
+        return await offload(size, _with_replaced, base, replaced, blend, vectors)
+
+    async def _readings(self, prompt: AdmittedRequest, pair: Pair) -> Readings:
+        """A prompt's answers to all questions of its pair."""
+        readings = {}
+        for question in pair.answers.questions:
+            asked = await self._asked(partial(ask, prompt, question))
+            readings[question] = asked.reading
+            self._progress.computed += asked.computed
+        return readings
+
+    async def _asked(
+        self, ask_as: Callable[[str, RequestManager], Coroutine[None, None, Asked]]
+    ) -> Asked:
+        """Asks under a new id. Waits while the engine has no room, or while other requests wait."""
+        while True:
+            if self._settings.background:
+                await self._until_nobody_waits()
+            self._requests += 1
+            try:
+                return await ask_as(f"{self._unique}/{self._requests}", self._manager)
+            except ResourceExhausted as error:
+                if error.retry_after is None:
+                    raise
+            await asyncio.sleep(_LATER)
+
+    async def _until_nobody_waits(self) -> None:
+        manager = self._manager
+        while manager.backend.queue_stats().waiting or manager.admission_queue.waiting:
+            await asyncio.sleep(_TURN)
+
+    def _set_scales(self) -> None:
+        scales: list[PairScale] = []
+        for pair, repeats, other in zip(
+            self._pairs, self._progress.repeats, self._progress.other, strict=True
+        ):
+            asked = np.mean(other, axis=0) if other else None
+            scales.append(
+                pair_scale(
+                    repeats[0],
+                    [values for one in repeats[1:] for values in one],
+                    clean=None if pair.into_clean else asked,
+                    corrupt=asked if pair.into_clean else None,
+                    into_clean=pair.into_clean,
+                )
+            )
+        check_contrast(scales, self._settings.grades)
+        self._scores.set_scales(scales)
+
+    def _scored(self, index: int) -> sweep_service_pb2.SweepResponse:
+        """The event of a complete cell."""
+        cell = self._progress.cells.pop(index)
+        if cell.error is None:
+            message = self._scores.score(index, cell.raw, pair_values=self._settings.pair_values)
+            message.top_token_id = cell.top_token_id
+        else:
+            message = sweep_pb2.SweepCell(error=to_status(cell.error))
+        message.index = index
+        message.row, message.column = self._settings.grid.place(index)
+        return _pb.SweepResponse(cell=message)
+
+
+def _with_replaced(
+    base: AdmittedRequest, replaced: Sequence[Replaced], blend: Blend, vectors: Sequence[Vector]
+) -> AdmittedRequest:
+    return with_acts(base, replacing(replaced, blend), vectors)
+
+
+def _alternating(first: Iterable[_Work], second: Iterable[_Work]) -> Iterator[_Work]:
+    """Takes turns between two kinds of work, then what is left of one."""
+    ends = object()
+    for one, other in zip_longest(first, second, fillvalue=ends):
+        if isinstance(one, _Work):
+            yield one
+        if isinstance(other, _Work):
+            yield other
+
+
+async def _together(work: Callable[[], Coroutine[None, None, None]], count: int) -> None:
+    """Runs `count` calls of a coroutine at a time. Raises the first error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(work())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None

@@ -1,0 +1,527 @@
+"""Sweep over a real channel, on an engine whose answers follow from the rows that are replaced."""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+
+import grpc
+import numpy as np
+import pytest
+
+from rheostat_engine import Kind, Point, Rows, Site
+from rheostat_server.engine.backend import Delta, Job, QueueStats
+from rheostat_server.errors import EngineLost
+from rheostat_server.sweeps import sweep as sweeps
+from rheostat_wire.v1 import (
+    generation_pb2,
+    replace_pb2,
+    run_service_pb2,
+    selector_pb2,
+    sweep_pb2,
+    sweep_service_pb2,
+    tensor_pb2,
+    types_pb2,
+)
+
+from ..conftest import rest
+from ..fakes import INFO, LAYERS, VOCABULARY, WIDTH, ScriptedBackend, positions_of
+from ..messages import GENERATED, selector, site_set, token_range, window
+from ..streams import settled, until
+from ..uploads import Refusal, refusal_of
+
+Code = grpc.StatusCode
+pb = sweep_service_pb2
+POST = types_pb2.POINT_RESID_POST
+CLEAN, CORRUPT = (5, 6, 7, 8), (5, 9, 7, 8)
+RIGHT, WRONG = 3, 4
+
+
+@dataclass
+class PatchedBackend(ScriptedBackend):
+    """Its rows hold the token's id, and its answers follow from the rows.
+
+    The log-probability of a token is `score / (1 + token) - 10`. The score of a prompt is the sum
+    of its ids. A replaced row counts by what it holds, divided by one more than its site's index.
+    """
+
+    info: object = field(default_factory=lambda: replace(INFO, running_samples=16))
+    room: asyncio.Event | None = None
+    """If set, no question is answered before."""
+    waiting: int = 0
+    """Requests that wait in vLLM's scheduler."""
+    asked: list[Job] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+
+    def queue_stats(self) -> QueueStats:
+        return QueueStats(waiting=self.waiting)
+
+    def _capture(self, job: Job, start: int, end: int) -> None:
+        for capture in job.plan.captures:
+            kept = positions_of(capture.spans, start, end)
+            for site in capture.sites if kept else ():
+                rows = np.array([[job.prompt[p]] * WIDTH for p in kept], np.float32)
+                self.deliver(
+                    Rows(job.plan.request_id, (site,), np.array(kept, np.int32), rows[None])
+                )
+
+    def score(self, job: Job) -> float:
+        values = [float(token) for token in job.prompt]
+        for act in job.plan.acts:
+            assert act.kind is Kind.REPLACE
+            vector = self.vectors[act.vectors[0]]
+            rows = np.frombuffer(vector.data, np.float32).reshape(vector.rows, vector.width)
+            for site, (row, *_) in act.rows:
+                for position in positions_of(act.spans, 0, len(job.prompt)):
+                    change = float(rows[row, 0]) - values[position]
+                    values[position] += change * act.scale / (1 + site)
+        return sum(values)
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        only = job.sampling.only_token
+        if only is None:
+            async for delta in super().generate(job):
+                yield delta
+            return
+        self.asked.append(job)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            if self.room is not None:
+                await self.room.wait()
+            await asyncio.sleep(0)
+            token = generation_pb2.TokenLogprob(
+                token_id=only, logprob=self.score(job) / (1 + only) - 10, rank=7 + only
+            )
+            top = generation_pb2.TokenLogprob(token_id=1, logprob=-0.5, rank=1)
+            async for delta in super().generate(job):
+                reading = generation_pb2.TokenLogprobs(token=token, alternatives=[top])
+                yield delta._replace(token_ids=(only,), logprobs=[reading])
+        finally:
+            self.at_once -= 1
+
+
+def prompt(*ids: int) -> types_pb2.Prompt:
+    return types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids))
+
+
+def answer(*alternatives: tuple[int, ...]) -> sweep_pb2.Answer:
+    return sweep_pb2.Answer(alternatives=[types_pb2.TokenIds(ids=ids) for ids in alternatives])
+
+
+def pair(**fields: object) -> sweep_pb2.SweepPair:
+    given: dict[str, object] = {
+        "prompt": prompt(*CLEAN),
+        "answer": answer((RIGHT,)),
+        "foil": answer((WRONG,)),
+        **fields,
+    }
+    if not {"corrupt", "zeros", "mean", "run_id", "noise"} & given.keys():
+        given["corrupt"] = prompt(*CORRUPT)
+    return sweep_pb2.SweepPair(**given)
+
+
+def grade(name: str = "LOGPROB", *, recovered: bool = False) -> sweep_pb2.Grade:
+    token = sweep_pb2.TokenGrade(metric=sweep_pb2.Metric.Value(f"METRIC_{name}"))
+    return sweep_pb2.Grade(token=token, recovered=recovered)
+
+
+def order(*pairs: sweep_pb2.SweepPair, **fields: object) -> sweep_service_pb2.SweepRequest:
+    """One pair, every layer of resid_post, every position, graded by log-probability."""
+    given = {"sites": site_set(POST), "grades": [grade()], **fields}
+    return pb.SweepRequest(pairs=pairs or [pair()], **given)
+
+
+async def swept(running, request: sweep_service_pb2.SweepRequest):
+    """The cells by index, and the summary."""
+    _, *events, last = await rest(running.client.sweep.Sweep(request))
+    cells = {event.cell.index: event.cell for event in events if event.HasField("cell")}
+    return cells, last.summary
+
+
+def grid(summary: sweep_pb2.SweepSummary, number: int = 0) -> np.ndarray:
+    tensor = summary.grades[number].values
+    return np.frombuffer(tensor.inline, "<f8").reshape(tuple(tensor.shape))
+
+
+def logprob(score: float, token: int = RIGHT) -> float:
+    return score / (1 + token) - 10
+
+
+def site(layer: int) -> int:
+    return Site(Point.RESID_POST, layer).index
+
+
+async def refused(running, request: sweep_service_pb2.SweepRequest) -> Refusal:
+    return await refusal_of(rest(running.client.sweep.Sweep(request)))
+
+
+async def test_a_cell_is_the_corrupt_prompt_with_clean_rows(starter) -> None:
+    backend = PatchedBackend()
+    running = await starter(backend)
+    started, *events, last = await rest(running.client.sweep.Sweep(order()))
+    assert started.started.cell_count == LAYERS * 4
+    assert list(started.started.columns) == ["0", "1", "2", "3"]
+    assert [one.layer for one in started.started.rows] == [*range(LAYERS)]
+    assert len(events) == LAYERS * 4
+    for event in events:
+        cell = event.cell
+        change = (6 - 9) / (1 + site(cell.row)) if cell.column == 1 else 0
+        assert list(cell.values) == [pytest.approx(logprob(sum(CORRUPT) + change))]
+        assert cell.below_noise is (cell.column != 1)
+        assert cell.top_token_id == 1
+        assert grid(last.summary)[cell.row, cell.column] == cell.values[0]
+    (graded,) = last.summary.grades
+    assert graded.clean == pytest.approx(logprob(sum(CLEAN)))
+    assert graded.corrupt == pytest.approx(logprob(sum(CORRUPT)))
+    assert (graded.noise.sample_count, graded.noise.max, graded.peak) == (8, 0, 1)
+    assert last.summary.computed_token_count == sum(len(job.prompt) for job in backend.asked)
+    runs = await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest())
+    assert not runs.runs
+    await settled(running)
+
+
+async def test_every_metric_of_alternatives_of_several_tokens(starter) -> None:
+    running = await starter(PatchedBackend())
+    names = ("LOGPROB", "PROBABILITY", "LOGIT_DIFFERENCE", "RANK")
+    one = pair(answer=answer((3, 10), (3, 11), (20,)))
+    request = order(one, grades=[*map(grade, names)], where=selector(window(0, 1)))
+    cells, _ = await swept(running, request)
+    base = sum(CORRUPT)
+    paths = [
+        logprob(base, 3) + logprob(base + 3, 10),
+        logprob(base, 3) + logprob(base + 3, 11),
+        logprob(base, 20),
+    ]
+    right = float(np.logaddexp.reduce(paths))
+    for cell in cells.values():
+        assert list(cell.values) == [
+            pytest.approx(right),
+            pytest.approx(math.exp(right)),
+            pytest.approx(right - logprob(base, WRONG)),
+            10.0,
+        ]
+
+
+async def test_questions_that_answers_share_are_asked_once(starter) -> None:
+    backend = PatchedBackend()
+    running = await starter(backend)
+    one = pair(answer=answer((3, 10), (3, 11)), foil=answer((3,)))
+    request = order(one, where=selector(window(1, 2)), grades=[grade("LOGIT_DIFFERENCE")])
+    request.max_concurrent_cells = 1
+    await swept(running, request)
+    cells = [job for job in backend.asked if job.plan.acts]
+    asked = [(job.prompt[4:], job.sampling.only_token) for job in cells[:3]]
+    assert len(cells) == 3 * LAYERS
+    assert sorted(asked) == [((), 3), ((3,), 10), ((3,), 11)]
+
+
+async def test_recovered_parts_and_errors_over_pairs(starter) -> None:
+    running = await starter(PatchedBackend())
+    pairs = [pair(), pair(prompt=prompt(1, 2, 3, 4), corrupt=prompt(1, 12, 3, 4))]
+    request = order(*pairs, grades=[grade(recovered=True), grade()], pair_values=True)
+    cells, summary = await swept(running, request)
+    for cell in cells.values():
+        part = 1 / (1 + site(cell.row)) if cell.column == 1 else 0
+        assert cell.values[0] == pytest.approx(part)
+        assert cell.standard_errors[0] == pytest.approx(0, abs=1e-6)
+        each = np.reshape(cell.pair_values, (2, 2))
+        assert each[:, 0] == pytest.approx([part, part], abs=1e-6)
+        assert cell.values[1] == pytest.approx(each[:, 1].mean())
+        assert cell.standard_errors[1] == pytest.approx(each[:, 1].std(ddof=1) / math.sqrt(2))
+    assert summary.grades[0].noise.mean == pytest.approx(0)
+
+
+async def test_windows_replace_several_layers_as_far_as_there_are_some(starter) -> None:
+    backend = PatchedBackend()
+    running = await starter(backend)
+    for width, expected in ((2, [(0, 1), (1, 2), (2,)]), (3, [(0, 1), (0, 1, 2), (1, 2)])):
+        backend.asked.clear()
+        request = order(layer_window=width, where=selector(window(1, 2)), max_concurrent_cells=1)
+        await swept(running, request)
+        replaced = [
+            tuple(row[0] for act in job.plan.acts for row in act.rows)
+            for job in backend.asked
+            if job.plan.acts
+        ]
+        assert replaced == [tuple(map(site, layers)) for layers in expected]
+
+
+async def test_noise_puts_corrupt_rows_into_the_clean_prompt(starter) -> None:
+    running = await starter(PatchedBackend())
+    cells, _ = await swept(running, order(direction=sweep_pb2.SWEEP_DIRECTION_NOISE))
+    for cell in cells.values():
+        change = (9 - 6) / (1 + site(cell.row)) if cell.column == 1 else 0
+        assert cell.values[0] == pytest.approx(logprob(sum(CLEAN) + change))
+
+
+async def test_zeros_alpha_and_groups(starter) -> None:
+    running = await starter(PatchedBackend())
+    one = pair(
+        zeros=replace_pb2.ZeroSource(),
+        groups=[selector(window(0, 1), window(3, 4)), selector(window(1, 3))],
+    )
+    request = order(one, group_labels=["ends", "middle"], alpha=0.5)
+    cells, summary = await swept(running, request)
+    assert len(cells) == 2 * LAYERS
+    for cell in cells.values():
+        taken = (5 + 8, 6 + 7)[cell.column] * 0.5 / (1 + site(cell.row))
+        assert cell.values[0] == pytest.approx(logprob(sum(CLEAN) - taken))
+    assert not summary.grades[0].HasField("corrupt")
+
+
+async def test_positions_without_partner_are_errors_of_their_cells(starter) -> None:
+    running = await starter(PatchedBackend())
+    request = order(pair(prompt=prompt(5, 6, 2, 7, 8)), where=selector(window(1, 4)))
+    started, *events, last = await rest(running.client.sweep.Sweep(request))
+    (resolved,) = started.started.pairs
+    assert (resolved.alignment.prefix_token_count, resolved.alignment.suffix_token_count) == (1, 2)
+    for event in events:
+        if event.cell.column < 2:
+            assert event.cell.error.code == Code.FAILED_PRECONDITION.value[0]
+            assert event.cell.error.message.startswith("pairs[0]: a position")
+        else:
+            assert event.cell.values
+    missing = [(one.start, one.count) for one in last.summary.missing]
+    assert missing == [(0, 2), (3, 2), (6, 2)]
+
+
+async def test_what_is_done_is_not_run_again(starter) -> None:
+    backend = PatchedBackend()
+    running = await starter(backend)
+    done = [sweep_pb2.CellRun(start=0, count=5), sweep_pb2.CellRun(start=9, count=1)]
+    cells, summary = await swept(running, order(done=done))
+    assert sorted(cells) == [5, 6, 7, 8, 10, 11]
+    assert sum(bool(job.plan.acts) for job in backend.asked) == 6
+    assert [(one.start, one.count) for one in summary.missing] == [(0, 5), (9, 1)]
+
+
+async def test_no_more_than_so_many_cells_run_at_once(starter) -> None:
+    backend = PatchedBackend()
+    running = await starter(backend)
+    await swept(running, order(max_concurrent_cells=3))
+    assert backend.most_at_once == 3
+
+
+async def test_cells_in_the_background_wait_while_requests_wait(starter) -> None:
+    backend = PatchedBackend(waiting=1)
+    running = await starter(backend)
+    call = running.client.sweep.Sweep(order())
+    await call.read()
+    await asyncio.sleep(0.05)
+    assert not backend.asked
+    backend.waiting = 0
+    assert len(await rest(call)) == LAYERS * 4 + 1
+    backend.waiting = 1
+    await swept(running, order(priority=sweep_pb2.SWEEP_PRIORITY_NORMAL))
+
+
+async def test_a_client_that_goes_away_leaves_nothing(starter) -> None:
+    backend = PatchedBackend(room=asyncio.Event())
+    running = await starter(backend)
+    call = running.client.sweep.Sweep(order())
+    await call.read()
+    await until(lambda: backend.at_once > 0)
+    call.cancel()
+    await until(lambda: backend.at_once == 0)
+    await settled(running)
+    runs = await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest())
+    assert not runs.runs
+    backend.room = None
+    await swept(running, order())
+
+
+async def test_a_slow_reader_stops_the_sweep_until_it_reads(starter, monkeypatch) -> None:
+    monkeypatch.setattr(sweeps, "_EVENTS", 2)
+    running = await starter(PatchedBackend())
+    call = running.client.sweep.Sweep(order(where=selector(window(0, 4))))
+    await asyncio.sleep(0.2)
+    assert len(await rest(call)) == LAYERS * 4 + 2
+
+
+async def test_the_engines_end_ends_the_sweep(starter) -> None:
+    backend = PatchedBackend(room=asyncio.Event())
+    running = await starter(backend)
+    call = running.client.sweep.Sweep(order())
+    await call.read()
+    await until(lambda: backend.at_once > 0)
+    backend.lost("it died")
+    refusal = await refusal_of(rest(call))
+    assert (refusal.code, refusal.reason) == (Code.UNAVAILABLE, "REASON_ENGINE_LOST")
+    assert EngineLost.reason == refusal.reason
+
+
+async def test_runs_that_are_kept_are_named(starter) -> None:
+    running = await starter(PatchedBackend())
+    request = order(sites=site_set(POST, types_pb2.POINT_MLP_OUT, layers=[0, 1]))
+    request.keep_runs.FromSeconds(60)
+    _, summary = await swept(running, request)
+    listed = await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest())
+    assert sorted(summary.run_ids) == sorted(run.run_id for run in listed.runs)
+    assert [len(run.sites) for run in listed.runs] == [2, 2]
+
+
+async def test_zoom_announces_what_it_adds(starter) -> None:
+    running = await starter(PatchedBackend())
+    ids = [20 + i for i in range(9)]
+    one = pair(prompt=prompt(*ids), corrupt=prompt(*ids[:5], 99, *ids[6:]))
+    zoom = sweep_pb2.Zoom(layer_stride=2, column_stride=4, layer_radius=1, column_radius=1)
+    whole, summary = await swept(running, order(one))
+    started, *events, last = await rest(running.client.sweep.Sweep(order(one, zoom=zoom)))
+    assert started.started.cell_count == 2 * 3
+    kinds = [event.WhichOneof("event") for event in events]
+    phase = events[kinds.index("phase")].phase
+    assert kinds.index("phase") == 6
+    assert len(kinds) == 7 + phase.added_cell_count
+    assert len(phase.around) == 1
+    for event in events:
+        if event.HasField("cell"):
+            assert event.cell.values == whole[event.cell.index].values
+    assert np.isnan(grid(last.summary)).sum() == 27 - 6 - phase.added_cell_count
+    assert summary.grades[0].peak == 5
+
+
+REFUSED = {
+    "no pair": (lambda: order().__class__(sites=site_set(POST), grades=[grade()]), "pairs"),
+    "no grade": (lambda: order(grades=[]), "grades"),
+    "no sites": (lambda: pb.SweepRequest(pairs=[pair()], grades=[grade()]), "sites"),
+    "no prompt": (
+        lambda: order(sweep_pb2.SweepPair(answer=answer((1,)), corrupt=prompt(1))),
+        "pairs[0].prompt",
+    ),
+    "empty prompt": (lambda: order(pair(prompt=prompt())), "pairs[0].prompt.token_ids.ids"),
+    "no corruption": (
+        lambda: order(sweep_pb2.SweepPair(prompt=prompt(1), answer=answer((1,)))),
+        "pairs[0]",
+    ),
+    "unknown token": (
+        lambda: order(pair(corrupt=prompt(VOCABULARY))),
+        "pairs[0].corrupt.token_ids.ids[0]",
+    ),
+    "no answer": (lambda: order(pair(answer=answer())), "pairs[0].answer"),
+    "empty answer": (
+        lambda: order(pair(answer=answer(()))),
+        "pairs[0].answer.alternatives[0].ids",
+    ),
+    "repeated answer": (
+        lambda: order(pair(answer=answer((1,), (1,)))),
+        "pairs[0].answer.alternatives",
+    ),
+    "too long an answer": (
+        lambda: order(pair(answer=answer((1,) * 17))),
+        "pairs[0].answer.alternatives[0].ids",
+    ),
+    "no foil": (
+        lambda: order(pair(foil=answer()), grades=[grade("LOGIT_DIFFERENCE")]),
+        "pairs[0].foil",
+    ),
+    "no metric": (
+        lambda: order(grades=[sweep_pb2.Grade(token=sweep_pb2.TokenGrade())]),
+        "grades[0].token.metric",
+    ),
+    "kl": (lambda: order(grades=[grade("KL")]), "grades[0].token.metric"),
+    "probe": (
+        lambda: order(grades=[sweep_pb2.Grade(probe=sweep_pb2.ProbeGrade())]),
+        "grades[0].probe",
+    ),
+    "recovered rank": (
+        lambda: order(grades=[grade("RANK", recovered=True)]),
+        "grades[0].recovered",
+    ),
+    "recovered from nothing": (
+        lambda: order(pair(zeros=replace_pb2.ZeroSource()), grades=[grade(recovered=True)]),
+        "pairs[0]",
+    ),
+    "nothing to denoise": (
+        lambda: order(
+            pair(zeros=replace_pb2.ZeroSource()), direction=sweep_pb2.SWEEP_DIRECTION_DENOISE
+        ),
+        "direction",
+    ),
+    "strange direction": (lambda: order(direction=77), "direction"),
+    "strange alignment": (lambda: order(alignment=77), "alignment"),
+    "strange priority": (lambda: order(priority=77), "priority"),
+    "no window": (lambda: order(layer_window=0), "layer_window"),
+    "large window": (lambda: order(layer_window=LAYERS + 1), "layer_window"),
+    "unknown layer": (lambda: order(sites=site_set(POST, layers=[99])), "sites.list.layers[0]"),
+    "empty where": (lambda: order(where=selector_pb2.Selector()), "where"),
+    "generated where": (lambda: order(where=selector(GENERATED)), "where"),
+    "where and groups": (
+        lambda: order(
+            pair(groups=[selector(window(0, 1))]),
+            group_labels=["a"],
+            where=selector(window(0, 1)),
+        ),
+        "where",
+    ),
+    "groups without labels": (
+        lambda: order(pair(groups=[selector(window(0, 1))])),
+        "pairs[0].groups",
+    ),
+    "repeated labels": (lambda: order(group_labels=["a", "a"]), "group_labels"),
+    "other columns": (lambda: order(pair(), pair(prompt=prompt(1, 2))), "pairs[1].prompt"),
+    "large alpha": (lambda: order(alpha=1.5), "alpha"),
+    "odd alpha": (lambda: order(alpha=math.nan), "alpha"),
+    "mask": (
+        lambda: order(
+            mask=replace_pb2.DimensionMask(dimensions=replace_pb2.Dimensions(dimensions=[WIDTH]))
+        ),
+        "mask.dimensions.dimensions",
+    ),
+    "weights": (
+        lambda: order(mask=replace_pb2.DimensionMask(weights=tensor_pb2.Tensor())),
+        "mask.weights.dtype",
+    ),
+    "no cells at once": (lambda: order(max_concurrent_cells=0), "max_concurrent_cells"),
+    "too many baselines": (lambda: order(baseline_count=65), "baseline_count"),
+    "done beyond the grid": (
+        lambda: order(done=[sweep_pb2.CellRun(start=11, count=2)]),
+        "done[0]",
+    ),
+    "nothing done": (lambda: order(done=[sweep_pb2.CellRun(start=1)]), "done[0]"),
+    "zoom": (lambda: order(zoom=sweep_pb2.Zoom(column_stride=1)), "zoom.layer_stride"),
+    "run": (lambda: order(pair(run_id="nobody")), "pairs[0].run_id"),
+    "id": (lambda: order(request_id="a b"), "request_id"),
+    "adapter": (lambda: order(lora_name="nobody"), "lora_name"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_bad_requests_are_refused_by_field(starter, name) -> None:
+    make, path = REFUSED[name]
+    running = await starter(PatchedBackend())
+    refusal = await refused(running, make())
+    assert refusal.code in (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.NOT_FOUND)
+    assert refusal.brief[2] == path
+    await settled(running)
+
+
+async def test_an_id_is_taken_while_its_sweep_runs(starter) -> None:
+    backend = PatchedBackend(room=asyncio.Event())
+    running = await starter(backend)
+    call = running.client.sweep.Sweep(order(request_id="mine"))
+    await call.read()
+    assert (await refused(running, order(request_id="mine"))).code is Code.ALREADY_EXISTS
+    assert backend.room is not None
+    backend.room.set()
+    await rest(call)
+    await swept(running, order(request_id="mine"))
+
+
+async def test_few_sweeps_run_at_a_time(starter, monkeypatch) -> None:
+    monkeypatch.setattr(sweeps, "SWEEPS", 1)
+    backend = PatchedBackend(room=asyncio.Event())
+    running = await starter(backend)
+    call = running.client.sweep.Sweep(order())
+    await call.read()
+    refusal = await refused(running, order())
+    assert (refusal.code, refusal.reason) == (Code.RESOURCE_EXHAUSTED, "REASON_QUEUE_FULL")
+    call.cancel()
+
+
+async def test_token_ids_select_columns(starter) -> None:
+    running = await starter(PatchedBackend())
+    request = order(where=selector(token_range(7, 8)))
+    started, *_ = await rest(running.client.sweep.Sweep(request))
+    assert list(started.started.columns) == ["2", "3"]
