@@ -41,6 +41,10 @@ class ModelSites:
     """By layer: the stream layout of the block, "pair" or "single"."""
     variants: tuple[str, ...] = ()
     """Names of the step counters of the workers."""
+    no_lens: str = ""
+    """Why rows can't be read with the model's unembedding; empty if they can."""
+    no_directions: str = ""
+    """Why tokens have no directions; empty if they have."""
 
     def width_of(self, site: Site) -> int:
         """The width of a served site's rows."""
@@ -88,6 +92,10 @@ class ModelSites:
             unrouted=cast(dict[int, str], _by_layer(reports, "unrouted")),
             block_layouts=cast(dict[int, str], _by_layer(reports, "block_layouts")),
             variants=tuple(cast(Sequence[str], first["variants"])),
+            no_lens=next((str(r["no_lens"]) for r in reports if r["no_lens"]), ""),
+            no_directions=next(
+                (str(r["no_directions"]) for r in reports if r["no_directions"]), ""
+            ),
         )
 
 

@@ -19,6 +19,7 @@ from rheostat_engine.adapters.probing import forward_context, run_once
 from rheostat_engine.adapters.refusals import refuse_unserved
 from rheostat_engine.adapters.routers import Routers, find_routers
 from rheostat_engine.adapters.runner import server_request_id
+from rheostat_engine.adapters.unembedding import Unembedding, find_unembedding
 from rheostat_engine.plan.capacity import Capacity
 from rheostat_engine.plan.points import ROUTERS
 from rheostat_engine.settings import EngineSettings
@@ -58,10 +59,18 @@ class Assembled:
     num_layers: int
     reports: bool
     """Whether this rank reports to the server."""
+    unembedding: Unembedding
+    """Its final norm and unembedding."""
 
 
 def assemble(
-    model: nn.Module, config: VllmConfig, *, device: torch.device, tokens: int, rank: int
+    model: nn.Module,
+    config: VllmConfig,
+    *,
+    device: torch.device,
+    tokens: int,
+    rank: int,
+    without_lora: Callable[[], None],
 ) -> Assembled:
     """Finds and installs the sites.
 
@@ -71,6 +80,7 @@ def assemble(
         device: the device of the model.
         tokens: the most tokens of a forward pass, including padding.
         rank: this worker's rank.
+        without_lora: makes sure that no adapter acts on rows outside a step.
 
     Raises:
         SiteError: the model or the configuration can't be served.
@@ -89,6 +99,14 @@ def assemble(
             rank=get_tensor_model_parallel_rank(),
         )
         routers = find_routers(blocks, config, width, lambda: run_once(model, config, device))
+    unembedding = find_unembedding(
+        model,
+        config,
+        blocks,
+        lambda: run_once(model, config, device),
+        device=device,
+        without_lora=without_lora,
+    )
     site_slots = SiteSlots(layers, routers=bool(routers.experts))
     capacity = settings.capacity(width=width, itemsize=dtype.itemsize)
     bank = Bank(sites=site_slots.count, capacity=capacity, width=width, dtype=dtype, device=device)
@@ -163,7 +181,9 @@ def assemble(
         block.layer: layout.stream_layout.value
         for block, layout in zip(blocks, layouts, strict=True)
     }
-    return Assembled(runtime, capacity, refused, routers, stream_layouts, layers, reports)
+    return Assembled(
+        runtime, capacity, refused, routers, stream_layouts, layers, reports, unembedding
+    )
 
 
 def _verify(buffers: Buffers, expected: frozenset[int], run_model: Callable[[], object]) -> None:

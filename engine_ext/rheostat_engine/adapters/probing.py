@@ -14,8 +14,11 @@ PROBE_TOKENS = 8
 """Tokens of the forward pass."""
 
 
-def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> None:
-    """Runs the model on a few tokens. Attention has no metadata, so it computes nothing."""
+def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> object:
+    """Runs the model on a few tokens, and returns its output.
+
+    Attention has no metadata, so it computes nothing.
+    """
     model_config = config.model_config
     tokens = torch.arange(1, PROBE_TOKENS + 1, device=device, dtype=torch.int32)
     positions = torch.arange(PROBE_TOKENS, device=device)
@@ -35,12 +38,13 @@ def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> None
         torch.inference_mode(),
         set_forward_context(None, config, num_tokens=PROBE_TOKENS, skip_compiled=True),
     ):
-        model(
+        output: object = model(
             input_ids=tokens if first else None,
             positions=positions,
             intermediate_tensors=between,
             inputs_embeds=None,
         )
+    return output
 
 
 def forward_context(config: VllmConfig) -> AbstractContextManager[None]:

@@ -31,6 +31,7 @@ class CpuSiteRunner(CPUModelRunner):
             device=self.device,
             tokens=self.max_num_tokens,
             rank=self.parallel_config.rank,
+            without_lora=lambda: disable_lora(self),
         )
         self._scheduled: SchedulerOutput | None = None
 

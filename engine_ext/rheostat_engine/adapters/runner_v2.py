@@ -40,6 +40,7 @@ class GpuSiteRunner(GPUModelRunner):
             device=self.device,
             tokens=self.max_num_tokens,
             rank=self.parallel_config.rank,
+            without_lora=lambda: disable_lora(self),
         )
 
     def capture_model(self, *, profile_only: bool = False) -> int:

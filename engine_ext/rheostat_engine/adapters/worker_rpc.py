@@ -49,6 +49,8 @@ class SiteRpc:
             "variants": sorted(assembled.runtime.steps),
             "capacity": asdict(assembled.capacity),
             "reports": assembled.reports,
+            "no_lens": assembled.unembedding.refused,
+            "no_directions": assembled.unembedding.not_linear,
             "staging": None if captures is None else captures.row_sender.area.report(captures.rank),
         }
 
@@ -108,6 +110,33 @@ class SiteRpc:
             }
         )
 
+    def rheostat_lens(
+        self, rows: bytes, top_k: int, token_ids: Sequence[int], reference: bytes
+    ) -> dict[str, bytes] | None:
+        """Reads rows of the stream with the final norm and the unembedding; see `LensRows`.
+
+        Args:
+            rows: little-endian float32 [n, W]. The caller limits n times the vocabulary.
+            top_k: number of likeliest tokens.
+            token_ids: tokens whose log-probabilities and ranks are wanted.
+            reference: float32 [1, W], to whose distribution each row is compared; may be empty.
+
+        Returns:
+            Arrays of float32 and int32 by name; None on ranks that don't get the logits.
+        """
+        width = self._assembled.runtime.buffers.ring.shape[1]
+        against = _rows(reference, width) if reference else None
+        read = self._assembled.unembedding.read(_rows(rows, width), top_k, token_ids, against)
+        if read is None:
+            return None
+        result, scales = read
+        return {"scales": _data(scales), **{n: _data(t) for n, t in result._asdict().items()}}
+
+    def rheostat_directions(self, token_ids: Sequence[int]) -> tuple[bytes, bytes] | None:
+        """The directions [m, W] and offsets [m] of tokens, float32; see `Unembedding`."""
+        directions = self._assembled.unembedding.directions(token_ids)
+        return None if directions is None else (_data(directions.rows), _data(directions.offsets))
+
     def rheostat_save_random_state(self) -> None:
         """Saves the random state from which unseeded requests are sampled."""
         cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -156,6 +185,16 @@ class SiteRpc:
         if assembled is not None:
             assembled.runtime.close()
         super().shutdown()  # type: ignore[misc]  # precedes one of vLLM's workers
+
+
+def _rows(data: bytes, width: int) -> torch.Tensor:  # [n, width], float32
+    return torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(-1, width)
+
+
+def _data(tensor: torch.Tensor) -> bytes:
+    """A tensor's elements, as little-endian float32 or int32."""
+    kind = "<f4" if tensor.is_floating_point() else "<i4"
+    return tensor.cpu().numpy().astype(kind).tobytes()
 
 
 def _capture_stats(captures: Captures | None) -> dict[str, object]:

@@ -23,6 +23,8 @@ REPORT: dict[str, object] = {
     "unrouted": {},
     "block_layouts": {0: "pair", 1: "pair"},
     "variants": ["active", "plain"],
+    "no_lens": "",
+    "no_directions": "",
     "capacity": CAPACITY,
     "reports": True,
 }

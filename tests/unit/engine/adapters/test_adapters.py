@@ -21,9 +21,14 @@ from vllm.config import (
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
+    set_current_vllm_config,
 )
 from vllm.forward_context import set_forward_context
+from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -95,6 +100,13 @@ def parameters(function: Callable[..., object]) -> list[str]:
             ],
             "runner",
         ),
+        (
+            LogitsProcessor.forward,
+            ["self", "lm_head", "hidden_states", "embedding_bias", "skip_gather"],
+            "unembedding",
+        ),
+        (VocabParallelEmbedding.forward, ["self", "input_"], "unembedding"),
+        (LlamaForCausalLM.compute_logits, ["self", "hidden_states"], "unembedding"),
         (Worker._make_model_runner, ["self"], "worker_cuda"),
         (CPUWorker.init_device, ["self"], "worker_cpu"),
         (CPUModelRunner.__init__, ["self", "vllm_config", "device"], "worker_cpu"),
@@ -112,6 +124,22 @@ def test_what_an_adapter_overrides_or_calls_takes_what_it_did(
     function: Callable[..., object], expected: list[str], module: str
 ) -> None:
     assert parameters(function) == expected, f"rheostat_engine.adapters.{module} relies on it"
+
+
+def test_a_logits_processor_has_a_scale_and_a_cap() -> None:
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        processor = LogitsProcessor(8, scale=2.0, soft_cap=3.0)
+    assert (processor.scale, processor.soft_cap, processor.org_vocab_size) == (2.0, 3.0, 8), (
+        "rheostat_engine.adapters.unembedding relies on it"
+    )
+
+
+def test_an_adapters_layer_holds_the_models_own() -> None:
+    for kind in (LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA):
+        assert "base_layer" in parameters(kind.__init__), (
+            "rheostat_engine.adapters.unembedding relies on it"
+        )
 
 
 def test_the_second_runners_step_begins_with_what_its_adapter_passes_on() -> None:

@@ -1,15 +1,19 @@
 """What the server asks of a worker reaches its runtime, and the answers are plain data."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from vllm.config import VllmConfig
 
 from rheostat_engine import Capacity, Capture, ModelSites, Plan, Point, Released
 from rheostat_engine.adapters.assembly import Assembled
 from rheostat_engine.adapters.routers import Routers
+from rheostat_engine.adapters.unembedding import FinalNorm, Unembedding
 from rheostat_engine.adapters.worker_rpc import SiteRpc
 from rheostat_engine.plan.plan import EncodedTable, steering_of
 from rheostat_engine.plan.tables import SteeringTable
@@ -20,6 +24,31 @@ from ..strategies import EVERYWHERE, SITES, ablate, add
 from ..tables import WIDTH, capacity
 
 NEW = b"\x0a" * 32
+
+
+VOCABULARY = 11
+
+
+class ToyModel(nn.Module):
+    """Its logits are rows times a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def compute_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight.T
+
+
+def toy_unembedding() -> Unembedding:
+    """A norm that divides by 2, and a head; without directions."""
+    norm = FinalNorm(nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH), torch.zeros(WIDTH), centered=False)
+    with torch.no_grad():
+        norm.module.weight.copy_(0.5 * torch.eye(WIDTH))
+        norm.module.bias.zero_()
+    return Unembedding(
+        ToyModel(), VllmConfig(), torch.float32, torch.device("cpu"), lambda: None, norm
+    )
 
 
 class Base:
@@ -45,6 +74,7 @@ class Rpc(SiteRpc, Base):
             {0: "pair", 1: "single"},
             (SITES - 1) // 2,
             True,
+            toy_unembedding(),
         )
         model = SimpleNamespace(architecture="Toy")
         self.model_runner = SimpleNamespace(
@@ -68,6 +98,39 @@ def test_a_worker_describes_its_model() -> None:
             variants=("active", "plain"),
         )
     )
+
+
+def test_rows_are_read_with_the_models_norm_and_head() -> None:
+    rpc = Rpc(Worker())
+    rows = np.random.default_rng(0).normal(size=(3, WIDTH)).astype("<f4")
+    answer = rpc.rheostat_lens(rows.tobytes(), 2, [4, 0], rows[1:2].tobytes())
+    assert answer is not None
+    logits = torch.from_numpy(rows) @ rpc._assembled.unembedding.model.weight.T / 2
+    expected = torch.log_softmax(logits, -1)
+    got = {name: np.frombuffer(data, "<f4") for name, data in answer.items()}
+    ids = np.frombuffer(answer["top_ids"], "<i4").reshape(3, 2)
+    ranks = np.frombuffer(answer["ranks"], "<i4").reshape(3, 2)
+    best = expected.topk(2, -1)
+    assert ids.tolist() == best.indices.tolist()
+    np.testing.assert_allclose(got["top_logprobs"], best.values.flatten(), atol=1e-5)
+    np.testing.assert_allclose(got["logprobs"], expected[:, [4, 0]].flatten(), atol=1e-5)
+    assert ranks.tolist() == [
+        [1 + int((row > row[token]).sum()) for token in (4, 0)] for row in expected
+    ]
+    np.testing.assert_allclose(got["log_normalizers"], logits.logsumexp(-1), atol=1e-5)
+    np.testing.assert_allclose(got["scales"], 0.5, atol=1e-6)
+    clean = expected[1]
+    divergences = (clean.exp() * (clean - expected)).sum(-1)
+    np.testing.assert_allclose(got["divergences"], divergences, atol=1e-5)
+    assert rpc.rheostat_directions([4]) is None
+
+
+def test_a_rank_without_a_head_reads_nothing() -> None:
+    rpc = Rpc(Worker())
+    stage = replace(rpc._assembled.unembedding, norm=None)
+    rpc.model_runner.sites = replace(rpc._assembled, unembedding=stage)
+    assert rpc.rheostat_lens(bytes(4 * WIDTH), 1, [], b"") is None
+    assert rpc.rheostat_directions([1]) is None
 
 
 def test_vectors_come_and_go_by_hexadecimal_digest() -> None:
