@@ -128,6 +128,15 @@ SWEEP_COLUMNS = 4096
 SWEEP_CELLS = 65_536
 """Most cells of a sweep."""
 
+SWEEP_TOKENS = 1 << 20
+"""Most tokens of all prompts of a sweep together."""
+
+SWEEP_POSITIONS = 1 << 18
+"""Most positions of all columns of a sweep, in all pairs together."""
+
+SWEEP_RANGES = 1 << 14
+"""Most ranges of all selectors of a sweep."""
+
 SWEEP_REQUESTS = 1 << 22
 """Most requests that the cells of a sweep make."""
 

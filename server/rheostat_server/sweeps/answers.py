@@ -10,6 +10,8 @@ tokens.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from rheostat_server import validation
@@ -52,20 +54,21 @@ class Grade(NamedTuple):
     """Whether it is given as a part of the difference between the clean and the corrupt prompt."""
 
 
-class Answers(NamedTuple):
+@dataclass(frozen=True)
+class Answers:
     """The answers of a pair of prompts."""
 
     right: Answer
     wrong: Answer
     """Empty if no grade needs it."""
 
-    @property
+    @cached_property
     def questions(self) -> tuple[Question, ...]:
         """Everything that the model must be asked, each once. The first is about the prompt."""
         return tuple(
             dict.fromkeys(
                 question
-                for answer in self
+                for answer in (self.right, self.wrong)
                 for sequence in answer
                 for question in _questions(sequence)
             )
@@ -74,7 +77,7 @@ class Answers(NamedTuple):
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return max(len(sequence) for answer in self for sequence in answer)
+        return max(map(len, (*self.right, *self.wrong)))
 
     def value(self, metric: sweep_pb2.Metric.ValueType, readings: Readings) -> float:
         """The value of a metric.

@@ -4,21 +4,31 @@ Columns are positions of the clean prompt. In the corrupt prompt they are the al
 `AlignedPrompts`.
 """
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from rheostat_engine import Spans
 from rheostat_server import validation
 from rheostat_server.admission.admit import AdmittedRequest, admit
 from rheostat_server.errors import InvalidPosition, InvalidValue, MissingField, RheostatError
-from rheostat_server.limits import NOISES, SWEEP_COLUMNS, SWEEP_PAIRS
+from rheostat_server.limits import (
+    NOISES,
+    SWEEP_COLUMNS,
+    SWEEP_PAIRS,
+    SWEEP_POSITIONS,
+    SWEEP_RANGES,
+    SWEEP_TOKENS,
+)
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.runs.targets import RUN_ID
 from rheostat_server.selectors.selection import SelectionContext, needs_text, resolve_selector
 from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.steering.replacements import AlignedPrompts, align
 from rheostat_server.sweeps.answers import Answers, Grade, resolve_answers
+from rheostat_server.tasks.offload import offload
 from rheostat_server.validation import field_path
 from rheostat_wire.v1 import (
     generation_pb2,
@@ -32,6 +42,9 @@ from rheostat_wire.v1 import (
 )
 
 _DEFAULT_NOISES = 10
+
+_TOKEN_BYTES = 32
+"""Bytes that `offload` counts for a token in which a selector looks for text or ids."""
 
 
 class Placed(NamedTuple):
@@ -88,9 +101,11 @@ async def resolve_pairs(
         raise MissingField("at least one pair is required", field="pairs")
     validation.check_count(len(request.pairs), SWEEP_PAIRS, "pairs", "pairs")
     _check_labels(request)
+    _check_ranges(request)
     pairs: list[Pair] = []
+    room = _Room(SWEEP_TOKENS, SWEEP_POSITIONS)
     for index, message in enumerate(request.pairs):
-        pair = await _pair(request, message, f"pairs[{index}]", grades, manager)
+        pair = await _pair(request, message, f"pairs[{index}]", grades, manager, room)
         if pairs and not request.group_labels and pair.columns != pairs[0].columns:
             raise InvalidValue(
                 "it has other columns than the first pair: name groups of positions, one per "
@@ -123,20 +138,76 @@ def _check_labels(request: sweep_service_pb2.SweepRequest) -> None:
         )
 
 
+def _check_ranges(request: sweep_service_pb2.SweepRequest) -> None:
+    selectors = [request.where]
+    for pair in request.pairs:
+        selectors += [*pair.groups, pair.noise.where]
+    count = sum(len(one.include) + len(one.exclude) for one in selectors)
+    validation.check_count(count, SWEEP_RANGES, "pairs", "ranges in all groups")
+
+
+@dataclass
+class _Room:
+    """What further pairs may take."""
+
+    tokens: int
+    positions: int
+
+    def take_prompt(self, prompt: AdmittedRequest, path: str) -> None:
+        """Counts a prompt.
+
+        Raises:
+            InvalidValue: the sweep's prompts have too many tokens.
+        """
+        self.tokens -= prompt.prompt_len
+        if self.tokens < 0:
+            raise InvalidValue(
+                f"the prompts of the sweep have more than {SWEEP_TOKENS} tokens: send fewer pairs, "
+                "or fewer noises, in a call",
+                field=path,
+            )
+
+    def take_columns(self, count: int, path: str) -> None:
+        """Counts the positions of a pair's columns.
+
+        Raises:
+            InvalidValue: the sweep's columns have too many positions.
+        """
+        self.positions -= count
+        if self.positions < 0:
+            raise InvalidValue(
+                f"the columns of all pairs have more than {SWEEP_POSITIONS} positions: choose "
+                "fewer, or send fewer pairs in a call",
+                field=path,
+            )
+
+
+async def _admit(
+    run: generation_service_pb2.GenerateRequest, path: str, manager: RequestManager, room: _Room
+) -> AdmittedRequest:
+    """Admits a prompt. Lets the event loop go on in between, because there may be thousands."""
+    await asyncio.sleep(0)
+    admitted = await admit(run, manager.admission)
+    room.take_prompt(admitted, path)
+    return admitted
+
+
 async def _pair(
     request: sweep_service_pb2.SweepRequest,
     message: sweep_pb2.SweepPair,
     path: str,
     grades: Sequence[Grade],
     manager: RequestManager,
+    room: _Room,
 ) -> Pair:
     answers = resolve_answers(message, grades, manager.info.vocabulary, path)
     clean_field = field_path(path, "prompt")
     if not message.HasField("prompt"):
         raise MissingField("a clean prompt is required", field=clean_field)
     with _naming(clean_field):
-        clean = await admit(_run(request, message.prompt, answers), manager.admission)
-    corrupt = await _corrupt(request, message, path, answers, manager)
+        run = _run(request, message.prompt, answers)
+        clean = await _admit(run, clean_field, manager, room)
+    corrupt = await _corrupt(request, message, path, answers, clean, manager, room)
     tokens = clean.prompt.token_ids
     others = corrupt[0].prompt.token_ids if corrupt else tokens
     return Pair(
@@ -147,7 +218,7 @@ async def _pair(
         corrupt=corrupt,
         into_clean=_into_clean(request, corrupts=bool(corrupt)),
         alignment=_alignment(request, tokens, others),
-        columns=await _columns(request, message, path, clean, manager),
+        columns=await _columns(request, message, path, clean, manager, room),
     )
 
 
@@ -185,7 +256,9 @@ async def _corrupt(
     message: sweep_pb2.SweepPair,
     path: str,
     answers: Answers,
+    clean: AdmittedRequest,
     manager: RequestManager,
+    room: _Room,
 ) -> tuple[AdmittedRequest, ...]:
     """The corrupt versions of a pair's prompt."""
     kind = validation.required(
@@ -195,16 +268,18 @@ async def _corrupt(
     with _naming(field):
         match kind:
             case "corrupt":
-                return (await admit(_run(request, message.corrupt, answers), manager.admission),)
+                run = _run(request, message.corrupt, answers)
+                return (await _admit(run, field, manager, room),)
             case "noise":
-                runs = _noisy(request, message, answers, field)
-                return tuple([await admit(run, manager.admission) for run in runs])
+                noisy = _noisy(request, message, clean, answers, field)
+                admitted = [await _admit(run, field, manager, room) for run in noisy]
+                return tuple(replace(one, prompt=clean.prompt) for one in admitted)
             case "run_id":
-                run = manager.runs.hold(validation.matches(message.run_id, RUN_ID, field), field)
-                ids = types_pb2.TokenIds(ids=run.prompt_token_ids.tolist())
-                manager.runs.release(run)
-                prompt = types_pb2.Prompt(token_ids=ids)
-                return (await admit(_run(request, prompt, answers), manager.admission),)
+                stored = manager.runs.hold(validation.matches(message.run_id, RUN_ID, field), field)
+                ids = types_pb2.TokenIds(ids=stored.prompt_token_ids.tolist())
+                manager.runs.release(stored)
+                run = _run(request, types_pb2.Prompt(token_ids=ids), answers)
+                return (await _admit(run, field, manager, room),)
             case _:
                 return ()
 
@@ -212,9 +287,10 @@ async def _corrupt(
 def _noisy(
     request: sweep_service_pb2.SweepRequest,
     message: sweep_pb2.SweepPair,
+    clean: AdmittedRequest,
     answers: Answers,
     path: str,
-) -> list[generation_service_pb2.GenerateRequest]:
+) -> Iterator[generation_service_pb2.GenerateRequest]:
     """The clean prompt with each of a pair's noises."""
     noise = message.noise
     count = noise.noise_count if noise.HasField("noise_count") else _DEFAULT_NOISES
@@ -223,19 +299,20 @@ def _noisy(
     for name in ("noise", "sites", "where"):
         if not noise.HasField(name):
             raise MissingField("is required", field=field_path(path, name))
-    runs = []
+    prompt = message.prompt
+    if not needs_text(noise.where):  # then the prompt need not be tokenised again
+        prompt = types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=clean.prompt.token_ids))
     for number in range(count):
         source = replace_pb2.NoiseSource()
         source.CopyFrom(noise.noise)
         source.seed = (noise.noise.seed + number) % 2**64
-        run = _run(request, message.prompt, answers)
+        run = _run(request, prompt, answers)
         run.steering.interventions.append(
             steering_pb2.Intervention(
                 sites=noise.sites, where=noise.where, replace=replace_pb2.Replace(noise=source)
             )
         )
-        runs.append(run)
-    return runs
+        yield run
 
 
 def _run(
@@ -264,6 +341,7 @@ async def _columns(
     path: str,
     clean: AdmittedRequest,
     manager: RequestManager,
+    room: _Room,
 ) -> tuple[tuple[int, ...], ...]:
     """The positions of each column, in the clean prompt."""
     if len(message.groups) != len(request.group_labels):
@@ -279,25 +357,36 @@ async def _columns(
     if any(map(needs_text, selectors)):
         prompt = await manager.prompts.decode(prompt)
     context = SelectionContext(prompt, 1, manager.info.vocabulary)
+    work = _TOKEN_BYTES * context.prompt_len * max(1, len(selectors))
+    paths = [f"{path}.groups[{index}]" for index in range(len(message.groups))]
+    spans = await offload(work, _spans, selectors, context, paths or ["where"])
+    room.take_columns(sum(map(length, spans)), path)
+    columns = [_expanded(one) for one in spans]
     if request.group_labels:
-        return tuple(
-            _positions(selector, context, f"{path}.groups[{index}]")
-            for index, selector in enumerate(message.groups)
-        )
-    where = tuple(range(context.prompt_len))
-    if request.HasField("where"):
-        where = _positions(request.where, context, "where")
+        return tuple(columns)
+    (where,) = columns or [tuple(range(context.prompt_len))]
     validation.check_count(len(where), SWEEP_COLUMNS, "where", "columns")
     return tuple((position,) for position in where)
 
 
-def _positions(
-    selector: selector_pb2.Selector, context: SelectionContext, path: str
-) -> tuple[int, ...]:
-    """The selected positions of a prompt."""
-    spans = clipped(resolve_selector(selector, context, path).spans, 0, context.prompt_len)
-    if not length(spans):
-        raise InvalidPosition("no token of the prompt is selected", field=path)
+def _spans(
+    selectors: Sequence[selector_pb2.Selector], context: SelectionContext, paths: Sequence[str]
+) -> list[Spans]:
+    """The positions that each selector selects in a prompt.
+
+    Raises:
+        InvalidArgument: a selector is malformed, or selects none.
+    """
+    found = []
+    for selector, path in zip(selectors, paths, strict=False):
+        spans = clipped(resolve_selector(selector, context, path).spans, 0, context.prompt_len)
+        if not spans:
+            raise InvalidPosition("no token of the prompt is selected", field=path)
+        found.append(spans)
+    return found
+
+
+def _expanded(spans: Spans) -> tuple[int, ...]:
     return tuple(position for start, end in spans for position in range(start, end))
 
 

@@ -21,6 +21,7 @@ from google.protobuf import duration_pb2
 from rheostat_server import validation
 from rheostat_server.admission.admit import AdmittedRequest, admit
 from rheostat_server.errors import (
+    CacheSuspect,
     Draining,
     DuplicateRequest,
     EngineLost,
@@ -34,9 +35,11 @@ from rheostat_server.errors import (
 from rheostat_server.errors.status import to_status
 from rheostat_server.limits import (
     BASELINES,
+    REPLACED_ROWS,
     RETRY_SECONDS,
     SWEEP_REQUESTS,
     SWEEPS,
+    VECTOR_BYTES,
 )
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.runs.store import Run
@@ -67,6 +70,8 @@ from rheostat_server.sweeps.scores import (
 )
 from rheostat_server.sweeps.sources import HeldRuns, RunRows, Source, Zeros, capture_runs
 from rheostat_server.tasks.offload import offload
+from rheostat_server.tensors import FloatType
+from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import (
     capture_pb2,
@@ -271,6 +276,7 @@ async def _resolve(
     grid = Grid(rows, len(labels))
     each = sum(len(pair.bases) * len(pair.answers.questions) for pair in pairs)
     check_size(grid.cells, each, SWEEP_REQUESTS)
+    _check_rows(grid, pairs, manager)
     settings = _Settings(
         grid,
         grades,
@@ -284,6 +290,28 @@ async def _resolve(
         lease,
     )
     return settings, pairs, labels
+
+
+def _check_rows(grid: Grid, pairs: Sequence[Pair], manager: RequestManager) -> None:
+    """Checks how much is replaced at once.
+
+    Raises:
+        InvalidValue: a cell replaces too many rows, or the rows of a site are too large.
+    """
+    window = max(len(row.window) for row in grid.rows)
+    row_bytes = manager.sites.width * FloatType.FLOAT32.itemsize
+    for pair in pairs:
+        largest = max(map(len, pair.columns))
+        validation.check_count(
+            largest * window, REPLACED_ROWS, field_path(pair.path, "groups"), "rows in a cell"
+        )
+        size = len({position for column in pair.columns for position in column}) * row_bytes
+        if size > VECTOR_BYTES:
+            raise InvalidValue(
+                f"the rows of a site take {size} bytes; at most {VECTOR_BYTES} are allowed: choose "
+                "fewer positions",
+                field=pair.path,
+            )
 
 
 def _number(request: sweep_service_pb2.SweepRequest, name: str, default: int, most: int) -> int:
@@ -338,9 +366,9 @@ def _resolved_pair(pair: Pair) -> sweep_pb2.ResolvedPair:
     alignment = pair.alignment
     message.alignment.prefix_token_count = alignment.prefix
     message.alignment.suffix_token_count = alignment.suffix
-    partners = np.array([alignment.partner(position) for position in range(len(clean))])
-    for start, end in runs_of(np.flatnonzero(partners < 0)):
-        message.alignment.unaligned.add(start=start, count=end - start)
+    unaligned = len(clean) - alignment.prefix - alignment.suffix
+    if unaligned:
+        message.alignment.unaligned.add(start=alignment.prefix, count=unaligned)
     return message
 
 
@@ -635,7 +663,7 @@ class _Sweep:
             self._requests += 1
             try:
                 return await ask_as(f"{self._unique}/{self._requests}", self._manager)
-            except ResourceExhausted as error:
+            except (ResourceExhausted, CacheSuspect) as error:
                 if error.retry_after is None:
                     raise
             await asyncio.sleep(_LATER)
