@@ -48,6 +48,12 @@ UPLOADED_BYTES = 512 * MIB
 REPLACED_ROWS = 16_384
 """Most rows that one Replace puts in, each for a site and a position."""
 
+RUN_RANGES = 65_536
+"""Most ranges of positions in a message of an upload of a run."""
+
+RUN_TOKENS = 1 << 20
+"""Most tokens in the header of an upload of a run, which lists one for each position."""
+
 INLINE_VECTOR_BYTES = 8 * MIB
 """Largest vector inside a request."""
 
@@ -184,6 +190,9 @@ POINTS = 6
 
 LAYERS = 1024
 """Most layers of a list."""
+
+RUN_SITES = POINTS * LAYERS
+"""Most sites in a message of an upload of a run."""
 
 SAMPLES = 64
 """Largest `Sampling.n`."""

@@ -54,7 +54,6 @@ from rheostat_wire.v1 import (
     engine_service_pb2_grpc,
     generation_service_pb2_grpc,
     monitor_service_pb2_grpc,
-    patch_service_pb2_grpc,
     run_service_pb2_grpc,
     steering_service_pb2_grpc,
     sweep_service_pb2_grpc,
@@ -146,11 +145,7 @@ class RunningServer:
         )
         add(run_service_pb2_grpc.add_RunServiceServicer_to_server, RunService(readiness))
         add(sweep_service_pb2_grpc.add_SweepServiceServicer_to_server, SweepService(readiness))
-        # The rpcs of these services are not served yet. They are refused by name.
-        add(
-            patch_service_pb2_grpc.add_PatchServiceServicer_to_server,
-            patch_service_pb2_grpc.PatchServiceServicer(),
-        )
+        # The rpcs of this service are not served yet. They are refused by name.
         add(
             monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server,
             monitor_service_pb2_grpc.MonitorServiceServicer(),

@@ -105,5 +105,6 @@ def _leaked(manager: RequestManager, workers: WorkerStats) -> int:
     """Resources that are still reserved although there is no request."""
     if manager.open_requests:
         return 0
-    held = manager.ledger.requests + manager.store.pins + manager.runs.unfinished
+    held = manager.ledger.requests + manager.store.pins
+    held += manager.runs.unfinished - manager.runs.uploads
     return held + manager.budget.used + workers.slots_used + workers.requests

@@ -47,13 +47,6 @@ _LARGEST = {"/rheostat.v1.CaptureService/Subscribe": SUBSCRIBE_OPEN_BYTES}
 """The largest message, in bytes, of rpcs with a lower limit than their service. The event loop
 decodes messages, so a larger message is refused before it is decoded."""
 
-_INSTEAD = {
-    "PatchService/CaptureRun": (
-        "call Generate with max_tokens 1 and a capture into a run (CaptureSpec.run)"
-    ),
-}
-"""Alternatives to rpcs that are not served yet."""
-
 _LOGGED_CHARACTERS = 400
 """Characters of a refusal's text in the log. It is cut because clients choose parts of it."""
 
@@ -149,9 +142,7 @@ class _Method:
     def check_served(self) -> None:
         """Raises NotImplementedHere if nothing implements the method."""
         if not self._served:
-            name = self._path.removeprefix(_OURS)
-            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise NotImplementedHere(f"{name} is not served yet{instead}")
+            raise NotImplementedHere(f"{self._path.removeprefix(_OURS)} is not served yet")
 
     async def answer(self, call: Call, incoming: Incoming) -> None:
         """Answers a call, unless it fails.

@@ -1,20 +1,32 @@
-"""RunService: the stored runs. A request makes one by a capture into a run."""
+"""RunService: stored runs. A call makes one, or a request by a capture into a run."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 from google.protobuf import timestamp_pb2
 
+from rheostat_engine import Site
 from rheostat_server import validation
 from rheostat_server.api.paging import fitting, from_token, no_token, page_size, to_token
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
+from rheostat_server.capture.encodings import Form
 from rheostat_server.delivery.row_messages import add_runs
-from rheostat_server.runs.store import Run
+from rheostat_server.delivery.run_messages import run_chunks
+from rheostat_server.derivation.captured_run import capture_run
+from rheostat_server.errors import NotSupported, RunIncomplete
+from rheostat_server.message_parts import MessageParts
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.runs.positions import absolute_positions, row_indices
+from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.runs.targets import RUN_ID, lease_seconds
-from rheostat_server.selectors.sites import to_wire
+from rheostat_server.runs.upload import receive_run
+from rheostat_server.selectors.sites import resolve_sites, to_wire
 from rheostat_server.selectors.spans import runs as runs_of
 from rheostat_server.tasks.offload import offload
-from rheostat_wire.v1 import run_pb2, run_service_pb2, run_service_pb2_grpc
+from rheostat_server.validation import known_enum, no_repeats
+from rheostat_wire.v1 import run_pb2, run_service_pb2, run_service_pb2_grpc, tensor_pb2
 
 _pb = run_service_pb2
 
@@ -22,13 +34,57 @@ _SITE_BYTES = 16
 _TOKEN_BYTES = 4
 """Approximate bytes of a site and of a token of a run in an answer."""
 
+_SERVED = (tensor_pb2.ENCODING_RAW, tensor_pb2.ENCODING_LZ4_PLANES)
+
 
 class RunService(run_service_pb2_grpc.RunServiceServicer):
-    """Lists, leases and deletes runs."""
+    """Makes, reads, lists, leases and deletes runs."""
 
     def __init__(self, readiness: Readiness) -> None:
         """A service of the server in this state."""
         self._readiness = readiness
+
+    async def CaptureRun(
+        self, request: run_service_pb2.CaptureRunRequest, context: Context
+    ) -> run_service_pb2.CaptureRunResponse:
+        """Runs a prompt and stores rows of it."""
+        manager = self._readiness.manager()
+        receipt = await capture_run(request, manager)
+        run = _find(receipt.captures[0].run_id, manager.runs)
+        message = await offload(_weight(run), _to_wire, run)
+        return _pb.CaptureRunResponse(run=message, receipt=receipt)
+
+    async def PutRun(
+        self, request_iterator: AsyncIterator[run_service_pb2.PutRunRequest], context: Context
+    ) -> run_service_pb2.PutRunResponse:
+        """Stores uploaded rows."""
+        manager = self._readiness.manager()
+        run = await receive_run(request_iterator, manager.runs, manager.sites, manager.info)
+        return _pb.PutRunResponse(run=await offload(_weight(run), _to_wire, run))
+
+    async def GetRun(
+        self, request: run_service_pb2.GetRunRequest, context: Context
+    ) -> run_service_pb2.GetRunResponse:
+        """What is stored under an id."""
+        run = _find(request.run_id, self._readiness.manager().runs)
+        return _pb.GetRunResponse(run=await offload(_weight(run), _to_wire, run))
+
+    async def ReadRun(  # type: ignore[override]  # `Rpcs` also sends messages in wire format
+        self, request: run_service_pb2.ReadRunRequest, context: Context
+    ) -> AsyncGenerator[MessageParts, None]:
+        """Sends rows of a run."""
+        manager = self._readiness.manager()
+        form = Form(_encoding(request))
+        validation.matches(request.run_id, RUN_ID, "run_id")
+        run = manager.runs.hold(request.run_id, "run_id")
+        try:
+            sites = _sites_of(request, run, manager)
+            at = await offload(_weight(run) + request.ByteSize(), _positions_of, request, run)
+            for chunk in run_chunks(run, sites, at):
+                rows = await offload(chunk.nbytes, chunk.encoded, form)
+                yield rows.as_field(_pb.ReadRunResponse.CAPTURED_FIELD_NUMBER)
+        finally:
+            manager.runs.release(run)
 
     async def ListRuns(
         self, request: run_service_pb2.ListRunsRequest, context: Context
@@ -64,6 +120,56 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
         return _pb.RenewLeaseResponse(run=await offload(_weight(run), _to_wire, run))
 
 
+def _find(run_id: str, runs: RunStore) -> Run:
+    """A run, which may be evicted while it is used.
+
+    Raises:
+        RunNotFound: there is none.
+    """
+    validation.matches(run_id, RUN_ID, "run_id")
+    run = runs.hold(run_id, "run_id")
+    runs.release(run)
+    return run
+
+
+def _encoding(request: run_service_pb2.ReadRunRequest) -> tensor_pb2.Encoding.ValueType:
+    if not request.HasField("encoding"):
+        return tensor_pb2.ENCODING_RAW
+    known_enum(request.encoding, tensor_pb2.Encoding.values(), "encoding")
+    if request.encoding not in _SERVED:
+        raise NotSupported(
+            "runs are read in ENCODING_RAW and ENCODING_LZ4_PLANES, which are exact",
+            field="encoding",
+        )
+    return request.encoding
+
+
+def _sites_of(
+    request: run_service_pb2.ReadRunRequest, run: Run, manager: RequestManager
+) -> tuple[Site, ...]:
+    """The requested sites, by layer, then point; each must be one of the run's."""
+    if not request.HasField("sites"):
+        return run.sites
+    sites = resolve_sites(request.sites, manager.sites, "sites").sites
+    own = {site.index for site in run.sites}
+    for site in sites:
+        if site.index not in own:
+            raise RunIncomplete(
+                f"the run {run.id} has no rows of {site.point.value} {site.layer}", field="sites"
+            )
+    return sites
+
+
+def _positions_of(request: run_service_pb2.ReadRunRequest, run: Run) -> npt.NDArray[np.intp]:
+    """Indices of the requested positions in the run, ascending."""
+    if not request.HasField("positions"):
+        return np.arange(len(run.positions))
+    path = "positions.positions"
+    positions = absolute_positions(request.positions.positions, run, path)
+    no_repeats(positions, path, "positions")
+    return np.sort(row_indices(run, positions, path))
+
+
 def _weight(run: Run) -> int:
     """Approximate bytes of its message."""
     tokens = len(run.prompt_token_ids) + len(run.positions)
@@ -82,6 +188,8 @@ def _to_wire(run: Run) -> run_pb2.Run:
         create_time=_timestamp(run.create_time),
         lease_expire_time=_timestamp(run.lease_expire_time),
         labels=run.labels,
+        dtype=run.dtype.wire,
+        width=run.width,
     )
     message.prompt_token_ids.ids.extend(run.prompt_token_ids.tolist())
     add_runs(message.positions.add, runs_of(run.positions))

@@ -64,8 +64,6 @@ class PromptMean(NamedTuple):
 def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selector:
     """Checks a selector of prompt tokens; returns one for the last prompt token if it is None.
 
-    It need not exclude generated tokens, because the only generated token has no row.
-
     Raises:
         EmptySelector: the selector has no range.
         InvalidPosition: the selector includes generated tokens.
@@ -73,16 +71,28 @@ def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selecto
     last = selector_pb2.Range(positions=selector_pb2.Window(start=-1))
     if where is None:
         return selector_pb2.Selector(include=[last])
+    check_prompt_selector(where)
+    return where
+
+
+def check_prompt_selector(where: selector_pb2.Selector) -> None:
+    """Checks a selector of prompt tokens.
+
+    It need not exclude generated tokens, because the only generated token has no row.
+
+    Raises:
+        EmptySelector: the selector has no range.
+        InvalidPosition: the selector includes generated tokens.
+    """
     if not where.include and not where.exclude:
         raise EmptySelector("a selector needs at least one range", field="where")
     for index, token_range in enumerate(where.include):
         kind = token_range.WhichOneof("kind")
         if kind == "generated" or token_range.phase == types_pb2.PHASE_GENERATED:
             raise InvalidPosition(
-                "only tokens of prompts can be contrasted, because nothing is generated",
+                "only tokens of the prompt can be selected, because nothing is generated",
                 field=f"where.include[{index}].{kind}",
             )
-    return where
 
 
 async def read_prompt(
@@ -97,7 +107,7 @@ async def read_prompt(
     """
     with _naming(path):
         admitted = await admit(_request(prompt, reading), manager.admission)
-        count = _selected(admitted, reading.where)
+        count = selected_rows(admitted, reading.where)
         mean = _Mean(reading.sites, manager.sites.width)
         async with aclosing(run(admitted, manager)) as responses:
             async for response in responses:
@@ -118,17 +128,23 @@ async def read_prompt(
 
 
 def _request(prompt: types_pb2.Prompt, reading: Reading) -> generation_service_pb2.GenerateRequest:
+    capture = capture_pb2.CaptureSpec(
+        sites=reading.site_set,
+        where=reading.where,
+        inline=capture_pb2.InlineTarget(),
+        dtype=tensor_pb2.DTYPE_FLOAT32,
+    )
+    return request_for(prompt, capture, lora_name=reading.lora)
+
+
+def request_for(
+    prompt: types_pb2.Prompt, capture: capture_pb2.CaptureSpec, *, lora_name: str
+) -> generation_service_pb2.GenerateRequest:
+    """A request that runs a prompt for one token, with one capture."""
     request = generation_service_pb2.GenerateRequest(
         sampling=generation_pb2.Sampling(max_tokens=1, temperature=0),
-        captures=[
-            capture_pb2.CaptureSpec(
-                sites=reading.site_set,
-                where=reading.where,
-                inline=capture_pb2.InlineTarget(),
-                dtype=tensor_pb2.DTYPE_FLOAT32,
-            )
-        ],
-        lora_name=reading.lora,
+        captures=[capture],
+        lora_name=lora_name,
     )
     if prompt.HasField("text"):
         request.text = prompt.text
@@ -139,8 +155,8 @@ def _request(prompt: types_pb2.Prompt, reading: Reading) -> generation_service_p
     return request
 
 
-def _selected(admitted: AdmittedRequest, where: selector_pb2.Selector) -> int:
-    """The number of selected rows of each site.
+def selected_rows(admitted: AdmittedRequest, where: selector_pb2.Selector) -> int:
+    """The number of selected rows of each site of the only capture.
 
     Raises:
         InvalidPosition: no row is selected, or a window ends after the prompt.

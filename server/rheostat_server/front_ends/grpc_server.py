@@ -18,7 +18,6 @@ from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_service_pb2,
     monitor_service_pb2,
-    patch_service_pb2,
     run_service_pb2,
     steering_service_pb2,
     sweep_service_pb2,
@@ -31,7 +30,6 @@ _FILES: tuple[FileDescriptor, ...] = (
     sweep_service_pb2.DESCRIPTOR,
     capture_service_pb2.DESCRIPTOR,
     run_service_pb2.DESCRIPTOR,
-    patch_service_pb2.DESCRIPTOR,
     monitor_service_pb2.DESCRIPTOR,
 )
 

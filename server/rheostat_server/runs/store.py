@@ -1,4 +1,4 @@
-"""Stored runs: rows of requests, kept in memory under an id as a source of patches.
+"""Stored runs: rows of requests or of uploads, kept in memory under an id as a source of patches.
 
 Invariants:
 
@@ -6,7 +6,8 @@ Invariants:
 * A run that is leased or in use is never evicted. Other runs are evicted, the least recently used
   first, but only if this frees enough memory.
 * An id belongs to at most one run, finished or not.
-* A run can be found once its request has succeeded. A request that fails or is aborted leaves none.
+* A run can be found once its request or upload has succeeded. One that fails or is aborted leaves
+  none.
 * The rows of a stored run never change.
 
 Rows are written on threads. All other methods run on the event loop. One lock guards both.
@@ -59,6 +60,8 @@ class Run:
     width: int
     positions: Labels
     """Ascending: [positions]."""
+    token_ids: Labels
+    """The input token at each position: [positions]."""
     pieces: Sequence[StoredArray]
     """Rows in order of position. Each piece is [sites, positions of the piece, W]."""
     prompt_token_ids: npt.NDArray[np.int32]
@@ -81,16 +84,42 @@ class Run:
         Raises:
             KeyError: the run has no rows at the site.
         """
+        index = self.index_of(site)
+        none = np.empty((0, self.width), NUMPY[self.dtype.value])
+        return np.concatenate([none, *(piece[index] for piece in self.pieces)])
+
+    def index_of(self, site: Site) -> int:
+        """The index of a site, under any of its names, in `sites`.
+
+        Raises:
+            KeyError: the run has no rows at the site.
+        """
         index = next((i for i, own in enumerate(self.sites) if own.index == site.index), None)
         if index is None:
             raise KeyError(site)
-        none = np.empty((0, self.width), NUMPY[self.dtype.value])
-        return np.concatenate([none, *(piece[index] for piece in self.pieces)])
+        return index
+
+    def read(self, sites: Sequence[int], at: npt.NDArray[np.intp]) -> StoredArray:
+        """A copy of some rows: [sites, positions, W].
+
+        Args:
+            sites: their indices in `sites`.
+            at: indices in `positions`, ascending, at least one.
+        """
+        ends = np.cumsum([piece.shape[1] for piece in self.pieces])
+        first, last = np.searchsorted(ends, (at[0], at[-1]), side="right")
+        parts = []
+        for piece, end in zip(self.pieces[first : last + 1], ends[first : last + 1], strict=True):
+            start = end - piece.shape[1]
+            inside = at[slice(*np.searchsorted(at, (start, end)))] - start
+            if len(inside):
+                parts.append(piece[np.ix_(sites, inside)])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 @dataclass(eq=False)
 class RunDraft:
-    """An unfinished run: a recording of one capture of a request with one sample.
+    """An unfinished run: a recording of one capture of a request with one sample, or an upload.
 
     Rows are written on a thread, while the event loop may drop the run. A dropped run has no rows.
     """
@@ -104,6 +133,8 @@ class RunDraft:
     """Bytes of memory so far."""
     lossless: bool
     """Whether the run fails if a row is lost."""
+    upload: bool = False
+    """Whether its rows are uploaded."""
     rows: int = 0
     """Number of rows so far: positions times sites."""
     complete: bool = False
@@ -111,6 +142,7 @@ class RunDraft:
     _lock: Lock = field(default_factory=Lock)
     _dropped: bool = False
     _positions: list[Labels] = field(default_factory=list)
+    _token_ids: list[Labels] = field(default_factory=list)
     _pieces: list[StoredArray] = field(default_factory=list)
     _small: list[StoredArray] = field(default_factory=list)
     _small_bytes: int = 0
@@ -137,16 +169,35 @@ class RunDraft:
         if block.baseline:
             return
         rows = block.parts["rows"]
-        self.store.reserve(self, rows.nbytes + block.positions.nbytes)
+        labels = block.positions.nbytes + block.token_ids.nbytes
+        self.store.reserve(self, rows.nbytes + labels)
         with self._lock:
             if self._dropped:
                 return
             self.rows += block.rows
             self._positions.append(block.positions)
+            self._token_ids.append(block.token_ids)
             self._small.append(rows)
             self._small_bytes += rows.nbytes
             if self._small_bytes >= _PIECE:
                 self._concatenate()
+
+    def fill(self, positions: Labels, token_ids: Labels, pieces: Sequence[StoredArray]) -> None:
+        """Completes an upload, for whose rows and labels memory is reserved.
+
+        Args:
+            positions: all positions, ascending.
+            token_ids: the input token at each.
+            pieces: as `Run.pieces`.
+        """
+        with self._lock:
+            if self._dropped:
+                return
+            self._positions.append(positions)
+            self._token_ids.append(token_ids)
+            self._pieces.extend(pieces)
+        self.rows = len(positions) * len(self.about.sites)
+        self.complete = True
 
     def finish(self, outcome: Outcome) -> None:
         """Completes the run; `keep` then stores it. Drops the run of an aborted request.
@@ -173,6 +224,7 @@ class RunDraft:
         with self._lock:
             self._dropped = True
             self._positions.clear()
+            self._token_ids.clear()
             self._pieces.clear()
             self._small.clear()
 
@@ -189,6 +241,7 @@ class RunDraft:
             dtype=self.about.dtype,
             width=self.about.width,
             positions=np.concatenate([none, *self._positions]),
+            token_ids=np.concatenate([none, *self._token_ids]),
             pieces=tuple(self._pieces),
             prompt_token_ids=self.prompt_token_ids,
             labels=self.labels,
@@ -235,8 +288,13 @@ class RunStore:
 
     @property
     def unfinished(self) -> int:
-        """Number of unfinished runs."""
+        """Number of unfinished runs, uploads included."""
         return len(self._drafts)
+
+    @property
+    def uploads(self) -> int:
+        """Number of unfinished uploads."""
+        return sum(draft.upload for draft in self._drafts.values())
 
     @property
     def used_bytes(self) -> int:
@@ -254,7 +312,7 @@ class RunStore:
             self._check_free(run_id, path)
         if least > self.capacity:
             raise StoreFull(
-                f"the prompt's rows alone take {least} bytes; all runs together may have "
+                f"its rows take at least {least} bytes; all runs together may have "
                 f"{self.capacity}. Capture fewer sites or tokens, or raise the server's --runs-mib",
                 field=path,
             )
@@ -268,6 +326,7 @@ class RunStore:
         path: str,
         *,
         lossless: bool,
+        upload: bool = False,
     ) -> RunDraft:
         """Begins a run. `path` is the field of its id, for errors.
 
@@ -282,7 +341,7 @@ class RunStore:
             self._check_free(target.id, path)
             self._make_room(size, target.id)
             self._used += size
-            draft = RunDraft(self, target, about, prompt, labels, size, lossless)
+            draft = RunDraft(self, target, about, prompt, labels, size, lossless, upload)
             self._drafts[target.id] = draft
         return draft
 
@@ -323,7 +382,9 @@ class RunStore:
         """
         with self._lock:
             if run_id in self._drafts:
-                raise _in_use(run_id, "a request is making it; abort the request, or wait", path)
+                raise _in_use(
+                    run_id, "a request or an upload is making it; end that, or wait", path
+                )
             run = self._get(run_id, path)
             if run.users:
                 raise _in_use(run_id, f"it is in use {run.users} times; try again later", path)
@@ -380,7 +441,7 @@ class RunStore:
     def _get(self, run_id: str, path: str) -> Run:
         run = self._runs.get(run_id)
         if run is None:
-            why = "its request still runs" if run_id in self._drafts else "it may have been evicted"
+            why = "its call still runs" if run_id in self._drafts else "it may have been evicted"
             raise RunNotFound(
                 f"there is no run {run_id}; {why}", field=path, resource=Resource("run", run_id)
             )

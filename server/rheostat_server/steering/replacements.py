@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rheostat_engine import ModelSites, Site, Spans, largest_replaced
 from rheostat_server import validation
@@ -27,6 +26,7 @@ from rheostat_server.errors import (
     VectorShape,
 )
 from rheostat_server.limits import REPLACED_ROWS, VECTOR_BYTES
+from rheostat_server.runs.positions import absolute_positions, row_indices
 from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.runs.targets import RUN_ID
 from rheostat_server.selectors.selection import Selection, SelectionContext
@@ -260,7 +260,7 @@ def _from_run(source: replace_pb2.RunSource, context: OpContext, path: str) -> R
         positions = context.positions(run.dtype, path)
         wanted = _source_positions(source, run, positions, context, path)
         field = field_path(path, "positions") if source.HasField("positions") else path
-        at = _row_indices(run, wanted, field)
+        at = row_indices(run, wanted, field)
         sites = context.sites.sites
         if source.HasField("site"):
             site = resolve_site(source.site, context.model, field_path(path, "site"))
@@ -278,9 +278,9 @@ def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) ->
         at = np.arange(len(run.positions))
         if source.HasField("positions"):
             field = field_path(path, "positions")
-            wanted = _absolute(source.positions.positions, run, field)
+            wanted = absolute_positions(source.positions.positions, run, field)
             validation.no_repeats(wanted, field, "positions")
-            at = _row_indices(run, wanted, field)
+            at = row_indices(run, wanted, field)
         if not len(at):
             raise RunIncomplete(f"the run {run.id} has no position to average", field=path)
         means = np.stack(
@@ -331,7 +331,7 @@ def _source_positions(
         field = field_path(path, "positions")
         if source.HasField("alignment"):
             raise InvalidValue("give positions or an alignment, not both", field=field)
-        wanted = _absolute(source.positions.positions, run, field)
+        wanted = absolute_positions(source.positions.positions, run, field)
         if len(wanted) != len(positions):
             raise InvalidValue(
                 f"{len(wanted)} positions of the run are for {len(positions)} replaced positions; "
@@ -386,35 +386,6 @@ def align(tokens: Sequence[int], others: Sequence[int]) -> AlignedPrompts:
         (i for i in range(shorter - prefix) if tokens[-1 - i] != others[-1 - i]), shorter - prefix
     )
     return AlignedPrompts(prefix, suffix, len(tokens), len(others))
-
-
-def _absolute(positions: Sequence[int], run: Run, path: str) -> list[int]:
-    """Positions of a run, counted from its start."""
-    if not positions:
-        raise InvalidValue("at least one position is required", field=path)
-    validation.check_count(len(positions), REPLACED_ROWS, path, "positions")
-    length_of_prompt = len(run.prompt_token_ids)
-    absolute = [position + length_of_prompt * (position < 0) for position in positions]
-    if min(absolute) < 0:
-        raise InvalidValue(
-            f"position {min(positions)} lies before the run's {length_of_prompt} prompt tokens",
-            field=path,
-        )
-    return absolute
-
-
-def _row_indices(run: Run, positions: Sequence[int], path: str) -> npt.NDArray[np.intp]:
-    """The index of each position in a run's rows."""
-    wanted = np.asarray(positions, np.int64)
-    at = np.searchsorted(run.positions, wanted)
-    inside = at < len(run.positions)
-    missing = ~inside
-    missing[inside] = run.positions[at[inside]] != wanted[inside]
-    if missing.any():
-        raise RunIncomplete(
-            f"the run {run.id} has no row of position {int(wanted[missing][0])}", field=path
-        )
-    return at
 
 
 def _rows_of(run: Run, site: Site, path: str) -> StoredArray:

@@ -8,7 +8,7 @@ stored header does not keep the rest of its message in memory.
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 from rheostat_server import validation
@@ -29,20 +29,16 @@ from rheostat_server.limits import (
     NAME_DESCRIPTION_BYTES,
     POINTS,
     RETRY_SECONDS,
-    UPLOAD_BYTES_PER_SECOND,
-    UPLOAD_GRACE_SECONDS,
     UPLOADED_BYTES,
     VECTOR_BYTES,
 )
 from rheostat_server.selectors.sites import refuse_unknown_layers
 from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.uploads import drain, next_message
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, make_vector, vector_rows
 from rheostat_wire.v1 import steering_service_pb2, types_pb2
-
-_DRAIN_SECONDS = 1.0
-"""Seconds for which a refused upload is still read."""
 
 Messages = AsyncIterator[steering_service_pb2.PutVectorRequest]
 
@@ -69,9 +65,6 @@ class Uploads:
 
         `width` is W of the model, `layers` its number of layers, `capacity` the bytes of the store.
 
-        A refused upload is still read for a moment. Otherwise the client's write fails, and
-        Python's asyncio gRPC then reports INTERNAL instead of the status.
-
         Raises:
             InvalidArgument: the upload does not match its header.
             ResourceExhausted: it is too large, or other uploads leave too little memory.
@@ -82,7 +75,7 @@ class Uploads:
                 stack.enter_context(self._reserve(header.total_bytes))
                 vector = await self._read_vector(header, messages)
             except RheostatError:
-                await _drain(messages)
+                await drain(messages, _chunk_bytes)
                 raise
             yield Upload(header, vector)
 
@@ -106,14 +99,13 @@ class Uploads:
     ) -> Vector:
         data = bytearray()
         begun = asyncio.get_running_loop().time()
-        while (message := await _in_time(messages, begun, len(data), header)) is not None:
+        total, path = header.total_bytes, "header.total_bytes"
+        while (message := await next_message(messages, begun, len(data), total, path)) is not None:
             if _part(message) == "header":
                 raise InvalidValue("only the first message is a header", field="header")
-            _append(data, message.chunk, header.total_bytes)
-        if len(data) < header.total_bytes:
-            raise TruncatedUpload(
-                f"{len(data)} of {header.total_bytes} bytes came", field="header.total_bytes"
-            )
+            _append(data, message.chunk, total)
+        if len(data) < total:
+            raise TruncatedUpload(f"{len(data)} of {total} bytes came", field=path)
         # `make_vector` needs several times the memory of the vector, so one runs at a time.
         async with self._converting:
             vector = await offload(len(data), _make, header, data)
@@ -122,30 +114,6 @@ class Uploads:
                 f"the bytes have the digest {vector.digest.hex()}", field="header.digest"
             )
         return vector
-
-
-async def _in_time(
-    messages: Messages, begun: float, received: int, header: steering_service_pb2.VectorHeader
-) -> steering_service_pb2.PutVectorRequest | None:
-    """The next message of an upload, None at its end.
-
-    Raises:
-        TruncatedUpload: it did not arrive in time. Without the limit, a silent upload would occupy
-            memory for ever.
-    """
-    due = begun + UPLOAD_GRACE_SECONDS + received / UPLOAD_BYTES_PER_SECOND
-    try:
-        async with asyncio.timeout_at(due) as limit:
-            return await anext(messages, None)
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise TruncatedUpload(
-            f"{received} of {header.total_bytes} bytes came in {due - begun:.0f} s; after "
-            f"{UPLOAD_GRACE_SECONDS:g} s an upload must have brought at least "
-            f"{UPLOAD_BYTES_PER_SECOND} bytes for each further second",
-            field="header.total_bytes",
-        ) from error
 
 
 async def _read_header(
@@ -159,14 +127,8 @@ async def _read_header(
     raise TruncatedUpload("the upload ended without a header", field="header")
 
 
-async def _drain(messages: Messages) -> None:
-    remaining = VECTOR_BYTES
-    with suppress(TimeoutError, RheostatError):
-        async with asyncio.timeout(_DRAIN_SECONDS):
-            async for message in messages:
-                remaining -= max(len(message.chunk), 1)
-                if remaining < 0:
-                    return
+def _chunk_bytes(message: steering_service_pb2.PutVectorRequest) -> int:
+    return len(message.chunk)
 
 
 def _part(message: steering_service_pb2.PutVectorRequest) -> str:

@@ -30,7 +30,6 @@ UNSERVED = {
     "matrix": ("Tensor bias = 3;", "Tensor offsets = 9;"),
     "monitor": ("string name = 1;", "string rule_id = 1;"),
     "monitor_service": ("string label = 3;", "bytes label = 4;"),
-    "patch_service": ("  rpc GetRun(GetRunRequest) returns (GetRunResponse);\n", ""),
 }
 """A change in every file of what is not served yet."""
 
@@ -99,6 +98,16 @@ def test_changes_of_all_that_is_not_served_yet_pass(repository: Path) -> None:
     done = breaking(repository)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("buf breaking against ")
+
+
+def test_a_file_that_was_not_served_may_go(repository: Path) -> None:
+    name = "proto/rheostat/v1/monitor_service.proto"
+    (repository / name).unlink()
+    config = repository / "buf.yaml"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace(f"    - {name}\n", ""), encoding="utf-8")
+    done = breaking(repository)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_addition_to_what_is_served_passes(repository: Path) -> None:

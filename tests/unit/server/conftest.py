@@ -23,7 +23,6 @@ from rheostat_wire.v1 import (
     generation_service_pb2,
     generation_service_pb2_grpc,
     monitor_service_pb2_grpc,
-    patch_service_pb2_grpc,
     run_service_pb2_grpc,
     steering_service_pb2_grpc,
     sweep_service_pb2_grpc,
@@ -97,7 +96,6 @@ class Client:
         self.generation = generation_service_pb2_grpc.GenerationServiceStub(channel)
         self.steering = steering_service_pb2_grpc.SteeringServiceStub(channel)
         self.capture = capture_service_pb2_grpc.CaptureServiceStub(channel)
-        self.patch = patch_service_pb2_grpc.PatchServiceStub(channel)
         self.sweep = sweep_service_pb2_grpc.SweepServiceStub(channel)
         self.runs = run_service_pb2_grpc.RunServiceStub(channel)
         self.monitor = monitor_service_pb2_grpc.MonitorServiceStub(channel)

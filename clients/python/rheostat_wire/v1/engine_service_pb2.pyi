@@ -68,7 +68,7 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_GAINS: _Feature.ValueType  # 18
     """SessionRequest.gain. Not sent yet."""
     FEATURE_RUN_TRANSFER: _Feature.ValueType  # 19
-    """PatchService. Not sent yet."""
+    """CaptureRun, PutRun, GetRun, ReadRun."""
     FEATURE_SWEEPS: _Feature.ValueType  # 20
     """Sweep."""
     FEATURE_WATCHES: _Feature.ValueType  # 21
@@ -116,7 +116,7 @@ FEATURE_RULES: Feature.ValueType  # 17
 FEATURE_GAINS: Feature.ValueType  # 18
 """SessionRequest.gain. Not sent yet."""
 FEATURE_RUN_TRANSFER: Feature.ValueType  # 19
-"""PatchService. Not sent yet."""
+"""CaptureRun, PutRun, GetRun, ReadRun."""
 FEATURE_SWEEPS: Feature.ValueType  # 20
 """Sweep."""
 FEATURE_WATCHES: Feature.ValueType  # 21

@@ -93,7 +93,7 @@ class Replace(_message.Message):
     def rows(self) -> _tensor_pb2.Tensor:
         """A row for each site and position: a float tensor [sites, positions, W], sites by layer, then
         point, positions ascending, as `Captured` delivers them. Other shapes: REASON_VECTOR_SHAPE.
-        PatchService.PutRun takes more rows than one message holds.
+        RunService.PutRun takes more rows than one message holds.
         """
 
     @_builtins.property

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from rheostat_wire.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rheostat/v1/run.proto\x12\x0brheostat.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17rheostat/v1/types.proto\"\xd3\x03\n\x03Run\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\'\n\x05sites\x18\x02 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12?\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds\x12\x1d\n\nsize_bytes\x18\x05 \x01(\x04R\tsizeBytes\x12;\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\ncreateTime\x12\x46\n\x11lease_expire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0fleaseExpireTime\x12\x34\n\x06labels\x18\x08 \x03(\x0b\x32\x1c.rheostat.v1.Run.LabelsEntryR\x06labels\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rheostat/v1/run.proto\x12\x0brheostat.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\x93\x04\n\x03Run\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\'\n\x05sites\x18\x02 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12?\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds\x12\x1d\n\nsize_bytes\x18\x05 \x01(\x04R\tsizeBytes\x12;\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\ncreateTime\x12\x46\n\x11lease_expire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0fleaseExpireTime\x12\x34\n\x06labels\x18\x08 \x03(\x0b\x32\x1c.rheostat.v1.Run.LabelsEntryR\x06labels\x12(\n\x05\x64type\x18\t \x01(\x0e\x32\x12.rheostat.v1.DtypeR\x05\x64type\x12\x14\n\x05width\x18\n \x01(\rR\x05width\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RUN_LABELSENTRY']._loaded_options = None
   _globals['_RUN_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_RUN']._serialized_start=97
-  _globals['_RUN']._serialized_end=564
-  _globals['_RUN_LABELSENTRY']._serialized_start=507
-  _globals['_RUN_LABELSENTRY']._serialized_end=564
+  _globals['_RUN']._serialized_start=123
+  _globals['_RUN']._serialized_end=654
+  _globals['_RUN_LABELSENTRY']._serialized_start=597
+  _globals['_RUN_LABELSENTRY']._serialized_end=654
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from rheostat_wire.v1 import tensor_pb2 as _tensor_pb2
 from rheostat_wire.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -22,7 +23,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Run(_message.Message):
-    """Rows of one sample of one request, kept by the server for later requests to draw from."""
+    """Rows of one sample of one request, or rows that a client uploaded, kept by the server for later
+    requests to draw from.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -54,10 +57,16 @@ class Run(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     LEASE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     size_bytes: _builtins.int
     """Bytes that it takes."""
+    dtype: _tensor_pb2.Dtype.ValueType
+    """Element type of its rows."""
+    width: _builtins.int
+    """Numbers of a row: W, or the number of experts at POINT_ROUTER_LOGITS."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
         """Sites that it holds, by layer, then point."""
@@ -80,7 +89,7 @@ class Run(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Labels of the request that made it."""
+        """Labels of the request that made it, or of its upload."""
 
     def __init__(
         self,
@@ -93,10 +102,12 @@ class Run(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         lease_expire_time: _timestamp_pb2.Timestamp | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        dtype: _tensor_pb2.Dtype.ValueType = ...,
+        width: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "lease_expire_time", b"lease_expire_time", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "labels", b"labels", "lease_expire_time", b"lease_expire_time", "positions", b"positions", "prompt_token_ids", b"prompt_token_ids", "run_id", b"run_id", "sites", b"sites", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "dtype", b"dtype", "labels", b"labels", "lease_expire_time", b"lease_expire_time", "positions", b"positions", "prompt_token_ids", b"prompt_token_ids", "run_id", b"run_id", "sites", b"sites", "size_bytes", b"size_bytes", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

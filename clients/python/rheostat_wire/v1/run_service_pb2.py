@@ -23,28 +23,63 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from rheostat_wire.v1 import capture_pb2 as rheostat_dot_v1_dot_capture__pb2
+from rheostat_wire.v1 import receipt_pb2 as rheostat_dot_v1_dot_receipt__pb2
+from rheostat_wire.v1 import replace_pb2 as rheostat_dot_v1_dot_replace__pb2
 from rheostat_wire.v1 import run_pb2 as rheostat_dot_v1_dot_run__pb2
+from rheostat_wire.v1 import selector_pb2 as rheostat_dot_v1_dot_selector__pb2
+from rheostat_wire.v1 import steering_pb2 as rheostat_dot_v1_dot_steering__pb2
+from rheostat_wire.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
+from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drheostat/v1/run_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15rheostat/v1/run.proto\"M\n\x0fListRunsRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\"\xa6\x01\n\x10ListRunsResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x10.rheostat.v1.RunR\x04runs\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n\nused_bytes\x18\x03 \x01(\x04R\tusedBytes\x12%\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04R\rcapacityBytes\")\n\x10\x44\x65leteRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\"4\n\x11\x44\x65leteRunResponse\x12\x1f\n\x0b\x66reed_bytes\x18\x01 \x01(\x04R\nfreedBytes\"[\n\x11RenewLeaseRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\"8\n\x12RenewLeaseResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run2\xf0\x01\n\nRunService\x12G\n\x08ListRuns\x12\x1c.rheostat.v1.ListRunsRequest\x1a\x1d.rheostat.v1.ListRunsResponse\x12J\n\tDeleteRun\x12\x1d.rheostat.v1.DeleteRunRequest\x1a\x1e.rheostat.v1.DeleteRunResponse\x12M\n\nRenewLease\x12\x1e.rheostat.v1.RenewLeaseRequest\x1a\x1f.rheostat.v1.RenewLeaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drheostat/v1/run_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19rheostat/v1/capture.proto\x1a\x19rheostat/v1/receipt.proto\x1a\x19rheostat/v1/replace.proto\x1a\x15rheostat/v1/run.proto\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xe9\x03\n\x11\x43\x61ptureRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12+\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.PromptR\x06prompt\x12*\n\x05sites\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x31\n\x08steering\x18\x05 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12\x1b\n\tlora_name\x18\x06 \x01(\tR\x08loraName\x12/\n\x05lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\x12\x42\n\x06labels\x18\x08 \x03(\x0b\x32*.rheostat.v1.CaptureRunRequest.LabelsEntryR\x06labels\x12-\n\x05\x64type\x18\t \x01(\x0e\x32\x12.rheostat.v1.DtypeH\x00R\x05\x64type\x88\x01\x01\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\x42\x08\n\x06_dtype\"h\n\x12\x43\x61ptureRunResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run\x12.\n\x07receipt\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.ReceiptR\x07receipt\"u\n\rPutRunRequest\x12\x30\n\x06header\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.RunHeaderH\x00R\x06header\x12*\n\x04rows\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.RunRowsH\x00R\x04rowsB\x06\n\x04part\"\xb3\x03\n\tRunHeader\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\'\n\x05sites\x18\x02 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12?\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds\x12\x1b\n\ttoken_ids\x18\x05 \x03(\rR\x08tokenIds\x12(\n\x05\x64type\x18\x06 \x01(\x0e\x32\x12.rheostat.v1.DtypeR\x05\x64type\x12/\n\x05lease\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\x12:\n\x06labels\x18\x08 \x03(\x0b\x32\".rheostat.v1.RunHeader.LabelsEntryR\x06labels\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"\x97\x01\n\x07RunRows\x12\'\n\x05sites\x18\x01 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12+\n\x06tensor\x18\x03 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x06tensor\"4\n\x0ePutRunResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run\"&\n\rGetRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\"4\n\x0eGetRunResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run\"\xd1\x01\n\x0eReadRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12*\n\x05sites\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12\x37\n\tpositions\x18\x03 \x01(\x0b\x32\x19.rheostat.v1.PositionListR\tpositions\x12\x36\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x15.rheostat.v1.EncodingH\x00R\x08\x65ncoding\x88\x01\x01\x42\x0b\n\t_encoding\"D\n\x0fReadRunResponse\x12\x31\n\x08\x63\x61ptured\x18\x01 \x01(\x0b\x32\x15.rheostat.v1.CapturedR\x08\x63\x61ptured\"M\n\x0fListRunsRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\"\xa6\x01\n\x10ListRunsResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x10.rheostat.v1.RunR\x04runs\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n\nused_bytes\x18\x03 \x01(\x04R\tusedBytes\x12%\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04R\rcapacityBytes\")\n\x10\x44\x65leteRunRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\"4\n\x11\x44\x65leteRunResponse\x12\x1f\n\x0b\x66reed_bytes\x18\x01 \x01(\x04R\nfreedBytes\"[\n\x11RenewLeaseRequest\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12/\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05lease\"8\n\x12RenewLeaseResponse\x12\"\n\x03run\x18\x01 \x01(\x0b\x32\x10.rheostat.v1.RunR\x03run2\x8f\x04\n\nRunService\x12M\n\nCaptureRun\x12\x1e.rheostat.v1.CaptureRunRequest\x1a\x1f.rheostat.v1.CaptureRunResponse\x12\x43\n\x06PutRun\x12\x1a.rheostat.v1.PutRunRequest\x1a\x1b.rheostat.v1.PutRunResponse(\x01\x12\x41\n\x06GetRun\x12\x1a.rheostat.v1.GetRunRequest\x1a\x1b.rheostat.v1.GetRunResponse\x12\x46\n\x07ReadRun\x12\x1b.rheostat.v1.ReadRunRequest\x1a\x1c.rheostat.v1.ReadRunResponse0\x01\x12G\n\x08ListRuns\x12\x1c.rheostat.v1.ListRunsRequest\x1a\x1d.rheostat.v1.ListRunsResponse\x12J\n\tDeleteRun\x12\x1d.rheostat.v1.DeleteRunRequest\x1a\x1e.rheostat.v1.DeleteRunResponse\x12M\n\nRenewLease\x12\x1e.rheostat.v1.RenewLeaseRequest\x1a\x1f.rheostat.v1.RenewLeaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat_wire.v1.run_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LISTRUNSREQUEST']._serialized_start=101
-  _globals['_LISTRUNSREQUEST']._serialized_end=178
-  _globals['_LISTRUNSRESPONSE']._serialized_start=181
-  _globals['_LISTRUNSRESPONSE']._serialized_end=347
-  _globals['_DELETERUNREQUEST']._serialized_start=349
-  _globals['_DELETERUNREQUEST']._serialized_end=390
-  _globals['_DELETERUNRESPONSE']._serialized_start=392
-  _globals['_DELETERUNRESPONSE']._serialized_end=444
-  _globals['_RENEWLEASEREQUEST']._serialized_start=446
-  _globals['_RENEWLEASEREQUEST']._serialized_end=537
-  _globals['_RENEWLEASERESPONSE']._serialized_start=539
-  _globals['_RENEWLEASERESPONSE']._serialized_end=595
-  _globals['_RUNSERVICE']._serialized_start=598
-  _globals['_RUNSERVICE']._serialized_end=838
+  _globals['_CAPTURERUNREQUEST_LABELSENTRY']._loaded_options = None
+  _globals['_CAPTURERUNREQUEST_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_RUNHEADER_LABELSENTRY']._loaded_options = None
+  _globals['_RUNHEADER_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_CAPTURERUNREQUEST']._serialized_start=290
+  _globals['_CAPTURERUNREQUEST']._serialized_end=779
+  _globals['_CAPTURERUNREQUEST_LABELSENTRY']._serialized_start=712
+  _globals['_CAPTURERUNREQUEST_LABELSENTRY']._serialized_end=769
+  _globals['_CAPTURERUNRESPONSE']._serialized_start=781
+  _globals['_CAPTURERUNRESPONSE']._serialized_end=885
+  _globals['_PUTRUNREQUEST']._serialized_start=887
+  _globals['_PUTRUNREQUEST']._serialized_end=1004
+  _globals['_RUNHEADER']._serialized_start=1007
+  _globals['_RUNHEADER']._serialized_end=1442
+  _globals['_RUNHEADER_LABELSENTRY']._serialized_start=712
+  _globals['_RUNHEADER_LABELSENTRY']._serialized_end=769
+  _globals['_RUNROWS']._serialized_start=1445
+  _globals['_RUNROWS']._serialized_end=1596
+  _globals['_PUTRUNRESPONSE']._serialized_start=1598
+  _globals['_PUTRUNRESPONSE']._serialized_end=1650
+  _globals['_GETRUNREQUEST']._serialized_start=1652
+  _globals['_GETRUNREQUEST']._serialized_end=1690
+  _globals['_GETRUNRESPONSE']._serialized_start=1692
+  _globals['_GETRUNRESPONSE']._serialized_end=1744
+  _globals['_READRUNREQUEST']._serialized_start=1747
+  _globals['_READRUNREQUEST']._serialized_end=1956
+  _globals['_READRUNRESPONSE']._serialized_start=1958
+  _globals['_READRUNRESPONSE']._serialized_end=2026
+  _globals['_LISTRUNSREQUEST']._serialized_start=2028
+  _globals['_LISTRUNSREQUEST']._serialized_end=2105
+  _globals['_LISTRUNSRESPONSE']._serialized_start=2108
+  _globals['_LISTRUNSRESPONSE']._serialized_end=2274
+  _globals['_DELETERUNREQUEST']._serialized_start=2276
+  _globals['_DELETERUNREQUEST']._serialized_end=2317
+  _globals['_DELETERUNRESPONSE']._serialized_start=2319
+  _globals['_DELETERUNRESPONSE']._serialized_end=2371
+  _globals['_RENEWLEASEREQUEST']._serialized_start=2373
+  _globals['_RENEWLEASEREQUEST']._serialized_end=2464
+  _globals['_RENEWLEASERESPONSE']._serialized_start=2466
+  _globals['_RENEWLEASERESPONSE']._serialized_end=2522
+  _globals['_RUNSERVICE']._serialized_start=2525
+  _globals['_RUNSERVICE']._serialized_end=3052
 # @@protoc_insertion_point(module_scope)

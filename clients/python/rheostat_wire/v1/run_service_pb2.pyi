@@ -8,7 +8,14 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from rheostat_wire.v1 import capture_pb2 as _capture_pb2
+from rheostat_wire.v1 import receipt_pb2 as _receipt_pb2
+from rheostat_wire.v1 import replace_pb2 as _replace_pb2
 from rheostat_wire.v1 import run_pb2 as _run_pb2
+from rheostat_wire.v1 import selector_pb2 as _selector_pb2
+from rheostat_wire.v1 import steering_pb2 as _steering_pb2
+from rheostat_wire.v1 import tensor_pb2 as _tensor_pb2
+from rheostat_wire.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,6 +26,423 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class CaptureRunRequest(_message.Message):
+    """What to run and store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    SITES_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    STEERING_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """As RunTarget.run_id."""
+    lora_name: _builtins.str
+    """Adapter. Empty: none. Unknown: REASON_LORA_NOT_FOUND."""
+    dtype: _tensor_pb2.Dtype.ValueType
+    """As CaptureSpec.dtype."""
+    @_builtins.property
+    def prompt(self) -> _types_pb2.Prompt:
+        """Required."""
+
+    @_builtins.property
+    def sites(self) -> _types_pb2.SiteSet:
+        """What to store. Required."""
+
+    @_builtins.property
+    def where(self) -> _selector_pb2.Selector:
+        """Which positions of the prompt. Absent: all. None of them, or a range of generated tokens, or a
+        window that ends behind the prompt: REASON_INVALID_POSITION.
+        """
+
+    @_builtins.property
+    def steering(self) -> _steering_pb2.Steering:
+        """Steering under which it runs, replacements included. Absent: none but the server-wide."""
+
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """As RunTarget.lease."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As GenerateRequest.labels."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        prompt: _types_pb2.Prompt | None = ...,
+        sites: _types_pb2.SiteSet | None = ...,
+        where: _selector_pb2.Selector | None = ...,
+        steering: _steering_pb2.Steering | None = ...,
+        lora_name: _builtins.str = ...,
+        lease: _duration_pb2.Duration | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        dtype: _tensor_pb2.Dtype.ValueType | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dtype", b"_dtype", "dtype", b"dtype", "lease", b"lease", "prompt", b"prompt", "sites", b"sites", "steering", b"steering", "where", b"where"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dtype", b"_dtype", "dtype", b"dtype", "labels", b"labels", "lease", b"lease", "lora_name", b"lora_name", "prompt", b"prompt", "run_id", b"run_id", "sites", b"sites", "steering", b"steering", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dtype: _TypeAlias = _typing.Literal["dtype"]  # noqa: Y015
+    _WhichOneofArgType__dtype: _TypeAlias = _typing.Literal["_dtype", b"_dtype"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dtype) -> _WhichOneofReturnType__dtype | None: ...
+
+Global___CaptureRunRequest: _TypeAlias = CaptureRunRequest  # noqa: Y015
+
+@_typing.final
+class CaptureRunResponse(_message.Message):
+    """The run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> _run_pb2.Run:
+        """As it was stored."""
+
+    @_builtins.property
+    def receipt(self) -> _receipt_pb2.Receipt:
+        """What was done to the request that made it."""
+
+    def __init__(
+        self,
+        *,
+        run: _run_pb2.Run | None = ...,
+        receipt: _receipt_pb2.Receipt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt", "run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CaptureRunResponse: _TypeAlias = CaptureRunResponse  # noqa: Y015
+
+@_typing.final
+class PutRunRequest(_message.Message):
+    """One piece of a run that is uploaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___RunHeader:
+        """First message, and only the first."""
+
+    @_builtins.property
+    def rows(self) -> Global___RunRows:
+        """Some of the run's rows. Pieces come in any order; every row comes once."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___RunHeader | None = ...,
+        rows: Global___RunRows | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "rows", b"rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "rows"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___PutRunRequest: _TypeAlias = PutRunRequest  # noqa: Y015
+
+@_typing.final
+class RunHeader(_message.Message):
+    """What is uploaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SITES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """As RunTarget.run_id."""
+    dtype: _tensor_pb2.Dtype.ValueType
+    """Element type of the rows: a float type. The rows of all pieces have it."""
+    @_builtins.property
+    def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
+        """Sites of the residual stream and its branches, each once and under one name, in any order. At
+        least one. One that comes twice: REASON_INVALID_VALUE. POINT_ROUTER_LOGITS:
+        REASON_NOT_SUPPORTED.
+        """
+
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionRun]:
+        """Positions of each site, as runs in ascending order, below the model's context length. At least
+        one. Overlapping or not ascending: REASON_INVALID_VALUE; too large: REASON_INVALID_POSITION.
+        """
+
+    @_builtins.property
+    def prompt_token_ids(self) -> _types_pb2.TokenIds:
+        """The prompt that the rows belong to, at most as long as the model's context. Required."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The input token at each position, in the same order. May be empty if all positions lie in the
+        prompt. Another count, or another token than the prompt's: REASON_INVALID_VALUE.
+        """
+
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """As RunTarget.lease."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As GenerateRequest.labels."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        sites: _abc.Iterable[_types_pb2.Site] | None = ...,
+        positions: _abc.Iterable[_types_pb2.PositionRun] | None = ...,
+        prompt_token_ids: _types_pb2.TokenIds | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        dtype: _tensor_pb2.Dtype.ValueType = ...,
+        lease: _duration_pb2.Duration | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "labels", b"labels", "lease", b"lease", "positions", b"positions", "prompt_token_ids", b"prompt_token_ids", "run_id", b"run_id", "sites", b"sites", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunHeader: _TypeAlias = RunHeader  # noqa: Y015
+
+@_typing.final
+class RunRows(_message.Message):
+    """Rows of some of a run's sites at some of its positions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SITES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    TENSOR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
+        """Sites of the header, each once, at least one. Others, and rows that have come before:
+        REASON_INVALID_VALUE.
+        """
+
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionRun]:
+        """Positions of the header, as runs in ascending order, at least one. Others:
+        REASON_INVALID_POSITION.
+        """
+
+    @_builtins.property
+    def tensor(self) -> _tensor_pb2.Tensor:
+        """Shape [sites, positions, W], the sites in this message's order; at most 16 MiB of elements
+        (REASON_MESSAGE_TOO_LARGE). Each is finite.
+        """
+
+    def __init__(
+        self,
+        *,
+        sites: _abc.Iterable[_types_pb2.Site] | None = ...,
+        positions: _abc.Iterable[_types_pb2.PositionRun] | None = ...,
+        tensor: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tensor", b"tensor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "sites", b"sites", "tensor", b"tensor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunRows: _TypeAlias = RunRows  # noqa: Y015
+
+@_typing.final
+class PutRunResponse(_message.Message):
+    """The run is stored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> _run_pb2.Run:
+        """As it was stored."""
+
+    def __init__(
+        self,
+        *,
+        run: _run_pb2.Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutRunResponse: _TypeAlias = PutRunResponse  # noqa: Y015
+
+@_typing.final
+class GetRunRequest(_message.Message):
+    """Which run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Its id. Required."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRunRequest: _TypeAlias = GetRunRequest  # noqa: Y015
+
+@_typing.final
+class GetRunResponse(_message.Message):
+    """The run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> _run_pb2.Run:
+        """As it is."""
+
+    def __init__(
+        self,
+        *,
+        run: _run_pb2.Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRunResponse: _TypeAlias = GetRunResponse  # noqa: Y015
+
+@_typing.final
+class ReadRunRequest(_message.Message):
+    """Which rows of which run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SITES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Its id. Required."""
+    encoding: _tensor_pb2.Encoding.ValueType
+    """Default ENCODING_RAW. ENCODING_LZ4_PLANES too; others: REASON_NOT_SUPPORTED."""
+    @_builtins.property
+    def sites(self) -> _types_pb2.SiteSet:
+        """Absent: all of its sites. Others: REASON_RUN_INCOMPLETE."""
+
+    @_builtins.property
+    def positions(self) -> _replace_pb2.PositionList:
+        """In any order, each once. Absent: all of its positions. Others: REASON_RUN_INCOMPLETE."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        sites: _types_pb2.SiteSet | None = ...,
+        positions: _replace_pb2.PositionList | None = ...,
+        encoding: _tensor_pb2.Encoding.ValueType | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_encoding", b"_encoding", "encoding", b"encoding", "positions", b"positions", "sites", b"sites"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_encoding", b"_encoding", "encoding", b"encoding", "positions", b"positions", "run_id", b"run_id", "sites", b"sites"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__encoding: _TypeAlias = _typing.Literal["encoding"]  # noqa: Y015
+    _WhichOneofArgType__encoding: _TypeAlias = _typing.Literal["_encoding", b"_encoding"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__encoding) -> _WhichOneofReturnType__encoding | None: ...
+
+Global___ReadRunRequest: _TypeAlias = ReadRunRequest  # noqa: Y015
+
+@_typing.final
+class ReadRunResponse(_message.Message):
+    """Rows of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPTURED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def captured(self) -> _capture_pb2.Captured:
+        """About 1 MiB of rows: by layer, then point, positions ascending. Each row comes once."""
+
+    def __init__(
+        self,
+        *,
+        captured: _capture_pb2.Captured | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadRunResponse: _TypeAlias = ReadRunResponse  # noqa: Y015
 
 @_typing.final
 class ListRunsRequest(_message.Message):

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class RunServiceStub(object):
-    """Lists runs, extends their leases and deletes them. A capture makes a run: CaptureSpec.run.
-    Role: generate.
+    """Makes, reads, lists and deletes runs, and extends their leases. A request also makes one by a
+    capture: CaptureSpec.run. Role: generate.
     """
 
     def __init__(self, channel):
@@ -36,6 +36,26 @@ class RunServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.CaptureRun = channel.unary_unary(
+                '/rheostat.v1.RunService/CaptureRun',
+                request_serializer=rheostat_dot_v1_dot_run__service__pb2.CaptureRunRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_run__service__pb2.CaptureRunResponse.FromString,
+                _registered_method=True)
+        self.PutRun = channel.stream_unary(
+                '/rheostat.v1.RunService/PutRun',
+                request_serializer=rheostat_dot_v1_dot_run__service__pb2.PutRunRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_run__service__pb2.PutRunResponse.FromString,
+                _registered_method=True)
+        self.GetRun = channel.unary_unary(
+                '/rheostat.v1.RunService/GetRun',
+                request_serializer=rheostat_dot_v1_dot_run__service__pb2.GetRunRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_run__service__pb2.GetRunResponse.FromString,
+                _registered_method=True)
+        self.ReadRun = channel.unary_stream(
+                '/rheostat.v1.RunService/ReadRun',
+                request_serializer=rheostat_dot_v1_dot_run__service__pb2.ReadRunRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_run__service__pb2.ReadRunResponse.FromString,
+                _registered_method=True)
         self.ListRuns = channel.unary_unary(
                 '/rheostat.v1.RunService/ListRuns',
                 request_serializer=rheostat_dot_v1_dot_run__service__pb2.ListRunsRequest.SerializeToString,
@@ -54,9 +74,39 @@ class RunServiceStub(object):
 
 
 class RunServiceServicer(object):
-    """Lists runs, extends their leases and deletes them. A capture makes a run: CaptureSpec.run.
-    Role: generate.
+    """Makes, reads, lists and deletes runs, and extends their leases. A request also makes one by a
+    capture: CaptureSpec.run. Role: generate.
     """
+
+    def CaptureRun(self, request, context):
+        """Runs a prompt once and stores rows of it. It is refused as a Generate request with this steering
+        and one capture would be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutRun(self, request_iterator, context):
+        """Stores rows that the client has, as a run: a header, then rows. A run is stored when all its rows
+        have come; an upload that fails or breaks off leaves none, and its id is free again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRun(self, request, context):
+        """What is stored under an id. Unknown: REASON_RUN_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadRun(self, request, context):
+        """Rows of a run. While they are sent, the run is in use: neither evicted nor deleted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
         """The caller's runs, oldest first.
@@ -66,7 +116,7 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """Deletes a run, leased or not. A request uses it: REASON_RUN_IN_USE. Unknown:
+        """Deletes a run, leased or not. A request or a ReadRun call uses it: REASON_RUN_IN_USE. Unknown:
         REASON_RUN_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -83,6 +133,26 @@ class RunServiceServicer(object):
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'CaptureRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CaptureRun,
+                    request_deserializer=rheostat_dot_v1_dot_run__service__pb2.CaptureRunRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_run__service__pb2.CaptureRunResponse.SerializeToString,
+            ),
+            'PutRun': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutRun,
+                    request_deserializer=rheostat_dot_v1_dot_run__service__pb2.PutRunRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_run__service__pb2.PutRunResponse.SerializeToString,
+            ),
+            'GetRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRun,
+                    request_deserializer=rheostat_dot_v1_dot_run__service__pb2.GetRunRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_run__service__pb2.GetRunResponse.SerializeToString,
+            ),
+            'ReadRun': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadRun,
+                    request_deserializer=rheostat_dot_v1_dot_run__service__pb2.ReadRunRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_run__service__pb2.ReadRunResponse.SerializeToString,
+            ),
             'ListRuns': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRuns,
                     request_deserializer=rheostat_dot_v1_dot_run__service__pb2.ListRunsRequest.FromString,
@@ -107,9 +177,117 @@ def add_RunServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RunService(object):
-    """Lists runs, extends their leases and deletes them. A capture makes a run: CaptureSpec.run.
-    Role: generate.
+    """Makes, reads, lists and deletes runs, and extends their leases. A request also makes one by a
+    capture: CaptureSpec.run. Role: generate.
     """
+
+    @staticmethod
+    def CaptureRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rheostat.v1.RunService/CaptureRun',
+            rheostat_dot_v1_dot_run__service__pb2.CaptureRunRequest.SerializeToString,
+            rheostat_dot_v1_dot_run__service__pb2.CaptureRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutRun(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/rheostat.v1.RunService/PutRun',
+            rheostat_dot_v1_dot_run__service__pb2.PutRunRequest.SerializeToString,
+            rheostat_dot_v1_dot_run__service__pb2.PutRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rheostat.v1.RunService/GetRun',
+            rheostat_dot_v1_dot_run__service__pb2.GetRunRequest.SerializeToString,
+            rheostat_dot_v1_dot_run__service__pb2.GetRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rheostat.v1.RunService/ReadRun',
+            rheostat_dot_v1_dot_run__service__pb2.ReadRunRequest.SerializeToString,
+            rheostat_dot_v1_dot_run__service__pb2.ReadRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def ListRuns(request,

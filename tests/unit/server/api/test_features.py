@@ -16,7 +16,6 @@ from rheostat_wire.v1 import (
     matrix_pb2,
     monitor_pb2,
     monitor_service_pb2,
-    patch_service_pb2,
     replace_pb2,
     run_service_pb2,
     steering_pb2,
@@ -103,17 +102,23 @@ async def watch(running: Running) -> None:
 
 
 async def move_runs(running: Running) -> None:
-    """Every rpc of the feature must be refused."""
-    pb, patch = patch_service_pb2, running.client.patch
-    for call in (
-        lambda: patch.GetRun(pb.GetRunRequest(run_id="a"), timeout=10),
-        lambda: rest(patch.ReadRun(pb.ReadRunRequest(run_id="a"), timeout=10)),
-        lambda: patch.PutRun(iter([pb.PutRunRequest()]), timeout=10),
-    ):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call()
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    await patch.CaptureRun(pb.CaptureRunRequest(prompt=PROMPT, sites=SITES), timeout=10)
+    """Every rpc of the feature must be served."""
+    pb, stub = run_service_pb2, running.client.runs
+    made = await stub.CaptureRun(pb.CaptureRunRequest(prompt=PROMPT, sites=SITES), timeout=10)
+    run = (await stub.GetRun(pb.GetRunRequest(run_id=made.run.run_id), timeout=10)).run
+    pieces = await rest(stub.ReadRun(pb.ReadRunRequest(run_id=run.run_id), timeout=10))
+    header = pb.RunHeader(
+        sites=run.sites,
+        positions=run.positions,
+        prompt_token_ids=run.prompt_token_ids,
+        dtype=run.dtype,
+    )
+    rows = [
+        pb.RunRows(sites=one.sites, positions=one.positions, tensor=one.tensor)
+        for one in (piece.captured for piece in pieces)
+    ]
+    messages = [pb.PutRunRequest(header=header), *(pb.PutRunRequest(rows=one) for one in rows)]
+    await stub.PutRun(iter(messages), timeout=10)
 
 
 async def list_runs(running: Running) -> None:

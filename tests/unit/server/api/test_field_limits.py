@@ -36,6 +36,12 @@ SITES = "sites { points: POINT_RESID_POST list { layers: 1 } }"
 PROMPT = "token_ids { ids: [10, 11, 12] } sampling { max_tokens: 1 }"
 INLINE = "dtype: DTYPE_FLOAT32 shape: [1, 4] encoding: ENCODING_RAW inline: '0123456789abcdef'"
 HEADER = "header { dtype: DTYPE_FLOAT32 shape: [1, 4] total_bytes: 16 }"
+SITE = "point: POINT_RESID_POST layer: 1"
+RUN = (
+    f"header {{ dtype: DTYPE_FLOAT32 sites {{ {SITE} }} positions {{ count: 2 }} "
+    "prompt_token_ids { ids: [10, 11, 12] } }"
+)
+TO_RUN = f"{SITES} prompt {{ token_ids {{ ids: [10, 11, 12] }} }}"
 TO_CONTRAST = f"{SITES} positive {{ text: 'a' }} negative {{ text: 'b' }}"
 
 
@@ -57,6 +63,9 @@ WHERE = "include { positions {} }"
 
 CASES: dict[str, tuple[tuple[str, str], str]] = {
     "Ablate.directions": (steered("ablate {}"), "steering.interventions.ablate.directions"),
+    "CaptureRunRequest.labels": (("CaptureRun", TO_RUN), "labels"),
+    "CaptureRunRequest.lora_name": (("CaptureRun", TO_RUN), "lora_name"),
+    "CaptureRunRequest.run_id": (("CaptureRun", TO_RUN), "run_id"),
     "CaptureSpec.subscription_id": (captured(""), "captures.subscription_id"),
     "Chat.messages": (("Generate", "chat {}"), "chat.messages"),
     "Chat.template_variables": (
@@ -79,6 +88,7 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
     "GetArtifactsRequest.page_token": (("GetArtifacts", "request_id: 'a'"), "page_token"),
     "GetArtifactsRequest.request_id": (("GetArtifacts", ""), "request_id"),
     "GetArtifactsRequest.sink_name": (("GetArtifacts", "request_id: 'a'"), "sink_name"),
+    "GetRunRequest.run_id": (("GetRun", ""), "run_id"),
     "GetVectorRequest.digest": (("GetVector", ""), "digest"),
     "GetVectorRequest.name": (("GetVector", ""), "name"),
     "Labels.labels": (subscribed(f"captures {{ {SITES} }}"), "open.filter.labels.labels"),
@@ -90,7 +100,9 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
     "ListSinksRequest.page_token": (("ListSinks", ""), "page_token"),
     "ListVectorsRequest.name_prefix": (("ListVectors", ""), "name_prefix"),
     "ListVectorsRequest.page_token": (("ListVectors", ""), "page_token"),
+    "PositionList.positions": (("ReadRun", "run_id: 'kept'"), "positions.positions"),
     "PutVectorRequest.chunk": (("PutVector", HEADER), "chunk"),
+    "ReadRunRequest.run_id": (("ReadRun", ""), "run_id"),
     "ReadoutList.readouts": (captured("inline {}"), "captures.projection.readouts.readouts"),
     "RenewLeaseRequest.run_id": (("RenewLease", ""), "run_id"),
     "RequestIds.request_ids": (
@@ -98,6 +110,13 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
         "open.filter.requests.request_ids",
     ),
     "ResumePoint.subscription_id": (("Subscribe", "open {}"), "open.resume.subscription_id"),
+    "RunHeader.labels": (("PutRun", RUN), "header.labels"),
+    "RunHeader.positions": (("PutRun", RUN), "header.positions"),
+    "RunHeader.run_id": (("PutRun", RUN), "header.run_id"),
+    "RunHeader.sites": (("PutRun", RUN), "header.sites"),
+    "RunHeader.token_ids": (("PutRun", RUN), "header.token_ids"),
+    "RunRows.positions": (("PutRun", RUN), "rows.positions"),
+    "RunRows.sites": (("PutRun", RUN), "rows.sites"),
     "RunTarget.run_id": (captured("run {}"), "captures.run.run_id"),
     "Sampling.stop": (("Generate", PROMPT), "sampling.stop"),
     "Sampling.stop_token_ids": (("Generate", PROMPT), "sampling.stop_token_ids"),
@@ -234,7 +253,7 @@ def put(message: Message, path: list[str], count: int) -> None:
 async def refusal_of(running, rpc: str, base: str, path: str, count: int) -> Refusal:
     """How a request with so much in a field is refused."""
     messages = [parsed(rpc, base)]
-    if path.partition(".")[0] in ("chunk", "proof"):  # a later message of the stream
+    if path.partition(".")[0] in ("chunk", "proof", "rows"):  # a later message of the stream
         messages.append(parsed(rpc, ""))
     put(messages[-1], path.split("."), count)
     return await refused(running, rpc, *messages)
@@ -267,6 +286,8 @@ async def test_one_more_than_the_limit_is_refused_by_field_and_limit(
     starter, tmp_path, name: str
 ) -> None:
     running = await starter(sinks=(f"disk=filesystem:root={tmp_path}",))
+    kept = parsed("CaptureRun", f"{TO_RUN} run_id: 'kept'")
+    await running.client.runs.CaptureRun(kept)
     (rpc, base), path = CASES[name]
     refusal = await refusal_of(running, rpc, base, path, FIELD_LIMITS[name] + 1)
     assert refusal.code in (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED), refusal

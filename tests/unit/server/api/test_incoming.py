@@ -14,6 +14,7 @@ from rheostat_server.api import incoming
 from rheostat_server.api.incoming import Calls, Reader
 from rheostat_server.errors import DeadlinePassed, QueueFull
 from rheostat_server.limits import FIRST_READ_SECONDS, FIRST_READS
+from rheostat_server.tasks import uploads
 from rheostat_server.vectors import upload
 from rheostat_wire.v1 import (
     engine_service_pb2,
@@ -377,7 +378,7 @@ async def test_uploads_that_stop_give_their_room_to_others(running, monkeypatch)
 
 
 async def test_an_upload_that_stops_ends_by_itself(running, monkeypatch) -> None:
-    monkeypatch.setattr(upload, "UPLOAD_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(uploads, "UPLOAD_GRACE_SECONDS", 0.2)
     stub = running.client.channel.stream_unary("/rheostat.v1.SteeringService/PutVector")
 
     async def stopping():

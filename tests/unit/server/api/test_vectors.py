@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.tasks import uploads
 from rheostat_server.vectors import upload
 from rheostat_wire.v1 import (
     steering_service_pb2,
@@ -149,7 +150,7 @@ async def test_a_wrong_upload_is_refused_and_stores_nothing(
 
 
 async def test_a_refusal_reaches_a_client_that_is_still_writing(running, monkeypatch) -> None:
-    monkeypatch.setattr(upload, "_DRAIN_SECONDS", 60.0)  # 320 MiB pass through this one process
+    monkeypatch.setattr(uploads, "_DRAIN_SECONDS", 60.0)  # 320 MiB pass through this one process
     many = [header(shape=[1, WIDTH + 1]), *[chunk(bytes(1024 * 1024))] * 8]
 
     async def refused() -> str:

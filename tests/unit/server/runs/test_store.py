@@ -18,8 +18,8 @@ from rheostat_server.tensors import FloatType
 
 SITES = (Site(Point.RESID_POST, 0), Site(Point.RESID_PRE, 2))
 WIDTH = 4
-ROW = len(SITES) * WIDTH * 4 + 4
-"""Bytes of a position: its rows and its label."""
+ROW = len(SITES) * WIDTH * 4 + 8
+"""Bytes of a position: its rows and its labels."""
 EMPTY = 4096 + 3 * 4 + 1
 """Bytes of a run without rows, whose id has one letter and whose prompt three tokens."""
 WHOLE = Outcome(Ending.COMPLETE, 0, ("length",))
@@ -72,7 +72,7 @@ def test_a_run_holds_the_rows_that_were_written_at_every_site_in_order() -> None
     draft.finish(WHOLE)
     assert (ids(store), draft.keep()) == ([], True)
     run = found(store, "a")
-    assert run.positions.tolist() == [0, 1, 2, 3, 7, 8]
+    assert run.positions.tolist() == run.token_ids.tolist() == [0, 1, 2, 3, 7, 8]
     for at, site in enumerate(SITES):
         wanted = np.concatenate([one.parts["rows"][at] for one in blocks])
         assert np.array_equal(run.rows(site), wanted)

@@ -112,6 +112,8 @@ async def test_a_run_holds_the_rows_that_an_inline_capture_gets(running) -> None
         ],
         prompt_token_ids=types_pb2.TokenIds(ids=[10, 11, 12]),
         labels={"set": "a"},
+        dtype=tensor_pb2.DTYPE_FLOAT32,
+        width=WIDTH,
     )
     got = captured(events)
     for layer in (0, 2):
@@ -255,7 +257,7 @@ async def test_a_run_whose_rows_the_engine_had_no_room_for_is_none(starter) -> N
 
 
 async def test_a_run_that_finds_no_room_fails_its_request(starter) -> None:
-    running = await starter(runs_bytes=4096 + 3 * 4 + 1 + 4 * (ROW + 4))
+    running = await starter(runs_bytes=4096 + 3 * 4 + 1 + 4 * (ROW + 8))
     await generate(running, into("a"), sampling=sampled(2))
     full = (Code.RESOURCE_EXHAUSTED, "REASON_STORE_FULL")
     refusal = await running.client.refusal(request(captures=[into("b")]))

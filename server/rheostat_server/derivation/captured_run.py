@@ -1,0 +1,98 @@
+"""CaptureRun: runs a prompt for one token, and stores rows of it as a run.
+
+The request passes admission, the queue and the engine as a Generate request with a capture into a
+run does. So its steering, its run and its errors are the same.
+"""
+
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+
+from rheostat_server.admission.admit import admit
+from rheostat_server.derivation.prompt_means import (
+    check_prompt_selector,
+    request_for,
+    selected_rows,
+)
+from rheostat_server.errors import Defect, Draining, MissingField, RheostatError
+from rheostat_server.generation.responses import run
+from rheostat_server.generation.sample import Response
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.validation import required
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_service_pb2,
+    receipt_pb2,
+    run_service_pb2,
+)
+
+_FIELDS = (
+    ("captures[0].run.", ""),
+    ("captures[0].", ""),
+    ("captures", "sites"),
+    ("text", "prompt.text"),
+    ("token_ids", "prompt.token_ids"),
+    ("chat", "prompt.chat"),
+)
+"""How fields of the request begin, and what CaptureRun has in their place."""
+
+
+async def capture_run(
+    message: run_service_pb2.CaptureRunRequest, manager: RequestManager
+) -> receipt_pb2.Receipt:
+    """Runs a prompt and stores its run. A cancelled call aborts the request, and leaves no run.
+
+    Raises:
+        RheostatError: the request cannot run, or has failed.
+    """
+    required(message.prompt.WhichOneof("prompt"), "prompt", "text, token_ids and chat")
+    if not message.HasField("sites"):
+        raise MissingField("sites are required", field="sites")
+    if message.HasField("where"):
+        check_prompt_selector(message.where)
+    with _naming():
+        admitted = await admit(_request(message), manager.admission)
+        selected_rows(admitted, message.where)
+        receipt: receipt_pb2.Receipt | None = None
+        async with aclosing(run(admitted, manager)) as responses:
+            async for response in responses:
+                if isinstance(response, Response) and response.HasField("receipt"):
+                    receipt = response.receipt
+    if receipt is None or not receipt.captures[0].run_id:
+        if manager.draining:
+            raise Draining("the server is ending; it did not run the prompt")
+        raise Defect("the request ended without its run")
+    return receipt
+
+
+def _request(
+    message: run_service_pb2.CaptureRunRequest,
+) -> generation_service_pb2.GenerateRequest:
+    capture = capture_pb2.CaptureSpec(
+        sites=message.sites, run=capture_pb2.RunTarget(run_id=message.run_id)
+    )
+    if message.HasField("where"):
+        capture.where.CopyFrom(message.where)
+    if message.HasField("lease"):
+        capture.run.lease.CopyFrom(message.lease)
+    if message.HasField("dtype"):
+        capture.dtype = message.dtype
+    request = request_for(message.prompt, capture, lora_name=message.lora_name)
+    if message.HasField("steering"):
+        request.steering.CopyFrom(message.steering)
+    request.labels.update(message.labels)
+    return request
+
+
+@contextmanager
+def _naming() -> Iterator[None]:
+    """Makes errors of the request name the fields of the CaptureRun call."""
+    try:
+        yield
+    except RheostatError as error:
+        for begin, instead in _FIELDS:
+            if error.field.startswith(begin):
+                error.field = instead + error.field.removeprefix(begin)
+                break
+        if error.field == "run":
+            error.field = "run_id"
+        raise
