@@ -26,7 +26,7 @@ def raw_values(answers: Answers, grades: Sequence[Grade], readings: Readings) ->
 
 
 class PairScale(NamedTuple):
-    """The values of a pair's unchanged prompts, and the scale of its recovered parts."""
+    """The metrics of a pair's unchanged prompts."""
 
     clean: Values
     """[grades]"""
@@ -40,18 +40,6 @@ class PairScale(NamedTuple):
     """[grades]: largest deviation of a baseline from their mean."""
     repeats: int
     """Number of repeated baselines."""
-
-    def scaled(self, values: Values, recovered: npt.NDArray[np.bool_]) -> Values:
-        """The values of grades, some as recovered parts."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            parts = (values - self.corrupt) / (self.clean - self.corrupt)
-        return np.where(recovered, parts, values)
-
-    def scale(self, recovered: npt.NDArray[np.bool_]) -> Values:
-        """The factor from a deviation of a metric to one of its grade."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            factors = 1 / np.abs(self.clean - self.corrupt)
-        return np.where(recovered, factors, 1.0)
 
 
 def pair_scale(
@@ -112,28 +100,31 @@ class Scores:
         """No cell has a value."""
         self.values = np.full((cells, len(grades)), np.nan)
         """[cells, grades]"""
+        none = np.empty(len(grades))
+        self.base = none
+        """[grades]: the grades of the unchanged prompts that cells are run in."""
+        self.noise_limit = none
+        """[grades]: the largest deviation of a baseline, averaged over the pairs."""
         self._recovered = np.array([grade.recovered for grade in grades])
         self._scales: Sequence[PairScale] = ()
+        self._zero = self._unit = none
+        """[pairs, grades]: a grade is `(metric - zero) / unit`."""
 
     def set_scales(self, scales: Sequence[PairScale]) -> None:
         """Sets the values of the unchanged prompts. No cell can be scored before."""
         self._scales = scales
-
-    @property
-    def base(self) -> Values:
-        """[grades]: the grades of the unchanged prompts that cells are run in."""
-        return _mean([one.scaled(one.base, self._recovered) for one in self._scales])
-
-    @property
-    def noise_limit(self) -> Values:
-        """[grades]: the largest deviation of a baseline, averaged over the pairs."""
-        return _mean([one.largest * one.scale(self._recovered) for one in self._scales])
+        clean, corrupt = (np.array(one) for one in zip(*((s.clean, s.corrupt) for s in scales)))
+        self._zero = np.where(self._recovered, corrupt, 0.0)
+        self._unit = np.where(self._recovered, clean - corrupt, 1.0)
+        self.base = self._graded(np.array([scale.base for scale in scales])).mean(axis=0)
+        largest = np.array([scale.largest for scale in scales])
+        self.noise_limit = (largest / np.abs(self._unit)).mean(axis=0)
 
     def noises(self) -> list[sweep_pb2.Noise]:
         """What batching alone does to each grade."""
-        stds = [one.std * one.scale(self._recovered) for one in self._scales]
-        std = np.sqrt(np.sum(np.square(stds), axis=0)) / len(stds)
-        count = sum(one.repeats for one in self._scales)
+        stds = np.array([scale.std for scale in self._scales]) / self._unit
+        std = np.sqrt(np.square(stds).sum(axis=0)) / len(stds)
+        count = sum(scale.repeats for scale in self._scales)
         return [
             sweep_pb2.Noise(mean=mean, std=spread, max=largest, sample_count=count)
             for mean, spread, largest in zip(
@@ -144,32 +135,25 @@ class Scores:
     def unchanged(self, grade: int) -> tuple[float, float]:
         """The clean and the corrupt prompts' mean metric of a grade; NaN if there is none."""
         return (
-            float(np.mean([one.clean[grade] for one in self._scales])),
-            float(np.mean([one.corrupt[grade] for one in self._scales])),
+            float(np.mean([scale.clean[grade] for scale in self._scales])),
+            float(np.mean([scale.corrupt[grade] for scale in self._scales])),
         )
 
-    def score(
-        self, index: int, raw: npt.NDArray[np.float64], *, pair_values: bool
-    ) -> sweep_pb2.SweepCell:
+    def score(self, index: int, metrics: Values, *, pair_values: bool) -> sweep_pb2.SweepCell:
         """The message of a cell without its place.
 
         Args:
             index: the cell.
-            raw: [pairs, grades]: metrics, averaged over each pair's noises.
+            metrics: [pairs, grades], averaged over each pair's noises.
             pair_values: whether it has the values of every pair.
         """
-        each = np.array(
-            [
-                scale.scaled(row, self._recovered)
-                for scale, row in zip(self._scales, raw, strict=True)
-            ]
-        )
+        each = self._graded(metrics)
         mean = each.mean(axis=0)
         self.values[index] = mean
-        spread = each.std(axis=0, ddof=1) / np.sqrt(len(each)) if len(each) > 1 else 0 * mean
+        error = each.std(axis=0, ddof=1) / np.sqrt(len(each)) if len(each) > 1 else 0 * mean
         return sweep_pb2.SweepCell(
             values=mean.tolist(),
-            standard_errors=spread.tolist(),
+            standard_errors=error.tolist(),
             pair_values=each.ravel().tolist() if pair_values else (),
             below_noise=bool((np.abs(mean - self.base) <= self.noise_limit).all()),
         )
@@ -179,7 +163,7 @@ class Scores:
         distances: Values = np.abs(self.values[:, 0] - self.base[0])
         return distances
 
-
-def _mean(values: Sequence[Values]) -> Values:
-    mean: Values = np.mean(values, axis=0)
-    return mean
+    def _graded(self, metrics: Values) -> Values:
+        """The grades of metrics, both [pairs, grades]."""
+        grades: Values = (metrics - self._zero) / self._unit
+        return grades
