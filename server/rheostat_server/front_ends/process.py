@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
 import grpc.aio
@@ -35,23 +34,46 @@ from rheostat_server.limits import STATUS_SECONDS
 
 _EAGER_READS = 4
 """Calls at a time whose first message is read before the server asks for it. Only a few, because
-gRPC keeps the received part of each message."""
+gRPC keeps the received part of each message. Calls that begin together are read one after another.
+"""
 
 _EAGER_SECONDS = 0.005
 """Seconds to wait for the first message of a call, before the call is forwarded without it."""
 
-_WRITTEN_BATCH = 2
+_WRITTEN_BATCH = 3
 """Messages that gRPC has taken after which a WRITTEN record is sent while others follow."""
 
 _SERVER_LOST = 1
 """The exit status if the connection to the server is lost."""
 
 
-@dataclass
 class _EagerReads:
-    """Counts reads of first messages that the server has not asked for."""
+    """The reads of first messages that the server has not asked for."""
 
-    running: int = 0
+    def __init__(self) -> None:
+        self._running = 0
+        self._waiting: dict[_ForwardedCall, None] = {}
+        """Calls that wait to be read, oldest first."""
+
+    def add(self, call: "_ForwardedCall") -> None:
+        """Reads the first message of a call, now or after other calls."""
+        if self._running == _EAGER_READS:
+            self._waiting[call] = None
+        else:
+            self._running += 1
+            call.start_reading()
+
+    def remove(self, call: "_ForwardedCall") -> None:
+        """Does not read a call that waits, because the server asks for its message."""
+        self._waiting.pop(call, None)
+
+    def end(self, _: "asyncio.Task[None]") -> None:
+        """Ends a read, and starts the next one."""
+        self._running -= 1
+        if self._waiting:
+            call = next(iter(self._waiting))
+            del self._waiting[call]
+            self.add(call)
 
 
 class FrontEnd:
@@ -83,9 +105,10 @@ class FrontEnd:
     async def _forward(self, path: str, call: Call) -> None:
         """Forwards a call to the server, and its answer to the client."""
         number = self._begun = (self._begun + 1) & 0xFFFF_FFFF
-        forwarded = self._calls[number] = _ForwardedCall(number, path, call, self._connection)
+        forwarded = _ForwardedCall(number, path, call, self._connection, self._eager)
+        self._calls[number] = forwarded
         try:
-            forwarded.begin(self._eager)
+            forwarded.begin()
             status = await forwarded.run()
             if status is not None:
                 await call.fail(status)
@@ -112,8 +135,16 @@ class FrontEnd:
 class _ForwardedCall:
     """A call between its client and the server."""
 
-    def __init__(self, number: int, path: str, call: Call, connection: RecordConnection) -> None:
+    def __init__(
+        self,
+        number: int,
+        path: str,
+        call: Call,
+        connection: RecordConnection,
+        eager: _EagerReads,
+    ) -> None:
         self._number: Final = number
+        self._eager = eager
         self._path = path
         self._call = call
         self._connection = connection
@@ -132,15 +163,15 @@ class _ForwardedCall:
         self._reader: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, eager: _EagerReads) -> None:
+    def begin(self) -> None:
         """Forwards the call to the server, with its first message if that arrives soon."""
-        if eager.running == _EAGER_READS:
-            self._begin(First.UNREAD)
-            return
-        eager.running += 1
-        self._reader = asyncio.create_task(self._read_first(eager))
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_EAGER_SECONDS, self._begin, First.READING)
+        self._timer = asyncio.get_running_loop().call_later(_EAGER_SECONDS, self._begin_without)
+        self._eager.add(self)
+
+    def start_reading(self) -> None:
+        """Reads the first message; see `_EagerReads`."""
+        self._reader = asyncio.create_task(self._read_first())
+        self._reader.add_done_callback(self._eager.end)
 
     async def run(self) -> status_pb2.Status | None:
         """Writes the server's messages until it ends the call; returns the status, None for OK."""
@@ -175,12 +206,18 @@ class _ForwardedCall:
 
     def close(self) -> None:
         """Stops reading, and sends the record DONE."""
+        self._eager.remove(self)
         if self._timer is not None:
             self._timer.cancel()
         if self._reader is not None:
             self._reader.cancel()
         if self._begun:
             self._connection.send(Kind.DONE, self._number)
+
+    def _begin_without(self) -> None:
+        """Forwards the call without its first message."""
+        self._eager.remove(self)
+        self._begin(First.UNREAD if self._reader is None else First.READING)
 
     def _begin(self, first: First, message: bytes = b"") -> None:
         self._begun = True
@@ -212,18 +249,15 @@ class _ForwardedCall:
             self._dropped = True
             self._writer.cancel()
 
-    async def _read_first(self, eager: _EagerReads) -> None:
+    async def _read_first(self) -> None:
         """Reads the first message, and sends it inside BEGIN if the call is not forwarded yet."""
-        try:
-            message = await self._next_message()
-        finally:
-            eager.running -= 1
-        if self._timer is not None:
-            self._timer.cancel()
-        if message is not None and not self._begun:
-            self._begin(First.HERE, message)
-            return
+        message = await self._next_message()
         if not self._begun:
+            if self._timer is not None:
+                self._timer.cancel()
+            if message is not None:
+                self._begin(First.HERE, message)
+                return
             self._begin(First.READING)
         self._send(message)
 

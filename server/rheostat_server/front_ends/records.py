@@ -61,6 +61,10 @@ class Kind(IntEnum):
     """Front end: the answer to PING."""
 
 
+_KINDS = {kind.value: kind for kind in Kind}
+"""The kinds by number. A look-up takes a fifth of the time of `Kind(number)`."""
+
+
 class First(IntEnum):
     """The state of the first message of a call when the call begins."""
 
@@ -182,7 +186,7 @@ class RecordConnection(asyncio.Protocol):
                     self._wanted = _HEAD.size + size
                     break
                 begin = body + size
-                self._receive(Kind(kind), call, bytes(view[body:begin]))
+                self._receive(_KINDS[kind], call, bytes(view[body:begin]))
         del received[:begin]
 
     def _flush(self) -> None:

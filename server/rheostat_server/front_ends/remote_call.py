@@ -47,7 +47,8 @@ class RemoteCall:
         """Bytes of each message that the front end's gRPC has not taken."""
         self._unwritten_bytes = 0
         self._written: asyncio.Future[None] | None = None
-        """Is resolved by each WRITTEN record."""
+        """Is resolved once at most `_most_unwritten` messages are left."""
+        self._most_unwritten = 0
         self._half_closed = False
         self._done = asyncio.Event()
         self.ended = False
@@ -91,14 +92,16 @@ class RemoteCall:
         self._unwritten.append(size)
         self._unwritten_bytes += size
         while len(self._unwritten) > _WINDOW or self._unwritten_bytes > _WINDOW_BYTES:
-            await self._next_written()
+            await self._until_written(min(_WINDOW, len(self._unwritten) - 1))
 
     async def flush(self) -> None:
         """Returns when the front end's gRPC has taken all messages."""
-        while self._unwritten:
-            await self._next_written()
+        if self._unwritten:
+            await self._until_written(0)
 
-    async def _next_written(self) -> None:
+    async def _until_written(self, most: int) -> None:
+        """Returns when the front end's gRPC has taken all messages but `most`."""
+        self._most_unwritten = most
         self._written = asyncio.get_running_loop().create_future()
         await self._written
 
@@ -133,7 +136,8 @@ class RemoteCall:
         if kind is Kind.WRITTEN:
             for _ in range(read_count_body(body)):
                 self._unwritten_bytes -= self._unwritten.popleft()
-            _resolve(self._written, None)
+            if len(self._unwritten) <= self._most_unwritten:
+                _resolve(self._written, None)
         elif kind is Kind.MESSAGE:
             if self._reading:
                 self._reading, self._received = False, body
