@@ -208,7 +208,15 @@ class Plan:
 
     def for_request(self, request_id: str, epoch: int) -> "Plan":
         """A copy with another id and epoch, and the same tables."""
-        return replace(self, request_id=request_id, epoch=epoch)
+        return Plan(  # `replace` takes twice as long, and each sample has a copy
+            request_id,
+            self.acts,
+            self.captures,
+            epoch,
+            self.private_from,
+            self._acts,
+            self._captures,
+        )
 
     def with_captures(self, captures: tuple[Capture, ...]) -> "Plan":
         """A copy with other captures. Their table is computed once, on first use."""
