@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 from rheostat_engine import CapacityLedger, Event, Installed, Released
 from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest, check_queue
@@ -35,7 +36,7 @@ from rheostat_server.errors import (
     Resource,
     RheostatError,
 )
-from rheostat_server.limits import LARGE_REQUESTS, RETRY_SECONDS, STATS_SECONDS
+from rheostat_server.limits import RETRY_SECONDS, STATS_SECONDS
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.late_attachment import LateAttachment
@@ -126,24 +127,7 @@ class RequestManager:
         self._prompt_tokens = 0
         """Prompt tokens of these samples, with one prompt for each sample."""
         self._routes: dict[str, tuple[ActiveRequest, EngineSequence]] = {}
-        self._large = asyncio.Semaphore(LARGE_REQUESTS)
-        self.late_attachment = LateAttachment(
-            backend,
-            self.sites,
-            self.subscriptions,
-            self.admission_queue,
-            self._active_requests,
-            self._routes,
-            self._add_route,
-        )
-        self._changed = asyncio.Condition()
-        self._settling: set[asyncio.Task[None]] = set()
-        self._on_lost: Callable[[], None] = lambda: None
-
-    @property
-    def admission(self) -> AdmissionContext:
-        """Everything that requests are checked against."""
-        return AdmissionContext(
+        self._admission = AdmissionContext(
             self.info,
             self.sites,
             self.prompts,
@@ -154,8 +138,29 @@ class RequestManager:
             self.spill_manager is not None,
             self.runs,
             self._compiled,
-            self._large,
         )
+        self.late_attachment = LateAttachment(
+            backend,
+            self.sites,
+            self.subscriptions,
+            self.admission_queue,
+            self._active_requests,
+            self._routes,
+            self._add_route,
+        )
+        self._empty = asyncio.Event()
+        """Set while no request is active."""
+        self._empty.set()
+        self._settling: set[asyncio.Task[None]] = set()
+        self._on_lost: Callable[[], None] = lambda: None
+
+    @property
+    def admission(self) -> AdmissionContext:
+        """Everything that requests are checked against."""
+        current = self.server_wide.current
+        if self._admission.server_wide is not current:
+            self._admission = replace(self._admission, server_wide=current)
+        return self._admission
 
     @property
     def ledger(self) -> CapacityLedger:
@@ -184,21 +189,24 @@ class RequestManager:
         self._check_open(admitted)
         active = ActiveRequest(admitted, self.budget.share(), self._pace)
         self._active_requests[admitted.request_id] = active
+        self._empty.clear()
         self._count(active, len(active.sequences))
         try:
             await self._prepare(active)
         except BaseException as error:
             await self._discard(active, error)
             raise
+        streams = admitted.sampling.samples
+        self._pace.add(streams)
         try:
             self.counts.admitted += 1
             active.start(self.backend, active.sequences, epoch=self.epoch)
-            with self._pace.counting(len(active.own_samples)):
-                yield active
+            yield active
         except Exception:
             active.failed = True
             raise
         finally:
+            self._pace.add(-streams)
             self.counts.end(completed=active.completed and not active.aborted, failed=active.failed)
             active.close()
             active.queue.close()
@@ -403,7 +411,6 @@ class RequestManager:
             for sequence in active.sequences:
                 sequence.released.set()
         self._on_lost()
-        self._notify_soon()
 
     async def _settle(self, active: ActiveRequest) -> None:
         """Releases everything that a request has reserved, once the engine has released it."""
@@ -423,7 +430,7 @@ class RequestManager:
         self._count(active, -len(active.sequences))
         if not self._active_requests:
             self.worker_stats.expire()  # older counts include this request
-        self._notify_soon()
+            self._empty.set()
 
     def _release(self, active: ActiveRequest) -> None:
         """Releases what a request has reserved of the engine and the store."""
@@ -442,16 +449,9 @@ class RequestManager:
     async def _empty_within(self, seconds: float | None) -> bool:
         """Waits until no request is active. Returns False after `seconds`."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(lambda: not self._active_requests)
+            async with asyncio.timeout(seconds):
+                await self._empty.wait()
         return not self._active_requests
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _notify_soon(self) -> None:
-        self._keep(self._notify())
 
     def _keep(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Runs work in a task. The event loop alone would not keep a reference to the task."""

@@ -13,7 +13,6 @@ counted. While many streams run, tokens wait for later tokens; see `Pace`.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple
 
@@ -174,17 +173,9 @@ class Pace:
         """Seconds between two messages of a stream."""
         self._streams = 0
 
-    @contextmanager
-    def counting(self, streams: int) -> Iterator[None]:
-        """Counts streams while the context lasts."""
-        self._count(streams)
-        try:
-            yield
-        finally:
-            self._count(-streams)
-
-    def _count(self, change: int) -> None:
-        self._streams += change
+    def add(self, streams: int) -> None:
+        """Counts streams that begin, or streams that have ended if the number is negative."""
+        self._streams += streams
         self.interval = max(0, self._streams - _UNPACED) / _MESSAGES
 
 

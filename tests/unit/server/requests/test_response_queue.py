@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -199,11 +198,11 @@ async def test_a_reader_that_stops_waiting_when_an_entry_comes_loses_nothing() -
 
 
 @pytest.fixture
-def pace() -> Iterator[Pace]:
+def pace() -> Pace:
     """The pace of so many streams that tokens wait for minutes."""
     pace = Pace()
-    with pace.counting(1_000_000):
-        yield pace
+    pace.add(1_000_000)
+    return pace
 
 
 def paced(pace: Pace) -> ResponseQueue:
@@ -234,8 +233,8 @@ async def test_tokens_of_few_streams_never_wait() -> None:
 
 async def test_tokens_of_many_streams_wait_for_those_that_follow() -> None:
     pace = Pace()
-    with pace.counting(664):
-        await check_waiting(paced(pace))
+    pace.add(664)
+    await check_waiting(paced(pace))
 
 
 async def check_waiting(queue: ResponseQueue) -> None:
@@ -311,6 +310,9 @@ async def settled(reader: "asyncio.Task[object]") -> "asyncio.Task[object]":
 
 def test_the_pace_depends_on_the_streams_that_run() -> None:
     pace = Pace()
-    with pace.counting(64), pace.counting(60):
-        assert pace.interval == pytest.approx(0.01)
+    pace.add(64)
+    pace.add(60)
+    assert pace.interval == pytest.approx(0.01)
+    pace.add(-60)
+    pace.add(-64)
     assert pace.interval == 0.0
