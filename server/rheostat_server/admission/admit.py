@@ -5,7 +5,7 @@ and Explain share this path.
 """
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -190,7 +190,7 @@ async def _admit(
     _check_head(request, admission)
     with_text = await offload(size, _any_needs_text, request.steering, request.captures)
     prompt = await admission.prompts.resolve(request, with_text=with_text)
-    request_id = request.request_id or uuid.uuid4().hex
+    request_id = request.request_id or secrets.token_hex(16)
     observers: Sequence[Subscription] = ()
     if admission.subscriptions is not None and len(admission.subscriptions):
         observers = admission.subscriptions.selecting(request_id, request.labels)

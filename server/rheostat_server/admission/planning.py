@@ -208,17 +208,15 @@ def check_ranges(
         len(steering.interventions), INTERVENTIONS, INTERVENTION_PATH, "interventions"
     )
     validation.check_count(len(captures), CAPTURES, "captures", "captures")
-    selectors = [
-        (f"{INTERVENTION_PATH}[{index}].where", intervention.where)
-        for index, intervention in enumerate(steering.interventions)
-    ]
-    selectors += [
-        (f"captures[{index}].where", capture.where) for index, capture in enumerate(captures)
-    ]
+    selecting: Sequence[
+        tuple[str, Sequence[steering_pb2.Intervention | capture_pb2.CaptureSpec]]
+    ] = ((INTERVENTION_PATH, steering.interventions), ("captures", captures))
     total = 0
-    for path, selector in selectors:
-        total += len(selector.include) + len(selector.exclude)
-        validation.check_count(total, REQUEST_RANGES, path, "ranges in the request")
+    for path, parts in selecting:
+        for index, part in enumerate(parts):
+            total += len(part.where.include) + len(part.where.exclude)
+            field = f"{path}[{index}].where"
+            validation.check_count(total, REQUEST_RANGES, field, "ranges in the request")
 
 
 def _packs(plan: Plan) -> bool:

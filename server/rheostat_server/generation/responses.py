@@ -31,7 +31,7 @@ from rheostat_server.requests.sequence import (
 )
 from rheostat_server.tasks.interruption import interrupter
 from rheostat_server.tasks.offload import offload
-from rheostat_wire.v1 import generation_pb2, types_pb2
+from rheostat_wire.v1 import generation_pb2
 
 LOG = logging.getLogger(__name__)
 """Its debug messages are those of `--enable-log-requests`."""
@@ -87,15 +87,14 @@ async def run(
 
 
 def _started(admitted: AdmittedRequest, manager: RequestManager) -> Response:
-    started = generation_pb2.Started(
-        request_id=admitted.request_id,
-        model_name=manager.info.name,
-        prompt_token_count=admitted.prompt_len,
-    )
+    response = Response()
+    started = response.started
+    started.request_id = admitted.request_id
+    started.model_name = manager.info.name
+    started.prompt_token_count = admitted.prompt_len
     if admitted.return_prompt_token_ids:
-        ids = types_pb2.TokenIds(ids=admitted.prompt.token_ids)
-        started.prompt_token_ids.CopyFrom(ids)
-    return Response(started=started)
+        started.prompt_token_ids.ids.extend(admitted.prompt.token_ids)
+    return response
 
 
 class _Stream:
@@ -152,22 +151,17 @@ class _Stream:
                 yield await self._rows(rows)
                 if len(active.queue):
                     break
-        async for remaining in self._rest():
-            yield remaining
-        if self._lost:
-            raise RowsLost.no_room(self._lost)
-
-    async def _rest(self) -> AsyncIterator[Response | CapturedRows | Notice]:
-        """Yields the remaining rows after all samples have ended."""
-        self._active.finish()
+        active.finish()  # the rows that remain come with their ends
         while True:
-            while (rows := self._active.response_rows.take()) is not None:
+            while (rows := active.response_rows.take()) is not None:
                 yield await self._rows(rows)
-            if self._active.response_rows.ended:
-                return
-            item = await self._active.next()
+            if active.response_rows.ended:
+                break
+            item = await active.next()
             if not isinstance(item, ResponseItem | Sign):
                 yield item
+        if self._lost:
+            raise RowsLost.no_room(self._lost)
 
     async def _next(self) -> ResponseItem | Notice | Sign:
         """Waits for the next item. Once all samples have ended, the wait has a time limit.

@@ -94,7 +94,7 @@ class Sample:
             responses.append(self._tokens(delta))
         if delta.ending is not None:
             self.ended = True
-            responses.append(Response(finished=self._finished(delta, delta.ending)))
+            responses.append(self._finished(delta, delta.ending))
         return responses
 
     def forget_readings(self) -> None:
@@ -138,14 +138,15 @@ class Sample:
         self._byte_counter.add_tokens(size)
         return asked_for(readings, self._admitted.sampling.logprobs)
 
-    def _finished(self, delta: Delta, ending: Ending) -> generation_pb2.Finished:
-        message = generation_pb2.Finished(
-            sample=self.index,
-            baseline=self._baseline,
-            reason=FINISH_REASONS[ending],
-            token_count=len(self.tokens),
-            finished_after=self._since_admission(time.monotonic()),
-        )
+    def _finished(self, delta: Delta, ending: Ending) -> Response:
+        """The message of a sample's end. Its fields are set in place, as in `_tokens`."""
+        response = Response()
+        message = response.finished
+        message.sample = self.index
+        message.baseline = self._baseline
+        message.reason = FINISH_REASONS[ending]
+        message.token_count = len(self.tokens)
+        self._set_duration(message.finished_after, time.monotonic())
         if ending is Ending.STOP:
             stop = delta.stop
             if stop is None and self.tokens:
@@ -157,10 +158,10 @@ class Sample:
         if self._admitted.sampling.logprobs is not None:
             message.cumulative_logprob = self._logprob_sum
         if self._first_token_at is not None:
-            message.first_token_after.CopyFrom(self._since_admission(self._first_token_at))
-        return message
+            self._set_duration(message.first_token_after, self._first_token_at)
+        return response
 
-    def _since_admission(self, moment: float) -> duration_pb2.Duration:
-        duration = duration_pb2.Duration()
-        duration.FromNanoseconds(int((moment - self._admitted_at) * 1e9))
-        return duration
+    def _set_duration(self, duration: duration_pb2.Duration, moment: float) -> None:
+        """Sets the time from admission to a later moment."""
+        nanoseconds = int((moment - self._admitted_at) * 1e9)
+        duration.seconds, duration.nanos = divmod(nanoseconds, 1_000_000_000)
