@@ -113,7 +113,8 @@ class Scores:
     def set_scales(self, scales: Sequence[PairScale]) -> None:
         """Sets the values of the unchanged prompts. No cell can be scored before."""
         self._scales = scales
-        clean, corrupt = (np.array(one) for one in zip(*((s.clean, s.corrupt) for s in scales)))
+        clean = np.array([scale.clean for scale in scales])
+        corrupt = np.array([scale.corrupt for scale in scales])
         self._zero = np.where(self._recovered, corrupt, 0.0)
         self._unit = np.where(self._recovered, clean - corrupt, 1.0)
         self.base = self._graded(np.array([scale.base for scale in scales])).mean(axis=0)
