@@ -24,6 +24,7 @@ from rheostat._capture.encodings import Encoding
 from rheostat._capture.projections import back_projected, projection_matrix
 from rheostat._client.engine import Engine, Session, Steering, Stream, Vectors, connect
 from rheostat._client.requests import GenerateOptions
+from rheostat._client.run_calls import CapturedRun
 from rheostat._client.sessions import SessionEvent, UpdateApplied, UpdateRefused
 from rheostat._errors import (
     Aborted,
@@ -132,6 +133,7 @@ __all__ = [
     "Capture",
     "CaptureReceipt",
     "CapturedRows",
+    "CapturedRun",
     "CapturedSite",
     "ChatMessage",
     "Clamp",

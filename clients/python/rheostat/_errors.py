@@ -3,7 +3,7 @@
     RheostatError
     ├── InvalidRequest      INVALID_ARGUMENT     the request is wrong; `path` names the field
     ├── NotFound            NOT_FOUND            no such vector, name, run, request, adapter
-    ├── AlreadyExists       ALREADY_EXISTS       a running request has this id
+    ├── AlreadyExists       ALREADY_EXISTS       a running request, or a run, has this id
     ├── Refused             FAILED_PRECONDITION  this model or configuration does not support it
     ├── ResourceExhausted   RESOURCE_EXHAUSTED   bank, queue, store, message size; `retry_after`
     ├── OutOfRange          OUT_OF_RANGE         a cursor fell out of the replay window

@@ -1,4 +1,4 @@
-"""Runs: captured rows that the server stores under an id, as a source of patches."""
+"""Runs: rows that the server stores under an id, as a source of patches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from datetime import UTC, datetime
 
 from google.protobuf import duration_pb2
 
+from rheostat._arrays import Element
 from rheostat._errors import invalid
 from rheostat._points import Site, knows_point, read_site
 from rheostat._positions import read_ranges, show_ranges, show_sites
+from rheostat_wire.dtypes import FROM_WIRE
 from rheostat_wire.v1 import capture_pb2, run_pb2
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -55,7 +57,11 @@ class RunInfo:
     lease_expire_time: datetime
     """Time until which it is not evicted."""
     labels: Mapping[str, str]
-    """Labels of the request that stored it."""
+    """Labels of the request that stored it, or of the upload."""
+    dtype: Element | None = None
+    """Element type of its rows; None if this client does not know the type."""
+    width: int = 0
+    """Numbers of a row."""
 
     def __repr__(self) -> str:
         return (
@@ -99,4 +105,6 @@ def read_run(message: run_pb2.Run) -> RunInfo:
         message.create_time.ToDatetime(UTC),
         message.lease_expire_time.ToDatetime(UTC),
         dict(message.labels),
+        FROM_WIRE.get(message.dtype),
+        message.width,
     )

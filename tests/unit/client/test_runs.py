@@ -3,13 +3,15 @@
 import datetime
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf import text_format
 
 import rheostat
 from rheostat import Point, Site
 from rheostat._cli import main
-from rheostat_wire.v1 import capture_pb2, run_pb2
+from rheostat._points import site_to_wire
+from rheostat_wire.v1 import capture_pb2, receipt_pb2, run_pb2, tensor_pb2
 from rheostat_wire.v1 import run_service_pb2 as pb
 
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -21,7 +23,7 @@ STORED = text_format.Parse(
        positions { start: 0 count: 2 } positions { start: 4 count: 1 }
        prompt_token_ids { ids: [5, 6, 7] }
        create_time { seconds: 60 nanos: 500000000 } lease_expire_time { seconds: 360 }
-       labels { key: "set" value: "a" }""",
+       labels { key: "set" value: "a" } dtype: DTYPE_BFLOAT16 width: 2""",
     run_pb2.Run(),
 )
 
@@ -34,6 +36,8 @@ INFO = rheostat.RunInfo(
     create_time=EPOCH + datetime.timedelta(seconds=60.5),
     lease_expire_time=EPOCH + datetime.timedelta(seconds=360),
     labels={"set": "a"},
+    dtype="bfloat16",
+    width=2,
 )
 
 
@@ -109,9 +113,170 @@ def test_a_lease_is_renewed_in_seconds(client, server):
     assert server.asked == [text_format.Parse(wanted, pb.RenewLeaseRequest())]
 
 
+def test_a_run_is_found_by_its_id(client, server):
+    server.on("GetRun", pb.GetRunResponse(run=STORED))
+    assert client.run(lambda engine: engine.run("clean")) == INFO
+    assert server.asked == [pb.GetRunRequest(run_id="clean")]
+
+
+def test_a_prompt_is_captured_into_a_run(client, server):
+    receipt = receipt_pb2.Receipt(request_id="r", prompt_token_count=3)
+    server.on("CaptureRun", pb.CaptureRunResponse(run=STORED, receipt=receipt))
+    run = client.run(
+        lambda engine: engine.capture_run(
+            "a",
+            ["resid_pre", "resid_post"],
+            layers=[0, 3],
+            where=rheostat.positions(-1),
+            steering=rheostat.replace(rheostat.Zeros()).at(
+                points="resid_post", layers=1, where=rheostat.positions(0)
+            ),
+            run_id="clean",
+            lease=60,
+            lora="poet",
+            labels={"set": "a"},
+            dtype="float32",
+        )
+    )
+    assert (run.id, run.positions, run.receipt.request_id) == ("clean", INFO.positions, "r")
+    (asked,) = server.asked
+    assert len(asked.steering.interventions) == 1
+    asked.ClearField("steering")
+    assert asked == text_format.Parse(
+        """run_id: "clean" prompt { text: "a" }
+           sites { points: [POINT_RESID_PRE, POINT_RESID_POST] list { layers: [0, 3] } }
+           where { include { positions { start: -1 } } } lora_name: "poet" lease { seconds: 60 }
+           labels { key: "set" value: "a" } dtype: DTYPE_FLOAT32""",
+        pb.CaptureRunRequest(),
+    )
+
+
+def captured(layer: int, start: int, values: np.ndarray) -> pb.ReadRunResponse:
+    tensor = tensor_pb2.Tensor(
+        dtype=tensor_pb2.DTYPE_FLOAT32,
+        shape=(1, *values.shape),
+        encoding=tensor_pb2.ENCODING_RAW,
+        inline=values.astype("<f4").tobytes(),
+    )
+    return pb.ReadRunResponse(
+        captured=capture_pb2.Captured(
+            sites=[site_to_wire(Site(Point.RESID_POST, layer))],
+            positions=[{"start": start, "count": len(values)}],
+            token_ids=range(start, start + len(values)),
+            tensor=tensor,
+        )
+    )
+
+
+def test_a_run_is_read_by_site(client, server):
+    values = np.arange(8, dtype=np.float32).reshape(4, 2)
+    server.on("ReadRun", [captured(1, 0, values[:3]), captured(1, 3, values[3:])])
+    rows = client.run(
+        lambda engine: engine.read_run(
+            INFO, "resid_post", 1, positions=[0, -1], encoding="lz4_planes"
+        )
+    )
+    assert np.array_equal(rows["resid_post", 1], values)
+    assert rows.positions("resid_post", 1).tolist() == [0, 1, 2, 3]
+    assert server.asked == [
+        text_format.Parse(
+            """run_id: "clean" sites { points: POINT_RESID_POST list { layers: 1 } }
+               positions { positions: [0, -1] } encoding: ENCODING_LZ4_PLANES""",
+            pb.ReadRunRequest(),
+        )
+    ]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_rows_are_uploaded_site_by_site_in_pieces(client, server, monkeypatch, dtype):
+    size = 4 if dtype is None else 2
+    monkeypatch.setattr("rheostat._client.run_calls._CHUNK", 2 * 2 * size)
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    server.on("PutRun", pb.PutRunResponse(run=STORED))
+    info = client.run(
+        lambda engine: engine.put_run(
+            {("resid_pre", 2): values, ("resid_post", 0): 2 * values},
+            prompt_token_ids=[5, 6, 7],
+            positions=[0, 1, 4],
+            token_ids=[5, 6, 9],
+            run_id="clean",
+            lease=60,
+            labels={"set": "a"},
+            dtype=dtype,
+        )
+    )
+    assert info == INFO
+    header, *pieces = server.asked
+    kind = "DTYPE_FLOAT32" if dtype is None else "DTYPE_BFLOAT16"
+    assert header.header == text_format.Parse(
+        f"""run_id: "clean" sites {{ point: POINT_RESID_PRE layer: 2 }}
+            sites {{ point: POINT_RESID_POST layer: 0 }}
+            positions {{ start: 0 count: 2 }} positions {{ start: 4 count: 1 }}
+            prompt_token_ids {{ ids: [5, 6, 7] }} token_ids: [5, 6, 9] lease {{ seconds: 60 }}
+            labels {{ key: "set" value: "a" }} dtype: {kind}""",
+        pb.RunHeader(),
+    )
+    assert [
+        (piece.rows.sites[0].layer, [(run.start, run.count) for run in piece.rows.positions])
+        for piece in pieces
+    ] == [(2, [(0, 2)]), (2, [(4, 1)]), (0, [(0, 2)]), (0, [(4, 1)])]
+    assert all(list(piece.rows.tensor.shape)[::2] == [1, 2] for piece in pieces)
+    assert len(pieces[0].rows.tensor.inline) == 4 * size
+
+
+def test_rows_that_were_read_are_uploaded_at_their_positions(client, server):
+    values = np.ones((2, 2), np.float32)
+    server.on("ReadRun", [captured(1, 3, values)])
+    server.on("PutRun", pb.PutRunResponse(run=STORED))
+    rows = client.run(lambda engine: engine.read_run("clean"))
+    client.run(lambda engine: engine.put_run(rows, prompt_token_ids=[1]))
+    header = server.asked[1].header
+    assert [(run.start, run.count) for run in header.positions] == [(3, 2)]
+    assert list(header.token_ids) == [3, 4]
+
+
+ROW = np.ones((1, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "path"),
+    [
+        ([ROW], {}, "rows"),
+        ({}, {}, "rows"),
+        ({("resid_post", 0): ROW[0]}, {}, "rows[resid_post[0]]"),
+        ({("resid_post", 0): ROW * np.nan}, {}, "rows[resid_post[0]]"),
+        ({("resid_post", 0): ROW, ("resid_post", 1): np.ones((2, 2))}, {}, "rows"),
+        ({("resid_post", 0): ROW, ("resid_post", 1): ROW.astype(np.float16)}, {}, "rows"),
+        ({("nowhere", 0): ROW}, {}, "sites.points"),
+        ({("resid_post", -1): ROW}, {}, "rows"),
+        ({("resid_post", 0): ROW}, {"positions": [0, 1]}, "positions"),
+        ({("resid_post", 0): np.ones((2, 2))}, {"positions": [1, 1]}, "positions"),
+        ({("resid_post", 0): ROW}, {"positions": [-1]}, "positions"),
+        ({("resid_post", 0): ROW}, {"run_id": ""}, "run_id"),
+        ({("resid_post", 0): ROW}, {"lease": 0}, "lease"),
+    ],
+)
+def test_rows_that_are_no_run_are_not_sent(server, rows, fields, path):
+    with (
+        rheostat.connect(server.target) as engine,
+        pytest.raises(rheostat.InvalidRequest) as raised,
+    ):
+        engine.put_run(rows, prompt_token_ids=[1], **fields)
+    assert (raised.value.path, server.asked) == (path, [])
+
+
 @pytest.mark.parametrize(
     ("call", "path"),
     [
+        (lambda engine: engine.run(""), "run_id"),
+        (lambda engine: engine.read_run("a/b"), "run_id"),
+        (lambda engine: engine.read_run("a", layers=3), "sites.points"),
+        (lambda engine: engine.read_run("a", positions=0.5), "positions"),
+        (lambda engine: engine.read_run("a", encoding="full8"), "encoding"),
+        (lambda engine: engine.capture_run("a", "resid_post", run_id=""), "run_id"),
+        (lambda engine: engine.capture_run("a", "resid_post", lease=0), "lease"),
+        (lambda engine: engine.capture_run("a", "resid_post", dtype="int8"), "dtype"),
+        (lambda engine: engine.capture_run("", "resid_post"), "prompt"),
         (lambda engine: engine.delete_run(""), "run_id"),
         (lambda engine: engine.delete_run("a/b"), "run_id"),
         (lambda engine: engine.renew_lease("clean", 0), "lease"),

@@ -1,4 +1,4 @@
-"""All calls except those that transfer vectors, as values of `rheostat._connection.calls`."""
+"""All calls except those about vectors and runs, as values of `rheostat._connection.calls`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from rheostat._responses.explanations import (
 )
 from rheostat._responses.model import ModelInfo, Stats, read_model, read_stats
 from rheostat._responses.results import Event, Generation
-from rheostat._runs import RunInfo, lease_duration, read_run, valid_run_id
 from rheostat._steering.global_steering import GlobalSteering, read_global
 from rheostat._steering.steering import SteeringLike, steering_to_wire
 from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
-    run_service_pb2,
     steering_pb2,
     steering_service_pb2,
 )
@@ -158,35 +156,4 @@ def get_global() -> UnaryCall[steering_service_pb2.GetGlobalResponse, GlobalStee
         steering_service_pb2.GetGlobalRequest(),
         steering_service_pb2.GetGlobalResponse,
         read_global,
-    )
-
-
-def list_runs() -> PagedCall[run_service_pb2.ListRunsResponse, list[RunInfo]]:
-    pages = yield from every_page(
-        "/rheostat.v1.RunService/ListRuns",
-        lambda token: run_service_pb2.ListRunsRequest(page_size=PAGE, page_token=token),
-        run_service_pb2.ListRunsResponse,
-    )
-    return [read_run(run) for page in pages for run in page.runs]
-
-
-def delete_run(run_id: str) -> UnaryCall[run_service_pb2.DeleteRunResponse, int]:
-    """Its result is the number of freed bytes."""
-    return UnaryCall(
-        "/rheostat.v1.RunService/DeleteRun",
-        run_service_pb2.DeleteRunRequest(run_id=valid_run_id(run_id)),
-        run_service_pb2.DeleteRunResponse,
-        lambda answer: answer.freed_bytes,
-    )
-
-
-def renew_lease(
-    run_id: str, seconds: float
-) -> UnaryCall[run_service_pb2.RenewLeaseResponse, RunInfo]:
-    lease = lease_duration(seconds, "lease")
-    return UnaryCall(
-        "/rheostat.v1.RunService/RenewLease",
-        run_service_pb2.RenewLeaseRequest(run_id=valid_run_id(run_id), lease=lease),
-        run_service_pb2.RenewLeaseResponse,
-        lambda answer: read_run(answer.run),
     )

@@ -7,15 +7,17 @@ shared between threads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Self, Unpack
 
 import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element
+from rheostat._capture.activations import Activations
 from rheostat._capture.artifacts import Artifact, SinkInfo
-from rheostat._client import calls, vector_calls
+from rheostat._client import calls, run_calls, vector_calls
 from rheostat._client.requests import GenerateOptions, check_options
+from rheostat._client.run_calls import CapturedRun, ExactEncoding, RowsBySite
 from rheostat._client.sessions import SessionCall, SessionEvent, Updates
 from rheostat._connection import readiness
 from rheostat._connection.connection import Connection, Responses, sleep
@@ -432,15 +434,126 @@ class Engine:
 
     def runs(self) -> list[RunInfo]:
         """The runs that the server has stored, oldest first; `Capture(to=Run())` stores a run."""
-        return self._connection.paged(calls.list_runs())
+        return self._connection.paged(run_calls.list_runs())
+
+    def run(self, run_id: str) -> RunInfo:
+        """A stored run, without its rows. Raises NotFound if there is none."""
+        return self._connection.unary(run_calls.get_run(run_id))
+
+    def capture_run(
+        self,
+        prompt: Prompt,
+        points: PointsLike,
+        layers: LayersLike = "all",
+        *,
+        where: SelectorLike = None,
+        steering: SteeringLike = None,
+        run_id: str | None = None,
+        lease: float | None = None,
+        lora: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        dtype: Element | None = None,
+        timeout: float | None = None,
+    ) -> CapturedRun:
+        """Run a prompt once and store its rows on the server, and return the run.
+
+        The rows are those of every combination of points and layers, on the tokens ``where`` of the
+        prompt (default: all), under ``steering`` (default: none but the server-wide). ``run_id`` is
+        an id that no other run has; by default the server makes one. ``lease`` is in seconds, 1 to
+        86400 (default: 3600), ``dtype`` the rows' type (default: the model's). ``timeout`` is in
+        seconds; None is the limit of the connection.
+
+        Raises AlreadyExists if the id is in use, ResourceExhausted with REASON_STORE_FULL if the
+        rows do not fit, InvalidRequest if ``where`` selects no token of the prompt or generated
+        tokens, NotFound for an unknown adapter.
+        """
+        call = run_calls.capture_run(
+            prompt,
+            points=points,
+            layers=layers,
+            where=where,
+            steering=steering,
+            run_id=run_id,
+            lease=lease,
+            lora=lora,
+            labels=labels,
+            dtype=dtype,
+        )
+        return self._connection.unary(call, timeout)
+
+    def read_run(
+        self,
+        run: str | RunInfo,
+        points: PointsLike | None = None,
+        layers: LayersLike = "all",
+        *,
+        positions: int | Iterable[int] | None = None,
+        encoding: ExactEncoding = "raw",
+        timeout: float | None = None,
+    ) -> Activations:
+        """The rows of a run, or of its id: ``rows["resid_post", 3]`` is float32 [positions, width].
+
+        ``points`` and ``layers`` choose sites (default: all of the run's; "all" layers are those of
+        the model), ``positions`` choose positions, negative ones from the end of the run's prompt.
+        The numbers are exact; "lz4_planes" compresses them on their way. While rows are sent, the
+        run can't be deleted.
+
+        Raises NotFound if there is no such run, Refused with REASON_RUN_INCOMPLETE if it lacks a
+        site or a position, InvalidRequest for repeated positions.
+        """
+        call = run_calls.read_rows(
+            run, points=points, layers=layers, positions=positions, encoding=encoding
+        )
+        responses = self._connection.download(call, self._connection.limit(timeout))
+        with Reader(responses, call.accumulator()) as reader:
+            return reader.result()
+
+    def put_run(
+        self,
+        rows: RowsBySite,
+        *,
+        prompt_token_ids: Sequence[int],
+        positions: Iterable[int] | None = None,
+        token_ids: Iterable[int] | None = None,
+        run_id: str | None = None,
+        lease: float | None = None,
+        labels: Mapping[str, str] | None = None,
+        dtype: Element | None = None,
+        timeout: float | None = None,
+    ) -> RunInfo:
+        """Store rows as a run, and return the run.
+
+        ``rows`` maps (point, layer) to an array [positions, width], or is an `Activations`, for
+        instance of `read_run`. All sites have the same positions: ``positions``, ascending; by
+        default those of the activations, or 0, 1, 2, ... ``token_ids`` are the input tokens at
+        them, required for positions behind the prompt. float32, float16 and bfloat16 are kept,
+        other numbers are rounded to float32. ``dtype`` converts; ``dtype="bfloat16"`` reads uint16
+        as bits. ``run_id`` and ``lease`` are those of `capture_run`.
+
+        Raises InvalidRequest for rows of another shape, for elements that are not finite, for sites
+        and layers that the model lacks or that come twice, and for positions and tokens that do not
+        fit the prompt or the model; AlreadyExists if the id is in use; ResourceExhausted with
+        REASON_STORE_FULL if the rows do not fit.
+        """
+        call = run_calls.put_run(
+            rows,
+            prompt_token_ids=prompt_token_ids,
+            positions=positions,
+            token_ids=token_ids,
+            run_id=run_id,
+            lease=lease,
+            labels=labels,
+            dtype=dtype,
+        )
+        return self._connection.upload(call, timeout)
 
     def delete_run(self, run_id: str) -> int:
         """Delete a run, leased or not, and return its bytes. Raises Refused if it is in use."""
-        return self._connection.unary(calls.delete_run(run_id))
+        return self._connection.unary(run_calls.delete_run(run_id))
 
     def renew_lease(self, run_id: str, seconds: float) -> RunInfo:
         """Keep a run for ``seconds`` from now, 1 to 86400. A lease never becomes shorter."""
-        return self._connection.unary(calls.renew_lease(run_id, seconds))
+        return self._connection.unary(run_calls.renew_lease(run_id, seconds))
 
     def stats(self) -> Stats:
         """The server's counters."""
