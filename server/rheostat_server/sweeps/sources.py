@@ -10,14 +10,16 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from rheostat_engine import ModelSites, Site, largest_replaced
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admit import AdmittedRequest, admit
 from rheostat_server.errors import (
     Defect,
+    InvalidValue,
     NonFinite,
     RunIncomplete,
     RunInUse,
@@ -27,9 +29,20 @@ from rheostat_server.errors import (
 from rheostat_server.generation.responses import run
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.runs.store import Run, RunStore
+from rheostat_server.selectors.sites import to_wire
+from rheostat_server.selectors.spans import runs as runs_of
+from rheostat_server.sweeps.grid import Grid
+from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType, widened
 from rheostat_server.vectors.store import Vector, make_vector
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    selector_pb2,
+    types_pb2,
+)
 
 _KEPT_SITES = 4
 """Sites, beyond those of a window, whose vectors a source keeps."""
@@ -218,3 +231,109 @@ async def capture_runs(
         async for _ in responses:
             pass
     return [runs.made(run_id) for run_id in targets]
+
+
+async def sources_of(
+    pair: Pair,
+    name: str,
+    grid: Grid,
+    lease: float | None,
+    held: HeldRuns,
+    manager: RequestManager,
+) -> list[Source]:
+    """Where the rows of a pair's cells come from, for each noise.
+
+    Args:
+        pair: the pair.
+        name: the beginning of the ids of runs that are made.
+        grid: the cells.
+        lease: seconds for which these runs are kept; None: until the sweep ends.
+        held: holds all runs.
+        manager: runs the prompts.
+
+    Raises:
+        RheostatError: a run is missing or unfit, or a prompt cannot run.
+    """
+    model = manager.sites
+    window = max(len(row.window) for row in grid.rows)
+    match pair.message.WhichOneof("corruption"):
+        case "zeros":
+            return [Zeros(model.width)]
+        case "mean":
+            mean, path = pair.message.mean, f"{pair.path}.mean"
+            run = held.given(mean.run_id, f"{path}.run_id")
+            if mean.HasField("positions"):
+                raise InvalidValue(
+                    "means over some positions are not served in sweeps: make a run of these "
+                    "positions",
+                    field=f"{path}.positions",
+                )
+            return [RunRows([run], model, window=window, mean=True)]
+        case "run_id" if pair.into_clean:
+            run = held.given(pair.message.run_id, f"{pair.path}.run_id")
+            return [RunRows([run], model, window=window)]
+    sources: list[Source] = []
+    for noise, prompt in enumerate(pair.corrupt if pair.into_clean else (pair.clean,)):
+        runs = await _capture(prompt, pair, f"{name}-{noise}", grid, lease, held, manager)
+        sources.append(RunRows(runs, model, window=window))
+    return sources * len(pair.bases) if len(sources) == 1 else sources
+
+
+async def _capture(
+    prompt: AdmittedRequest,
+    pair: Pair,
+    name: str,
+    grid: Grid,
+    lease: float | None,
+    held: HeldRuns,
+    manager: RequestManager,
+) -> list[Run]:
+    """Captures all rows of a prompt that cells may put in: a run for each point."""
+    layers: dict[types_pb2.Point.ValueType, set[int]] = {}
+    for row in grid.rows:
+        point = to_wire(row.site).point
+        layers.setdefault(point, set()).update(site.layer for site in row.window)
+    columns = map(pair.placed, range(grid.columns))
+    positions = sorted({one for column in columns for one in column.source if one >= 0})
+    if not positions:
+        return []
+    where = selector_pb2.Selector(
+        include=[
+            selector_pb2.Range(positions=selector_pb2.Window(start=start, end=end))
+            for start, end in runs_of(np.array(positions))
+        ]
+    )
+    request = generation_service_pb2.GenerateRequest(
+        request_id=name,
+        token_ids=types_pb2.TokenIds(ids=prompt.prompt.token_ids),
+        sampling=generation_pb2.Sampling(max_tokens=1, temperature=0, ignore_eos=True),
+    )
+    ids = []
+    for point, wanted in layers.items():
+        ids.append(f"{name}-{types_pb2.Point.Name(point).removeprefix('POINT_').lower()}")
+        target = capture_pb2.RunTarget(run_id=ids[-1])
+        if lease is not None:
+            target.lease.FromSeconds(int(lease))
+        request.captures.append(
+            capture_pb2.CaptureSpec(
+                sites=types_pb2.SiteSet(
+                    points=[point], list=types_pb2.LayerList(layers=sorted(wanted))
+                ),
+                where=where,
+                run=target,
+            )
+        )
+    admitted = await admit(request, manager.admission)
+    # The prompt keeps the steering under which its pair was admitted.
+    plan = replace(prompt.unobserved, captures=admitted.unobserved.captures).pack()
+    admitted = replace(
+        admitted,
+        interventions=prompt.interventions,
+        observer_captures=(),
+        plan=replace(plan, request_id=name),
+        unobserved=plan,
+        vectors=prompt.vectors,
+        lora=prompt.lora,
+        server_wide=prompt.server_wide,
+    )
+    return await capture_runs(admitted, ids, manager, held)

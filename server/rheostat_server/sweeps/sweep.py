@@ -9,23 +9,21 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf import duration_pb2
 
 from rheostat_server import validation
-from rheostat_server.admission.admit import AdmittedRequest, admit
+from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.errors import (
     CacheSuspect,
     Draining,
     DuplicateRequest,
     EngineLost,
-    InvalidValue,
     QueueFull,
     Resource,
     ResourceExhausted,
@@ -34,32 +32,17 @@ from rheostat_server.errors import (
 )
 from rheostat_server.errors.status import to_status
 from rheostat_server.limits import (
-    BASELINES,
-    REPLACED_ROWS,
     RETRY_SECONDS,
-    SWEEP_REQUESTS,
     SWEEPS,
-    VECTOR_BYTES,
 )
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.runs.store import Run
-from rheostat_server.runs.targets import lease_seconds
-from rheostat_server.selectors.selection import EVERYTHING, typical_context
-from rheostat_server.selectors.sites import SiteSelection, to_wire
-from rheostat_server.selectors.spans import runs as runs_of
-from rheostat_server.steering.replacements import OpContext, resolve_mask
-from rheostat_server.sweeps.answers import Grade, Readings, resolve_grades
+from rheostat_server.selectors.sites import to_wire
+from rheostat_server.sweeps.answers import Readings
 from rheostat_server.sweeps.cells import Asked, Blend, Replaced, ask, replacing, with_acts
 from rheostat_server.sweeps.grid import (
-    Grid,
-    ZoomPlan,
     cell_runs,
-    check_size,
-    resolve_done,
-    resolve_rows,
-    resolve_zoom,
 )
-from rheostat_server.sweeps.pairs import Pair, column_labels, resolve_pairs
+from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.scores import (
     PairScale,
     Scores,
@@ -68,17 +51,11 @@ from rheostat_server.sweeps.scores import (
     pair_scale,
     raw_values,
 )
-from rheostat_server.sweeps.sources import HeldRuns, RunRows, Source, Zeros, capture_runs
+from rheostat_server.sweeps.settings import Settings, resolve
+from rheostat_server.sweeps.sources import HeldRuns, Source, sources_of
 from rheostat_server.tasks.offload import offload
-from rheostat_server.tensors import FloatType
-from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import (
-    capture_pb2,
-    generation_pb2,
-    generation_service_pb2,
-    replace_pb2,
-    selector_pb2,
     sweep_pb2,
     sweep_service_pb2,
     tensor_pb2,
@@ -86,9 +63,6 @@ from rheostat_wire.v1 import (
 )
 
 _pb = sweep_service_pb2
-
-_DEFAULT_CONCURRENCY = 16
-_DEFAULT_BASELINES = 8
 
 _EVENTS = 256
 """Events that wait for a slow reader. Then no further cells start."""
@@ -101,22 +75,6 @@ _TURN = 0.002
 
 _LATER = 0.05
 """Seconds after which a cell that the engine has no room for tries again."""
-
-
-class _Settings(NamedTuple):
-    """Everything of a request but its pairs."""
-
-    grid: Grid
-    grades: tuple[Grade, ...]
-    blend: Blend
-    zoom: ZoomPlan | None
-    done: npt.NDArray[np.bool_]
-    baselines: int
-    concurrency: int
-    background: bool
-    pair_values: bool
-    lease: float | None
-    """Seconds for which the sweep's runs are kept; None: not at all."""
 
 
 @dataclass
@@ -172,7 +130,7 @@ class Sweeps:
         """
         with self._registered(request) as request_id:
             began = time.monotonic()
-            settings, pairs, labels = await _resolve(request, manager)
+            settings, pairs, labels = await resolve(request, manager)
             runs = HeldRuns(manager.runs)
             sweep = _Sweep(request_id, settings, pairs, runs, manager, request)
             kept = False
@@ -240,111 +198,8 @@ async def _streamed(
         await asyncio.wait({work})
 
 
-async def _resolve(
-    request: sweep_service_pb2.SweepRequest, manager: RequestManager
-) -> tuple[_Settings, tuple[Pair, ...], list[str]]:
-    """The settings, pairs and names of columns of a request.
-
-    Raises:
-        RheostatError: something is invalid.
-    """
-    grades = resolve_grades(request.grades)
-    rows = resolve_rows(request, manager.sites)
-    baselines = _number(request, "baseline_count", _DEFAULT_BASELINES, BASELINES)
-    running = manager.info.running_samples
-    concurrency = _number(
-        request, "max_concurrent_cells", min(_DEFAULT_CONCURRENCY, running), running
-    )
-    background = True
-    if request.HasField("priority"):
-        validation.known_enum(request.priority, sweep_pb2.SweepPriority.values(), "priority")
-        background = request.priority == sweep_pb2.SWEEP_PRIORITY_BACKGROUND
-    lease = None
-    if request.HasField("keep_runs"):
-        lease = lease_seconds(request.keep_runs, "keep_runs")
-    blend = _blend(request, manager)
-    zoom = resolve_zoom(request)
-    pairs = await resolve_pairs(request, grades, manager)
-    for index, pair in enumerate(pairs):
-        if not pair.corrupt and any(grade.recovered for grade in grades):
-            raise InvalidValue(
-                "nothing can be recovered without a corrupt prompt: leave `recovered` out, or name "
-                "a corrupt prompt",
-                field=f"pairs[{index}]",
-            )
-    labels = column_labels(request, pairs)
-    grid = Grid(rows, len(labels))
-    each = sum(len(pair.bases) * len(pair.answers.questions) for pair in pairs)
-    check_size(grid.cells, each, SWEEP_REQUESTS)
-    _check_rows(grid, pairs, manager)
-    settings = _Settings(
-        grid,
-        grades,
-        blend,
-        zoom,
-        resolve_done(request, grid.cells),
-        baselines,
-        concurrency,
-        background,
-        request.pair_values,
-        lease,
-    )
-    return settings, pairs, labels
-
-
-def _check_rows(grid: Grid, pairs: Sequence[Pair], manager: RequestManager) -> None:
-    """Checks how much is replaced at once.
-
-    Raises:
-        InvalidValue: a cell replaces too many rows, or the rows of a site are too large.
-    """
-    window = max(len(row.window) for row in grid.rows)
-    row_bytes = manager.sites.width * FloatType.FLOAT32.itemsize
-    for pair in pairs:
-        largest = max(map(len, pair.columns))
-        validation.check_count(
-            largest * window, REPLACED_ROWS, field_path(pair.path, "groups"), "rows in a cell"
-        )
-        size = len({position for column in pair.columns for position in column}) * row_bytes
-        if size > VECTOR_BYTES:
-            raise InvalidValue(
-                f"the rows of a site take {size} bytes; at most {VECTOR_BYTES} are allowed: choose "
-                "fewer positions",
-                field=pair.path,
-            )
-
-
-def _number(request: sweep_service_pb2.SweepRequest, name: str, default: int, most: int) -> int:
-    if not request.HasField(name):  # type: ignore[arg-type]  # the callers' names are fields
-        return default
-    value = int(getattr(request, name))
-    if not 1 <= value <= most:
-        raise InvalidValue(f"must be 1 to {most}, not {value}", field=name)
-    return value
-
-
-def _blend(request: sweep_service_pb2.SweepRequest, manager: RequestManager) -> Blend:
-    alpha = 1.0
-    if request.HasField("alpha"):
-        alpha = validation.finite(request.alpha, "alpha")
-        if not 0 <= alpha <= 1:
-            raise InvalidValue("must be 0 to 1", field="alpha")
-    if not request.HasField("mask"):
-        return Blend(alpha, None)
-    # A mask does not depend on sites or tokens.
-    context = OpContext(
-        SiteSelection((), ()),
-        EVERYTHING,
-        typical_context(manager.info),
-        manager.sites,
-        manager.store.view(),
-        None,
-    )
-    return Blend(alpha, resolve_mask(replace_pb2.Replace(mask=request.mask), context, ""))
-
-
 def _started(
-    request_id: str, settings: _Settings, pairs: Sequence[Pair], labels: Sequence[str]
+    request_id: str, settings: Settings, pairs: Sequence[Pair], labels: Sequence[str]
 ) -> sweep_pb2.SweepStarted:
     grid, zoom = settings.grid, settings.zoom
     cells = int((~settings.done).sum()) if zoom is None else len(zoom.coarse(grid))
@@ -378,7 +233,7 @@ class _Sweep:
     def __init__(
         self,
         request_id: str,
-        settings: _Settings,
+        settings: Settings,
         pairs: tuple[Pair, ...],
         runs: HeldRuns,
         manager: RequestManager,
@@ -468,90 +323,15 @@ class _Sweep:
 
     async def _prepare_pair(self, index: int) -> None:
         pair = self._pairs[index]
-        self._sources[index] = await self._sources_of(index, pair)
+        name = f"sweep-{self._unique}-{index}"
+        self._sources[index] = await sources_of(
+            pair, name, self._settings.grid, self._settings.lease, self._runs, self._manager
+        )
         for prompt in pair.corrupt if pair.into_clean else (pair.clean,):
             readings = await self._readings(prompt, pair)
             self._progress.other[index].append(
                 raw_values(pair.answers, self._settings.grades, readings)
             )
-
-    async def _sources_of(self, index: int, pair: Pair) -> list[Source]:
-        """Where the rows of a pair's cells come from, for each noise."""
-        model = self._manager.sites
-        window = max(len(row.window) for row in self._settings.grid.rows)
-        match pair.message.WhichOneof("corruption"):
-            case "zeros":
-                return [Zeros(model.width)]
-            case "mean":
-                mean, path = pair.message.mean, f"{pair.path}.mean"
-                run = self._runs.given(mean.run_id, f"{path}.run_id")
-                if mean.HasField("positions"):
-                    raise InvalidValue(
-                        "means over some positions are not served in sweeps: make a run of these "
-                        "positions",
-                        field=f"{path}.positions",
-                    )
-                return [RunRows([run], model, window=window, mean=True)]
-            case "run_id" if pair.into_clean:
-                run = self._runs.given(pair.message.run_id, f"{pair.path}.run_id")
-                return [RunRows([run], model, window=window)]
-        sources: list[Source] = []
-        for noise, prompt in enumerate(pair.corrupt if pair.into_clean else (pair.clean,)):
-            name = f"sweep-{self._unique}-{index}-{noise}"
-            runs = await self._capture(prompt, pair, name)
-            sources.append(RunRows(runs, model, window=window))
-        return sources * len(pair.bases) if len(sources) == 1 else sources
-
-    async def _capture(self, prompt: AdmittedRequest, pair: Pair, name: str) -> list[Run]:
-        """Captures all rows of a prompt that cells may put in: a run for each point."""
-        layers: dict[types_pb2.Point.ValueType, set[int]] = {}
-        for row in self._settings.grid.rows:
-            point = to_wire(row.site).point
-            layers.setdefault(point, set()).update(site.layer for site in row.window)
-        columns = map(pair.placed, range(self._settings.grid.columns))
-        positions = sorted({one for column in columns for one in column.source if one >= 0})
-        if not positions:
-            return []
-        where = selector_pb2.Selector(
-            include=[
-                selector_pb2.Range(positions=selector_pb2.Window(start=start, end=end))
-                for start, end in runs_of(np.array(positions))
-            ]
-        )
-        request = generation_service_pb2.GenerateRequest(
-            request_id=name,
-            token_ids=types_pb2.TokenIds(ids=prompt.prompt.token_ids),
-            sampling=generation_pb2.Sampling(max_tokens=1, temperature=0, ignore_eos=True),
-        )
-        ids = []
-        for point, wanted in layers.items():
-            ids.append(f"{name}-{types_pb2.Point.Name(point).removeprefix('POINT_').lower()}")
-            target = capture_pb2.RunTarget(run_id=ids[-1])
-            if self._settings.lease is not None:
-                target.lease.FromSeconds(int(self._settings.lease))
-            request.captures.append(
-                capture_pb2.CaptureSpec(
-                    sites=types_pb2.SiteSet(
-                        points=[point], list=types_pb2.LayerList(layers=sorted(wanted))
-                    ),
-                    where=where,
-                    run=target,
-                )
-            )
-        admitted = await admit(request, self._manager.admission)
-        # The prompt keeps the steering under which its pair was admitted.
-        plan = replace(prompt.unobserved, captures=admitted.unobserved.captures).pack()
-        admitted = replace(
-            admitted,
-            interventions=prompt.interventions,
-            observer_captures=(),
-            plan=replace(plan, request_id=name),
-            unobserved=plan,
-            vectors=prompt.vectors,
-            lora=prompt.lora,
-            server_wide=prompt.server_wide,
-        )
-        return await capture_runs(admitted, ids, self._manager, self._runs)
 
     def _baselines(self) -> list[_Work]:
         """The unchanged prompts: the first noise's again and again, and each further noise's once.
