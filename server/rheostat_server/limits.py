@@ -287,6 +287,31 @@ DERIVED_PROMPTS = 1024
 DERIVED_BYTES = 1024 * MIB
 """Bytes of rows that all contrasts together may hold."""
 
+LENS_BYTES = 64 * MIB
+"""Most bytes of float32 rows that one lens reads."""
+
+ALL_LENS_BYTES = 512 * MIB
+"""Bytes of rows that all lenses together may hold."""
+
+LENS_LOGITS = 1 << 22
+"""Most logits that a call to the workers computes, because a step waits for the call. A single row
+is always computed."""
+
+LENS_TOP_K = 100
+"""Most of the likeliest tokens of each row of a lens."""
+
+LENS_TOKEN_IDS = 64
+"""Most tokens whose log-probabilities a lens reads of each row."""
+
+TOKEN_DIRECTIONS = 256
+"""Most different directions of tokens in one request."""
+
+KEPT_TOKEN_DIRECTIONS = 1024
+"""Directions of tokens that are kept for later requests."""
+
+DIRECTIONS_PER_CALL = 32
+"""Most directions of tokens that a call to the workers computes, because a step waits for it."""
+
 UPDATES = 256
 """Most changes of steering that a session can carry out."""
 

@@ -22,6 +22,7 @@ from rheostat_server.api.capture import CaptureService
 from rheostat_server.api.engine import EngineService
 from rheostat_server.api.generation import GenerationService
 from rheostat_server.api.incoming import Calls
+from rheostat_server.api.lens import LensService
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Rpcs
 from rheostat_server.api.runs import RunService
@@ -53,6 +54,7 @@ from rheostat_wire.v1 import (
     capture_service_pb2_grpc,
     engine_service_pb2_grpc,
     generation_service_pb2_grpc,
+    lens_service_pb2_grpc,
     monitor_service_pb2_grpc,
     run_service_pb2_grpc,
     steering_service_pb2_grpc,
@@ -145,6 +147,7 @@ class RunningServer:
         )
         add(run_service_pb2_grpc.add_RunServiceServicer_to_server, RunService(readiness))
         add(sweep_service_pb2_grpc.add_SweepServiceServicer_to_server, SweepService(readiness))
+        add(lens_service_pb2_grpc.add_LensServiceServicer_to_server, LensService(readiness))
         # The rpcs of this service are not served yet. They are refused by name.
         add(
             monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server,

@@ -130,7 +130,16 @@ def token_ids(ids: Sequence[int], vocabulary: int, path: str) -> None:
         raise MissingField("at least one token id is required", field=path)
     if max(ids) >= vocabulary:
         index = next(i for i, token in enumerate(ids) if token >= vocabulary)
+        token_id(ids[index], vocabulary, f"{path}[{index}]")
+
+
+def token_id(token: int, vocabulary: int, path: str) -> None:
+    """Checks a token id.
+
+    Raises:
+        UnknownToken: it is not below the vocabulary's size.
+    """
+    if token >= vocabulary:
         raise UnknownToken(
-            f"token {ids[index]} is not below the vocabulary's size, {vocabulary}",
-            field=f"{path}[{index}]",
+            f"token {token} is not below the vocabulary's size, {vocabulary}", field=path
         )

@@ -6,7 +6,7 @@ and Explain share this path.
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -56,6 +56,7 @@ from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Lookups, Vector, VectorStore, VectorView
+from rheostat_server.vectors.token_directions import with_directions
 from rheostat_wire.v1 import (
     capture_pb2,
     generation_service_pb2,
@@ -177,11 +178,15 @@ async def admit(
     Raises:
         RheostatError: it cannot run. The error names the reason and the field.
     """
-    size = request.ByteSize()
-    if size <= LARGE_REQUEST_BYTES:
-        return await _admit(request, size, admission, changeable=changeable)
-    async with admission.large:
-        return await _admit(request, size, admission, changeable=changeable)
+
+    async def attempt() -> AdmittedRequest:
+        size = request.ByteSize()
+        if size <= LARGE_REQUEST_BYTES:
+            return await _admit(request, size, admission, changeable=changeable)
+        async with admission.large:
+            return await _admit(request, size, admission, changeable=changeable)
+
+    return await with_directions(admission.store.directions, request, attempt)
 
 
 async def _admit(
@@ -437,9 +442,11 @@ async def compile_update(
         context = replace(context, prompt=await admission.prompts.decode(context.prompt))
     view = admission.store.view()
     work = steering_work(steering, context.prompt_len, admission.sites, view)
-    return await offload(
-        work, _compile_update, steering, view, admission, context, server_wide, work
-    )
+
+    def attempt() -> Awaitable[CompiledUpdate]:
+        return offload(work, _compile_update, steering, view, admission, context, server_wide, work)
+
+    return await with_directions(admission.store.directions, steering, attempt)
 
 
 def _compile_update(

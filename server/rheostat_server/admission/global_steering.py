@@ -33,6 +33,7 @@ from rheostat_server.steering.ops import ResolvedOp, vector_refs
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector, VectorView
+from rheostat_server.vectors.token_directions import with_directions
 from rheostat_wire.v1 import receipt_pb2, steering_pb2
 
 _LOG = logging.getLogger(__name__)
@@ -149,7 +150,11 @@ class GlobalSteeringState:
         check_ranges(steering)
         context, vectors = typical_context(self._info), self._loader.store.view()
         work = steering_work(steering, context.prompt_len, self._sites, vectors)
-        interventions, plan = await offload(work, self._compile, steering, context, vectors)
+        interventions, plan = await with_directions(
+            self._loader.store.directions,
+            steering,
+            lambda: offload(work, self._compile, steering, context, vectors),
+        )
         self._fits([Reservation(plan)], context.prompt_len)
         return tuple(intervention.op for intervention in interventions)
 

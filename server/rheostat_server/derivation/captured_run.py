@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 
 from rheostat_server.admission.admit import admit
-from rheostat_server.derivation.prompt_means import (
+from rheostat_server.derivation.prompt_rows import (
     check_prompt_selector,
     request_for,
     selected_rows,

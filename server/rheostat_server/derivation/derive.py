@@ -14,12 +14,8 @@ import numpy as np
 
 from rheostat_server import validation
 from rheostat_server.derivation.contrast import Direction, Method, contrast
-from rheostat_server.derivation.prompt_means import (
-    PromptMean,
-    Reading,
-    prompt_selector,
-    read_prompt,
-)
+from rheostat_server.derivation.prompt_means import PromptMean, read_prompt
+from rheostat_server.derivation.prompt_rows import Reading, prompt_selector
 from rheostat_server.errors import InvalidValue, MissingField, QueueFull, RheostatError, StoreFull
 from rheostat_server.limits import DERIVED_BYTES, DERIVED_PROMPTS, RETRY_SECONDS
 from rheostat_server.requests.manager import RequestManager

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from rheostat_engine import Capture, Event, ModelSites, Plan
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.errors import Defect
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_server.vectors.store import Vector
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import generation_pb2
 
 
@@ -96,6 +100,34 @@ class QueueStats:
     waiting: int = 0
     prefix_queried_token_count: int = 0
     prefix_hit_token_count: int = 0
+
+
+class LensReading(NamedTuple):
+    """What the final norm and the unembedding make of rows."""
+
+    top_ids: npt.NDArray[np.int32]
+    """[n, k]: the likeliest tokens, best first."""
+    top_logprobs: FloatArray
+    """[n, k]."""
+    logprobs: FloatArray
+    """[n, m]: of the tokens that were asked for."""
+    ranks: npt.NDArray[np.int32]
+    """[n, m]: 1 plus the number of likelier tokens."""
+    log_normalizers: FloatArray
+    """[n]: a logit is the log-probability plus this."""
+    divergences: FloatArray
+    """[n]: KL(reference || row); empty without a reference."""
+    scales: FloatArray
+    """[n]: by how much the final norm multiplied each row."""
+
+
+class TokenDirections(NamedTuple):
+    """Directions of tokens: a logit is scale * (x . direction) + offset."""
+
+    rows: FloatArray
+    """[m, W]."""
+    offsets: FloatArray
+    """[m]."""
 
 
 class CapturesUpdate(NamedTuple):
@@ -221,6 +253,37 @@ class Backend(Protocol):
 
     async def drop_vectors(self, digests: Sequence[bytes]) -> None:
         """Removes vectors from every worker.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def lens(
+        self,
+        rows: FloatArray,
+        top_k: int,
+        token_ids: Sequence[int],
+        reference: FloatArray | None = None,
+    ) -> LensReading:
+        """Reads rows [n, W] of the stream with the final norm and the unembedding.
+
+        A step waits for the call, so n times the vocabulary should be small.
+
+        Args:
+            rows: rows, each of float32.
+            top_k: number of likeliest tokens of each row.
+            token_ids: tokens whose log-probabilities and ranks are wanted.
+            reference: [1, W], a row to whose distribution each row is compared.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    def text_of(self, token_id: int) -> str:
+        """The text of a token; empty without a tokenizer. May be called on a thread."""
+
+    async def directions(self, token_ids: Sequence[int]) -> TokenDirections:
+        """Returns the directions of tokens.
 
         Raises:
             EngineLost: the engine is gone.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
+import numpy as np
 import zmq
 
 from rheostat_engine import (
@@ -26,8 +27,10 @@ from rheostat_server.engine.backend import (
     CapturesUpdate,
     Delta,
     Job,
+    LensReading,
     QueueStats,
     SteeringUpdate,
+    TokenDirections,
     WorkerStats,
 )
 from rheostat_server.engine.loras import Lora
@@ -46,6 +49,7 @@ from rheostat_server.prompts.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector
+from rheostat_wire.dtypes import FloatArray
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -248,6 +252,32 @@ class VllmBackend:
         await self._call("rheostat_drop_vectors", [digest.hex() for digest in digests])
         _LOG.info("dropped %d vectors", len(digests))
 
+    async def lens(
+        self,
+        rows: FloatArray,
+        top_k: int,
+        token_ids: Sequence[int],
+        reference: FloatArray | None = None,
+    ) -> LensReading:
+        """Reads rows with the final norm and the unembedding."""
+        against = b"" if reference is None else reference.astype("<f4").tobytes()
+        call = self._call(
+            "rheostat_lens", rows.astype("<f4").tobytes(), top_k, list(token_ids), against
+        )
+        return _lens_reading(_only(cast(list[Mapping[str, bytes] | None], await call)), len(rows))
+
+    def text_of(self, token_id: int) -> str:
+        """The text of a token."""
+        return self._texts(token_id)
+
+    async def directions(self, token_ids: Sequence[int]) -> TokenDirections:
+        """The directions of tokens."""
+        call = self._call("rheostat_directions", list(token_ids))
+        rows, offsets = _only(cast(list[tuple[bytes, bytes] | None], await call))
+        return TokenDirections(
+            np.frombuffer(rows, "<f4").reshape(len(token_ids), -1), np.frombuffer(offsets, "<f4")
+        )
+
     async def worker_stats(self) -> WorkerStats:
         """The use of memory and slots by the fullest worker, and the sums of all captured rows."""
         reports = cast(list[dict[str, object]], await self._call("rheostat_stats"))
@@ -337,6 +367,23 @@ class VllmBackend:
             extra_args={EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
             skip_clone=True,  # nobody else has this object
         )
+
+
+def _only(answers: Sequence[T | None]) -> T:
+    """The answer of a worker that has one, such as the first of the last pipeline stage."""
+    return next(answer for answer in answers if answer is not None)
+
+
+def _lens_reading(answer: Mapping[str, bytes], rows: int) -> LensReading:
+    """The answer of `rheostat_lens`."""
+    whole, tables = ("top_ids", "ranks"), ("top_ids", "top_logprobs", "logprobs", "ranks")
+    arrays = {
+        name: np.frombuffer(data, "<i4" if name in whole else "<f4")
+        for name, data in answer.items()
+    }
+    for name in tables:
+        arrays[name] = arrays[name].reshape(rows, arrays[name].size // rows)
+    return LensReading(**arrays)
 
 
 def _positions(workers: Sequence[Sequence[tuple[int, str]]]) -> list[int | None] | Defect:

@@ -16,6 +16,7 @@ from rheostat_server.engine.backend import Backend
 from rheostat_server.errors import EngineLost
 from rheostat_server.limits import CALL_BYTES
 from rheostat_server.vectors.store import Vector, VectorStore
+from rheostat_wire.dtypes import FloatArray
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,12 +43,16 @@ class WorkerVectorCache:
     def __init__(self, backend: Backend, capacity: int) -> None:
         """Makes a cache without vectors, and its store of `capacity` bytes."""
         self.store = VectorStore(capacity, self._on_evict)
+        self.store.directions.connect(backend.info.vocabulary, self._directions)
         self._backend = backend
         self._loaded: set[bytes] = set()
         self._turn = asyncio.Lock()
         self._filling: _Call | None = None
         self._coming: dict[bytes, asyncio.Task[None]] = {}
         self._drops: set[asyncio.Task[None]] = set()
+
+    async def _directions(self, token_ids: Sequence[int]) -> FloatArray:
+        return (await self._backend.directions(token_ids)).rows
 
     async def ensure(self, vectors: Sequence[Vector]) -> None:
         """Returns once every worker has these vectors, which the store must hold.

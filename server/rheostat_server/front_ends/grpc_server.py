@@ -17,6 +17,7 @@ from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
+    lens_service_pb2,
     monitor_service_pb2,
     run_service_pb2,
     steering_service_pb2,
@@ -26,6 +27,7 @@ from rheostat_wire.v1 import (
 _FILES: tuple[FileDescriptor, ...] = (
     engine_service_pb2.DESCRIPTOR,
     generation_service_pb2.DESCRIPTOR,
+    lens_service_pb2.DESCRIPTOR,
     steering_service_pb2.DESCRIPTOR,
     sweep_service_pb2.DESCRIPTOR,
     capture_service_pb2.DESCRIPTOR,

@@ -16,7 +16,13 @@ from typing import NamedTuple
 
 from rheostat_engine import ModelSites
 from rheostat_server import validation
-from rheostat_server.errors import InvalidValue, MessageTooLarge, MissingField, VectorShape
+from rheostat_server.errors import (
+    InvalidValue,
+    MessageTooLarge,
+    MissingField,
+    NotSupported,
+    VectorShape,
+)
 from rheostat_server.limits import DIGEST_BYTES, INLINE_VECTOR_BYTES, LAYERS
 from rheostat_server.tensors import checked_payload, float_type
 from rheostat_server.validation import field_path
@@ -48,14 +54,23 @@ def find_vector(
         InvalidArgument: the reference is malformed.
         NotFound: no vector has this digest or name.
         MessageTooLarge: the vector is inline and too large.
+        NotSupported: it is a direction of a token, and is not loaded, or the model has none.
         VectorShape: the vector does not have the model's width.
     """
     if ref is None:
         raise MissingField("a vector is required", field=path)
-    kind = validation.required(ref.WhichOneof("ref"), path, "digest, name and inline")
+    kind = validation.required(
+        ref.WhichOneof("ref"), path, "digest, name, inline and token_direction"
+    )
     row_layers, field, name = _row_layers(ref, path), field_path(path, kind), ""
     if kind == "inline":
         vector = inline_vector(ref.inline, model.width, field)
+    elif kind == "token_direction":
+        if model.no_directions:
+            raise NotSupported(
+                f"tokens of this model have no directions: {model.no_directions}", field=field
+            )
+        vector = vectors.token_direction(ref.token_direction, field)
     elif kind == "digest":
         if len(ref.digest) != DIGEST_BYTES:
             raise InvalidValue(f"a digest has {DIGEST_BYTES} bytes", field=field)

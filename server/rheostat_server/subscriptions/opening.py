@@ -30,6 +30,7 @@ from rheostat_server.subscriptions.observed import (
 )
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorStore, VectorView
+from rheostat_server.vectors.token_directions import with_directions
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 
@@ -78,8 +79,10 @@ async def check_opening(
             observer_capture.overload, capture_pb2.Overload.values(), "open.overload"
         )
         check_spill(observer_capture.overload, "open.overload", spools=spools)
-    resolved, captures = await asyncio.to_thread(
-        _resolve, observer_capture, model, typical, store.view()
+    resolved, captures = await with_directions(
+        store.directions,
+        observer_capture,
+        lambda: asyncio.to_thread(_resolve, observer_capture, model, typical, store.view()),
     )
     if captures.cost > OBSERVER_COST:
         raise InvalidValue(

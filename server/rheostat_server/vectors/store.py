@@ -26,8 +26,9 @@ from rheostat_server.errors import (
 from rheostat_server.limits import NAMES, NAMES_BYTES, RETRY_SECONDS, TENSOR_RANK, VECTOR_ROWS
 from rheostat_server.tensors import FloatType, widen
 from rheostat_server.vectors.listing import FIRST, Key, Listing
+from rheostat_server.vectors.token_directions import TokenDirections
 from rheostat_wire.digests import vector_digest
-from rheostat_wire.v1 import types_pb2
+from rheostat_wire.v1 import types_pb2, vector_pb2
 
 _NAME_BYTES = 512
 _SITES_BYTES = 512
@@ -146,9 +147,15 @@ class VectorView:
     Each look-up is one look-up in a dictionary, which no other thread can interrupt.
     """
 
-    def __init__(self, vectors: Mapping[bytes, Vector], names: Mapping[str, Name]) -> None:
+    def __init__(
+        self,
+        vectors: Mapping[bytes, Vector],
+        names: Mapping[str, Name],
+        directions: TokenDirections,
+    ) -> None:
         self._vectors = vectors
         self._names = names
+        self._directions = directions
 
     def get(self, digest: bytes, path: str) -> Vector:
         """A vector by digest.
@@ -178,6 +185,16 @@ class VectorView:
             )
         return label
 
+    def token_direction(self, direction: vector_pb2.TokenDirection, path: str) -> Vector:
+        """The vector [1, W] of a direction of a token.
+
+        Raises:
+            InvalidArgument: there is no such token.
+            DirectionNotLoaded: it has not been loaded.
+        """
+        row = self._directions.find(direction, path)
+        return make_vector(FloatType.FLOAT32, 1, len(row), row.astype("<f4").tobytes(), path)
+
     def size(self, reference: str | bytes) -> int:
         """Bytes of the vector of a name or a digest; 0 if there is none."""
         if isinstance(reference, str):
@@ -191,7 +208,7 @@ class Lookups(VectorView):
     """A view that records the results of its look-ups."""
 
     def __init__(self, view: VectorView) -> None:
-        super().__init__(view._vectors, view._names)
+        super().__init__(view._vectors, view._names, view._directions)
         self.vectors: dict[bytes, Vector] = {}
         """The vectors that were found, by digest."""
         self.names: dict[str, Name] = {}
@@ -221,7 +238,9 @@ class VectorStore:
         self._vectors: OrderedDict[bytes, Vector] = OrderedDict()
         self._store_time: dict[bytes, float] = {}
         self._names: dict[str, Name] = {}
-        self._view = VectorView(self._vectors, self._names)
+        self.directions = TokenDirections()
+        """The directions of tokens that requests may refer to."""
+        self._view = VectorView(self._vectors, self._names, self.directions)
         self._named: Counter[bytes] = Counter()
         self._users: Counter[bytes] = Counter()
         self._retained: Counter[bytes] = Counter()

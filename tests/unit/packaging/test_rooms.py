@@ -76,6 +76,7 @@ SERVER_LAYERS = (
     "generation",
     "derivation",
     "sweeps",
+    "lens",
     "front_ends",
     "api",
     "serve",

@@ -22,6 +22,7 @@ from rheostat_wire.v1 import (
     engine_service_pb2_grpc,
     generation_service_pb2,
     generation_service_pb2_grpc,
+    lens_service_pb2_grpc,
     monitor_service_pb2_grpc,
     run_service_pb2_grpc,
     steering_service_pb2_grpc,
@@ -96,6 +97,7 @@ class Client:
         self.generation = generation_service_pb2_grpc.GenerationServiceStub(channel)
         self.steering = steering_service_pb2_grpc.SteeringServiceStub(channel)
         self.capture = capture_service_pb2_grpc.CaptureServiceStub(channel)
+        self.lens = lens_service_pb2_grpc.LensServiceStub(channel)
         self.sweep = sweep_service_pb2_grpc.SweepServiceStub(channel)
         self.runs = run_service_pb2_grpc.RunServiceStub(channel)
         self.monitor = monitor_service_pb2_grpc.MonitorServiceStub(channel)

@@ -36,8 +36,10 @@ from rheostat_server.engine.backend import (
     Delta,
     Ending,
     Job,
+    LensReading,
     QueueStats,
     SteeringUpdate,
+    TokenDirections,
     WorkerStats,
 )
 from rheostat_server.errors import Defect, EngineLost
@@ -112,6 +114,15 @@ def row(site: int, position: int) -> np.ndarray:
 def positions_of(spans: Spans, start: int, end: int) -> list[int]:
     return [p for p in range(start, end) if any(a <= p < b for a, b in spans)]
 
+
+UNEMBEDDING = np.random.default_rng(7).normal(size=(VOCABULARY, WIDTH)).astype(np.float32)
+"""Directions of the scripted engine's tokens."""
+
+OFFSETS = np.random.default_rng(8).normal(size=VOCABULARY).astype(np.float32)
+"""What its logits have without any row."""
+
+SCALE = 0.001
+"""The scale of its final norm."""
 
 STREAM_NORM = 4.0
 """Norm of every row of the scripted engine's stream."""
@@ -189,6 +200,9 @@ class ScriptedBackend:
     """Plans of the samples that it runs."""
     positions: dict[str, int] = field(default_factory=dict)
     """The next position of each of them."""
+    lens_calls: list[int] = field(default_factory=list)
+    """The number of rows of each call of `lens`."""
+    direction_calls: list[list[int]] = field(default_factory=list)
     vectors: dict[bytes, Vector] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -450,6 +464,39 @@ class ScriptedBackend:
 
     async def drop_vectors(self, digests: Sequence[bytes]) -> None:
         self.dropped += [digest.hex() for digest in digests]
+
+    async def lens(
+        self,
+        rows: np.ndarray,
+        top_k: int,
+        token_ids: Sequence[int],
+        reference: np.ndarray | None = None,
+    ) -> LensReading:
+        """As a model without weights in its norm, whose scale is `SCALE` for every row."""
+        self.lens_calls.append(len(rows))
+        await asyncio.sleep(0)
+        logits = SCALE * (rows.astype(np.float64) @ UNEMBEDDING.T) + OFFSETS
+        normalizers = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
+        logprobs = logits - normalizers[:, None]
+        top = np.argsort(-logprobs, axis=1, kind="stable")[:, :top_k]
+        wanted = logprobs[:, list(token_ids)]
+        return LensReading(
+            top_ids=top.astype(np.int32),
+            top_logprobs=np.take_along_axis(logprobs, top, 1).astype(np.float32),
+            logprobs=wanted.astype(np.float32),
+            ranks=(1 + (logprobs[:, None] > wanted[:, :, None]).sum(-1)).astype(np.int32),
+            log_normalizers=normalizers.astype(np.float32),
+            divergences=np.empty(0, np.float32),
+            scales=np.full(len(rows), SCALE, np.float32),
+        )
+
+    def text_of(self, token_id: int) -> str:
+        return chr(token_id) if self.text is not None else ""
+
+    async def directions(self, token_ids: Sequence[int]) -> TokenDirections:
+        self.direction_calls.append(list(token_ids))
+        await asyncio.sleep(0)
+        return TokenDirections(UNEMBEDDING[list(token_ids)], OFFSETS[list(token_ids)])
 
     async def worker_stats(self) -> WorkerStats:
         return WorkerStats(steps={"plain": 3, "active": 2}, captured_rows=5)

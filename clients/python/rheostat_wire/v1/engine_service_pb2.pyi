@@ -73,6 +73,10 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     """Sweep."""
     FEATURE_WATCHES: _Feature.ValueType  # 21
     """Watch. Not sent yet."""
+    FEATURE_LENS: _Feature.ValueType  # 22
+    """Lens. The server has found the model's final norm."""
+    FEATURE_TOKEN_DIRECTIONS: _Feature.ValueType  # 23
+    """Attribute, and VectorRef.token_direction. The model's logits are linear in its final row."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """A part of the contract that a server may lack. New values may come with any release."""
@@ -121,6 +125,10 @@ FEATURE_SWEEPS: Feature.ValueType  # 20
 """Sweep."""
 FEATURE_WATCHES: Feature.ValueType  # 21
 """Watch. Not sent yet."""
+FEATURE_LENS: Feature.ValueType  # 22
+"""Lens. The server has found the model's final norm."""
+FEATURE_TOKEN_DIRECTIONS: Feature.ValueType  # 23
+"""Attribute, and VectorRef.token_direction. The model's logits are linear in its final row."""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 
 class _Runner:

@@ -102,6 +102,7 @@ class VectorRef(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
+    TOKEN_DIRECTION_FIELD_NUMBER: _builtins.int
     ROW_LAYERS_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """Digest: 32 bytes, else REASON_INVALID_VALUE. Not stored: REASON_VECTOR_NOT_FOUND."""
@@ -113,6 +114,12 @@ class VectorRef(_message.Message):
     def inline(self) -> _tensor_pb2.Tensor:
         """The vector itself, with an inline payload. At most Limits.inline_vector_bytes, else
         REASON_MESSAGE_TOO_LARGE.
+        """
+
+    @_builtins.property
+    def token_direction(self) -> Global___TokenDirection:
+        """The model's own direction of a token: one row, float32. In steering and captures of a request;
+        elsewhere REASON_NOT_SUPPORTED, as in a model that has no such directions (LensService).
         """
 
     @_builtins.property
@@ -128,17 +135,54 @@ class VectorRef(_message.Message):
         digest: _builtins.bytes = ...,
         name: _builtins.str = ...,
         inline: _tensor_pb2.Tensor | None = ...,
+        token_direction: Global___TokenDirection | None = ...,
         row_layers: _types_pb2.LayerList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "inline", b"inline", "name", b"name", "ref", b"ref", "row_layers", b"row_layers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "inline", b"inline", "name", b"name", "ref", b"ref", "row_layers", b"row_layers", "token_direction", b"token_direction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "inline", b"inline", "name", b"name", "ref", b"ref", "row_layers", b"row_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "inline", b"inline", "name", b"name", "ref", b"ref", "row_layers", b"row_layers", "token_direction", b"token_direction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_ref: _TypeAlias = _typing.Literal["digest", "name", "inline"]  # noqa: Y015
+    _WhichOneofReturnType_ref: _TypeAlias = _typing.Literal["digest", "name", "inline", "token_direction"]  # noqa: Y015
     _WhichOneofArgType_ref: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_ref) -> _WhichOneofReturnType_ref | None: ...
 
 Global___VectorRef: _TypeAlias = VectorRef  # noqa: Y015
+
+@_typing.final
+class TokenDirection(_message.Message):
+    """The direction of a token's logit: a row x of the stream that the final norm multiplies by s gives
+    the logit s (x.d), up to a constant. d is the model's own row of the unembedding, with the final
+    norm's weight and the scale of the logits in it; without its mean where the norm subtracts it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    MINUS_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token. Required; below the vocabulary's size (REASON_UNKNOWN_TOKEN)."""
+    minus_token_id: _builtins.int
+    """Another token, whose direction is subtracted. The same one: REASON_INVALID_VALUE."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int | None = ...,
+        minus_token_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_minus_token_id", b"_minus_token_id", "_token_id", b"_token_id", "minus_token_id", b"minus_token_id", "token_id", b"token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_minus_token_id", b"_minus_token_id", "_token_id", b"_token_id", "minus_token_id", b"minus_token_id", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__minus_token_id: _TypeAlias = _typing.Literal["minus_token_id"]  # noqa: Y015
+    _WhichOneofArgType__minus_token_id: _TypeAlias = _typing.Literal["_minus_token_id", b"_minus_token_id"]  # noqa: Y015
+    _WhichOneofReturnType__token_id: _TypeAlias = _typing.Literal["token_id"]  # noqa: Y015
+    _WhichOneofArgType__token_id: _TypeAlias = _typing.Literal["_token_id", b"_token_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__minus_token_id) -> _WhichOneofReturnType__minus_token_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_id) -> _WhichOneofReturnType__token_id | None: ...
+
+Global___TokenDirection: _TypeAlias = TokenDirection  # noqa: Y015
 
 @_typing.final
 class Readout(_message.Message):

@@ -13,6 +13,7 @@ from rheostat_wire.v1 import (
     engine_service_pb2,
     gate_pb2,
     generation_service_pb2,
+    lens_service_pb2,
     matrix_pb2,
     monitor_pb2,
     monitor_service_pb2,
@@ -28,6 +29,7 @@ from rheostat_wire.v1 import (
 
 from ..conftest import Refusal, Running, rest
 from ..fakes import INFO, ScriptedBackend
+from ..fakes import SITES as SCRIPTED_SITES
 from ..messages import (
     ONES,
     add,
@@ -121,6 +123,20 @@ async def move_runs(running: Running) -> None:
     await stub.PutRun(iter(messages), timeout=10)
 
 
+async def attribute(running: Running) -> None:
+    """Every use of the feature must be refused, or none."""
+    direction = vector_pb2.TokenDirection(token_id=5)
+    ref = vector_pb2.VectorRef(token_direction=direction)
+    pb = lens_service_pb2
+    for use in (
+        lambda: running.client.lens.Attribute(
+            pb.AttributeRequest(prompt=PROMPT, direction=direction), timeout=10
+        ),
+        lambda: generates(captures=[capture(projection=along(ref))])(running),
+    ):
+        await use()
+
+
 async def list_runs(running: Running) -> None:
     await captures(run=capture_pb2.RunTarget(run_id="kept"))(running)
     assert len((await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest())).runs) == 1
@@ -170,6 +186,12 @@ USES: dict[str, Use] = {
     "RUN_TRANSFER": move_runs,
     "SWEEPS": lambda running: rest(running.client.sweep.Sweep(SWEEP, timeout=10)),
     "WATCHES": watch,
+    "LENS": lambda running: rest(
+        running.client.lens.Lens(
+            lens_service_pb2.LensRequest(prompt=PROMPT, sites=SITES), timeout=10
+        )
+    ),
+    "TOKEN_DIRECTIONS": attribute,
 }
 """How each feature is used."""
 
@@ -188,7 +210,12 @@ async def either(request, starter, tmp_path):
     """A server that was started with nothing, and one with everything."""
     if request.param == "whole":
         return await starter(sinks=("mem=memory",), spool=str(tmp_path))
-    return await starter(ScriptedBackend(info=replace(INFO, loras=())))
+    return await starter(
+        ScriptedBackend(
+            info=replace(INFO, loras=()),
+            sites=replace(SCRIPTED_SITES, no_lens="a", no_directions="b"),
+        )
+    )
 
 
 async def listed(running: Running) -> list[str]:

@@ -12,6 +12,7 @@ from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
+    lens_service_pb2,
     monitor_service_pb2,
     run_service_pb2,
     steering_service_pb2,
@@ -27,6 +28,7 @@ BOUNDED = {
     "EngineService/GetStats": "the variants of the compiled model",
     "GenerationService/Explain": "what one request asks for",
     "GenerationService/Tokenize": "the tokens of one text",
+    "LensService/Attribute": "the model's layers",
 }
 """What answers with several things at once, and what bounds them."""
 
@@ -36,6 +38,7 @@ UNARY = {
         capture_service_pb2,
         engine_service_pb2,
         generation_service_pb2,
+        lens_service_pb2,
         monitor_service_pb2,
         sweep_service_pb2,
         run_service_pb2,

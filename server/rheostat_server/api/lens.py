@@ -1,0 +1,34 @@
+"""LensService: the model's final norm and unembedding, applied to rows of a prompt."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from rheostat_server.api.readiness import Readiness
+from rheostat_server.api.rpc import Context
+from rheostat_server.lens.attribution import attribute
+from rheostat_server.lens.lens import Lenses
+from rheostat_wire.v1 import lens_service_pb2, lens_service_pb2_grpc
+
+
+class LensService(lens_service_pb2_grpc.LensServiceServicer):
+    """Reads rows, and takes logits apart."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        """A service of the server in this state."""
+        self._readiness = readiness
+        self._lenses = Lenses()
+
+    async def Lens(
+        self, request: lens_service_pb2.LensRequest, context: Context
+    ) -> AsyncGenerator[lens_service_pb2.LensResponse, None]:
+        """Reads the rows of a prompt."""
+        responses = self._lenses.lens(request, self._readiness.manager())
+        async with aclosing(responses):
+            async for response in responses:
+                yield response
+
+    async def Attribute(
+        self, request: lens_service_pb2.AttributeRequest, context: Context
+    ) -> lens_service_pb2.AttributeResponse:
+        """Takes the logit of the token after a prompt apart."""
+        return await attribute(request, self._readiness.manager())

@@ -1,0 +1,194 @@
+"""Runs a prompt for the rows of its tokens: a request for one token, with captures.
+
+Each selected row comes once, or an error names the prompt.
+"""
+
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from rheostat_engine import Site
+from rheostat_server.admission.admit import AdmittedRequest, admit
+from rheostat_server.delivery.row_messages import CapturedRows
+from rheostat_server.errors import (
+    Defect,
+    Draining,
+    EmptySelector,
+    InvalidPosition,
+    RheostatError,
+)
+from rheostat_server.generation.responses import run
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.selectors.spans import clipped, length
+from rheostat_server.tasks.offload import offload
+from rheostat_wire.v1 import (
+    capture_pb2,
+    generation_pb2,
+    generation_service_pb2,
+    selector_pb2,
+    steering_pb2,
+    tensor_pb2,
+    types_pb2,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The captures of every prompt."""
+
+    site_set: types_pb2.SiteSet
+    """The sites, as a message."""
+    sites: tuple[Site, ...]
+    """The same sites, resolved."""
+    where: selector_pb2.Selector
+    """The selected tokens; see `prompt_selector`."""
+    lora: str
+    """Name of the adapter; empty if there is none."""
+    steering: steering_pb2.Steering | None = None
+    """The steering of every prompt."""
+
+
+class Rows(Protocol):
+    """Receives the rows of a prompt."""
+
+    def begin(self, admitted: AdmittedRequest, count: int) -> None:
+        """Is called once, with the number of selected rows of each site.
+
+        Raises:
+            RheostatError: the rows are refused.
+        """
+
+    def add(self, part: capture_pb2.Captured) -> None:
+        """Takes rows, [sites, positions, width], float32. May be called on a thread."""
+
+    def complete(self) -> bool:
+        """Whether every row has come."""
+
+
+def prompt_selector(where: selector_pb2.Selector | None) -> selector_pb2.Selector:
+    """Checks a selector of prompt tokens; returns one for the last prompt token if it is None.
+
+    Raises:
+        EmptySelector: the selector has no range.
+        InvalidPosition: the selector includes generated tokens.
+    """
+    last = selector_pb2.Range(positions=selector_pb2.Window(start=-1))
+    if where is None:
+        return selector_pb2.Selector(include=[last])
+    check_prompt_selector(where)
+    return where
+
+
+def check_prompt_selector(where: selector_pb2.Selector) -> None:
+    """Checks a selector of prompt tokens.
+
+    It need not exclude generated tokens, because the only generated token has no row.
+
+    Raises:
+        EmptySelector: the selector has no range.
+        InvalidPosition: the selector includes generated tokens.
+    """
+    if not where.include and not where.exclude:
+        raise EmptySelector("a selector needs at least one range", field="where")
+    for index, token_range in enumerate(where.include):
+        kind = token_range.WhichOneof("kind")
+        if kind == "generated" or token_range.phase == types_pb2.PHASE_GENERATED:
+            raise InvalidPosition(
+                "only tokens of the prompt can be selected, because nothing is generated",
+                field=f"where.include[{index}].{kind}",
+            )
+
+
+async def read_rows(
+    prompt: types_pb2.Prompt, path: str, reading: Reading, manager: RequestManager, rows: Rows
+) -> None:
+    """Runs a prompt, and hands its rows over. A cancelled call aborts the request.
+
+    `path` is the field of the prompt, for errors.
+
+    Raises:
+        RheostatError: the request cannot run, or has failed.
+    """
+    with _naming(path):
+        admitted = await admit(_request(prompt, reading), manager.admission)
+        rows.begin(admitted, selected_rows(admitted, reading.where))
+        async with aclosing(run(admitted, manager)) as responses:
+            async for response in responses:
+                if isinstance(response, CapturedRows):
+                    part = response.to_message()
+                    await offload(len(part.tensor.inline), rows.add, part)
+        if not rows.complete():
+            if manager.draining:
+                raise Draining("the server is ending; it did not run all prompts")
+            raise Defect("the engine did not deliver every row")
+
+
+def _request(prompt: types_pb2.Prompt, reading: Reading) -> generation_service_pb2.GenerateRequest:
+    capture = capture_pb2.CaptureSpec(
+        sites=reading.site_set,
+        where=reading.where,
+        inline=capture_pb2.InlineTarget(),
+        dtype=tensor_pb2.DTYPE_FLOAT32,
+    )
+    request = request_for(prompt, capture, lora_name=reading.lora)
+    if reading.steering is not None:
+        request.steering.CopyFrom(reading.steering)
+    return request
+
+
+def request_for(
+    prompt: types_pb2.Prompt, capture: capture_pb2.CaptureSpec, *, lora_name: str
+) -> generation_service_pb2.GenerateRequest:
+    """A request that runs a prompt for one token, with one capture."""
+    request = generation_service_pb2.GenerateRequest(
+        sampling=generation_pb2.Sampling(max_tokens=1, temperature=0),
+        captures=[capture],
+        lora_name=lora_name,
+    )
+    if prompt.HasField("text"):
+        request.text = prompt.text
+    elif prompt.HasField("token_ids"):
+        request.token_ids.CopyFrom(prompt.token_ids)
+    else:
+        request.chat.CopyFrom(prompt.chat)
+    return request
+
+
+def selected_rows(admitted: AdmittedRequest, where: selector_pb2.Selector) -> int:
+    """The number of selected rows of each site of the only capture.
+
+    Raises:
+        InvalidPosition: no row is selected, or a window ends after the prompt.
+    """
+    end = admitted.prompt_len
+    for index, token_range in enumerate(where.include):
+        if token_range.HasField("positions") and token_range.positions.end > end:
+            raise InvalidPosition(
+                f"the window ends at {token_range.positions.end}, the prompt at {end}",
+                field=f"where.include[{index}].positions.end",
+            )
+    count = length(clipped(admitted.captures[0].selection.known, 0, end))
+    if not count:
+        raise InvalidPosition("no token of the prompt is selected", field="where")
+    return count
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Makes errors of a prompt's request name the fields of the call that runs it."""
+    try:
+        yield
+    except RheostatError as error:
+        field = error.field.removeprefix("captures[0].")
+        if field.startswith(("text", "token_ids", "chat")):
+            error.field = f"{path}.{field}"
+            raise
+        if field == "captures":
+            field = "sites"
+        elif not field.startswith(("where", "sites", "lora_name", "steering", path)):
+            field = path if field else ""
+        error.field = field
+        if field not in ("", path, "lora_name") and not field.startswith("steering"):
+            error.message = f"{path}: {error.message}"
+        raise
