@@ -58,6 +58,7 @@ from rheostat._responses.explanations import (
     TextSpan,
     Tokenized,
 )
+from rheostat._responses.lens import Attribution, LensResult
 from rheostat._responses.model import Ability, EngineInfo, Limits, ModelInfo, SiteGroup, Stats
 from rheostat._responses.receipts import (
     AppliedIntervention,
@@ -98,6 +99,7 @@ from rheostat._steering.replacements import (
     run_mean,
 )
 from rheostat._steering.steering import ablate, band, clamp, norm_add, scale
+from rheostat._steering.token_directions import TokenDirection, token_direction
 from rheostat._steering.vectors import Add, Intervention, Vector, VectorInfo, inline, named
 from rheostat._subscriptions.events import (
     Attached,
@@ -127,6 +129,7 @@ __all__ = [
     "AppliedSite",
     "Artifact",
     "Attached",
+    "Attribution",
     "Band",
     "CacheKey",
     "Cancelled",
@@ -159,6 +162,7 @@ __all__ = [
     "Heartbeat",
     "Intervention",
     "InvalidRequest",
+    "LensResult",
     "Limits",
     "ModelInfo",
     "NormAdd",
@@ -201,6 +205,7 @@ __all__ = [
     "Subscription",
     "SubscriptionEvent",
     "TextSpan",
+    "TokenDirection",
     "TokenLogprob",
     "TokenLogprobs",
     "Tokenized",
@@ -235,6 +240,7 @@ __all__ = [
     "save_vector",
     "scale",
     "span",
+    "token_direction",
     "token_ids",
     "window",
 ]

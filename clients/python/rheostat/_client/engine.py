@@ -6,36 +6,31 @@ shared between threads.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, Self, Unpack
+from typing import Self, Unpack
 
-import numpy.typing as npt
-
-from rheostat._arrays import ArrayLike, Element
+from rheostat._arrays import Element
 from rheostat._capture.activations import Activations
 from rheostat._capture.artifacts import Artifact, SinkInfo
-from rheostat._client import calls, run_calls, vector_calls
+from rheostat._client import calls, lens_calls, run_calls
+from rheostat._client.vectors import Reader, Vectors
 from rheostat._client.requests import GenerateOptions, check_options
 from rheostat._client.run_calls import CapturedRun, ExactEncoding, RowsBySite
 from rheostat._client.sessions import SessionCall, SessionEvent, Updates
 from rheostat._connection import readiness
-from rheostat._connection.connection import Connection, Responses, sleep
-from rheostat._connection.calls import Accumulator, Answer, Result, Step
+from rheostat._connection.connection import Connection, sleep
 from rheostat._connection.channel import UNARY_TIMEOUT, default_target
 from rheostat._errors import DeadlineExceeded, RheostatError, Unavailable
 from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
 from rheostat._responses.explanations import Explanation, Tokenized
+from rheostat._responses.lens import Attribution, LensResult
 from rheostat._responses.model import ModelInfo, Stats
 from rheostat._responses.results import Event, Generation
 from rheostat._runs import RunInfo
 from rheostat._selectors import SelectorLike
-from rheostat._steering.derivations import Derivation, DeriveMethod
 from rheostat._steering.global_steering import GlobalSteering
 from rheostat._steering.steering import SteeringLike
-from rheostat._steering.transfers import Progress
-from rheostat._steering.vectors import Vector, VectorInfo
 from rheostat._subscriptions import requests as subscribe_requests
 from rheostat._subscriptions.subscription import Subscription
 from rheostat._subscriptions.events import Cursor
@@ -45,44 +40,6 @@ from rheostat_wire.v1 import generation_service_pb2
 __all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "connect"]
 
 _NAME = "Engine"
-
-
-class Reader(Generic[Answer, Step, Result]):
-    """Reads a response stream: events as they arrive, then one result made of all of them."""
-
-    def __init__(
-        self, responses: Responses[Answer], accumulator: Accumulator[Answer, Step, Result]
-    ) -> None:
-        self._responses = responses
-        self._accumulator = accumulator
-        self._events: deque[Step] = deque()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Step:
-        while not self._events:
-            self._events.extend(self._accumulator.add(next(self._responses)))
-        return self._events.popleft()
-
-    def result(self) -> Result:
-        """Read to the end, and return the result. It includes events that were read before."""
-        for _ in self:
-            pass
-        return self._accumulator.result()
-
-    def cancel(self) -> None:
-        """End the call; the server frees its resources. Does nothing if it has ended already."""
-        self._responses.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.cancel()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._responses.target!r})"
 
 
 class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
@@ -136,155 +93,6 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
         """End the call; the server frees its resources. Does nothing if it has ended already."""
         self._updates.close()
         super().cancel()
-
-
-class Vectors:
-    """The server's store of vectors."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def put(
-        self,
-        array: ArrayLike | npt.ArrayLike | Vector,
-        *,
-        points: PointsLike | None = None,
-        layers: LayersLike | None = None,
-        name: str | None = None,
-        description: str | None = None,
-        dtype: Element | None = None,
-        progress: Progress | None = None,
-        timeout: float | None = None,
-    ) -> Vector:
-        """Store a vector and return its handle. Equal content is stored once.
-
-        ``array`` is [width], one row for every layer, or [layers, width], one row per layer: a
-        numpy array, a torch tensor or anything with ``__array__``. float32, float16 and bfloat16
-        are kept, other numbers are rounded to float32. ``dtype`` converts; ``dtype="bfloat16"``
-        reads uint16 as bits.
-
-        The handle acts at ``points`` and ``layers`` by default. If ``name`` and both are given, the
-        server stores them for other clients. If another vector has the name, the name moves to this
-        vector. A vector without a name may be evicted while no request uses it. A `Vector` that
-        holds its numbers, for instance from `load_vector`, supplies omitted arguments.
-
-        Raises InvalidRequest for a dose, for another rank, for elements that are not finite, if
-        the number of rows is neither 1 nor that of ``layers``, and for layers that the model lacks.
-        ``progress`` is called on a thread of gRPC, in `rheostat.aio` on the event loop. Its
-        exceptions end the upload and are raised unchanged.
-        """
-        call = vector_calls.put_vector(
-            array,
-            points=points,
-            layers=layers,
-            name=name,
-            description=description,
-            dtype=dtype,
-            progress=progress,
-        )
-        return self._connection.upload(call, timeout)
-
-    def get(
-        self, name: str | None = None, *, digest: str | None = None, timeout: float | None = None
-    ) -> Vector:
-        """Fetch a vector with its numbers (``vector.values``), by name or by digest."""
-        call, timeout = vector_calls.get_vector(name, digest), self._connection.limit(timeout)
-        responses = self._connection.download(call, timeout)
-        return Reader(responses, call.accumulator()).result()
-
-    def derive(
-        self,
-        positive: Iterable[Prompt],
-        negative: Iterable[Prompt],
-        *,
-        points: PointsLike,
-        layers: LayersLike,
-        where: SelectorLike = None,
-        method: DeriveMethod = "difference_of_means",
-        name: str | None = None,
-        description: str = "",
-        lora: str | None = None,
-        progress: Progress | None = None,
-        timeout: float | None = None,
-    ) -> Derivation:
-        """Derive and store vectors that separate two sets of prompts, and measure how well.
-
-        The server runs every prompt and captures it at the points and layers, on the tokens
-        ``where`` (default: the last prompt token), averaged per prompt. A vector has one row per
-        layer, by ``method``:
-
-        * "difference_of_means": the mean of the positive prompts less the mean of the negative ones
-          (Rimsky et al., 2023).
-        * "principal_component": the first principal component of the pairwise differences, of norm
-          1 (Zou et al., 2023). The sets pair up in order.
-
-        With several points there is one vector per point, and "/resid_pre" etc. is appended to
-        ``name``. A vector without a name may be evicted.
-
-        To steer at the best layer alone, take its row:
-        ``derived.vector.select(layers=derived.best.site.layer)``.
-
-        ``progress`` is called with the number of prompts that have run, and of all prompts. Its
-        exceptions end the call and are raised unchanged. ``timeout`` is in seconds; None waits
-        without limit. If a prompt cannot run, InvalidRequest names it (``positive[3].text``).
-        """
-        call = vector_calls.derive_vectors(
-            positive,
-            negative,
-            points=points,
-            layers=layers,
-            where=where,
-            method=method,
-            name=name,
-            description=description,
-            lora=lora,
-            progress=progress,
-        )
-        responses = self._connection.download(call, timeout)
-        with Reader(responses, call.accumulator()) as reader:
-            return reader.result()
-
-    def set_name(
-        self,
-        name: str,
-        vector: Vector | str,
-        *,
-        expected: Vector | str | None = None,
-        points: PointsLike | None = None,
-        layers: LayersLike | None = None,
-        description: str | None = None,
-    ) -> str:
-        """Name a stored vector, and return the digest that had the name before, "" for none.
-
-        ``vector`` and ``expected`` are handles or digests. If another vector has the name, the name
-        moves, and no numbers are sent. Running requests keep the vector that they started with.
-
-        ``expected`` is the vector that should have the name now, "" for none. If another vector has
-        it, Refused is raised with REASON_NAME_CONFLICT. ``points``, ``layers`` and ``description``
-        are stored with the name. If neither the call nor the handle has a value, the stored value
-        stays. Raises NotFound if ``vector`` is not stored, InvalidRequest for layers that the model
-        lacks.
-        """
-        call = vector_calls.set_name(
-            name,
-            vector,
-            expected=expected,
-            points=points,
-            layers=layers,
-            description=description,
-        )
-        return self._connection.unary(call)
-
-    def list(self, prefix: str = "") -> list[VectorInfo]:
-        """Stored vectors whose name begins with ``prefix``, by name; "" adds unnamed vectors."""
-        return self._connection.paged(vector_calls.list_vectors(prefix))
-
-    def delete(self, name: str) -> str:
-        """Delete a name and return its vector's digest. Running requests keep the vector."""
-        return self._connection.unary(vector_calls.delete_name(name))
-
-    def __repr__(self) -> str:
-        return f"Vectors({self._connection.target!r})"
 
 
 class Steering:
@@ -398,6 +206,62 @@ class Engine:
         """What `generate` would do: sites, positions and doses. The model does not run."""
         check_options("explain", options)
         return self._connection.unary(calls.explain(prompt, **options), timeout)
+
+    def lens(
+        self,
+        prompt: Prompt,
+        *,
+        points: PointsLike = "resid_post",
+        layers: LayersLike = "all",
+        where: SelectorLike = None,
+        top_k: int | None = None,
+        tokens: Sequence[int] = (),
+        steering: SteeringLike = None,
+        lora: str | None = None,
+        timeout: float | None = None,
+    ) -> LensResult:
+        """What each row of a prompt says about the next token: the logit lens.
+
+        The model's final norm and unembedding are applied to the rows at the points and layers, on
+        the tokens ``where`` (default: the last prompt token). The result has the ``top_k``
+        likeliest tokens of each row (default: 5), and exact log-probabilities and ranks of up to 64
+        ``tokens``. At ``resid_post`` of the last layer they are the model's own. ``steering`` and
+        ``lora`` act while the prompt runs; the unembedding is the base model's. ``timeout`` is in
+        seconds; None waits without limit.
+        """
+        call = lens_calls.lens(
+            prompt,
+            points=points,
+            layers=layers,
+            where=where,
+            top_k=top_k,
+            tokens=tokens,
+            steering=steering,
+            lora=lora,
+        )
+        responses = self._connection.download(call, timeout)
+        with Reader(responses, call.accumulator()) as reader:
+            return reader.result()
+
+    def attribute(
+        self,
+        prompt: Prompt,
+        token: int,
+        *,
+        minus: int | None = None,
+        steering: SteeringLike = None,
+        lora: str | None = None,
+        timeout: float | None = None,
+    ) -> Attribution:
+        """Direct logit attribution: what each part of the model adds to the next token's logit.
+
+        In one forward pass, the logit of ``token`` after the prompt, less that of ``minus``, is
+        taken apart into the embedding and every ``attn_out`` and ``mlp_out``, with the final norm's
+        scale as it is in the pass. Raises Refused for a model whose logits are not linear in its
+        final row, for instance because it caps them.
+        """
+        call = lens_calls.attribute(prompt, token, minus=minus, steering=steering, lora=lora)
+        return self._connection.unary(call, timeout)
 
     def tokenize(self, prompt: Prompt) -> Tokenized:
         """The tokens of a text or of messages, or the text of token ids."""

@@ -1,0 +1,69 @@
+"""Calls that read rows with the model's final norm and unembedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from rheostat._connection.calls import DownloadCall, UnaryCall
+from rheostat._fields import builds_message, utf8_text, whole_number
+from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
+from rheostat._prompts import Prompt, put_prompt
+from rheostat._responses.lens import Attribution, LensAccumulator, LensResult, read_attribution
+from rheostat._selectors import SelectorLike, selector_of, to_wire
+from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat._steering.token_directions import token_direction_to_wire
+from rheostat_wire.v1 import lens_service_pb2, selector_pb2, types_pb2
+
+
+@builds_message
+def lens(
+    prompt: Prompt,
+    *,
+    points: PointsLike,
+    layers: LayersLike,
+    where: SelectorLike,
+    top_k: int | None,
+    tokens: Sequence[int],
+    steering: SteeringLike,
+    lora: str | None,
+) -> DownloadCall[lens_service_pb2.LensResponse, None, LensResult]:
+    ids = [
+        whole_number(token, f"token_ids[{number}]", "a token id", reason="REASON_UNKNOWN_TOKEN")
+        for number, token in enumerate(tokens)
+    ]
+    request = lens_service_pb2.LensRequest(
+        sites=site_set(points_of(points), layers_of(layers)),
+        steering=steering_to_wire(steering),
+        lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
+        top_k=None if top_k is None else whole_number(top_k, "top_k", "top_k"),
+        token_ids=ids,
+    )
+    put_prompt(request.prompt, prompt)
+    if where is not None:
+        every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
+        request.where.CopyFrom(to_wire(selector_of(where)) or every)
+    return DownloadCall(
+        "/rheostat.v1.LensService/Lens",
+        request,
+        lens_service_pb2.LensResponse,
+        partial(LensAccumulator, ids),
+    )
+
+
+@builds_message
+def attribute(
+    prompt: Prompt, token: int, *, minus: int | None, steering: SteeringLike, lora: str | None
+) -> UnaryCall[lens_service_pb2.AttributeResponse, Attribution]:
+    request = lens_service_pb2.AttributeRequest(
+        direction=token_direction_to_wire(token, minus, "direction"),
+        steering=steering_to_wire(steering),
+        lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
+    )
+    put_prompt(request.prompt, prompt)
+    return UnaryCall(
+        "/rheostat.v1.LensService/Attribute",
+        request,
+        lens_service_pb2.AttributeResponse,
+        read_attribution,
+    )
