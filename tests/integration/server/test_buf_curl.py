@@ -49,6 +49,14 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
         "vectors",
     ),
     "CaptureService/ListSinks": ({}, ""),
+    "LensService/Lens": (
+        {"prompt": {"text": "My day was"}, "sites": {"points": ["POINT_RESID_POST"], "all": {}}},
+        "topTexts",
+    ),
+    "LensService/Attribute": (
+        {"prompt": {"text": "My day was"}, "direction": {"tokenId": 5}},
+        "contributions",
+    ),
     "RunService/ListRuns": ({}, "capacityBytes"),
     "RunService/CaptureRun": (
         {"prompt": {"text": "a"}, "sites": {"points": ["POINT_RESID_POST"], "all": {}}},
@@ -127,6 +135,7 @@ def test_reflection_lists_every_service(server: Server) -> None:
         "rheostat.v1.CaptureService",
         "rheostat.v1.EngineService",
         "rheostat.v1.GenerationService",
+        "rheostat.v1.LensService",
         "rheostat.v1.MonitorService",
         "rheostat.v1.SweepService",
         "rheostat.v1.RunService",
