@@ -111,6 +111,9 @@ from rheostat._subscriptions.events import (
 )
 from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
 from rheostat._subscriptions.subscription import Subscription
+from rheostat._sweeps.pairs import Pair
+from rheostat._sweeps.requests import SweepOptions, Zoom
+from rheostat._sweeps.result import Cell, SweepResult
 
 try:
     __version__ = version("rheostat")
@@ -138,6 +141,7 @@ __all__ = [
     "CapturedRows",
     "CapturedRun",
     "CapturedSite",
+    "Cell",
     "ChatMessage",
     "Clamp",
     "Cursor",
@@ -168,6 +172,7 @@ __all__ = [
     "NormAdd",
     "NotFound",
     "OutOfRange",
+    "Pair",
     "PermissionDenied",
     "Point",
     "PromptLogprobs",
@@ -204,6 +209,8 @@ __all__ = [
     "SubscribeOptions",
     "Subscription",
     "SubscriptionEvent",
+    "SweepOptions",
+    "SweepResult",
     "TextSpan",
     "TokenDirection",
     "TokenLogprob",
@@ -220,6 +227,7 @@ __all__ = [
     "Vectors",
     "Violation",
     "Zeros",
+    "Zoom",
     "ablate",
     "aio",
     "back_projected",

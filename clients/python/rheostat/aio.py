@@ -7,6 +7,7 @@ synchronous client, ``_client/engine.py``, from this module.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Self, Unpack
 
 from rheostat._arrays import Element
@@ -20,7 +21,7 @@ from rheostat._client.sessions import SessionCall, SessionEvent, Updates
 from rheostat._connection import readiness
 from rheostat._connection.aio_connection import Connection, sleep
 from rheostat._connection.channel import UNARY_TIMEOUT, default_target
-from rheostat._errors import DeadlineExceeded, RheostatError, Unavailable
+from rheostat._errors import DeadlineExceeded, Refused, RheostatError, Unavailable
 from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
 from rheostat._responses.explanations import Explanation, Tokenized
@@ -35,9 +36,19 @@ from rheostat._subscriptions import requests as subscribe_requests
 from rheostat._subscriptions.aio_subscription import Subscription
 from rheostat._subscriptions.events import Cursor
 from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
+from rheostat._sweeps.accumulator import OnCell, OnProgress, SweepAccumulator
+from rheostat._sweeps.pairs import Pair, answer_texts, checked_pairs
+from rheostat._sweeps.requests import SweepOptions, grade_specs, sweep_request
+from rheostat._sweeps.result import SweepResult
 from rheostat_wire.v1 import generation_service_pb2
 
 __all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "connect"]
+
+RESUMPTIONS = 3
+"""Attempts, one after the other, to take up a sweep that broke before a further cell came."""
+
+RESUME_AFTER = 1.0
+"""Seconds before such an attempt."""
 
 _NAME = "aio.Engine"
 
@@ -262,6 +273,66 @@ class Engine:
         """
         call = lens_calls.attribute(prompt, token, minus=minus, steering=steering, lora=lora)
         return await self._connection.unary(call, timeout)
+
+    async def sweep(
+        self,
+        pairs: Pair | Sequence[Pair],
+        *,
+        points: PointsLike = "resid_post",
+        layers: LayersLike = "all",
+        grades: str | Iterable[str] = "logprob",
+        progress: OnProgress | None = None,
+        on_cell: OnCell | None = None,
+        timeout: float | None = None,
+        **options: Unpack[SweepOptions],
+    ) -> SweepResult:
+        """Activation patching over a grid: a row for each site, a column for each position.
+
+        In each cell, rows of one prompt of a pair replace those of the other at the row's site and
+        the column's positions. The grades say what this does to the next token: "logprob" of the
+        answer, its "probability" or "rank", or the "logit_difference" to the foil; or
+        "recovered logprob" and so on: 0 where nothing changes, 1 where the other prompt's value is
+        reached. They are averaged over the pairs. ``options`` are those of `SweepOptions`.
+
+        ``progress`` is called with the cells that are done and all cells, ``on_cell`` with each
+        `Cell` as it comes. A call that breaks is taken up with the cells that are left.
+
+        Raises InvalidRequest for malformed pairs, Refused with REASON_NO_CONTRAST if a recovered
+        part has no meaning, because both prompts grade alike. Method: Meng et al., "Locating and
+        Editing Factual Associations in GPT" (2022); Zhang and Nanda, "Towards Best Practices of
+        Activation Patching" (2023).
+        """
+        check_options("sweep", options, SweepOptions)
+        chosen = checked_pairs(pairs)
+        specs = grade_specs(grades)
+        tokens = {}
+        for text in answer_texts(chosen):
+            tokens[text] = await self._connection.unary(calls.tokenize_answer(text))
+        request = sweep_request(
+            chosen, tokens, points=points, layers=layers, grades=specs, options=options
+        )
+        found = SweepAccumulator(
+            specs, pair_values=request.pair_values, progress=progress, on_cell=on_cell
+        )
+        failures = 0
+        while True:
+            before = found.count
+            responses = self._connection.download(calls.sweep(request, found), timeout)
+            try:
+                await Reader(responses, found).result()
+                break
+            except Unavailable:
+                failures = 1 if found.count > before else failures + 1
+                if failures > RESUMPTIONS:
+                    raise
+            del request.done[:]
+            request.done.extend(found.done)
+            await sleep(RESUME_AFTER)
+        if ids := found.clean_token_ids:
+            with suppress(Refused):  # a server without a tokenizer
+                pieces = (await self.tokenize(ids)).pieces
+                found.tokens = tuple(pieces[int(column)] for column in found.columns)
+        return found.result()
 
     async def tokenize(self, prompt: Prompt) -> Tokenized:
         """The tokens of a text or of messages, or the text of token ids."""

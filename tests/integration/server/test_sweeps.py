@@ -446,3 +446,17 @@ def test_prompts_that_grade_alike_have_nothing_to_recover(services: Services) ->
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "they differ by no more than" in caught.value.details()
     assert not services.run_ids()
+
+
+def test_the_clients_result_is_the_grid(services: Services, engine: rheostat.Engine) -> None:
+    raw = sweep(services, grades=[grade("LOGIT_DIFFERENCE", recovered=True)])
+    pair = rheostat.Pair(CLEAN, corrupt=CORRUPT, answer=RIGHT, foil=WRONG)
+    told: list[tuple[int, int]] = []
+    result = engine.sweep(
+        pair, grades="recovered logit_difference", progress=lambda *counts: told.append(counts)
+    )
+    np.testing.assert_allclose(result.array(), raw.grid(), atol=1e-4)
+    assert told[-1] == (raw.grid().size, raw.grid().size)
+    assert result.tokens[-1] == " of"
+    assert result.top(1)[0].site.point == "resid_post"
+    assert not result.skipped

@@ -25,12 +25,15 @@ from rheostat._responses.model import ModelInfo, Stats, read_model, read_stats
 from rheostat._responses.results import Event, Generation
 from rheostat._steering.global_steering import GlobalSteering, read_global
 from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat._sweeps.accumulator import SweepAccumulator
+from rheostat._sweeps.result import SweepResult
 from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
     steering_pb2,
     steering_service_pb2,
+    sweep_service_pb2,
 )
 
 
@@ -75,6 +78,29 @@ def tokenize(prompt: Prompt) -> UnaryCall[generation_service_pb2.TokenizeRespons
         requests.tokenize_request(prompt),
         generation_service_pb2.TokenizeResponse,
         read_tokenized,
+    )
+
+
+def tokenize_answer(
+    text: str,
+) -> UnaryCall[generation_service_pb2.TokenizeResponse, tuple[int, ...]]:
+    """The tokens of a text that follows a prompt."""
+    return UnaryCall(
+        "/rheostat.v1.GenerationService/Tokenize",
+        generation_service_pb2.TokenizeRequest(text=text, add_special_tokens=False),
+        generation_service_pb2.TokenizeResponse,
+        lambda answer: tuple(answer.token_ids.ids),
+    )
+
+
+def sweep(
+    request: sweep_service_pb2.SweepRequest, found: SweepAccumulator
+) -> DownloadCall[sweep_service_pb2.SweepResponse, None, SweepResult]:
+    return DownloadCall(
+        "/rheostat.v1.SweepService/Sweep",
+        request,
+        sweep_service_pb2.SweepResponse,
+        lambda: found,
     )
 
 

@@ -1,0 +1,1 @@
+"""Sweeps: activation patching over a grid of sites and positions."""

@@ -1,0 +1,137 @@
+"""Pairs of prompts, and the answers that a sweep grades them by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from rheostat._errors import invalid
+from rheostat._fields import utf8_text, whole_number
+from rheostat._prompts import Prompt, put_prompt
+from rheostat._selectors import SelectorLike, selector_of, to_wire
+from rheostat._steering.replacements import FromRun, RunMean, Zeros
+from rheostat_wire.v1 import selector_pb2, sweep_pb2, types_pb2
+
+Answer: TypeAlias = str | Sequence[int] | Sequence[str | Sequence[int]]
+"""A text, the token ids of a text, or several of these. A leading space of a text counts. The
+probability of an answer of several tokens is their product, that of several answers their sum."""
+
+Corruption: TypeAlias = Prompt | Zeros | RunMean | FromRun
+"""A second prompt; or `Zeros()`, a `run_mean` or a `from_run`, whose rows are put in."""
+
+TokenIds: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A clean prompt, and what its rows are exchanged with.
+
+    Meng et al. (2022) call the prompts clean and corrupted. Choose prompts of equal length in
+    tokens, which differ in the subject only.
+    """
+
+    prompt: Prompt
+    """The clean prompt, after which ``answer`` is right."""
+    corrupt: Corruption
+    """The corrupt prompt; or `Zeros()` or `run_mean(...)`, which ablate the clean prompt; or
+    `from_run(...)`, a run of the corrupt prompt."""
+    answer: Answer
+    """The right answer."""
+    foil: Answer | None = None
+    """The wrong answer. The grade "logit_difference" needs it."""
+    groups: Mapping[str, SelectorLike] = field(default_factory=dict)
+    """Positions of the clean prompt by the label of their column. Empty: a column for each
+    position of ``where``."""
+    label: str = ""
+    """A name for people."""
+
+
+def pair_to_wire(
+    pair: Pair, tokens: Mapping[str, TokenIds], labels: Sequence[str], path: str
+) -> sweep_pb2.SweepPair:
+    """The message.
+
+    Args:
+        pair: the pair.
+        tokens: the token ids of each of `answer_texts`.
+        labels: the labels of its groups, in the order of the columns.
+        path: its path, for errors.
+    """
+    message = sweep_pb2.SweepPair(label=utf8_text(pair.label, f"{path}.label", "a label"))
+    put_prompt(message.prompt, pair.prompt, f"{path}.prompt")
+    match pair.corrupt:
+        case Zeros():
+            message.zeros.SetInParent()
+        case RunMean(run_id, positions):
+            message.mean.run_id = run_id
+            if positions is not None:
+                message.mean.positions.positions.extend(positions)
+        case FromRun(run_id, None, _, None):
+            message.run_id = run_id
+        case FromRun():
+            raise invalid(
+                f"{path}.corrupt", "a run stands for the corrupt prompt as a whole: name it alone"
+            )
+        case prompt:
+            put_prompt(message.corrupt, prompt, f"{path}.corrupt")
+    for name, answer in (("answer", pair.answer), ("foil", pair.foil)):
+        alternatives = getattr(message, name).alternatives
+        for one in () if answer is None else _alternatives(answer, f"{path}.{name}"):
+            ids = tokens[one] if isinstance(one, str) else one
+            alternatives.append(types_pb2.TokenIds(ids=ids))
+    if set(pair.groups) != set(labels):
+        raise invalid(
+            f"{path}.groups", f"every pair has the same groups: {', '.join(labels) or 'none'}"
+        )
+    message.groups.extend(_selector(pair.groups[label]) for label in labels)
+    return message
+
+
+def checked_pairs(pairs: Pair | Sequence[Pair]) -> list[Pair]:
+    """The pairs of a sweep, one or several."""
+    several = [pairs] if isinstance(pairs, Pair) else list(pairs)
+    if not several:
+        raise invalid("pairs", "at least one pair is required", "REASON_MISSING_FIELD")
+    for number, pair in enumerate(several):
+        if not isinstance(pair, Pair):
+            raise invalid(f"pairs[{number}]", f"a pair is a rheostat.Pair, not {pair!r:.60}")
+    return several
+
+
+def answer_texts(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Each text of an answer that must be tokenised, once."""
+    seen: set[str] = set()
+    for number, pair in enumerate(pairs):
+        for name, answer in (("answer", pair.answer), ("foil", pair.foil)):
+            for one in () if answer is None else _alternatives(answer, f"pairs[{number}].{name}"):
+                if isinstance(one, str) and one not in seen:
+                    seen.add(one)
+                    yield one
+
+
+def _alternatives(answer: Answer, path: str) -> list[str | TokenIds]:
+    """The texts and token ids of an answer."""
+    if isinstance(answer, str):
+        several: Sequence[object] = [answer]
+    elif not isinstance(answer, Sequence) or not answer:
+        raise invalid(path, "an answer is a text, its token ids, or a list of several of these")
+    else:
+        together = all(not isinstance(one, str | Sequence) for one in answer)
+        several = [answer] if together else answer
+    return [_alternative(one, path) for one in several]
+
+
+def _alternative(one: object, path: str) -> str | TokenIds:
+    if isinstance(one, str):
+        if not one:
+            raise invalid(path, "an answer has at least one token", "REASON_MISSING_FIELD")
+        return utf8_text(one, path, "an answer")
+    if not isinstance(one, Sequence) or not one:
+        raise invalid(path, "an answer is a text, its token ids, or a list of several of these")
+    return tuple(whole_number(token, path, "a token id") for token in one)
+
+
+def _selector(where: SelectorLike) -> selector_pb2.Selector:
+    every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
+    return to_wire(selector_of(where)) or every

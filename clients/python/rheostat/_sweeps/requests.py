@@ -1,0 +1,193 @@
+"""The request of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, SupportsIndex, TypeAlias, TypedDict, TypeVar, cast, get_args
+
+from rheostat._errors import invalid
+from rheostat._fields import builds_message, utf8_text, whole_number
+from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
+from rheostat._runs import lease_duration
+from rheostat._selectors import SelectorLike, selector_of, to_wire
+from rheostat._steering.interventions import fraction
+from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat._sweeps.pairs import Pair, TokenIds, pair_to_wire
+from rheostat_wire.v1 import replace_pb2, sweep_pb2, sweep_service_pb2
+
+Metric: TypeAlias = Literal["logprob", "probability", "logit_difference", "rank"]
+"""What a cell is graded by: ln p(answer), p(answer), logit(answer) - logit(foil), or the rank of
+the answer's first token, from 1."""
+
+_METRICS = {name: sweep_pb2.Metric.Value(f"METRIC_{name.upper()}") for name in get_args(Metric)}
+_DIRECTIONS = {
+    "denoise": sweep_pb2.SWEEP_DIRECTION_DENOISE,
+    "noise": sweep_pb2.SWEEP_DIRECTION_NOISE,
+}
+_ALIGNMENTS = {
+    "identity": replace_pb2.ALIGNMENT_IDENTITY,
+    "affixes": replace_pb2.ALIGNMENT_AFFIXES,
+}
+_PRIORITIES = {
+    "background": sweep_pb2.SWEEP_PRIORITY_BACKGROUND,
+    "normal": sweep_pb2.SWEEP_PRIORITY_NORMAL,
+}
+
+
+class Zoom(TypedDict, total=False):
+    """A grid that is run coarse to fine.
+
+    First every ``layer_stride``-th row and ``column_stride``-th column, then every cell around the
+    largest effects.
+    """
+
+    layer_stride: int
+    column_stride: int
+    layer_radius: int
+    """Default: 3."""
+    column_radius: int
+    """Default: 3."""
+    peak_count: int
+    """Largest effects to zoom on, 1 to 16. Default: 1."""
+
+
+class SweepOptions(TypedDict, total=False):
+    """Options of `Engine.sweep`. The server chooses those that are omitted."""
+
+    where: SelectorLike
+    """Positions of the clean prompt: a column for each. Default: all. Not with groups."""
+    window: int
+    """Layers that a cell replaces, around its own. Default: 1."""
+    direction: Literal["denoise", "noise"]
+    """"denoise" runs the corrupt prompt with clean rows, and shows what is enough to restore the
+    answer. "noise" runs the clean prompt with corrupt rows, and shows what the answer needs.
+    Default: "denoise"; with `Zeros()` and `run_mean` "noise"."""
+    alpha: float
+    """Part of the way to the other row, 0 to 1. Default: 1, bit for bit."""
+    align: Literal["identity", "affixes"]
+    """How positions correspond. Default: "identity" for prompts of equal length, else
+    "affixes": by the longest common beginning, then the longest common end. Columns with other
+    positions are skipped."""
+    steering: SteeringLike
+    """Steering of all runs. The cell's replacement acts after it."""
+    lora: str
+    """An adapter."""
+    zoom: Zoom
+    """Runs the grid coarse to fine."""
+    baselines: int
+    """Repeats of each unchanged prompt, which show what batching alone does. 1 to 64; default 8."""
+    concurrency: int
+    """Requests that run at a time. Default: 16."""
+    priority: Literal["background", "normal"]
+    """"background": cells wait while requests wait. Default."""
+    pair_values: bool
+    """Whether the result has the values of every pair. Default: False."""
+    keep_runs: float
+    """Seconds for which the captured runs are kept; `SweepResult.run_ids` names them."""
+
+
+class GradeSpec(TypedDict):
+    """A grade by its parts, for `SweepResult`."""
+
+    metric: str
+    recovered: bool
+
+
+def grade_specs(grades: str | Iterable[str]) -> list[GradeSpec]:
+    """Grades by their names: a metric, or "recovered " and a metric."""
+    names = [grades] if isinstance(grades, str) else list(grades)
+    if not names:
+        raise invalid("grades", "at least one grade is required", "REASON_MISSING_FIELD")
+    found: list[GradeSpec] = []
+    for number, name in enumerate(names):
+        recovered = isinstance(name, str) and name.startswith("recovered ")
+        metric = name.removeprefix("recovered ") if isinstance(name, str) else name
+        if metric not in _METRICS:
+            options = ", ".join(_METRICS)
+            raise invalid(
+                f"grades[{number}]",
+                f'a grade is one of {options}, also as "recovered logit_difference"; not {name!r}',
+                "REASON_UNKNOWN_ENUM",
+            )
+        found.append(GradeSpec(metric=metric, recovered=recovered))
+    return found
+
+
+@builds_message
+def sweep_request(
+    pairs: Sequence[Pair],
+    tokens: Mapping[str, TokenIds],
+    *,
+    points: PointsLike,
+    layers: LayersLike,
+    grades: Sequence[GradeSpec],
+    options: SweepOptions,
+) -> sweep_service_pb2.SweepRequest:
+    """The message.
+
+    Args:
+        pairs: the pairs.
+        tokens: the token ids of each text of their answers.
+        points: points of the grid.
+        layers: layers of the grid.
+        grades: the grades.
+        options: the rest.
+    """
+    labels = list(pairs[0].groups)
+    request = sweep_service_pb2.SweepRequest(
+        pairs=[
+            pair_to_wire(pair, tokens, labels, f"pairs[{number}]")
+            for number, pair in enumerate(pairs)
+        ],
+        sites=site_set(points_of(points), layers_of(layers)),
+        group_labels=[utf8_text(label, "groups", "a label") for label in labels],
+        grades=[
+            sweep_pb2.Grade(
+                token=sweep_pb2.TokenGrade(metric=_METRICS[grade["metric"]]),
+                recovered=grade["recovered"],
+            )
+            for grade in grades
+        ],
+        steering=steering_to_wire(options.get("steering")),
+        lora_name=utf8_text(options.get("lora", ""), "lora", "an adapter's name"),
+        pair_values=bool(options.get("pair_values", False)),
+    )
+    where = to_wire(selector_of(options.get("where")))
+    if where is not None:
+        request.where.CopyFrom(where)
+    if "alpha" in options:
+        request.alpha = fraction(options["alpha"], "alpha", "alpha")
+    numbers: list[tuple[str, SupportsIndex | None]] = [
+        ("layer_window", options.get("window")),
+        ("baseline_count", options.get("baselines")),
+        ("max_concurrent_cells", options.get("concurrency")),
+    ]
+    for field, given in numbers:
+        if given is not None:
+            setattr(request, field, whole_number(given, field, "the number"))
+    if "direction" in options:
+        request.direction = _word(options["direction"], _DIRECTIONS, "direction")
+    if "align" in options:
+        request.alignment = _word(options["align"], _ALIGNMENTS, "align")
+    if "priority" in options:
+        request.priority = _word(options["priority"], _PRIORITIES, "priority")
+    if "keep_runs" in options:
+        request.keep_runs.CopyFrom(lease_duration(options["keep_runs"], "keep_runs"))
+    for name, value in dict(options.get("zoom", {})).items():
+        if name not in Zoom.__annotations__:
+            raise invalid("zoom", f"zoom has {', '.join(Zoom.__annotations__)}, not {name!r}")
+        number = whole_number(cast(SupportsIndex, value), f"zoom.{name}", "a number")
+        setattr(request.zoom, name, number)
+    return request
+
+
+Number = TypeVar("Number", bound=int)
+
+
+def _word(word: object, words: Mapping[str, Number], path: str) -> Number:
+    """The enum's value that a word means."""
+    if not isinstance(word, str) or word not in words:
+        raise invalid(
+            path, f"is {' or '.join(map(repr, words))}, not {word!r}", "REASON_UNKNOWN_ENUM"
+        )
+    return words[word]

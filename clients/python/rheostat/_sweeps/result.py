@@ -1,0 +1,302 @@
+"""What a sweep found: a grid of grades, with its axes, and what batching alone does to a grade."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._errors import Refused, invalid
+from rheostat._notebook import passage
+from rheostat._points import Point, Site
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Grid = npt.NDArray[np.float64]
+
+_DOTS_PER_INCH = 150
+_DARK = 0.6
+"""Part of the colour scale from which on the number of a cell is white."""
+_NUMBERED = 400
+"""Most cells of a picture that are labelled with their numbers."""
+_FORMAT = 1
+"""Version of saved results."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a grid."""
+
+    index: int
+    site: Site
+    column: str
+    value: float
+    standard_error: float
+
+
+class Noise(NamedTuple):
+    """What batching alone does to a grade, by repeated runs of the unchanged prompts."""
+
+    mean: float
+    """Grade of the unchanged prompts that cells are run in."""
+    std: float
+    """Standard deviation."""
+    largest: float
+    """Largest deviation from the mean."""
+    runs: int
+    """Number of runs."""
+
+
+class ResolvedPair(NamedTuple):
+    """A pair's tokens."""
+
+    clean_token_ids: tuple[int, ...]
+    corrupt_token_ids: tuple[int, ...]
+    """Empty if there is no corrupt prompt."""
+    unaligned: tuple[range, ...] = ()
+    """Positions of the clean prompt without a partner in the corrupt one."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class SweepResult:
+    """The grades of a grid of cells: a row for each site, a column for each position or group."""
+
+    grades: tuple[str, ...]
+    """Names of the grades, as they were given."""
+    sites: tuple[Site, ...]
+    """The rows: by point, then layer."""
+    columns: tuple[str, ...]
+    """The columns: positions, or labels of groups."""
+    tokens: tuple[str, ...]
+    """The text of the token at each position; empty for groups and without a tokenizer."""
+    values: Grid
+    """[grades, rows, columns]: means over the pairs; NaN where a cell has no value."""
+    standard_errors: Grid
+    """[grades, rows, columns]: of these means; 0 for one pair."""
+    pair_values: Grid
+    """[pairs, grades, rows, columns]; no pairs unless they were asked for."""
+    top_token_ids: npt.NDArray[np.int64]
+    """[rows, columns]: the most likely token of the first pair; -1 where there is none."""
+    below_noise: npt.NDArray[np.bool_]
+    """[rows, columns]: whether a cell differs by no more than repeated runs of one prompt."""
+    skipped: Mapping[int, str]
+    """Why a cell has no value, by its index, `row * columns + column`."""
+    pairs: tuple[ResolvedPair, ...]
+    clean: tuple[float, ...]
+    """For each grade its metric of the unchanged clean prompts."""
+    corrupt: tuple[float, ...]
+    """For each grade its metric of the unchanged corrupt prompts; NaN if there are none."""
+    noise: tuple[Noise, ...]
+    """For each grade."""
+    run_ids: tuple[str, ...] = ()
+    """Runs that were kept."""
+    computed_token_count: int = 0
+    """Tokens that the engine computed."""
+    seconds: float = 0.0
+    """From admission to the last cell."""
+    _by_name: dict[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {name: i for i, name in enumerate(self.grades)})
+
+    def array(self, grade: str | None = None) -> Grid:
+        """The values of a grade, the first by default: float64 [rows, columns], NaN if missing."""
+        values: Grid = self.values[self._number(grade)]
+        return values
+
+    @property
+    def significant(self) -> npt.NDArray[np.bool_]:
+        """[rows, columns]: cells with values that differ by more than repeated runs do."""
+        found: npt.NDArray[np.bool_] = ~self.below_noise & ~np.isnan(self.values[0])
+        return found
+
+    def top(self, count: int = 10, grade: str | None = None) -> list[Cell]:
+        """The cells that differ most from the unchanged prompts, largest first."""
+        number = self._number(grade)
+        effects = np.abs(self.values[number] - self.noise[number].mean).ravel()
+        order = np.argsort(-np.nan_to_num(effects, nan=-np.inf), kind="stable")
+        return [self._cell(int(i), number) for i in order[:count] if not np.isnan(effects[i])]
+
+    def heatmap(self, path: str | Path | None = None, grade: str | None = None) -> Figure:
+        """Draw a grade: columns on the x axis, sites on the y axis. Needs matplotlib.
+
+        ``path`` is a file to write; its suffix chooses the format. Returns the figure, which a
+        notebook shows. Grey cells have no value, and cells within the noise have no number.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise Refused("drawing a sweep needs matplotlib: pip install matplotlib") from error
+        number = self._number(grade)
+        values, base = self.values[number], self.noise[number].mean
+        rows, columns = values.shape
+        figure = Figure(
+            figsize=(3.2 + 0.55 * min(columns, 60), 1.9 + 0.3 * min(rows, 80)),
+            layout="constrained",
+        )
+        axes = figure.add_subplot()
+        reach = float(np.nanmax(np.abs(values - base), initial=0.0)) or 1.0
+        axes.set_facecolor("lightgrey")
+        image = axes.imshow(
+            values, origin="lower", aspect="auto", cmap="RdBu", vmin=base - reach, vmax=base + reach
+        )
+        if values.size <= _NUMBERED:
+            for (row, column), value in np.ndenumerate(values):
+                if np.isnan(value) or self.below_noise[row, column]:
+                    continue
+                colour = "white" if abs(value - base) > _DARK * reach else "black"
+                text = f"{round(float(value), 2) + 0.0:g}"  # never "-0"
+                axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=7)
+        axes.set_xticks(range(columns), self.labels, rotation=45, ha="right")
+        axes.set_yticks(range(rows), self._site_labels())
+        axes.set_xlabel("replaced group" if not self.tokens else "replaced position")
+        axes.set_ylabel("site")
+        figure.colorbar(image, ax=axes).set_label(self.grades[number])
+        if path is not None:
+            figure.savefig(path, dpi=_DOTS_PER_INCH)
+        return figure
+
+    @property
+    def labels(self) -> list[str]:
+        """The columns with the texts of their tokens, where these are known."""
+        if not self.tokens:
+            return list(self.columns)
+        return [f"{at} {token!r}" for at, token in zip(self.columns, self.tokens, strict=True)]
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a line for each cell that has values. Needs pandas."""
+        try:
+            import pandas as pd
+        except ModuleNotFoundError as error:
+            raise Refused("a DataFrame needs pandas: pip install pandas") from error
+        return pd.DataFrame(list(self._records()))
+
+    def to_xarray(self) -> Any:
+        """An xarray Dataset: a variable for each grade, with axes site and column. Needs xarray."""
+        try:
+            import xarray as xr
+        except ModuleNotFoundError as error:
+            raise Refused("a Dataset needs xarray: pip install xarray") from error
+        axes = ("site", "column")
+        return xr.Dataset(
+            {name: (axes, self.array(name)) for name in self.grades},
+            coords={"site": self._site_labels(), "column": self.labels},
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the result to a file that `load` reads: NumPy's .npz, without pickles."""
+        about = {
+            "format": _FORMAT,
+            "grades": self.grades,
+            "sites": [[site.point.value, site.layer] for site in self.sites],
+            "columns": self.columns,
+            "tokens": self.tokens,
+            "skipped": list(self.skipped.items()),
+            "pairs": [
+                [p.clean_token_ids, p.corrupt_token_ids, [[r.start, r.stop] for r in p.unaligned]]
+                for p in self.pairs
+            ],
+            "clean": self.clean,
+            "corrupt": self.corrupt,
+            "noise": self.noise,
+            "run_ids": self.run_ids,
+            "computed_token_count": self.computed_token_count,
+            "seconds": self.seconds,
+        }
+        with Path(path).open("wb") as file:
+            np.savez_compressed(
+                file, about=np.array(json.dumps(about)), **{n: getattr(self, n) for n in _ARRAYS}
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> SweepResult:
+        """Read a result that `save` has written.
+
+        Raises InvalidRequest if the file is none.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                about = json.loads(str(file["about"]))
+                arrays = {name: file[name] for name in _ARRAYS}
+            if about.pop("format") != _FORMAT:
+                raise ValueError("it is of another version of rheostat")
+        except (KeyError, TypeError, ValueError, EOFError) as error:
+            raise invalid("path", f"{path} is no saved sweep: {error}") from error
+        about["sites"] = tuple(Site(Point(point), layer) for point, layer in about["sites"])
+        about["skipped"] = dict(about["skipped"])
+        about["pairs"] = tuple(
+            ResolvedPair(tuple(clean), tuple(corrupt), tuple(range(*one) for one in unaligned))
+            for clean, corrupt, unaligned in about["pairs"]
+        )
+        about["noise"] = tuple(Noise(*one) for one in about["noise"])
+        for name in ("grades", "columns", "tokens", "clean", "corrupt", "run_ids"):
+            about[name] = tuple(about[name])
+        return cls(**about, **arrays)
+
+    def _number(self, grade: str | None) -> int:
+        if grade is None:
+            return 0
+        if grade not in self._by_name:
+            raise invalid("grade", f"the grades are {', '.join(self.grades)}, not {grade!r}")
+        return self._by_name[grade]
+
+    def _cell(self, index: int, number: int) -> Cell:
+        row, column = divmod(index, len(self.columns))
+        return Cell(
+            index,
+            self.sites[row],
+            self.labels[column],
+            float(self.values[number, row, column]),
+            float(self.standard_errors[number, row, column]),
+        )
+
+    def _records(self) -> Iterator[dict[str, object]]:
+        labels = self.labels
+        for index in np.flatnonzero(~np.isnan(self.values[0]).ravel()).tolist():
+            row, column = divmod(index, len(labels))
+            site = self.sites[row]
+            yield {
+                "point": site.point.value,
+                "layer": site.layer,
+                "column": labels[column],
+                **{name: self.values[i, row, column] for i, name in enumerate(self.grades)},
+                **{
+                    f"{name} standard error": self.standard_errors[i, row, column]
+                    for i, name in enumerate(self.grades)
+                },
+                "top_token_id": int(self.top_token_ids[row, column]),
+                "below_noise": bool(self.below_noise[row, column]),
+            }
+
+    def _site_labels(self) -> list[str]:
+        single = len({site.point for site in self.sites}) == 1
+        return [str(site.layer) if single else f"{site.point} {site.layer}" for site in self.sites]
+
+    def __repr__(self) -> str:
+        ran = int((~np.isnan(self.values[0])).sum())
+        return (
+            f"SweepResult({', '.join(self.grades)}: {ran} of {len(self.sites)} x "
+            f"{len(self.columns)} cells, {len(self.pairs)} pairs, {len(self.skipped)} skipped)"
+        )
+
+    def __str__(self) -> str:
+        """The largest effects, a line for each."""
+        lines = [repr(self)]
+        lines += [
+            f"{cell.value:9.3f}  {cell.site} at {cell.column}"
+            + ("" if len(self.pairs) == 1 else f" (standard error {cell.standard_error:.3f})")
+            for cell in self.top()
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return passage(str(self))
+
+
+_ARRAYS = ("values", "standard_errors", "pair_values", "top_token_ids", "below_noise")

@@ -1,0 +1,284 @@
+"""Sweeps of both clients: the request, the result, and broken calls."""
+
+import grpc
+import numpy as np
+import pytest
+
+import rheostat
+from rheostat import aio
+from rheostat._client import engine as sync_engine
+from rheostat._sweeps.result import Noise
+from rheostat_wire.v1 import (
+    generation_service_pb2,
+    replace_pb2,
+    sweep_pb2,
+    sweep_service_pb2,
+    types_pb2,
+)
+
+from ..conftest import Refusal
+
+Code = grpc.StatusCode
+PAIR = rheostat.Pair([1, 2, 3], corrupt=[1, 9, 3], answer=[7], foil=[8])
+POST = types_pb2.POINT_RESID_POST
+
+
+def cell(index: int, *values: float, **fields: object) -> sweep_service_pb2.SweepResponse:
+    row, column = divmod(index, 3)
+    message = sweep_pb2.SweepCell(index=index, row=row, column=column, values=values, **fields)
+    message.standard_errors.extend(0.5 for _ in values)
+    return sweep_service_pb2.SweepResponse(cell=message)
+
+
+def started(cells: int = 6, columns=("0", "1", "2")) -> sweep_service_pb2.SweepResponse:
+    pair = sweep_pb2.ResolvedPair(
+        clean_token_ids=types_pb2.TokenIds(ids=[1, 2, 3]),
+        corrupt_token_ids=types_pb2.TokenIds(ids=[1, 9, 3]),
+    )
+    return sweep_service_pb2.SweepResponse(
+        started=sweep_pb2.SweepStarted(
+            cell_count=cells,
+            rows=[types_pb2.Site(point=POST, layer=layer) for layer in range(2)],
+            columns=columns,
+            pairs=[pair],
+        )
+    )
+
+
+def summary(grades: int = 1) -> sweep_service_pb2.SweepResponse:
+    noise = sweep_pb2.Noise(mean=-2.0, std=0.1, max=0.2, sample_count=8)
+    each = sweep_pb2.SweepGrade(clean=-1.0, corrupt=-2.0, noise=noise)
+    return sweep_service_pb2.SweepResponse(
+        summary=sweep_pb2.SweepSummary(grades=[each] * grades, computed_token_count=99)
+    )
+
+
+def texts(request: generation_service_pb2.TokenizeRequest, _: object) -> object:
+    ids = list(request.token_ids.ids) or [ord(c) for c in request.text]
+    return generation_service_pb2.TokenizeResponse(
+        token_ids=types_pb2.TokenIds(ids=ids),
+        text="abc",
+        starts=range(len(ids)),
+        ends=range(1, len(ids) + 1),
+    )
+
+
+def sweep(client, *arguments: object, **options: object) -> rheostat.SweepResult:
+    result = client.run(lambda engine: engine.sweep(*arguments, **options))
+    assert isinstance(result, rheostat.SweepResult)
+    return result
+
+
+@pytest.fixture
+def scripted(server):
+    server.on("Tokenize", texts)
+    cells = [cell(0, -2.0, below_noise=True), cell(1, -1.5), cell(2, -2.5, top_token_id=7)]
+    rest = [cell(3, -1.0), cell(4, -2.0), cell(5)]
+    rest[-1].cell.error.code = 9
+    rest[-1].cell.error.message = "no partner"
+    server.on("Sweep", [started(), *cells, *rest, summary()])
+    return server
+
+
+def asked(server) -> sweep_service_pb2.SweepRequest:
+    *_, request = [one for one in server.asked if isinstance(one, sweep_service_pb2.SweepRequest)]
+    return request
+
+
+def test_a_result_has_the_grid_and_its_axes(scripted, client) -> None:
+    told: list[tuple[int, int]] = []
+    seen: list[rheostat.Cell] = []
+    got = sweep(client, PAIR, progress=lambda *n: told.append(n), on_cell=seen.append)
+    nan = np.nan
+    np.testing.assert_equal(got.array(), [[-2.0, -1.5, -2.5], [-1.0, -2.0, nan]])
+    assert got.sites == (("resid_post", 0), ("resid_post", 1))
+    assert (got.columns, got.tokens) == (("0", "1", "2"), ("a", "b", "c"))
+    assert got.labels == ["0 'a'", "1 'b'", "2 'c'"]
+    assert got.skipped == {5: "no partner"}
+    assert got.significant.tolist() == [[False, True, True], [True, True, False]]
+    assert got.top_token_ids.tolist() == [[0, 0, 7], [0, 0, -1]]
+    assert got.noise == (Noise(-2.0, 0.1, 0.2, 8),)
+    assert (got.clean, got.corrupt, got.computed_token_count) == ((-1.0,), (-2.0,), 99)
+    assert [one.value for one in got.top(3)] == [-1.0, -1.5, -2.5]
+    assert told[0] == (0, 6)
+    assert told[-1] == (6, 6)
+    assert [one.index for one in seen] == [0, 1, 2, 3, 4]
+    assert repr(got) == "SweepResult(logprob: 5 of 2 x 3 cells, 1 pairs, 1 skipped)"
+    assert "resid_post[1] at 0 'a'" in str(got)
+    assert "resid_post" in got._repr_html_()
+
+
+def test_every_option_reaches_the_server(scripted, client) -> None:
+    pair = rheostat.Pair(
+        "clean",
+        corrupt="corrupt",
+        answer=[" Paris", [4, 5]],
+        foil="no",
+        groups={"last": rheostat.positions(-1), "all": "prompt"},
+        label="fact",
+    )
+    scripted.on("Sweep", [started(0, ("last", "all")), summary(2)])
+    got = sweep(
+        client,
+        pair,
+        points=["attn_out", "mlp_out"],
+        layers=range(1, 4),
+        grades=["recovered logit_difference", "rank"],
+        window=3,
+        direction="noise",
+        alpha=0.5,
+        align="affixes",
+        zoom={"layer_stride": 2, "column_stride": 1},
+        baselines=9,
+        concurrency=4,
+        priority="normal",
+        keep_runs=60,
+    )
+    request = asked(scripted)
+    (sent,) = request.pairs
+    assert (sent.prompt.text, sent.corrupt.text, sent.label) == ("clean", "corrupt", "fact")
+    assert [list(one.ids) for one in sent.answer.alternatives] == [
+        [ord(c) for c in " Paris"],
+        [4, 5],
+    ]
+    assert [list(one.ids) for one in sent.foil.alternatives] == [[ord("n"), ord("o")]]
+    assert list(request.group_labels) == ["last", "all"]
+    assert sent.groups[0].include[0].positions.start == -1
+    assert sent.groups[1].include[0].phase == types_pb2.PHASE_PROMPT
+    assert [one.recovered for one in request.grades] == [True, False]
+    assert request.grades[1].token.metric == sweep_pb2.METRIC_RANK
+    assert (request.layer_window, request.alpha, request.baseline_count) == (3, 0.5, 9)
+    assert request.direction == sweep_pb2.SWEEP_DIRECTION_NOISE
+    assert request.alignment == replace_pb2.ALIGNMENT_AFFIXES
+    assert (request.zoom.layer_stride, request.zoom.column_stride) == (2, 1)
+    assert request.max_concurrent_cells == 4
+    assert request.priority == sweep_pb2.SWEEP_PRIORITY_NORMAL
+    assert request.keep_runs.seconds == 60
+    assert (got.grades, got.tokens) == (("recovered logit_difference", "rank"), ())
+    answers = [
+        one
+        for one in scripted.asked
+        if isinstance(one, generation_service_pb2.TokenizeRequest) and one.text
+    ]
+    assert [one.text for one in answers] == [" Paris", "no"]
+    assert not any(one.add_special_tokens for one in answers)
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "field"),
+    [
+        (rheostat.Zeros(), "zeros"),
+        (rheostat.run_mean("r"), "mean"),
+        (rheostat.from_run("r"), "run_id"),
+        ([1, 2], "corrupt"),
+        ([{"role": "user", "content": "hi"}], "corrupt"),
+    ],
+)
+def test_every_corruption(scripted, client, corrupt, field) -> None:
+    sweep(client, rheostat.Pair("clean", corrupt=corrupt, answer=[1]))
+    assert asked(scripted).pairs[0].WhichOneof("corruption") == field
+
+
+def test_a_broken_call_is_taken_up(server, client, monkeypatch) -> None:
+    for module in (sync_engine, aio):
+        monkeypatch.setattr(module, "RESUME_AFTER", 0.01)
+    gone = Refusal(Code.UNAVAILABLE, "the front end died")
+    server.on("Tokenize", texts)
+    server.on(
+        "Sweep",
+        [started(), cell(0, 1.0), cell(4, 2.0), gone],
+        [started(4), gone],
+        [started(4), cell(1, 3.0), cell(2, 4.0), cell(3, 5.0), cell(5, 6.0), summary()],
+    )
+    got = sweep(client, PAIR)
+    assert got.array().tolist() == [[1.0, 3.0, 4.0], [5.0, 2.0, 6.0]]
+    assert [(one.start, one.count) for one in asked(server).done] == [(0, 1), (4, 1)]
+
+
+def test_a_call_that_breaks_again_and_again_fails(server, client, monkeypatch) -> None:
+    for module in (sync_engine, aio):
+        monkeypatch.setattr(module, "RESUME_AFTER", 0.01)
+    server.on("Sweep", [started(), Refusal(Code.UNAVAILABLE, "the front end died")])
+    with pytest.raises(rheostat.Unavailable):
+        sweep(client, PAIR)
+    count = sum(isinstance(one, sweep_service_pb2.SweepRequest) for one in server.asked)
+    assert count == 1 + sync_engine.RESUMPTIONS
+
+
+def test_pair_values(server, client) -> None:
+    server.on("Tokenize", texts)
+    cells = [cell(0, 1.0, 2.0, pair_values=[1.0, 2.0])]
+    server.on("Sweep", [started(1), *cells, summary(2)])
+    got = sweep(client, PAIR, grades=["logprob", "rank"], pair_values=True)
+    assert got.pair_values.shape == (1, 2, 2, 3)
+    assert got.pair_values[0, :, 0, 0].tolist() == [1.0, 2.0]
+
+
+def test_a_saved_result_is_loaded_as_it_was(scripted, client, tmp_path) -> None:
+    got = sweep(client, PAIR)
+    got.save(tmp_path / "it.npz")
+    again = rheostat.SweepResult.load(tmp_path / "it.npz")
+    assert (str(again), again.sites, again.skipped) == (str(got), got.sites, got.skipped)
+    assert (again.pairs, again.noise, again.clean) == (got.pairs, got.noise, got.clean)
+    np.testing.assert_equal(again.array(), got.array())
+    (tmp_path / "not.npz").write_bytes(b"nothing")
+    with pytest.raises(rheostat.InvalidRequest, match="is no saved sweep"):
+        rheostat.SweepResult.load(tmp_path / "not.npz")
+
+
+def test_a_picture_is_drawn(scripted, client, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    sweep(client, PAIR).heatmap(tmp_path / "it.png")
+    assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables(scripted, client) -> None:
+    got = sweep(client, PAIR)
+    for make in (got.to_dataframe, got.to_xarray):
+        try:
+            table = make()
+        except rheostat.Refused as error:
+            assert "pip install" in str(error)  # noqa: PT017  # optional libraries
+        else:
+            assert table is not None
+
+
+WRONG = {
+    "no pair": (lambda c: sweep(c, []), "pairs"),
+    "no Pair": (lambda c: sweep(c, ["a prompt"]), "pairs[0]"),
+    "no answer": (lambda c: sweep(c, rheostat.Pair("a", corrupt="b", answer="")), "answer"),
+    "odd answer": (lambda c: sweep(c, rheostat.Pair("a", corrupt="b", answer=7)), "answer"),
+    "empty prompt": (lambda c: sweep(c, rheostat.Pair("", corrupt="b", answer=[1])), "prompt"),
+    "odd grade": (lambda c: sweep(c, PAIR, grades="logits"), "grades[0]"),
+    "no grade": (lambda c: sweep(c, PAIR, grades=[]), "grades"),
+    "odd direction": (lambda c: sweep(c, PAIR, direction="up"), "direction"),
+    "odd zoom": (lambda c: sweep(c, PAIR, zoom={"stride": 1}), "zoom"),
+    "half a run": (
+        lambda c: sweep(c, rheostat.Pair("a", corrupt=rheostat.from_run("r", [1]), answer=[1])),
+        "corrupt",
+    ),
+    "other groups": (
+        lambda c: sweep(
+            c,
+            [
+                rheostat.Pair("a", corrupt="b", answer=[1], groups={"x": "prompt"}),
+                rheostat.Pair("a", corrupt="b", answer=[1]),
+            ],
+        ),
+        "groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_name_their_field(server, client, name) -> None:
+    call, field = WRONG[name]
+    with pytest.raises(rheostat.InvalidRequest) as caught:
+        call(client)
+    assert field in str(caught.value)
+    assert not any(isinstance(one, sweep_service_pb2.SweepRequest) for one in server.asked)
+
+
+def test_an_unknown_option_is_a_type_error(client) -> None:
+    with pytest.raises(TypeError, match="window"):
+        sweep(client, PAIR, windows=3)
