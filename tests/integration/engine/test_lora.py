@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from rheostat_engine import Act, Capture, Kind, Plan, site_count
+from rheostat_engine import Act, Capture, Kind, Plan, Point, Site, site_count
 
 from ..adapters import merged, write_adapter
 from .models import LAYERS, build
@@ -82,6 +82,26 @@ def test_steered_requests_under_different_adapters_share_a_batch(adapted: Adapte
         for step in range(TOKENS):
             want = expected.logprobs[len(prompt) - 1 + step]
             np.testing.assert_allclose(outcome.logits(step), want, rtol=0, atol=2e-3)
+
+
+def test_the_lens_reads_rows_under_an_adapter(adapted: Adapted) -> None:
+    """No adapter here changes the head, so the lens of the last row is the model's own answer."""
+    from vllm.lora.request import LoRARequest
+
+    last = Site(Point.RESID_POST, LAYERS - 1).index
+    batch = prompts(2, 6, 20, seed=42)
+    plan = Plan("", (), (Capture((last,), EVERYWHERE),))
+    lora = LoRARequest("a", 1, str(adapted.paths["a"]))
+    engine = adapted.engine
+    outcomes = engine.run(batch, [plan, plan], max_tokens=1, loras=[lora, None])
+    rows = [one.rows[last][len(p) - 1] for p, one in zip(batch, outcomes, strict=True)]
+    data = np.array(rows * 20, "<f4").tobytes()  # more rows than requests run at a time
+    (answer,) = engine.llm.collective_rpc("rheostat_lens", args=(data, 1, [3, 70], b""))
+    logprobs = np.frombuffer(answer["logprobs"], "<f4").reshape(40, 2)
+    expected = [[one.logprobs[0][token] for token in (3, 70)] for one in outcomes]
+    np.testing.assert_allclose(logprobs, expected * 20, rtol=0, atol=2e-3)
+    (again,) = engine.run(batch[:1], max_tokens=1, loras=[lora])
+    assert again.logprobs[0][3] == pytest.approx(outcomes[0].logprobs[0][3], abs=1e-4)
 
 
 def test_adapters_do_not_share_what_the_prefix_cache_holds(adapted: Adapted) -> None:

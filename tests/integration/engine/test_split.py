@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from rheostat_engine import ROUTERS, Plan, site_count
+from rheostat_engine import ROUTERS, Plan, Point, Site, site_count
 
 from .models import EXPERTS, LAYERS, MIXTURES, build
 from .offline import OfflineEngine, Outcome
@@ -96,6 +97,34 @@ def test_steering_and_captures_at_every_site_equal_hugging_faces(split: Split) -
             assert outcome.released.captured == {site: len(positions) for site in split.sites}
             steered = {dose.site: dose.rows for dose in outcome.released.doses}
             assert len(steered) == len(plan.acts)
+
+
+def test_the_lens_is_read_by_the_last_stage(split: Split) -> None:
+    """Every rank of the stage takes part, because each has a part of the vocabulary."""
+    sites = split.engine.sites
+    assert sites is not None
+    assert (sites.no_lens, sites.no_directions) == ("", "")
+    last = Site(Point.RESID_POST, LAYERS - 1).index
+    prompt = prompts(1, 9, 10, seed=3)[0]
+    (outcome,) = split.engine.run([prompt], [capture(last)], max_tokens=1)
+    row = np.array(outcome.rows[last][len(prompt) - 1], "<f4")
+    tokens = [3, 70, 126]
+    call = split.engine.llm.collective_rpc
+    read = [a for a in call("rheostat_lens", args=(row.tobytes(), 2, tokens, b"")) if a is not None]
+    assert read
+    for answer in read:
+        logprobs = np.frombuffer(answer["logprobs"], "<f4")
+        expected = [outcome.logprobs[0][token] for token in tokens]
+        np.testing.assert_allclose(logprobs, expected, atol=2e-4)
+    made = [a for a in call("rheostat_directions", args=(tokens,)) if a is not None]
+    assert len(made) == len(read)
+    for answer, (weights, offsets) in zip(read, made, strict=True):
+        directions = np.frombuffer(weights, "<f4").reshape(len(tokens), -1)
+        scale = np.frombuffer(answer["scales"], "<f4")[0]
+        logits = scale * (directions @ row) + np.frombuffer(offsets, "<f4")
+        logprobs = np.frombuffer(answer["logprobs"], "<f4")
+        normalizer = np.frombuffer(answer["log_normalizers"], "<f4")[0]
+        np.testing.assert_allclose(logits, logprobs + normalizer, atol=2e-4)
 
 
 def test_each_row_is_delivered_by_one_worker(split: Split) -> None:
