@@ -14,6 +14,7 @@ LAYERS = (
     "rheostat._steering",
     "rheostat._capture",
     "rheostat._responses",
+    "rheostat._sweeps",
     "rheostat._connection",
     "rheostat._subscriptions",
     "rheostat._client",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -156,7 +156,8 @@ class SweepResult:
         axes.set_xticks(range(columns), self.labels, rotation=45, ha="right")
         axes.set_yticks(range(rows), self._site_labels())
         axes.set_xlabel("replaced group" if not self.tokens else "replaced position")
-        axes.set_ylabel("site")
+        single = len({site.point for site in self.sites}) == 1
+        axes.set_ylabel(f"layer of {self.sites[0].point}" if single else "site")
         figure.colorbar(image, ax=axes).set_label(self.grades[number])
         if path is not None:
             figure.savefig(path, dpi=_DOTS_PER_INCH)
@@ -169,25 +170,9 @@ class SweepResult:
             return list(self.columns)
         return [f"{at} {token!r}" for at, token in zip(self.columns, self.tokens, strict=True)]
 
-    def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a line for each cell that has values. Needs pandas."""
-        try:
-            import pandas as pd
-        except ModuleNotFoundError as error:
-            raise Refused("a DataFrame needs pandas: pip install pandas") from error
-        return pd.DataFrame(list(self._records()))
-
-    def to_xarray(self) -> Any:
-        """An xarray Dataset: a variable for each grade, with axes site and column. Needs xarray."""
-        try:
-            import xarray as xr
-        except ModuleNotFoundError as error:
-            raise Refused("a Dataset needs xarray: pip install xarray") from error
-        axes = ("site", "column")
-        return xr.Dataset(
-            {name: (axes, self.array(name)) for name in self.grades},
-            coords={"site": self._site_labels(), "column": self.labels},
-        )
+    def records(self) -> list[dict[str, object]]:
+        """A dict for each cell that has values, as `pandas.DataFrame` takes them."""
+        return list(self._records())
 
     def save(self, path: str | Path) -> None:
         """Write the result to a file that `load` reads: NumPy's .npz, without pickles."""

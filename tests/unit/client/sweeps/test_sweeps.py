@@ -232,15 +232,18 @@ def test_a_picture_is_drawn(scripted, client, tmp_path) -> None:
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tables(scripted, client) -> None:
-    got = sweep(client, PAIR)
-    for make in (got.to_dataframe, got.to_xarray):
-        try:
-            table = make()
-        except rheostat.Refused as error:
-            assert "pip install" in str(error)  # noqa: PT017  # optional libraries
-        else:
-            assert table is not None
+def test_records(scripted, client) -> None:
+    first, *others = sweep(client, PAIR).records()
+    assert first == {
+        "point": "resid_post",
+        "layer": 0,
+        "column": "0 'a'",
+        "logprob": -2.0,
+        "logprob standard error": 0.5,
+        "top_token_id": 0,
+        "below_noise": True,
+    }
+    assert len(others) == 4
 
 
 WRONG = {
