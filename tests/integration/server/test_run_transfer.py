@@ -80,8 +80,8 @@ def test_an_uploaded_run_replaces_as_the_captured_run_does(engine: rheostat.Engi
     for site in one.activations:
         assert np.array_equal(one.activations[site], other.activations[site])
     assert np.array_equal(one.activations["resid_post", 2], rows["resid_post", 2])
-    digests = [out.receipt.interventions[0].replaced for out in (one, other)]
-    assert digests[0].digest == digests[1].digest
+    sources = [out.receipt.interventions[0].source for out in (one, other)]
+    assert sources[0].sha256 == sources[1].sha256 != ""
 
 
 def test_a_run_is_captured_under_steering(engine: rheostat.Engine) -> None:
