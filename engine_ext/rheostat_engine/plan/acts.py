@@ -53,7 +53,14 @@ class Kind(IntEnum):
     a band."""
     REPLACE = 4
     """x + scale * m * (v - x), where the mask m is all ones if there is no second vector. Elements
-    with scale * m = 1 become those of v, bit for bit. Acts after all acts of other kinds."""
+    with scale * m = 1 become those of v, bit for bit. Acts last."""
+    ADD_LAST = 5
+    """x + scale * m * v, with m as for REPLACE. Acts last."""
+
+    @property
+    def acts_last(self) -> bool:
+        """Whether it acts after all acts that do not act last, in the order of the list."""
+        return self in (Kind.REPLACE, Kind.ADD_LAST)
 
 
 class Band(NamedTuple):
@@ -156,14 +163,15 @@ class Act:
 
     kind: Kind
     vectors: tuple[bytes, ...]
-    """SHA-256 of the content of each vector: one, a pull's directions in order, or the rows of a
-    replacement and its mask, if it has one."""
+    """SHA-256 of the content of each vector: one, a pull's directions in order, or the rows of an
+    act that acts last and its mask, if it has one."""
     rows: Sequence[SiteRow]
     """Ascending by site."""
     spans: Spans
     """Positions selected whatever their token."""
     scale: float = 1.0
-    """ADD, NORM_ADD: factor; finite. REPLACE: part of the way to v, 0 to 1."""
+    """ADD, NORM_ADD: factor; finite. REPLACE: part of the way to v, 0 to 1. ADD_LAST: factor, 0
+    to 1."""
     bands: tuple[Band, ...] = ()
     """PULL: one per vector."""
     orthogonal: bool = False

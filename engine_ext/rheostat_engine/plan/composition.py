@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
     kind: Kind
     addends: RowKey = ()
-    """ADD: the row. REPLACE: the row that replaces x."""
+    """ADD, ADD_LAST: the row. REPLACE: the row that replaces x."""
     direction: Direction = ()
     """NORM_ADD, PULL: the unit vector."""
     low: float = 0.0
@@ -40,11 +40,11 @@ class Step(NamedTuple):
     high: float = 0.0
     """PULL: upper bound of the band."""
     strength: float = 0.0
-    """PULL: strength of the band. NORM_ADD, REPLACE: the scale."""
+    """PULL: strength of the band. NORM_ADD, REPLACE, ADD_LAST: the scale."""
     last: bool = True
     """Whether this is the act's last step, after which its change is measured."""
     mask: RowKey = ()
-    """REPLACE: the row of the mask; empty if there is none."""
+    """REPLACE, ADD_LAST: the row of the mask; empty if there is none."""
 
     @property
     def rows(self) -> tuple[RowKey, ...]:
@@ -185,9 +185,9 @@ def attribution(
 
 
 def ordered(acts: Sequence[Act], members: Sequence[int]) -> list[int]:
-    """The acts that change a token, in the order in which they act: replacements last."""
+    """The acts that change a token, in the order in which they act."""
     strong = [member for member in members if acts[member].strong]
-    return sorted(strong, key=lambda member: acts[member].kind is Kind.REPLACE)
+    return sorted(strong, key=lambda member: acts[member].kind.acts_last)
 
 
 def _rows_at(act: Act, sites: range | None) -> Iterator[SiteRow]:
@@ -204,7 +204,7 @@ def _steps(act: Act, rows: tuple[int, ...]) -> list[Step]:
     parts = tuple(zip(act.vectors, rows, strict=True))
     if act.kind is Kind.NORM_ADD:
         return [Step(act.kind, direction=parts, strength=act.scale)]
-    if act.kind is Kind.REPLACE:
+    if act.kind.acts_last:
         row, *mask = (((*part, 1.0),) for part in parts)
         return [Step(act.kind, row, strength=act.scale, mask=mask[0] if mask else ())]
     steps = []

@@ -224,7 +224,7 @@ def _check(act: Act) -> None:
         problem = "bands and vectors don't fit"
     elif act.kind in (Kind.ADD, Kind.NORM_ADD) and (len(act.vectors) != 1 or act.bands):
         problem = "it takes one vector and no bands"
-    elif act.kind is Kind.REPLACE and not _possible_replacement(act):
+    elif act.kind.acts_last and not _possible_replacement(act):
         problem = "it takes a vector, at most one mask, no bands and a scale from 0 to 1"
     elif not math.isfinite(act.scale):
         problem = "its scale is not finite"

@@ -21,6 +21,7 @@ from rheostat_engine.worker.steering.programs import INTS
 _ADD = tl.constexpr(int(Kind.ADD))
 _NORM_ADD = tl.constexpr(int(Kind.NORM_ADD))
 _REPLACE = tl.constexpr(int(Kind.REPLACE))
+_ADD_LAST = tl.constexpr(int(Kind.ADD_LAST))
 _INTS = tl.constexpr(INTS)
 
 
@@ -44,13 +45,13 @@ def _run_chain(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The change that a chain makes to x, its first replacement or 0, and the next dose slot."""
+    """The change that a chain makes to x, its first last step or 0, and the next dose slot."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     delta = tl.zeros([BLOCK], tl.float32)
     before = delta
     kind = tl.load(ints_ptr + step * _INTS)
-    while (step > 0) & (kind != _REPLACE):
+    while (step > 0) & (kind != _REPLACE) & (kind != _ADD_LAST):
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
         last = tl.load(ints_ptr + step * _INTS + 3)
         y = x + delta
@@ -94,20 +95,27 @@ def _run_replacements(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The stream, [BLOCK], after a chain of replacements."""
+    """The stream, [BLOCK], after a chain of steps that act last."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     while step > 0:
+        kind = tl.load(ints_ptr + step * _INTS)
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
         mask = tl.load(ints_ptr + step * _INTS + 4).to(tl.int64)
         row = tl.load(rows_ptr + number * WIDTH + column, mask=inside, other=0.0)
         wanted = row.to(tl.float32)
+        change = wanted - stream
+        differs = stream.to(rows_ptr.dtype.element_ty) != row
+        if kind == _ADD_LAST:
+            change = wanted
+            wanted = stream + change
+            differs = inside
         weight = tl.full([BLOCK], 1.0, tl.float32) * tl.load(floats_ptr + step * 4 + 2)
         if mask != 0:
             masked = tl.load(rows_ptr + mask * WIDTH + column, mask=inside, other=0.0)
             weight = weight * masked.to(tl.float32)
-        new = tl.where(weight == 1, wanted, stream + weight * (wanted - stream))
-        changes = (weight != 0) & (stream.to(rows_ptr.dtype.element_ty) != row) & (new == new)
+        new = tl.where(weight == 1, wanted, stream + weight * change)
+        changes = (weight != 0) & differs & (new == new)
         new = tl.where(changes, new, stream)
         norm = tl.sqrt(tl.sum(stream * stream))
         moved = tl.sqrt(tl.sum((new - stream) * (new - stream)))

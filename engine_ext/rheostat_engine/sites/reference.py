@@ -4,10 +4,11 @@ For each token, the stream is x = gain * h + residual in float32. A program's st
 order. `delta`, the sum of their changes, is added to h as delta / gain in float32 and rounded once.
 Unchanged elements keep their bits.
 
-Replacements come last. A replaced element becomes 0 in h and its new value in the residual, so
-that the model's sum of both is exactly this value. Without a residual, h becomes its new
-value / gain. An element that already equals the row, rounded to the row's dtype, keeps its bits:
-replacing a stream by its own captured rows changes nothing.
+Replacements and last additions (`Kind.acts_last`) come last. A changed element becomes 0 in h and
+its new value in the residual, so that the model's sum of both is exactly this value. Without a
+residual, h becomes its new value / gain. An element that already equals the row that replaces it,
+rounded to the row's dtype, keeps its bits: replacing a stream by its own captured rows changes
+nothing.
 
 Why changed elements are limited
     A norm of infinities is NaN, and NaN in the KV cache outlives its request: attention multiplies
@@ -91,7 +92,7 @@ def _change(
     before = delta.clone()
     while step > 0:
         kind, number, following, last, _ = site.ints[step].tolist()
-        if kind == Kind.REPLACE:
+        if Kind(kind).acts_last:
             break
         low, high, strength, _ = site.floats[step]
         y = x + delta
@@ -130,14 +131,17 @@ def _replace(
     site: SiteBuffers,
     gain: float,
 ) -> None:
-    """Runs the replacements of a program, the first of which is `step`, on the rows of tokens."""
+    """Runs the last part of a program, which starts at `step`, on the rows of tokens."""
     stream = value = _stream(h, residual, tokens, gain)
     while step > 0:
-        _, number, following, _, mask = site.ints[step].tolist()
+        kind, number, following, _, mask = site.ints[step].tolist()
         row = site.rows[number]
+        added = kind == Kind.ADD_LAST
+        wanted = value + row.float() if added else row.float()
         weight = site.floats[step, 2] * (site.rows[mask].float() if mask else torch.ones(len(row)))
-        new = torch.where(weight == 1, row.float(), value + weight * (row.float() - value))
-        changes = (weight != 0) & (value.to(row.dtype) != row) & ~new.isnan()
+        change = row.float() if added else wanted - value
+        new = torch.where(weight == 1, wanted, value + weight * change)
+        changes = (weight != 0) & ((value.to(row.dtype) != row) | added) & ~new.isnan()
         new = torch.where(changes, new, value)
         _measure(site.doses, dose_slots, new - value, value)
         value, dose_slots, step = new, dose_slots + 1, following

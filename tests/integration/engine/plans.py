@@ -53,7 +53,7 @@ def as_hooks(plan: Plan, seeds: int, tokens: Sequence[int]) -> list[Change]:
     values = dict(vector(seed) for seed in range(seeds))
     return [
         Change(site, _naive(act, values), positions)
-        for act in sorted(plan.acts, key=lambda act: act.kind is Kind.REPLACE)
+        for act in sorted(plan.acts, key=lambda act: act.kind.acts_last)
         if (positions := selected(act, tokens))
         for site, _ in act.rows
     ]
@@ -83,9 +83,9 @@ def _naive(act: Act, values: dict[bytes, Float]) -> Callable[[torch.Tensor], tor
             y = y + act.scale * rows[0]
         elif act.kind is Kind.NORM_ADD:
             y = y + act.scale * y.norm(dim=1, keepdim=True) * units[0]
-        elif act.kind is Kind.REPLACE:
+        elif act.kind.acts_last:
             mask = rows[1] if len(rows) > 1 else 1.0
-            y = y + act.scale * mask * (rows[0] - y)
+            y = y + act.scale * mask * (rows[0] - y * (act.kind is Kind.REPLACE))
         elif act.orthogonal:
             span = rows.T @ torch.linalg.inv(rows @ rows.T) @ rows
             y = y - act.bands[0].strength * (y @ span)

@@ -66,7 +66,7 @@ def _spans(draw: st.DrawFn) -> Spans:
 def acts(draw: st.DrawFn) -> Act:
     """Any act of the small model."""
     kind = draw(st.sampled_from(Kind))
-    count = draw(st.integers(1, {Kind.PULL: 3, Kind.REPLACE: 2}.get(kind, 1)))
+    count = draw(st.integers(1, {Kind.PULL: 3, Kind.REPLACE: 2, Kind.ADD_LAST: 2}.get(kind, 1)))
     seeds = draw(st.permutations(range(VECTORS)))[:count]
     sites = sorted(draw(st.sets(st.sampled_from(SITES), min_size=1, max_size=3)))
     bands: tuple[Band, ...] = ()
@@ -92,7 +92,7 @@ def acts(draw: st.DrawFn) -> Act:
         vectors=tuple(vector(seed)[0] for seed in seeds),
         rows=tuple((site, (0,) * count) for site in sites),
         spans=spans,
-        scale=draw(st.floats(0 if kind is Kind.REPLACE else -1, 1, width=32)),
+        scale=draw(st.floats(0 if kind.acts_last else -1, 1, width=32)),
         bands=bands,
         orthogonal=orthogonal,
         conditions=conditions,

@@ -36,7 +36,10 @@ def chains() -> list[list[Step]]:
     push = Step(Kind.NORM_ADD, 2, strength=-0.5)
     added = Step(Kind.ADD, 3)
     half = Step(Kind.REPLACE, 2, strength=0.5, mask=MASK)
+    last = Step(Kind.ADD_LAST, 3)
     return [
+        [last],
+        [added, half, last._replace(strength=0.5, mask=MASK), last._replace(number=1)],
         [ablation],
         [clamp],
         [floor],
@@ -143,9 +146,9 @@ def naive(h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers) -> 
                 x = x + rows[number]
             elif kind == Kind.NORM_ADD:
                 x = x + strength * np.linalg.norm(x) * directions[number]
-            elif kind == Kind.REPLACE:
+            elif kind in (Kind.REPLACE, Kind.ADD_LAST):
                 weight = strength * (rows[mask] if mask else np.ones(len(x)))
-                x = x + weight * (rows[number] - x)
+                x = x + weight * (rows[number] - x * (kind == Kind.REPLACE))
                 replaced |= weight != 0
             else:
                 along = x @ directions[number]

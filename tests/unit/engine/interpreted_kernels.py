@@ -103,11 +103,16 @@ def check_chains(
 
 
 def check_replacements(width: int, dtype: torch.dtype, residual: torch.dtype | None) -> None:
-    """Whole rows are replaced bit for bit, and rows by themselves not at all."""
-    programs = [[Step(Kind.REPLACE, 1)], [Step(Kind.ADD, 2), Step(Kind.REPLACE, 3)]]
-    site = buffers(width, dtype=dtype, codes=[-1, -2, 0], captured=[1, 2, 3], programs=programs)
-    h = noise(3, width, dtype, 1)
-    rest = None if residual is None else noise(3, width, residual, 2)
+    """Whole rows are replaced, or added last, bit for bit, and rows by themselves not at all."""
+    programs = [
+        [Step(Kind.REPLACE, 1)],
+        [Step(Kind.ADD, 2), Step(Kind.REPLACE, 3)],
+        [Step(Kind.ADD, 2), Step(Kind.ADD_LAST, 3), Step(Kind.ADD_LAST, 4)],
+    ]
+    codes, captured = [-1, -2, 0, -3], [1, 2, 3, 4]
+    site = buffers(width, dtype=dtype, codes=codes, captured=captured, programs=programs)
+    h = noise(4, width, dtype, 1)
+    rest = None if residual is None else noise(4, width, residual, 2)
     own = h[0].float() if rest is None else h[0].float() + rest[0].float()
     site.rows[1] = own.to(dtype)
     other, ones, others = twin(site), Parts.of(h, rest), Parts.of(h, rest)

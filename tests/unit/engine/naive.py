@@ -10,7 +10,7 @@ import numpy.typing as npt
 from rheostat_engine import Act, Kind, Plan
 from rheostat_engine.plan.composition import Program
 
-from .strategies import selects
+from .strategies import LAST, selects
 
 Row = npt.NDArray[np.float64]
 Vectors = Mapping[bytes, npt.NDArray[np.float32]]
@@ -25,8 +25,7 @@ def acting(plan: Plan, site: int, position: int, token: int) -> list[tuple[int, 
         for index, act in enumerate(plan.acts)
         if act.acts and site in dict(act.rows) and selects(act, position, token)
     ]
-    last = [(index, act) for index, act in found if act.kind is Kind.REPLACE]
-    return [(index, act) for index, act in found if act.kind is not Kind.REPLACE] + last
+    return sorted(found, key=lambda pair: pair[1].kind in LAST)
 
 
 def steps(plan: Plan, site: int, position: int, token: int) -> Steps:
@@ -43,8 +42,8 @@ def steps(plan: Plan, site: int, position: int, token: int) -> Steps:
                 found.append(Counter([one]))
         elif act.kind is Kind.NORM_ADD:
             found.append((parts, act.scale))
-        elif act.kind is Kind.REPLACE:
-            found.append(("replace", *parts, act.scale))
+        elif act.kind in LAST:
+            found.append((act.kind, *parts, act.scale))
         else:
             for number, band in enumerate(act.bands):
                 first = 0 if act.orthogonal else number
@@ -60,9 +59,9 @@ def described(program: Program) -> Steps:
             found.append(Counter(step.addends))
         elif step.kind is Kind.NORM_ADD:
             found.append((list(step.direction), step.strength))
-        elif step.kind is Kind.REPLACE:
+        elif step.kind in LAST:
             rows = [(digest, row) for ((digest, row, _),) in step.rows]
-            found.append(("replace", *rows, step.strength))
+            found.append((step.kind, *rows, step.strength))
         else:
             found.append((list(step.direction), step.low, step.high, step.strength))
     return tuple(found)
@@ -109,9 +108,9 @@ def _applied(act: Act, row: Row, parts: list[Row]) -> Row:
         return row + act.scale * parts[0]
     if act.kind is Kind.NORM_ADD:
         return row + act.scale * np.linalg.norm(row) * units(parts, orthogonal=False)[0]
-    if act.kind is Kind.REPLACE:
+    if act.kind in LAST:
         mask = parts[1] if len(parts) > 1 else 1.0
-        return row + act.scale * mask * (parts[0] - row)
+        return row + act.scale * mask * (parts[0] - row * (act.kind is Kind.REPLACE))
     for unit, band in zip(units(parts, orthogonal=act.orthogonal), act.bands, strict=True):
         along = row @ unit
         row = row + band.strength * (np.clip(along, band.low, band.high) - along) * unit

@@ -30,6 +30,8 @@ DIGESTS = tuple(bytes([i]) * 32 for i in range(1, 4))
 ROWS = 2
 """Rows of each vector."""
 EVERYWHERE = ((0, OPEN_END),)
+LAST = (Kind.REPLACE, Kind.ADD_LAST)
+"""Kinds that act after the others."""
 SCALES = (0.0, 0.5, 1.0, 2.0)
 SETS: tuple[TokenSet, ...] = ((0,), (1, 3), (2,), (0, 1, 2, 4), (5,))
 BANDS = (
@@ -83,7 +85,7 @@ def selections(draw: st.DrawFn) -> tuple[Spans, tuple[Condition, ...]]:
 def acts(draw: st.DrawFn) -> Act:
     """Any act with known vectors."""
     kind = draw(st.sampled_from(Kind))
-    most = {Kind.PULL: 3, Kind.REPLACE: 2}.get(kind, 1)
+    most = {Kind.PULL: 3, Kind.REPLACE: 2, Kind.ADD_LAST: 2}.get(kind, 1)
     count = draw(st.integers(1, most))
     vectors = draw(st.permutations(DIGESTS))[:count]
     row = st.tuples(*[st.integers(0, ROWS - 1)] * count)
@@ -95,7 +97,7 @@ def acts(draw: st.DrawFn) -> Act:
         tuple(vectors),
         tuple(sorted(rows.items())),
         where,
-        scale=1.0 if pull else draw(st.sampled_from(SCALES[: 3 if kind is Kind.REPLACE else 4])),
+        scale=1.0 if pull else draw(st.sampled_from(SCALES[: 3 if kind in LAST else 4])),
         bands=tuple(draw(st.sampled_from(BANDS)) for _ in vectors) if pull else (),
         orthogonal=pull and draw(st.booleans()),
         conditions=conditions,

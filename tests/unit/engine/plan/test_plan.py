@@ -211,6 +211,8 @@ UNFIT = "a set is not ascending, or names a missing member"
         (act_with(ADD, bands=[BAND]), "ADD: it takes one vector and no bands"),
         (act_with(PULL, kind=int(Kind.REPLACE)), "REPLACE: it takes a vector, at most one mask"),
         (act_with(ADD, kind=int(Kind.REPLACE), scale=1.5), "REPLACE: .* a scale from 0 to 1"),
+        (act_with(PULL, kind=int(Kind.ADD_LAST)), "ADD_LAST: it takes a vector, at most one mask"),
+        (act_with(ADD, kind=int(Kind.ADD_LAST), scale=-0.5), "ADD_LAST: .* from 0 to 1"),
         (act_with(PULL, bands=[BAND]), "PULL: bands and vectors don't fit"),
         (act_with(PULL, bands=[BAND, [1.0, 0.0, 1.0]]), "PULL: a band is empty"),
         (act_with(PULL, bands=[BAND, [NAN, 0.0, 1.0]]), "PULL: a band is empty"),

@@ -74,6 +74,7 @@ def test_an_addition_is_one_float32_sum_rounded_once(dtype: torch.dtype) -> None
     assert not site.ring[[0, 1, 2, *range(5, RING)]].any()
 
 
+ABLATION = [Step(Kind.PULL, 1)]
 WIDE = Step(Kind.PULL, 1, -1e6, 1e6)
 IDLE = {
     "row 0 in a chain": [Step(Kind.ADD, 0)],
@@ -83,6 +84,8 @@ IDLE = {
     "a band without an upper bound": [WIDE._replace(high=math.inf)],
     "a band without a lower bound": [WIDE._replace(low=-math.inf)],
     "strength 0 of a replacement": [Step(Kind.REPLACE, 1, strength=0.0)],
+    "row 0 added last": [Step(Kind.ADD_LAST, 0), Step(Kind.ADD_LAST, 0, mask=MASK)],
+    "strength 0 of a last addition": [Step(Kind.ADD_LAST, 1, strength=0.0)],
     "all of them": [
         *[Step(Kind.ADD, 0), WIDE, Step(Kind.NORM_ADD, 2, strength=0.0), WIDE],
         Step(Kind.REPLACE, 1, strength=0.0),
@@ -115,7 +118,7 @@ def test_what_changes_nothing_changes_no_bit(
 
 
 def test_elements_that_a_change_leaves_alone_keep_their_bits() -> None:
-    site = buffers(8, dtype=torch.float32, codes=[1, -1], captured=[0, 0], programs=[chains()[0]])
+    site = buffers(8, dtype=torch.float32, codes=[1, -1], captured=[0, 0], programs=[ABLATION])
     site.rows[1] = torch.tensor([0.0, 0.0, 1.0, -0.0, 0.0, 0.0, 0.0, 0.0])
     site.directions[1] = torch.tensor([0.0, 1.0, -0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     h = torch.full((2, 8), -0.0)
@@ -320,6 +323,41 @@ def test_replacing_a_row_by_its_own_captured_row_changes_no_bit(
         outcomes.append((h, rest, row))
     for one, other in zip(*outcomes, strict=True):
         assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("residual", [None, "same", torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_added_last_in_one_float32_sum_rounded_once(
+    dtype: torch.dtype, residual: torch.dtype | str | None
+) -> None:
+    steered = [Step(Kind.ADD, 2), Step(Kind.PULL, 1)]
+    outcomes = []
+    for last in ([], [Step(Kind.ADD_LAST, 4)], [Step(Kind.REPLACE, 1), Step(Kind.ADD_LAST, 4)]):
+        programs = [[*steered, *last]]
+        site = buffers(64, dtype=dtype, codes=[-1], captured=[1], programs=programs)
+        generator = torch.Generator().manual_seed(5)
+        h, rest = torch.randn(1, 64, generator=generator).to(dtype), None
+        if residual is not None:
+            rest = 5 * torch.randn(1, 64, generator=generator)
+            rest = rest.to(dtype if isinstance(residual, str) else residual)
+        run_site(h, rest, site)
+        outcomes.append(h.float() if rest is None else h.float() + rest.float())
+    before, added, replaced = outcomes
+    kept = dtype if residual is None or isinstance(residual, str) else residual
+    assert torch.equal(added, (before + site.rows[4].float()).to(kept).float())
+    want = (site.rows[1].float() + site.rows[4].float()).to(kept).float()
+    assert torch.equal(replaced[0], want)
+
+
+def test_a_row_added_last_leaves_alone_what_is_not_finite() -> None:
+    site = buffers(
+        4, dtype=torch.float32, codes=[-1], captured=[0], programs=[[Step(Kind.ADD_LAST, 1)]]
+    )
+    h = torch.tensor([[math.inf, -math.inf, math.nan, 0.0]])
+    run_site(h, None, site)
+    assert h[0, :2].tolist() == [math.inf, -math.inf]
+    assert h[0, 2].isnan()
+    assert h[0, 3] == site.rows[1, 3]
 
 
 def test_elements_outside_a_mask_keep_their_bits() -> None:

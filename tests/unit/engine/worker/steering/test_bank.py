@@ -226,6 +226,8 @@ STEPS = st.one_of(
             Step(Kind.NORM_ADD, direction=((B, 0),), strength=0.25),
             Step(Kind.REPLACE, ((A, 1, 1.0),), strength=1.0),
             Step(Kind.REPLACE, ((B, 0, 1.0),), strength=0.5, mask=((A, 1, 1.0),)),
+            Step(Kind.ADD_LAST, ((A, 1, 1.0),), strength=0.5),
+            Step(Kind.ADD_LAST, ((B, 0, 1.0),), strength=1.0, mask=((A, 0, 1.0),)),
         ]
     ),
 )
@@ -243,7 +245,7 @@ def said(bank: Bank, slot: int) -> list[object]:
         words.append(programs.rows[max(code, 0)].tolist())
         while step > 0:
             kind, number, following, last, mask = programs.ints[step].tolist()
-            rows = kind in (Kind.ADD, Kind.REPLACE)
+            rows = kind in (Kind.ADD, Kind.REPLACE, Kind.ADD_LAST)
             content_of = (programs.rows if rows else programs.directions)[number].tolist()
             masked = programs.rows[mask].tolist()
             words.append((kind, last, programs.floats[step].tolist(), content_of, masked))

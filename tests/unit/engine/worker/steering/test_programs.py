@@ -153,14 +153,15 @@ def test_directions_are_float32_whatever_the_stream_is(dtype: torch.dtype) -> No
     assert torch.equal(programs.rows[added], torch.from_numpy(VECTORS[A][0]).to(dtype))
 
 
-def test_a_replacement_has_a_row_and_may_have_a_mask() -> None:
+@pytest.mark.parametrize("kind", [Kind.REPLACE, Kind.ADD_LAST])
+def test_a_step_that_acts_last_has_a_row_and_may_have_a_mask(kind: Kind) -> None:
     programs = make()
-    whole = Step(Kind.REPLACE, ((A, 0, 1.0),), strength=0.5)
+    whole = Step(kind, ((A, 0, 1.0),), strength=0.5)
     masked = whole._replace(mask=((B, 0, 1.0),))
     code = acquire(programs, (whole, masked))
     programs.flush()
     (first, floats), (second, _) = chain(programs, code)
-    assert (first[0], first[3], floats[2]) == (Kind.REPLACE, 0, 0.5)
+    assert (first[0], first[3], floats[2]) == (kind, 0, 0.5)
     assert first[1] == second[1]
     assert programs.rows[second[1]].tolist() == VECTORS[A][0].tolist()
     assert programs.rows[second[3]].tolist() == VECTORS[B][0].tolist()
