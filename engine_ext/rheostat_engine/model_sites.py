@@ -4,9 +4,10 @@ Invariant: a site is served on every rank with its layer, or refused with a reas
 agree about the model's shape.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from rheostat_engine.plan.capacity import Capacity
 from rheostat_engine.plan.points import Point, Site
@@ -45,6 +46,11 @@ class ModelSites:
     """Why rows can't be read with the model's unembedding; empty if they can."""
     no_directions: str = ""
     """Why tokens have no directions; empty if they have."""
+    embedding_std: float = 0.0
+    """Standard deviation of all elements of the token embedding, as they enter the stream; 0 if
+    it can't be measured."""
+    embedding_refused: str = ""
+    """Why it can't be measured; empty if it can."""
 
     def width_of(self, site: Site) -> int:
         """The width of a served site's rows."""
@@ -79,6 +85,7 @@ class ModelSites:
         for report in reports:
             for point, reason in cast(Mapping[str, str], report["refused"]).items():
                 refused.setdefault(Point(point), reason)
+        embedding = _embedding(reports)
         return cls(
             architecture=str(first["architecture"]),
             num_layers=cast(int, first["num_layers"]),
@@ -96,7 +103,35 @@ class ModelSites:
             no_directions=next(
                 (str(r["no_directions"]) for r in reports if r["no_directions"]), ""
             ),
+            embedding_std=embedding.std,
+            embedding_refused=embedding.refused,
         )
+
+
+class _Embedding(NamedTuple):
+    std: float
+    refused: str
+
+
+def _embedding(reports: Sequence[Mapping[str, object]]) -> _Embedding:
+    """Adds up the ranks' parts of the token embedding."""
+    found = [cast(Mapping[str, object], r["embedding"]) for r in reports if r["embedding"]]
+    for part in found:
+        if part["refused"]:
+            return _Embedding(0.0, str(part["refused"]))
+    # Ranks whose parts begin at the same token have the same part.
+    parts = {cast(int, part["first"]): part for part in found}
+    count, total, squares = (
+        math.fsum(cast(float, part[key]) for _, part in sorted(parts.items()))
+        for key in ("count", "total", "squares")
+    )
+    if not count:
+        return _Embedding(0.0, "no worker has the token embedding")
+    variance = squares / count - (total / count) ** 2
+    std = math.sqrt(variance) if variance > 0 else variance
+    if not std > 0 or math.isinf(std):
+        return _Embedding(0.0, f"the token embedding's standard deviation is {std:g}")
+    return _Embedding(std, "")
 
 
 def _by_layer(reports: Sequence[Mapping[str, object]], key: str) -> dict[int, object]:

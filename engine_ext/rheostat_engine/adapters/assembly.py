@@ -15,7 +15,8 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
 from rheostat_engine.adapters.blocks import find_blocks, layer_count
-from rheostat_engine.adapters.probing import forward_context, run_once
+from rheostat_engine.adapters.embedding import EmbeddingPart, measure_embedding
+from rheostat_engine.adapters.probing import forward_context, probe_tokens, run_once
 from rheostat_engine.adapters.refusals import refuse_unserved
 from rheostat_engine.adapters.routers import Routers, find_routers
 from rheostat_engine.adapters.runner import server_request_id
@@ -61,6 +62,8 @@ class Assembled:
     """Whether this rank reports to the server."""
     unembedding: Unembedding
     """Its final norm and unembedding."""
+    embedding: EmbeddingPart | None = None
+    """This rank's part of the token embedding; None after the first pipeline stage."""
 
 
 def assemble(
@@ -107,6 +110,15 @@ def assemble(
         device=device,
         without_lora=without_lora,
     )
+    embedding = None
+    if get_pp_group().is_first_rank:
+        embedding = measure_embedding(
+            model,
+            blocks[0],
+            width,
+            lambda tokens: run_once(model, config, device, tokens),
+            probe_tokens(device),
+        )
     site_slots = SiteSlots(layers, routers=bool(routers.experts))
     capacity = settings.capacity(width=width, itemsize=dtype.itemsize)
     bank = Bank(sites=site_slots.count, capacity=capacity, width=width, dtype=dtype, device=device)
@@ -182,7 +194,15 @@ def assemble(
         for block, layout in zip(blocks, layouts, strict=True)
     }
     return Assembled(
-        runtime, capacity, refused, routers, stream_layouts, layers, reports, unembedding
+        runtime,
+        capacity,
+        refused,
+        routers,
+        stream_layouts,
+        layers,
+        reports,
+        unembedding,
+        embedding,
     )
 
 

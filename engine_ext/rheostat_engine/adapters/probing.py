@@ -14,13 +14,22 @@ PROBE_TOKENS = 8
 """Tokens of the forward pass."""
 
 
-def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> object:
-    """Runs the model on a few tokens, and returns its output.
+def probe_tokens(device: torch.device) -> torch.Tensor:
+    """The token ids of the forward pass, all different."""
+    return torch.arange(1, PROBE_TOKENS + 1, device=device, dtype=torch.int32)
+
+
+def run_once(
+    model: nn.Module,
+    config: VllmConfig,
+    device: torch.device,
+    tokens: torch.Tensor | None = None,
+) -> object:
+    """Runs the model on `PROBE_TOKENS` tokens, by default those of `probe_tokens`; its output.
 
     Attention has no metadata, so it computes nothing.
     """
     model_config = config.model_config
-    tokens = torch.arange(1, PROBE_TOKENS + 1, device=device, dtype=torch.int32)
     positions = torch.arange(PROBE_TOKENS, device=device)
     if model_config.uses_mrope:
         positions = positions.expand(3, -1)
@@ -39,7 +48,7 @@ def run_once(model: nn.Module, config: VllmConfig, device: torch.device) -> obje
         set_forward_context(None, config, num_tokens=PROBE_TOKENS, skip_compiled=True),
     ):
         output: object = model(
-            input_ids=tokens if first else None,
+            input_ids=(probe_tokens(device) if tokens is None else tokens) if first else None,
             positions=positions,
             intermediate_tensors=between,
             inputs_embeds=None,

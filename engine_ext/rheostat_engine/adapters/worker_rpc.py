@@ -47,6 +47,7 @@ class SiteRpc:
             "unrouted": assembled.routers.refused,
             "block_layouts": assembled.block_layouts,
             "variants": sorted(assembled.runtime.steps),
+            "embedding": None if assembled.embedding is None else asdict(assembled.embedding),
             "capacity": asdict(assembled.capacity),
             "reports": assembled.reports,
             "no_lens": assembled.unembedding.refused,

@@ -25,6 +25,7 @@ REPORT: dict[str, object] = {
     "variants": ["active", "plain"],
     "no_lens": "",
     "no_directions": "",
+    "embedding": None,
     "capacity": CAPACITY,
     "reports": True,
 }
@@ -58,7 +59,44 @@ def test_the_smallest_limits_and_every_refusal_hold() -> None:
         unrouted={3: "several"},
         block_layouts={0: "pair", 1: "pair", 2: "single", 3: "pair"},
         variants=("active", "plain"),
+        embedding_refused="no worker has the token embedding",
     )
+
+
+def embedding(*values: float, first: int = 0) -> dict[str, object]:
+    """The report of a part with these elements."""
+    part = {
+        "refused": "",
+        "first": first,
+        "count": len(values),
+        "total": sum(values),
+        "squares": sum(value**2 for value in values),
+    }
+    return {**REPORT, "embedding": part}
+
+
+def test_parts_of_the_embedding_are_added_up_each_once() -> None:
+    parts = [embedding(1.0, 2.0), embedding(5.0, 4.0, first=2), REPORT, embedding(1.0, 2.0)]
+    for reports in (parts, parts[::-1]):
+        sites = ModelSites.from_reports(reports)
+        assert sites.embedding_std == pytest.approx(2.5**0.5, rel=1e-15)
+        assert not sites.embedding_refused
+
+
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [
+        ({**REPORT, "embedding": {"refused": "quantised"}}, "quantised"),
+        (REPORT, "no worker has the token embedding"),
+        (embedding(2.0, 2.0), "the token embedding's standard deviation is 0"),
+        (embedding(float("inf")), "the token embedding's standard deviation is nan"),
+    ],
+)
+def test_an_embedding_that_can_not_be_measured_says_why(
+    report: dict[str, object], reason: str
+) -> None:
+    sites = ModelSites.from_reports([report])
+    assert (sites.embedding_std, sites.embedding_refused) == (0.0, reason)
 
 
 @pytest.mark.parametrize("key", ["architecture", "num_layers", "width", "dtype", "runner"])

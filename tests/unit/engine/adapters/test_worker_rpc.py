@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 
 from rheostat_engine import Capacity, Capture, ModelSites, Plan, Point, Released
 from rheostat_engine.adapters.assembly import Assembled
+from rheostat_engine.adapters.embedding import EmbeddingPart
 from rheostat_engine.adapters.routers import Routers
 from rheostat_engine.adapters.unembedding import FinalNorm, Unembedding
 from rheostat_engine.adapters.worker_rpc import SiteRpc
@@ -75,6 +76,7 @@ class Rpc(SiteRpc, Base):
             (SITES - 1) // 2,
             True,
             toy_unembedding(),
+            EmbeddingPart(count=4, total=0.0, squares=16.0),
         )
         model = SimpleNamespace(architecture="Toy")
         self.model_runner = SimpleNamespace(
@@ -96,6 +98,7 @@ def test_a_worker_describes_its_model() -> None:
             world_size=1,
             block_layouts={0: "pair", 1: "single"},
             variants=("active", "plain"),
+            embedding_std=2.0,
         )
     )
 
