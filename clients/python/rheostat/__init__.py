@@ -91,6 +91,7 @@ from rheostat._steering.global_steering import GlobalSteering
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
 from rheostat._steering.replacements import (
     FromRun,
+    Noise,
     Replace,
     RunMean,
     Zeros,
@@ -169,6 +170,7 @@ __all__ = [
     "LensResult",
     "Limits",
     "ModelInfo",
+    "Noise",
     "NormAdd",
     "NotFound",
     "OutOfRange",

@@ -62,7 +62,7 @@ def _replaced_work(
 ) -> int:
     """Bytes that are counted for the rows of a Replace."""
     replace, sites = intervention.replace, _site_count(intervention.sites, model)
-    if replace.HasField("run") or replace.HasField("mean"):
+    if replace.HasField("run") or replace.HasField("mean") or replace.HasField("noise"):
         # A run may be longer than the prompt, and so may the answer whose rows are replaced.
         return OFFLOAD_BYTES + 1
     rows = min(REPLACED_ROWS, sites * prompt_len) if replace.HasField("rows") else sites

@@ -54,6 +54,7 @@ def report_model(manager: RequestManager) -> engine_service_pb2.GetModelResponse
         build_version=build_version(),
         api_version="rheostat.v1",
         features=_features(manager),
+        embedding_std=sites.embedding_std or None,
     )
 
 

@@ -72,22 +72,23 @@ class ResolvedOp:
 
         A Replace with a row for each position has an act for each.
         """
-        if self.replacement is None:
+        replacement = self.replacement
+        if replacement is None:
             acts = [self._act(selection)]
-        elif self.replacement.positions and all(vector.peaks[0] for vector in self.vectors[1:]):
+        elif replacement.positions and all(vector.peaks[0] for vector in self.vectors[1:]):
             acts = [
-                self._replacing(((position, position + 1),), offset)
-                for offset, position in enumerate(self.replacement.positions)
+                self._last(replacement, ((position, position + 1),), offset)
+                for offset, position in enumerate(replacement.positions)
             ]
         else:
-            acts = [self._replacing(selection.spans, 0)]
+            acts = [self._last(replacement, selection.spans, 0)]
         return tuple(act for act in acts if act.acts)
 
-    def _replacing(self, spans: Spans, offset: int) -> Act:
+    def _last(self, replacement: Replacement, spans: Spans, offset: int) -> Act:
         """The act of a Replace at some positions; `offset` counts its replaced positions."""
         mask = self.vectors[1:]
         return Act(
-            kind=Kind.REPLACE,
+            kind=Kind.ADD_LAST if replacement.added else Kind.REPLACE,
             vectors=tuple(vector.digest for vector in self.vectors),
             rows=tuple(
                 sorted(

@@ -1,7 +1,7 @@
-"""The rows that a Replace puts in the place of a request's own.
+"""The rows that a Replace puts in the place of a request's own, or adds to them (noise).
 
 A source gives either one row for all positions of a site (a vector, zeros, the mean of a run), or a
-row for each site and position (a tensor, a run).
+row for each site and position (a tensor, a run, noise).
 
 Invariant: everything that a source needs is found at admission, and copied. A request that runs
 never lacks a row, even if its run is deleted meanwhile.
@@ -37,6 +37,7 @@ from rheostat_server.tensors import FloatType, checked_payload, converted, float
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorView, make_vector
 from rheostat_wire.dtypes import FloatArray, StoredArray
+from rheostat_wire.noise import normal_row
 from rheostat_wire.v1 import replace_pb2, tensor_pb2
 
 _SOURCES = "vector, run, rows, zeros, mean and noise"
@@ -59,6 +60,8 @@ class Replacement:
     """The run's position for each replaced position; empty if the rows come from elsewhere."""
     row_layers: tuple[int, ...] = ()
     """The layer of each row, if the source is a vector whose rows are for layers."""
+    added: bool = False
+    """Whether the rows are added to the request's own."""
 
     @cached_property
     def sha256(self) -> bytes:
@@ -161,9 +164,7 @@ def resolve_replacement(replace: replace_pb2.Replace, context: OpContext, path: 
         case "mean":
             found = _from_mean(replace.mean, context, field)
         case _:
-            raise NotSupported(
-                "noise is not served yet: add a vector of noise that you have drawn", field=field
-            )
+            found = _from_noise(replace.noise, context, field)
     _check_range(found, context, field)
     return found
 
@@ -292,6 +293,42 @@ def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) ->
         return replace_fields(_row_for_all_positions(means, context, path), run_id=run.id)
     finally:
         _runs(context, path).release(run)
+
+
+def _from_noise(source: replace_pb2.NoiseSource, context: OpContext, path: str) -> Replacement:
+    """Rows of noise, drawn here."""
+    std = _noise_std(source, context.model, path)
+    positions = context.positions(FloatType.FLOAT32, path)
+    sites, width = context.sites.sites, context.model.width
+    rows = np.empty((len(sites), len(positions), width), np.float32)
+    with np.errstate(over="ignore"):  # `_check_range` refuses infinities
+        for site, rows_of_site in zip(sites, rows, strict=True):
+            for position, row in zip(positions, rows_of_site, strict=True):
+                row[:] = std * normal_row(source.seed, site.index, position, width)
+    found = _row_per_position(FloatType.FLOAT32, rows.tobytes(), positions, context, path)
+    return replace_fields(found, added=True)
+
+
+def _noise_std(source: replace_pb2.NoiseSource, model: ModelSites, path: str) -> float:
+    """The standard deviation of noise.
+
+    Raises:
+        NotSupported: it is a multiple of the embedding's, which could not be measured.
+    """
+    kind = validation.required(source.WhichOneof("scale"), path, "std and embedding_std")
+    field = field_path(path, kind)
+    given = source.std if kind == "std" else source.embedding_std
+    if validation.finite(given, field) <= 0:
+        raise InvalidValue("must be above 0", field=field)
+    if kind == "std":
+        return given
+    if not model.embedding_std:
+        raise NotSupported(
+            "the standard deviation of the model's embedding is not known, because "
+            f"{model.embedding_refused}: give std",
+            field=field,
+        )
+    return given * model.embedding_std
 
 
 def _runs(context: OpContext, path: str) -> RunStore:

@@ -1,15 +1,19 @@
-"""Activation patching over gRPC: rows of a run, of an array and of a vector replace a request's."""
+"""Activation patching over gRPC: other rows, or noise, replace a request's."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import rheostat
+from rheostat_wire.noise import normal_row
 
 from ..engine.reference import Change, Float, HfReference
+from .conftest import MODEL
 
 pytestmark = pytest.mark.integration
 
@@ -210,3 +214,121 @@ def test_patched_blocks_are_not_shared_with_other_requests(
     assert cached == [BLOCK, 2 * BLOCK, 2 * BLOCK]
     (applied,) = again.receipt.interventions
     assert applied.rows[0].cached_positions == (range(BLOCK + 10, BLOCK + 11),)
+
+
+SUBJECT = [1, 2, 3]
+"""Positions of a subject's tokens."""
+
+
+def drawn(std: float, site: int, positions: list[int], seed: int) -> Float:
+    """Rows of noise by the recipe, [positions, WIDTH]."""
+    rows = [std * normal_row(seed, site, position, WIDTH) for position in positions]
+    return np.array(rows, np.float32)
+
+
+def noisy(
+    point: str = "resid_pre",
+    layer: int = 0,
+    positions: list[int] | None = None,
+    *,
+    noise: rheostat.Noise | None = None,
+    **options: object,
+) -> rheostat.Replace:
+    source = noise or rheostat.Noise(embedding_std=3, seed=5)
+    where = rheostat.positions(*(positions or SUBJECT))
+    return rheostat.replace(source, **options).at(points=point, layers=layer, where=where)
+
+
+def test_the_embeddings_deviation_is_that_of_the_stored_matrix(engine: rheostat.Engine) -> None:
+    weights = load_file(MODEL / "model.safetensors")
+    matrix = weights["model.embed_tokens.weight"].double()
+    assert engine.model().embedding_std == pytest.approx(float(matrix.std(correction=0)), rel=1e-6)
+
+
+def test_noise_on_a_subject_does_what_the_same_hook_does_in_hugging_face(
+    engine: rheostat.Engine, reference: HfReference
+) -> None:
+    std = 3.0 * (engine.model().embedding_std or 0.0)
+    tokens = engine.tokenize(CLEAN).token_ids
+    for point, layer, site in (("resid_pre", 0, 0), ("resid_mid", 2, 10), ("mlp_out", 4, 19)):
+        rows = torch.from_numpy(drawn(std, site, SUBJECT, 5))
+        hook = Change(site, lambda x, rows=rows: x + rows, SUBJECT)
+        expected = reference.run(tokens, [hook]).logprobs[-1]
+        options = {**OPTIONS, "max_tokens": 1}
+        out = engine.generate(CLEAN, steering=noisy(point, layer), **options)
+        for token, logprob in logprobs(out)[0].items():
+            assert logprob == pytest.approx(float(expected[token]), abs=1e-3)
+        (applied,) = out.receipt.interventions
+        assert applied.source is not None
+        assert applied.source.rows == tuple((position, None) for position in SUBJECT)
+        assert applied.source.sha256 == hashlib.sha256(rows.numpy().tobytes()).hexdigest()
+        again = engine.generate(CLEAN, steering=noisy(point, layer), **options)
+        assert logprobs(again) == logprobs(out)
+
+
+def test_noise_comes_after_other_ops_in_the_order_of_the_replacements(
+    engine: rheostat.Engine,
+) -> None:
+    capture = rheostat.Capture("resid_post", 2, where=rheostat.positions(3))
+    added = rheostat.inline(np.ones(WIDTH), points="resid_post", layers=2) * 0.5
+    zeros = rheostat.replace(rheostat.Zeros()).at(
+        points="resid_post", layers=2, where=rheostat.positions(3)
+    )
+    noise = noisy("resid_post", 2, [3], noise=rheostat.Noise(std=0.5, seed=1))
+    row = drawn(0.5, 12, [3], 1)[0]
+
+    def captured(*steering: rheostat.Intervention) -> Float:
+        out = engine.generate(CLEAN, steering=steering, capture=capture, **OPTIONS)
+        rows: Float = out.activations["resid_post", 2][0]
+        return rows
+
+    steered = captured(added)
+    np.testing.assert_allclose(captured(noise, added), steered + row, rtol=0, atol=1e-6)
+    assert np.array_equal(captured(noise, added), captured(added, noise))
+    assert np.array_equal(captured(zeros, noise), row)
+    assert not captured(noise, zeros).any()
+
+
+def test_alpha_and_a_mask_scale_noise(engine: rheostat.Engine) -> None:
+    capture = rheostat.Capture("resid_post", 2, where=rheostat.positions(3))
+    noise, row = rheostat.Noise(std=0.5, seed=1), drawn(0.5, 12, [3], 1)[0]
+
+    def captured(**options: object) -> Float:
+        steering = noisy("resid_post", 2, [3], noise=noise, **options) if options else None
+        out = engine.generate(CLEAN, steering=steering, capture=capture, **OPTIONS)
+        rows: Float = out.activations["resid_post", 2][0]
+        return rows
+
+    plain = captured()
+    np.testing.assert_allclose(captured(alpha=0.25), plain + 0.25 * row, rtol=0, atol=1e-6)
+    masked = captured(dimensions=range(10))
+    assert np.array_equal(masked[:10], plain[:10] + row[:10])
+    assert np.array_equal(masked[10:], plain[10:])
+    assert np.array_equal(captured(alpha=0.0), plain)
+
+
+def test_chunks_and_neighbours_change_no_number_of_noise(engine: rheostat.Engine) -> None:
+    filler = "The weather was fine and the streets were full of people. " * 26
+    prompt = filler + CLEAN
+    length = len(engine.tokenize(prompt).token_ids)
+    assert length > 2 * BLOCK + 20
+    positions = [0, 5, BLOCK - 1, BLOCK, BLOCK + 31, 2 * BLOCK + 10]
+    capture = rheostat.Capture("resid_pre", 0, where=rheostat.positions(*positions))
+    plain = engine.generate(prompt, capture=capture, max_tokens=1)
+    want = plain.activations["resid_pre", 0] + drawn(0.5, 0, positions, 1)
+    noise = rheostat.Noise(std=0.5, seed=1)
+
+    def rows(count: int) -> list[Float]:
+        """Of so many requests at once, so that the scheduler cuts their prompts differently."""
+        steering = noisy("resid_pre", 0, positions, noise=noise)
+        with ThreadPoolExecutor(count) as pool:
+            outs = pool.map(
+                lambda n: engine.generate(
+                    prompt, steering=steering, capture=capture, max_tokens=n + 1
+                ),
+                range(count),
+            )
+            return [out.activations["resid_pre", 0] for out in outs]
+
+    for found in (*rows(1), *rows(3)):
+        assert np.array_equal(found, want)

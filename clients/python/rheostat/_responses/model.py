@@ -116,6 +116,9 @@ class ModelInfo:
     """Protobuf package of the services, "rheostat.v1"."""
     features: tuple[str, ...] = ()
     """Features that the server serves: "steering", "capture", "sinks", ..."""
+    embedding_std: float | None = None
+    """Standard deviation of the token embedding's elements, as they enter the stream; see `Noise`.
+    None: the server could not measure it."""
 
     def captured(self, point: Point) -> tuple[int, ...]:
         """Layers at which rows of this point can be captured, ascending."""
@@ -176,6 +179,7 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
         **{
             **equal_fields(ModelInfo, message),
             "dtype": read_word(tensor_pb2.Dtype.DESCRIPTOR, message.dtype, "DTYPE_"),
+            "embedding_std": message.embedding_std if message.HasField("embedding_std") else None,
         },
         name=message.model_name,
         sites=tuple(_read_group(group) for group in message.sites if knows_point(group.point)),

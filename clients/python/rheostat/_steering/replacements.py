@@ -1,4 +1,4 @@
-"""Replacing rows: activation patching with the rows of a run, of a vector or of an array."""
+"""Replacing rows: activation patching with rows of a run, a vector or an array, and noise."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, rows_data, write_element
 from rheostat._errors import invalid
-from rheostat._fields import whole_number
+from rheostat._fields import UINT64, whole_number
 from rheostat._points import Layers, Site, point_of, site_to_wire
 from rheostat._runs import RunInfo, valid_run_id
 from rheostat._steering.interventions import fraction
-from rheostat._steering.vectors import Intervention, Vector, row_ref
+from rheostat._steering.vectors import Intervention, Vector, finite, row_ref
 from rheostat_wire.dtypes import widen
 from rheostat_wire.v1 import replace_pb2, steering_pb2, tensor_pb2
 
@@ -56,6 +56,35 @@ class Zeros:
     """Rows of zeros."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """The request's own rows with normal noise on them; give `std` or `embedding_std`.
+
+    The same seed gives the same noise at the same site and position, in every request. Alpha and
+    mask of `replace` scale the noise. `NoiseSource` in replace.proto says how it is drawn.
+
+    Raises:
+        InvalidRequest: both or none of the two are given, or one is not above 0.
+    """
+
+    std: float | None = None
+    """Standard deviation of the noise."""
+    embedding_std: float | None = None
+    """The same as a multiple of the standard deviation of the model's token embedding,
+    `ModelInfo.embedding_std`. Causal traces use 3."""
+    seed: int = 0
+    """Which noise: 0 to 2**64 - 1."""
+
+    def __post_init__(self) -> None:
+        given = [std for std in (self.std, self.embedding_std) if std is not None]
+        if len(given) != 1:
+            raise invalid("noise", "give std or embedding_std")
+        name = "embedding_std" if self.std is None else "std"
+        if finite(given[0], f"noise.{name}", name) <= 0:
+            raise invalid(f"noise.{name}", f"{name} is above 0, not {given[0]:.6g}")
+        whole_number(self.seed, "noise.seed", "a seed", most=UINT64)
+
+
 @dataclass(frozen=True, eq=False)
 class RowArray:
     """A row for each site and position."""
@@ -66,7 +95,7 @@ class RowArray:
     data: bytes
 
 
-Source: TypeAlias = Vector | FromRun | RunMean | Zeros | RowArray
+Source: TypeAlias = Vector | FromRun | RunMean | Zeros | Noise | RowArray
 
 
 @dataclass(frozen=True)
@@ -103,6 +132,8 @@ class Replace(Intervention):
                     message.mean.positions.positions.extend(positions)
             case Zeros():
                 message.zeros.SetInParent()
+            case Noise() as source:
+                message.noise.CopyFrom(_noise_source(source))
             case RowArray(element, shape, data):
                 message.rows.CopyFrom(_tensor(element, shape, data))
         if self.dimensions is not None:
@@ -122,6 +153,9 @@ class Replace(Intervention):
                 source = f"the mean of run {run_id}"
             case Zeros():
                 source = "zeros"
+            case Noise(std=std, embedding_std=embedding_std, seed=seed):
+                scale = f"{embedding_std:g} embedding_std" if std is None else f"std {std:g}"
+                source = f"x + noise of {scale}, seed {seed}"
             case RowArray(_, shape):
                 source = f"rows {list(shape)}"
         part = "" if self.alpha == 1 else f" (alpha {self.alpha:.6g})"
@@ -130,7 +164,7 @@ class Replace(Intervention):
 
 
 def replace(
-    source: Vector | FromRun | RunMean | Zeros | ArrayLike | npt.ArrayLike,
+    source: Vector | FromRun | RunMean | Zeros | Noise | ArrayLike | npt.ArrayLike,
     *,
     alpha: float = 1.0,
     dimensions: Iterable[int] | None = None,
@@ -144,12 +178,12 @@ def replace(
     acts with ``.at(points=, layers=, where=)``; positions are required, token ids not allowed.
 
     ``source`` is `from_run` or `run_mean`, a vector of one row or of one row per layer,
-    ``Zeros()``, or an array [sites, positions, width] with sites by layer, then point. ``alpha`` is
-    0 (nothing) to 1. ``dimensions`` are the replaced dimensions. ``mask`` has a weight, 0 to 1, for
-    each dimension. By default all are replaced. ``dtype`` converts an array to that element type,
-    except that ``dtype="bfloat16"`` reads uint16 as its bits.
+    ``Zeros()``, ``Noise(std=...)``, or an array [sites, positions, width] with sites by layer, then
+    point. ``alpha`` is 0 (nothing) to 1. ``dimensions`` are the replaced dimensions. ``mask`` has a
+    weight, 0 to 1, for each dimension. By default all are replaced. ``dtype`` converts an array to
+    that element type, except that ``dtype="bfloat16"`` reads uint16 as its bits.
     """
-    if isinstance(source, Vector | FromRun | RunMean | Zeros):
+    if isinstance(source, Vector | FromRun | RunMean | Zeros | Noise):
         rows: Source = source
     elif isinstance(source, str | RunInfo):
         raise invalid("steering", "to replace by the rows of a run, use rheostat.from_run(run)")
@@ -234,6 +268,15 @@ def _run_source(source: FromRun) -> replace_pb2.RunSource:
         message.alignment = _ALIGNMENTS[source.align]
     if source.site is not None:
         message.site.CopyFrom(site_to_wire(source.site))
+    return message
+
+
+def _noise_source(source: Noise) -> replace_pb2.NoiseSource:
+    message = replace_pb2.NoiseSource(seed=source.seed)
+    if source.std is not None:
+        message.std = source.std
+    if source.embedding_std is not None:
+        message.embedding_std = source.embedding_std
     return message
 
 

@@ -56,7 +56,7 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_LORA: _Feature.ValueType  # 12
     """GenerateRequest.lora_name. The server has at least one adapter."""
     FEATURE_REPLACE: _Feature.ValueType  # 13
-    """Replace, but for NoiseSource."""
+    """Replace."""
     FEATURE_READOUTS: _Feature.ValueType  # 14
     """Biases, activations and all normalisations of Readout, and Band.write. Not sent yet."""
     FEATURE_MATRICES: _Feature.ValueType  # 15
@@ -108,7 +108,7 @@ FEATURE_DERIVATION: Feature.ValueType  # 11
 FEATURE_LORA: Feature.ValueType  # 12
 """GenerateRequest.lora_name. The server has at least one adapter."""
 FEATURE_REPLACE: Feature.ValueType  # 13
-"""Replace, but for NoiseSource."""
+"""Replace."""
 FEATURE_READOUTS: Feature.ValueType  # 14
 """Biases, activations and all normalisations of Readout, and Band.write. Not sent yet."""
 FEATURE_MATRICES: Feature.ValueType  # 15
@@ -193,6 +193,7 @@ class GetModelResponse(_message.Message):
     BUILD_VERSION_FIELD_NUMBER: _builtins.int
     API_VERSION_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    EMBEDDING_STD_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     """Name under which the model was loaded."""
     architecture: _builtins.str
@@ -213,6 +214,11 @@ class GetModelResponse(_message.Message):
     """Version of Rheostat, e.g. "0.1.0"."""
     api_version: _builtins.str
     """The package of this contract: "rheostat.v1"."""
+    embedding_std: _builtins.float
+    """Standard deviation of all elements of the token embedding, in units of the stream: a factor by
+    which the model multiplies its embeddings counts, positions that it adds don't. Absent: it could
+    not be measured, because the embedding is quantised or changed otherwise.
+    """
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[Global___SiteGroup]:
         """Every point, grouped by what can be done there; together they cover every layer of every point."""
@@ -253,12 +259,15 @@ class GetModelResponse(_message.Message):
         build_version: _builtins.str = ...,
         api_version: _builtins.str = ...,
         features: _abc.Iterable[Global___Feature.ValueType] | None = ...,
+        embedding_std: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedding_std", b"_embedding_std", "embedding_std", b"embedding_std", "engine", b"engine", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_version", b"api_version", "architecture", b"architecture", "build_version", b"build_version", "dtype", b"dtype", "engine", b"engine", "features", b"features", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "layer_count", b"layer_count", "limits", b"limits", "lora_names", b"lora_names", "model_name", b"model_name", "sites", b"sites", "vocabulary_size", b"vocabulary_size", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedding_std", b"_embedding_std", "api_version", b"api_version", "architecture", b"architecture", "build_version", b"build_version", "dtype", b"dtype", "embedding_std", b"embedding_std", "engine", b"engine", "features", b"features", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "layer_count", b"layer_count", "limits", b"limits", "lora_names", b"lora_names", "model_name", b"model_name", "sites", b"sites", "vocabulary_size", b"vocabulary_size", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__embedding_std: _TypeAlias = _typing.Literal["embedding_std"]  # noqa: Y015
+    _WhichOneofArgType__embedding_std: _TypeAlias = _typing.Literal["_embedding_std", b"_embedding_std"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__embedding_std) -> _WhichOneofReturnType__embedding_std | None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 

@@ -106,7 +106,7 @@ class Replace(_message.Message):
 
     @_builtins.property
     def noise(self) -> Global___NoiseSource:
-        """The request's own row with noise on it. Not served yet: REASON_NOT_SUPPORTED."""
+        """The request's own row with noise on it."""
 
     @_builtins.property
     def mask(self) -> Global___DimensionMask:
@@ -254,35 +254,44 @@ Global___MeanSource: _TypeAlias = MeanSource  # noqa: Y015
 
 @_typing.final
 class NoiseSource(_message.Message):
-    """t = x + e. The elements of e are independent and normal with mean 0. They follow from seed, layer,
-    point, position and dimension alone, so batching and preemption change nothing.
+    """t = x + e, so x becomes x + alpha * m * e. The elements of e are independent and normal with mean 0.
+    They follow from seed, site, position and dimension alone, so batching and preemption change
+    nothing. e is rounded to float32, then to the stream's dtype.
+
+    The recipe: blocks of four 64-bit words w come from Philox 4x64 with 10 rounds, key (seed, s) and
+    counters (1, p, 0, 0), (2, p, 0, 0), ... for position p and site s: 4 * layer, plus 0 for
+    POINT_RESID_PRE, 1 for POINT_ATTN_OUT, 2 for POINT_RESID_MID, 3 for POINT_MLP_OUT, 4 for
+    POINT_RESID_POST. With u = (w >> 11) / 2^53, in float64, dimensions 2i and 2i + 1 are r * cos(a) and
+    r * sin(a), times the standard deviation: r = sqrt(-2 * ln(1 - u[2i])), a = 2 * pi * u[2i + 1].
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEED_FIELD_NUMBER: _builtins.int
     STD_FIELD_NUMBER: _builtins.int
-    RELATIVE_STD_FIELD_NUMBER: _builtins.int
+    EMBEDDING_STD_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """Which noise. Default 0."""
     std: _builtins.float
     """Standard deviation of the elements, above 0."""
-    relative_std: _builtins.float
-    """The same as a multiple of the standard deviation of x's own elements, above 0."""
+    embedding_std: _builtins.float
+    """The same as a multiple of GetModelResponse.embedding_std, above 0; causal traces use 3. A model
+    whose embedding could not be measured: REASON_NOT_SUPPORTED.
+    """
     def __init__(
         self,
         *,
         seed: _builtins.int | None = ...,
         std: _builtins.float = ...,
-        relative_std: _builtins.float = ...,
+        embedding_std: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "relative_std", b"relative_std", "scale", b"scale", "seed", b"seed", "std", b"std"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "embedding_std", b"embedding_std", "scale", b"scale", "seed", b"seed", "std", b"std"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "relative_std", b"relative_std", "scale", b"scale", "seed", b"seed", "std", b"std"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "embedding_std", b"embedding_std", "scale", b"scale", "seed", b"seed", "std", b"std"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
-    _WhichOneofReturnType_scale: _TypeAlias = _typing.Literal["std", "relative_std"]  # noqa: Y015
+    _WhichOneofReturnType_scale: _TypeAlias = _typing.Literal["std", "embedding_std"]  # noqa: Y015
     _WhichOneofArgType_scale: _TypeAlias = _typing.Literal["scale", b"scale"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
@@ -387,7 +396,9 @@ class ReplaceSource(_message.Message):
     run_id: _builtins.str
     """The run, where the source is one."""
     sha256: _builtins.bytes
-    """SHA-256 of the rows that were put in, in the order of sites and positions, as float32; 32 bytes."""
+    """SHA-256 of the rows that were put in, in the order of sites and positions, as float32; 32 bytes.
+    Of noise: of e, before it is rounded to the stream's dtype.
+    """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplacedRow]:
         """Which row went where, by position. Empty: one row for all."""

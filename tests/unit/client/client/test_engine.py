@@ -9,7 +9,7 @@ from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2
 
 MODEL = text_format.Parse(
     """model_name: "demo" architecture: "LlamaForCausalLM" layer_count: 3 width: 8
-       vocabulary_size: 100
+       vocabulary_size: 100 embedding_std: 0.0625
        dtype: DTYPE_BFLOAT16 has_tokenizer: true has_chat_template: true
        lora_names: "a"
        sites {
@@ -43,6 +43,7 @@ EXPECTED_MODEL = rheostat.ModelInfo(
     layer_count=3,
     width=8,
     vocabulary_size=100,
+    embedding_std=0.0625,
     dtype="bfloat16",
     sites=(
         rheostat.SiteGroup(

@@ -73,6 +73,16 @@ def test_the_mean_of_a_run_and_zeros_are_sources() -> None:
     assert source(rheostat.replace(rheostat.Zeros())).WhichOneof("source") == "zeros"
 
 
+def test_noise_has_a_seed_and_one_of_two_scales() -> None:
+    wire = source(rheostat.replace(rheostat.Noise(std=0.5), alpha=0.25))
+    assert wire.noise == replace_pb2.NoiseSource(seed=0, std=0.5)
+    assert wire.alpha == 0.25
+    noise = rheostat.Noise(embedding_std=3, seed=2**64 - 1)
+    assert source(rheostat.replace(noise)).noise == replace_pb2.NoiseSource(
+        seed=2**64 - 1, embedding_std=3.0
+    )
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
 def test_an_array_has_a_row_for_each_site_and_position(dtype: type) -> None:
     rows = np.arange(2 * 3 * WIDTH, dtype=dtype).reshape(2, 3, WIDTH)
@@ -118,6 +128,16 @@ def test_dimensions_or_weights_make_a_mask() -> None:
         (lambda: rheostat.from_run("a", site=("resid", 1)), "resid"),
         (lambda: rheostat.from_run("a", site=("resid_post", -1)), "a layer is 0"),
         (lambda: rheostat.from_run("a", site=5), "a site is"),
+        (rheostat.Noise, "give std or embedding_std"),
+        (lambda: rheostat.Noise(std=1, embedding_std=1), "give std or embedding_std"),
+        (lambda: rheostat.Noise(std=0), "std is above 0, not 0"),
+        (lambda: rheostat.Noise(embedding_std=-1.0), "embedding_std is above 0, not -1"),
+        (lambda: rheostat.Noise(std=1e-60), "the std 1e-60 is 0 in float32"),
+        (lambda: rheostat.Noise(std="1e"), "the std cannot be"),
+        (lambda: rheostat.Noise(std=np.inf), "not finite"),
+        (lambda: rheostat.Noise(std=1, seed=-1), "a seed is 0"),
+        (lambda: rheostat.Noise(std=1, seed=0.5), "a seed is a whole number"),
+        (lambda: rheostat.replace(rheostat.Noise), r"use Noise\(\)"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(make, words: str) -> None:
@@ -136,6 +156,11 @@ def test_what_cannot_be_sent_is_refused(make, words: str) -> None:
         (rheostat.replace(rheostat.Zeros(), dimensions=[1]), "replace by zeros, masked"),
         (rheostat.replace(np.ones((1, 2, WIDTH))), "replace by rows [1, 2, 4]"),
         (rheostat.replace(ROW), f"replace by {ROW.label}"),
+        (
+            rheostat.replace(rheostat.Noise(embedding_std=3), alpha=0.5),
+            "replace by x + noise of 3 embedding_std, seed 0 (alpha 0.5)",
+        ),
+        (rheostat.replace(rheostat.Noise(std=0.1, seed=4)), "by x + noise of std 0.1, seed 4"),
     ],
 )
 def test_a_replacement_says_what_it_does(replacement: rheostat.Replace, text: str) -> None:

@@ -148,7 +148,8 @@ async def test_rows_may_be_replaced_server_wide_but_not_by_position(running) -> 
     assert (act.kind, act.spans) == (Kind.REPLACE, ((0, 3),))
     rows = replace_pb2.Replace(rows=tensor(np.ones((1, 3, WIDTH))).inline)
     run = replace_pb2.Replace(run=replace_pb2.RunSource(run_id="a"))
-    for source, field in ((rows, "rows"), (run, "run")):
+    noise = replace_pb2.Replace(noise=replace_pb2.NoiseSource(std=1.0))
+    for source, field in ((rows, "rows"), (run, "run"), (noise, "noise")):
         refusal = await global_refusal(running, at_post1(replace=source, where=everywhere))
         field = f"policy.steering.interventions[0].replace.{field}"
         assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", field)

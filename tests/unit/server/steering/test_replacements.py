@@ -18,10 +18,11 @@ from rheostat_server.sinks import CaptureAbout, Ending, Outcome, RowBlock
 from rheostat_server.steering import replacements
 from rheostat_server.steering.replacements import align
 from rheostat_server.tensors import FloatType
+from rheostat_wire.noise import normal_row
 from rheostat_wire.v1 import receipt_pb2, replace_pb2, selector_pb2, steering_pb2, types_pb2
 
 from ..admissions import admission_context, admitted, named, refused, stored
-from ..fakes import WIDTH
+from ..fakes import SITES, WIDTH
 from ..messages import (
     ONES,
     PROMPT,
@@ -311,6 +312,51 @@ def test_a_mask_weighs_dimensions() -> None:
     np.testing.assert_allclose(found, ramp, atol=4e-3)
 
 
+def noise(
+    seed: int = 0, *, where: selector_pb2.Selector | None = None, **scale: float
+) -> steering_pb2.Intervention:
+    return replacing(noise=replace_pb2.NoiseSource(seed=seed, **scale), where=where)
+
+
+def test_noise_is_a_row_added_at_each_site_and_position() -> None:
+    source = replace_pb2.NoiseSource(seed=7, std=0.5)
+    sites = site_set(POST, layers=[0, 1])
+    at = admit_one(replacing(noise=source, sites=sites, where=selector(window(1, 3)), alpha=0.25))
+    want = [0.5 * normal_row(7, s, p, WIDTH) for s in (4, POST1) for p in (1, 2)]
+    assert np.array_equal(rows_of(at), np.array(want, np.float32))
+    digest = at.interventions[0].op.vectors[0].digest
+    assert at.plan.acts == tuple(
+        Act(Kind.ADD_LAST, (digest,), ((4, (row,)), (POST1, (2 + row,))), ((p, p + 1),), 0.25)
+        for row, p in enumerate((1, 2))
+    )
+    replacement = at.interventions[0].op.replacement
+    assert replacement is not None
+    assert (replacement.positions, replacement.source_positions) == ((1, 2), ())
+    assert replacement.sha256 == hashlib.sha256(rows_of(at).tobytes()).digest()
+
+
+def test_noise_of_a_row_depends_on_nothing_else_in_the_request() -> None:
+    every = rows_of(admit_one(noise(3, std=1.0)))
+    alone = rows_of(admit_one(noise(3, std=1.0, where=selector(window(1, 2)))))
+    assert np.array_equal(alone, every[1:2])
+    other_name = replacing(
+        noise=replace_pb2.NoiseSource(seed=3, std=1.0), sites=site_set(PRE, layers=[2])
+    )
+    assert np.array_equal(rows_of(admit_one(other_name)), every)
+    assert not np.array_equal(rows_of(admit_one(noise(4, std=1.0))), every)
+
+
+def test_noise_may_be_a_multiple_of_the_embeddings_deviation() -> None:
+    at = admission_context(dataclasses.replace(SITES, embedding_std=0.02))
+    (want,) = [0.02 * 3.0 * normal_row(0, POST1, 1, WIDTH)]
+    found = rows_of(admit_one(noise(embedding_std=3.0, where=selector(window(1, 2))), at))
+    np.testing.assert_array_equal(found[0], want.astype(np.float32))
+    reason = "the token embedding is quantised"
+    unknown = admission_context(dataclasses.replace(SITES, embedding_refused=reason))
+    with pytest.raises(errors.NotSupported, match=f"because {reason}: give std"):
+        admit_one(noise(embedding_std=3.0), unknown)
+
+
 def masked(**fields: object) -> steering_pb2.Intervention:
     return replacing(zeros=ZEROS, mask=replace_pb2.DimensionMask(**fields))
 
@@ -326,11 +372,14 @@ def dims(*numbers: int) -> replace_pb2.Dimensions:
         (replacing(zeros=ZEROS, alpha=1.5), errors.InvalidValue, "replace.alpha"),
         (replacing(zeros=ZEROS, alpha=np.nan), errors.NonFinite, "replace.alpha"),
         (replacing(vector=named()), errors.NameNotFound, "replace.vector.name"),
-        (
-            replacing(noise=replace_pb2.NoiseSource(std=1.0)),
-            errors.NotSupported,
-            "replace.noise",
-        ),
+        (replacing(noise=replace_pb2.NoiseSource()), errors.MissingField, "replace.noise"),
+        (noise(std=0.0), errors.InvalidValue, "replace.noise.std"),
+        (noise(std=-1.0), errors.InvalidValue, "replace.noise.std"),
+        (noise(std=np.nan), errors.NonFinite, "replace.noise.std"),
+        (noise(std=1e18), errors.NonFinite, "replace.noise"),
+        (noise(std=3e38), errors.NonFinite, "replace.noise"),
+        (noise(embedding_std=0.0), errors.InvalidValue, "replace.noise.embedding_std"),
+        (noise(embedding_std=3.0), errors.NotSupported, "replace.noise.embedding_std"),
         (at_post1(replace=replace_pb2.Replace(zeros=ZEROS)), errors.MissingField, "where"),
         (replacing(zeros=ZEROS, where=selector(token_range(5))), errors.InvalidValue, "where"),
         (masked(), errors.MissingField, "replace.mask"),
