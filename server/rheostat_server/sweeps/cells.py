@@ -95,7 +95,9 @@ async def ask(
     """Asks a request for the probability of a token.
 
     The token is the only one that may be sampled. vLLM takes its log-probability and rank from the
-    whole distribution, before the others are excluded.
+    whole distribution, before the others are excluded. vLLM's `logprob_token_ids` would answer
+    several questions at once, but not their ranks. And with its V1 runner, one such request takes
+    the most likely tokens away from all other requests of the batch.
 
     Args:
         admitted: the request.

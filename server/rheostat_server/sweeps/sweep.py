@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -132,12 +132,13 @@ class Sweeps:
             began = time.monotonic()
             settings, pairs, labels = await resolve(request, manager)
             runs = HeldRuns(manager.runs)
-            sweep = _Sweep(request_id, settings, pairs, runs, manager, request)
+            sweep = _Sweep(settings, pairs, runs, manager)
             kept = False
             try:
                 yield _pb.SweepResponse(started=_started(request_id, settings, pairs, labels))
-                async for response in _streamed(sweep.run):
-                    yield response
+                async with aclosing(_streamed(sweep.run)) as events:
+                    async for event in events:
+                        yield event
                 kept = settings.lease is not None
                 yield _pb.SweepResponse(
                     summary=sweep.summary(time.monotonic() - began, runs.made_ids if kept else ())
@@ -232,19 +233,16 @@ class _Sweep:
 
     def __init__(
         self,
-        request_id: str,
         settings: Settings,
         pairs: tuple[Pair, ...],
         runs: HeldRuns,
         manager: RequestManager,
-        request: sweep_service_pb2.SweepRequest,
     ) -> None:
-        self._id = request_id
+        """Makes a sweep that has run nothing."""
         self._settings = settings
         self._pairs = pairs
         self._runs = runs
         self._manager = manager
-        self._request = request
         self._scores = Scores(settings.grid.cells, settings.grades)
         self._sources: list[list[Source]] = []
         """For each pair and noise, where rows come from."""

@@ -156,6 +156,20 @@ def test_a_base_from_before_the_promise_is_not_compared_with(repository: Path) -
     assert "the contract was reset since" in done.stdout
 
 
+def test_a_file_may_change_in_the_commit_that_serves_it(repository: Path) -> None:
+    config = repository / "buf.yaml"
+    served = "proto/rheostat/v1/matrix.proto"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace(f"    - {served}\n", ""), encoding="utf-8")
+    change(repository, *UNSERVED["matrix"])
+    assert breaking(repository).returncode == 0
+    commit(repository, "served")
+    git(repository, "branch", "--quiet", "--force", "main", "HEAD")
+    file, old, new = "matrix", UNSERVED["matrix"][1], "Tensor offsets = 11;"
+    change(repository, file, old, new)
+    assert breaking(repository).returncode != 0
+
+
 def test_without_a_main_branch_there_is_nothing_to_compare_with(repository: Path) -> None:
     git(repository, "branch", "--quiet", "--delete", "--force", "main")
     done = breaking(repository)
