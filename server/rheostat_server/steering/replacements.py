@@ -316,6 +316,12 @@ def _noise_std(source: replace_pb2.NoiseSource, model: ModelSites, path: str) ->
         NotSupported: it is a multiple of the embedding's, which could not be measured.
     """
     kind = validation.required(source.WhichOneof("scale"), path, "std and embedding_std")
+    if kind == "relative_std":
+        raise NotSupported(
+            "noise relative to a row's own elements is not served: give embedding_std, a multiple "
+            "of the standard deviation of the model's embedding",
+            field=field_path(path, kind),
+        )
     field = field_path(path, kind)
     given = source.std if kind == "std" else source.embedding_std
     if validation.finite(given, field) <= 0:

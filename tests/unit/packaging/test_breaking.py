@@ -161,12 +161,12 @@ def test_a_file_may_change_in_the_commit_that_serves_it(repository: Path) -> Non
     served = "proto/rheostat/v1/matrix.proto"
     text = config.read_text(encoding="utf-8")
     config.write_text(text.replace(f"    - {served}\n", ""), encoding="utf-8")
-    change(repository, *UNSERVED["matrix"])
+    before, after = UNSERVED["matrix"]
+    change(repository, "matrix", before, after)
     assert breaking(repository).returncode == 0
     commit(repository, "served")
     git(repository, "branch", "--quiet", "--force", "main", "HEAD")
-    file, old, new = "matrix", UNSERVED["matrix"][1], "Tensor offsets = 11;"
-    change(repository, file, old, new)
+    change(repository, "matrix", after, before)
     assert breaking(repository).returncode != 0
 
 

@@ -27,15 +27,15 @@ from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 from rheostat_wire.v1 import vector_pb2 as rheostat_dot_v1_dot_vector__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rheostat/v1/replace.proto\x12\x0brheostat.v1\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\x1a\x18rheostat/v1/vector.proto\"\x83\x03\n\x07Replace\x12\x30\n\x06vector\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefH\x00R\x06vector\x12*\n\x03run\x18\x02 \x01(\x0b\x32\x16.rheostat.v1.RunSourceH\x00R\x03run\x12)\n\x04rows\x18\x03 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x04rows\x12/\n\x05zeros\x18\x04 \x01(\x0b\x32\x17.rheostat.v1.ZeroSourceH\x00R\x05zeros\x12-\n\x04mean\x18\x05 \x01(\x0b\x32\x17.rheostat.v1.MeanSourceH\x00R\x04mean\x12\x30\n\x05noise\x18\x06 \x01(\x0b\x32\x18.rheostat.v1.NoiseSourceH\x00R\x05noise\x12\x19\n\x05\x61lpha\x18\x07 \x01(\x02H\x01R\x05\x61lpha\x88\x01\x01\x12.\n\x04mask\x18\x08 \x01(\x0b\x32\x1a.rheostat.v1.DimensionMaskR\x04maskB\x08\n\x06sourceB\x08\n\x06_alpha\"\xcb\x01\n\tRunSource\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x37\n\tpositions\x18\x02 \x01(\x0b\x32\x19.rheostat.v1.PositionListR\tpositions\x12\x39\n\talignment\x18\x03 \x01(\x0e\x32\x16.rheostat.v1.AlignmentH\x00R\talignment\x88\x01\x01\x12%\n\x04site\x18\x04 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04siteB\x0c\n\n_alignment\",\n\x0cPositionList\x12\x1c\n\tpositions\x18\x01 \x03(\x11R\tpositions\"\x0c\n\nZeroSource\"\\\n\nMeanSource\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x37\n\tpositions\x18\x02 \x01(\x0b\x32\x19.rheostat.v1.PositionListR\tpositions\"s\n\x0bNoiseSource\x12\x17\n\x04seed\x18\x01 \x01(\x04H\x01R\x04seed\x88\x01\x01\x12\x12\n\x03std\x18\x02 \x01(\x02H\x00R\x03std\x12%\n\rembedding_std\x18\x03 \x01(\x02H\x00R\x0c\x65mbeddingStdB\x07\n\x05scaleB\x07\n\x05_seed\"\x83\x01\n\rDimensionMask\x12\x39\n\ndimensions\x18\x01 \x01(\x0b\x32\x17.rheostat.v1.DimensionsH\x00R\ndimensions\x12/\n\x07weights\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x07weightsB\x06\n\x04kind\",\n\nDimensions\x12\x1e\n\ndimensions\x18\x01 \x03(\rR\ndimensions\"k\n\x0bReplacedRow\x12\x1a\n\x08position\x18\x01 \x01(\rR\x08position\x12,\n\x0fsource_position\x18\x02 \x01(\rH\x00R\x0esourcePosition\x88\x01\x01\x42\x12\n\x10_source_position\"l\n\rReplaceSource\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12,\n\x04rows\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.ReplacedRowR\x04rows\x12\x16\n\x06sha256\x18\x03 \x01(\x0cR\x06sha256*U\n\tAlignment\x12\x19\n\x15\x41LIGNMENT_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41LIGNMENT_IDENTITY\x10\x01\x12\x15\n\x11\x41LIGNMENT_AFFIXES\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rheostat/v1/replace.proto\x12\x0brheostat.v1\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\x1a\x18rheostat/v1/vector.proto\"\x83\x03\n\x07Replace\x12\x30\n\x06vector\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefH\x00R\x06vector\x12*\n\x03run\x18\x02 \x01(\x0b\x32\x16.rheostat.v1.RunSourceH\x00R\x03run\x12)\n\x04rows\x18\x03 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x04rows\x12/\n\x05zeros\x18\x04 \x01(\x0b\x32\x17.rheostat.v1.ZeroSourceH\x00R\x05zeros\x12-\n\x04mean\x18\x05 \x01(\x0b\x32\x17.rheostat.v1.MeanSourceH\x00R\x04mean\x12\x30\n\x05noise\x18\x06 \x01(\x0b\x32\x18.rheostat.v1.NoiseSourceH\x00R\x05noise\x12\x19\n\x05\x61lpha\x18\x07 \x01(\x02H\x01R\x05\x61lpha\x88\x01\x01\x12.\n\x04mask\x18\x08 \x01(\x0b\x32\x1a.rheostat.v1.DimensionMaskR\x04maskB\x08\n\x06sourceB\x08\n\x06_alpha\"\xcb\x01\n\tRunSource\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x37\n\tpositions\x18\x02 \x01(\x0b\x32\x19.rheostat.v1.PositionListR\tpositions\x12\x39\n\talignment\x18\x03 \x01(\x0e\x32\x16.rheostat.v1.AlignmentH\x00R\talignment\x88\x01\x01\x12%\n\x04site\x18\x04 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04siteB\x0c\n\n_alignment\",\n\x0cPositionList\x12\x1c\n\tpositions\x18\x01 \x03(\x11R\tpositions\"\x0c\n\nZeroSource\"\\\n\nMeanSource\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x37\n\tpositions\x18\x02 \x01(\x0b\x32\x19.rheostat.v1.PositionListR\tpositions\"\x98\x01\n\x0bNoiseSource\x12\x17\n\x04seed\x18\x01 \x01(\x04H\x01R\x04seed\x88\x01\x01\x12\x12\n\x03std\x18\x02 \x01(\x02H\x00R\x03std\x12#\n\x0crelative_std\x18\x03 \x01(\x02H\x00R\x0brelativeStd\x12%\n\rembedding_std\x18\x04 \x01(\x02H\x00R\x0c\x65mbeddingStdB\x07\n\x05scaleB\x07\n\x05_seed\"\x83\x01\n\rDimensionMask\x12\x39\n\ndimensions\x18\x01 \x01(\x0b\x32\x17.rheostat.v1.DimensionsH\x00R\ndimensions\x12/\n\x07weights\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x07weightsB\x06\n\x04kind\",\n\nDimensions\x12\x1e\n\ndimensions\x18\x01 \x03(\rR\ndimensions\"k\n\x0bReplacedRow\x12\x1a\n\x08position\x18\x01 \x01(\rR\x08position\x12,\n\x0fsource_position\x18\x02 \x01(\rH\x00R\x0esourcePosition\x88\x01\x01\x42\x12\n\x10_source_position\"l\n\rReplaceSource\x12\x15\n\x06run_id\x18\x01 \x01(\tR\x05runId\x12,\n\x04rows\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.ReplacedRowR\x04rows\x12\x16\n\x06sha256\x18\x03 \x01(\x0cR\x06sha256*U\n\tAlignment\x12\x19\n\x15\x41LIGNMENT_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41LIGNMENT_IDENTITY\x10\x01\x12\x15\n\x11\x41LIGNMENT_AFFIXES\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat_wire.v1.replace_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ALIGNMENT']._serialized_start=1385
-  _globals['_ALIGNMENT']._serialized_end=1470
+  _globals['_ALIGNMENT']._serialized_start=1423
+  _globals['_ALIGNMENT']._serialized_end=1508
   _globals['_REPLACE']._serialized_start=120
   _globals['_REPLACE']._serialized_end=507
   _globals['_RUNSOURCE']._serialized_start=510
@@ -46,14 +46,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ZEROSOURCE']._serialized_end=773
   _globals['_MEANSOURCE']._serialized_start=775
   _globals['_MEANSOURCE']._serialized_end=867
-  _globals['_NOISESOURCE']._serialized_start=869
-  _globals['_NOISESOURCE']._serialized_end=984
-  _globals['_DIMENSIONMASK']._serialized_start=987
-  _globals['_DIMENSIONMASK']._serialized_end=1118
-  _globals['_DIMENSIONS']._serialized_start=1120
-  _globals['_DIMENSIONS']._serialized_end=1164
-  _globals['_REPLACEDROW']._serialized_start=1166
-  _globals['_REPLACEDROW']._serialized_end=1273
-  _globals['_REPLACESOURCE']._serialized_start=1275
-  _globals['_REPLACESOURCE']._serialized_end=1383
+  _globals['_NOISESOURCE']._serialized_start=870
+  _globals['_NOISESOURCE']._serialized_end=1022
+  _globals['_DIMENSIONMASK']._serialized_start=1025
+  _globals['_DIMENSIONMASK']._serialized_end=1156
+  _globals['_DIMENSIONS']._serialized_start=1158
+  _globals['_DIMENSIONS']._serialized_end=1202
+  _globals['_REPLACEDROW']._serialized_start=1204
+  _globals['_REPLACEDROW']._serialized_end=1311
+  _globals['_REPLACESOURCE']._serialized_start=1313
+  _globals['_REPLACESOURCE']._serialized_end=1421
 # @@protoc_insertion_point(module_scope)

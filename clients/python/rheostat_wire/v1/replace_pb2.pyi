@@ -269,11 +269,16 @@ class NoiseSource(_message.Message):
 
     SEED_FIELD_NUMBER: _builtins.int
     STD_FIELD_NUMBER: _builtins.int
+    RELATIVE_STD_FIELD_NUMBER: _builtins.int
     EMBEDDING_STD_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """Which noise. Default 0."""
     std: _builtins.float
     """Standard deviation of the elements, above 0."""
+    relative_std: _builtins.float
+    """The same as a multiple of the standard deviation of x's own elements. Not served:
+    REASON_NOT_SUPPORTED. Use embedding_std.
+    """
     embedding_std: _builtins.float
     """The same as a multiple of GetModelResponse.embedding_std, above 0; causal traces use 3. A model
     whose embedding could not be measured: REASON_NOT_SUPPORTED.
@@ -283,15 +288,16 @@ class NoiseSource(_message.Message):
         *,
         seed: _builtins.int | None = ...,
         std: _builtins.float = ...,
+        relative_std: _builtins.float = ...,
         embedding_std: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "embedding_std", b"embedding_std", "scale", b"scale", "seed", b"seed", "std", b"std"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "embedding_std", b"embedding_std", "relative_std", b"relative_std", "scale", b"scale", "seed", b"seed", "std", b"std"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "embedding_std", b"embedding_std", "scale", b"scale", "seed", b"seed", "std", b"std"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "embedding_std", b"embedding_std", "relative_std", b"relative_std", "scale", b"scale", "seed", b"seed", "std", b"std"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
-    _WhichOneofReturnType_scale: _TypeAlias = _typing.Literal["std", "embedding_std"]  # noqa: Y015
+    _WhichOneofReturnType_scale: _TypeAlias = _typing.Literal["std", "relative_std", "embedding_std"]  # noqa: Y015
     _WhichOneofArgType_scale: _TypeAlias = _typing.Literal["scale", b"scale"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
