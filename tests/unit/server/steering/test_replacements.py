@@ -380,6 +380,7 @@ def dims(*numbers: int) -> replace_pb2.Dimensions:
         (noise(std=3e38), errors.NonFinite, "replace.noise"),
         (noise(embedding_std=0.0), errors.InvalidValue, "replace.noise.embedding_std"),
         (noise(embedding_std=3.0), errors.NotSupported, "replace.noise.embedding_std"),
+        (noise(relative_std=3.0), errors.NotSupported, "replace.noise.relative_std"),
         (at_post1(replace=replace_pb2.Replace(zeros=ZEROS)), errors.MissingField, "where"),
         (replacing(zeros=ZEROS, where=selector(token_range(5))), errors.InvalidValue, "where"),
         (masked(), errors.MissingField, "replace.mask"),
