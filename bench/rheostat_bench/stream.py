@@ -34,8 +34,10 @@ from rheostat_server.engine.backend import (
     Delta,
     Ending,
     Job,
+    LensReading,
     QueueStats,
     SteeringUpdate,
+    TokenDirections,
     WorkerStats,
 )
 from rheostat_server.errors import Defect
@@ -43,6 +45,7 @@ from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_server.serve import start
 from rheostat_server.vectors.store import Vector
+from rheostat_wire.dtypes import FloatArray
 
 _SPAWNED = multiprocessing.get_context("spawn")
 
@@ -189,6 +192,21 @@ class _StandIn:
 
     async def drop_vectors(self, digests: Sequence[bytes]) -> None:
         pass
+
+    async def lens(
+        self,
+        rows: FloatArray,
+        top_k: int,
+        token_ids: Sequence[int],
+        reference: FloatArray | None = None,
+    ) -> LensReading:
+        raise NotImplementedError
+
+    def text_of(self, token_id: int) -> str:
+        return ""
+
+    async def directions(self, token_ids: Sequence[int]) -> TokenDirections:
+        raise NotImplementedError
 
     async def worker_stats(self) -> WorkerStats:
         return WorkerStats()

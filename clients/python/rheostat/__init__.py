@@ -112,7 +112,7 @@ from rheostat._subscriptions.events import (
 )
 from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
 from rheostat._subscriptions.subscription import Subscription
-from rheostat._sweeps.pairs import Pair
+from rheostat._sweeps.pairs import NoisyPrompt, Pair
 from rheostat._sweeps.requests import SweepOptions, Zoom
 from rheostat._sweeps.result import Cell, SweepResult
 
@@ -171,6 +171,7 @@ __all__ = [
     "Limits",
     "ModelInfo",
     "Noise",
+    "NoisyPrompt",
     "NormAdd",
     "NotFound",
     "OutOfRange",

@@ -11,6 +11,7 @@ import torch
 
 import rheostat
 from rheostat_engine import Point, Site
+from rheostat_wire.noise import normal_row
 from rheostat_wire.v1 import (
     generation_service_pb2,
     generation_service_pb2_grpc,
@@ -459,4 +460,39 @@ def test_the_clients_result_is_the_grid(services: Services, engine: rheostat.Eng
     assert told[-1] == (raw.grid().size, raw.grid().size)
     assert result.tokens[-1] == " of"
     assert result.top(1)[0].site.point == "resid_post"
+    assert not result.skipped
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_noise_on_a_subject_is_what_hooks_give(
+    services: Services, engine: rheostat.Engine, reference: HfReference, direction: str
+) -> None:
+    """Cells are averaged over noises, whose rows follow from seed, site and position."""
+    std, seed, count, subject = 0.02, 7, 3, (2, 3)
+    noisy = rheostat.NoisyPrompt(
+        rheostat.Noise(std=std, seed=seed), where=rheostat.positions(*subject), count=count
+    )
+    pair = rheostat.Pair(CLEAN, corrupt=noisy, answer=RIGHT)
+    result = engine.sweep(
+        pair, points="resid_post", layers=[1, 4], direction=direction, grades="logprob"
+    )
+    tokens = services.tokens(CLEAN)
+    (right,) = services.tokens(RIGHT, special=False)
+    want = np.zeros((2, len(tokens)))
+    for number in range(count):
+        drawn = [normal_row(seed + number, 0, position, 128) * std for position in subject]
+        rows = [torch.from_numpy(row.astype(np.float32)) for row in drawn]
+        noises = [
+            Change(0, lambda x, row=row: x + row, [position])
+            for position, row in zip(subject, rows, strict=True)
+        ]
+        base, source = (noises, []) if direction == "denoise" else ([], noises)
+        for row, layer in enumerate((1, 4)):
+            site = Site(Point.RESID_POST, layer).index
+            stream = torch.from_numpy(reference.run(tokens, source).streams[site])
+            for position in range(len(tokens)):
+                patch = Change(site, lambda x, new=stream[position]: new + 0 * x, [position])
+                after = logprobs(reference, tokens, [*base, patch])
+                want[row, position] += after[right] / count
+    np.testing.assert_allclose(result.array(), want, atol=3e-3)
     assert not result.skipped

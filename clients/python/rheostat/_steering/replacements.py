@@ -133,7 +133,7 @@ class Replace(Intervention):
             case Zeros():
                 message.zeros.SetInParent()
             case Noise() as source:
-                message.noise.CopyFrom(_noise_source(source))
+                message.noise.CopyFrom(noise_to_wire(source))
             case RowArray(element, shape, data):
                 message.rows.CopyFrom(_tensor(element, shape, data))
         if self.dimensions is not None:
@@ -271,7 +271,8 @@ def _run_source(source: FromRun) -> replace_pb2.RunSource:
     return message
 
 
-def _noise_source(source: Noise) -> replace_pb2.NoiseSource:
+def noise_to_wire(source: Noise) -> replace_pb2.NoiseSource:
+    """The message."""
     message = replace_pb2.NoiseSource(seed=source.seed)
     if source.std is not None:
         message.std = source.std

@@ -8,17 +8,35 @@ from typing import TypeAlias
 
 from rheostat._errors import invalid
 from rheostat._fields import utf8_text, whole_number
+from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
 from rheostat._prompts import Prompt, put_prompt
 from rheostat._selectors import SelectorLike, selector_of, to_wire
-from rheostat._steering.replacements import FromRun, RunMean, Zeros
+from rheostat._steering.replacements import FromRun, Noise, RunMean, Zeros, noise_to_wire
 from rheostat_wire.v1 import selector_pb2, sweep_pb2, types_pb2
 
 Answer: TypeAlias = str | Sequence[int] | Sequence[str | Sequence[int]]
 """A text, the token ids of a text, or several of these. A leading space of a text counts. The
 probability of an answer of several tokens is their product, that of several answers their sum."""
 
-Corruption: TypeAlias = Prompt | Zeros | RunMean | FromRun
-"""A second prompt; or `Zeros()`, a `run_mean` or a `from_run`, whose rows are put in."""
+
+@dataclass(frozen=True)
+class NoisyPrompt:
+    """The clean prompt with noise on some of its rows, as in causal tracing (Meng et al., 2022)."""
+
+    noise: Noise
+    """The noise. Further noises have the next seeds."""
+    where: SelectorLike
+    """The tokens with noise, usually those of the subject."""
+    points: PointsLike = "resid_pre"
+    layers: LayersLike = 0
+    """By default the noise is on the embeddings."""
+    count: int = 10
+    """Noises over which each cell is averaged, 1 to 64."""
+
+
+Corruption: TypeAlias = Prompt | NoisyPrompt | Zeros | RunMean | FromRun
+"""A second prompt; noise on the clean one; or `Zeros()`, a `run_mean` or a `from_run`, whose rows
+are put in."""
 
 TokenIds: TypeAlias = tuple[int, ...]
 
@@ -34,8 +52,8 @@ class Pair:
     prompt: Prompt
     """The clean prompt, after which ``answer`` is right."""
     corrupt: Corruption
-    """The corrupt prompt; or `Zeros()` or `run_mean(...)`, which ablate the clean prompt; or
-    `from_run(...)`, a run of the corrupt prompt."""
+    """The corrupt prompt; or a `NoisyPrompt`; or `Zeros()` or `run_mean(...)`, which ablate the
+    clean prompt; or `from_run(...)`, a run of the corrupt prompt."""
     answer: Answer
     """The right answer."""
     foil: Answer | None = None
@@ -73,6 +91,13 @@ def pair_to_wire(
             raise invalid(
                 f"{path}.corrupt", "a run stands for the corrupt prompt as a whole: name it alone"
             )
+        case NoisyPrompt() as noisy:
+            path = f"{path}.corrupt"
+            message.noise.noise.CopyFrom(noise_to_wire(noisy.noise))
+            sites = site_set(points_of(noisy.points), layers_of(noisy.layers))
+            message.noise.sites.CopyFrom(sites)
+            message.noise.where.CopyFrom(_selector(noisy.where))
+            message.noise.noise_count = whole_number(noisy.count, f"{path}.count", "a count")
         case prompt:
             put_prompt(message.corrupt, prompt, f"{path}.corrupt")
     for name, answer in (("answer", pair.answer), ("foil", pair.foil)):

@@ -179,6 +179,18 @@ def test_every_corruption(scripted, client, corrupt, field) -> None:
     assert asked(scripted).pairs[0].WhichOneof("corruption") == field
 
 
+def test_noise_on_the_clean_prompt(scripted, client) -> None:
+    noisy = rheostat.NoisyPrompt(
+        rheostat.Noise(embedding_std=3, seed=5), where=rheostat.positions(1), count=4
+    )
+    sweep(client, rheostat.Pair("clean", corrupt=noisy, answer=[1]))
+    sent = asked(scripted).pairs[0].noise
+    assert (sent.noise.seed, sent.noise.embedding_std, sent.noise_count) == (5, 3.0, 4)
+    assert list(sent.sites.points) == [types_pb2.POINT_RESID_PRE]
+    assert list(sent.sites.list.layers) == [0]
+    assert sent.where.include[0].positions.start == 1
+
+
 def test_a_broken_call_is_taken_up(server, client, monkeypatch) -> None:
     for module in (sync_engine, aio):
         monkeypatch.setattr(module, "RESUME_AFTER", 0.01)
