@@ -247,6 +247,9 @@ class _Sweep:
         self._sources: list[list[Source]] = []
         """For each pair and noise, where rows come from."""
         self._requests = 0
+        """Number of requests so far, for their ids."""
+        self._running = 0
+        """Number of requests that run or wait."""
         self._unique = uuid.uuid4().hex[:12]
         noises = [len(pair.bases) for pair in pairs]
         self._progress = _Progress(
@@ -439,16 +442,26 @@ class _Sweep:
             if self._settings.background:
                 await self._until_nobody_waits()
             self._requests += 1
+            self._running += 1
             try:
                 return await ask_as(f"{self._unique}/{self._requests}", self._manager)
             except (ResourceExhausted, CacheSuspect) as error:
                 if error.retry_after is None:
                     raise
+            finally:
+                self._running -= 1
             await asyncio.sleep(_LATER)
 
     async def _until_nobody_waits(self) -> None:
+        """Returns when no other request waits.
+
+        vLLM reports its queue with each step. An idle engine takes no step, so its last report may
+        name requests that have left the queue since.
+        """
         manager = self._manager
-        while manager.backend.queue_stats().waiting or manager.admission_queue.waiting:
+        while manager.open_requests > self._running and (
+            manager.backend.queue_stats().waiting or manager.admission_queue.waiting
+        ):
             await asyncio.sleep(_TURN)
 
     def _set_scales(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rheostat_engine import Kind, Point, Rows, Site
 from rheostat_server.engine.backend import Delta, Job, QueueStats
 from rheostat_server.errors import EngineLost
+from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sweeps import sweep as sweeps
 from rheostat_wire.v1 import (
     generation_pb2,
@@ -304,9 +305,10 @@ async def test_no_more_than_so_many_cells_run_at_once(starter) -> None:
     assert backend.most_at_once == 3
 
 
-async def test_cells_in_the_background_wait_while_requests_wait(starter) -> None:
+async def test_cells_in_the_background_wait_while_requests_wait(starter, monkeypatch) -> None:
     backend = PatchedBackend(waiting=1)
     running = await starter(backend)
+    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
     call = running.client.sweep.Sweep(order())
     await call.read()
     await asyncio.sleep(0.05)
@@ -315,6 +317,12 @@ async def test_cells_in_the_background_wait_while_requests_wait(starter) -> None
     assert len(await rest(call)) == LAYERS * 4 + 1
     backend.waiting = 1
     await swept(running, order(priority=sweep_pb2.SWEEP_PRIORITY_NORMAL))
+
+
+async def test_an_old_report_of_an_idle_engine_stops_no_sweep(starter) -> None:
+    running = await starter(PatchedBackend(waiting=1))
+    cells, _ = await swept(running, order())
+    assert len(cells) == LAYERS * 4
 
 
 async def test_a_client_that_goes_away_leaves_nothing(starter) -> None:
