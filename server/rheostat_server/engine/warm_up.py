@@ -119,6 +119,7 @@ def warm_up_requests(
                 frequency_penalty=0.1,
             ),
         ),
+        WarmUpRequest("a question of a sweep", replace(greedy, logprobs=1, only_token=0)),
         WarmUpRequest("prompt log-probabilities", replace(greedy, prompt_logprobs=logprobs)),
         WarmUpRequest(
             "stop tokens and min_tokens",
@@ -163,6 +164,7 @@ def _plans(sites: ModelSites, vector: bytes, step_tokens: int) -> Iterator[tuple
         Act(Kind.NORM_ADD, (vector,), rows, _EVERYWHERE, _SCALE),
         Act(Kind.PULL, (vector,), rows, _EVERYWHERE, bands=(Band(0.0, 0.0, _SCALE),)),
         Act(Kind.REPLACE, (vector,), rows, _EVERYWHERE, _SCALE),
+        Act(Kind.ADD_LAST, (vector,), rows, _EVERYWHERE, _SCALE),
     )
     steered = Plan("steered", acts)
     ledger = CapacityLedger(sites.capacity)

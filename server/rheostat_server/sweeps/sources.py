@@ -120,17 +120,16 @@ class RunRows:
 
     async def rows(self, site: Site, positions: Sequence[int]) -> SourceRows:
         """The rows at a site."""
+        if -1 in positions and not self._mean:
+            raise RunIncomplete(
+                "a position of the column has no partner in the other prompt, which differs there"
+            )
         async with self._turn:
             run, vector = await self._vector(site)
         if self._mean:
             return SourceRows(vector, (0,) * len(positions))
         places = self._places[run.id]
         for position in positions:
-            if position < 0:
-                raise RunIncomplete(
-                    "a position of the column has no partner in the other prompt, which differs "
-                    "there"
-                )
             if position not in places:
                 raise RunIncomplete(f"the run {run.id} has no row of position {position}")
         return SourceRows(vector, tuple(places[position] for position in positions))

@@ -77,7 +77,8 @@ async def test_reflection_lists_every_service(running) -> None:
     answer = await call.read()
     assert {service.name for service in answer.list_services_response.service} == {
         *(f"rheostat.v1.{name}Service" for name in ("Engine", "Generation", "Steering")),
-        *(f"rheostat.v1.{name}Service" for name in ("Capture", "Patch", "Monitor", "Run")),
+        *(f"rheostat.v1.{name}Service" for name in ("Capture", "Monitor", "Run")),
+        *(f"rheostat.v1.{name}Service" for name in ("Lens", "Sweep")),
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }

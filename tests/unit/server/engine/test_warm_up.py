@@ -54,6 +54,7 @@ async def test_one_request_of_every_kind_runs() -> None:
         assert any(getattr(one, name) for one in asked), name
     assert {one.seed for one in asked} == {None, 0}
     assert any(one.top_p < 1 for one in asked)
+    assert any(one.only_token is not None for one in asked)
     for name in ("repetition", "presence", "frequency"):
         assert len({getattr(one, f"{name}_penalty") for one in asked}) == 2
     assert {job.lora for job in backend.jobs} == {"", "fables"}

@@ -70,12 +70,13 @@ class PatchedBackend(ScriptedBackend):
     def score(self, job: Job) -> float:
         values = [float(token) for token in job.prompt]
         for act in job.plan.acts:
-            assert act.kind is Kind.REPLACE
+            assert act.kind in (Kind.REPLACE, Kind.ADD_LAST)
             vector = self.vectors[act.vectors[0]]
             rows = np.frombuffer(vector.data, np.float32).reshape(vector.rows, vector.width)
             for site, (row, *_) in act.rows:
                 for position in positions_of(act.spans, 0, len(job.prompt)):
-                    change = float(rows[row, 0]) - values[position]
+                    change = float(rows[row, 0])
+                    change -= values[position] if act.kind is Kind.REPLACE else 0.0
                     values[position] += change * act.scale / (1 + site)
         return sum(values)
 
@@ -286,6 +287,17 @@ async def test_positions_without_partner_are_errors_of_their_cells(starter) -> N
             assert event.cell.values
     missing = [(one.start, one.count) for one in last.summary.missing]
     assert missing == [(0, 2), (3, 2), (6, 2)]
+
+
+@pytest.mark.parametrize(
+    "direction", [sweep_pb2.SWEEP_DIRECTION_NOISE, sweep_pb2.SWEEP_DIRECTION_DENOISE]
+)
+async def test_prompts_without_common_tokens_have_no_cell(starter, direction) -> None:
+    running = await starter(PatchedBackend())
+    strange = pair(prompt=prompt(1, 2, 3), corrupt=prompt(11, 12))
+    cells, summary = await swept(running, order(strange, direction=direction))
+    assert all("no partner" in cell.error.message for cell in cells.values())
+    assert sum(one.count for one in summary.missing) == len(cells) == 3 * LAYERS
 
 
 async def test_what_is_done_is_not_run_again(starter) -> None:
