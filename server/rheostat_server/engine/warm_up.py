@@ -119,7 +119,9 @@ def warm_up_requests(
                 frequency_penalty=0.1,
             ),
         ),
-        WarmUpRequest("a question of a sweep", replace(greedy, logprobs=1, only_token=0)),
+        WarmUpRequest(
+            "a question of a sweep", replace(greedy, logprobs=min(1, logprobs), only_token=0)
+        ),
         WarmUpRequest("prompt log-probabilities", replace(greedy, prompt_logprobs=logprobs)),
         WarmUpRequest(
             "stop tokens and min_tokens",

@@ -36,8 +36,8 @@ class Reading(NamedTuple):
     """Natural logarithm of the token's probability."""
     rank: int
     """1 for the most likely token."""
-    top_token_id: int
-    """The most likely token."""
+    top_token_id: int | None
+    """The most likely token; None if the engine gives no likely tokens."""
 
 
 Readings = Mapping[Question, Reading]

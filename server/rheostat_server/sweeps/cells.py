@@ -120,7 +120,7 @@ async def ask(
         sampling=SamplingSettings(
             max_tokens=1,
             temperature=0.0,
-            logprobs=1,
+            logprobs=min(1, manager.info.logprobs),
             only_token=question.token_id,
             ignore_eos=True,
         ),
@@ -139,6 +139,8 @@ async def ask(
     if len(delta.logprobs) != 1:
         raise Defect("the engine did not give the log-probability of an answer")
     (at,) = delta.logprobs
-    top = at.alternatives[0].token_id if at.alternatives else at.token.token_id
+    top = at.alternatives[0].token_id if at.alternatives else None
+    if at.token.rank == 1:
+        top = at.token.token_id
     reading = Reading(at.token.logprob, at.token.rank, top)
     return Asked(reading, len(prompt.token_ids) - delta.cached_tokens)

@@ -389,7 +389,7 @@ class _Sweep:
                 values = raw_values(pair.answers, self._settings.grades, readings)
                 cell.raw[work.pair] += values / len(pair.bases)
                 if work.pair == work.noise == 0:
-                    cell.top_token_id = readings[pair.answers.questions[0]].top_token_id
+                    cell.top_token_id = readings[pair.answers.questions[0]].top_token_id or 0
             except (EngineLost, Draining):
                 raise
             except RheostatError as error:

@@ -590,7 +590,9 @@ class SweepCell(_message.Message):
     column: _builtins.int
     """Index in SweepStarted.columns."""
     top_token_id: _builtins.int
-    """The most likely token after the prompt, of the first pair."""
+    """The most likely token after the prompt, of the first pair. 0 on a server that gives no
+    log-probabilities of likely tokens, unless the answer is the most likely one.
+    """
     below_noise: _builtins.bool
     """Whether every value lies within the noise."""
     @_builtins.property
