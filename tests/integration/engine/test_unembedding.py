@@ -1,6 +1,8 @@
 """The lens of rows, and directions of tokens, against Hugging Face's own norm and head."""
 
+import multiprocessing
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +68,17 @@ def resid_post(engine: OfflineEngine, layers: Sequence[int]) -> tuple[Array, dic
     return np.array(rows, np.float32), outcome.logprobs[0]
 
 
+def load(path: Path) -> Any:
+    """Hugging Face's model. vLLM's Transformers backend changes its classes in the tests' process."""
+    return hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_lens_is_the_models_own_head(
     name: str, start: Callable[..., OfflineEngine], models_root: Path
 ) -> None:
-    reference: Any = hf.AutoModelForCausalLM.from_pretrained(
-        build(name, models_root), dtype=torch.float32
-    ).eval()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        reference = executor.submit(load, build(name, models_root)).result(timeout=120)
     engine = start(name)
     assert engine.sites is not None
     assert (engine.sites.no_lens, engine.sites.no_directions) == ("", "")
