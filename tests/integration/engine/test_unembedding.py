@@ -69,7 +69,7 @@ def resid_post(engine: OfflineEngine, layers: Sequence[int]) -> tuple[Array, dic
 
 
 def load(path: Path) -> Any:
-    """Hugging Face's model. vLLM's Transformers backend changes its classes in the tests' process."""
+    """Loads Hugging Face's model. Runs where vLLM has not changed Hugging Face's classes."""
     return hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
