@@ -112,6 +112,7 @@ from rheostat._subscriptions.events import (
 )
 from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
 from rheostat._subscriptions.subscription import Subscription
+from rheostat._sweeps.grades import ProbeGrade
 from rheostat._sweeps.pairs import NoisyPrompt, Pair
 from rheostat._sweeps.requests import SweepOptions, Zoom
 from rheostat._sweeps.result import Cell, SweepResult
@@ -178,6 +179,7 @@ __all__ = [
     "Pair",
     "PermissionDenied",
     "Point",
+    "ProbeGrade",
     "PromptLogprobs",
     "Receipt",
     "Refused",

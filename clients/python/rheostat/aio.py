@@ -37,8 +37,9 @@ from rheostat._subscriptions.aio_subscription import Subscription
 from rheostat._subscriptions.events import Cursor
 from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
 from rheostat._sweeps.accumulator import OnCell, OnProgress, SweepAccumulator
+from rheostat._sweeps.grades import GradeLike, named_grades
 from rheostat._sweeps.pairs import Pair, answer_texts, checked_pairs
-from rheostat._sweeps.requests import SweepOptions, grade_specs, sweep_request
+from rheostat._sweeps.requests import SweepOptions, sweep_request
 from rheostat._sweeps.result import SweepResult
 from rheostat_wire.v1 import generation_service_pb2
 
@@ -280,7 +281,7 @@ class Engine:
         *,
         points: PointsLike = "resid_post",
         layers: LayersLike = "all",
-        grades: str | Iterable[str] = "logprob",
+        grades: GradeLike | Iterable[GradeLike] = "logprob",
         progress: OnProgress | None = None,
         on_cell: OnCell | None = None,
         timeout: float | None = None,
@@ -290,9 +291,11 @@ class Engine:
 
         In each cell, rows of one prompt of a pair replace those of the other at the row's site and
         the column's positions. The grades say what this does to the next token: "logprob" of the
-        answer, its "probability" or "rank", or the "logit_difference" to the foil; or
-        "recovered logprob" and so on: 0 where nothing changes, 1 where the other prompt's value is
-        reached. They are averaged over the pairs. ``options`` are those of `SweepOptions`.
+        answer, its "probability" or "rank", the "logit_difference" to the foil, or "kl", the
+        divergence from the clean prompt's distribution in nats; or "recovered logprob" and so on: 0
+        where nothing changes, 1 where the other prompt's value is reached. A `ProbeGrade` says what
+        it does to a probe. They are averaged over the pairs. ``options`` are those of
+        `SweepOptions`.
 
         ``progress`` is called with the cells that are done and all cells, ``on_cell`` with each
         `Cell` as it comes. A call that breaks is taken up with the cells that are left.
@@ -304,15 +307,15 @@ class Engine:
         """
         check_options("sweep", options, SweepOptions)
         chosen = checked_pairs(pairs)
-        specs = grade_specs(grades)
+        named = named_grades(grades)
         tokens = {}
         for text in answer_texts(chosen):
             tokens[text] = await self._connection.unary(calls.tokenize_answer(text))
         request = sweep_request(
-            chosen, tokens, points=points, layers=layers, grades=specs, options=options
+            chosen, tokens, points=points, layers=layers, grades=named, options=options
         )
         found = SweepAccumulator(
-            specs, pair_values=request.pair_values, progress=progress, on_cell=on_cell
+            named, pair_values=request.pair_values, progress=progress, on_cell=on_cell
         )
         failures = 0
         while True:

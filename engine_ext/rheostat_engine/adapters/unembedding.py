@@ -123,7 +123,7 @@ class Unembedding:
             rows: of any float type. They are rounded to the model's.
             top_k: number of likeliest tokens.
             token_ids: tokens whose log-probabilities and ranks are wanted.
-            reference: [1, W], a row to whose distribution each row is compared.
+            reference: [1, W] or [n, W], the row to whose distribution each row is compared.
         """
         if self.norm is None:
             return None
@@ -351,7 +351,7 @@ def _final_norm(
 
 
 def _lens_rows(
-    logits: torch.Tensor,  # [n, vocabulary], float32; one more row with a reference
+    logits: torch.Tensor,  # [n, vocabulary], float32; then those of 1 or n references
     count: int,
     top_k: int,
     token_ids: Sequence[int],
@@ -362,9 +362,9 @@ def _lens_rows(
     if len(logits) > count:
         reference = logprobs[count:]
         # Tokens of probability 0 add nothing.
-        terms = torch.where(reference.isneginf(), 0.0, reference.exp() * (reference - logprobs))
-        divergences = terms[:count].sum(-1)
         logprobs, normalizers = logprobs[:count], normalizers[:count]
+        terms = torch.where(reference.isneginf(), 0.0, reference.exp() * (reference - logprobs))
+        divergences = terms.sum(-1)
     top = logprobs.topk(min(top_k, logprobs.shape[1]), -1)
     ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
     wanted = logprobs[:, ids]

@@ -120,7 +120,8 @@ class SiteRpc:
             rows: little-endian float32 [n, W]. The caller limits n times the vocabulary.
             top_k: number of likeliest tokens.
             token_ids: tokens whose log-probabilities and ranks are wanted.
-            reference: float32 [1, W], to whose distribution each row is compared; may be empty.
+            reference: float32 [1, W] or [n, W], to whose distribution each row is compared; may be
+                empty.
 
         Returns:
             Arrays of float32 and int32 by name; None on ranks that don't get the logits.

@@ -267,13 +267,14 @@ class Backend(Protocol):
     ) -> LensReading:
         """Reads rows [n, W] of the stream with the final norm and the unembedding.
 
-        A step waits for the call, so n times the vocabulary should be small.
+        A step waits for the call, so n times the vocabulary should be small. One call runs at a
+        time.
 
         Args:
             rows: rows, each of float32.
             top_k: number of likeliest tokens of each row.
             token_ids: tokens whose log-probabilities and ranks are wanted.
-            reference: [1, W], a row to whose distribution each row is compared.
+            reference: [1, W] or [n, W], the row to whose distribution each row is compared.
 
         Raises:
             EngineLost: the engine is gone.

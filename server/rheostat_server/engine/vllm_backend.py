@@ -114,6 +114,7 @@ class VllmBackend:
         self._loaded = loaded
         self._counter = loaded.counter
         self._settings = loaded.settings
+        self._lens_turn = asyncio.Lock()
         self._sites = sites
         self._info = _model_info(config, loaded)
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
@@ -261,10 +262,10 @@ class VllmBackend:
     ) -> LensReading:
         """Reads rows with the final norm and the unembedding."""
         against = b"" if reference is None else reference.astype("<f4").tobytes()
-        call = self._call(
-            "rheostat_lens", rows.astype("<f4").tobytes(), top_k, list(token_ids), against
-        )
-        return _lens_reading(_only(cast(list[Mapping[str, bytes] | None], await call)), len(rows))
+        data = rows.astype("<f4").tobytes()
+        async with self._lens_turn:
+            read = await self._call("rheostat_lens", data, top_k, list(token_ids), against)
+        return _lens_reading(_only(cast(list[Mapping[str, bytes] | None], read)), len(rows))
 
     def text_of(self, token_id: int) -> str:
         """The text of a token."""

@@ -119,7 +119,6 @@ class Lenses:
     def __init__(self) -> None:
         """No lens is being read."""
         self._reserved = 0
-        self._turn = asyncio.Lock()
 
     async def lens(
         self, request: lens_service_pb2.LensRequest, manager: RequestManager
@@ -145,10 +144,9 @@ class Lenses:
             flat = rows.rows.reshape(-1, manager.sites.width)
             step = rows_per_call(manager.info.vocabulary)
             for first in range(0, len(flat), step):
-                async with self._turn:
-                    read = await manager.backend.lens(
-                        flat[first : first + step], checked.top_k, checked.token_ids
-                    )
+                read = await manager.backend.lens(
+                    flat[first : first + step], checked.top_k, checked.token_ids
+                )
                 part = _to_wire(first, read)
                 if manager.prompts.has_tokenizer:
                     part.top_texts.extend(await _texts(read.top_ids.ravel().tolist(), manager))

@@ -42,13 +42,23 @@ OF_PROJECTIONS = ReadoutRules(
 """Projections of captured rows."""
 
 
-def check_readout(readout: vector_pb2.Readout, rules: ReadoutRules, path: str) -> None:
-    """Refuses a readout that is not served. Its vector is not checked.
+class ReadoutSettings(NamedTuple):
+    """Everything of a readout but its vector."""
+
+    normalise: vector_pb2.Normalise.ValueType
+    activation: vector_pb2.Activation.ValueType
+    bias: float
+    theta: float
+    """The threshold of ACTIVATION_JUMP_RELU."""
+
+
+def readout_settings(readout: vector_pb2.Readout, path: str) -> ReadoutSettings:
+    """The settings of a readout. Its vector is not checked.
 
     Raises:
         UnknownEnum: an enum is zero or unknown.
+        NonFinite: a number is not finite.
         MissingField, InvalidValue: theta does not match the activation.
-        NotSupported: a field has a value that is not served.
     """
     normalise, activation = vector_pb2.NORMALISE_NONE, vector_pb2.ACTIVATION_IDENTITY
     if readout.HasField("normalise"):
@@ -64,17 +74,30 @@ def check_readout(readout: vector_pb2.Readout, rules: ReadoutRules, path: str) -
     if readout.HasField("bias"):
         validation.finite(readout.bias, field_path(path, "bias"))
     _check_theta(readout, activation, path)
-    if normalise != rules.normalise:
+    return ReadoutSettings(normalise, activation, readout.bias, readout.theta)
+
+
+def check_readout(readout: vector_pb2.Readout, rules: ReadoutRules, path: str) -> None:
+    """Refuses a readout that is not served. Its vector is not checked.
+
+    Raises:
+        InvalidArgument: as `readout_settings`.
+        NotSupported: a field has a value that is not served.
+    """
+    settings = readout_settings(readout, path)
+    if settings.normalise != rules.normalise:
         raise NotSupported(
-            f"{vector_pb2.Normalise.Name(normalise)} is not served here yet: {rules.other}",
+            f"{vector_pb2.Normalise.Name(settings.normalise)} is not served here yet: "
+            f"{rules.other}",
             field=field_path(path, "normalise"),
         )
-    if activation != vector_pb2.ACTIVATION_IDENTITY:
+    if settings.activation != vector_pb2.ACTIVATION_IDENTITY:
         raise NotSupported(
-            f"{vector_pb2.Activation.Name(activation)} is not served yet: {rules.activation}",
+            f"{vector_pb2.Activation.Name(settings.activation)} is not served yet: "
+            f"{rules.activation}",
             field=field_path(path, "activation"),
         )
-    if readout.bias:
+    if settings.bias:
         raise NotSupported(
             f"a bias is not served yet: {rules.bias}", field=field_path(path, "bias")
         )

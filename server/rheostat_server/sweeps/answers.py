@@ -1,4 +1,4 @@
-"""Answers and grades: which tokens a sweep asks the model for, and what their probabilities say.
+"""Answers: which tokens a sweep asks the model for, and what their probabilities say.
 
 An answer is a set of token sequences. The probability of a sequence is the product of its tokens',
 each given the prompt and the tokens before it. So a question is asked for each distinct pair of
@@ -15,8 +15,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rheostat_server import validation
-from rheostat_server.errors import InvalidValue, MissingField, NotSupported
-from rheostat_server.limits import ANSWER_ALTERNATIVES, ANSWER_TOKENS, GRADES
+from rheostat_server.errors import InvalidValue, MissingField
+from rheostat_server.limits import ANSWER_ALTERNATIVES, ANSWER_TOKENS
+from rheostat_server.sweeps.grades import Grade
 from rheostat_server.validation import field_path
 from rheostat_wire.v1 import sweep_pb2
 
@@ -26,7 +27,12 @@ class Question(NamedTuple):
 
     preceding: tuple[int, ...]
     """Tokens of the answer before it."""
-    token_id: int
+    token_id: int | None
+    """None: the most likely one."""
+
+
+_ANY = Question((), None)
+"""Asked where no grade needs an answer."""
 
 
 class Reading(NamedTuple):
@@ -46,38 +52,30 @@ Answer = tuple[tuple[int, ...], ...]
 """The token sequences, any of which is the answer."""
 
 
-class Grade(NamedTuple):
-    """A number that cells are graded by."""
-
-    metric: sweep_pb2.Metric.ValueType
-    recovered: bool
-    """Whether it is given as a part of the difference between the clean and the corrupt prompt."""
-
-
 @dataclass(frozen=True)
 class Answers:
     """The answers of a pair of prompts."""
 
     right: Answer
+    """Empty if no grade needs it."""
     wrong: Answer
     """Empty if no grade needs it."""
 
     @cached_property
     def questions(self) -> tuple[Question, ...]:
         """Everything that the model must be asked, each once. The first is about the prompt."""
-        return tuple(
-            dict.fromkeys(
-                question
-                for answer in (self.right, self.wrong)
-                for sequence in answer
-                for question in _questions(sequence)
-            )
+        questions = dict.fromkeys(
+            question
+            for answer in (self.right, self.wrong)
+            for sequence in answer
+            for question in _questions(sequence)
         )
+        return tuple(questions) or (_ANY,)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return max(map(len, (*self.right, *self.wrong)))
+        return max(map(len, (*self.right, *self.wrong)), default=1)
 
     def value(self, metric: sweep_pb2.Metric.ValueType, readings: Readings) -> float:
         """The value of a metric.
@@ -108,41 +106,6 @@ def _logprob(answer: Answer, readings: Readings) -> float:
     return largest + math.log(sum(math.exp(logprob - largest) for logprob in logprobs))
 
 
-def resolve_grades(grades: Sequence[sweep_pb2.Grade]) -> tuple[Grade, ...]:
-    """The grades of a sweep.
-
-    Raises:
-        InvalidArgument: there are none or too many, or one is malformed.
-        NotSupported: one is not served yet.
-    """
-    if not grades:
-        raise MissingField("at least one grade is required", field="grades")
-    validation.check_count(len(grades), GRADES, "grades", "grades")
-    return tuple(_grade(grade, f"grades[{index}]") for index, grade in enumerate(grades))
-
-
-def _grade(grade: sweep_pb2.Grade, path: str) -> Grade:
-    kind = validation.required(grade.WhichOneof("kind"), path, "token and probe")
-    if kind == "probe":
-        raise NotSupported(
-            "grades by a probe are not served yet: capture with a projection in a Generate call",
-            field=field_path(path, "probe"),
-        )
-    metric, field = grade.token.metric, field_path(path, "token.metric")
-    validation.known_enum(metric, sweep_pb2.Metric.values(), field)
-    if metric == sweep_pb2.METRIC_KL:
-        raise NotSupported(
-            "METRIC_KL is not served yet: grade by METRIC_LOGPROB or METRIC_LOGIT_DIFFERENCE",
-            field=field,
-        )
-    if grade.recovered and metric == sweep_pb2.METRIC_RANK:
-        raise InvalidValue(
-            "a rank is not on a scale of which a part could be recovered",
-            field=field_path(path, "recovered"),
-        )
-    return Grade(metric, grade.recovered)
-
-
 def resolve_answers(
     pair: sweep_pb2.SweepPair, grades: Sequence[Grade], vocabulary: int, path: str
 ) -> Answers:
@@ -152,6 +115,8 @@ def resolve_answers(
         InvalidArgument: one is malformed, or a grade needs one that is missing.
     """
     right = _answer(pair.answer, vocabulary, field_path(path, "answer"))
+    if all(grade.metric in (None, sweep_pb2.METRIC_KL) for grade in grades):
+        return Answers((), ())
     if not right:
         raise MissingField("an answer is required", field=field_path(path, "answer"))
     wrong = _answer(pair.foil, vocabulary, field_path(path, "foil"))

@@ -1,4 +1,7 @@
-"""One cell of a sweep in one prompt: a request with rows replaced, which is asked for answers."""
+"""One cell of a sweep in one prompt: a request with rows replaced, which is asked for answers.
+
+The rows that grades need are captured by the prompt's first question.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,18 +9,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rheostat_engine import Act, Kind, Plan, Site
+from rheostat_engine import Act, Kind, Plan, Released, Site
 from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
+from rheostat_server.delivery.row_messages import CapturedRows, captured_rows
 from rheostat_server.engine.backend import Delta, Ending
 from rheostat_server.engine.sampling import SamplingSettings
-from rheostat_server.errors import Defect, Draining
+from rheostat_server.errors import Defect, Draining, RowsLost
 from rheostat_server.prompts.prompts import PromptTokens
+from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.requests.response_queue import ResponseItem
+from rheostat_server.requests.response_queue import ResponseItem, Sign
 from rheostat_server.selectors.spans import runs
 from rheostat_server.sweeps.answers import Question, Reading
+from rheostat_server.sweeps.grades import RowReader
 from rheostat_server.sweeps.sources import SourceRows
+from rheostat_server.tasks.offload import offload
 from rheostat_server.vectors.store import Vector
+
+_NOTHING = Plan("", (), ()).pack()
+"""A plan without captures."""
 
 
 class Blend(NamedTuple):
@@ -62,21 +73,21 @@ def with_acts(
 ) -> AdmittedRequest:
     """A request that does what `base` does, and then some more acts.
 
-    Nobody observes it, and it captures nothing. Its plan is packed, which may take long.
+    It captures what `base` captures, for nobody else. Its plan is packed, which may take long.
 
     Args:
         base: the request.
         acts: the acts, which follow those of `base`.
         vectors: their vectors.
     """
-    plan = Plan("", (*base.unobserved.acts, *acts), ()).pack()
+    own = base.unobserved
+    plan = Plan("", (*own.acts, *acts), own.captures).pack()
     needed = {vector.digest: vector for vector in (*base.vectors, *vectors)}
     return replace(
         base,
         plan=plan,
         unobserved=plan,
         vectors=tuple(needed.values()),
-        captures=(),
         observer_captures=(),
     )
 
@@ -90,7 +101,11 @@ class Asked(NamedTuple):
 
 
 async def ask(
-    admitted: AdmittedRequest, question: Question, request_id: str, manager: RequestManager
+    admitted: AdmittedRequest,
+    question: Question,
+    request_id: str,
+    manager: RequestManager,
+    readers: Sequence[RowReader] = (),
 ) -> Asked:
     """Asks a request for the probability of a token.
 
@@ -104,19 +119,23 @@ async def ask(
         question: the token, and the tokens that follow the prompt before it.
         request_id: an id that no other request has.
         manager: runs the request.
+        readers: readers of the rows of each of the request's captures. Empty: it captures nothing.
 
     Raises:
         RheostatError: the request cannot run, or has failed.
     """
-    prompt = admitted.prompt
+    prompt, plan = admitted.prompt, admitted.plan
     if question.preceding:
         tokens = (*prompt.token_ids, *question.preceding)
         prompt = PromptTokens(tokens, prompt.source, None, None)
+    if not readers and plan.captures:
+        plan = plan.with_captures_of(_NOTHING)
     asked = replace(
         admitted,
         request_id=request_id,
         prompt=prompt,
-        plan=replace(admitted.plan, request_id=request_id),
+        plan=replace(plan, request_id=request_id),
+        captures=admitted.captures if readers else (),
         sampling=SamplingSettings(
             max_tokens=1,
             temperature=0.0,
@@ -129,12 +148,23 @@ async def ask(
         (sequence,) = active.sequences
         sequence.held_back = True  # so that the report of the plan's installation wakes us
         delta: Delta | None = None
-        while delta is None or not sequence.in_force:
+        captured = not readers
+        while delta is None or not sequence.in_force or not captured:
             item = await active.next()
-            if isinstance(item, ResponseItem) and isinstance(item.what, Delta):
+            if item is Sign.ROWS:
+                await _read_rows(active, readers)
+            elif isinstance(item, ResponseItem) and isinstance(item.what, Delta):
                 delta = item.what
                 if delta.ending is Ending.ABORTED:
                     raise Draining("the server is ending; it did not run all cells")
+            elif isinstance(item, ResponseItem) and isinstance(item.what, Released):
+                captured = True
+        if readers:
+            active.finish()  # the rows that remain come with their end
+            await _read_rows(active, readers)
+            while not active.response_rows.ended:
+                await active.next()
+                await _read_rows(active, readers)
         active.completed = True
     if len(delta.logprobs) != 1:
         raise Defect("the engine did not give the log-probability of an answer")
@@ -144,3 +174,24 @@ async def ask(
         top = at.token.token_id
     reading = Reading(at.token.logprob, at.token.rank, top)
     return Asked(reading, len(prompt.token_ids) - delta.cached_tokens)
+
+
+async def _read_rows(active: ActiveRequest, readers: Sequence[RowReader]) -> None:
+    """Hands the rows that have come to their readers.
+
+    Raises:
+        RowsLost: some are lost.
+    """
+    while (item := active.response_rows.take()) is not None:
+        if isinstance(item, Loss):
+            raise RowsLost.no_room(item.rows)
+        assert isinstance(item, Chunk | EncodedChunk)
+        captured = await captured_rows(item)
+        await offload(captured.size, _hand_over, captured, readers)
+
+
+def _hand_over(captured: CapturedRows, readers: Sequence[RowReader]) -> None:
+    part = captured.to_message()
+    _, count, width = part.tensor.shape
+    rows = np.frombuffer(part.tensor.inline, dtype="<f4").reshape(count, width)
+    readers[part.capture_index].add(rows)

@@ -27,7 +27,8 @@ from rheostat_server.runs.targets import RUN_ID
 from rheostat_server.selectors.selection import SelectionContext, needs_text, resolve_selector
 from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.steering.replacements import AlignedPrompts, align
-from rheostat_server.sweeps.answers import Answers, Grade, resolve_answers
+from rheostat_server.sweeps.answers import Answers, resolve_answers
+from rheostat_server.sweeps.grades import Grade
 from rheostat_server.tasks.offload import offload
 from rheostat_server.validation import field_path
 from rheostat_wire.v1 import (
@@ -103,9 +104,9 @@ async def resolve_pairs(
     _check_labels(request)
     _check_ranges(request)
     pairs: list[Pair] = []
-    room = _Room(SWEEP_TOKENS, SWEEP_POSITIONS)
+    context = _Context(request, grades, manager, _Room(SWEEP_TOKENS, SWEEP_POSITIONS))
     for index, message in enumerate(request.pairs):
-        pair = await _pair(request, message, f"pairs[{index}]", grades, manager, room)
+        pair = await _pair(context, message, f"pairs[{index}]")
         if pairs and not request.group_labels and pair.columns != pairs[0].columns:
             raise InvalidValue(
                 "it has other columns than the first pair: name groups of positions, one per "
@@ -182,32 +183,35 @@ class _Room:
             )
 
 
+class _Context(NamedTuple):
+    """What every pair is resolved in."""
+
+    request: sweep_service_pb2.SweepRequest
+    grades: Sequence[Grade]
+    manager: RequestManager
+    room: _Room
+
+
 async def _admit(
-    run: generation_service_pb2.GenerateRequest, path: str, manager: RequestManager, room: _Room
+    context: _Context, run: generation_service_pb2.GenerateRequest, path: str
 ) -> AdmittedRequest:
     """Admits a prompt. Lets the event loop go on in between, because there may be thousands."""
     await asyncio.sleep(0)
-    admitted = await admit(run, manager.admission)
-    room.take_prompt(admitted, path)
+    admitted = await admit(run, context.manager.admission)
+    context.room.take_prompt(admitted, path)
     return admitted
 
 
-async def _pair(
-    request: sweep_service_pb2.SweepRequest,
-    message: sweep_pb2.SweepPair,
-    path: str,
-    grades: Sequence[Grade],
-    manager: RequestManager,
-    room: _Room,
-) -> Pair:
-    answers = resolve_answers(message, grades, manager.info.vocabulary, path)
+async def _pair(context: _Context, message: sweep_pb2.SweepPair, path: str) -> Pair:
+    request = context.request
+    vocabulary = context.manager.info.vocabulary
+    answers = resolve_answers(message, context.grades, vocabulary, path)
     clean_field = field_path(path, "prompt")
     if not message.HasField("prompt"):
         raise MissingField("a clean prompt is required", field=clean_field)
-    with _naming(clean_field):
-        run = _run(request, message.prompt, answers)
-        clean = await _admit(run, clean_field, manager, room)
-    corrupt = await _corrupt(request, message, path, answers, clean, manager, room)
+    with _naming(clean_field, context.grades):
+        clean = await _admit(context, _run(context, message.prompt, answers), clean_field)
+    corrupt = await _corrupt(context, message, path, answers, clean)
     tokens = clean.prompt.token_ids
     others = corrupt[0].prompt.token_ids if corrupt else tokens
     return Pair(
@@ -218,7 +222,7 @@ async def _pair(
         corrupt=corrupt,
         into_clean=_into_clean(request, corrupts=bool(corrupt)),
         alignment=_alignment(request, tokens, others),
-        columns=await _columns(request, message, path, clean, manager, room),
+        columns=await _columns(context, message, path, clean),
     )
 
 
@@ -252,40 +256,39 @@ def _alignment(
 
 
 async def _corrupt(
-    request: sweep_service_pb2.SweepRequest,
+    context: _Context,
     message: sweep_pb2.SweepPair,
     path: str,
     answers: Answers,
     clean: AdmittedRequest,
-    manager: RequestManager,
-    room: _Room,
 ) -> tuple[AdmittedRequest, ...]:
     """The corrupt versions of a pair's prompt."""
     kind = validation.required(
         message.WhichOneof("corruption"), path, "corrupt, noise, zeros, mean and run_id"
     )
     field = field_path(path, kind)
-    with _naming(field):
+    with _naming(field, context.grades):
         match kind:
             case "corrupt":
-                run = _run(request, message.corrupt, answers)
-                return (await _admit(run, field, manager, room),)
+                run = _run(context, message.corrupt, answers)
+                return (await _admit(context, run, field),)
             case "noise":
-                noisy = _noisy(request, message, clean, answers, field)
-                admitted = [await _admit(run, field, manager, room) for run in noisy]
+                noisy = _noisy(context, message, clean, answers, field)
+                admitted = [await _admit(context, run, field) for run in noisy]
                 return tuple(replace(one, prompt=clean.prompt) for one in admitted)
             case "run_id":
-                stored = manager.runs.hold(validation.matches(message.run_id, RUN_ID, field), field)
+                runs = context.manager.runs
+                stored = runs.hold(validation.matches(message.run_id, RUN_ID, field), field)
                 ids = types_pb2.TokenIds(ids=stored.prompt_token_ids.tolist())
-                manager.runs.release(stored)
-                run = _run(request, types_pb2.Prompt(token_ids=ids), answers)
-                return (await _admit(run, field, manager, room),)
+                runs.release(stored)
+                run = _run(context, types_pb2.Prompt(token_ids=ids), answers)
+                return (await _admit(context, run, field),)
             case _:
                 return ()
 
 
 def _noisy(
-    request: sweep_service_pb2.SweepRequest,
+    context: _Context,
     message: sweep_pb2.SweepPair,
     clean: AdmittedRequest,
     answers: Answers,
@@ -306,7 +309,7 @@ def _noisy(
         source = replace_pb2.NoiseSource()
         source.CopyFrom(noise.noise)
         source.seed = (noise.noise.seed + number) % 2**64
-        run = _run(request, prompt, answers)
+        run = _run(context, prompt, answers)
         run.steering.interventions.append(
             steering_pb2.Intervention(
                 sites=noise.sites, where=noise.where, replace=replace_pb2.Replace(noise=source)
@@ -316,11 +319,16 @@ def _noisy(
 
 
 def _run(
-    request: sweep_service_pb2.SweepRequest, prompt: types_pb2.Prompt, answers: Answers
+    context: _Context, prompt: types_pb2.Prompt, answers: Answers
 ) -> generation_service_pb2.GenerateRequest:
-    """The request of a prompt under the sweep's steering, whose answers are asked for."""
+    """The request of a prompt under the sweep's steering.
+
+    Its answers are asked for, and the rows that grades need are captured.
+    """
+    request = context.request
     run = generation_service_pb2.GenerateRequest(
         sampling=generation_pb2.Sampling(max_tokens=answers.longest, temperature=0),
+        captures=[grade.capture for grade in context.grades if grade.capture is not None],
         lora_name=request.lora_name,
     )
     if request.HasField("steering"):
@@ -336,14 +344,10 @@ def _run(
 
 
 async def _columns(
-    request: sweep_service_pb2.SweepRequest,
-    message: sweep_pb2.SweepPair,
-    path: str,
-    clean: AdmittedRequest,
-    manager: RequestManager,
-    room: _Room,
+    context: _Context, message: sweep_pb2.SweepPair, path: str, clean: AdmittedRequest
 ) -> tuple[tuple[int, ...], ...]:
     """The positions of each column, in the clean prompt."""
+    request, manager = context.request, context.manager
     if len(message.groups) != len(request.group_labels):
         raise InvalidValue(
             f"{len(message.groups)} groups for {len(request.group_labels)} labels; give each "
@@ -356,15 +360,15 @@ async def _columns(
     prompt = clean.prompt
     if any(map(needs_text, selectors)):
         prompt = await manager.prompts.decode(prompt)
-    context = SelectionContext(prompt, 1, manager.info.vocabulary)
-    work = _TOKEN_BYTES * context.prompt_len * max(1, len(selectors))
+    selection = SelectionContext(prompt, 1, manager.info.vocabulary)
+    work = _TOKEN_BYTES * selection.prompt_len * max(1, len(selectors))
     paths = [f"{path}.groups[{index}]" for index in range(len(message.groups))]
-    spans = await offload(work, _spans, selectors, context, paths or ["where"])
-    room.take_columns(sum(map(length, spans)), path)
+    spans = await offload(work, _spans, selectors, selection, paths or ["where"])
+    context.room.take_columns(sum(map(length, spans)), path)
     columns = [_expanded(one) for one in spans]
     if request.group_labels:
         return tuple(columns)
-    (where,) = columns or [tuple(range(context.prompt_len))]
+    (where,) = columns or [tuple(range(selection.prompt_len))]
     validation.check_count(len(where), SWEEP_COLUMNS, "where", "columns")
     return tuple((position,) for position in where)
 
@@ -391,12 +395,18 @@ def _expanded(spans: Spans) -> tuple[int, ...]:
 
 
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
+def _naming(path: str, grades: Sequence[Grade]) -> Iterator[None]:
     """Makes errors of a prompt's request name the fields of the sweep."""
+    captured = [grade.path for grade in grades if grade.capture is not None]
     try:
         yield
     except RheostatError as error:
         field = error.field
+        for index, grade_path in enumerate(captured):
+            if field.startswith(prefix := f"captures[{index}]"):
+                error.field = grade_path + field.removeprefix(prefix)
+                error.message = f"{path}: {error.message}"
+                raise
         if field.startswith(("text", "token_ids", "chat")):
             error.field = f"{path}.{field}"
         elif field.startswith("sampling"):

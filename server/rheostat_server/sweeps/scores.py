@@ -11,18 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_server.errors import NoContrast
-from rheostat_server.sweeps.answers import Answers, Grade, Readings
+from rheostat_server.sweeps.grades import Grade
 from rheostat_wire.v1 import sweep_pb2
 
 Values = npt.NDArray[np.float64]
 
 _LEAST_CONTRAST = 1e-6
 """Difference of a metric, beside noise, from which on a part of it can be recovered."""
-
-
-def raw_values(answers: Answers, grades: Sequence[Grade], readings: Readings) -> Values:
-    """The metric of each grade."""
-    return np.array([answers.value(grade.metric, readings) for grade in grades])
 
 
 class PairScale(NamedTuple):
@@ -84,11 +79,10 @@ def check_contrast(scales: Sequence[PairScale], grades: Sequence[Grade]) -> None
             contrast = abs(scale.clean[number] - scale.corrupt[number])
             least = max(_LEAST_CONTRAST, scale.largest[number])
             if grade.recovered and not contrast > least:
-                name = sweep_pb2.Metric.Name(grade.metric)
                 raise NoContrast(
-                    f"{name} of the clean prompt is {scale.clean[number]:.6g}, of the corrupt one "
-                    f"{scale.corrupt[number]:.6g}: they differ by no more than repeated runs of "
-                    "one prompt, so nothing can be recovered",
+                    f"{grade.name} of the clean prompt is {scale.clean[number]:.6g}, of the "
+                    f"corrupt one {scale.corrupt[number]:.6g}: they differ by no more than "
+                    "repeated runs of one prompt, so nothing can be recovered",
                     field=f"pairs[{index}]",
                 )
 

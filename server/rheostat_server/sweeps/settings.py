@@ -14,8 +14,8 @@ from rheostat_server.runs.targets import lease_seconds
 from rheostat_server.selectors.selection import EVERYTHING, typical_context
 from rheostat_server.selectors.sites import SiteSelection
 from rheostat_server.steering.replacements import OpContext, resolve_mask
-from rheostat_server.sweeps.answers import Grade, resolve_grades
 from rheostat_server.sweeps.cells import Blend
+from rheostat_server.sweeps.grades import Grade, resolve_grades
 from rheostat_server.sweeps.grid import (
     Grid,
     ZoomPlan,
@@ -57,7 +57,7 @@ async def resolve(
     Raises:
         RheostatError: something is invalid.
     """
-    grades = resolve_grades(request.grades)
+    grades = await resolve_grades(request.grades, manager)
     rows = resolve_rows(request, manager.sites)
     baselines = _number(request, "baseline_count", _DEFAULT_BASELINES, BASELINES)
     running = manager.info.running_samples

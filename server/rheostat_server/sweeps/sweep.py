@@ -7,12 +7,20 @@ an error in the place of values. A sweep that ends early leaves no running reque
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf import duration_pb2
@@ -37,8 +45,10 @@ from rheostat_server.limits import (
 )
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import to_wire
-from rheostat_server.sweeps.answers import Readings
+from rheostat_server.sweeps.answers import Question, Readings
 from rheostat_server.sweeps.cells import Asked, Blend, Replaced, ask, replacing, with_acts
+from rheostat_server.sweeps.divergence import Divergences
+from rheostat_server.sweeps.grades import LastRow, PooledReading, RowReader
 from rheostat_server.sweeps.grid import (
     cell_runs,
 )
@@ -49,12 +59,12 @@ from rheostat_server.sweeps.scores import (
     Values,
     check_contrast,
     pair_scale,
-    raw_values,
 )
 from rheostat_server.sweeps.settings import Settings, resolve
 from rheostat_server.sweeps.sources import HeldRuns, Source, sources_of
 from rheostat_server.tasks.offload import offload
 from rheostat_server.vectors.store import Vector
+from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import (
     sweep_pb2,
     sweep_service_pb2,
@@ -87,6 +97,19 @@ class _Cell:
     """[pairs, grades]: sums over the noises."""
     top_token_id: int = 0
     error: RheostatError | None = None
+
+
+class _Answered(NamedTuple):
+    """What a prompt says."""
+
+    readings: Readings
+    readers: Mapping[int, RowReader]
+    """By the number of their grade, the readers of its rows."""
+
+    @property
+    def last_row(self) -> FloatArray:
+        """[1, W]: the last row of the stream, if a grade compares distributions."""
+        return next(one for one in self.readers.values() if isinstance(one, LastRow)).row
 
 
 class _Work(NamedTuple):
@@ -169,6 +192,8 @@ class Sweeps:
             self._running.discard(request_id)
 
 
+T = TypeVar("T")
+
 _Put = Callable[[sweep_service_pb2.SweepResponse], Coroutine[None, None, None]]
 """Puts an event. Waits while many events are not read."""
 
@@ -246,6 +271,9 @@ class _Sweep:
         self._scores = Scores(settings.grid.cells, settings.grades)
         self._sources: list[list[Source]] = []
         """For each pair and noise, where rows come from."""
+        self._references: list[FloatArray | None] = [None] * len(pairs)
+        """The last row [1, W] of each clean prompt, if a grade compares distributions."""
+        self._divergences = Divergences(manager)
         self._requests = 0
         """Number of requests so far, for their ids."""
         self._running = 0
@@ -328,11 +356,11 @@ class _Sweep:
         self._sources[index] = await sources_of(
             pair, name, self._settings.grid, self._settings.lease, self._runs, self._manager
         )
+        if any(grade.metric == sweep_pb2.METRIC_KL for grade in self._settings.grades):
+            self._references[index] = (await self._answered(pair.clean, pair)).last_row
         for prompt in pair.corrupt if pair.into_clean else (pair.clean,):
-            readings = await self._readings(prompt, pair)
-            self._progress.other[index].append(
-                raw_values(pair.answers, self._settings.grades, readings)
-            )
+            values = await self._metrics(await self._answered(prompt, pair), index)
+            self._progress.other[index].append(values)
 
     def _baselines(self) -> list[_Work]:
         """The unchanged prompts: the first noise's again and again, and each further noise's once.
@@ -370,9 +398,7 @@ class _Sweep:
         progress, pair = self._progress, self._pairs[work.pair]
         base = pair.bases[work.noise]
         if work.cell is None:
-            values = raw_values(
-                pair.answers, self._settings.grades, await self._readings(base, pair)
-            )
+            values = await self._metrics(await self._answered(base, pair), work.pair)
             progress.repeats[work.pair][work.noise].append(values)
             progress.waiting_baselines -= 1
             if not progress.waiting_baselines:
@@ -385,11 +411,12 @@ class _Sweep:
         if cell.error is None:
             try:
                 changed = await self._changed(base, work)
-                readings = await self._readings(changed, pair)
-                values = raw_values(pair.answers, self._settings.grades, readings)
+                answered = await self._answered(changed, pair)
+                values = await self._metrics(answered, work.pair)
                 cell.raw[work.pair] += values / len(pair.bases)
                 if work.pair == work.noise == 0:
-                    cell.top_token_id = readings[pair.answers.questions[0]].top_token_id or 0
+                    first = answered.readings[pair.answers.questions[0]]
+                    cell.top_token_id = first.top_token_id or 0
             except (EngineLost, Draining):
                 raise
             except RheostatError as error:
@@ -425,18 +452,47 @@ class _Sweep:
         size = _ACT_BYTES * len(placed.base) * len(replaced)
         return await offload(size, _with_replaced, base, replaced, blend, vectors)
 
-    async def _readings(self, prompt: AdmittedRequest, pair: Pair) -> Readings:
-        """A prompt's answers to all questions of its pair."""
-        readings = {}
-        for question in pair.answers.questions:
-            asked = await self._asked(partial(ask, prompt, question))
-            readings[question] = asked.reading
-            self._progress.computed += asked.computed
-        return readings
+    async def _answered(self, prompt: AdmittedRequest, pair: Pair) -> _Answered:
+        """Asks a prompt all questions of its pair, the first of which captures rows."""
+        first, *others = pair.answers.questions
+        asked, readers = await self._asked(partial(self._ask_and_read, prompt, first))
+        several = [asked]
+        for question in others:
+            several.append(await self._asked(partial(ask, prompt, question)))
+        self._progress.computed += sum(one.computed for one in several)
+        readings = [one.reading for one in several]
+        return _Answered(dict(zip(pair.answers.questions, readings, strict=True)), readers)
 
-    async def _asked(
-        self, ask_as: Callable[[str, RequestManager], Coroutine[None, None, Asked]]
-    ) -> Asked:
+    async def _ask_and_read(
+        self, prompt: AdmittedRequest, question: Question, request_id: str, manager: RequestManager
+    ) -> tuple[Asked, dict[int, RowReader]]:
+        """Asks a question, and reads the rows of each grade that needs some."""
+        readers = {
+            number: reader
+            for number, grade in enumerate(self._settings.grades)
+            if (reader := grade.row_reader()) is not None
+        }
+        asked = await ask(prompt, question, request_id, manager, tuple(readers.values()))
+        return asked, readers
+
+    async def _metrics(self, answered: _Answered, pair: int) -> Values:
+        """[grades]: the numbers of a prompt that was asked."""
+        values = np.empty(len(self._settings.grades))
+        for number, grade in enumerate(self._settings.grades):
+            reader = answered.readers.get(number)
+            if isinstance(reader, PooledReading):
+                values[number] = reader.value
+            elif isinstance(reader, LastRow):
+                reference = self._references[pair]
+                assert reference is not None
+                values[number] = await self._divergences.between(reference, reader.row)
+            else:
+                assert grade.metric is not None
+                answers = self._pairs[pair].answers
+                values[number] = answers.value(grade.metric, answered.readings)
+        return values
+
+    async def _asked(self, ask_as: Callable[[str, RequestManager], Coroutine[None, None, T]]) -> T:
         """Asks under a new id. Waits while the engine has no room, or while other requests wait."""
         while True:
             if self._settings.background:

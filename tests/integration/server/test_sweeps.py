@@ -13,6 +13,7 @@ import rheostat
 from rheostat_engine import Point, Site
 from rheostat_wire.noise import normal_row
 from rheostat_wire.v1 import (
+    gate_pb2,
     generation_service_pb2,
     generation_service_pb2_grpc,
     replace_pb2,
@@ -203,6 +204,59 @@ def test_every_cell_is_what_hooks_give(
     assert swept.summary.grades[2].clean == pytest.approx(differences["clean"], abs=2e-3)
     assert swept.summary.grades[2].corrupt == pytest.approx(differences["corrupt"], abs=2e-3)
     assert not swept.summary.missing
+    assert not services.run_ids()
+
+
+@pytest.mark.parametrize("direction", ["DENOISE", "NOISE"])
+def test_divergences_and_probes_are_what_hooks_give(
+    services: Services, reference: HfReference, direction: str
+) -> None:
+    clean, corrupt = services.tokens(CLEAN), services.tokens(CORRUPT)
+    base, source = (corrupt, clean) if direction == "DENOISE" else (clean, corrupt)
+    vector = np.random.default_rng(5).normal(size=128).astype(np.float32)
+    read_at = Site(Point.RESID_POST, 4)
+
+    def probe(pool: int, **settings: object) -> sweep_pb2.Grade:
+        read = vector_pb2.Readout(**settings)
+        read.vector.inline.CopyFrom(
+            tensor_pb2.Tensor(
+                dtype=tensor_pb2.DTYPE_FLOAT32,
+                encoding=tensor_pb2.ENCODING_RAW,
+                shape=[1, 128],
+                inline=vector.tobytes(),
+            )
+        )
+        message = gate_pb2.Probe(name="p", sites=sites("resid_post", layers=[4]), read=read)
+        return sweep_pb2.Grade(probe=sweep_pb2.ProbeGrade(probe=message, pool=pool))
+
+    swept = sweep(
+        services,
+        services.pair(answer=None, foil=None),
+        sites=sites("resid_post", layers=[1, 4, LAYERS - 1]),
+        direction=sweep_pb2.SweepDirection.Value(f"SWEEP_DIRECTION_{direction}"),
+        grades=[
+            grade("KL"),
+            probe(gate_pb2.POOL_LAST),
+            probe(gate_pb2.POOL_MEAN, normalise=vector_pb2.NORMALISE_COSINE),
+            probe(gate_pb2.POOL_MAX, bias=-1.0, activation=vector_pb2.ACTIVATION_TANH),
+        ],
+    )
+    target = logprobs(reference, clean, [])
+    for cell in swept.cells.values():
+        site = Site(Point.RESID_POST, (1, 4, LAYERS - 1)[cell.row])
+        changes = hooks(reference, source, site, [(cell.column, cell.column)])
+        after = reference.run(base, changes)
+        logits = np.asarray(after.logprobs[-1], np.float64)
+        rows = np.asarray(after.streams[read_at.index], np.float64)
+        scores = rows @ vector.astype(np.float64)
+        cosines = scores / np.linalg.norm(rows, axis=1) / np.linalg.norm(vector)
+        assert cell.values[0] == pytest.approx((np.exp(target) * (target - logits)).sum(), abs=1e-3)
+        assert cell.values[1] == pytest.approx(scores[-1], abs=2e-3)
+        assert cell.values[2] == pytest.approx(cosines.mean(), abs=1e-4)
+        assert cell.values[3] == pytest.approx(np.tanh(scores - 1).max(), abs=2e-3)
+        assert logits[cell.top_token_id] == pytest.approx(logits.max(), abs=2e-3)
+    spread = swept.grid(0).max() - swept.grid(0).min()
+    assert spread > 0.1
     assert not services.run_ids()
 
 

@@ -478,6 +478,11 @@ class ScriptedBackend:
         logits = SCALE * (rows.astype(np.float64) @ UNEMBEDDING.T) + OFFSETS
         normalizers = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
         logprobs = logits - normalizers[:, None]
+        divergences = np.empty(0)
+        if reference is not None:
+            others = SCALE * (reference.astype(np.float64) @ UNEMBEDDING.T) + OFFSETS
+            others -= np.logaddexp.reduce(others, axis=1, keepdims=True)
+            divergences = (np.exp(others) * (others - logprobs)).sum(1)
         top = np.argsort(-logprobs, axis=1, kind="stable")[:, :top_k]
         wanted = logprobs[:, list(token_ids)]
         return LensReading(
@@ -486,7 +491,7 @@ class ScriptedBackend:
             logprobs=wanted.astype(np.float32),
             ranks=(1 + (logprobs[:, None] > wanted[:, :, None]).sum(-1)).astype(np.int32),
             log_normalizers=normalizers.astype(np.float32),
-            divergences=np.empty(0, np.float32),
+            divergences=np.asarray(divergences, np.float32),
             scales=np.full(len(rows), SCALE, np.float32),
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 from rheostat._errors import ServerError
 from rheostat._points import read_site
 from rheostat._positions import read_ranges
-from rheostat._sweeps.requests import GradeSpec
+from rheostat._sweeps.grades import NamedGrade
 from rheostat._sweeps.result import Cell, Noise, ResolvedPair, SweepResult
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2
 
@@ -25,16 +25,14 @@ class SweepAccumulator:
 
     def __init__(
         self,
-        grades: Sequence[GradeSpec],
+        grades: Sequence[NamedGrade],
         *,
         pair_values: bool,
         progress: OnProgress | None,
         on_cell: OnCell | None,
     ) -> None:
         """No event has come."""
-        self._names = tuple(
-            f"{'recovered ' * grade['recovered']}{grade['metric']}" for grade in grades
-        )
+        self._names = tuple(grade.name for grade in grades)
         self._pair_values = pair_values
         self._progress = progress
         self._on_cell = on_cell

@@ -54,8 +54,8 @@ class Pair:
     corrupt: Corruption
     """The corrupt prompt; or a `NoisyPrompt`; or `Zeros()` or `run_mean(...)`, which ablate the
     clean prompt; or `from_run(...)`, a run of the corrupt prompt."""
-    answer: Answer
-    """The right answer."""
+    answer: Answer | None = None
+    """The right answer. Only the grade "kl" and probes need none."""
     foil: Answer | None = None
     """The wrong answer. The grade "logit_difference" needs it."""
     groups: Mapping[str, SelectorLike] = field(default_factory=dict)

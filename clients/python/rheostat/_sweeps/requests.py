@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, SupportsIndex, TypeAlias, TypedDict, TypeVar, cast, get_args
+from collections.abc import Mapping, Sequence
+from typing import Literal, SupportsIndex, TypedDict, cast
 
 from rheostat._errors import invalid
 from rheostat._fields import builds_message, utf8_text, whole_number
@@ -12,14 +12,10 @@ from rheostat._runs import lease_duration
 from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._steering.interventions import fraction
 from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat._sweeps.grades import NamedGrade, word
 from rheostat._sweeps.pairs import Pair, TokenIds, pair_to_wire
 from rheostat_wire.v1 import replace_pb2, sweep_pb2, sweep_service_pb2
 
-Metric: TypeAlias = Literal["logprob", "probability", "logit_difference", "rank"]
-"""What a cell is graded by: ln p(answer), p(answer), logit(answer) - logit(foil), or the rank of
-the answer's first token, from 1."""
-
-_METRICS = {name: sweep_pb2.Metric.Value(f"METRIC_{name.upper()}") for name in get_args(Metric)}
 _DIRECTIONS = {
     "denoise": sweep_pb2.SWEEP_DIRECTION_DENOISE,
     "noise": sweep_pb2.SWEEP_DIRECTION_NOISE,
@@ -86,33 +82,6 @@ class SweepOptions(TypedDict, total=False):
     """Seconds for which the captured runs are kept; `SweepResult.run_ids` names them."""
 
 
-class GradeSpec(TypedDict):
-    """A grade by its parts, for `SweepResult`."""
-
-    metric: str
-    recovered: bool
-
-
-def grade_specs(grades: str | Iterable[str]) -> list[GradeSpec]:
-    """Grades by their names: a metric, or "recovered " and a metric."""
-    names = [grades] if isinstance(grades, str) else list(grades)
-    if not names:
-        raise invalid("grades", "at least one grade is required", "REASON_MISSING_FIELD")
-    found: list[GradeSpec] = []
-    for number, name in enumerate(names):
-        recovered = isinstance(name, str) and name.startswith("recovered ")
-        metric = name.removeprefix("recovered ") if isinstance(name, str) else name
-        if metric not in _METRICS:
-            options = ", ".join(_METRICS)
-            raise invalid(
-                f"grades[{number}]",
-                f'a grade is one of {options}, also as "recovered logit_difference"; not {name!r}',
-                "REASON_UNKNOWN_ENUM",
-            )
-        found.append(GradeSpec(metric=metric, recovered=recovered))
-    return found
-
-
 @builds_message
 def sweep_request(
     pairs: Sequence[Pair],
@@ -120,7 +89,7 @@ def sweep_request(
     *,
     points: PointsLike,
     layers: LayersLike,
-    grades: Sequence[GradeSpec],
+    grades: Sequence[NamedGrade],
     options: SweepOptions,
 ) -> sweep_service_pb2.SweepRequest:
     """The message.
@@ -141,13 +110,7 @@ def sweep_request(
         ],
         sites=site_set(points_of(points), layers_of(layers)),
         group_labels=[utf8_text(label, "groups", "a label") for label in labels],
-        grades=[
-            sweep_pb2.Grade(
-                token=sweep_pb2.TokenGrade(metric=_METRICS[grade["metric"]]),
-                recovered=grade["recovered"],
-            )
-            for grade in grades
-        ],
+        grades=[grade.message for grade in grades],
         steering=steering_to_wire(options.get("steering")),
         lora_name=utf8_text(options.get("lora", ""), "lora", "an adapter's name"),
         pair_values=bool(options.get("pair_values", False)),
@@ -166,11 +129,11 @@ def sweep_request(
         if given is not None:
             setattr(request, field, whole_number(given, field, "the number"))
     if "direction" in options:
-        request.direction = _word(options["direction"], _DIRECTIONS, "direction")
+        request.direction = word(options["direction"], _DIRECTIONS, "direction")
     if "align" in options:
-        request.alignment = _word(options["align"], _ALIGNMENTS, "align")
+        request.alignment = word(options["align"], _ALIGNMENTS, "align")
     if "priority" in options:
-        request.priority = _word(options["priority"], _PRIORITIES, "priority")
+        request.priority = word(options["priority"], _PRIORITIES, "priority")
     if "keep_runs" in options:
         request.keep_runs.CopyFrom(lease_duration(options["keep_runs"], "keep_runs"))
     for name, value in dict(options.get("zoom", {})).items():
@@ -179,15 +142,3 @@ def sweep_request(
         number = whole_number(cast(SupportsIndex, value), f"zoom.{name}", "a number")
         setattr(request.zoom, name, number)
     return request
-
-
-Number = TypeVar("Number", bound=int)
-
-
-def _word(word: object, words: Mapping[str, Number], path: str) -> Number:
-    """The enum's value that a word means."""
-    if not isinstance(word, str) or word not in words:
-        raise invalid(
-            path, f"is {' or '.join(map(repr, words))}, not {word!r}", "REASON_UNKNOWN_ENUM"
-        )
-    return words[word]

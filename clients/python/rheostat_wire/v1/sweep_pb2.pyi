@@ -91,8 +91,8 @@ class _MetricEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Metric.ValueTy
     METRIC_RANK: _Metric.ValueType  # 4
     """Rank of the answer's first token, from 1; of several alternatives the best."""
     METRIC_KL: _Metric.ValueType  # 5
-    """KL(clean || cell), the sum over tokens of p_clean * ln(p_clean / p_cell), in nats. Not served yet:
-    REASON_NOT_SUPPORTED.
+    """KL(clean || cell), the sum over tokens of p_clean * ln(p_clean / p_cell), in nats. A model without
+    a lens: REASON_NOT_SUPPORTED.
     """
 
 class Metric(_Metric, metaclass=_MetricEnumTypeWrapper):
@@ -109,8 +109,8 @@ METRIC_LOGIT_DIFFERENCE: Metric.ValueType  # 3
 METRIC_RANK: Metric.ValueType  # 4
 """Rank of the answer's first token, from 1; of several alternatives the best."""
 METRIC_KL: Metric.ValueType  # 5
-"""KL(clean || cell), the sum over tokens of p_clean * ln(p_clean / p_cell), in nats. Not served yet:
-REASON_NOT_SUPPORTED.
+"""KL(clean || cell), the sum over tokens of p_clean * ln(p_clean / p_cell), in nats. A model without
+a lens: REASON_NOT_SUPPORTED.
 """
 Global___Metric: _TypeAlias = Metric  # noqa: Y015
 
@@ -305,7 +305,7 @@ class Grade(_message.Message):
 
     @_builtins.property
     def probe(self) -> Global___ProbeGrade:
-        """What a probe reads. Not served yet: REASON_NOT_SUPPORTED."""
+        """What a probe reads."""
 
     def __init__(
         self,
@@ -348,17 +348,21 @@ Global___TokenGrade: _TypeAlias = TokenGrade  # noqa: Y015
 
 @_typing.final
 class ProbeGrade(_message.Message):
-    """What a probe reads."""
+    """What a probe reads of the prompt, after all ops. Prompt tokens that it reads are computed in each
+    cell, so a probe of many tokens slows a sweep down.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PROBE_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     pool: _gate_pb2.Pool.ValueType
-    """The value that counts. Default POOL_LAST."""
+    """The value that counts, of all tokens that the probe reads. Default POOL_LAST."""
     @_builtins.property
     def probe(self) -> _gate_pb2.Probe:
-        """The probe; its name is for SweepStarted."""
+        """The probe; its name is for people. Its sites must be one site. Selectors are resolved in each prompt
+        that is run. Absent `where`: the last token with POOL_LAST, else every token of the prompt.
+        """
 
     def __init__(
         self,

@@ -9,11 +9,13 @@ from rheostat import aio
 from rheostat._client import engine as sync_engine
 from rheostat._sweeps.result import Noise
 from rheostat_wire.v1 import (
+    gate_pb2,
     generation_service_pb2,
     replace_pb2,
     sweep_pb2,
     sweep_service_pb2,
     types_pb2,
+    vector_pb2,
 )
 
 from ..conftest import Refusal
@@ -258,6 +260,50 @@ def test_records(scripted, client) -> None:
     assert len(others) == 4
 
 
+def test_probes_and_divergence_reach_the_server(scripted, client) -> None:
+    vector = rheostat.inline([[1.0, 2.0], [3.0, 4.0]], layers=[3, 5])
+    probe = rheostat.ProbeGrade(
+        "gloom",
+        vector,
+        "attn_out",
+        5,
+        where=rheostat.positions(-1),
+        pool="max",
+        bias=-0.5,
+        normalise="unit",
+        activation="jump_relu",
+        theta=2.0,
+        recovered=True,
+    )
+    cells = [cell(index, -2.0, -1.0) for index in range(6)]
+    scripted.on("Sweep", [started(), *cells, summary(2)])
+    got = sweep(client, rheostat.Pair([1], corrupt=[2]), grades=["recovered kl", probe])
+    kl, sent = asked(scripted).grades
+    assert (kl.token.metric, kl.recovered) == (sweep_pb2.METRIC_KL, True)
+    assert (sent.recovered, sent.probe.pool) == (True, gate_pb2.POOL_MAX)
+    read = sent.probe.probe.read
+    assert (read.bias, read.theta, sent.probe.probe.name) == (-0.5, 2.0, "gloom")
+    assert read.normalise == vector_pb2.NORMALISE_UNIT
+    assert read.activation == vector_pb2.ACTIVATION_JUMP_RELU
+    assert list(read.vector.row_layers.layers) == [3, 5]
+    assert list(sent.probe.probe.sites.list.layers) == [5]
+    assert sent.probe.probe.where.include[0].positions.start == -1
+    assert not asked(scripted).pairs[0].answer.alternatives
+    assert got.grades == ("recovered kl", "recovered gloom")
+    assert got.array("recovered gloom")[0, 0] == -1.0
+
+
+def probe(**fields: object) -> rheostat.ProbeGrade:
+    given = {
+        "name": "p",
+        "vector": rheostat.named("v"),
+        "point": "resid_post",
+        "layer": 1,
+        **fields,
+    }
+    return rheostat.ProbeGrade(**given)
+
+
 WRONG = {
     "no pair": (lambda c: sweep(c, []), "pairs"),
     "no Pair": (lambda c: sweep(c, ["a prompt"]), "pairs[0]"),
@@ -266,6 +312,20 @@ WRONG = {
     "empty prompt": (lambda c: sweep(c, rheostat.Pair("", corrupt="b", answer=[1])), "prompt"),
     "odd grade": (lambda c: sweep(c, PAIR, grades="logits"), "grades[0]"),
     "no grade": (lambda c: sweep(c, PAIR, grades=[]), "grades"),
+    "same grade twice": (lambda c: sweep(c, PAIR, grades=["rank", "rank"]), "grades[1]"),
+    "probe without vector": (
+        lambda c: sweep(c, PAIR, grades=["rank", probe(vector=[1.0])]),
+        "grades[1].vector",
+    ),
+    "probe with dose": (
+        lambda c: sweep(c, PAIR, grades=probe(vector=2 * rheostat.named("v"))),
+        "grades[0].vector",
+    ),
+    "probe with odd pool": (lambda c: sweep(c, PAIR, grades=probe(pool="sum")), "grades[0].pool"),
+    "probe with endless bias": (
+        lambda c: sweep(c, PAIR, grades=probe(bias=float("inf"))),
+        "grades[0].bias",
+    ),
     "odd direction": (lambda c: sweep(c, PAIR, direction="up"), "direction"),
     "odd zoom": (lambda c: sweep(c, PAIR, zoom={"stride": 1}), "zoom"),
     "half a run": (
