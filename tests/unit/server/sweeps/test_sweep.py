@@ -2,26 +2,18 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
 
-import grpc
 import numpy as np
 import pytest
 
-from rheostat_engine import Kind, Point, Rows, Site
-from rheostat_server.engine.backend import Delta, Job, QueueStats
 from rheostat_server.errors import EngineLost
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sweeps import sweep as sweeps
 from rheostat_wire.v1 import (
-    gate_pb2,
-    generation_pb2,
     replace_pb2,
     run_service_pb2,
     selector_pb2,
     sweep_pb2,
-    sweep_service_pb2,
     tensor_pb2,
     types_pb2,
     vector_pb2,
@@ -29,169 +21,33 @@ from rheostat_wire.v1 import (
 
 from ..conftest import rest
 from ..fakes import (
-    INFO,
     LAYERS,
-    OFFSETS,
-    SCALE,
-    UNEMBEDDING,
     VOCABULARY,
     WIDTH,
-    ScriptedBackend,
-    positions_of,
 )
-from ..messages import GENERATED, selector, site_set, tensor, token_range, window
+from ..messages import GENERATED, selector, site_set, token_range, window
 from ..streams import settled, until
-from ..uploads import Refusal, refusal_of
-
-Code = grpc.StatusCode
-pb = sweep_service_pb2
-POST = types_pb2.POINT_RESID_POST
-CLEAN, CORRUPT = (5, 6, 7, 8), (5, 9, 7, 8)
-RIGHT, WRONG = 3, 4
-WEIGHTS = [0.5, *[0.0] * (WIDTH - 1)]
-
-
-@dataclass
-class PatchedBackend(ScriptedBackend):
-    """Its rows hold the token's id until they are replaced, and its answers follow from the rows.
-
-    The log-probability of a token is `score / (1 + token) - 10`. The score of a prompt is the sum
-    of its ids. A replaced row counts by what it holds, divided by one more than its site's index.
-    """
-
-    info: object = field(default_factory=lambda: replace(INFO, running_samples=16))
-    room: asyncio.Event | None = None
-    """If set, no question is answered before."""
-    waiting: int = 0
-    """Requests that wait in vLLM's scheduler."""
-    asked: list[Job] = field(default_factory=list)
-    at_once: int = 0
-    most_at_once: int = 0
-
-    def queue_stats(self) -> QueueStats:
-        return QueueStats(waiting=self.waiting)
-
-    def _capture(self, job: Job, start: int, end: int) -> None:
-        for capture in job.plan.captures:
-            kept = positions_of(capture.spans, start, end)
-            values = self.values(job)
-            for site in capture.sites if kept else ():
-                rows = np.array([[values[p]] * WIDTH for p in kept], np.float32)
-                self.deliver(
-                    Rows(job.plan.request_id, (site,), np.array(kept, np.int32), rows[None])
-                )
-
-    def values(self, job: Job) -> list[float]:
-        values = [float(token) for token in job.prompt]
-        for act in job.plan.acts:
-            assert act.kind in (Kind.REPLACE, Kind.ADD_LAST)
-            vector = self.vectors[act.vectors[0]]
-            rows = np.frombuffer(vector.data, np.float32).reshape(vector.rows, vector.width)
-            for site, (row, *_) in act.rows:
-                for position in positions_of(act.spans, 0, len(job.prompt)):
-                    change = float(rows[row, 0])
-                    change -= values[position] if act.kind is Kind.REPLACE else 0.0
-                    values[position] += change * act.scale / (1 + site)
-        return values
-
-    def score(self, job: Job) -> float:
-        return sum(self.values(job))
-
-    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
-        only = job.sampling.only_token
-        if only is None:
-            async for delta in super().generate(job):
-                yield delta
-            return
-        self.asked.append(job)
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        try:
-            if self.room is not None:
-                await self.room.wait()
-            await asyncio.sleep(0)
-            token = generation_pb2.TokenLogprob(
-                token_id=only, logprob=self.score(job) / (1 + only) - 10, rank=7 + only
-            )
-            top = generation_pb2.TokenLogprob(token_id=1, logprob=-0.5, rank=1)
-            async for delta in super().generate(job):
-                reading = generation_pb2.TokenLogprobs(token=token, alternatives=[top])
-                yield delta._replace(token_ids=(only,), logprobs=[reading])
-        finally:
-            self.at_once -= 1
-
-
-def prompt(*ids: int) -> types_pb2.Prompt:
-    return types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids))
-
-
-def answer(*alternatives: tuple[int, ...]) -> sweep_pb2.Answer:
-    return sweep_pb2.Answer(alternatives=[types_pb2.TokenIds(ids=ids) for ids in alternatives])
-
-
-def pair(**fields: object) -> sweep_pb2.SweepPair:
-    given: dict[str, object] = {
-        "prompt": prompt(*CLEAN),
-        "answer": answer((RIGHT,)),
-        "foil": answer((WRONG,)),
-        **fields,
-    }
-    if not {"corrupt", "zeros", "mean", "run_id", "noise"} & given.keys():
-        given["corrupt"] = prompt(*CORRUPT)
-    return sweep_pb2.SweepPair(**given)
-
-
-def grade(name: str = "LOGPROB", *, recovered: bool = False) -> sweep_pb2.Grade:
-    token = sweep_pb2.TokenGrade(metric=sweep_pb2.Metric.Value(f"METRIC_{name}"))
-    return sweep_pb2.Grade(token=token, recovered=recovered)
-
-
-def probe(
-    *,
-    vector: list[float] | None = WEIGHTS,
-    sites: types_pb2.SiteSet | None = site_set(POST, layers=[1]),  # noqa: B008  # never changed
-    where: selector_pb2.Selector | None = None,
-    pool: int | None = None,
-    recovered: bool = False,
-    **settings: object,
-) -> sweep_pb2.Grade:
-    read = vector_pb2.Readout(**settings)
-    if vector is not None:
-        read.vector.CopyFrom(tensor(np.array([vector])))
-    message = gate_pb2.Probe(name="p", sites=sites, read=read, where=where)
-    return sweep_pb2.Grade(
-        probe=sweep_pb2.ProbeGrade(probe=message, pool=pool), recovered=recovered
-    )
-
-
-def order(*pairs: sweep_pb2.SweepPair, **fields: object) -> sweep_service_pb2.SweepRequest:
-    """One pair, every layer of resid_post, every position, graded by log-probability."""
-    given = {"sites": site_set(POST), "grades": [grade()], **fields}
-    return pb.SweepRequest(pairs=pairs or [pair()], **given)
-
-
-async def swept(running, request: sweep_service_pb2.SweepRequest):
-    """The cells by index, and the summary."""
-    _, *events, last = await rest(running.client.sweep.Sweep(request))
-    cells = {event.cell.index: event.cell for event in events if event.HasField("cell")}
-    return cells, last.summary
-
-
-def grid(summary: sweep_pb2.SweepSummary, number: int = 0) -> np.ndarray:
-    tensor = summary.grades[number].values
-    return np.frombuffer(tensor.inline, "<f8").reshape(tuple(tensor.shape))
-
-
-def logprob(score: float, token: int = RIGHT) -> float:
-    return score / (1 + token) - 10
-
-
-def site(layer: int) -> int:
-    return Site(Point.RESID_POST, layer).index
-
-
-async def refused(running, request: sweep_service_pb2.SweepRequest) -> Refusal:
-    return await refusal_of(rest(running.client.sweep.Sweep(request)))
+from ..uploads import refusal_of
+from .patched import (
+    CLEAN,
+    CORRUPT,
+    POST,
+    WRONG,
+    Code,
+    PatchedBackend,
+    answer,
+    grade,
+    grid,
+    logprob,
+    order,
+    pair,
+    pb,
+    probe,
+    prompt,
+    refused,
+    site,
+    swept,
+)
 
 
 async def test_a_cell_is_the_corrupt_prompt_with_clean_rows(starter) -> None:
@@ -239,113 +95,6 @@ async def test_every_metric_of_alternatives_of_several_tokens(starter) -> None:
             pytest.approx(right - logprob(base, WRONG)),
             10.0,
         ]
-
-
-def kl(clean: float, other: float) -> float:
-    """KL of the scripted engine's distributions behind two constant rows."""
-    logits = [
-        SCALE * row * UNEMBEDDING.astype(np.float64).sum(1) + OFFSETS for row in (clean, other)
-    ]
-    one, two = (values - np.logaddexp.reduce(values) for values in logits)
-    return float((np.exp(one) * (one - two)).sum())
-
-
-@pytest.mark.parametrize("direction", ["DENOISE", "NOISE"])
-async def test_divergence_from_the_clean_prompt_in_nats(starter, direction: str) -> None:
-    backend = PatchedBackend()
-    running = await starter(backend)
-    clean, corrupt = 120, 1
-    one = pair(prompt=prompt(5, 6, clean), corrupt=prompt(5, 9, corrupt), answer=None, foil=None)
-    names = [grade("KL"), grade("KL", recovered=True)]
-    request = order(
-        one,
-        grades=names,
-        direction=sweep_pb2.SweepDirection.Value(f"SWEEP_DIRECTION_{direction}"),
-        max_concurrent_cells=6,
-    )
-    cells, summary = await swept(running, request)
-    base, source = (corrupt, clean) if direction == "DENOISE" else (clean, corrupt)
-    reach = kl(clean, corrupt)
-    assert reach > 1e-4
-    for cell in cells.values():
-        last = base + (cell.column == 2) * (source - base) / (1 + site(cell.row))
-        assert cell.values[0] == pytest.approx(kl(clean, last), abs=1e-8)
-        assert cell.values[1] == pytest.approx(1 - kl(clean, last) / reach, abs=1e-3)
-        assert cell.top_token_id > 0
-    assert summary.grades[0].clean == pytest.approx(0, abs=1e-6)
-    assert summary.grades[0].corrupt == pytest.approx(reach)
-    assert max(backend.lens_calls) > 1, "rows that wait are read together"
-    await settled(running)
-
-
-async def test_a_probe_reads_cells(starter) -> None:
-    running = await starter(PatchedBackend())
-    every, width = selector(selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)), math.sqrt(WIDTH)
-    relu = {"activation": vector_pb2.ACTIVATION_RELU, "bias": -4.0}
-    jump = {"activation": vector_pb2.ACTIVATION_JUMP_RELU, "theta": 3.75}
-    grades = [
-        probe(),
-        probe(pool=gate_pb2.POOL_MEAN),
-        probe(pool=gate_pb2.POOL_MAX, recovered=True),
-        probe(where=selector(window(1, 2)), **relu),
-        probe(where=selector(window(1, 2)), **jump),
-        probe(normalise=vector_pb2.NORMALISE_UNIT),
-        probe(normalise=vector_pb2.NORMALISE_COSINE, where=every),
-        probe(activation=vector_pb2.ACTIVATION_TANH, bias=-4.0),
-    ]
-    request = order(grades=grades, pair_values=True)
-    request.pairs[0].ClearField("answer")
-    cells, summary = await swept(running, request)
-    for cell in cells.values():
-        values = [float(token) for token in CORRUPT]
-        values[cell.column] += (CLEAN[cell.column] - CORRUPT[cell.column]) / (1 + site(cell.row))
-        second = values[1] / 2
-        assert list(cell.values) == pytest.approx(
-            [
-                values[-1] / 2,
-                sum(values) / len(values) / 2,
-                (max(values) - max(CORRUPT)) / (max(CLEAN) - max(CORRUPT)),
-                max(second - 4, 0),
-                second if second > 3.75 else 0,
-                values[-1],
-                1 / width,
-                math.tanh(values[-1] / 2 - 4),
-            ]
-        )
-    assert summary.grades[0].clean == CLEAN[-1] / 2
-    assert [one.noise.max for one in summary.grades] == [0] * len(grades)
-    await settled(running)
-
-
-async def test_probes_divergence_and_answers_of_several_tokens_together(starter) -> None:
-    backend = PatchedBackend()
-    running = await starter(backend)
-    grades = [grade(), probe(), grade("KL"), probe(pool=gate_pb2.POOL_MAX)]
-    one = pair(answer=answer((3, 10)))
-    cells, _ = await swept(running, order(one, grades=grades, where=selector(window(1, 2))))
-    for cell in cells.values():
-        second = 9 - 3 / (1 + site(cell.row))
-        base = sum(CORRUPT) - 9 + second
-        assert list(cell.values) == pytest.approx(
-            [
-                logprob(base, 3) + logprob(base + 3, 10),
-                CORRUPT[-1] / 2,
-                0.0,
-                max(second, *CORRUPT[2:]) / 2,
-            ],
-            abs=1e-6,
-        )
-    assert all(not job.plan.captures for job in backend.asked if len(job.prompt) > len(CLEAN))
-    await settled(running)
-
-
-async def test_a_model_without_lens_has_no_divergence(starter) -> None:
-    backend = PatchedBackend()
-    backend.sites = replace(backend.sites, no_lens="its norm is strange")
-    running = await starter(backend)
-    refusal = await refused(running, order(grades=[grade("KL")]))
-    assert (refusal.code, refusal.field) == (Code.FAILED_PRECONDITION, "grades[0].token.metric")
-    assert "its norm is strange" in refusal.message
 
 
 async def test_questions_that_answers_share_are_asked_once(starter) -> None:
