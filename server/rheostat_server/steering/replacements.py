@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rheostat_engine import ModelSites, Site, Spans, largest_replaced
 from rheostat_server import validation
@@ -276,14 +277,7 @@ def _from_run(source: replace_pb2.RunSource, context: OpContext, path: str) -> R
 def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) -> Replacement:
     run = _find_run(source.run_id, context, path)
     try:
-        at = np.arange(len(run.positions))
-        if source.HasField("positions"):
-            field = field_path(path, "positions")
-            wanted = absolute_positions(source.positions.positions, run, field)
-            validation.no_repeats(wanted, field, "positions")
-            at = row_indices(run, wanted, field)
-        if not len(at):
-            raise RunIncomplete(f"the run {run.id} has no position to average", field=path)
+        at = averaged_rows(source, run, path)
         means = np.stack(
             [
                 widened(_rows_of(run, site, path)[at], run.dtype).mean(axis=0, dtype=np.float64)
@@ -293,6 +287,25 @@ def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) ->
         return replace_fields(_row_for_all_positions(means, context, path), run_id=run.id)
     finally:
         _runs(context, path).release(run)
+
+
+def averaged_rows(source: replace_pb2.MeanSource, run: Run, path: str) -> npt.NDArray[np.intp]:
+    """Which rows of each of a run's sites a mean is taken of.
+
+    Raises:
+        InvalidPosition: a position is not one of the run's prompt.
+        InvalidValue: a position is repeated.
+        RunIncomplete: the run does not hold a position, or none.
+    """
+    at = np.arange(len(run.positions))
+    if source.HasField("positions"):
+        field = field_path(path, "positions")
+        wanted = absolute_positions(source.positions.positions, run, field)
+        validation.no_repeats(wanted, field, "positions")
+        at = row_indices(run, wanted, field)
+    if not len(at):
+        raise RunIncomplete(f"the run {run.id} has no position to average", field=path)
+    return at
 
 
 def _from_noise(source: replace_pb2.NoiseSource, context: OpContext, path: str) -> Replacement:

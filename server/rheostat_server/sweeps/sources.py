@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from rheostat_engine import ModelSites, Site, largest_replaced
 from rheostat_server.admission.admit import AdmittedRequest, admit
 from rheostat_server.errors import (
     Defect,
-    InvalidValue,
     NonFinite,
     RunIncomplete,
     RunInUse,
@@ -31,6 +31,7 @@ from rheostat_server.requests.manager import RequestManager
 from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.selectors.sites import to_wire
 from rheostat_server.selectors.spans import runs as runs_of
+from rheostat_server.steering.replacements import averaged_rows
 from rheostat_server.sweeps.grid import Grid
 from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.tasks.offload import offload
@@ -90,7 +91,12 @@ class RunRows:
     """The rows of runs of one prompt, or the mean of each site's rows."""
 
     def __init__(
-        self, runs: Sequence[Run], model: ModelSites, *, window: int, mean: bool = False
+        self,
+        runs: Sequence[Run],
+        model: ModelSites,
+        *,
+        window: int,
+        averaged: npt.NDArray[np.intp] | None = None,
     ) -> None:
         """Takes over runs that are held until the sweep ends.
 
@@ -98,7 +104,8 @@ class RunRows:
             runs: the runs, each of which has other sites.
             model: the model's sites.
             window: sites that a cell replaces at most.
-            mean: whether a site's mean is put in at all positions.
+            averaged: the rows of a site whose mean is put in at all positions. None: each
+                position has its own row.
         """
         for one in runs:
             if one.width != model.width:
@@ -107,7 +114,7 @@ class RunRows:
                     f"{model.width}"
                 )
         self._runs = tuple(runs)
-        self._mean = mean
+        self._averaged = averaged
         self._kept = window + _KEPT_SITES
         self._vectors: OrderedDict[int, tuple[Run, Vector]] = OrderedDict()
         """By index of the site, least recently used first."""
@@ -120,13 +127,13 @@ class RunRows:
 
     async def rows(self, site: Site, positions: Sequence[int]) -> SourceRows:
         """The rows at a site."""
-        if -1 in positions and not self._mean:
+        if -1 in positions and self._averaged is None:
             raise RunIncomplete(
                 "a position of the column has no partner in the other prompt, which differs there"
             )
         async with self._turn:
             run, vector = await self._vector(site)
-        if self._mean:
+        if self._averaged is not None:
             return SourceRows(vector, (0,) * len(positions))
         places = self._places[run.id]
         for position in positions:
@@ -156,8 +163,8 @@ class RunRows:
 
     def _make(self, run: Run, site: Site) -> Vector:
         rows, kind = run.rows(site), run.dtype
-        if self._mean:
-            rows = widened(rows, kind).mean(axis=0, dtype=np.float64, keepdims=True)
+        if self._averaged is not None:
+            rows = widened(rows[self._averaged], kind).mean(axis=0, dtype=np.float64, keepdims=True)
             rows, kind = rows.astype(np.float32), FloatType.FLOAT32
         vector = make_vector(kind, len(rows), run.width, rows.tobytes(), "")
         if (peak := max(vector.peaks, default=0.0)) > self._largest:
@@ -261,13 +268,8 @@ async def sources_of(
         case "mean":
             mean, path = pair.message.mean, f"{pair.path}.mean"
             run = held.given(mean.run_id, f"{path}.run_id")
-            if mean.HasField("positions"):
-                raise InvalidValue(
-                    "means over some positions are not served in sweeps: make a run of these "
-                    "positions",
-                    field=f"{path}.positions",
-                )
-            return [RunRows([run], model, window=window, mean=True)]
+            averaged = averaged_rows(mean, run, path)
+            return [RunRows([run], model, window=window, averaged=averaged)]
         case "run_id" if pair.into_clean:
             run = held.given(pair.message.run_id, f"{pair.path}.run_id")
             return [RunRows([run], model, window=window)]

@@ -383,6 +383,14 @@ def test_zeros_and_means_ablate_the_clean_prompt(
             {"mean": replace_pb2.MeanSource(run_id="mean-of-it")},
             lambda site: torch.from_numpy(streams[site.index].mean(0)),
         ),
+        (
+            {
+                "mean": replace_pb2.MeanSource(
+                    run_id="mean-of-it", positions=replace_pb2.PositionList(positions=[2, -1])
+                )
+            },
+            lambda site: torch.from_numpy(streams[site.index][[2, -1]].mean(0)),
+        ),
     ):
         pair = services.pair(**source)
         swept = sweep(services, pair, sites=sites("mlp_out"), grades=[grade("LOGPROB")])

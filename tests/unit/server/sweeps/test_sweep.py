@@ -273,6 +273,26 @@ async def test_runs_that_are_kept_are_named(starter) -> None:
     assert [len(run.sites) for run in listed.runs] == [2, 2]
 
 
+async def test_means_of_some_of_a_runs_positions(starter) -> None:
+    running = await starter(PatchedBackend())
+    request = order(sites=site_set(POST, layers=[1]))
+    request.keep_runs.FromSeconds(60)
+    _, summary = await swept(running, request)
+    (run_id,) = summary.run_ids
+    for positions, mean in (([0, -1], (CLEAN[0] + CLEAN[-1]) / 2), (None, sum(CLEAN) / 4)):
+        source = replace_pb2.MeanSource(run_id=run_id)
+        if positions is not None:
+            source.positions.positions.extend(positions)
+        cells, _ = await swept(running, order(pair(mean=source), sites=site_set(POST, layers=[1])))
+        for cell in cells.values():
+            change = (mean - CLEAN[cell.column]) / (1 + site(1))
+            assert cell.values[0] == pytest.approx(logprob(sum(CLEAN) + change))
+    for positions in ([4], [0, 0]):
+        source.positions.positions[:] = positions
+        refusal = await refused(running, order(pair(mean=source), sites=site_set(POST, layers=[1])))
+        assert refusal.brief[2].startswith("pairs[0].mean.positions")
+
+
 async def test_zoom_announces_what_it_adds(starter) -> None:
     running = await starter(PatchedBackend())
     ids = [20 + i for i in range(9)]
