@@ -61,7 +61,7 @@ def compile_plan(
     try:
         plan = plan.pack()
     except ValueError as error:
-        problem = _why_not(error)
+        problem = problem_of(error)
         # The text names the server-wide steering only if the request alone is not the problem.
         if len(own) < len(acts) and _packs(Plan(request_id, tuple(own), plan.captures)):
             problem = f"together with the server-wide steering: {problem}"
@@ -228,6 +228,6 @@ def _packs(plan: Plan) -> bool:
     return True
 
 
-def _why_not(error: ValueError) -> str:
+def problem_of(error: ValueError) -> str:
     """The error text for a plan that cannot be packed."""
     return f"{_TOO_MUCH}. {error}" if isinstance(error, PlanTooLarge) else str(error)

@@ -11,11 +11,12 @@ import numpy as np
 
 from rheostat_engine import Act, Kind, Plan, Released, Site
 from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.planning import problem_of
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
 from rheostat_server.delivery.row_messages import CapturedRows, captured_rows
 from rheostat_server.engine.backend import Delta, Ending
 from rheostat_server.engine.sampling import SamplingSettings
-from rheostat_server.errors import Defect, Draining, RowsLost
+from rheostat_server.errors import Defect, Draining, InvalidValue, RowsLost
 from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
@@ -29,6 +30,9 @@ from rheostat_server.vectors.store import Vector
 
 _NOTHING = Plan("", (), ()).pack()
 """A plan without captures."""
+
+_ACT_BYTES = 1024
+"""Bytes that `offload` counts for an act or an interval of a plan."""
 
 
 class Blend(NamedTuple):
@@ -68,6 +72,13 @@ def replacing(replaced: Sequence[Replaced], blend: Blend) -> tuple[Act, ...]:
     return tuple(act for act in acts if act.acts)
 
 
+def packing_work(base: AdmittedRequest, rows: int) -> int:
+    """Bytes that `offload` counts for `with_acts`, if the acts replace so many rows."""
+    table = base.unobserved.packed_acts.table
+    intervals = 0 if table is None else len(table.intervals.starts)
+    return _ACT_BYTES * (len(base.unobserved.acts) + intervals + rows)
+
+
 def with_acts(
     base: AdmittedRequest, acts: tuple[Act, ...], vectors: Sequence[Vector]
 ) -> AdmittedRequest:
@@ -79,9 +90,17 @@ def with_acts(
         base: the request.
         acts: the acts, which follow those of `base`.
         vectors: their vectors.
+
+    Raises:
+        InvalidValue: no engine can run both together.
     """
     own = base.unobserved
-    plan = Plan("", (*own.acts, *acts), own.captures).pack()
+    try:
+        plan = Plan("", (*own.acts, *acts), own.captures).pack()
+    except ValueError as error:
+        raise InvalidValue(
+            f"the cell's rows together with the steering: {problem_of(error)}", field="steering"
+        ) from error
     needed = {vector.digest: vector for vector in (*base.vectors, *vectors)}
     return replace(
         base,

@@ -46,7 +46,15 @@ from rheostat_server.limits import (
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import to_wire
 from rheostat_server.sweeps.answers import Question, Readings
-from rheostat_server.sweeps.cells import Asked, Blend, Replaced, ask, replacing, with_acts
+from rheostat_server.sweeps.cells import (
+    Asked,
+    Blend,
+    Replaced,
+    ask,
+    packing_work,
+    replacing,
+    with_acts,
+)
 from rheostat_server.sweeps.divergence import Divergences
 from rheostat_server.sweeps.grades import LastRow, PooledReading, RowReader
 from rheostat_server.sweeps.grid import (
@@ -77,11 +85,11 @@ _pb = sweep_service_pb2
 _EVENTS = 256
 """Events that wait for a slow reader. Then no further cells start."""
 
-_ACT_BYTES = 1024
-"""Bytes that `offload` counts for an act of a cell."""
-
 _TURN = 0.002
 """Seconds after which a cell in the background looks again whether requests wait."""
+
+_STALE = 1.0
+"""Seconds after which a report of vLLM's queue is no longer believed; see `_until_nobody_waits`."""
 
 _LATER = 0.05
 """Seconds after which a cell that the engine has no room for tries again."""
@@ -278,6 +286,11 @@ class _Sweep:
         """Number of requests so far, for their ids."""
         self._running = 0
         """Number of requests that run or wait."""
+        self._turn = asyncio.Lock()
+        """Held by the request that waits to start. The others wait for the lock, which costs
+        nothing, because a sweep may have hundreds."""
+        self._full_until = 0.0
+        """Time of the event loop until which no request starts, because the engine was full."""
         self._unique = uuid.uuid4().hex[:12]
         noises = [len(pair.bases) for pair in pairs]
         self._progress = _Progress(
@@ -449,7 +462,7 @@ class _Sweep:
         vectors = [one.source.vector for one in replaced]
         if blend.mask is not None:
             vectors.append(blend.mask)
-        size = _ACT_BYTES * len(placed.base) * len(replaced)
+        size = packing_work(base, len(placed.base) * len(replaced))
         return await offload(size, _with_replaced, base, replaced, blend, vectors)
 
     async def _answered(self, prompt: AdmittedRequest, pair: Pair) -> _Answered:
@@ -495,8 +508,7 @@ class _Sweep:
     async def _asked(self, ask_as: Callable[[str, RequestManager], Coroutine[None, None, T]]) -> T:
         """Asks under a new id. Waits while the engine has no room, or while other requests wait."""
         while True:
-            if self._settings.background:
-                await self._until_nobody_waits()
+            await self._until_one_may_start()
             self._requests += 1
             self._running += 1
             try:
@@ -506,7 +518,16 @@ class _Sweep:
                     raise
             finally:
                 self._running -= 1
-            await asyncio.sleep(_LATER)
+            self._full_until = asyncio.get_running_loop().time() + _LATER
+
+    async def _until_one_may_start(self) -> None:
+        """Returns when a request may start."""
+        now = asyncio.get_running_loop().time
+        async with self._turn:
+            while (seconds := self._full_until - now()) > 0:
+                await asyncio.sleep(seconds)
+            if self._settings.background:
+                await self._until_nobody_waits()
 
     async def _until_nobody_waits(self) -> None:
         """Returns when no other request waits.
@@ -514,10 +535,14 @@ class _Sweep:
         vLLM reports its queue with each step. An idle engine takes no step, so its last report may
         name requests that have left the queue since.
         """
-        manager = self._manager
-        while manager.open_requests > self._running and (
-            manager.backend.queue_stats().waiting or manager.admission_queue.waiting
-        ):
+        manager, now = self._manager, asyncio.get_running_loop().time
+        report, since = manager.backend.queue_stats(), now()
+        while manager.open_requests > self._running:
+            if (latest := manager.backend.queue_stats()) is not report:
+                report, since = latest, now()
+            believed = report.waiting and now() - since < _STALE
+            if not believed and not manager.admission_queue.waiting:
+                return
             await asyncio.sleep(_TURN)
 
     def _set_scales(self) -> None:

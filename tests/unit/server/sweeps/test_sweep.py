@@ -2,11 +2,15 @@
 
 import asyncio
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from rheostat_server.errors import EngineLost
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.engine.backend import QueueStats
+from rheostat_server.errors import EngineLost, QueueFull
+from rheostat_server.requests import manager
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sweeps import sweep as sweeps
 from rheostat_wire.v1 import (
@@ -222,10 +226,62 @@ async def test_cells_in_the_background_wait_while_requests_wait(starter, monkeyp
     await swept(running, order(priority=sweep_pb2.SWEEP_PRIORITY_NORMAL))
 
 
-async def test_an_old_report_of_an_idle_engine_stops_no_sweep(starter) -> None:
+async def test_an_old_report_of_an_idle_engine_stops_no_sweep(starter, monkeypatch) -> None:
     running = await starter(PatchedBackend(waiting=1))
     cells, _ = await swept(running, order())
     assert len(cells) == LAYERS * 4
+    # Requests of others may stay open while the engine is idle, because nobody reads them.
+    monkeypatch.setattr(sweeps, "_STALE", 0.02)
+    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
+    old = QueueStats(waiting=1)
+    monkeypatch.setattr(PatchedBackend, "queue_stats", lambda _: old)
+    cells, _ = await swept(running, order(where=selector(window(0, 1))))
+    assert len(cells) == LAYERS
+
+
+async def test_cells_that_wait_take_turns_to_look_at_the_queue(starter, monkeypatch) -> None:
+    looks = Counter[str]()
+
+    def queue_stats(_: PatchedBackend) -> QueueStats:
+        looks["looks"] += 1
+        return QueueStats(waiting=1)
+
+    running = await starter(PatchedBackend())
+    monkeypatch.setattr(PatchedBackend, "queue_stats", queue_stats)
+    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
+    pairs = [pair() for _ in range(16)]
+    call = running.client.sweep.Sweep(order(*pairs, max_concurrent_cells=16))
+    await call.read()
+    await asyncio.sleep(0.1)
+    assert 2 < looks["looks"] <= 0.1 / sweeps._TURN + 2
+    call.cancel()
+
+
+async def test_cells_that_the_engine_has_no_room_for_try_again_one_by_one(
+    starter, monkeypatch
+) -> None:
+    backend = PatchedBackend()
+    running = await starter(backend)
+    attempts = Counter[str]()
+    full = True
+    check_queue = manager.check_queue
+
+    def refuse(admitted: AdmittedRequest, *args: int, **counts: int) -> None:
+        if full and admitted.sampling.only_token is not None:
+            attempts["refused"] += 1
+            raise QueueFull("full", retry_after=1.0)
+        check_queue(admitted, *args, **counts)
+
+    monkeypatch.setattr(manager, "check_queue", refuse)
+    pairs = [pair() for _ in range(16)]
+    request = order(*pairs, where=selector(window(0, 1)), max_concurrent_cells=16)
+    call = running.client.sweep.Sweep(request)
+    await call.read()
+    await until(lambda: attempts["refused"] > 0)
+    await asyncio.sleep(3 * sweeps._LATER)
+    assert 2 <= attempts["refused"] <= 5
+    full = False
+    assert len(await rest(call)) == LAYERS + 1
 
 
 async def test_a_client_that_goes_away_leaves_nothing(starter) -> None:
