@@ -153,19 +153,37 @@ class ActiveRequest:
         """An id that no plan of another request in this process has."""
         return f"{self.admitted.request_id}#{sample}{kind.value}@{self._number}"
 
-    def start(self, backend: Backend, sequences: Sequence[EngineSequence], *, epoch: int) -> None:
-        """Starts samples. Their KV blocks are cached under `epoch`; see `Plan.epoch`."""
+    async def start(self, backend: Backend, *, epoch: int) -> None:
+        """Starts the samples. Their KV blocks are cached under `epoch`; see `Plan.epoch`.
+
+        The engine has the first samples when this returns; a task adds the others. If a task added
+        all of them, the engine would get the first request of a burst after the last is admitted,
+        because the tasks of the burst run before the tasks that they create.
+        """
+        if self._may_start(self.sequences, epoch):
+            at_once = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
+            self._backend = backend
+            await self._add(backend, self.sequences[:at_once])
+            if later := self.sequences[at_once:]:
+                _keep(self._starting, self._add_in_turns(backend, later, at_once))
+
+    def start_later(self, backend: Backend, sequence: EngineSequence, *, epoch: int) -> None:
+        """Starts one more sequence, in a task."""
+        if self._may_start([sequence], epoch):
+            _keep(self._starting, self._add(backend, [sequence]))
+
+    def _may_start(self, sequences: Sequence[EngineSequence], epoch: int) -> bool:
+        """Marks sequences as started, unless the request was closed."""
         if self._closed:
             for sequence in sequences:
                 sequence.released.set()
-            return
+            return False
         for sequence in sequences:
             plan = sequence.job.plan
             if plan.epoch != epoch:
                 sequence.job = replace(sequence.job, plan=plan.for_request(plan.request_id, epoch))
             sequence.started = True
-        self._backend = backend
-        _keep(self._starting, self._start(backend, sequences))
+        return True
 
     async def stopped(self) -> None:
         """Returns once no more samples start, and all aborts were sent to the engine."""
@@ -346,12 +364,18 @@ class ActiveRequest:
         if not self._closed:
             self.queue.put(item)
 
-    async def _start(self, backend: Backend, sequences: Sequence[EngineSequence]) -> None:
-        """Adds samples to the engine, a few in each iteration of the event loop."""
-        at_once = max(1, _ITERATION_WORK // (self.admitted.prompt_len + _START_WORK))
-        for index, sequence in enumerate(sequences):
-            if index and index % at_once == 0:
+    async def _add_in_turns(
+        self, backend: Backend, sequences: Sequence[EngineSequence], at_once: int
+    ) -> None:
+        """Adds samples to the engine, `at_once` in each iteration of the event loop."""
+        for first in range(0, len(sequences), at_once):
+            if first:
                 await asyncio.sleep(0)
+            await self._add(backend, sequences[first : first + at_once])
+
+    async def _add(self, backend: Backend, sequences: Sequence[EngineSequence]) -> None:
+        """Adds samples to the engine."""
+        for sequence in sequences:
             if self._closed or sequence.ended:
                 continue
             try:
@@ -360,8 +384,11 @@ class ActiveRequest:
                     partial(self._receive, sequence),
                     partial(self._fail_sample, sequence),
                 )
-            except Exception as error:  # the task ends here, so any error must fail the request
+            except Exception as error:  # any error must fail the request, also in a task
                 self._fail_sample(sequence, error)
+            else:
+                if self._closed or self.aborted:
+                    self._abort([sequence])  # the engine may have got the first abort too early
 
     def _abort(self, sequences: Sequence[EngineSequence]) -> None:
         """Makes the engine abort samples.

@@ -200,7 +200,7 @@ class RequestManager:
         self._pace.add(streams)
         try:
             self.counts.admitted += 1
-            active.start(self.backend, active.sequences, epoch=self.epoch)
+            await active.start(self.backend, epoch=self.epoch)
             yield active
         except Exception:
             active.failed = True
@@ -251,7 +251,7 @@ class RequestManager:
         self._count(active, 1)
         if sequence.job.has_plan:
             self._add_route(active, sequence)
-        active.start(self.backend, [sequence], epoch=self.epoch)
+        active.start_later(self.backend, sequence, epoch=self.epoch)
 
     def release_engine(self, active: ActiveRequest) -> None:
         """Releases the engine's capacity if the engine has released all sequences.

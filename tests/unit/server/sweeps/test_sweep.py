@@ -206,9 +206,22 @@ async def test_what_is_done_is_not_run_again(starter) -> None:
 
 
 async def test_no_more_than_so_many_cells_run_at_once(starter) -> None:
-    backend = PatchedBackend()
+    free = asyncio.Event()
+
+    class Held(PatchedBackend):
+        """Begins no cell, as opposed to a prompt without a patch, until `free` is set."""
+
+        async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+            self.room = free if job.plan.acts else None
+            async for delta in super().generate(job):
+                yield delta
+
+    backend = Held()
     running = await starter(backend)
-    await swept(running, order(max_concurrent_cells=3))
+    sweep = asyncio.create_task(swept(running, order(max_concurrent_cells=3)))
+    await until(lambda: backend.at_once == 3)
+    free.set()
+    await sweep
     assert backend.most_at_once == 3
 
 
