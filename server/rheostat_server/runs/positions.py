@@ -36,13 +36,17 @@ def row_indices(run: Run, positions: Sequence[int], path: str) -> npt.NDArray[np
     Raises:
         RunIncomplete: the run lacks a position.
     """
+    at = find_rows(run, positions)
+    if (at < 0).any():
+        missing = positions[int(np.argmax(at < 0))]
+        raise RunIncomplete(f"the run {run.id} has no row of position {missing}", field=path)
+    return at
+
+
+def find_rows(run: Run, positions: Sequence[int]) -> npt.NDArray[np.intp]:
+    """The index of each position in a run's rows; -1 if the run lacks it."""
     wanted = np.asarray(positions, np.int64)
     at = np.searchsorted(run.positions, wanted)
     inside = at < len(run.positions)
-    missing = ~inside
-    missing[inside] = run.positions[at[inside]] != wanted[inside]
-    if missing.any():
-        raise RunIncomplete(
-            f"the run {run.id} has no row of position {int(wanted[missing][0])}", field=path
-        )
-    return at
+    inside[inside] = run.positions[at[inside]] == wanted[inside]
+    return np.where(inside, at, -1)

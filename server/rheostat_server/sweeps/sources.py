@@ -8,10 +8,11 @@ Invariant: a row that a source lacks is an error of the cell that needs it. No c
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +22,17 @@ from rheostat_server.admission.admit import AdmittedRequest, admit
 from rheostat_server.errors import (
     Defect,
     NonFinite,
+    Resource,
+    RheostatError,
     RunIncomplete,
     RunInUse,
     RunNotFound,
     VectorShape,
 )
 from rheostat_server.generation.responses import run
+from rheostat_server.generation.sample import Response
 from rheostat_server.requests.manager import RequestManager
+from rheostat_server.runs.positions import find_rows
 from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.selectors.sites import to_wire
 from rheostat_server.selectors.spans import runs as runs_of
@@ -47,6 +52,14 @@ from rheostat_wire.v1 import (
 
 _KEPT_SITES = 4
 """Sites, beyond those of a window, whose vectors a source keeps."""
+
+_RANGES = 256
+"""Most ranges of positions of a capture."""
+
+_POSITION_BYTES = 64
+"""Bytes that `offload` counts for a position of a column."""
+
+_NO_ROWS = np.empty(0, np.intp)
 
 
 class SourceRows(NamedTuple):
@@ -93,6 +106,7 @@ class RunRows:
     def __init__(
         self,
         runs: Sequence[Run],
+        wanted: Sequence[int],
         model: ModelSites,
         *,
         window: int,
@@ -101,7 +115,8 @@ class RunRows:
         """Takes over runs that are held until the sweep ends.
 
         Args:
-            runs: the runs, each of which has other sites.
+            runs: the runs, all of the same positions. Each has other sites.
+            wanted: the positions whose rows are put in.
             model: the model's sites.
             window: sites that a cell replaces at most.
             averaged: the rows of a site whose mean is put in at all positions. None: each
@@ -114,44 +129,49 @@ class RunRows:
                     f"{model.width}"
                 )
         self._runs = tuple(runs)
-        self._averaged = averaged
+        self._averaged = averaged is not None
+        at = find_rows(runs[0], wanted) if runs and averaged is None else _NO_ROWS
+        self._at = np.sort(averaged) if averaged is not None else at[at >= 0]
+        """The rows of each site that are put in, or averaged."""
+        present = (position for position, row in zip(wanted, at, strict=False) if row >= 0)
+        self._places = {position: row for row, position in enumerate(present)}
+        """The row of each position in a site's vector."""
         self._kept = window + _KEPT_SITES
-        self._vectors: OrderedDict[int, tuple[Run, Vector]] = OrderedDict()
+        self._vectors: OrderedDict[int, Vector] = OrderedDict()
         """By index of the site, least recently used first."""
         self._turn = asyncio.Lock()
         self._largest = largest_replaced(FloatType(model.dtype).finite_max)
-        self._places = {
-            one.id: {int(position): row for row, position in enumerate(one.positions)}
-            for one in runs
-        }
 
     async def rows(self, site: Site, positions: Sequence[int]) -> SourceRows:
         """The rows at a site."""
-        if -1 in positions and self._averaged is None:
+        if not self._averaged:
+            self._check_present(site, positions)
+        async with self._turn:
+            vector = await self._vector(site)
+        if self._averaged:
+            return SourceRows(vector, (0,) * len(positions))
+        return SourceRows(vector, tuple(self._places[position] for position in positions))
+
+    def _check_present(self, site: Site, positions: Sequence[int]) -> None:
+        if -1 in positions:
             raise RunIncomplete(
                 "a position of the column has no partner in the other prompt, which differs there"
             )
-        async with self._turn:
-            run, vector = await self._vector(site)
-        if self._averaged is not None:
-            return SourceRows(vector, (0,) * len(positions))
-        places = self._places[run.id]
+        run = self._run_with(site)
         for position in positions:
-            if position not in places:
+            if position not in self._places:
                 raise RunIncomplete(f"the run {run.id} has no row of position {position}")
-        return SourceRows(vector, tuple(places[position] for position in positions))
 
-    async def _vector(self, site: Site) -> tuple[Run, Vector]:
-        found = self._vectors.get(site.index)
-        if found is None:
+    async def _vector(self, site: Site) -> Vector:
+        vector = self._vectors.get(site.index)
+        if vector is None:
             run = self._run_with(site)
-            size = len(run.positions) * run.width * run.dtype.itemsize
-            found = run, await offload(size, self._make, run, site)
-            self._vectors[site.index] = found
+            size = len(self._at) * run.width * run.dtype.itemsize
+            vector = self._vectors[site.index] = await offload(size, self._make, run, site)
             if len(self._vectors) > self._kept:
                 self._vectors.popitem(last=False)
         self._vectors.move_to_end(site.index)
-        return found
+        return vector
 
     def _run_with(self, site: Site) -> Run:
         for one in self._runs:
@@ -162,9 +182,9 @@ class RunRows:
         )
 
     def _make(self, run: Run, site: Site) -> Vector:
-        rows, kind = run.rows(site), run.dtype
-        if self._averaged is not None:
-            rows = widened(rows[self._averaged], kind).mean(axis=0, dtype=np.float64, keepdims=True)
+        (rows,), kind = run.read([run.index_of(site)], self._at), run.dtype
+        if self._averaged:
+            rows = widened(rows, kind).mean(axis=0, dtype=np.float64, keepdims=True)
             rows, kind = rows.astype(np.float32), FloatType.FLOAT32
         vector = make_vector(kind, len(rows), run.width, rows.tobytes(), "")
         if (peak := max(vector.peaks, default=0.0)) > self._largest:
@@ -178,16 +198,23 @@ class RunRows:
 class HeldRuns:
     """The runs that a sweep uses. They are neither evicted nor deleted while it runs."""
 
-    def __init__(self, store: RunStore) -> None:
-        """Nothing is held yet."""
+    def __init__(self, store: RunStore, lease: float | None) -> None:
+        """Nothing is held yet.
+
+        Args:
+            store: the runs of the server.
+            lease: seconds for which the runs that the sweep makes are kept; None: not at all.
+        """
         self._store = store
+        self.lease = lease
         self._held: list[Run] = []
-        self._made: list[Run] = []
+        self._made: list[str] = []
+        """The ids of runs that the sweep makes, from before they are stored."""
 
     @property
     def made_ids(self) -> list[str]:
         """The ids of the runs that the sweep has made."""
-        return [run.id for run in self._made]
+        return self._made
 
     def given(self, run_id: str, path: str) -> Run:
         """Holds a run of the client.
@@ -199,63 +226,67 @@ class HeldRuns:
         self._held.append(run)
         return run
 
+    def expect(self, run_ids: Sequence[str]) -> None:
+        """Says which runs the sweep is about to make."""
+        self._made += run_ids
+
     def made(self, run_id: str) -> Run:
         """Holds a run that the sweep has made."""
         try:
-            run = self.given(run_id, "")
+            return self.given(run_id, "")
         except RunNotFound as error:
             raise Defect("the engine did not deliver every row") from error
-        self._made.append(run)
-        return run
 
     def release(self, *, keep: bool) -> None:
-        """Holds nothing any more. Deletes what the sweep has made, unless `keep`."""
+        """Holds nothing any more. Deletes what the sweep has made, or begins its lease.
+
+        Args:
+            keep: whether the runs are kept.
+        """
         for held in self._held:
             self._store.release(held)
-        for made in self._made if not keep else ():
+        for run_id in self._made:
             with suppress(RunNotFound, RunInUse):
-                self._store.delete(made.id, "")
+                if keep and self.lease is not None:
+                    self._store.renew(run_id, self.lease, "")
+                else:
+                    self._store.delete(run_id, "")
         self._held.clear()
-        self._made.clear()
 
 
-async def capture_runs(
-    admitted: AdmittedRequest, targets: Sequence[str], manager: RequestManager, runs: HeldRuns
-) -> list[Run]:
-    """Runs a request whose captures make runs.
+T = TypeVar("T")
 
-    Args:
-        admitted: the request.
-        targets: the ids of the runs.
-        manager: runs it.
-        runs: holds the runs from then on.
 
-    Raises:
-        RheostatError: the request cannot run, or has failed.
-    """
-    async with aclosing(run(admitted, manager)) as responses:
-        async for _ in responses:
-            pass
-    return [runs.made(run_id) for run_id in targets]
+class Attempts(Protocol):
+    """Runs requests when the engine has room, and again if it had none."""
+
+    async def __call__(
+        self, attempt: Callable[[str, RequestManager], Coroutine[None, None, T]], /
+    ) -> T:
+        """Calls a function with an id for its request until the engine has room for it."""
+
+
+class Captured(NamedTuple):
+    """Where the rows of a pair's cells come from."""
+
+    sources: list[Source]
+    """For each noise."""
+    computed: int
+    """Prompt tokens that were computed."""
 
 
 async def sources_of(
-    pair: Pair,
-    name: str,
-    grid: Grid,
-    lease: float | None,
-    held: HeldRuns,
-    manager: RequestManager,
-) -> list[Source]:
-    """Where the rows of a pair's cells come from, for each noise.
+    pair: Pair, name: str, grid: Grid, held: HeldRuns, manager: RequestManager, attempts: Attempts
+) -> Captured:
+    """Finds or captures the rows of a pair's cells.
 
     Args:
         pair: the pair.
         name: the beginning of the ids of runs that are made.
         grid: the cells.
-        lease: seconds for which these runs are kept; None: until the sweep ends.
         held: holds all runs.
         manager: runs the prompts.
+        attempts: starts them.
 
     Raises:
         RheostatError: a run is missing or unfit, or a prompt cannot run.
@@ -264,48 +295,79 @@ async def sources_of(
     window = max(len(row.window) for row in grid.rows)
     match pair.message.WhichOneof("corruption"):
         case "zeros":
-            return [Zeros(model.width)]
+            return Captured([Zeros(model.width)], 0)
         case "mean":
             mean, path = pair.message.mean, f"{pair.path}.mean"
             run = held.given(mean.run_id, f"{path}.run_id")
             averaged = averaged_rows(mean, run, path)
-            return [RunRows([run], model, window=window, averaged=averaged)]
-        case "run_id" if pair.into_clean:
-            run = held.given(pair.message.run_id, f"{pair.path}.run_id")
-            return [RunRows([run], model, window=window)]
+            return Captured([RunRows([run], (), model, window=window, averaged=averaged)], 0)
+    size = _POSITION_BYTES * sum(map(len, pair.columns))
+    wanted = await offload(size, _wanted, pair, grid.columns)
+    if pair.into_clean and pair.message.HasField("run_id"):
+        return Captured([RunRows([_given(pair, held)], wanted, model, window=window)], 0)
     sources: list[Source] = []
+    computed = 0
     for noise, prompt in enumerate(pair.corrupt if pair.into_clean else (pair.clean,)):
-        runs = await _capture(prompt, pair, f"{name}-{noise}", grid, lease, held, manager)
-        sources.append(RunRows(runs, model, window=window))
-    return sources * len(pair.bases) if len(sources) == 1 else sources
+        runs: list[Run] = []
+        if wanted:
+            with _naming(pair.path):
+                request = await _capturing(prompt, f"{name}-{noise}", wanted, grid, held, manager)
+                computed += await attempts(partial(_capture, request))
+            runs = [held.made(capture.run.id) for capture in request.captures if capture.run]
+        sources.append(RunRows(runs, wanted, model, window=window))
+    return Captured(sources * len(pair.bases) if len(sources) == 1 else sources, computed)
 
 
-async def _capture(
+def _wanted(pair: Pair, columns: int) -> list[int]:
+    """The positions whose rows cells put in, ascending."""
+    placed = map(pair.placed, range(columns))
+    return sorted({position for one in placed for position in one.source if position >= 0})
+
+
+def _given(pair: Pair, held: HeldRuns) -> Run:
+    """Holds the run of a pair.
+
+    Raises:
+        RunNotFound: it is gone, or another one has its id by now.
+    """
+    path = f"{pair.path}.run_id"
+    run = held.given(pair.message.run_id, path)
+    if tuple(run.prompt_token_ids.tolist()) != tuple(pair.corrupt[0].prompt.token_ids):
+        raise RunNotFound(
+            f"the run {run.id} was replaced by one of another prompt while the sweep began",
+            field=path,
+            resource=Resource("run", run.id),
+        )
+    return run
+
+
+async def _capturing(
     prompt: AdmittedRequest,
-    pair: Pair,
     name: str,
+    positions: Sequence[int],
     grid: Grid,
-    lease: float | None,
     held: HeldRuns,
     manager: RequestManager,
-) -> list[Run]:
-    """Captures all rows of a prompt that cells may put in: a run for each point."""
+) -> AdmittedRequest:
+    """A request that captures the rows of some positions of a prompt: a run for each point.
+
+    Scattered positions are captured with all that lie between them, because a capture of many
+    ranges is refused.
+    """
     layers: dict[types_pb2.Point.ValueType, set[int]] = {}
     for row in grid.rows:
         point = to_wire(row.site).point
         layers.setdefault(point, set()).update(site.layer for site in row.window)
-    columns = map(pair.placed, range(grid.columns))
-    positions = sorted({one for column in columns for one in column.source if one >= 0})
-    if not positions:
-        return []
+    spans = runs_of(np.array(positions))
+    if len(spans) > _RANGES:
+        spans = ((positions[0], positions[-1] + 1),)
     where = selector_pb2.Selector(
         include=[
             selector_pb2.Range(positions=selector_pb2.Window(start=start, end=end))
-            for start, end in runs_of(np.array(positions))
+            for start, end in spans
         ]
     )
     request = generation_service_pb2.GenerateRequest(
-        request_id=name,
         token_ids=types_pb2.TokenIds(ids=prompt.prompt.token_ids),
         sampling=generation_pb2.Sampling(max_tokens=1, temperature=0, ignore_eos=True),
     )
@@ -313,8 +375,8 @@ async def _capture(
     for point, wanted in layers.items():
         ids.append(f"{name}-{types_pb2.Point.Name(point).removeprefix('POINT_').lower()}")
         target = capture_pb2.RunTarget(run_id=ids[-1])
-        if lease is not None:
-            target.lease.FromSeconds(int(lease))
+        if held.lease is not None:
+            target.lease.FromNanoseconds(int(held.lease * 1e9))
         request.captures.append(
             capture_pb2.CaptureSpec(
                 sites=types_pb2.SiteSet(
@@ -325,16 +387,45 @@ async def _capture(
             )
         )
     admitted = await admit(request, manager.admission)
+    held.expect(ids)
     # The prompt keeps the steering under which its pair was admitted.
     plan = replace(prompt.unobserved, captures=admitted.unobserved.captures).pack()
-    admitted = replace(
+    return replace(
         admitted,
         interventions=prompt.interventions,
         observer_captures=(),
-        plan=replace(plan, request_id=name),
+        plan=plan,
         unobserved=plan,
         vectors=prompt.vectors,
         lora=prompt.lora,
         server_wide=prompt.server_wide,
     )
-    return await capture_runs(admitted, ids, manager, held)
+
+
+async def _capture(request: AdmittedRequest, request_id: str, manager: RequestManager) -> int:
+    """Runs a request whose captures make runs. Returns the number of tokens that it computes.
+
+    Raises:
+        RheostatError: the request cannot run, or has failed.
+    """
+    plan = replace(request.plan, request_id=request_id)
+    admitted = replace(request, request_id=request_id, plan=plan)
+    computed = admitted.prompt_len
+    async with aclosing(run(admitted, manager)) as responses:
+        async for response in responses:
+            if isinstance(response, Response) and response.HasField("receipt"):
+                computed -= response.receipt.cached_prompt_token_count
+    return computed
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Makes errors of captures name the pair."""
+    try:
+        yield
+    except RheostatError as error:
+        if error.field.startswith(("steering", "lora_name")):
+            error.message = f"{path}: {error.message}"
+        else:
+            error.field = path
+        raise

@@ -162,7 +162,7 @@ class Sweeps:
         with self._registered(request) as request_id:
             began = time.monotonic()
             settings, pairs, labels = await resolve(request, manager)
-            runs = HeldRuns(manager.runs)
+            runs = HeldRuns(manager.runs, settings.lease)
             sweep = _Sweep(settings, pairs, runs, manager)
             kept = False
             try:
@@ -366,9 +366,11 @@ class _Sweep:
     async def _prepare_pair(self, index: int) -> None:
         pair = self._pairs[index]
         name = f"sweep-{self._unique}-{index}"
-        self._sources[index] = await sources_of(
-            pair, name, self._settings.grid, self._settings.lease, self._runs, self._manager
+        captured = await sources_of(
+            pair, name, self._settings.grid, self._runs, self._manager, self._asked
         )
+        self._sources[index] = captured.sources
+        self._progress.computed += captured.computed
         if any(grade.metric == sweep_pb2.METRIC_KL for grade in self._settings.grades):
             self._references[index] = (await self._answered(pair.clean, pair)).last_row
         for prompt in pair.corrupt if pair.into_clean else (pair.clean,):

@@ -73,7 +73,7 @@ async def test_a_cell_is_the_corrupt_prompt_with_clean_rows(starter) -> None:
     assert graded.clean == pytest.approx(logprob(sum(CLEAN)))
     assert graded.corrupt == pytest.approx(logprob(sum(CORRUPT)))
     assert (graded.noise.sample_count, graded.noise.max, graded.peak) == (8, 0, 1)
-    assert last.summary.computed_token_count == sum(len(job.prompt) for job in backend.asked)
+    assert last.summary.computed_token_count == sum(len(job.prompt) for job in backend.jobs)
     runs = await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest())
     assert not runs.runs
     await settled(running)
