@@ -3,12 +3,13 @@
 import asyncio
 import math
 from collections import Counter
+from collections.abc import AsyncGenerator
 
 import numpy as np
 import pytest
 
 from rheostat_server.admission.admit import AdmittedRequest
-from rheostat_server.engine.backend import QueueStats
+from rheostat_server.engine.backend import Delta, Job, QueueStats
 from rheostat_server.errors import EngineLost, QueueFull
 from rheostat_server.requests import manager
 from rheostat_server.requests.manager import RequestManager
