@@ -41,6 +41,7 @@ from rheostat._sweeps.grades import GradeLike, named_grades
 from rheostat._sweeps.pairs import Pair, answer_texts, checked_pairs
 from rheostat._sweeps.requests import SweepOptions, sweep_request
 from rheostat._sweeps.result import SweepResult
+from rheostat._sweeps.watching import Watch, watcher_of
 from rheostat_wire.v1 import generation_service_pb2
 
 __all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "connect"]
@@ -284,6 +285,7 @@ class Engine:
         grades: GradeLike | Iterable[GradeLike] = "logprob",
         progress: OnProgress | None = None,
         on_cell: OnCell | None = None,
+        watch: Watch = None,
         timeout: float | None = None,
         **options: Unpack[SweepOptions],
     ) -> SweepResult:
@@ -298,7 +300,10 @@ class Engine:
         `SweepOptions`.
 
         ``progress`` is called with the cells that are done and all cells, ``on_cell`` with each
-        `Cell` as it comes. A call that breaks is taken up with the cells that are left.
+        `Cell` as it comes. ``watch`` is called a few times a second with a `SweepResult` of the
+        cells so far, and at the end with the whole; by default, a notebook draws these as a
+        heatmap, unless ``watch=False``. A call that breaks is taken up with the cells that are
+        left.
 
         Raises InvalidRequest for malformed pairs, Refused with REASON_NO_CONTRAST if a recovered
         part has no meaning, because both prompts grade alike. Method: Meng et al., "Locating and
@@ -314,8 +319,13 @@ class Engine:
         request = sweep_request(
             chosen, tokens, points=points, layers=layers, grades=named, options=options
         )
+        watcher = watcher_of(watch)
         found = SweepAccumulator(
-            named, pair_values=request.pair_values, progress=progress, on_cell=on_cell
+            named,
+            pair_values=request.pair_values,
+            progress=progress,
+            on_cell=on_cell,
+            watcher=watcher,
         )
         failures = 0
         while True:
@@ -335,7 +345,10 @@ class Engine:
             with suppress(Refused):  # a server without a tokenizer
                 pieces = (await self.tokenize(ids)).pieces
                 found.tokens = tuple(pieces[int(column)] for column in found.columns)
-        return found.result()
+        result = found.result()
+        if watcher is not None:
+            watcher.show(result)
+        return result
 
     async def tokenize(self, prompt: Prompt) -> Tokenized:
         """The tokens of a text or of messages, or the text of token ids."""

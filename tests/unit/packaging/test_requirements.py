@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from .imports import Import, imports_in
 
 MODULES = {
+    "IPython": "ipython",
     "datasets": "datasets",
     "gguf": "gguf",
     "google.protobuf": "protobuf",
@@ -29,6 +30,8 @@ MODULES = {
 }
 # vLLM pins these to one version; a range of ours could only be wrong.
 PINNED_BY_VLLM = ("cuda", "torch", "triton")
+# Imported only by what IPython itself runs.
+BROUGHT_BY_NOTEBOOKS = {"ipython"}
 OURS = ("rheostat", "rheostat_engine", "rheostat_server", "rheostat_wire")
 CLIENT = ("clients/python/rheostat", "clients/python/rheostat_wire")
 ROOMS = (*CLIENT, "server/rheostat_server", "engine_ext/rheostat_engine")
@@ -62,7 +65,9 @@ def test_the_client_requires_what_it_imports_and_no_more(root: Path) -> None:
     extras = project["optional-dependencies"]
     optional = names([*extras["datasets"], *extras["files"]])
     # A heatmap is drawn where matplotlib is: beside the server.
-    assert distributions(found) - {"matplotlib"} - optional == names(project["dependencies"])
+    assert distributions(found) - {"matplotlib"} - optional - BROUGHT_BY_NOTEBOOKS == names(
+        project["dependencies"]
+    )
 
 
 def test_the_libraries_of_file_formats_are_imported_by_these_alone_and_when_they_are_used(
@@ -98,7 +103,7 @@ def test_the_server_and_the_engine_require_what_they_import_and_no_more(root: Pa
     found = [one for room in ROOMS for one in imports_in(root / room, below=root)]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["cuda"], *extras["datasets"], *extras["files"]]
-    assert distributions(found) == names(wanted)
+    assert distributions(found) - BROUGHT_BY_NOTEBOOKS == names(wanted)
 
 
 def test_every_foreign_import_belongs_to_a_known_distribution(root: Path) -> None:

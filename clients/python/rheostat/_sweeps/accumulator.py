@@ -11,6 +11,7 @@ from rheostat._points import read_site
 from rheostat._positions import read_ranges
 from rheostat._sweeps.grades import NamedGrade
 from rheostat._sweeps.result import Cell, Noise, ResolvedPair, SweepResult
+from rheostat._sweeps.watching import Watcher
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2
 
 OnProgress = Callable[[int, int], None]
@@ -18,6 +19,12 @@ OnProgress = Callable[[int, int], None]
 
 OnCell = Callable[[Cell], None]
 """Is called with each cell that has values; the value is that of the first grade."""
+
+_UNKNOWN = float("nan")
+_RUNNING = sweep_pb2.SweepGrade(
+    clean=_UNKNOWN, noise=sweep_pb2.Noise(mean=_UNKNOWN, std=_UNKNOWN, max=_UNKNOWN)
+)
+"""What is known of a grade before the summary."""
 
 
 class SweepAccumulator:
@@ -30,12 +37,14 @@ class SweepAccumulator:
         pair_values: bool,
         progress: OnProgress | None,
         on_cell: OnCell | None,
+        watcher: Watcher | None = None,
     ) -> None:
         """No event has come."""
         self._names = tuple(grade.name for grade in grades)
         self._pair_values = pair_values
         self._progress = progress
         self._on_cell = on_cell
+        self._watcher = watcher
         self._started: sweep_pb2.SweepStarted | None = None
         self._summary: sweep_pb2.SweepSummary | None = None
         self._cells: dict[int, sweep_pb2.SweepCell] = {}
@@ -83,13 +92,22 @@ class SweepAccumulator:
                 self._show(message.cell)
             case "summary":
                 self._summary = message.summary
+                return []
+        if self._watcher is not None:
+            self._watcher.offer(self._result)
         return []
 
     def result(self) -> SweepResult:
         """The result, once the stream has ended with OK."""
         if self._summary is None:
             raise ServerError("the server ended a sweep without its summary")
+        return self._result()
+
+    def _result(self) -> SweepResult:
+        """The cells that have come; all others are NaN."""
         started, summary = self._begun(), self._summary
+        if summary is None:
+            summary = sweep_pb2.SweepSummary(grades=[_RUNNING] * len(self._names))
         shape = len(self._names), len(started.rows), len(started.columns)
         pairs = len(started.pairs) if self._pair_values else 0
         values, errors = np.full(shape, np.nan), np.full(shape, np.nan)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -110,6 +112,18 @@ class SweepResult:
         values: Grid = self.values[self._number(grade)]
         return values
 
+    def base(self, grade: str | None = None) -> float:
+        """The grade of the unchanged prompts that cells are run in.
+
+        While the sweep runs it is not known yet: then it is the median of the cells, because most
+        of them change nothing. 0 if there is no cell.
+        """
+        number = self._number(grade)
+        mean, values = self.noise[number].mean, self.values[number]
+        if not np.isnan(mean):
+            return mean
+        return 0.0 if np.isnan(values).all() else float(np.nanmedian(values))
+
     @property
     def significant(self) -> npt.NDArray[np.bool_]:
         """[rows, columns]: cells with values that differ by more than repeated runs do."""
@@ -119,7 +133,7 @@ class SweepResult:
     def top(self, count: int = 10, grade: str | None = None) -> list[Cell]:
         """The cells that differ most from the unchanged prompts, largest first."""
         number = self._number(grade)
-        effects = np.abs(self.values[number] - self.noise[number].mean).ravel()
+        effects = np.abs(self.values[number] - self.base(grade)).ravel()
         order = np.argsort(-np.nan_to_num(effects, nan=-np.inf), kind="stable")
         return [self._cell(int(i), number) for i in order[:count] if not np.isnan(effects[i])]
 
@@ -134,7 +148,7 @@ class SweepResult:
         except ModuleNotFoundError as error:
             raise Refused("drawing a sweep needs matplotlib: pip install matplotlib") from error
         number = self._number(grade)
-        values, base = self.values[number], self.noise[number].mean
+        values, base = self.values[number], self.base(grade)
         rows, columns = values.shape
         figure = Figure(
             figsize=(3.2 + 0.55 * min(columns, 60), 1.9 + 0.3 * min(rows, 80)),
@@ -154,13 +168,15 @@ class SweepResult:
                 text = f"{round(float(value), 2) + 0.0:g}"  # never "-0"
                 axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=7)
         axes.set_xticks(range(columns), self.labels, rotation=45, ha="right")
-        axes.set_yticks(range(rows), self._site_labels())
+        axes.set_yticks(range(rows), self.site_labels)
         axes.set_xlabel("replaced group" if not self.tokens else "replaced position")
         single = len({site.point for site in self.sites}) == 1
         axes.set_ylabel(f"layer of {self.sites[0].point}" if single else "site")
         figure.colorbar(image, ax=axes).set_label(self.grades[number])
         if path is not None:
             figure.savefig(path, dpi=_DOTS_PER_INCH)
+        # matplotlib.pyplot teaches a notebook to show figures, and is not imported here.
+        vars(figure)["_repr_png_"] = partial(png, figure)
         return figure
 
     @property
@@ -169,6 +185,12 @@ class SweepResult:
         if not self.tokens:
             return list(self.columns)
         return [f"{at} {token!r}" for at, token in zip(self.columns, self.tokens, strict=True)]
+
+    @property
+    def site_labels(self) -> list[str]:
+        """The rows: their layers, or point and layer if there are several points."""
+        single = len({site.point for site in self.sites}) == 1
+        return [str(site.layer) if single else f"{site.point} {site.layer}" for site in self.sites]
 
     def records(self) -> list[dict[str, object]]:
         """A dict for each cell that has values, as `pandas.DataFrame` takes them."""
@@ -259,10 +281,6 @@ class SweepResult:
                 "below_noise": bool(self.below_noise[row, column]),
             }
 
-    def _site_labels(self) -> list[str]:
-        single = len({site.point for site in self.sites}) == 1
-        return [str(site.layer) if single else f"{site.point} {site.layer}" for site in self.sites]
-
     def __repr__(self) -> str:
         ran = int((~np.isnan(self.values[0])).sum())
         return (
@@ -282,6 +300,13 @@ class SweepResult:
 
     def _repr_html_(self) -> str:
         return passage(str(self))
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a file."""
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 _ARRAYS = ("values", "standard_errors", "pair_values", "top_token_ids", "below_noise")

@@ -19,50 +19,10 @@ from rheostat_wire.v1 import (
 )
 
 from ..conftest import Refusal
+from ..sweep_messages import cell, started, summary, texts
 
 Code = grpc.StatusCode
 PAIR = rheostat.Pair([1, 2, 3], corrupt=[1, 9, 3], answer=[7], foil=[8])
-POST = types_pb2.POINT_RESID_POST
-
-
-def cell(index: int, *values: float, **fields: object) -> sweep_service_pb2.SweepResponse:
-    row, column = divmod(index, 3)
-    message = sweep_pb2.SweepCell(index=index, row=row, column=column, values=values, **fields)
-    message.standard_errors.extend(0.5 for _ in values)
-    return sweep_service_pb2.SweepResponse(cell=message)
-
-
-def started(cells: int = 6, columns=("0", "1", "2")) -> sweep_service_pb2.SweepResponse:
-    pair = sweep_pb2.ResolvedPair(
-        clean_token_ids=types_pb2.TokenIds(ids=[1, 2, 3]),
-        corrupt_token_ids=types_pb2.TokenIds(ids=[1, 9, 3]),
-    )
-    return sweep_service_pb2.SweepResponse(
-        started=sweep_pb2.SweepStarted(
-            cell_count=cells,
-            rows=[types_pb2.Site(point=POST, layer=layer) for layer in range(2)],
-            columns=columns,
-            pairs=[pair],
-        )
-    )
-
-
-def summary(grades: int = 1) -> sweep_service_pb2.SweepResponse:
-    noise = sweep_pb2.Noise(mean=-2.0, std=0.1, max=0.2, sample_count=8)
-    each = sweep_pb2.SweepGrade(clean=-1.0, corrupt=-2.0, noise=noise)
-    return sweep_service_pb2.SweepResponse(
-        summary=sweep_pb2.SweepSummary(grades=[each] * grades, computed_token_count=99)
-    )
-
-
-def texts(request: generation_service_pb2.TokenizeRequest, _: object) -> object:
-    ids = list(request.token_ids.ids) or [ord(c) for c in request.text]
-    return generation_service_pb2.TokenizeResponse(
-        token_ids=types_pb2.TokenIds(ids=ids),
-        text="abc",
-        starts=range(len(ids)),
-        ends=range(1, len(ids) + 1),
-    )
 
 
 def sweep(client, *arguments: object, **options: object) -> rheostat.SweepResult:
@@ -242,8 +202,9 @@ def test_a_saved_result_is_loaded_as_it_was(scripted, client, tmp_path) -> None:
 
 def test_a_picture_is_drawn(scripted, client, tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    sweep(client, PAIR).heatmap(tmp_path / "it.png")
+    figure = sweep(client, PAIR).heatmap(tmp_path / "it.png")
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # so a notebook shows it without pyplot
 
 
 def test_records(scripted, client) -> None:
