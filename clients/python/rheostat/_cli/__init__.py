@@ -11,7 +11,18 @@ import sys
 from collections.abc import Sequence
 
 import rheostat
-from rheostat._cli import bench, demo, generate, info, runs, serve, steering, subscribe, vectors
+from rheostat._cli import (
+    bench,
+    demo,
+    generate,
+    info,
+    runs,
+    serve,
+    steering,
+    subscribe,
+    sweep,
+    vectors,
+)
 from rheostat._cli._common import CommandError, Parser
 from rheostat._cli._words import error_text
 from rheostat._errors import InvalidRequest, RheostatError
@@ -59,7 +70,7 @@ The guide is docs/client.md of the project.""",
     )
     parser.add_argument("--version", action="version", version=f"rheostat {rheostat.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (serve, generate, vectors, runs, steering, subscribe, info, demo, bench):
+    for module in (serve, generate, sweep, vectors, runs, steering, subscribe, info, demo, bench):
         module.add(commands)
     return parser
 

@@ -148,6 +148,12 @@ def need_server(task: str) -> None:
             )
 
 
+def need_matplotlib() -> None:
+    """Raise CommandError if matplotlib is not installed, before a long command begins."""
+    if find_spec("matplotlib") is None:
+        raise CommandError("drawing the heatmap needs matplotlib: pip install matplotlib")
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)

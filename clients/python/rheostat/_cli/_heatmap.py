@@ -15,16 +15,6 @@ _DARK = 0.6
 """Above this value a cell is so dark that its number is white."""
 
 
-def check() -> None:
-    """Raise CommandError if matplotlib is missing, before the long trace begins."""
-    try:
-        import matplotlib.figure  # noqa: F401  # only checks whether it is installed
-    except ModuleNotFoundError as error:
-        raise CommandError(
-            "drawing the heatmap needs matplotlib: pip install matplotlib"
-        ) from error
-
-
 def draw(trace: Trace, model: str, path: Path) -> None:
     """Write the heatmap of a trace of ``model``. The suffix of the file chooses the format."""
     from matplotlib.figure import Figure

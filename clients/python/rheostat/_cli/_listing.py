@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TypeAlias
@@ -39,8 +40,13 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], what: str) -
 
 
 def plain(value: object) -> Plain:
-    """Converts a value to JSON's types; values of other types become text."""
+    """Converts a value to JSON's types; values of other types become text.
+
+    Numbers that are not finite become None, because JSON does not have them.
+    """
     match value:
+        case float() if not math.isfinite(value):
+            return None
         case None | bool() | int() | float():
             return value
         case str():

@@ -1,7 +1,7 @@
 """Progress of long waits, on stderr.
 
-On a terminal, one line counts the seconds. In a log, each phase prints one line, and another every
-15 seconds.
+On a terminal, one line counts the seconds, below lines that a phase may show and replace. In a log,
+each phase prints one line, and another every 15 seconds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -28,6 +29,8 @@ class Phase:
         self._title = title
         self._stream = stream or sys.stderr
         self._note = ""
+        self._shown: Sequence[str] = ()
+        self._height = 0
         self._done = threading.Event()
         self._painter: threading.Thread | None = None
         self._terminal = False
@@ -37,8 +40,17 @@ class Phase:
         """Show ``text`` behind the title."""
         self._note = text
 
+    def show(self, lines: Sequence[str]) -> None:
+        """Show lines above the title, on a terminal, until the phase ends. None may wrap."""
+        self._shown = lines
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the stream is a terminal, so that lines can be replaced."""
+        return self._stream.isatty()
+
     def __enter__(self) -> Self:
-        terminal = self._stream.isatty()
+        terminal = self.terminal
         if not terminal:
             print(f"{self._title} ...", file=self._stream, flush=True)
         self._painter = threading.Thread(target=self._paint if terminal else self._log, daemon=True)
@@ -57,6 +69,7 @@ class Phase:
             self._painter.join()
         if self._terminal:
             state = "done" if error is None else "failed"
+            self._shown = ()
             self._write(f"{self._title}: {state} after {self._seconds()} s\n")
 
     def _paint(self) -> None:
@@ -72,8 +85,12 @@ class Phase:
             print(f"{self._title}: {self._seconds()} s{note}", file=self._stream, flush=True)
 
     def _write(self, line: str) -> None:
-        self._stream.write(f"\r\x1b[K{line}")
+        """Replace what was written before."""
+        start = f"\x1b[{self._height}F\x1b[J" if self._height else "\r\x1b[K"
+        lines = self._shown
+        self._stream.write(start + "\n".join([*lines, line]))
         self._stream.flush()
+        self._height = len(lines)
 
     def _seconds(self) -> int:
         return int(time.monotonic() - self._began)

@@ -12,7 +12,7 @@ from pathlib import Path
 from rheostat import aio
 from rheostat._cli import _heatmap, _tone, _trace
 from rheostat._cli._child import demo_server, wait_until_serving
-from rheostat._cli._common import CommandError, Subparsers, need_server
+from rheostat._cli._common import CommandError, Subparsers, need_matplotlib, need_server
 from rheostat._cli._progress import Phase
 
 _AT_ONCE = 16
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the three parts, one after the other."""
     if args.target is None:
         need_server("the demo, unless --target names a server,")
-    _heatmap.check()
+    need_matplotlib()
     if not args.out.resolve().parent.is_dir():
         raise CommandError(f"there is no folder {args.out.resolve().parent}", 2)
     with demo_server() if args.target is None else nullcontext(args.target) as target:

@@ -22,6 +22,7 @@ from rheostat_wire.v1 import steering_service_pb2 as pb
 
 COMMANDS = (
     ["serve"], ["generate"], ["vectors"], ["runs"], ["global"], ["subscribe"], ["info"], ["demo"],
+    ["sweep"],
     ["vectors", "list"], ["vectors", "put"], ["vectors", "get"], ["vectors", "import"],
     ["vectors", "export"], ["vectors", "delete"], ["vectors", "derive"],
     ["runs", "list"], ["runs", "delete"], ["global", "set"], ["global", "get"],

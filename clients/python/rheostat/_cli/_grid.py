@@ -1,0 +1,99 @@
+"""A sweep's grid as text: shaded cells that fit a terminal, or a table of numbers.
+
+The last layer is at the top, as in `SweepResult.heatmap`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._sweeps.result import Grid, SweepResult
+
+_SHADES = " ░▒▓█"
+"""From no effect to the largest effect of the grid."""
+_PENDING, _SKIPPED, _WITHIN_NOISE = "·", "-", "~"
+_BLUE, _RED, _PLAIN = "\x1b[34m", "\x1b[31m", "\x1b[0m"
+"""Above and below the unchanged prompts, as in the heatmap."""
+_TICK = 5
+_WIDEST = 14
+"""Most characters of a column's head in a table."""
+
+
+def shaded(result: SweepResult, width: int, height: int, grade: str | None = None) -> list[str]:
+    """At most ``height`` lines of at most ``width`` characters, with colours.
+
+    If the grid is larger, a character stands for the largest effect of several cells.
+    """
+    names = result.site_labels
+    margin = max(map(len, names), default=0) + 1
+    effects = result.array(grade) - result.base(grade)
+    skipped = np.zeros(effects.shape, np.bool_)
+    skipped.flat[list(result.skipped)] = True
+    rows, columns = effects.shape
+    room = max(width - margin, 1)
+    cell = 2 if 0 < 2 * columns <= room else 1
+    tall = max(-(-rows // max(height - 1, 1)), 1)
+    wide = max(-(-columns // room), 1)
+    reach = float(np.nanmax(np.abs(effects), initial=0.0)) or 1.0
+    lines = []
+    for top in range(rows - 1, -1, -tall):
+        bottom = max(top - tall + 1, 0)
+        line = "".join(
+            _cell(effects[bottom : top + 1, at], skipped[bottom : top + 1, at], reach, cell)
+            for at in (slice(start, start + wide) for start in range(0, columns, wide))
+        )
+        lines.append(f"{names[bottom]:>{margin - 1}} {line}")
+    return [*lines, " " * margin + _axis(columns, wide, cell)[:room].rstrip()]
+
+
+def _cell(effects: Grid, skipped: npt.NDArray[np.bool_], reach: float, cell: int) -> str:
+    """One character, repeated, for some cells."""
+    if np.isnan(effects).all():
+        return (_SKIPPED if skipped.all() else _PENDING) * cell
+    effect = float(effects.flat[np.nanargmax(np.abs(effects))])
+    shade = _SHADES[round((len(_SHADES) - 1) * abs(effect) / reach)]
+    return f"{_BLUE if effect > 0 else _RED}{shade * cell}{_PLAIN}" if shade != " " else " " * cell
+
+
+def _axis(columns: int, wide: int, cell: int) -> str:
+    """Numbers of columns below the grid, from the left edge of each."""
+    line = ""
+    for number in range(0, columns, _TICK * wide):
+        at = number // wide * cell
+        if len(line) <= at:
+            line = line.ljust(at) + str(number)
+    return line
+
+
+def table(result: SweepResult, grade: str | None = None) -> list[str]:
+    """A line for each site and a number for each column.
+
+    Signs stand for cells within the noise and for those without a value. A cell that zoom has left
+    out is blank.
+    """
+    values = result.array(grade)
+    heads = [_short(label) for label in result.labels]
+    cells = [
+        [_number(result, row, column, float(values[row, column])) for column in range(len(heads))]
+        for row in range(len(values))
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    names = result.site_labels
+    margin = max(map(len, names), default=0)
+    lines = [
+        f"{name:>{margin}}  "
+        + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for name, line in zip(["", *reversed(names)], [heads, *reversed(cells)], strict=True)
+    ]
+    return [line.rstrip() for line in lines]
+
+
+def _number(result: SweepResult, row: int, column: int, value: float) -> str:
+    if np.isnan(value):
+        return _SKIPPED if row * len(result.columns) + column in result.skipped else ""
+    return _WITHIN_NOISE if result.below_noise[row, column] else f"{value:.2f}"
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _WIDEST else f"{label[: _WIDEST - 3]}..."
