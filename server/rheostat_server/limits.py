@@ -321,6 +321,10 @@ WAITING_UPDATES = 16
 UNREAD_ANSWERS = 1024
 """Most answers to a session's messages that may wait for its client to read them."""
 
+UNREAD_SECONDS = 600.0
+"""Seconds for which a client of Sweep, Lens or ReadRun may leave a message unread. Meanwhile the
+call holds runs, memory or one of few places."""
+
 WAITING_REQUESTS = 1024
 """Samples that may wait beside the running samples."""
 

@@ -7,6 +7,8 @@ from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.lens.attribution import attribute
 from rheostat_server.lens.lens import Lenses
+from rheostat_server.limits import UNREAD_SECONDS
+from rheostat_server.tasks.unread import while_read
 from rheostat_wire.v1 import lens_service_pb2, lens_service_pb2_grpc
 
 
@@ -23,8 +25,8 @@ class LensService(lens_service_pb2_grpc.LensServiceServicer):
     ) -> AsyncGenerator[lens_service_pb2.LensResponse, None]:
         """Reads the rows of a prompt."""
         responses = self._lenses.lens(request, self._readiness.manager())
-        async with aclosing(responses):
-            async for response in responses:
+        async with aclosing(while_read(responses, UNREAD_SECONDS)) as read:
+            async for response in read:
                 yield response
 
     async def Attribute(

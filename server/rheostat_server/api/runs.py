@@ -1,6 +1,7 @@
 """RunService: stored runs. A call makes one, or a request by a capture into a run."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.delivery.run_messages import run_chunks
 from rheostat_server.derivation.captured_run import capture_run
 from rheostat_server.errors import NotSupported, RunIncomplete
+from rheostat_server.limits import UNREAD_SECONDS
 from rheostat_server.message_parts import MessageParts
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.runs.positions import absolute_positions, row_indices
@@ -25,6 +27,7 @@ from rheostat_server.runs.upload import receive_run
 from rheostat_server.selectors.sites import resolve_sites, to_wire
 from rheostat_server.selectors.spans import runs as runs_of
 from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.unread import while_read
 from rheostat_server.validation import known_enum, no_repeats
 from rheostat_wire.v1 import run_pb2, run_service_pb2, run_service_pb2_grpc, tensor_pb2
 
@@ -73,18 +76,10 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
         self, request: run_service_pb2.ReadRunRequest, context: Context
     ) -> AsyncGenerator[MessageParts, None]:
         """Sends rows of a run."""
-        manager = self._readiness.manager()
-        form = Form(_encoding(request))
-        validation.matches(request.run_id, RUN_ID, "run_id")
-        run = manager.runs.hold(request.run_id, "run_id")
-        try:
-            sites = _sites_of(request, run, manager)
-            at = await offload(_weight(run) + request.ByteSize(), _positions_of, request, run)
-            for chunk in run_chunks(run, sites, at):
-                rows = await offload(chunk.nbytes, chunk.encoded, form)
-                yield rows.as_field(_pb.ReadRunResponse.CAPTURED_FIELD_NUMBER)
-        finally:
-            manager.runs.release(run)
+        rows = _rows(request, self._readiness.manager())
+        async with aclosing(while_read(rows, UNREAD_SECONDS)) as messages:
+            async for message in messages:
+                yield message
 
     async def ListRuns(
         self, request: run_service_pb2.ListRunsRequest, context: Context
@@ -118,6 +113,23 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
         given = request.lease if request.HasField("lease") else None
         run = runs.renew(request.run_id, lease_seconds(given, "lease"), "run_id")
         return _pb.RenewLeaseResponse(run=await offload(_weight(run), _to_wire, run))
+
+
+async def _rows(
+    request: run_service_pb2.ReadRunRequest, manager: RequestManager
+) -> AsyncGenerator[MessageParts, None]:
+    """The requested rows of a run, which is in use until the generator ends."""
+    form = Form(_encoding(request))
+    validation.matches(request.run_id, RUN_ID, "run_id")
+    run = manager.runs.hold(request.run_id, "run_id")
+    try:
+        sites = _sites_of(request, run, manager)
+        at = await offload(_weight(run) + request.ByteSize(), _positions_of, request, run)
+        for chunk in run_chunks(run, sites, at):
+            rows = await offload(chunk.nbytes, chunk.encoded, form)
+            yield rows.as_field(_pb.ReadRunResponse.CAPTURED_FIELD_NUMBER)
+    finally:
+        manager.runs.release(run)
 
 
 def _find(run_id: str, runs: RunStore) -> Run:

@@ -5,7 +5,9 @@ from contextlib import aclosing
 
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
+from rheostat_server.limits import UNREAD_SECONDS
 from rheostat_server.sweeps.sweep import Sweeps
+from rheostat_server.tasks.unread import while_read
 from rheostat_wire.v1 import sweep_service_pb2, sweep_service_pb2_grpc
 
 
@@ -22,6 +24,6 @@ class SweepService(sweep_service_pb2_grpc.SweepServiceServicer):
     ) -> AsyncGenerator[sweep_service_pb2.SweepResponse, None]:
         """Runs a grid of replacements."""
         events = self._sweeps.sweep(request, self._readiness.manager())
-        async with aclosing(events) as responses:
+        async with aclosing(while_read(events, UNREAD_SECONDS)) as responses:
             async for response in responses:
                 yield response

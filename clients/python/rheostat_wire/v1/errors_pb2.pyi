@@ -146,7 +146,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_RESPONSE_OVERFLOW: _Reason.ValueType  # 86
     """RESOURCE_EXHAUSTED. The caller reads more slowly than tokens are generated, and what waits for it
     fills Limits.request_buffer_bytes, or more than its share of Limits.buffer_bytes. Metadata
-    "bytes" counts what waited.
+    "bytes" counts what waited. Or it left a message of Sweep, Lens or ReadRun unread for 10 minutes.
     """
     REASON_CURSOR_EXPIRED: _Reason.ValueType  # 100
     """OUT_OF_RANGE. A sequence number fell out of the replay window. Metadata "oldest"."""
@@ -299,7 +299,7 @@ Metadata "rows" counts the lost ones.
 REASON_RESPONSE_OVERFLOW: Reason.ValueType  # 86
 """RESOURCE_EXHAUSTED. The caller reads more slowly than tokens are generated, and what waits for it
 fills Limits.request_buffer_bytes, or more than its share of Limits.buffer_bytes. Metadata
-"bytes" counts what waited.
+"bytes" counts what waited. Or it left a message of Sweep, Lens or ReadRun unread for 10 minutes.
 """
 REASON_CURSOR_EXPIRED: Reason.ValueType  # 100
 """OUT_OF_RANGE. A sequence number fell out of the replay window. Metadata "oldest"."""

@@ -1,0 +1,45 @@
+"""Calls whose client does not read."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from rheostat_server.errors import ResponseOverflow
+from rheostat_server.tasks.interruption import Interruption
+from rheostat_server.tasks.unread import while_read
+
+
+async def responses(log: list[str], count: int) -> AsyncGenerator[int, None]:
+    try:
+        for number in range(count):
+            yield number
+    finally:
+        log.append("ended")
+
+
+async def test_a_message_that_nobody_reads_ends_the_call() -> None:
+    log: list[str] = []
+    interruption = Interruption()
+    with pytest.raises(ResponseOverflow, match="unread for 0.05 s"):
+        async with aclosing(while_read(responses(log, 3), 0.05)) as messages:
+            async for _ in messages:
+                with interruption:
+                    await asyncio.Event().wait()
+    assert log == ["ended"]
+
+
+async def test_messages_that_are_read_in_time_come_whole() -> None:
+    log: list[str] = []
+    interruption = Interruption()
+    got = []
+    async with aclosing(while_read(responses(log, 5), 0.2)) as messages:
+        async for message in messages:
+            got.append(message)
+            with interruption:
+                await asyncio.sleep(0.06)
+    assert (got, log) == ([0, 1, 2, 3, 4], ["ended"])
+    await asyncio.sleep(0.25)  # no timer is left that could end a later write
+    with interruption:
+        await asyncio.sleep(0)
