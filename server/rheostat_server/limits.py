@@ -134,6 +134,9 @@ SWEEP_COLUMNS = 4096
 SWEEP_CELLS = 65_536
 """Most cells of a sweep."""
 
+SWEEP_VALUES = 1 << 18
+"""Most grades of all cells of a sweep together, which its summary lists."""
+
 SWEEP_TOKENS = 1 << 20
 """Most tokens of all prompts of a sweep together."""
 

@@ -13,7 +13,13 @@ import numpy.typing as npt
 from rheostat_engine import ModelSites, Site
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField
-from rheostat_server.limits import DONE_RUNS, SWEEP_CELLS, ZOOM_PEAKS
+from rheostat_server.limits import (
+    DONE_RUNS,
+    SWEEP_CELLS,
+    SWEEP_REQUESTS,
+    SWEEP_VALUES,
+    ZOOM_PEAKS,
+)
 from rheostat_server.selectors.sites import refuse_what_is_no_stream, resolve_sites
 from rheostat_server.selectors.spans import runs
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2
@@ -80,17 +86,23 @@ def _window(site: Site, width: int, model: ModelSites) -> tuple[Site, ...]:
     return tuple(one for one in around if model.supports(one) is None)
 
 
-def check_size(cells: int, requests_per_cell: int, limit: int) -> None:
+def check_size(cells: int, grades: int, requests_per_cell: int) -> None:
     """Checks the size of a grid.
 
     Raises:
-        InvalidValue: it has too many cells, or they need too many requests.
+        InvalidValue: it has too many cells or values, or they need too many requests.
     """
     validation.check_count(cells, SWEEP_CELLS, "sites", "cells")
-    if cells * requests_per_cell > limit:
+    if cells * grades > SWEEP_VALUES:
         raise InvalidValue(
-            f"{cells} cells of {requests_per_cell} requests each; at most {limit} requests are "
-            "allowed: sweep fewer sites, positions or pairs in a call",
+            f"{cells} cells of {grades} grades each; at most {SWEEP_VALUES} values are allowed: "
+            "sweep fewer sites or positions in a call, or give fewer grades",
+            field="grades",
+        )
+    if cells * requests_per_cell > SWEEP_REQUESTS:
+        raise InvalidValue(
+            f"{cells} cells of {requests_per_cell} requests each; at most {SWEEP_REQUESTS} "
+            "requests are allowed: sweep fewer sites, positions or pairs in a call",
             field="sites",
         )
 

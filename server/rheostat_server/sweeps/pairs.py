@@ -15,6 +15,7 @@ from rheostat_server import validation
 from rheostat_server.admission.admit import AdmittedRequest, admit
 from rheostat_server.errors import InvalidPosition, InvalidValue, MissingField, RheostatError
 from rheostat_server.limits import (
+    ID_BYTES,
     NOISES,
     SWEEP_COLUMNS,
     SWEEP_PAIRS,
@@ -77,6 +78,11 @@ class Pair:
     """The positions of each column, in the clean prompt."""
 
     @property
+    def token_count(self) -> int:
+        """Tokens of the clean prompt and of its first corrupt version."""
+        return sum(one.prompt_len for one in (self.clean, *self.corrupt[:1]))
+
+    @property
     def bases(self) -> tuple[AdmittedRequest, ...]:
         """The prompts in which cells are run. A cell is averaged over them."""
         return (self.clean,) * max(1, len(self.corrupt)) if self.into_clean else self.corrupt
@@ -132,6 +138,7 @@ def _check_labels(request: sweep_service_pb2.SweepRequest) -> None:
     for index, label in enumerate(request.group_labels):
         if not label:
             raise MissingField("a label is required", field=f"{path}[{index}]")
+        validation.text_bytes(label, ID_BYTES, f"{path}[{index}]")
     if request.group_labels and request.HasField("where"):
         raise InvalidValue(
             "the columns are groups, whose positions are in the pairs: leave where out",

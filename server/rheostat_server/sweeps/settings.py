@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue
-from rheostat_server.limits import BASELINES, REPLACED_ROWS, SWEEP_REQUESTS, VECTOR_BYTES
+from rheostat_server.limits import BASELINES, REPLACED_ROWS, VECTOR_BYTES
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.runs.targets import lease_seconds
 from rheostat_server.selectors.selection import EVERYTHING, typical_context
@@ -84,7 +84,7 @@ async def resolve(
     labels = column_labels(request, pairs)
     grid = Grid(rows, len(labels))
     each = sum(len(pair.bases) * len(pair.answers.questions) for pair in pairs)
-    check_size(grid.cells, each, SWEEP_REQUESTS)
+    check_size(grid.cells, len(grades), each)
     _check_rows(grid, pairs, manager)
     settings = Settings(
         grid,

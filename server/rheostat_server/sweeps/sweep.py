@@ -32,6 +32,7 @@ from rheostat_server.errors import (
     Draining,
     DuplicateRequest,
     EngineLost,
+    NonFinite,
     QueueFull,
     Resource,
     ResourceExhausted,
@@ -84,6 +85,9 @@ _pb = sweep_service_pb2
 
 _EVENTS = 256
 """Events that wait for a slow reader. Then no further cells start."""
+
+_TOKEN_BYTES = 16
+"""Bytes that `offload` counts for a token of a prompt that the first event lists."""
 
 _TURN = 0.002
 """Seconds after which a cell in the background looks again whether requests wait."""
@@ -166,7 +170,15 @@ class Sweeps:
             sweep = _Sweep(settings, pairs, runs, manager)
             kept = False
             try:
-                yield _pb.SweepResponse(started=_started(request_id, settings, pairs, labels))
+                started = await offload(
+                    _TOKEN_BYTES * sum(pair.token_count for pair in pairs),
+                    _started,
+                    request_id,
+                    settings,
+                    pairs,
+                    labels,
+                )
+                yield _pb.SweepResponse(started=started)
                 async with aclosing(_streamed(sweep.run)) as events:
                     async for event in events:
                         yield event
@@ -236,10 +248,10 @@ def _started(
     request_id: str, settings: Settings, pairs: Sequence[Pair], labels: Sequence[str]
 ) -> sweep_pb2.SweepStarted:
     grid, zoom = settings.grid, settings.zoom
-    cells = int((~settings.done).sum()) if zoom is None else len(zoom.coarse(grid))
+    coarse = range(grid.cells) if zoom is None else zoom.coarse(grid)
     return sweep_pb2.SweepStarted(
         request_id=request_id,
-        cell_count=cells,
+        cell_count=int((~settings.done[list(coarse)]).sum()),
         rows=[to_wire(row.site) for row in grid.rows],
         columns=labels,
         pairs=map(_resolved_pair, pairs),
@@ -374,8 +386,7 @@ class _Sweep:
         if any(grade.metric == sweep_pb2.METRIC_KL for grade in self._settings.grades):
             self._references[index] = (await self._answered(pair.clean, pair)).last_row
         for prompt in pair.corrupt if pair.into_clean else (pair.clean,):
-            values = await self._metrics(await self._answered(prompt, pair), index)
-            self._progress.other[index].append(values)
+            self._progress.other[index].append(await self._unchanged(prompt, index))
 
     def _baselines(self) -> list[_Work]:
         """The unchanged prompts: the first noise's again and again, and each further noise's once.
@@ -413,13 +424,13 @@ class _Sweep:
         progress, pair = self._progress, self._pairs[work.pair]
         base = pair.bases[work.noise]
         if work.cell is None:
-            values = await self._metrics(await self._answered(base, pair), work.pair)
+            values = await self._unchanged(base, work.pair)
             progress.repeats[work.pair][work.noise].append(values)
             progress.waiting_baselines -= 1
             if not progress.waiting_baselines:
                 self._set_scales()
                 for index in progress.held_back:
-                    await put(self._scored(index))
+                    await self._finish(index, put)
                 progress.held_back.clear()
             return
         cell = progress.cells[work.cell]
@@ -443,7 +454,13 @@ class _Sweep:
         if progress.waiting_baselines:
             progress.held_back.append(work.cell)
         else:
-            await put(self._scored(work.cell))
+            await self._finish(work.cell, put)
+
+    async def _finish(self, index: int, put: _Put) -> None:
+        """Scores a complete cell, and puts it unless the client has it."""
+        event = self._scored(index)
+        if not self._settings.done[index]:
+            await put(event)
 
     async def _changed(self, base: AdmittedRequest, work: _Work) -> AdmittedRequest:
         """The request of a cell in a prompt."""
@@ -478,6 +495,19 @@ class _Sweep:
         readings = [one.reading for one in several]
         return _Answered(dict(zip(pair.answers.questions, readings, strict=True)), readers)
 
+    async def _unchanged(self, prompt: AdmittedRequest, number: int) -> Values:
+        """[grades]: the numbers of an unchanged prompt of a pair.
+
+        Raises:
+            RheostatError: it cannot run, or has no finite number. The error names the pair.
+        """
+        pair = self._pairs[number]
+        try:
+            return await self._metrics(await self._answered(prompt, pair), number)
+        except NonFinite as error:
+            error.field = pair.path
+            raise
+
     async def _ask_and_read(
         self, prompt: AdmittedRequest, question: Question, request_id: str, manager: RequestManager
     ) -> tuple[Asked, dict[int, RowReader]]:
@@ -491,7 +521,11 @@ class _Sweep:
         return asked, readers
 
     async def _metrics(self, answered: _Answered, pair: int) -> Values:
-        """[grades]: the numbers of a prompt that was asked."""
+        """[grades]: the numbers of a prompt that was asked.
+
+        Raises:
+            NonFinite: one is not finite.
+        """
         values = np.empty(len(self._settings.grades))
         for number, grade in enumerate(self._settings.grades):
             reader = answered.readers.get(number)
@@ -505,6 +539,11 @@ class _Sweep:
                 assert grade.metric is not None
                 answers = self._pairs[pair].answers
                 values[number] = answers.value(grade.metric, answered.readings)
+            if not np.isfinite(values[number]):
+                raise NonFinite(
+                    f"{grade.name} is {values[number]}: the model gives the answer no probability, "
+                    "or its numbers overflow"
+                )
         return values
 
     async def _asked(self, ask_as: Callable[[str, RequestManager], Coroutine[None, None, T]]) -> T:

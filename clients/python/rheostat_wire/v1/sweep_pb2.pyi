@@ -446,7 +446,9 @@ class SweepStarted(_message.Message):
     request_id: _builtins.str
     """The id, given or made."""
     cell_count: _builtins.int
-    """Cells to come; with zoom, those of the coarse grid. SweepPhase says of more."""
+    """Cells to come, without those that are done; with zoom, those of the coarse grid. SweepPhase says
+    of more.
+    """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
         """The rows: each cell's own site, by point, then layer."""
@@ -527,7 +529,7 @@ class AlignedPrompts(_message.Message):
     """Tokens that both end with, beyond the prefix."""
     @_builtins.property
     def unaligned(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionRun]:
-        """Positions of the prompt that is run without a partner."""
+        """Positions of the clean prompt without a partner in the corrupt one."""
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rheostat_server.engine.backend import Delta, Job, QueueStats
 from rheostat_server.errors import EngineLost, QueueFull
 from rheostat_server.requests import manager
 from rheostat_server.requests.manager import RequestManager
+from rheostat_server.sweeps import grid as grids
 from rheostat_server.sweeps import sweep as sweeps
 from rheostat_wire.v1 import (
     replace_pb2,
@@ -37,6 +39,7 @@ from .patched import (
     CLEAN,
     CORRUPT,
     POST,
+    RIGHT,
     WRONG,
     Code,
     PatchedBackend,
@@ -383,6 +386,65 @@ async def test_zoom_announces_what_it_adds(starter) -> None:
     assert summary.grades[0].peak == 5
 
 
+async def test_zoom_sends_no_cell_that_is_done(starter) -> None:
+    running = await starter(PatchedBackend())
+    ids = [20 + i for i in range(9)]
+    one = pair(prompt=prompt(*ids), corrupt=prompt(*ids[:5], 99, *ids[6:]))
+    zoom = sweep_pb2.Zoom(layer_stride=2, column_stride=4, layer_radius=1, column_radius=1)
+    cells, _ = await swept(running, order(one, zoom=zoom))
+    indices = sorted(cells)
+    # Two coarse cells and a fine one.
+    kept = [0, 4, next(index for index in indices if index not in (0, 4, 8, 18, 22, 26))]
+    done = [sweep_pb2.CellRun(start=index, count=1) for index in kept]
+    request = order(one, zoom=zoom, done=done)
+    started, *events, _ = await rest(running.client.sweep.Sweep(request))
+    sent = [event.cell.index for event in events if event.HasField("cell")]
+    (phase,) = (event.phase for event in events if event.HasField("phase"))
+    assert sorted([*sent, *kept]) == indices
+    assert started.started.cell_count + phase.added_cell_count == len(sent)
+
+
+@dataclass
+class OddBackend(PatchedBackend):
+    """Gives tokens from `odd` on other log-probabilities, of replaced prompts or of all."""
+
+    odd: int = WRONG
+    logprob: float = math.nan
+    replaced_only: bool = True
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        async for delta in super().generate(job):
+            only = job.sampling.only_token
+            if only is not None and only >= self.odd and (job.plan.acts or not self.replaced_only):
+                delta.logprobs[0].token.logprob = self.logprob
+            yield delta
+
+
+async def test_a_cell_whose_answer_is_no_number_has_an_error(starter) -> None:
+    running = await starter(OddBackend(odd=RIGHT))
+    cells, summary = await swept(running, order())
+    assert {cell.error.code for cell in cells.values()} == {Code.INVALID_ARGUMENT.value[0]}
+    assert all("METRIC_LOGPROB is nan" in cell.error.message for cell in cells.values())
+    assert sum(one.count for one in summary.missing) == len(cells)
+
+
+async def test_a_prompt_whose_answer_is_no_number_ends_the_sweep(starter) -> None:
+    running = await starter(OddBackend(odd=RIGHT, replaced_only=False))
+    refusal = await refused(running, order())
+    assert (refusal.reason, refusal.field) == ("REASON_NON_FINITE", "pairs[0]")
+    await settled(running)
+
+
+async def test_an_answer_without_probability_has_no_logarithm(starter) -> None:
+    running = await starter(OddBackend(odd=20, logprob=-math.inf, replaced_only=False))
+    one = pair(answer=answer((20,)))
+    cells, _ = await swept(running, order(one, grades=[grade("PROBABILITY")]))
+    assert all(list(cell.values) == [0.0] for cell in cells.values())
+    refusal = await refused(running, order(one, grades=[grade("PROBABILITY"), grade()]))
+    assert (refusal.reason, refusal.field) == ("REASON_NON_FINITE", "pairs[0]")
+    assert "METRIC_LOGPROB is -inf" in refusal.message
+
+
 REFUSED = {
     "no pair": (lambda: order().__class__(sites=site_set(POST), grades=[grade()]), "pairs"),
     "no grade": (lambda: order(grades=[]), "grades"),
@@ -488,6 +550,10 @@ REFUSED = {
         lambda: order(pair(groups=[selector(window(0, 1))])),
         "pairs[0].groups",
     ),
+    "long label": (
+        lambda: order(pair(groups=[selector(window(0, 1))]), group_labels=["a" * 129]),
+        "group_labels[0]",
+    ),
     "repeated labels": (lambda: order(group_labels=["a", "a"]), "group_labels"),
     "other columns": (lambda: order(pair(), pair(prompt=prompt(1, 2))), "pairs[1].prompt"),
     "large alpha": (lambda: order(alpha=1.5), "alpha"),
@@ -524,6 +590,15 @@ async def test_bad_requests_are_refused_by_field(starter, name) -> None:
     assert refusal.code in (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.NOT_FOUND)
     assert refusal.brief[2] == path
     await settled(running)
+
+
+async def test_values_of_all_cells_are_limited(starter, monkeypatch) -> None:
+    monkeypatch.setattr(grids, "SWEEP_VALUES", 2 * LAYERS)
+    running = await starter(PatchedBackend())
+    where = selector(window(0, 1))
+    await swept(running, order(where=where, grades=[grade(), grade("RANK")]))
+    refusal = await refused(running, order(where=where, grades=[grade()] * 3))
+    assert (refusal.reason, refusal.field) == ("REASON_INVALID_VALUE", "grades")
 
 
 async def test_an_id_is_taken_while_its_sweep_runs(starter) -> None:
