@@ -341,9 +341,9 @@ class Engine:
             del request.done[:]
             request.done.extend(found.done)
             await sleep(RESUME_AFTER)
-        if ids := found.clean_token_ids:
+        if not request.group_labels:
             with suppress(Refused):  # a server without a tokenizer
-                pieces = (await self.tokenize(ids)).pieces
+                pieces = (await self.tokenize(found.clean_token_ids)).pieces
                 found.tokens = tuple(pieces[int(column)] for column in found.columns)
         result = found.result()
         if watcher is not None:

@@ -55,7 +55,13 @@ class SweepAccumulator:
     @property
     def done(self) -> list[sweep_pb2.CellRun]:
         """The cells that need not come again."""
-        return [sweep_pb2.CellRun(start=index, count=1) for index in sorted(self._cells)]
+        runs: list[sweep_pb2.CellRun] = []
+        for index in sorted(self._cells):
+            if runs and runs[-1].start + runs[-1].count == index:
+                runs[-1].count += 1
+            else:
+                runs.append(sweep_pb2.CellRun(start=index, count=1))
+        return runs
 
     @property
     def count(self) -> int:
@@ -64,12 +70,8 @@ class SweepAccumulator:
 
     @property
     def clean_token_ids(self) -> list[int]:
-        """Tokens of the first clean prompt, if the columns are its positions; else none."""
-        started = self._begun()
-        columns = [*started.columns]
-        if not all(name.isdecimal() for name in columns):
-            return []
-        return list(started.pairs[0].clean_token_ids.ids)
+        """Tokens of the first clean prompt."""
+        return list(self._begun().pairs[0].clean_token_ids.ids)
 
     @property
     def columns(self) -> list[str]:
@@ -80,6 +82,8 @@ class SweepAccumulator:
         """Take the next event."""
         match message.WhichOneof("event"):
             case "started":
+                if self._cells:
+                    _check_same(self._begun(), message.started)
                 self._started = message.started
                 self._expected = len(self._cells) + message.started.cell_count
                 self._tell()
@@ -162,6 +166,23 @@ class SweepAccumulator:
         site = read_site(self._begun().rows[cell.row])
         column = self._begun().columns[cell.column]
         self._on_cell(Cell(cell.index, site, column, cell.values[0], cell.standard_errors[0]))
+
+
+def _check_same(before: sweep_pb2.SweepStarted, now: sweep_pb2.SweepStarted) -> None:
+    """Refuses to add cells of another grid to those that have come.
+
+    Raises:
+        ServerError: the server has another model or tokenizer now.
+    """
+    same = all(
+        list(getattr(before, field)) == list(getattr(now, field))
+        for field in ("rows", "columns", "pairs")
+    )
+    if not same:
+        raise ServerError(
+            "a sweep broke, and the server that took it up has other rows, columns or tokens: its "
+            "model has changed. Run the sweep again"
+        )
 
 
 def _read_pair(pair: sweep_pb2.ResolvedPair) -> ResolvedPair:

@@ -1,5 +1,7 @@
 """Sweeps of both clients: the request, the result, and broken calls."""
 
+import dataclasses
+
 import grpc
 import numpy as np
 import pytest
@@ -167,6 +169,38 @@ def test_a_broken_call_is_taken_up(server, client, monkeypatch) -> None:
     got = sweep(client, PAIR)
     assert got.array().tolist() == [[1.0, 3.0, 4.0], [5.0, 2.0, 6.0]]
     assert [(one.start, one.count) for one in asked(server).done] == [(0, 1), (4, 1)]
+
+
+def test_cells_that_came_are_named_in_runs(server, client, monkeypatch) -> None:
+    for module in (sync_engine, aio):
+        monkeypatch.setattr(module, "RESUME_AFTER", 0.01)
+    gone = Refusal(Code.UNAVAILABLE, "the front end died")
+    server.on("Tokenize", texts)
+    first = [started(), cell(4, 2.0), cell(1, 3.0), cell(0, 1.0), cell(2, 4.0), gone]
+    server.on("Sweep", first, [started(2), cell(3, 5.0), cell(5, 6.0), summary()])
+    sweep(client, PAIR)
+    assert [(one.start, one.count) for one in asked(server).done] == [(0, 3), (4, 1)]
+
+
+@pytest.mark.parametrize("what", ["rows", "columns", "pairs"])
+def test_a_server_with_another_model_takes_no_sweep_up(server, client, monkeypatch, what) -> None:
+    for module in (sync_engine, aio):
+        monkeypatch.setattr(module, "RESUME_AFTER", 0.01)
+    gone = Refusal(Code.UNAVAILABLE, "the server ended")
+    other = started(5)
+    del getattr(other.started, what)[-1]
+    server.on("Tokenize", texts)
+    server.on("Sweep", [started(), cell(0, 1.0), gone], [other, cell(1, 3.0), summary()])
+    with pytest.raises(rheostat.ServerError, match="other rows, columns or tokens"):
+        sweep(client, PAIR)
+
+
+def test_groups_with_numbers_for_names_are_no_positions(server, client) -> None:
+    server.on("Tokenize", texts)
+    server.on("Sweep", [started(), *(cell(i, 1.0) for i in range(6)), summary()])
+    everywhere = {str(number): rheostat.positions(0) for number in range(3)}
+    got = sweep(client, dataclasses.replace(PAIR, groups=everywhere))
+    assert (got.columns, got.tokens) == (("0", "1", "2"), ())
 
 
 def test_a_call_that_breaks_again_and_again_fails(server, client, monkeypatch) -> None:

@@ -22,11 +22,15 @@ async def responses(log: list[str], count: int) -> AsyncGenerator[int, None]:
 async def test_a_message_that_nobody_reads_ends_the_call() -> None:
     log: list[str] = []
     interruption = Interruption()
-    with pytest.raises(ResponseOverflow, match="unread for 0.05 s"):
+
+    async def write() -> None:
         async with aclosing(while_read(responses(log, 3), 0.05)) as messages:
             async for _ in messages:
                 with interruption:
                     await asyncio.Event().wait()
+
+    with pytest.raises(ResponseOverflow, match=r"unread for 0\.05 s"):
+        await write()
     assert log == ["ended"]
 
 
