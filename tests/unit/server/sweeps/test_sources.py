@@ -10,8 +10,7 @@ from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.errors import QueueFull
 from rheostat_server.limits import POINTS, RANGES, REQUEST_RANGES
 from rheostat_server.requests import manager
-from rheostat_server.sweeps import sources
-from rheostat_server.sweeps import sweep as sweeps
+from rheostat_server.sweeps import measurements, sources
 from rheostat_wire.v1 import (
     replace_pb2,
     run_service_pb2,
@@ -115,7 +114,7 @@ async def test_positions_that_a_run_lacks_are_errors_of_their_cells(starter) -> 
 async def test_a_run_that_was_replaced_meanwhile_is_refused(starter, monkeypatch) -> None:
     running = await starter(PatchedBackend())
     await put_run(running, np.array([1.0, 20.0, 3.0, 4.0]), CORRUPT)
-    sources_of = sweeps.sources_of
+    sources_of = measurements.sources_of
 
     async def later(*args: object) -> object:
         if not running.manager.runs.delete("up", ""):
@@ -123,7 +122,7 @@ async def test_a_run_that_was_replaced_meanwhile_is_refused(starter, monkeypatch
         await put_run(running, np.array([1.0, 20.0, 3.0]), CORRUPT[:3])
         return await sources_of(*args)
 
-    monkeypatch.setattr(sweeps, "sources_of", later)
+    monkeypatch.setattr(measurements, "sources_of", later)
     request = order(pair(run_id="up"), direction=sweep_pb2.SWEEP_DIRECTION_NOISE)
     refusal = await refused(running, request)
     assert (refusal.reason, refusal.field) == ("REASON_RUN_NOT_FOUND", "pairs[0].run_id")

@@ -2,37 +2,27 @@
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from rheostat_server.admission.admit import AdmittedRequest
-from rheostat_server.engine.backend import Delta, Job, QueueStats
-from rheostat_server.errors import EngineLost, QueueFull
-from rheostat_server.requests import manager
-from rheostat_server.requests.manager import RequestManager
-from rheostat_server.sweeps import grid as grids
+from rheostat_server.engine.backend import Delta, Job
+from rheostat_server.errors import EngineLost
 from rheostat_server.sweeps import sweep as sweeps
 from rheostat_wire.v1 import (
     replace_pb2,
     run_service_pb2,
-    selector_pb2,
     sweep_pb2,
-    tensor_pb2,
     types_pb2,
-    vector_pb2,
 )
 
 from ..conftest import rest
 from ..fakes import (
     LAYERS,
-    VOCABULARY,
-    WIDTH,
 )
-from ..messages import GENERATED, selector, site_set, token_range, window
+from ..messages import selector, site_set, token_range, window
 from ..streams import settled, until
 from ..uploads import refusal_of
 from .patched import (
@@ -49,8 +39,6 @@ from .patched import (
     logprob,
     order,
     pair,
-    pb,
-    probe,
     prompt,
     refused,
     site,
@@ -209,98 +197,6 @@ async def test_what_is_done_is_not_run_again(starter) -> None:
     assert [(one.start, one.count) for one in summary.missing] == [(0, 5), (9, 1)]
 
 
-async def test_no_more_than_so_many_cells_run_at_once(starter) -> None:
-    free = asyncio.Event()
-
-    class Held(PatchedBackend):
-        """Begins no cell, as opposed to a prompt without a patch, until `free` is set."""
-
-        async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
-            self.room = free if job.plan.acts else None
-            async for delta in super().generate(job):
-                yield delta
-
-    backend = Held()
-    running = await starter(backend)
-    sweep = asyncio.create_task(swept(running, order(max_concurrent_cells=3)))
-    await until(lambda: backend.at_once == 3)
-    free.set()
-    await sweep
-    assert backend.most_at_once == 3
-
-
-async def test_cells_in_the_background_wait_while_requests_wait(starter, monkeypatch) -> None:
-    backend = PatchedBackend(waiting=1)
-    running = await starter(backend)
-    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
-    call = running.client.sweep.Sweep(order())
-    await call.read()
-    await asyncio.sleep(0.05)
-    assert not backend.asked
-    backend.waiting = 0
-    assert len(await rest(call)) == LAYERS * 4 + 1
-    backend.waiting = 1
-    await swept(running, order(priority=sweep_pb2.SWEEP_PRIORITY_NORMAL))
-
-
-async def test_an_old_report_of_an_idle_engine_stops_no_sweep(starter, monkeypatch) -> None:
-    running = await starter(PatchedBackend(waiting=1))
-    cells, _ = await swept(running, order())
-    assert len(cells) == LAYERS * 4
-    # Requests of others may stay open while the engine is idle, because nobody reads them.
-    monkeypatch.setattr(sweeps, "_STALE", 0.02)
-    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
-    old = QueueStats(waiting=1)
-    monkeypatch.setattr(PatchedBackend, "queue_stats", lambda _: old)
-    cells, _ = await swept(running, order(where=selector(window(0, 1))))
-    assert len(cells) == LAYERS
-
-
-async def test_cells_that_wait_take_turns_to_look_at_the_queue(starter, monkeypatch) -> None:
-    looks = Counter[str]()
-
-    def queue_stats(_: PatchedBackend) -> QueueStats:
-        looks["looks"] += 1
-        return QueueStats(waiting=1)
-
-    running = await starter(PatchedBackend())
-    monkeypatch.setattr(PatchedBackend, "queue_stats", queue_stats)
-    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
-    pairs = [pair() for _ in range(16)]
-    call = running.client.sweep.Sweep(order(*pairs, max_concurrent_cells=16))
-    await call.read()
-    await asyncio.sleep(0.1)
-    assert 2 < looks["looks"] <= 0.1 / sweeps._TURN + 2
-    call.cancel()
-
-
-async def test_cells_that_the_engine_has_no_room_for_try_again_one_by_one(
-    starter, monkeypatch
-) -> None:
-    backend = PatchedBackend()
-    running = await starter(backend)
-    attempts = Counter[str]()
-    full = True
-    check_queue = manager.check_queue
-
-    def refuse(admitted: AdmittedRequest, *args: int, **counts: int) -> None:
-        if full and admitted.sampling.only_token is not None:
-            attempts["refused"] += 1
-            raise QueueFull("full", retry_after=1.0)
-        check_queue(admitted, *args, **counts)
-
-    monkeypatch.setattr(manager, "check_queue", refuse)
-    pairs = [pair() for _ in range(16)]
-    request = order(*pairs, where=selector(window(0, 1)), max_concurrent_cells=16)
-    call = running.client.sweep.Sweep(request)
-    await call.read()
-    await until(lambda: attempts["refused"] > 0)
-    await asyncio.sleep(3 * sweeps._LATER)
-    assert 2 <= attempts["refused"] <= 5
-    full = False
-    assert len(await rest(call)) == LAYERS + 1
-
-
 async def test_a_client_that_goes_away_leaves_nothing(starter) -> None:
     backend = PatchedBackend(room=asyncio.Event())
     running = await starter(backend)
@@ -443,162 +339,6 @@ async def test_an_answer_without_probability_has_no_logarithm(starter) -> None:
     refusal = await refused(running, order(one, grades=[grade("PROBABILITY"), grade()]))
     assert (refusal.reason, refusal.field) == ("REASON_NON_FINITE", "pairs[0]")
     assert "METRIC_LOGPROB is -inf" in refusal.message
-
-
-REFUSED = {
-    "no pair": (lambda: order().__class__(sites=site_set(POST), grades=[grade()]), "pairs"),
-    "no grade": (lambda: order(grades=[]), "grades"),
-    "no sites": (lambda: pb.SweepRequest(pairs=[pair()], grades=[grade()]), "sites"),
-    "no prompt": (
-        lambda: order(sweep_pb2.SweepPair(answer=answer((1,)), corrupt=prompt(1))),
-        "pairs[0].prompt",
-    ),
-    "empty prompt": (lambda: order(pair(prompt=prompt())), "pairs[0].prompt.token_ids.ids"),
-    "no corruption": (
-        lambda: order(sweep_pb2.SweepPair(prompt=prompt(1), answer=answer((1,)))),
-        "pairs[0]",
-    ),
-    "unknown token": (
-        lambda: order(pair(corrupt=prompt(VOCABULARY))),
-        "pairs[0].corrupt.token_ids.ids[0]",
-    ),
-    "no answer": (lambda: order(pair(answer=answer())), "pairs[0].answer"),
-    "empty answer": (
-        lambda: order(pair(answer=answer(()))),
-        "pairs[0].answer.alternatives[0].ids",
-    ),
-    "repeated answer": (
-        lambda: order(pair(answer=answer((1,), (1,)))),
-        "pairs[0].answer.alternatives",
-    ),
-    "too long an answer": (
-        lambda: order(pair(answer=answer((1,) * 17))),
-        "pairs[0].answer.alternatives[0].ids",
-    ),
-    "no foil": (
-        lambda: order(pair(foil=answer()), grades=[grade("LOGIT_DIFFERENCE")]),
-        "pairs[0].foil",
-    ),
-    "no metric": (
-        lambda: order(grades=[sweep_pb2.Grade(token=sweep_pb2.TokenGrade())]),
-        "grades[0].token.metric",
-    ),
-    "probe without sites": (
-        lambda: order(grades=[probe(sites=None)]),
-        "grades[0].probe.probe.sites",
-    ),
-    "probe without vector": (
-        lambda: order(grades=[probe(vector=None)]),
-        "grades[0].probe.probe.read.vector",
-    ),
-    "probe of several sites": (
-        lambda: order(grades=[probe(sites=site_set(POST))]),
-        "grades[0].probe.probe.sites",
-    ),
-    "probe of zeros": (
-        lambda: order(grades=[probe(vector=[0.0] * WIDTH, normalise=vector_pb2.NORMALISE_COSINE)]),
-        "grades[0].probe.probe.read.vector",
-    ),
-    "narrow probe": (
-        lambda: order(grades=[probe(vector=[1.0])]),
-        "grades[0].probe.probe.read.vector.inline.shape",
-    ),
-    "threshold of nothing": (
-        lambda: order(grades=[probe(theta=0.5)]),
-        "grades[0].probe.probe.read.theta",
-    ),
-    "strange pool": (lambda: order(grades=[probe(pool=77)]), "grades[0].probe.pool"),
-    "probe of generated tokens": (
-        lambda: order(grades=[probe(where=selector(GENERATED))]),
-        "grades[0].probe.probe.where.include[0].phase",
-    ),
-    "probe behind the prompt": (
-        lambda: order(grades=[probe(where=selector(window(90, 91)))]),
-        "grades[0].probe.probe.where.include[0].positions",
-    ),
-    "recovered rank": (
-        lambda: order(grades=[grade("RANK", recovered=True)]),
-        "grades[0].recovered",
-    ),
-    "recovered from nothing": (
-        lambda: order(pair(zeros=replace_pb2.ZeroSource()), grades=[grade(recovered=True)]),
-        "pairs[0]",
-    ),
-    "nothing to denoise": (
-        lambda: order(
-            pair(zeros=replace_pb2.ZeroSource()), direction=sweep_pb2.SWEEP_DIRECTION_DENOISE
-        ),
-        "direction",
-    ),
-    "strange direction": (lambda: order(direction=77), "direction"),
-    "strange alignment": (lambda: order(alignment=77), "alignment"),
-    "strange priority": (lambda: order(priority=77), "priority"),
-    "no window": (lambda: order(layer_window=0), "layer_window"),
-    "large window": (lambda: order(layer_window=LAYERS + 1), "layer_window"),
-    "unknown layer": (lambda: order(sites=site_set(POST, layers=[99])), "sites.list.layers[0]"),
-    "empty where": (lambda: order(where=selector_pb2.Selector()), "where"),
-    "generated where": (lambda: order(where=selector(GENERATED)), "where"),
-    "where and groups": (
-        lambda: order(
-            pair(groups=[selector(window(0, 1))]),
-            group_labels=["a"],
-            where=selector(window(0, 1)),
-        ),
-        "where",
-    ),
-    "groups without labels": (
-        lambda: order(pair(groups=[selector(window(0, 1))])),
-        "pairs[0].groups",
-    ),
-    "long label": (
-        lambda: order(pair(groups=[selector(window(0, 1))]), group_labels=["a" * 129]),
-        "group_labels[0]",
-    ),
-    "repeated labels": (lambda: order(group_labels=["a", "a"]), "group_labels"),
-    "other columns": (lambda: order(pair(), pair(prompt=prompt(1, 2))), "pairs[1].prompt"),
-    "large alpha": (lambda: order(alpha=1.5), "alpha"),
-    "odd alpha": (lambda: order(alpha=math.nan), "alpha"),
-    "mask": (
-        lambda: order(
-            mask=replace_pb2.DimensionMask(dimensions=replace_pb2.Dimensions(dimensions=[WIDTH]))
-        ),
-        "mask.dimensions.dimensions",
-    ),
-    "weights": (
-        lambda: order(mask=replace_pb2.DimensionMask(weights=tensor_pb2.Tensor())),
-        "mask.weights.dtype",
-    ),
-    "no cells at once": (lambda: order(max_concurrent_cells=0), "max_concurrent_cells"),
-    "too many baselines": (lambda: order(baseline_count=65), "baseline_count"),
-    "done beyond the grid": (
-        lambda: order(done=[sweep_pb2.CellRun(start=11, count=2)]),
-        "done[0]",
-    ),
-    "nothing done": (lambda: order(done=[sweep_pb2.CellRun(start=1)]), "done[0]"),
-    "zoom": (lambda: order(zoom=sweep_pb2.Zoom(column_stride=1)), "zoom.layer_stride"),
-    "run": (lambda: order(pair(run_id="nobody")), "pairs[0].run_id"),
-    "id": (lambda: order(request_id="a b"), "request_id"),
-    "adapter": (lambda: order(lora_name="nobody"), "lora_name"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-async def test_bad_requests_are_refused_by_field(starter, name) -> None:
-    make, path = REFUSED[name]
-    running = await starter(PatchedBackend())
-    refusal = await refused(running, make())
-    assert refusal.code in (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.NOT_FOUND)
-    assert refusal.brief[2] == path
-    await settled(running)
-
-
-async def test_values_of_all_cells_are_limited(starter, monkeypatch) -> None:
-    monkeypatch.setattr(grids, "SWEEP_VALUES", 2 * LAYERS)
-    running = await starter(PatchedBackend())
-    where = selector(window(0, 1))
-    await swept(running, order(where=where, grades=[grade(), grade("RANK")]))
-    refusal = await refused(running, order(where=where, grades=[grade()] * 3))
-    assert (refusal.reason, refusal.field) == ("REASON_INVALID_VALUE", "grades")
 
 
 async def test_an_id_is_taken_while_its_sweep_runs(starter) -> None:

@@ -1,0 +1,208 @@
+"""Asks the prompts of a sweep, unchanged or with the rows of a cell, and takes their numbers.
+
+Invariant: a cell whose rows cannot be had raises an error. It is never asked without them.
+"""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.errors import NonFinite, RunIncomplete
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.sweeps.answers import Question, Readings
+from rheostat_server.sweeps.cells import (
+    Asked,
+    Blend,
+    Replaced,
+    ask,
+    packing_work,
+    replacing,
+    with_acts,
+)
+from rheostat_server.sweeps.divergence import Divergences
+from rheostat_server.sweeps.grades import LastRow, PooledReading, RowReader
+from rheostat_server.sweeps.pairs import Pair
+from rheostat_server.sweeps.request_starter import RequestStarter
+from rheostat_server.sweeps.scores import Values
+from rheostat_server.sweeps.settings import Settings
+from rheostat_server.sweeps.sources import HeldRuns, Source, sources_of
+from rheostat_server.tasks.offload import offload
+from rheostat_server.vectors.store import Vector
+from rheostat_wire.dtypes import FloatArray
+from rheostat_wire.v1 import sweep_pb2
+
+
+class _Answered(NamedTuple):
+    """What a prompt says."""
+
+    readings: Readings
+    readers: Mapping[int, RowReader]
+    """By the number of their grade, the readers of its rows."""
+
+    @property
+    def last_row(self) -> FloatArray:
+        """[1, W]: the last row of the stream, if a grade compares distributions."""
+        return next(one for one in self.readers.values() if isinstance(one, LastRow)).row
+
+
+class Measured(NamedTuple):
+    """What a cell gives in one prompt."""
+
+    values: Values
+    """[grades]"""
+    top_token_id: int | None
+    """The most likely token behind the prompt, if it is known."""
+
+
+class Measurements:
+    """Asks the prompts of one sweep."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pairs: Sequence[Pair],
+        runs: HeldRuns,
+        manager: RequestManager,
+    ) -> None:
+        """No pair is prepared.
+
+        Args:
+            settings: the sweep's settings.
+            pairs: its pairs.
+            runs: holds the runs that cells take rows from.
+            manager: runs the requests.
+        """
+        self._settings = settings
+        self._pairs = pairs
+        self._runs = runs
+        self._manager = manager
+        self._starter = RequestStarter(manager, background=settings.background)
+        self._sources: list[list[Source]] = [[] for _ in pairs]
+        """For each pair and noise, where rows come from."""
+        self._references: list[FloatArray | None] = [None] * len(pairs)
+        """The last row [1, W] of each clean prompt, if a grade compares distributions."""
+        self._divergences = Divergences(manager)
+        self._unique = uuid.uuid4().hex[:12]
+        self.computed = 0
+        """Prompt tokens that were computed so far, rather than read from the prefix cache."""
+
+    async def prepare(self, index: int) -> None:
+        """Captures the rows of a pair, before its cells are asked.
+
+        Raises:
+            RheostatError: a run is missing or unfit, or a prompt cannot run.
+        """
+        pair = self._pairs[index]
+        name = f"sweep-{self._unique}-{index}"
+        captured = await sources_of(
+            pair, name, self._settings.grid, self._runs, self._manager, self._starter.run
+        )
+        self._sources[index] = captured.sources
+        self.computed += captured.computed
+        if any(grade.metric == sweep_pb2.METRIC_KL for grade in self._settings.grades):
+            self._references[index] = (await self._answered(pair.clean, pair)).last_row
+
+    async def unchanged(self, prompt: AdmittedRequest, number: int) -> Values:
+        """[grades]: the numbers of an unchanged prompt of a pair.
+
+        Raises:
+            RheostatError: it cannot run, or has no finite number. The error names the pair.
+        """
+        pair = self._pairs[number]
+        try:
+            return await self._numbers(await self._answered(prompt, pair), number)
+        except NonFinite as error:
+            error.field = pair.path
+            raise
+
+    async def cell(self, cell: int, pair: int, noise: int) -> Measured:
+        """The numbers of a cell in a prompt of a pair.
+
+        Raises:
+            RheostatError: its rows cannot be had, it cannot run, or has no finite number.
+        """
+        changed = await self._changed(cell, pair, noise)
+        answered = await self._answered(changed, self._pairs[pair])
+        values = await self._numbers(answered, pair)
+        first = answered.readings[self._pairs[pair].answers.questions[0]]
+        return Measured(values, first.top_token_id)
+
+    async def _changed(self, cell: int, pair: int, noise: int) -> AdmittedRequest:
+        """The request of a cell in a prompt."""
+        row, column = self._settings.grid.place(cell)
+        base, placed = self._pairs[pair].bases[noise], self._pairs[pair].placed(column)
+        if -1 in placed.base:
+            raise RunIncomplete(
+                "a position of the column has no partner in the prompt that is run, which differs "
+                "from the clean one there"
+            )
+        source = self._sources[pair][noise]
+        replaced = [
+            Replaced(site, placed.base, await source.rows(site, placed.source))
+            for site in self._settings.grid.rows[row].window
+        ]
+        blend = self._settings.blend
+        vectors = [one.source.vector for one in replaced]
+        if blend.mask is not None:
+            vectors.append(blend.mask)
+        size = packing_work(base, len(placed.base) * len(replaced))
+        return await offload(size, _with_replaced, base, replaced, blend, vectors)
+
+    async def _answered(self, prompt: AdmittedRequest, pair: Pair) -> _Answered:
+        """Asks a prompt all questions of its pair, the first of which captures rows."""
+        first, *others = pair.answers.questions
+        asked, readers = await self._starter.run(partial(self._ask_and_read, prompt, first))
+        several = [asked]
+        for question in others:
+            several.append(await self._starter.run(partial(ask, prompt, question)))
+        self.computed += sum(one.computed for one in several)
+        readings = [one.reading for one in several]
+        return _Answered(dict(zip(pair.answers.questions, readings, strict=True)), readers)
+
+    async def _ask_and_read(
+        self, prompt: AdmittedRequest, question: Question, request_id: str, manager: RequestManager
+    ) -> tuple[Asked, dict[int, RowReader]]:
+        """Asks a question, and reads the rows of each grade that needs some."""
+        readers = {
+            number: reader
+            for number, grade in enumerate(self._settings.grades)
+            if (reader := grade.row_reader()) is not None
+        }
+        asked = await ask(prompt, question, request_id, manager, tuple(readers.values()))
+        return asked, readers
+
+    async def _numbers(self, answered: _Answered, pair: int) -> Values:
+        """[grades]: the numbers of a prompt that was asked.
+
+        Raises:
+            NonFinite: one is not finite.
+        """
+        values = np.empty(len(self._settings.grades))
+        for number, grade in enumerate(self._settings.grades):
+            reader = answered.readers.get(number)
+            if isinstance(reader, PooledReading):
+                values[number] = reader.value
+            elif isinstance(reader, LastRow):
+                reference = self._references[pair]
+                assert reference is not None
+                values[number] = await self._divergences.between(reference, reader.row)
+            else:
+                assert grade.metric is not None
+                answers = self._pairs[pair].answers
+                values[number] = answers.value(grade.metric, answered.readings)
+            if not np.isfinite(values[number]):
+                raise NonFinite(
+                    f"{grade.name} is {values[number]}: the model gives the answer no probability, "
+                    "or its numbers overflow"
+                )
+        return values
+
+
+def _with_replaced(
+    base: AdmittedRequest, replaced: Sequence[Replaced], blend: Blend, vectors: Sequence[Vector]
+) -> AdmittedRequest:
+    return with_acts(base, replacing(replaced, blend), vectors)

@@ -1,0 +1,120 @@
+"""When the requests of a sweep start: as many as it may run, and others first."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
+
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.engine.backend import Delta, Job, QueueStats
+from rheostat_server.errors import QueueFull
+from rheostat_server.requests import manager
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.sweeps import request_starter
+from rheostat_wire.v1 import (
+    sweep_pb2,
+)
+
+from ..conftest import rest
+from ..fakes import (
+    LAYERS,
+)
+from ..messages import selector, window
+from ..streams import until
+from .patched import (
+    PatchedBackend,
+    order,
+    pair,
+    swept,
+)
+
+
+async def test_no_more_than_so_many_cells_run_at_once(starter) -> None:
+    free = asyncio.Event()
+
+    class Held(PatchedBackend):
+        """Begins no cell, as opposed to a prompt without a patch, until `free` is set."""
+
+        async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+            self.room = free if job.plan.acts else None
+            async for delta in super().generate(job):
+                yield delta
+
+    backend = Held()
+    running = await starter(backend)
+    sweep = asyncio.create_task(swept(running, order(max_concurrent_cells=3)))
+    await until(lambda: backend.at_once == 3)
+    free.set()
+    await sweep
+    assert backend.most_at_once == 3
+
+
+async def test_cells_in_the_background_wait_while_requests_wait(starter, monkeypatch) -> None:
+    backend = PatchedBackend(waiting=1)
+    running = await starter(backend)
+    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
+    call = running.client.sweep.Sweep(order())
+    await call.read()
+    await asyncio.sleep(0.05)
+    assert not backend.asked
+    backend.waiting = 0
+    assert len(await rest(call)) == LAYERS * 4 + 1
+    backend.waiting = 1
+    await swept(running, order(priority=sweep_pb2.SWEEP_PRIORITY_NORMAL))
+
+
+async def test_an_old_report_of_an_idle_engine_stops_no_sweep(starter, monkeypatch) -> None:
+    running = await starter(PatchedBackend(waiting=1))
+    cells, _ = await swept(running, order())
+    assert len(cells) == LAYERS * 4
+    # Requests of others may stay open while the engine is idle, because nobody reads them.
+    monkeypatch.setattr(request_starter, "_STALE", 0.02)
+    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
+    old = QueueStats(waiting=1)
+    monkeypatch.setattr(PatchedBackend, "queue_stats", lambda _: old)
+    cells, _ = await swept(running, order(where=selector(window(0, 1))))
+    assert len(cells) == LAYERS
+
+
+async def test_cells_that_wait_take_turns_to_look_at_the_queue(starter, monkeypatch) -> None:
+    looks = Counter[str]()
+
+    def queue_stats(_: PatchedBackend) -> QueueStats:
+        looks["looks"] += 1
+        return QueueStats(waiting=1)
+
+    running = await starter(PatchedBackend())
+    monkeypatch.setattr(PatchedBackend, "queue_stats", queue_stats)
+    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
+    pairs = [pair() for _ in range(16)]
+    call = running.client.sweep.Sweep(order(*pairs, max_concurrent_cells=16))
+    await call.read()
+    await asyncio.sleep(0.1)
+    assert 2 < looks["looks"] <= 0.1 / request_starter._TURN + 2
+    call.cancel()
+
+
+async def test_cells_that_the_engine_has_no_room_for_try_again_one_by_one(
+    starter, monkeypatch
+) -> None:
+    backend = PatchedBackend()
+    running = await starter(backend)
+    attempts = Counter[str]()
+    full = True
+    check_queue = manager.check_queue
+
+    def refuse(admitted: AdmittedRequest, *args: int, **counts: int) -> None:
+        if full and admitted.sampling.only_token is not None:
+            attempts["refused"] += 1
+            raise QueueFull("full", retry_after=1.0)
+        check_queue(admitted, *args, **counts)
+
+    monkeypatch.setattr(manager, "check_queue", refuse)
+    pairs = [pair() for _ in range(16)]
+    request = order(*pairs, where=selector(window(0, 1)), max_concurrent_cells=16)
+    call = running.client.sweep.Sweep(request)
+    await call.read()
+    await until(lambda: attempts["refused"] > 0)
+    await asyncio.sleep(3 * request_starter._LATER)
+    assert 2 <= attempts["refused"] <= 5
+    full = False
+    assert len(await rest(call)) == LAYERS + 1
