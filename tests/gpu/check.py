@@ -14,6 +14,7 @@ captures may join requests which run already. With two GPUs a model is split ove
 | `small`, `moe`, `8b` | 3 | all checks of a model; `8b` is a real shape |
 | `starts-small`, `starts-moe` | 2 to 8 | whether ours and stock give equal bits (`starts.py`) |
 | `points` | 2 | points of OLMo-2's and Gemma 3's blocks (`points.py`) |
+| `services` | 1 | sweeps, noise and the lens over gRPC, on the demo model (`services.py`) |
 | `fp8` | 2 | neighbours of huge doses in a quantised model (`huge.py`) |
 | `tp`, `pp` | 3 | split models |
 
@@ -57,6 +58,7 @@ from offline import OfflineEngine, Outcome, bfloat16_to_float32
 from own_graphs import check_own_graphs
 from points import check_points
 from routers import check_routers, routed_alike, trimmed
+from services import check_services
 from split import SPLITS, check_split
 from starts import REQUESTS, check_starts
 from verdicts import (
@@ -112,7 +114,8 @@ def check_kernels() -> Lines:
             ints = torch.zeros(64, 5, dtype=torch.int32)
             for step in range(1, 64):
                 ends = step % 4 == 0
-                kind, following = (Kind.REPLACE, 0) if ends else (step % 3 + 1, step + 1)
+                last = Kind.ADD_LAST if step % 8 else Kind.REPLACE
+                kind, following = (last, 0) if ends else (step % 3 + 1, step + 1)
                 mask = step // 4 % 3 * ends
                 ints[step] = torch.tensor([kind, step % 7 + 1, following, step % 2, mask])
             ints[63, 2] = 0
@@ -155,7 +158,7 @@ def check_kernels() -> Lines:
 def expected(act: Act, vector: Any, x: Any) -> Any:
     """What an act makes of rows of the stream, in float64."""
     rows = vector[list(act.rows[0][1])].astype(np.float64)
-    if act.kind is Kind.ADD:
+    if act.kind in (Kind.ADD, Kind.ADD_LAST):
         return x + act.scale * rows[0]
     units = np.linalg.qr(rows.T)[0].T
     units *= np.sign((units * rows).sum(1, keepdims=True))
@@ -176,7 +179,8 @@ def check_ops(
     """
     results: dict[str, Verdict] = {}
     watch = Capture((site,), PROMPT)
-    acts = acts_at(site)
+    last = Act(Kind.ADD_LAST, (VECTOR,), ((site, (1,)),), PROMPT, 0.5)
+    acts = {**acts_at(site), "add last": last}
     plans = [Plan("", (), (watch,)), *(Plan("", (act,), (watch,)) for act in acts.values())]
     before, *mixed = engine.run([batch[0]] * len(plans), plans, **sampling)
     x = bfloat16_to_float32(before.stream(site)).astype(np.float64)
@@ -238,6 +242,27 @@ def check_replacing(
             unchanged.token_ids, before.token_ids
         ),
         "log-probabilities then": equal(unchanged.logprobs == before.logprobs, True),
+    }
+
+
+def check_raw(engine: OfflineEngine, prompt: list[int]) -> Lines:
+    """Log-probabilities of tokens that alone are allowed: those of the model, and no others."""
+    (plain,) = engine.run([prompt], max_tokens=1, logprobs=-1)
+    order = np.argsort(plain.logits())
+    tokens = [int(order[place]) for place in (-1, -2, len(order) // 2, 0)]
+    found = [
+        engine.run([prompt], max_tokens=1, logprobs=1, allowed_token_ids=[token])[0]
+        for token in tokens
+    ]
+    differences = [
+        abs(one.logprobs[0][token] - plain.logprobs[0][token])
+        for one, token in zip(found, tokens, strict=True)
+    ]
+    return {
+        "tokens that alone are allowed": equal(
+            [one.token_ids for one in found], [[t] for t in tokens]
+        ),
+        "their log-probabilities, from the model's own": at_most(max(differences), SUMS),
     }
 
 
@@ -335,6 +360,8 @@ def check_model(
     results |= check_ops(ours, vector, middle, batch, sampling)
     branch = check_ops(ours, vector, sites_of[Point.MLP_OUT], batch, sampling)
     results |= {f"mlp_out: {name}": verdict for name, verdict in branch.items()}
+    yield results
+    results |= check_raw(ours, batch[0])
     yield results
     results |= check_forms(ours, VECTOR, vector, middle, batch[0], sampling)
     yield results
@@ -470,7 +497,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parts = ["kernels", *MODELS, *STARTS, "points", "fp8", *SPLITS]
+    parts = ["kernels", *MODELS, *STARTS, "points", "services", "fp8", *SPLITS]
     parser.add_argument("--only", choices=parts, nargs="+", default=parts)
     arguments = parser.parse_args()
     only = arguments.only
@@ -485,6 +512,10 @@ def main() -> None:
             checks.run("kernels", check_kernels)
         if "points" in only:
             checks.run("points", lambda: check_blocks(scratch, shared))
+        if "services" in only:
+            flags = ["--dtype=bfloat16", "--gpu-memory-utilization=0.4", "--front-ends=0"]
+            log = arguments.out.with_suffix(".services.log")
+            checks.run("services", lambda: check_services(log, flags))
         if "fp8" in only:
             small = build("qwen3", scratch)
             checks.run("fp8", lambda: check_quantised(small, 128, scratch, shared))
