@@ -499,6 +499,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parts = ["kernels", *MODELS, *STARTS, "points", "services", "fp8", *SPLITS]
     parser.add_argument("--only", choices=parts, nargs="+", default=parts)
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="of each start")
     arguments = parser.parse_args()
     only = arguments.only
     checks = Checks(arguments.out)
@@ -528,7 +529,7 @@ def main() -> None:
             checks.run(name, partial(check_model, model, vocabulary, scratch, options))
         for name in (name for name in STARTS if name in only):
             begin = partial(start, build(STARTS[name], scratch), scratch, shared)
-            checks.run(name, partial(check_starts, begin, prompts(REQUESTS, 40, 128)))
+            checks.run(name, partial(check_starts, begin, prompts(arguments.requests, 40, 128)))
         splits = [name for name in SPLITS if name in only]
         if splits and torch.cuda.device_count() < 2:
             print("two GPUs are needed to split a model; this is left out")
