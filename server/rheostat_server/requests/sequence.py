@@ -119,7 +119,8 @@ class EngineSequence:
         """Handles the answer to a change of its captures."""
         self.answered_changes = max(self.answered_changes, attached.change)
         self.resolve_changes(attached)
-        if attached.first == OPEN_END and not self.job.has_plan:
+        # A sample that was observed before is released as any other, after its last rows.
+        if attached.first == OPEN_END and not self.job.has_plan and not self.installed:
             self.engine_done = True
             self.released.set()
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 import pytest
 
-from rheostat_engine import Event
+from rheostat_engine import Event, Released, Rows
 from rheostat_engine.plan import tables
 from rheostat_server.admission.admit import admit
 from rheostat_server.capture.engine_captures import engine_captures
@@ -62,6 +62,32 @@ class Late(ScriptedBackend):
     def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         super().start(lambda event: loop.call_later(self.delay, deliver, event), lost)
+
+
+class Batching(ScriptedBackend):
+    """Events come one by one. The newest row of a sample waits until the next or the last event."""
+
+    def start(self, deliver: Callable[[Event], None], lost: Callable[[str], None]) -> None:
+        self.waiting: dict[str, Rows] = {}
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.delivering = asyncio.create_task(self._deliver_each(deliver))
+        super().start(self._take, lost)
+
+    def _take(self, event: Event) -> None:
+        waits = self.waiting.pop(event.request_id, None)
+        if isinstance(event, Rows):
+            self.waiting[event.request_id] = event
+        if waits is not None and not isinstance(event, Rows | Released):
+            self.waiting[event.request_id] = waits
+        elif waits is not None:
+            self.events.put_nowait(waits)
+        if not isinstance(event, Rows):
+            self.events.put_nowait(event)
+
+    async def _deliver_each(self, deliver: Callable[[Event], None]) -> None:
+        while True:
+            deliver(await self.events.get())
+            await asyncio.sleep(0.02)
 
 
 class Busy(ScriptedBackend):
@@ -312,6 +338,26 @@ async def test_no_change_waits_for_a_sample_that_the_engine_has_released(starter
     assert (await rest(call))[-1].HasField("receipt")
     await asyncio.wait_for(settled(running), 5)
     assert not backend.changes
+
+
+async def test_the_last_rows_of_a_sample_come_although_its_last_change_came_too_late(
+    starter, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = Batching(hold=Steps())
+    running = await starter(backend)
+    call = await begun(running, "a", tokens=9)
+    one = await opened_while_they_step(running, opening(EVERY, [wanted(0)]))
+    backend.hold.go(2)
+    await until(lambda: backend.events.empty())
+    other = asyncio.ensure_future(Subscriber.open(running, opening(EVERY, [wanted(1)])))
+    await until(lambda: len(backend.capture_updates) == 2)
+    call.cancel()
+    await one.until("end_of_request")
+    assert rows_of(one.events) == from_position(PROMPT, expected("a", 0, tokens=4))
+    assert ends_of(one.events)["a"].dropped_row_count == 0
+    await settled(running)
+    await other
+    assert "no request receives" not in caplog.text
 
 
 async def test_a_request_that_never_ran_has_no_end_for_readers_that_never_saw_it(starter) -> None:
