@@ -16,11 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from rheostat_engine.plan.needs import Needs
 from rheostat_engine.plan.plan import Plan
+from rheostat_engine.plan.shared_content import SharedContent
 from rheostat_engine.plan.tables import CaptureNeed
 
 
@@ -75,8 +73,8 @@ class CapacityLedger:
     def __init__(self, capacity: Capacity) -> None:
         """The worker reports `capacity` in `ModelSites`."""
         self._limits: dict[str, int] = asdict(capacity)
-        self._shared = _SharedContent()
-        self._unshared: Counter[str] = Counter()
+        self._shared = SharedContent()
+        self._unshared = dict.fromkeys(self._limits, 0)
         self._admitted: dict[str, _Reserved] = {}
         self._observed: dict[str, CaptureNeed] = {}
         self._sites: Counter[int] = Counter()
@@ -89,11 +87,11 @@ class CapacityLedger:
 
     def used(self, resource: str) -> int:
         """The amount of a resource (a field of `Capacity`) in use."""
-        return self._unshared[resource] + self._shared.used[resource]
+        return self._unshared[resource] + self._shared.used.get(resource, 0)
 
     def additional_needs(self, plan: Plan) -> Counter[str]:
         """The amount of each resource that a plan's steering would add to `used`."""
-        amounts = self._shared.added_by(plan.packed_acts.needs)
+        amounts = Counter(self._shared.added_by(plan.packed_acts.needs))
         amounts["ruled_intervals"] = plan.packed_acts.ruled
         return amounts
 
@@ -121,14 +119,15 @@ class CapacityLedger:
         needs = (acts.needs, captures.needs)
         need = captures.need(prompt_len=prompt_len, max_step_tokens=max_step_tokens)
         unshared = {"capture_rows": samples * need.rows, "ruled_intervals": samples * acts.ruled}
-        added = Counter(unshared)
+        added = dict(unshared)
         for part in needs:
-            added.update(self._shared.added_by(part))
+            for resource, amount in self._shared.added_by(part).items():
+                added[resource] = added.get(resource, 0) + amount
         short = [
             resource
-            for resource, limit in self._limits.items()
-            if (added[resource] or (need.sites and resource == "capture_rows"))
-            and self.used(resource) + added[resource] > limit
+            for resource, amount in added.items()
+            if (amount or (need.sites and resource == "capture_rows"))
+            and self.used(resource) + amount > self._limits[resource]
             and not (
                 resource == "capture_rows" and self._any_step_fits(need.sites, max_step_tokens)
             )
@@ -137,7 +136,8 @@ class CapacityLedger:
             return self._shortage(short, added, Counter(unshared) + needs[0].total + needs[1].total)
         for part in needs:
             self._shared.acquire(part)
-        self._unshared.update(unshared)
+        for resource, amount in unshared.items():
+            self._unshared[resource] += amount
         self._count_sites(need.sites, 1)
         self._admitted[plan.request_id] = _Reserved(needs, unshared, need.sites)
         return None
@@ -159,7 +159,8 @@ class CapacityLedger:
                 max(0, self._limits[resource] - self.used(resource)),
                 alone[resource] <= self._limits[resource],
             )
-            for resource in short
+            for resource in self._limits
+            if resource in short
         ]
         return min(shortages, key=lambda shortage: shortage.ever)
 
@@ -205,7 +206,8 @@ class CapacityLedger:
             return
         for part in reserved.needs:
             self._shared.release(part)
-        self._unshared.subtract(reserved.unshared)
+        for resource, amount in reserved.unshared.items():
+            self._unshared[resource] -= amount
         self._count_sites(reserved.sites, -1)
 
     def _any_step_fits(self, sites: int, max_step_tokens: int) -> bool:
@@ -221,68 +223,3 @@ class CapacityLedger:
             self._sites[sites] += change
             if not self._sites[sites]:
                 del self._sites[sites]
-
-
-@dataclass(slots=True)
-class _Use:
-    """The plans with one `Needs` object."""
-
-    needs: Needs
-    users: int = 1
-
-
-class _SharedContent:
-    """Reference counts of shared content, as sorted arrays.
-
-    A plan of thousands of rows costs a few numpy calls: some nanoseconds for each content in use
-    and each content of the plan. Plans with the same `Needs` object count as one user.
-    """
-
-    def __init__(self) -> None:
-        self._keys = np.zeros(0, np.uint64)
-        self._users = np.zeros(0, np.int64)
-        self._uses: dict[int, _Use] = {}
-        """By `id` of the needs, which the value keeps alive."""
-        self.used: Counter[str] = Counter()
-
-    def added_by(self, needs: Needs) -> Counter[str]:
-        """The amount of each resource that `acquire` would add."""
-        if id(needs) in self._uses or not len(needs.keys):
-            return Counter()
-        return needs.part(~self._find(needs)[1])
-
-    def acquire(self, needs: Needs) -> None:
-        use = self._uses.get(id(needs))
-        if use is not None:
-            use.users += 1
-            return
-        if not len(needs.keys):
-            return
-        self._uses[id(needs)] = _Use(needs)
-        at, present = self._find(needs)
-        self.used += needs.part(~present)
-        self._users[at[present]] += 1
-        self._keys = np.insert(self._keys, at[~present], needs.keys[~present])
-        self._users = np.insert(self._users, at[~present], 1)
-
-    def release(self, needs: Needs) -> None:
-        use = self._uses.get(id(needs))
-        if use is None:
-            return
-        use.users -= 1
-        if use.users:
-            return
-        del self._uses[id(needs)]
-        at, _ = self._find(needs)
-        self._users[at] -= 1
-        gone = self._users[at] == 0
-        self.used -= needs.part(gone)
-        self._keys, self._users = np.delete(self._keys, at[gone]), np.delete(self._users, at[gone])
-
-    def _find(self, needs: Needs) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-        """The index of each content in `_keys`, and whether it is present there."""
-        at = np.searchsorted(self._keys, needs.keys)
-        present = np.zeros(len(at), np.bool_)
-        inside = at < len(self._keys)
-        present[inside] = self._keys[at[inside]] == needs.keys[inside]
-        return at, present

@@ -64,8 +64,9 @@ def needs_of(contents: Iterator[tuple[str, object, int]]) -> Needs:
         return _NOTHING
     keys = np.fromiter(weights, np.uint64, len(weights))
     rest = np.array([*weights.values()], np.int64).reshape(-1, 2)
-    order = np.argsort(keys)
-    return Needs(keys[order], rest[order, 0], rest[order, 1])
+    order = keys.argsort()
+    rest = rest[order]
+    return Needs(keys[order], rest[:, 0], rest[:, 1])
 
 
 def contents_of(table: SteeringTable) -> Iterator[tuple[str, object, int]]:
@@ -74,7 +75,10 @@ def contents_of(table: SteeringTable) -> Iterator[tuple[str, object, int]]:
     Raises:
         ValueError: the acts can't be combined.
     """
-    for token_variants in table.all_token_variants:
+    for number, members in enumerate(table.intervals.members):
+        if not members:
+            continue
+        token_variants = table.token_variants(number)
         if token_variants.sets:
             yield "token_rules", token_variants.sets, 1
         for variant in token_variants.variants:

@@ -5,6 +5,7 @@ The rows that grades need are captured by the prompt's first question.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +66,7 @@ def replacing(replaced: Sequence[Replaced], blend: Blend) -> tuple[Act, ...]:
                 kind=Kind.REPLACE,
                 vectors=(source.vector.digest, *masks),
                 rows=((site.index, (row, *(0 for _ in masks))),),
-                spans=runs(np.array(at)),
+                spans=((at[0], at[0] + 1),) if len(at) == 1 else runs(np.array(at)),
                 scale=blend.alpha,
             )
             acts.append(act)
@@ -153,15 +154,9 @@ async def ask(
         admitted,
         request_id=request_id,
         prompt=prompt,
-        plan=replace(plan, request_id=request_id),
+        plan=plan.for_request(request_id, plan.epoch),
         captures=admitted.captures if readers else (),
-        sampling=SamplingSettings(
-            max_tokens=1,
-            temperature=0.0,
-            logprobs=min(1, manager.info.logprobs),
-            only_token=question.token_id,
-            ignore_eos=True,
-        ),
+        sampling=_sampling(question.token_id, min(1, manager.info.logprobs)),
     )
     async with manager.run_request(asked) as active:
         (sequence,) = active.sequences
@@ -193,6 +188,14 @@ async def ask(
         top = at.token.token_id
     reading = Reading(at.token.logprob, at.token.rank, top)
     return Asked(reading, len(prompt.token_ids) - delta.cached_tokens)
+
+
+@lru_cache(16)
+def _sampling(token_id: int | None, logprobs: int) -> SamplingSettings:
+    """Sampling of a question. All cells share it."""
+    return SamplingSettings(
+        max_tokens=1, temperature=0.0, logprobs=logprobs, only_token=token_id, ignore_eos=True
+    )
 
 
 async def _read_rows(active: ActiveRequest, readers: Sequence[RowReader]) -> None:

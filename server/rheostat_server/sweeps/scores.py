@@ -143,9 +143,11 @@ class Scores:
             pair_values: whether it has the values of every pair.
         """
         each = self._graded(metrics)
-        mean = each.mean(axis=0)
+        mean, error = each[0], np.zeros(each.shape[1])
+        if len(each) > 1:
+            mean = each.mean(axis=0)
+            error = each.std(axis=0, ddof=1) / np.sqrt(len(each))
         self.values[index] = mean
-        error = each.std(axis=0, ddof=1) / np.sqrt(len(each)) if len(each) > 1 else 0 * mean
         return sweep_pb2.SweepCell(
             values=mean.tolist(),
             standard_errors=error.tolist(),

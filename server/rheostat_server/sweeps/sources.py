@@ -129,6 +129,8 @@ class RunRows:
                     f"{model.width}"
                 )
         self._runs = tuple(runs)
+        self._by_site = {site.index: run for run in reversed(runs) for site in run.sites}
+        """The first run that has each site."""
         self._averaged = averaged is not None
         at = find_rows(runs[0], wanted) if runs and averaged is None else _NO_ROWS
         self._at = np.sort(averaged) if averaged is not None else at[at >= 0]
@@ -146,8 +148,12 @@ class RunRows:
         """The rows at a site."""
         if not self._averaged:
             self._check_present(site, positions)
-        async with self._turn:
-            vector = await self._vector(site)
+        vector = self._vectors.get(site.index)
+        if vector is None:
+            async with self._turn:
+                vector = await self._vector(site)
+        else:
+            self._vectors.move_to_end(site.index)
         if self._averaged:
             return SourceRows(vector, (0,) * len(positions))
         return SourceRows(vector, tuple(self._places[position] for position in positions))
@@ -174,12 +180,12 @@ class RunRows:
         return vector
 
     def _run_with(self, site: Site) -> Run:
-        for one in self._runs:
-            if any(own.index == site.index for own in one.sites):
-                return one
-        raise RunIncomplete(
-            f"the run {self._runs[0].id} has no rows of {site.point.value} {site.layer}"
-        )
+        run = self._by_site.get(site.index)
+        if run is None:
+            raise RunIncomplete(
+                f"the run {self._runs[0].id} has no rows of {site.point.value} {site.layer}"
+            )
+        return run
 
     def _make(self, run: Run, site: Site) -> Vector:
         (rows,), kind = run.read([run.index_of(site)], self._at), run.dtype
