@@ -288,7 +288,13 @@ class Stats:
         return f"Stats({text}{f', {self.leaked_count} LEAKED' if self.leaked_count else ''})"
 
     def __str__(self) -> str:
-        return "\n".join(f"{field.name}: {getattr(self, field.name)}" for field in fields(self))
+        return "\n".join(f"{name}: {value}" for name, value in self._rows())
+
+    def _repr_html_(self) -> str:
+        return table(("counters", ""), self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(field.name, str(getattr(self, field.name))) for field in fields(self)]
 
 
 def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:

@@ -1,6 +1,9 @@
 """What lists of results look like in a notebook: a line each, not a wall."""
 
+import inspect
+import re
 from datetime import UTC, datetime
+from pathlib import Path
 
 import rheostat
 from rheostat import Point, Site
@@ -50,6 +53,7 @@ def test_counters_are_a_line_and_print_one_by_one():
     lines = str(stats).splitlines()
     assert lines[:2] == ["running_request_count: 1", "waiting_request_count: 2"]
     assert "leaked_count: 3" in lines
+    assert ">leaked_count</td>" in stats._repr_html_()
 
 
 def test_a_model_is_a_line_and_prints_as_more():
@@ -67,3 +71,39 @@ def test_an_artifact_is_a_line():
     assert repr(one) == (
         "Artifact('disk', 'a/rows.npz', 640 bytes, complete, 12 rows of resid_post 0-5)"
     )
+
+
+def test_what_prints_as_more_than_a_line_is_html_in_a_notebook():
+    results = {
+        name
+        for name, kind in vars(rheostat).items()
+        if inspect.isclass(kind) and hasattr(kind, "_repr_html_")
+    }
+    assert results == {
+        "Attribution",
+        "Derivation",
+        "Explanation",
+        "Generation",
+        "GlobalSteering",
+        "LensResult",
+        "ModelInfo",
+        "Receipt",
+        "Stats",
+        "SweepResult",
+    }
+
+
+def test_one_module_makes_html_and_escapes_it():
+    package = Path(rheostat.__file__).parent
+    made = [
+        path.name
+        for path in package.rglob("*.py")
+        if re.search(r'["]</?(b|pre|span|t[a-z]+)[ >]', path.read_text())
+    ]
+    assert made == ["_notebook.py"]
+
+
+def test_what_a_server_says_is_no_markup():
+    named = read_model(engine_service_pb2.GetModelResponse(model_name="<script>"))
+    assert "&lt;script&gt;" in named._repr_html_()
+    assert "<script>" not in named._repr_html_()
