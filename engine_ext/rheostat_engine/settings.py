@@ -1,17 +1,28 @@
 """The settings that the server passes to the workers.
 
 Invariant: the settings are vLLM's `additional_config`, which is part of vLLM's compile hash. So
-vLLM never loads a graph that was compiled without our sites.
+vLLM never loads a graph that was compiled without our sites, or with those of another version.
 """
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from rheostat_engine.plan.capacity import Capacity
 
 _MIB = 1 << 20
-_SITE_PROGRAM = 6
-"""Increase it whenever our part of the compiled graph changes."""
+_PACKAGE = Path(__file__).parent
+_GRAPH_SOURCES = (
+    "sites",
+    "plan/points.py",
+    "adapters/assembly.py",
+    "adapters/blocks.py",
+    "adapters/routers.py",
+)
+"""Folders and modules that decide which of our ops are in the compiled graph, and where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +54,12 @@ class EngineSettings:
     def compute_hash(self) -> str:
         """Our part of vLLM's compile hash.
 
-        It contains no setting: the op's input shapes are in vLLM's own hash, and the compiled code
-        does not refer to the buffers whose sizes are set here.
+        It is made from our source code. vLLM's cache is shared by all servers of a user, also of
+        other versions, and vLLM itself compares only code that the compiler traces. It contains no
+        setting: the op's input shapes are in vLLM's own hash, and the compiled code does not refer
+        to the buffers whose sizes are set here.
         """
-        return f"rheostat sites {_SITE_PROGRAM}"
+        return f"rheostat sites {source_digest(_PACKAGE)}"
 
     def capacity(self, *, width: int, itemsize: int) -> Capacity:
         """The resources that fit; `itemsize` is bytes per element of the stream, `width` W."""
@@ -74,6 +87,23 @@ class EngineSettings:
             "additional_config holds no rheostat settings; build the engine's arguments with "
             "rheostat_engine.engine_kwargs"
         )
+
+
+@cache
+def source_digest(package: Path, sources: Sequence[str] = _GRAPH_SOURCES) -> str:
+    """A digest of the source code that decides what vLLM compiles.
+
+    Args:
+        package: the folder of `rheostat_engine`.
+        sources: folders and modules in it.
+    """
+    digest = hashlib.sha256()
+    for name in sources:
+        path = package / name
+        for module in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            source = module.read_bytes()
+            digest.update(f"{module.name} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
 
 
 def engine_kwargs(settings: EngineSettings, *, device: Literal["cpu", "cuda"]) -> dict[str, object]:

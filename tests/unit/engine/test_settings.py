@@ -2,6 +2,7 @@
 
 import ast
 import pickle
+import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,10 +42,28 @@ def test_other_settings_compile_nothing_anew() -> None:
     assert {one.compute_hash() for one in others} == {SETTINGS.compute_hash()}
 
 
-def test_the_compile_cache_tells_apart_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = SETTINGS.compute_hash()
-    monkeypatch.setattr(settings, "_SITE_PROGRAM", -1)
-    assert SETTINGS.compute_hash() != before
+@pytest.mark.parametrize(
+    ("module", "counts"),
+    [
+        ("sites/install.py", True),
+        ("sites/new.py", True),
+        ("plan/points.py", True),
+        ("adapters/assembly.py", True),
+        ("worker/runtime.py", False),
+    ],
+)
+def test_a_version_with_other_sites_never_gets_the_compiled_code_of_this_one(
+    tmp_path: Path, module: str, counts: bool
+) -> None:
+    package = Path(settings.__file__).parent
+    other = tmp_path / "rheostat_engine"
+    shutil.copytree(package, other, ignore=shutil.ignore_patterns("__pycache__"))
+    assert settings.source_digest(other) == settings.source_digest(package)
+    assert settings.source_digest(package) in SETTINGS.compute_hash()
+    settings.source_digest.cache_clear()
+    with (other / module).open("a") as file:
+        file.write("CHANGED = True\n")
+    assert (settings.source_digest(other) != settings.source_digest(package)) == counts
 
 
 def test_memory_is_shared_out_among_rows_directions_and_the_ring() -> None:
