@@ -133,6 +133,8 @@ class AdmittedRequest:
     """The baseline that it is compared with, if it asks for one."""
     work: int
     """Bytes that `offload` counts for each pass over the request and its plan."""
+    background: bool = False
+    """Whether it is part of work in the background, which waits while other requests wait."""
 
     @property
     def prompt_len(self) -> int:

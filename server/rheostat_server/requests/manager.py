@@ -122,6 +122,8 @@ class RequestManager:
         self.worker_stats = SharedQuery(backend.worker_stats, keep=STATS_SECONDS)
         self._active_requests: dict[str, ActiveRequest] = {}
         self._pace = Pace()
+        self._foreground = 0
+        """Number of active requests that are not in the background."""
         self._samples = 0
         """Number of samples of all requests and their baselines."""
         self._prompt_tokens = 0
@@ -172,6 +174,11 @@ class RequestManager:
         """Number of requests that have not released everything."""
         return len(self._active_requests)
 
+    @property
+    def foreground_requests(self) -> int:
+        """Number of them that are not in the background."""
+        return self._foreground
+
     def start(self, on_lost: Callable[[], None]) -> None:
         """Receives events from the backend. If the engine dies, `on_lost` is called once."""
         self._on_lost = on_lost
@@ -190,6 +197,7 @@ class RequestManager:
         active = ActiveRequest(admitted, self.budget.share(), self._pace)
         self._active_requests[admitted.request_id] = active
         self._empty.clear()
+        self._foreground += not admitted.background
         self._count(active, len(active.sequences))
         try:
             await self._prepare(active)
@@ -427,6 +435,7 @@ class RequestManager:
         self._release(active)
         active.share.close()
         del self._active_requests[active.admitted.request_id]
+        self._foreground -= not active.admitted.background
         self._count(active, -len(active.sequences))
         if not self._active_requests:
             self.worker_stats.expire()  # older counts include this request

@@ -97,9 +97,19 @@ class Pair:
 
 
 async def resolve_pairs(
-    request: sweep_service_pb2.SweepRequest, grades: Sequence[Grade], manager: RequestManager
+    request: sweep_service_pb2.SweepRequest,
+    grades: Sequence[Grade],
+    manager: RequestManager,
+    *,
+    background: bool,
 ) -> tuple[Pair, ...]:
     """The pairs of a sweep.
+
+    Args:
+        request: the sweep.
+        grades: its grades.
+        manager: runs its prompts.
+        background: whether they wait while other requests wait.
 
     Raises:
         RheostatError: something is malformed. The error names the field.
@@ -110,7 +120,8 @@ async def resolve_pairs(
     _check_labels(request)
     _check_ranges(request)
     pairs: list[Pair] = []
-    context = _Context(request, grades, manager, _Room(SWEEP_TOKENS, SWEEP_POSITIONS))
+    room = _Room(SWEEP_TOKENS, SWEEP_POSITIONS)
+    context = _Context(request, grades, manager, room, background)
     for index, message in enumerate(request.pairs):
         pair = await _pair(context, message, f"pairs[{index}]")
         if pairs and not request.group_labels and pair.columns != pairs[0].columns:
@@ -197,6 +208,7 @@ class _Context(NamedTuple):
     grades: Sequence[Grade]
     manager: RequestManager
     room: _Room
+    background: bool
 
 
 async def _admit(
@@ -206,7 +218,7 @@ async def _admit(
     await asyncio.sleep(0)
     admitted = await admit(run, context.manager.admission)
     context.room.take_prompt(admitted, path)
-    return admitted
+    return replace(admitted, background=context.background)
 
 
 async def _pair(context: _Context, message: sweep_pb2.SweepPair, path: str) -> Pair:

@@ -34,8 +34,6 @@ class RequestStarter:
         self._background = background
         self._started = 0
         """Number of requests so far, for their ids."""
-        self._running = 0
-        """Number of requests that run or wait."""
         self._turn = asyncio.Lock()
         """Held by the request that waits to start. The others wait for the lock, which costs
         nothing, because a sweep may have hundreds."""
@@ -52,14 +50,11 @@ class RequestStarter:
         while True:
             await self._until_one_may_start()
             self._started += 1
-            self._running += 1
             try:
                 return await ask_as(f"{self._unique}/{self._started}", self._manager)
             except (ResourceExhausted, CacheSuspect) as error:
                 if error.retry_after is None:
                     raise
-            finally:
-                self._running -= 1
             self._full_until = asyncio.get_running_loop().time() + _LATER
 
     async def _until_one_may_start(self) -> None:
@@ -79,7 +74,7 @@ class RequestStarter:
         """
         manager, now = self._manager, asyncio.get_running_loop().time
         report, since = manager.backend.queue_stats(), now()
-        while manager.open_requests > self._running:
+        while manager.foreground_requests:
             if (latest := manager.backend.queue_stats()) is not report:
                 report, since = latest, now()
             believed = report.waiting and now() - since < _STALE

@@ -73,7 +73,7 @@ async def resolve(
         lease = lease_seconds(request.keep_runs, "keep_runs")
     blend = _blend(request, manager)
     zoom = resolve_zoom(request)
-    pairs = await resolve_pairs(request, grades, manager)
+    pairs = await resolve_pairs(request, grades, manager, background=background)
     for index, pair in enumerate(pairs):
         if not pair.corrupt and any(grade.recovered for grade in grades):
             raise InvalidValue(

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.engine.backend import Delta, Job, QueueStats
@@ -19,7 +20,7 @@ from ..fakes import (
     LAYERS,
 )
 from ..messages import selector, window
-from ..streams import until
+from ..streams import settled, until
 from .patched import (
     PatchedBackend,
     order,
@@ -51,7 +52,7 @@ async def test_no_more_than_so_many_cells_run_at_once(starter) -> None:
 async def test_cells_in_the_background_wait_while_requests_wait(starter, monkeypatch) -> None:
     backend = PatchedBackend(waiting=1)
     running = await starter(backend)
-    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
+    monkeypatch.setattr(RequestManager, "foreground_requests", property(lambda _: 1000))
     call = running.client.sweep.Sweep(order())
     await call.read()
     await asyncio.sleep(0.05)
@@ -68,11 +69,43 @@ async def test_an_old_report_of_an_idle_engine_stops_no_sweep(starter, monkeypat
     assert len(cells) == LAYERS * 4
     # Requests of others may stay open while the engine is idle, because nobody reads them.
     monkeypatch.setattr(request_starter, "_STALE", 0.02)
-    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
+    monkeypatch.setattr(RequestManager, "foreground_requests", property(lambda _: 1000))
     old = QueueStats(waiting=1)
     monkeypatch.setattr(PatchedBackend, "queue_stats", lambda _: old)
     cells, _ = await swept(running, order(where=selector(window(0, 1))))
     assert len(cells) == LAYERS
+
+
+@dataclass
+class LateBackend(PatchedBackend):
+    """Reports that it has released cells only when it is told to. Its queue is never empty."""
+
+    late: list[tuple[Job, int]] = field(default_factory=list)
+
+    def queue_stats(self) -> QueueStats:
+        return QueueStats(waiting=1)
+
+    def _release(self, job: Job, computed: int) -> None:
+        if job.sampling.only_token is None:
+            super()._release(job, computed)
+        else:
+            self.late.append((job, computed))
+
+    def release(self) -> None:
+        for job, computed in self.late:
+            super()._release(job, computed)
+
+
+async def test_cells_in_the_background_do_not_wait_for_one_another(starter) -> None:
+    backend = LateBackend()
+    running = await starter(backend)
+    request = order(where=selector(window(1, 2)), max_concurrent_cells=1)
+    async with asyncio.timeout(5):
+        cells, _ = await swept(running, request)
+    assert len(cells) == LAYERS
+    assert running.manager.open_requests
+    backend.release()
+    await settled(running)
 
 
 async def test_cells_that_wait_take_turns_to_look_at_the_queue(starter, monkeypatch) -> None:
@@ -84,7 +117,7 @@ async def test_cells_that_wait_take_turns_to_look_at_the_queue(starter, monkeypa
 
     running = await starter(PatchedBackend())
     monkeypatch.setattr(PatchedBackend, "queue_stats", queue_stats)
-    monkeypatch.setattr(RequestManager, "open_requests", property(lambda _: 1000))
+    monkeypatch.setattr(RequestManager, "foreground_requests", property(lambda _: 1000))
     pairs = [pair() for _ in range(16)]
     call = running.client.sweep.Sweep(order(*pairs, max_concurrent_cells=16))
     await call.read()

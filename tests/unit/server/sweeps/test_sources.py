@@ -171,7 +171,7 @@ async def test_captures_wait_for_room_as_cells_do(starter, monkeypatch) -> None:
 async def test_captures_wait_while_requests_wait(starter, monkeypatch) -> None:
     backend = PatchedBackend(waiting=1)
     running = await starter(backend)
-    monkeypatch.setattr(manager.RequestManager, "open_requests", property(lambda _: 1000))
+    monkeypatch.setattr(manager.RequestManager, "foreground_requests", property(lambda _: 1000))
     call = running.client.sweep.Sweep(order())
     await call.read()
     await asyncio.sleep(0.05)
