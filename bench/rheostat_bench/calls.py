@@ -24,8 +24,10 @@ from rheostat_wire.v1 import (
     capture_service_pb2,
     engine_service_pb2,
     generation_service_pb2,
+    lens_service_pb2,
     run_service_pb2,
     steering_service_pb2,
+    sweep_service_pb2,
 )
 
 PACKAGE = "rheostat.v1"
@@ -36,8 +38,10 @@ _METHODS = {
         capture_service_pb2,
         engine_service_pb2,
         generation_service_pb2,
+        lens_service_pb2,
         run_service_pb2,
         steering_service_pb2,
+        sweep_service_pb2,
     )
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
