@@ -383,6 +383,7 @@ def main() -> None:
             elsewhere = (cpu_elsewhere() - others) / seconds
             stolen = (cpu_stolen() - stolen) / seconds
             peak = server.take_peak()
+            stats = _stats(server.target)
         problems = found.problems() + _too_much_memory(idle, peak)
         if problems:
             shutil.copy(log, arguments.out / f"{name}.log")
@@ -408,6 +409,11 @@ def main() -> None:
             "idle": idle.total / MIB,
             "peak": peak.total / MIB,
             "allowed": (idle.total + ALLOWED_GROWTH) / MIB,
+        },
+        "rows": {
+            "captured": stats.captured_row_count,
+            "lost_in_the_engine": stats.overrun_row_count,
+            "dropped_for_readers": stats.dropped_row_count,
         },
         "left": dict(found.left),
         "more_open": found.more._asdict(),

@@ -128,11 +128,17 @@ class RingLayout(NamedTuple):
 
 
 def lay_out(blocks: RowBlocks, site_sets: SiteSetTable, capacity: int) -> RingLayout:
-    """Lays out the rows of blocks. Blocks beyond `capacity` rows are lost."""
+    """Lays out the rows of blocks. Of more than `capacity` rows, the largest blocks are lost.
+
+    So a request that captures little loses nothing because of one that captures much.
+    """
     ranks = site_sets.ranks[blocks.site_set]
     parts = site_sets.counts[blocks.site_set] * blocks.count[:, None]
     rows = parts.sum(axis=1)
-    fits = np.cumsum(rows) <= capacity
+    fits = np.ones(len(rows), np.bool_)
+    if rows.sum() > capacity:
+        order = rows.argsort(kind="stable")
+        fits[order] = np.cumsum(rows[order]) <= capacity
     encoding, block = np.nonzero(parts.T * fits)
     part_rows = parts[block, encoding]
     first = np.zeros_like(parts)

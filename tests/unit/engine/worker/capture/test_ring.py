@@ -72,17 +72,24 @@ def test_blocks_are_the_longest_runs_of_one_request_and_class(tokens: list[Token
 
 
 @given(batches(), st.integers(1, 40))
-def test_blocks_are_placed_one_after_the_other_site_by_site_while_they_fit(
+def test_the_smallest_blocks_that_fit_are_placed_one_after_the_other_site_by_site(
     tokens: list[Token], capacity: int
 ) -> None:
     blocks = cut(tokens)
-    expected_base, expected_rows, used, full = [], [], 0, False
-    for which, count in zip(blocks.site_set.tolist(), blocks.count.tolist(), strict=True):
+    expected_rows = [
+        int((SITE_SET_RANKS[which] >= 0).sum()) * count
+        for which, count in zip(blocks.site_set.tolist(), blocks.count.tolist(), strict=True)
+    ]
+    fitting, left = set(), capacity
+    for size, block in sorted((size, block) for block, size in enumerate(expected_rows)):
+        left -= size
+        fitting |= {block} if left >= 0 else set()
+    expected_base, used = [], 0
+    sizes = zip(blocks.site_set.tolist(), blocks.count.tolist(), strict=True)
+    for block, (which, count) in enumerate(sizes):
         sites = [site for site in range(3) if SITE_SET_RANKS[which, site] >= 0]
-        expected_rows.append(len(sites) * count)
-        full = full or used + expected_rows[-1] > capacity
         offsets = [-1, -1, -1]
-        for site in sites if not full else []:
+        for site in sites if block in fitting else []:
             offsets[site] = used
             used += count
         expected_base.append(offsets)
@@ -90,6 +97,13 @@ def test_blocks_are_placed_one_after_the_other_site_by_site_while_they_fit(
     assert layout.base.tolist() == expected_base
     assert layout.rows.tolist() == expected_rows
     assert layout.total == used
+
+
+def test_rows_that_do_not_fit_take_no_room_from_a_smaller_request() -> None:
+    wide, small = [(1, 2, position) for position in range(20)], [(2, 1, 0), (3, 3, 0)]
+    layout = lay_out(cut([*wide, *small]), RAW, capacity=50)
+    assert (layout.base >= 0).any(axis=1).tolist() == [False, True, True]
+    assert layout.total == 3
 
 
 @given(batches(), st.integers(1, 40))
