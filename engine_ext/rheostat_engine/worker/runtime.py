@@ -153,7 +153,9 @@ class SiteRuntime:
         problem = ""
         try:
             plan = read_plan(wire)
-            request = self._make_request(name, plan.acts, plan.captures, cached_tokens_recomputed)
+            request = self._make_request(
+                name, plan.acts, plan.captures, cached_tokens_recomputed, measured=plan.measured
+            )
         except (BankError, ValueError) as error:
             problem = str(error)
             request = self._make_request(name, None, None, cached_tokens_recomputed)
@@ -351,6 +353,8 @@ class SiteRuntime:
         acts: EncodedTable | None,
         captures: EncodedTable | None,
         cached_tokens_recomputed: int,
+        *,
+        measured: bool = True,
     ) -> _Request:
         number = self._new_number()
         steering, captured = RequestSteering(), RequestCaptures()
@@ -358,7 +362,7 @@ class SiteRuntime:
             if captures is not None and self.captures is not None:
                 captured = self.captures.put(number, captures)
             if acts is not None:
-                steering = self.steering.set_acts(number, acts)
+                steering = self.steering.set_acts(number, acts, measured=measured)
         except (BankError, ValueError):
             if self.captures is not None:
                 self.captures.drop(number, captured, (0, 0))

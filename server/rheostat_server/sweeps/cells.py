@@ -85,7 +85,8 @@ def with_acts(
 ) -> AdmittedRequest:
     """A request that does what `base` does, and then some more acts.
 
-    It captures what `base` captures, for nobody else. Its plan is packed, which may take long.
+    It captures what `base` captures, for nobody else. The engine does not measure its acts, because
+    nobody reads these measurements. Its plan is packed, which may take long.
 
     Args:
         base: the request.
@@ -97,7 +98,7 @@ def with_acts(
     """
     own = base.unobserved
     try:
-        plan = Plan("", (*own.acts, *acts), own.captures).pack()
+        plan = Plan("", (*own.acts, *acts), own.captures, measured=False).pack()
     except ValueError as error:
         raise InvalidValue(
             f"the cell's rows together with the steering: {problem_of(error)}", field="steering"

@@ -46,7 +46,8 @@ class Part(NamedTuple):
     built_table: BuiltTable | None
     """None: no acts."""
     dose_slots: SlotRange | None
-    """None: too few dose slots were free, so that nothing is measured."""
+    """None: nothing is measured, because the request does not want it, or because too few dose
+    slots were free."""
     variants: Int32
     """[k]: the first variant of each combination under a rule."""
 
@@ -143,6 +144,8 @@ class Steering:
         acts: EncodedTable | None,
         before: RequestSteering | None = None,
         first: int = 0,
+        *,
+        measured: bool = True,
     ) -> RequestSteering:
         """Puts acts in force.
 
@@ -151,6 +154,7 @@ class Steering:
             acts: its acts; None if it has none.
             before: the request's present acts, which these acts replace; None if it has none.
             first: the position from which on these acts replace them.
+            measured: whether their changes are measured, if those of the present acts are.
 
         Raises:
             BankError, ValueError: the acts can't be put in force; nothing has changed then.
@@ -159,7 +163,7 @@ class Steering:
         if acts is None:
             part = Part(first, None, SlotRange(0, 0), _NO_VARIANTS)
         else:
-            part = self._part(acts, first, old)
+            part = self._part(acts, first, old, measured=measured and old.measured)
         applied = RequestSteering((*old.parts, part))
         self._put(number, applied)
         return applied
@@ -214,7 +218,9 @@ class Steering:
         self._site_slots.check(table)
         return table
 
-    def _part(self, acts: EncodedTable, first: int, old: RequestSteering) -> Part:
+    def _part(
+        self, acts: EncodedTable, first: int, old: RequestSteering, *, measured: bool
+    ) -> Part:
         """Takes the resources that acts need."""
         built_table = self.use(acts)
         try:
@@ -228,7 +234,7 @@ class Steering:
             self.built_tables.release(built_table)
             raise
         count = built_table.measures.dose_slots
-        dose_slots = self._doses.acquire(count, old.dose_slots) if old.measured else None
+        dose_slots = self._doses.acquire(count, old.dose_slots) if measured else None
         variants = _NO_VARIANTS
         if len(ruled.slots):
             start = dose_slots.start if dose_slots is not None else 0

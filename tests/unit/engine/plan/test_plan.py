@@ -47,14 +47,20 @@ from ..wires import WIRES, int32, packed, unpacked
 A = DIGESTS[0]
 
 
-@given(plans(), st.integers(0, 3), st.none() | st.integers(0, LIMIT))
+@given(plans(), st.integers(0, 3), st.none() | st.integers(0, LIMIT), st.booleans())
 def test_a_plan_says_on_its_way_who_it_is_and_what_it_shares(
-    acts: Plan, epoch: int, private_from: int | None
+    acts: Plan, epoch: int, private_from: int | None, measured: bool
 ) -> None:
-    plan = replace(acts, epoch=epoch, private_from=private_from)
+    plan = replace(acts, epoch=epoch, private_from=private_from, measured=measured)
+    plan = plan.for_request(plan.request_id, epoch)
     found = read_plan(plan.to_wire())
     assert found == ReceivedPlan(
-        plan.request_id, epoch, private_from, plan.packed_acts.encoded, plan.packed_captures.encoded
+        plan.request_id,
+        epoch,
+        private_from,
+        plan.packed_acts.encoded,
+        plan.packed_captures.encoded,
+        measured,
     )
     assert read_request_id(plan.to_wire()) == plan.request_id
 

@@ -179,6 +179,23 @@ def test_doses_of_requests_that_finish_together_are_told_apart() -> None:
     assert counted == [[(0, 0, 4), (1, 2, 4)], [], [(0, 2, 2)]]
 
 
+def test_a_request_that_wants_no_measurements_takes_no_dose_slots() -> None:
+    worker = Worker()
+    acts = (add(2, where=((1, 3),)),)
+    worker.add_request("a", Plan("a", acts, measured=False))
+    worker.add_request("b", Plan("b", acts))
+    worker.step([("a", 0, 4), ("b", 0, 4)])
+    for position in (1, 2):
+        changed = stream_at("a", position, 2) + VECTORS[DIGESTS[0]][0]
+        np.testing.assert_allclose(worker.streams["a", position, 2], changed, rtol=1e-6)
+    worker.finish("a", "b")
+    released = [event for event in worker.row_sender.events if isinstance(event, Released)]
+    assert [(one.measured, [dose.rows for dose in one.doses]) for one in released] == [
+        (False, []),
+        (True, [2]),
+    ]
+
+
 def test_requests_whose_doses_cannot_be_read_are_released_as_unmeasured() -> None:
     worker = Worker()
     for name in ("one", "two"):
