@@ -48,8 +48,11 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
+    # The vocabulary of the bundled model, so that the bundled tokenizer serves it.
     "tiny": {
         **_QWEN3,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
         "head_dim": 32,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -60,10 +63,9 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_key_value_heads": 1,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        "vocab_size": 1024,
+        "vocab_size": 1984,
     },
-    # As many layers as Qwen3-8B, next to no arithmetic, and the vocabulary of the bundled model,
-    # so that the bundled tokenizer serves it.
+    # As many layers as Qwen3-8B, next to no arithmetic, and the same vocabulary.
     "tiny-36": {
         **_QWEN3,
         "bos_token_id": 0,

@@ -1,0 +1,423 @@
+"""Ways to compute the cells of a sweep, and what streams beside a sweep feel: turns of each.
+
+Every turn has new prompts, so that the prefix cache has none of them.
+"""
+
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from rheostat_bench.costs import taken, thread_times
+from rheostat_bench.limits import Limits
+from rheostat_bench.machine import MAX_MODEL_LEN
+from rheostat_bench.processes import Worker
+from rheostat_bench.served import Stock
+from rheostat_bench.served import prompts as fresh_prompts
+from rheostat_bench.sidebyside import run_stock, spread
+from rheostat_bench.summaries import percentile
+from rheostat_bench.sweep_clients import Client, Gaps, Priority, new_prompts, singles_grid
+from rheostat_bench.sweep_references import (
+    Cell,
+    Graded,
+    Grid,
+    HuggingFace,
+    Prompts,
+    TransformerLens,
+)
+from rheostat_server.serve import RunningServer
+
+PREFILL, PREFILL_LONG = "stock, whole prompts", "stock, prompts of {} tokens"
+SWEEP = "sweep, {} cells at a time"
+SINGLES, SINGLES_64 = "single requests, one at a time", "single requests, 64 at a time"
+HUGGING_FACE = "Hugging Face, a batch for each layer"
+TRANSFORMER_LENS = "TransformerLens on the CPU, float32"
+
+_MOST_PREFILL = 1024
+"""Prompts that stock vLLM computes in a turn at most."""
+_STREAM_PROMPT = 32
+_RUN = "sweep-bench"
+_PROFILE_SECONDS = 8
+_PROFILE_RATE = 400
+"""Samples in a second."""
+_LIMIT = 60.0
+"""Seconds of a call."""
+_REFERENCE_LIMIT = 300.0
+"""Seconds of a call of a reference, the first of which waits until its model is loaded."""
+
+
+class Result(NamedTuple):
+    """One turn of an arm."""
+
+    seconds: float
+    cells: int
+    tokens: int
+    """Of the cells' prompts."""
+    computed_tokens: int | None
+    """Those that the engine computed, if they are known."""
+    answer_error: float | None
+    """Largest difference of ln p(answer) to Hugging Face, in nats, if the weights are equal."""
+
+
+class Neighbours(NamedTuple):
+    """What streams felt."""
+
+    streams: int
+    median_ms: float
+    """Of the times between two messages with tokens."""
+    p99_ms: float
+    per_token_ms: float
+    """Median of the streams."""
+    tokens_per_s: float
+    cells_per_s: float
+    """Of the sweep beside them."""
+
+
+class Server(NamedTuple):
+    """A server in a process of its own, and what benchmarks ask of it."""
+
+    worker: Worker[RunningServer]
+    target: str
+    pid: int
+
+
+def positions_of(length: int, layers: int, cells: int) -> list[int]:
+    """Evenly spaced positions, so many that a grid has about `cells` cells, or all of them."""
+    count = min(length, max(2, cells // layers))
+    return sorted({round(at) for at in np.linspace(0, length - 1, count)})
+
+
+def cells_of(layers: int, positions: Sequence[int], most: int) -> list[Cell]:
+    """The cells in random order, `most` at most."""
+    every = [Cell(layer, position) for layer, position in product(range(layers), positions)]
+    return random.Random(0).sample(every, min(most, len(every)))
+
+
+def worst(found: Grid, wanted: Grid) -> float | None:
+    """The largest difference where both have values; None: nowhere."""
+    differences = np.abs(found - wanted)
+    return None if np.isnan(differences).all() else float(np.nanmax(differences))
+
+
+@dataclass
+class Measured:
+    """What a run has measured so far."""
+
+    turns: dict[str, dict[str, list[Result]]] = field(default_factory=dict)
+    """By arm, then prompt length."""
+    neighbours: dict[str, list[Neighbours]] = field(default_factory=dict)
+    cpu_us_per_cell: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of the last turn, by arm and length, then kind of the server's threads."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """What went wrong, by step."""
+
+
+@dataclass
+class Bench:
+    """The processes of a run, and what they have measured."""
+
+    layers: int
+    server: Server
+    clients: Sequence[Worker[Client]]
+    sweeper: Worker[Client]
+    stock: Worker[Stock]
+    hugging_face: Worker[HuggingFace]
+    transformer_lens: Worker[TransformerLens] | None
+    same_weights: bool
+    limits: Limits
+    save: Callable[["Measured"], None]
+    measured: Measured = field(default_factory=Measured)
+
+    def attempt(self, step: str, run: Callable[[], object]) -> None:
+        """Takes a step of the run; if it fails, the others are taken nevertheless."""
+        try:
+            run()
+        except Exception as error:  # whatever it is, the file tells it
+            self.measured.failures[step] = f"{type(error).__name__}: {error}"
+            print(f"error: {step}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        self.save(self.measured)
+
+    def add(self, arm: str, length: int, result: Result) -> None:
+        """Keeps and prints a turn."""
+        self.measured.turns.setdefault(arm, {}).setdefault(str(length), []).append(result)
+        error = "" if result.answer_error is None else f" error {result.answer_error:.4f}"
+        print(
+            f"{arm:44}{length:5} tokens {result.cells:5} cells {result.seconds:7.2f} s"
+            f"{result.cells / result.seconds:8.1f} cells/s{error}",
+            flush=True,
+        )
+        self.save(self.measured)
+
+    def prefill(self, length: int, count: int) -> Result:
+        """Whole prompts on stock vLLM, all at once, with one token each."""
+        wanted = fresh_prompts(count, length)
+        began = time.monotonic()
+        self.limits.ask_one(self.stock, partial(run_stock, wanted=wanted, tokens=1), _LIMIT)
+        seconds = time.monotonic() - began
+        return Result(seconds, count, count * length, count * length, None)
+
+    def sweep(
+        self, prompts: Prompts, positions: Sequence[int], at_once: int, wanted: Graded | None
+    ) -> Result:
+        """A sweep in the background, which is the default."""
+        call = partial(
+            Client.sweep,
+            prompts=prompts,
+            positions=positions,
+            at_once=at_once,
+            priority="background",
+        )
+        swept = self.limits.ask_one(self.sweeper, call, _LIMIT)
+        cells = int(np.isfinite(swept.answer).sum())
+        return Result(
+            swept.seconds,
+            cells,
+            cells * len(prompts.corrupt),
+            swept.computed_tokens,
+            None if wanted is None else worst(swept.answer, wanted.answer),
+        )
+
+    def singles(
+        self, prompts: Prompts, cells: Sequence[Cell], at_once: int, wanted: Graded | None
+    ) -> Result:
+        """Cells as requests, which the clients share."""
+        clients = self.clients[:at_once]
+        parts = [list(cells[number :: len(clients)]) for number in range(len(clients))]
+        began = time.monotonic()
+        capture = partial(Client.capture, prompts=prompts, run_id=_RUN)
+        self.limits.ask_one(clients[0], capture, _LIMIT)
+        calls = [
+            partial(
+                Client.requests,
+                prompts=prompts,
+                cells=part,
+                at_once=at_once // len(clients),
+                run_id=_RUN,
+            )
+            for part in parts
+        ]
+        answers = self.limits.ask(clients, calls, _LIMIT)
+        found = [single for part in answers for single in part]
+        seconds = time.monotonic() - began
+        self.limits.ask_one(clients[0], partial(Client.delete, run_id=_RUN), _LIMIT)
+        grid = singles_grid(seconds, (self.layers, len(prompts.corrupt)), found)
+        return Result(
+            seconds,
+            len(cells),
+            len(cells) * len(prompts.corrupt),
+            None,
+            None if wanted is None else worst(grid.largest, wanted.largest),
+        )
+
+    def reference(self, prompts: Prompts, positions: Sequence[int]) -> tuple[Result, Graded]:
+        """Hugging Face's model."""
+        call = partial(HuggingFace.run, prompts=prompts, positions=positions)
+        graded = self.limits.ask_one(self.hugging_face, call, _REFERENCE_LIMIT)
+        cells = self.layers * len(positions)
+        return Result(graded.seconds, cells, cells * len(prompts.corrupt), None, None), graded
+
+    def checked_prompts(
+        self, length: int, positions: Sequence[int]
+    ) -> tuple[Prompts, Graded | None]:
+        """New prompts, and what their cells must be, if the weights are equal."""
+        prompts = new_prompts(length)
+        if not self.same_weights:
+            return prompts, None
+        _, graded = self.reference(prompts, positions)
+        return prompts, graded
+
+    def lens(self, prompts: Prompts, cells: Sequence[Cell], wanted: Graded | None) -> Result:
+        """TransformerLens."""
+        assert self.transformer_lens is not None, "it was asked for"
+        call = partial(TransformerLens.run, prompts=prompts, cells=cells)
+        graded = self.limits.ask_one(self.transformer_lens, call, _REFERENCE_LIMIT)
+        error = None if wanted is None else worst(graded.answer, wanted.answer)
+        return Result(graded.seconds, len(cells), len(cells) * len(prompts.corrupt), None, error)
+
+
+class Amounts(NamedTuple):
+    """How much is run."""
+
+    cells: int
+    """Most cells of a grid."""
+    singles: int
+    """Most cells that are requests one at a time; at 64 at a time four times as many."""
+    lens_cells: int
+    long_prompts: int
+    concurrency: Sequence[int]
+    repeats: int
+
+
+@dataclass
+class Cells:
+    """The cells of prompts of a length."""
+
+    bench: Bench
+    length: int
+    amounts: Amounts
+
+    def __post_init__(self) -> None:
+        """Chooses them."""
+        self.positions = positions_of(self.length, self.bench.layers, self.amounts.cells)
+        self.cells = cells_of(self.bench.layers, self.positions, self.amounts.cells)
+        self._few = self.positions[:: max(1, len(self.positions) // 4)]
+
+    def sweeps(self) -> None:
+        """Sweeps beside whole prompts, by turns."""
+        bench = self.bench
+        largest, *_ = most_first = sorted(self.amounts.concurrency, reverse=True)
+        # Warm-ups: shapes that are new, kernels that are compiled.
+        self._attempt("warm-up, prefill", self._prefill)
+        bench.sweep(new_prompts(self.length), self._few, largest, None)
+        for _ in range(self.amounts.repeats):
+            self._attempt(PREFILL, self._add_prefill)
+            for at_once in most_first:
+                self._attempt(SWEEP.format(at_once), partial(self._sweep, at_once=at_once))
+
+    def singles(self) -> None:
+        """The cells as requests."""
+        bench, most = self.bench, self.amounts.singles
+        bench.singles(new_prompts(self.length), self.cells[:64], 64, None)
+        arms = {SINGLES_64: (64, 4 * most), SINGLES: (1, most)}
+        for _ in range(self.amounts.repeats):
+            for arm, (at_once, count) in arms.items():
+                prompts, wanted = bench.checked_prompts(self.length, self.positions)
+                result = bench.singles(prompts, self.cells[:count], at_once, wanted)
+                bench.add(arm, self.length, result)
+
+    def references(self) -> None:
+        """Hugging Face, and TransformerLens if it was asked for, beside whole prompts."""
+        bench = self.bench
+        bench.reference(new_prompts(self.length), self._few)
+        for _ in range(self.amounts.repeats):
+            self._attempt(PREFILL, self._add_prefill)
+            prompts = new_prompts(self.length)
+            result, graded = bench.reference(prompts, self.positions)
+            bench.add(HUGGING_FACE, self.length, result)
+            if bench.transformer_lens is not None:
+                wanted = graded if bench.same_weights else None
+                found = bench.lens(prompts, self.cells[: self.amounts.lens_cells], wanted)
+                bench.add(TRANSFORMER_LENS, self.length, found)
+
+    def long_prompts(self) -> None:
+        """What stock vLLM computes of prompts that are as long as they can be."""
+        long = MAX_MODEL_LEN - 48
+        for _ in range(self.amounts.repeats):
+            result = self.bench.prefill(long, self.amounts.long_prompts)
+            self.bench.add(PREFILL_LONG.format(long), self.length, result)
+
+    def _attempt(self, arm: str, run: Callable[[], object]) -> None:
+        self.bench.attempt(f"{arm}, {self.length} tokens", run)
+
+    def _prefill(self) -> Result:
+        return self.bench.prefill(self.length, min(len(self.cells), _MOST_PREFILL))
+
+    def _add_prefill(self) -> None:
+        self.bench.add(PREFILL, self.length, self._prefill())
+
+    def _sweep(self, at_once: int) -> None:
+        bench, arm = self.bench, SWEEP.format(at_once)
+        prompts, wanted = bench.checked_prompts(self.length, self.positions)
+        before = thread_times(bench.server.pid)
+        swept = bench.sweep(prompts, self.positions, at_once, wanted)
+        used = taken(before, thread_times(bench.server.pid))
+        bench.measured.cpu_us_per_cell[f"{arm}, {self.length} tokens"] = {
+            kind: 1e6 * seconds / swept.cells for kind, seconds in used.items()
+        }
+        bench.add(arm, self.length, swept)
+
+
+def measure(
+    bench: Bench, lengths: Sequence[int], amounts: Amounts, neighbours: Callable[[], None]
+) -> None:
+    """Takes all steps, first those that tell most: a run may be cut short.
+
+    Every turn has new prompts.
+    """
+    every = [Cells(bench, length, amounts) for length in lengths]
+    for cells in every:
+        bench.attempt(f"sweeps, {cells.length} tokens", cells.sweeps)
+    bench.attempt("neighbours", neighbours)
+    for cells in every:
+        bench.attempt(f"single requests, {cells.length} tokens", cells.singles)
+    for cells in every:
+        bench.attempt(f"references, {cells.length} tokens", cells.references)
+    bench.attempt("long prompts", every[0].long_prompts)
+
+
+def hear(bench: Bench, streams: int, tokens: int) -> Neighbours:
+    """What streams of so many tokens feel."""
+    shares = spread(fresh_prompts(streams, _STREAM_PROMPT), bench.clients)
+    calls = [partial(Client.stream, wanted=share, tokens=tokens) for share in shares]
+    found: list[Gaps] = bench.limits.ask(bench.clients[: len(calls)], calls, _LIMIT)
+    gaps = [gap for one in found for gap in one.gaps_ms]
+    seconds = max(one.seconds for one in found)
+    return Neighbours(
+        streams,
+        statistics.median(gaps),
+        percentile(gaps, 0.99),
+        statistics.median(time for one in found for time in one.per_token_ms),
+        sum(one.tokens for one in found) / seconds,
+        0.0,
+    )
+
+
+def measure_neighbours(
+    bench: Bench, streams: int, tokens: int, turns: int, length: int, at_once: int
+) -> None:
+    """Streams without and with sweeps beside them, by turns."""
+    beside = f"sweep, {length} tokens, {at_once} cells at a time"
+    names: dict[str, Priority | None] = {
+        "alone": None,
+        f"beside a background {beside}": "background",
+        f"beside a normal {beside}": "normal",
+    }
+    hear(bench, streams, tokens)
+    for _ in range(turns):
+        for name, priority in names.items():
+            if priority is None:
+                felt = hear(bench, streams, tokens)
+            else:
+                felt = hear_beside(bench, streams, tokens, length, at_once, priority)
+            bench.measured.neighbours.setdefault(name, []).append(felt)
+            print(
+                f"{name:70} median {felt.median_ms:6.2f} ms, p99 {felt.p99_ms:6.2f} ms,"
+                f" {felt.cells_per_s:6.1f} cells/s",
+                flush=True,
+            )
+        bench.save(bench.measured)
+
+
+def hear_beside(
+    bench: Bench, streams: int, tokens: int, length: int, at_once: int, priority: Priority
+) -> Neighbours:
+    """What streams feel while sweeps run."""
+    begin = partial(Client.begin_sweeps, length=length, at_once=at_once, priority=priority)
+    bench.limits.ask_one(bench.sweeper, begin, _LIMIT)
+    try:
+        felt = hear(bench, streams, tokens)
+    finally:
+        rate = bench.limits.ask_one(bench.sweeper, Client.end_sweeps, _LIMIT)
+    return felt._replace(cells_per_s=rate)
+
+
+def profile(bench: Bench, py_spy: Path, length: int, at_once: int, out: Path) -> None:
+    """Records the functions of all the server's processes while sweeps run."""
+    begin = partial(Client.begin_sweeps, length=length, at_once=at_once, priority="normal")
+    bench.limits.ask_one(bench.sweeper, begin, _LIMIT)
+    options = ["--format=raw", "--threads", "--nonblocking", f"-r{_PROFILE_RATE}"]
+    options += [f"-d{_PROFILE_SECONDS}", f"-o{out}", "--subprocesses"]
+    command = [str(py_spy), "record", *options, "-p", str(bench.server.pid)]
+    try:
+        found = subprocess.run(command, capture_output=True, check=False, timeout=_LIMIT)
+    finally:
+        rate = bench.limits.ask_one(bench.sweeper, Client.end_sweeps, _LIMIT)
+    print(f"py-spy: {found.returncode}, {rate:.0f} cells/s while it recorded", flush=True)

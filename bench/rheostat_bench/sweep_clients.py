@@ -1,0 +1,195 @@
+"""Clients of a server that sweep, make patched requests one by one, or stream tokens.
+
+Each runs in a process of its own.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+import rheostat
+from rheostat_bench.served import prompts as fresh_prompts
+from rheostat_bench.sweep_references import Cell, Graded, Grid, Prompts
+
+POINT = "resid_post"
+"""The point whose rows all cells replace."""
+
+Priority = Literal["background", "normal"]
+
+
+class Swept(NamedTuple):
+    """A sweep."""
+
+    seconds: float
+    """From the call to its result."""
+    answer: Grid
+    """[layers, positions]: ln p(answer)."""
+    computed_tokens: int
+    noise: float
+    """Largest deviation of the repeated corrupt prompt."""
+
+
+class Single(NamedTuple):
+    """A patched request."""
+
+    cell: Cell
+    logprob: float
+    """Of its greedy token, which is the likeliest one."""
+
+
+class Gaps(NamedTuple):
+    """Tokens of streams."""
+
+    seconds: float
+    """From the first call to the last token."""
+    tokens: int
+    gaps_ms: list[float]
+    """Times between two messages with tokens of one stream."""
+    per_token_ms: list[float]
+    """Of each stream, from its first token to its last."""
+
+
+class Client:
+    """A client. Its methods are calls."""
+
+    def __init__(self, engine: rheostat.aio.Engine) -> None:
+        """Uses one connection."""
+        self._engine = engine
+        self._sweeping: asyncio.Task[None] | None = None
+        self._cells = 0
+        self._began = 0.0
+
+    async def sweep(
+        self, prompts: Prompts, positions: Sequence[int], at_once: int, priority: Priority
+    ) -> Swept:
+        """Sweeps some positions of every layer."""
+        began = time.monotonic()
+        result = await self._engine.sweep(
+            pair_of(prompts),
+            points=POINT,
+            grades="logprob",
+            where=rheostat.positions(*positions),
+            concurrency=at_once,
+            priority=priority,
+            progress=self._count,
+            watch=False,
+        )
+        seconds = time.monotonic() - began
+        answer = np.full((len(result.sites), len(prompts.corrupt)), np.nan)
+        answer[:, list(positions)] = result.array()
+        return Swept(
+            seconds,
+            answer,
+            result.computed_token_count,
+            result.noise[0].largest,
+        )
+
+    def _count(self, done: int, count: int) -> None:
+        self._cells += 1
+
+    async def capture(self, prompts: Prompts, run_id: str) -> None:
+        """Stores the rows of the clean prompt."""
+        capture = rheostat.Capture(POINT, "all", where="prompt", to=rheostat.Run(run_id))
+        await self._engine.generate(prompts.clean, capture=capture, max_tokens=1, temperature=0)
+
+    async def delete(self, run_id: str) -> None:
+        """Deletes them."""
+        await self._engine.delete_run(run_id)
+
+    async def requests(
+        self, prompts: Prompts, cells: Sequence[Cell], at_once: int, run_id: str
+    ) -> list[Single]:
+        """Makes a request for each cell, so many at a time."""
+        remaining = iter(cells)
+        found: list[Single] = []
+
+        async def loop() -> None:
+            for cell in remaining:
+                steering = rheostat.replace(rheostat.from_run(run_id)).at(
+                    points=POINT, layers=cell.layer, where=rheostat.positions(cell.position)
+                )
+                out = await self._engine.generate(
+                    prompts.corrupt, steering=steering, max_tokens=1, temperature=0, logprobs=1
+                )
+                found.append(Single(cell, out.logprobs[0].token.logprob))
+
+        await asyncio.gather(*(loop() for _ in range(at_once)))
+        return found
+
+    async def stream(self, wanted: Sequence[list[int]], tokens: int) -> Gaps:
+        """Streams all prompts at the same time."""
+        gaps: list[float] = []
+        per_token: list[float] = []
+        began = time.monotonic()
+
+        async def one(prompt: list[int]) -> int:
+            first = last = 0.0
+            count = 0
+            stream = self._engine.stream(prompt, max_tokens=tokens, temperature=0, ignore_eos=True)
+            async for event in stream:
+                if isinstance(event, rheostat.Tokens):
+                    now = time.monotonic()
+                    if count:
+                        gaps.append(1e3 * (now - last))
+                    else:
+                        first = now
+                    count, last = count + len(event.token_ids), now
+            per_token.append(1e3 * (last - first) / max(1, count - 1))
+            return count
+
+        counts = await asyncio.gather(*map(one, wanted))
+        return Gaps(time.monotonic() - began, sum(counts), gaps, per_token)
+
+    async def begin_sweeps(self, length: int, at_once: int, priority: Priority) -> None:
+        """Sweeps all positions of new prompts again and again, until `end_sweeps`."""
+
+        async def sweep() -> None:
+            while True:
+                await self.sweep(new_prompts(length), range(length), at_once, priority)
+
+        self._cells, self._began = 0, time.monotonic()
+        self._sweeping = asyncio.create_task(sweep())
+
+    async def end_sweeps(self) -> float:
+        """Ends the sweep that runs; returns how many cells came each second.
+
+        Raises:
+            RheostatError: a sweep has failed.
+        """
+        assert self._sweeping is not None, "sweeps have begun"
+        rate = self._cells / (time.monotonic() - self._began)
+        self._sweeping.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._sweeping
+        self._sweeping = None
+        return rate
+
+
+@asynccontextmanager
+async def connected(target: str) -> AsyncIterator[Client]:
+    """A client with a connection of its own."""
+    async with rheostat.aio.connect(target) as engine:
+        yield Client(engine)
+
+
+def pair_of(prompts: Prompts) -> rheostat.Pair:
+    """The pair of a sweep."""
+    return rheostat.Pair(prompts.clean, corrupt=prompts.corrupt, answer=[prompts.answer])
+
+
+def new_prompts(length: int) -> Prompts:
+    """Prompts that differ at nearly every position, so that nearly every cell has an effect."""
+    clean, corrupt, (answer, *_) = fresh_prompts(3, length)
+    return Prompts(clean, corrupt, answer)
+
+
+def singles_grid(seconds: float, shape: tuple[int, int], singles: Sequence[Single]) -> Graded:
+    """Requests' values, where their cells are."""
+    graded = Graded(seconds, np.full(shape, np.nan), np.full(shape, np.nan))
+    for single in singles:
+        graded.largest[single.cell] = single.logprob
+    return graded

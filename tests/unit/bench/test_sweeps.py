@@ -1,0 +1,104 @@
+"""The benchmark of sweeps: which cells it runs, and its figures."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rheostat_bench.sweep_arms import (
+    PREFILL,
+    SINGLES,
+    SWEEP,
+    Measured,
+    Neighbours,
+    Result,
+    cells_of,
+    positions_of,
+    worst,
+)
+from rheostat_bench.sweep_clients import Single, new_prompts, singles_grid
+from rheostat_bench.sweep_references import Cell
+from rheostat_bench.sweeps import arguments_of, save, show, summary
+
+
+@pytest.mark.parametrize(
+    ("length", "layers", "cells", "count"), [(40, 36, 1440, 40), (200, 36, 1440, 40), (9, 28, 1, 2)]
+)
+def test_positions_are_spread_evenly(length: int, layers: int, cells: int, count: int) -> None:
+    positions = positions_of(length, layers, cells)
+    assert (len(positions), positions[0], positions[-1]) == (count, 0, length - 1)
+    steps = np.diff(positions)
+    assert steps.max() - steps.min() <= 1
+
+
+def test_cells_are_of_these_positions_and_the_same_every_time() -> None:
+    every = cells_of(3, [0, 5], 100)
+    assert sorted(every) == [Cell(layer, at) for layer in range(3) for at in (0, 5)]
+    assert cells_of(3, [0, 5], 4) == cells_of(3, [0, 5], 4)
+    assert len(set(cells_of(3, [0, 5], 4))) == 4
+
+
+def test_prompts_are_new_and_of_a_length() -> None:
+    one, other = new_prompts(40), new_prompts(40)
+    assert {len(one.clean), len(one.corrupt)} == {40}
+    assert one.clean != one.corrupt
+    assert one.corrupt != other.corrupt
+
+
+def test_only_cells_of_both_are_compared() -> None:
+    grid = singles_grid(1.0, (2, 3), [Single(Cell(1, 2), -1.0), Single(Cell(0, 0), -2.0)]).largest
+    wanted = np.full((2, 3), np.nan)
+    assert worst(grid, wanted) is None
+    wanted[1, 2], wanted[0, 1] = -1.5, 7.0
+    assert worst(grid, wanted) == 0.5
+
+
+@pytest.fixture
+def measured() -> Measured:
+    """Two turns of a sweep beside stock vLLM."""
+    sweep = [Result(seconds, 10, 400, 200, error) for seconds, error in ((1.0, 0.1), (2.0, 0.3))]
+    turns = {PREFILL: {"40": [Result(1.0, 20, 800, 800, None)]}, SWEEP.format(16): {"40": sweep}}
+    turns[SINGLES] = {"40": [Result(5.0, 10, 400, None, None)]}
+    felt = {"alone": [Neighbours(32, 5.0, 6.0, 5.0, 6400.0, 0.0)]}
+    return Measured(turns, felt, {"sweep": {"server, main thread": 900.0}})
+
+
+def test_a_sweep_stands_beside_the_prefill(
+    measured: Measured, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    row = summary(measured.turns)[SWEEP.format(16)]["40"]
+    assert row == {
+        "cells": 10.0,
+        "cells_per_s": 7.5,
+        "tokens_per_s": 300.0,
+        "computed_tokens_per_cell": 20.0,
+        "answer_error": 0.3,
+        "share_of_prefill": 0.375,
+        "times_singles": 3.75,
+    }
+    show(measured)
+    out = capsys.readouterr().out
+    for said in (
+        "37.5% of prefill,   3.8 x single error 0.3000",
+        "p99   6.00 ms",
+        "server, main thread 900",
+        "3.8 x single",
+    ):
+        assert said in out
+    save(tmp_path / "sweeps.json", {"benchmark": "sweeps"}, measured)
+    content = json.loads((tmp_path / "sweeps.json").read_text())
+    assert content["turns"][PREFILL]["40"][0]["tokens"] == 800
+    assert content["neighbours"]["alone"][0]["streams"] == 32
+
+
+def test_a_run_that_is_cut_short_can_be_written(tmp_path: Path) -> None:
+    write = partial(save, tmp_path / "sweeps.json", {})
+    write(Measured())
+    assert json.loads((tmp_path / "sweeps.json").read_text())["summary"] == {}
+
+
+def test_the_issues_lengths_are_the_default() -> None:
+    arguments = arguments_of(["--out", "results"])
+    assert (arguments.shape, arguments.lengths) == ("qwen3-8b", [40, 200])
