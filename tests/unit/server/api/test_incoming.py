@@ -27,7 +27,7 @@ from ..fakes import ScriptedBackend
 from ..messages import capture, request, selector
 from ..streams import until
 from ..subscribers import EVERY, Subscriber, ends_of, opening, wanted
-from ..uploads import header
+from ..uploads import chunk, header, put, values
 
 Code = grpc.StatusCode
 pb = generation_service_pb2
@@ -365,16 +365,27 @@ async def test_uploads_that_stop_give_their_room_to_others(running, monkeypatch)
         yield header(4).SerializeToString()
         await asyncio.Event().wait()
 
+    waiting = 0
+
+    async def counted(*arguments):
+        nonlocal waiting
+        waiting += 1
+        try:
+            return await uploads.next_message(*arguments)
+        finally:
+            waiting -= 1
+
+    monkeypatch.setattr(upload, "next_message", counted)
     calls = [stub(stopping(), timeout=60) for _ in range(8)]
-    full = header(4, name="x")
-    for _ in range(200):
-        refusal = await refused(running.client.steering.PutVector(iter([full])))
-        if refusal.reason == "REASON_QUEUE_FULL":
-            break
-        await asyncio.sleep(0.01)
+    # Another upload could take the room of one that has not begun.
+    await until(lambda: waiting == 8)
+    whole = [header(4, name="x"), chunk(values(rows=4))]
+    refusal = await refused(running.client.steering.PutVector(iter(whole)))
     assert refusal.reason == "REASON_QUEUE_FULL"
     for call in calls:
         call.cancel()
+    await until(lambda: waiting == 0)
+    assert await put(running.client, *whole)
 
 
 async def test_an_upload_that_stops_ends_by_itself(running, monkeypatch) -> None:
