@@ -68,7 +68,7 @@ class RunService(run_service_pb2_grpc.RunServiceServicer):
     async def GetRun(
         self, request: run_service_pb2.GetRunRequest, context: Context
     ) -> run_service_pb2.GetRunResponse:
-        """What is stored under an id."""
+        """Describes the run with an id."""
         run = _find(request.run_id, self._readiness.manager().runs)
         return _pb.GetRunResponse(run=await offload(_weight(run), _to_wire, run))
 

@@ -1,1 +1,1 @@
-"""Captured rows on their way to whoever reads them."""
+"""Delivers captured rows to their readers."""

@@ -1,9 +1,14 @@
-"""Records that wait on disk: a folder, and in it files that are written once and read once.
+"""Records that wait on disk, in files that are written once and read once.
 
-Invariants: what is read is what was written, in the order in which it was written, or an error; an
-append takes all of its records or none; a file goes as soon as all of it was read; all files
-together stay within the limit, and few of them are open. A folder belongs to one server. Everything
-here blocks.
+Invariants:
+
+* Records are read as they were written and in the same order, or the read raises an error.
+* An append writes all of its records, or none.
+* A file is deleted as soon as all of it was read.
+* All files together stay within the limit, and few of them are open.
+* A folder belongs to one server.
+
+Every function blocks.
 """
 
 import fcntl
@@ -22,10 +27,10 @@ from rheostat_server.errors import SpoolFailed
 from rheostat_server.open_files import OpenFiles
 
 _FILES = 256
-"""Files into which the limit is divided: room comes back file by file."""
+"""The limit is divided into this many files, because only whole files are deleted."""
 
 _DESCRIPTORS = 64
-"""Files that stay open while nobody uses them. Each reader that spills has one at least."""
+"""Files that stay open while they are not used. Each reader that spills has at least one."""
 
 _OLD = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = ".lock"
@@ -35,34 +40,34 @@ _HEAD = struct.Struct("<II")
 
 
 class SpillDirectoryFull(Exception):
-    """There is no room for more records."""
+    """The records do not fit within the limit."""
 
 
 class SpillFileDamaged(Exception):
-    """What is read is not what was written."""
+    """A file does not contain the records that were written to it."""
 
 
 class SpillDirectory:
-    """A folder that is this server's own until `close`. For any thread."""
+    """A folder that this server has locked until `close`. Any thread may use it."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        """Makes the folder if need be, locks it, and removes what a server left that died.
+        """Makes the folder if it is missing, locks it, and removes the files of a server that died.
 
         Args:
-            folder: where files lie.
-            limit: bytes that all of them together may have.
+            folder: contains the files.
+            limit: bytes that all files together may have.
 
         Raises:
-            SpoolFailed: another server has it, or it cannot be used.
+            SpoolFailed: another server uses it, or it cannot be used.
         """
         self.folder = folder
         self.limit = limit
         self.used = 0
         """Bytes of all files."""
         self.file_bytes = limit // _FILES
-        """Size from which on a file takes no further record."""
+        """No record is added to a file of at least this size."""
         self.files = OpenFiles(_DESCRIPTORS)
-        """Those of all readers."""
+        """The open files of all readers."""
         self._guard = threading.Lock()
         self._made = 0
         try:
@@ -91,7 +96,7 @@ class SpillDirectory:
         """Counts bytes that are about to be written.
 
         Raises:
-            SpoolFull: they do not fit.
+            SpillDirectoryFull: they do not fit.
         """
         with self._guard:
             if self.used + size > self.limit:
@@ -99,12 +104,12 @@ class SpillDirectory:
             self.used += size
 
     def release(self, size: int) -> None:
-        """Counts bytes that are gone."""
+        """Stops counting bytes of a deleted file, or of a failed write."""
         with self._guard:
             self.used -= size
 
     def create(self) -> Path:
-        """Makes a file; its path. Raises OSError."""
+        """Makes a file, and returns its path. Raises OSError."""
         with self._guard:
             self._made += 1
             path = self.folder / f"{self._made:08}{_SUFFIX}"
@@ -112,7 +117,7 @@ class SpillDirectory:
         return path
 
     def open(self, path: Path) -> AbstractContextManager[int]:
-        """The descriptor of a file that was made. Raises OSError."""
+        """The descriptor of a file that `create` made. Raises OSError."""
         return self.files.use(path, lambda: os.open(path, _OLD))
 
     def remove(self, path: Path) -> None:
@@ -121,13 +126,13 @@ class SpillDirectory:
         path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Removes all files and gives the folder up."""
+        """Removes all files, and unlocks the folder."""
         if self._open:
             self._open = False
             self.files.close()
             with suppress(OSError):
                 self._sweep()
-            # Closing alone would leave it locked while a process that was forked from ours lives.
+            # A forked process shares the descriptor, so closing ours would not unlock the folder.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
 
@@ -148,18 +153,18 @@ class _File:
 
 
 class SpillFile:
-    """Records of one reader, first in, first out. For one thread at a time."""
+    """The records of one reader, first in, first out. One thread at a time may use it."""
 
     def __init__(self, spool: SpillDirectory) -> None:
-        """There are none, and no file."""
+        """There are no records, and no file."""
         self._spool = spool
         self._files: deque[_File] = deque()
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Adds records behind those that are there: all or none.
+        """Appends all records, or none.
 
         Raises:
-            SpoolFull: they do not fit.
+            SpillDirectoryFull: they do not fit.
             OSError: they cannot be written.
         """
         heads = (_HEAD.pack(len(record), google_crc32c.value(record)) for record in records)
@@ -175,10 +180,12 @@ class SpillFile:
         file.end += len(data)
 
     def read(self, most: int) -> list[bytes]:
-        """Takes the oldest records, of about so many bytes, at least one; there must be one.
+        """Removes and returns the oldest records: about `most` bytes, and at least one record.
+
+        There must be a record.
 
         Raises:
-            SpoolDamaged: they are not what was written.
+            SpillFileDamaged: they are not the records that were written.
             OSError: they cannot be read.
         """
         file = self._files[0]
@@ -189,13 +196,13 @@ class SpillFile:
         return records
 
     def close(self) -> None:
-        """Removes what is there; nothing is written or read any more."""
+        """Deletes all files. No record may be written or read any more."""
         while self._files:
             with suppress(OSError):
                 self._drop(self._files.popleft())
 
     def _last(self) -> _File:
-        """The file that takes records."""
+        """The file to which records are appended."""
         if not self._files or self._files[-1].end >= self._spool.file_bytes:
             self._files.append(_File(self._spool.create()))
         return self._files[-1]
@@ -206,7 +213,7 @@ class SpillFile:
 
 
 def _write(descriptor: int, data: bytes, offset: int) -> None:
-    """Writes all of it, or cuts the file back to where it was."""
+    """Writes all of `data` at `offset`; if it fails, it cuts the file back to `offset`."""
     view = memoryview(data)
     at = offset
     try:
@@ -221,10 +228,10 @@ def _write(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def _next(file: _File, descriptor: int, most: int) -> list[bytes]:
-    """The next records of a file, of about so many bytes, at least one.
+    """The next records of a file: about `most` bytes, and at least one record.
 
     Raises:
-        SpoolDamaged: they are not what was written.
+        SpillFileDamaged: they are not the records that were written.
         OSError: they cannot be read.
     """
     data, at = _read(file, descriptor, max(most, _HEAD.size)), 0
@@ -248,7 +255,7 @@ def _next(file: _File, descriptor: int, most: int) -> list[bytes]:
 
 
 def _read(file: _File, descriptor: int, most: int) -> bytes:
-    """What comes next of a file, as much as there is of so many bytes."""
+    """The next bytes of a file, at most `most`."""
     size = min(most, file.end - file.begin)
     data = os.pread(descriptor, size, file.begin)
     if len(data) < size:

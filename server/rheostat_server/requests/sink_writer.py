@@ -1,7 +1,8 @@
-"""One request's rows on their way into a sink or a run, written on a thread as they come.
+"""Writes a request's rows to a sink or a run, on a thread, while the request runs.
 
-Invariants: the model never waits for the sink; what waits for it is bounded. A sink that fails ends
-the request; nothing of it is half published. The writer ends exactly once, published or failed.
+Invariants: the model never waits for the sink, and the rows that wait for it are bounded. If a sink
+fails, the request fails, and the sink publishes none of its rows. The writer ends exactly once:
+either it publishes, or it fails.
 """
 
 import asyncio
@@ -50,27 +51,27 @@ _WHOLE = {"stop", "length", "rule"}
 
 
 class Recording(Protocol):
-    """Where rows are written. Every method may block, and raises a RheostatError if anything."""
+    """A destination of rows. Every method may block. The only errors are RheostatErrors."""
 
     @property
     def rows(self) -> int:
-        """Rows that it has taken: positions times sites."""
+        """Rows that were written: positions times sites."""
 
     @property
     def memory(self) -> int:
-        """Bytes of rows that it holds in memory and can move elsewhere."""
+        """Bytes of rows that it holds in memory, and that `flush` can move to its disk."""
 
     def flush(self) -> None:
-        """Moves them."""
+        """Moves the rows in memory to the disk."""
 
     def write(self, block: RowBlock) -> None:
-        """Takes rows."""
+        """Writes rows."""
 
     def finish(self, outcome: Outcome) -> object:
-        """No more rows come."""
+        """Ends the recording: no more rows come."""
 
     def abandon(self, error: BaseException) -> None:
-        """Gives them up; does nothing where it is over."""
+        """Discards the recording; does nothing if it has ended."""
 
 
 class SinkWriter:
@@ -86,16 +87,16 @@ class SinkWriter:
         fail: Callable[[RheostatError], None],
         threads: Executor,
     ) -> None:
-        """A writer that works from now on.
+        """Makes a writer, and starts its task.
 
         Args:
-            recording: where rows go.
+            recording: the destination of the rows.
             abouts: its captures, by index in the request.
-            feed: through which they come.
-            buffer: where they wait.
-            share: counts what the recording holds in memory.
-            fail: hears of a failure.
-            threads: where the recording may block.
+            feed: the source of the rows.
+            buffer: holds the rows that wait.
+            share: counts the rows that the recording holds in memory.
+            fail: is called with the error if the writer fails.
+            threads: run the calls of the recording, which may block.
         """
         self.feed = feed
         self._recording = recording
@@ -105,9 +106,9 @@ class SinkWriter:
         self._threads = threads
         self._share = share
         self._memory = ByteCounter(share.byte_counter)
-        """Counts what the recording holds, and what is being written."""
+        """Counts the rows that the recording holds in memory, and those that are being written."""
         self._flushing = 0
-        """Bytes of these that the recording is to move to its disk."""
+        """Bytes of them that the recording was asked to move to its disk."""
         share.add(self)
         self._dropped = 0
         self.failure: RheostatError | None = None
@@ -115,12 +116,12 @@ class SinkWriter:
 
     @property
     def rows(self) -> int:
-        """Rows that the sink has taken: positions times sites."""
+        """Rows that were written to the sink: positions times sites."""
         return self._recording.rows
 
     @property
     def cost(self) -> Cost:
-        """What the recording holds can wait on its disk."""
+        """The consequence of giving up memory: time, because rows are moved to the disk."""
         return Cost.TIME
 
     @property
@@ -130,16 +131,16 @@ class SinkWriter:
 
     @property
     def leaving(self) -> int:
-        """Bytes that it has been asked to move there."""
+        """Bytes that it was asked to move there."""
         return self._flushing
 
     @property
     def leaving_rows(self) -> int:
-        """The same, because it counts rows alone."""
+        """The same as `leaving`, because only rows are counted."""
         return self._flushing
 
     def give_up(self, size: int, why: str) -> None:
-        """Moves what the recording holds to its disk; fails where disks are too slow for that."""
+        """Moves the rows in memory to the disk; fails if the disks are too slow for that."""
         self._flushing = self._memory.bytes
         self._buffer.news.set()
         if self._share.too_much_leaves:
@@ -151,7 +152,7 @@ class SinkWriter:
             )
 
     def overflow(self, error: RheostatError) -> None:
-        """Rows found no room, and none may be lost."""
+        """Fails, because rows did not fit and none may be lost."""
         self._end(error)
 
     async def _run(self) -> None:
@@ -169,7 +170,7 @@ class SinkWriter:
                     await self._take(item)
         except RheostatError as error:
             self._end(error)
-        except Exception as error:  # a task's end: whatever it is, the request must hear of it
+        except Exception as error:  # the task ends here, so any error must fail the request
             _LOG.error("writing %s failed", self.feed.request_id, exc_info=error)
             self._end(Defect("the server could not write the captured rows"))
         finally:
@@ -185,7 +186,7 @@ class SinkWriter:
         self._hold(self._recording.memory)
 
     def _hold(self, size: int) -> None:
-        """Counts what is held in memory."""
+        """Counts `size` bytes as held in memory."""
         self._memory.add(size - self._memory.bytes)
         self._share.check()
 
@@ -218,13 +219,13 @@ class SinkWriter:
 
 
 def _abandon(threads: Executor, opening: asyncio.Future[GuardedRecording]) -> None:
-    """Gives up what was opened for a request that has gone meanwhile."""
+    """Discards a recording that was opened for a request that has ended meanwhile."""
     if not opening.cancelled() and opening.exception() is None:
         threads.submit(opening.result().abandon, Defect("the request went away"))
 
 
 def about_capture(index: int, capture: ResolvedCapture) -> CaptureAbout:
-    """What whoever keeps the rows of a capture is told of it."""
+    """The description of a capture for the sink or the run that stores its rows."""
     projection = capture.projection
     return CaptureAbout(
         index,
@@ -247,18 +248,18 @@ async def open_recording(
     *,
     model: str,
 ) -> GuardedRecording:
-    """Lets a sink take some captures of a request.
+    """Opens a recording of some captures of a request in a sink.
 
     Args:
-        sinks: the server's.
+        sinks: the sinks of the server.
         admitted: the request.
-        target: where the rows go.
+        target: the sink and the tag.
         captures: by index in the request.
         model: the model's name.
 
     Raises:
         ArtifactExists: the sink holds rows under the request's id and tag.
-        SinkFailed: the sink does not take it.
+        SinkFailed: the sink cannot open it.
     """
     about = RequestAbout(
         request_id=admitted.request_id,

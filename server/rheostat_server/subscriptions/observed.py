@@ -1,7 +1,7 @@
 """Which requests a subscription observes, and what it captures of them.
 
-Everything that no request changes is worked out once, when the subscription is opened, because the
-rest is done while somebody else's request is admitted.
+Everything that is the same for all requests is computed once, when the subscription is opened. The
+rest is computed while another client's request is admitted, and delays that request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from rheostat_server.selectors.selection import EVERYTHING, Selection, Selection
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _CAPTURE_COST = 8
-"""What a capture costs beside its sites and ranges, each of which costs 1: about a microsecond."""
+"""Cost of a capture without its sites and ranges. Each of these costs 1, about a microsecond."""
 
 _LENGTHS = 64
 """Lengths of prompt and answer for which the captures of a subscription are kept."""
@@ -48,14 +48,14 @@ def observed_requests(filter: capture_service_pb2.RequestFilter) -> ObservedRequ
 
 @dataclass(frozen=True)
 class ObservedCaptures:
-    """The captures of a subscription, with all that no request changes."""
+    """The captures of a subscription, with everything that is the same for all requests."""
 
     templates: tuple[ResolvedCapture, ...] = ()
-    """One per capture, each of every token."""
+    """Every capture, as if it selected every token."""
     selectors: tuple[PreparedSelector | None, ...] = ()
-    """Which tokens each captures; None: every one. Equal ones are the same object."""
+    """The selector of each capture; None: every token. Equal selectors are the same object."""
     cost: int = 0
-    """What it costs a request that is observed; see `OBSERVERS_COST`."""
+    """The cost for each observed request; see `OBSERVERS_COST`."""
 
     def most_spans(self, prompt_len: int) -> int:
         """The most spans that the captures can have in a request with a prompt of this length."""
@@ -63,7 +63,7 @@ class ObservedCaptures:
         return 1 + sum(selector.most_spans(prompt_len) for selector in different.values())
 
     def resolve(self, context: SelectionContext) -> tuple[ResolvedCapture, ...]:
-        """The captures in a request. What its prompt does not have is not captured.
+        """The captures in a request. Positions that the prompt does not have are not captured.
 
         Raises:
             TooFragmented: together they have more than `OBSERVER_SPANS` spans.
@@ -111,8 +111,8 @@ def observed_captures(
     """The captures of a subscription.
 
     Args:
-        specs: as they came.
-        resolved: the same, resolved against any request.
+        specs: the messages.
+        resolved: the same captures, resolved for a typical request.
     """
     prepared: dict[bytes, PreparedSelector] = {}
     selectors = []
@@ -127,5 +127,5 @@ def observed_captures(
         selectors.append(selector)
     templates = tuple(one.with_selection(EVERYTHING) for one in resolved)
     for template in templates:
-        _ = template.indices, template.site_forms.alike  # worked out here, not for a request
+        _ = template.indices, template.site_forms.alike  # computed here, not while a request waits
     return ObservedCaptures(templates, tuple(selectors), cost)

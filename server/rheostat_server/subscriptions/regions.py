@@ -1,32 +1,32 @@
 """Disjoint regions of one stretch of memory, taken first fit.
 
-Invariants: regions never overlap, and each stays until it is given back; what is given back can be
-taken again, joined with the free room beside it. The lowest room that suffices is taken, so that
-memory beyond what is needed at a time is never touched.
+Invariants: regions never overlap. A region stays taken until it is given back. It is then joined
+with the free memory beside it. The lowest gap that is large enough is taken, so that memory beyond
+the highest region that was ever taken is never touched.
 """
 
 from bisect import bisect
 
 _ALIGNMENT = 4096
-"""Regions begin at multiples of it, a page."""
+"""Regions begin at multiples of a page."""
 
 
 class Regions:
     """Which parts of [start, end) are taken."""
 
     def __init__(self, start: int, end: int) -> None:
-        """All of it is free; both are multiples of a page."""
+        """Everything is free. `start` and `end` are multiples of a page."""
         self._start = start
         self._gaps = [(start, end)]
         self._taken: dict[int, int] = {}
 
     @property
     def idle(self) -> bool:
-        """Whether none is taken."""
+        """Whether no region is taken."""
         return not self._taken
 
     def take(self, size: int) -> int | None:
-        """Where a region of so many bytes begins, at least 1; None where there is no room."""
+        """Takes a region of `size` bytes, at least 1. Returns its start; None if none fits."""
         whole = -(-size // _ALIGNMENT) * _ALIGNMENT
         for index, (start, end) in enumerate(self._gaps):
             if whole <= end - start:
@@ -36,10 +36,10 @@ class Regions:
         return None
 
     def give_back(self, start: int) -> None:
-        """Frees the region that begins there.
+        """Frees the region that begins at `start`.
 
         Raises:
-            KeyError: none does.
+            KeyError: no region begins there.
         """
         end = self._taken.pop(start)
         index = bisect(self._gaps, (start, end))

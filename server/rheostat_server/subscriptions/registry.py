@@ -60,7 +60,7 @@ class Subscriptions:
         deliveries: Deliveries | None = None,
         spill_manager: SpillManager | None = None,
     ) -> None:
-        """None is open.
+        """No subscription is open.
 
         Args:
             info: the model.

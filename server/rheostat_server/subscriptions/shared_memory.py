@@ -1,9 +1,13 @@
-"""Shared memory of a subscription: what its reader, on the same host, gets payloads in.
+"""Shared memory of a subscription, in which a reader on the same host gets payloads.
 
-Invariants: the server makes, names, locks and removes every object, and no client names one. What
-was placed stays as it is until it is freed. Pages are reserved before they are touched, so a file
-system that is full is an answer, never a signal. An object whose server is gone, by whatever end,
-is not locked any more, and the next server removes it.
+Invariants:
+
+* The server creates, names, locks and removes every object. No client chooses a name.
+* A payload does not change until its memory is freed.
+* Pages are reserved before they are written. A full file system is then an error of this call, not
+  a SIGBUS.
+* The lock of an object ends with its server, however the server ends. The next server removes
+  objects that are not locked.
 """
 
 import asyncio
@@ -30,7 +34,7 @@ Payload = npt.NDArray[np.uint8]
 _LOG = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")
-"""Where objects lie."""
+"""The folder of the objects."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAME = re.compile(r"rheostat-[0-9a-f]{32}")
@@ -42,18 +46,18 @@ _HEADER = mmap.PAGESIZE
 _STEP = 8 << 20
 """Bytes by which the reserved part grows."""
 _LASTING = 32 << 20
-"""Reserved bytes that stay reserved while nothing is in them."""
+"""Bytes that stay reserved while they hold no payload."""
 
 
 class NoSharedMemoryError(Exception):
-    """There can be none here; the text says why."""
+    """Shared memory cannot be used; the text gives the reason."""
 
 
 def namespace(folder: Path = FOLDER) -> str:
-    """Names the kernel and the mount that names of objects are valid on.
+    """The identity of the kernel and the mount on which the names of objects are valid.
 
     Raises:
-        NoSharedMemoryError: this system has none.
+        NoSharedMemoryError: this system has no shared memory.
     """
     try:
         return f"{_BOOT.read_text(encoding='ascii').strip()}:{folder.stat().st_dev}"
@@ -62,14 +66,14 @@ def namespace(folder: Path = FOLDER) -> str:
 
 
 def sweep(folder: Path = FOLDER) -> int:
-    """Removes what servers of this user have left behind that are gone; how many objects."""
+    """Removes objects of this user whose servers have ended. Returns their number."""
     removed = 0
     try:
         names = [name for name in os.listdir(folder) if _NAME.fullmatch(name)]
     except OSError:
         return 0
     for name in names:
-        with contextlib.suppress(OSError):  # another's, locked by its server, or gone meanwhile
+        with contextlib.suppress(OSError):  # another user's, locked, or removed meanwhile
             removed += _removed_if_left(folder / name)
     if removed:
         _LOG.info("removed %d objects of shared memory that a server had left", removed)
@@ -90,19 +94,20 @@ def _removed_if_left(path: Path) -> bool:
 
 
 class Arena:
-    """The shared memory of one subscription. Lives on the event loop."""
+    """The shared memory of one subscription. Used on the event loop alone."""
 
     def __init__(self, limit: int, folder: Path = FOLDER) -> None:
-        """An object in which payloads of so many bytes find room.
+        """Creates an object for payloads.
 
         Args:
-            limit: how many.
-            folder: where it lies.
+            limit: the most bytes of payloads.
+            folder: the folder of the object.
 
         Raises:
-            NoSharedMemoryError: there can be none.
+            NoSharedMemoryError: it cannot be created.
         """
-        room = limit + 3 * SHARED_CHUNK_BYTES  # one beyond the buffer, and two that are encoded
+        # one chunk beyond the buffer, and two that are being encoded
+        room = limit + 3 * SHARED_CHUNK_BYTES
         self.bytes = _HEADER + -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
         self.namespace = namespace(folder)
         self.name = f"rheostat-{secrets.token_hex(16)}"
@@ -139,17 +144,17 @@ class Arena:
             raise
 
     def to_wire(self) -> capture_service_pb2.SharedMemory:
-        """The message that names it."""
+        """The message that names the object."""
         return capture_service_pb2.SharedMemory(
             namespace=self.namespace, name=self.name, size_bytes=self.bytes
         )
 
     def proven(self, nonce: bytes) -> bool:
-        """Whether somebody who says this has read it."""
+        """Whether `nonce` proves that its sender has read the object."""
         return hmac.compare_digest(self._nonce, nonce)
 
     async def place(self, size: int) -> int | None:
-        """Where so many bytes, at least 1, find room until `free`; None: nowhere."""
+        """Takes `size` bytes, at least 1, until `free`. The offset; None if they do not fit."""
         offset = None if self._closed else self._regions.take(size)
         if offset is None or offset + size <= self._reserved:
             return offset
@@ -170,11 +175,11 @@ class Arena:
         return offset
 
     def view(self, offset: int, size: int) -> Payload:
-        """Memory that was placed, [size]."""
+        """The memory of a region, [size]."""
         return np.frombuffer(self._memory, np.uint8, size, offset)
 
     def ref(self, offset: int, size: int) -> tensor_pb2.ShmRef:
-        """The message that says where it is."""
+        """The message that refers to a region."""
         return tensor_pb2.ShmRef(
             namespace=self.namespace, name=self.name, offset=offset, length=size
         )
@@ -185,7 +190,7 @@ class Arena:
             self._regions.give_back(offset)
 
     def trim(self) -> None:
-        """Gives memory back to the system, if nothing is in it."""
+        """Returns reserved memory to the system, if no payload is in it."""
         if self._regions.idle and self._reserved > _LASTING and not self._closed:
             self._memory.madvise(mmap.MADV_REMOVE, _LASTING, self._reserved - _LASTING)
             self._reserved = _LASTING
@@ -201,7 +206,7 @@ class Arena:
 
 
 def _reserve(handle: int, start: int, needed: int, most: int) -> int:
-    """Makes the file system keep pages at least up to `needed`; up to where it does."""
+    """Reserves pages of the file up to at least `needed`. Returns the end of the reserved pages."""
     end = min(most, -(-needed // _STEP) * _STEP)
     try:
         try:
