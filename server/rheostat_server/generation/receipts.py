@@ -55,11 +55,12 @@ def write_receipt(
     )
     _add_captures(receipt, admitted, handed_over, runs)
     for record in _records(admitted, samples):
-        _apply(receipt.interventions.add(intervention=record.ref), record)
+        _apply(receipt.interventions.add(), record)
     return receipt
 
 
-@dataclass(frozen=True)
+# Not frozen, because creating a frozen object takes three times as long.
+@dataclass
 class _Part:
     """An intervention in one sample, at the positions between two changes of its steering."""
 
@@ -109,13 +110,14 @@ class _Record:
     """An intervention in all samples."""
 
     intervention: Intervention
-    ref: receipt_pb2.InterventionRef
+    update_id: int
+    """The update that made it active; 0 if it was active from the start."""
     parts: list[_Part] = field(default_factory=list)
 
 
 def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Record]:
     """Every intervention, in the order in which they became active."""
-    found = {(one.origin, one.index, 0): _Record(one, one.ref) for one in admitted.interventions}
+    found = {(one.origin, one.index, 0): _Record(one, 0) for one in admitted.interventions}
     for sample in samples:
         if sample.released is None:
             continue
@@ -123,11 +125,11 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
         index = 0
         for acting, update_id, start, end in _periods(admitted, sample):
             for one in acting:
-                ref = one.ref
-                if one.origin == receipt_pb2.ORIGIN_UPDATE:
-                    ref.update_id = update_id
-                key = (one.origin, one.index, ref.update_id)
-                record = found.setdefault(key, _Record(one, ref))
+                update = update_id if one.origin == receipt_pb2.ORIGIN_UPDATE else 0
+                key = (one.origin, one.index, update)
+                record = found.get(key)
+                if record is None:
+                    record = found[key] = _Record(one, update)
                 if one.acts:
                     mine = doses[index : index + len(one.acts)]
                     record.parts.append(
@@ -173,6 +175,10 @@ def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
 def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
     """Writes what an intervention did. It has no rows if it would not have changed a bit."""
     intervention = record.intervention
+    ref = message.intervention
+    ref.origin, ref.index, ref.op = intervention.origin, intervention.index, intervention.op.op
+    if record.update_id:
+        ref.update_id = record.update_id
     message.digests.extend([vector.digest for vector in intervention.op.vectors])
     add_source(message, intervention)
     _add_rows(message, record.parts)
@@ -212,6 +218,12 @@ def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]
 
 
 def _add_rows(message: receipt_pb2.AppliedIntervention, parts: Sequence[_Part]) -> None:
+    if len(parts) == 1:  # mostly: one sample, and no update
+        (part,) = parts
+        rows = message.rows.add(sample=part.sample.index)
+        add_runs(rows.positions.add, part.computed)
+        add_runs(rows.cached_positions.add, part.cached)
+        return
     by_sample: dict[int, list[_Part]] = {}
     for part in parts:
         by_sample.setdefault(part.sample.index, []).append(part)

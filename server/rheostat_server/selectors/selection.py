@@ -107,6 +107,8 @@ class Selection:
         `generated` are the tokens from position `prompt_len` on. Positions after them are selected
         if that does not depend on the token.
         """
+        if not self.conditions:
+            return clipped(self.spans, start, end)
         conditional = []
         known = prompt_len + len(generated)
         for condition, ids in zip(self.conditions, self._token_sets, strict=True):

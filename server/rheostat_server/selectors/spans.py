@@ -76,6 +76,10 @@ def subtracted(spans: Spans, holes: Spans) -> Spans:
 
 def clipped(spans: Spans, start: int, end: int) -> Spans:
     """The part of the spans in [start, end)."""
+    if len(spans) == 1:  # mostly
+        ((low, high),) = spans
+        low, high = max(low, start), min(high, end)
+        return ((low, high),) if low < high else ()
     first = bisect_right(spans, start, key=_END)
     past = bisect_left(spans, end, key=_START)
     if first >= past or start >= end:
