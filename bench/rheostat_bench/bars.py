@@ -1,6 +1,7 @@
 """Benchmarks whose results are a number or two per arm: what their pictures show of each file."""
 
 import json
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,10 +180,34 @@ def _side_by_side(content: Mapping[str, Any]) -> tuple[Panel, ...]:
     )
 
 
+def _sweeps(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    shares = {
+        arm: {
+            f"{length} tokens": _exact(row["share_of_prefill"])
+            for length, row in by_length.items()
+            if "share_of_prefill" in row
+        }
+        for arm, by_length in content["summary"].items()
+        if not arm.startswith("stock")
+    }
+    felt = {}
+    for name, turns in content["neighbours"].items():
+        medians, p99s = ([turn[key] for turn in turns] for key in ("median_ms", "p99_ms"))
+        felt[name.replace(", ", "\n", 1)] = {
+            label: Bar(statistics.median(some), min(some), max(some))
+            for label, some in (("median", medians), ("p99", p99s))
+        }
+    return (
+        Panel("cells' tokens/s, share of stock vLLM's prefill", shares),
+        Panel("ms between tokens of streams; whiskers: least and most", felt),
+    )
+
+
 _PANELS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Panel, ...]]] = {
     "isolation": _isolation,
     "sidebyside": _side_by_side,
     "stream": _stream,
+    "sweeps": _sweeps,
     "stalled": _stalled,
     "streamed": _streamed,
     "sinks": _sinks,

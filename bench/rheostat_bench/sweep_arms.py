@@ -297,6 +297,8 @@ class Cells:
         """Hugging Face, and TransformerLens if it was asked for, beside whole prompts."""
         bench = self.bench
         bench.reference(new_prompts(self.length), self._few)
+        if bench.transformer_lens is not None:
+            bench.lens(new_prompts(self.length), self.cells[:4], None)
         for _ in range(self.amounts.repeats):
             self._attempt(PREFILL, self._add_prefill)
             prompts = new_prompts(self.length)

@@ -5,6 +5,7 @@ rheostat bench tables results
 
 import argparse
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def tables(path: Path) -> list[str]:
         return [_soak(content, json.loads(control.read_text()) if control.is_file() else None)]
     if about == "sidebyside":
         return _side_by_side(content["summary"])
+    if about == "sweeps":
+        return _sweeps(content["summary"], content["neighbours"])
     return _streamed(content["summary"]) if about == "streamed" else []
 
 
@@ -214,6 +217,53 @@ def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:
         if row["lost_rows"]
     ]
     return [*shown, _markdown(["lost rows", "streams", "all turns"], lost)] if lost else shown
+
+
+def _sweeps(summary: Mapping[str, Table], neighbours: Mapping[str, Any]) -> list[str]:
+    """Cells by arm and prompt length; what streams feel beside them."""
+    lengths = list(dict.fromkeys(length for by_length in summary.values() for length in by_length))
+    heads = [""]
+    for length in lengths:
+        heads += [f"{length} tokens: cells/s", "of the prefill", "times one at a time"]
+    rows = []
+    for arm, by_length in summary.items():
+        cells = [arm]
+        for length in lengths:
+            row = by_length.get(length, {})
+            for key, form in (
+                ("cells_per_s", ".1f"),
+                ("share_of_prefill", ".1%"),
+                ("times_singles", ".1f"),
+            ):
+                cells.append(format(row[key], form) if key in row else "")
+        rows.append(cells)
+    shown = [_markdown(heads, rows)]
+    felt: dict[str, dict[str, float]] = {
+        name: {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+        for name, turns in neighbours.items()
+    }
+    if not felt:
+        return shown
+    alone, *_ = felt.values()
+    rows = [
+        [
+            name,
+            *(
+                f"{row[key]:.2f}{'' if row is alone else _more(row[key], alone[key])}"
+                for key in ("median_ms", "p99_ms")
+            ),
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['cells_per_s']:.1f}",
+        ]
+        for name, row in felt.items()
+    ]
+    streams = f"{alone['streams']:.0f} streams"
+    heads = [streams, "ms between tokens, median", "p99", "tokens/s", "cells/s"]
+    return [*shown, _markdown(heads, rows)]
+
+
+def _more(value: float, beside: float) -> str:
+    return f" ({value / beside - 1:+.1%})".replace("-", "\N{MINUS SIGN}")
 
 
 def _streams(count: str) -> str:

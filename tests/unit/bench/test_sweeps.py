@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rheostat_bench.bars import read_bars
 from rheostat_bench.sweep_arms import (
     PREFILL,
     SINGLES,
@@ -21,6 +22,7 @@ from rheostat_bench.sweep_arms import (
 from rheostat_bench.sweep_clients import Single, new_prompts, singles_grid
 from rheostat_bench.sweep_references import Cell
 from rheostat_bench.sweeps import arguments_of, save, show, summary
+from rheostat_bench.tables import tables
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,10 @@ def measured() -> Measured:
     sweep = [Result(seconds, 10, 400, 200, error) for seconds, error in ((1.0, 0.1), (2.0, 0.3))]
     turns = {PREFILL: {"40": [Result(1.0, 20, 800, 800, None)]}, SWEEP.format(16): {"40": sweep}}
     turns[SINGLES] = {"40": [Result(5.0, 10, 400, None, None)]}
-    felt = {"alone": [Neighbours(32, 5.0, 6.0, 5.0, 6400.0, 0.0)]}
+    felt = {
+        "alone": [Neighbours(32, 5.0, 6.0, 5.0, 6400.0, 0.0)],
+        "beside a sweep": [Neighbours(32, 5.5, 5.4, 5.5, 6400.0, 9.0)],
+    }
     return Measured(turns, felt, {"sweep": {"server, main thread": 900.0}})
 
 
@@ -87,7 +92,15 @@ def test_a_sweep_stands_beside_the_prefill(
         "3.8 x single",
     ):
         assert said in out
-    save(tmp_path / "sweeps.json", {"benchmark": "sweeps"}, measured)
+    save(tmp_path / "sweeps.json", {"benchmark": "sweeps", "device": "CPU"}, measured)
+    picture = read_bars(tmp_path / "sweeps.json")
+    assert picture is not None
+    shares, waits = picture.panels
+    assert shares.bars[SWEEP.format(16)]["40 tokens"].value == 0.375
+    assert waits.bars["beside a sweep"]["p99"].value == 5.4
+    cells, felt = tables(tmp_path / "sweeps.json")
+    assert "| sweep, 16 cells at a time | 7.5 | 37.5% | 3.8 |" in cells
+    assert "| beside a sweep | 5.50 (+10.0%) | 5.40 (\N{MINUS SIGN}10.0%) | 6400 | 9.0 |" in felt
     content = json.loads((tmp_path / "sweeps.json").read_text())
     assert content["turns"][PREFILL]["40"][0]["tokens"] == 800
     assert content["neighbours"]["alone"][0]["streams"] == 32
