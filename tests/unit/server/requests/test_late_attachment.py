@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_attachment, "PATIENCE", 0.2)
+    monkeypatch.setattr(late_attachment, "PATIENCE", 0.5)
 
 
 @pytest.mark.parametrize("own", OWN.values(), ids=OWN)

@@ -38,12 +38,12 @@ async def test_messages_that_are_read_in_time_come_whole() -> None:
     log: list[str] = []
     interruption = Interruption()
     got = []
-    async with aclosing(while_read(responses(log, 5), 0.2)) as messages:
+    async with aclosing(while_read(responses(log, 5), 0.5)) as messages:
         async for message in messages:
             got.append(message)
             with interruption:
-                await asyncio.sleep(0.06)
+                await asyncio.sleep(0.12)
     assert (got, log) == ([0, 1, 2, 3, 4], ["ended"])
-    await asyncio.sleep(0.25)  # no timer is left that could end a later write
+    await asyncio.sleep(0.55)  # no timer is left that could end a later write
     with interruption:
         await asyncio.sleep(0)
