@@ -27,6 +27,8 @@ _PATH = "sampling"
 _SEED_END = 2**63
 _LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower temperatures to this one."""
+_LEAST_FLOAT32 = float(np.float32(_LEAST_TEMPERATURE))
+"""The same as a message has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ def _samples(sampling: generation_pb2.Sampling, prompt_len: int, temperature: fl
 
 def _temperature(sampling: generation_pb2.Sampling) -> float:
     temperature = _number(sampling, "temperature", 1.0)
-    if temperature != 0 and not np.float32(_LEAST_TEMPERATURE) <= temperature <= 2:
+    if temperature != 0 and not _LEAST_FLOAT32 <= temperature <= 2:
         limits = f"0, which is greedy, or {_LEAST_TEMPERATURE:g} to 2"
         raise _refused("temperature", limits, temperature)
     return max(temperature, _LEAST_TEMPERATURE) if temperature else 0.0

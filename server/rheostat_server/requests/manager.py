@@ -21,7 +21,7 @@ from rheostat_server.delivery.counts import Counts, Drained
 from rheostat_server.delivery.delivery_buffer import Deliveries
 from rheostat_server.delivery.spill_directory import SpillDirectory
 from rheostat_server.delivery.spill_manager import SpillManager
-from rheostat_server.engine.admission_queue import AdmissionQueue
+from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
 from rheostat_server.engine.backend import Backend
 from rheostat_server.engine.persistent_vectors import PersistentVectorStore
 from rheostat_server.engine.preparations import Preparations
@@ -300,8 +300,7 @@ class RequestManager:
         """Reserves all that a request needs, and opens the receivers of its rows."""
         await self.pin_vectors(active, active.admitted.vectors)
         self._check_serving()
-        await self._reserve(active)
-        for reservation in active.reservations:
+        for reservation in await self._reserve(active):
             active.prepared.append(await self.preparations.prepare(reservation.plan))
         await self.late_attachment.catch_up(active)
         self._check_serving()
@@ -351,8 +350,8 @@ class RequestManager:
         if self.draining:
             raise Draining(_ENDING)
 
-    async def _reserve(self, active: ActiveRequest) -> None:
-        """Reserves the capacity that a request needs, in order of arrival.
+    async def _reserve(self, active: ActiveRequest) -> Sequence[Reservation]:
+        """Reserves and returns the capacity that a request needs, in order of arrival.
 
         If the engine cannot hold the captures of observers now, the request runs without them.
         """
@@ -373,6 +372,7 @@ class RequestManager:
         for sequence in active.sequences:
             if sequence.job.has_plan:
                 self._add_route(active, sequence)
+        return reservations
 
     def _add_route(self, active: ActiveRequest, sequence: EngineSequence) -> None:
         self._routes[sequence.plan_id] = (active, sequence)
