@@ -1,7 +1,7 @@
 """The lens of rows, and directions of tokens, against Hugging Face's own norm and head."""
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from rheostat_engine import Point, Site
 
+from .groups import group_of
 from .models import LAYERS, VOCAB, WIDTH, build
 from .offline import OfflineEngine
 from .plans import capture, prompts
@@ -68,17 +69,29 @@ def resid_post(engine: OfflineEngine, layers: Sequence[int]) -> tuple[Array, dic
     return np.array(rows, np.float32), outcome.logprobs[0]
 
 
-def load(path: Path) -> Any:
-    """Loads Hugging Face's model. Runs where vLLM has not changed Hugging Face's classes."""
-    return hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def load(paths: Mapping[str, Path]) -> dict[str, Any]:
+    """Loads Hugging Face's models. Runs where vLLM has not changed Hugging Face's classes."""
+    return {
+        name: hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for name, path in paths.items()
+    }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_lens_is_the_models_own_head(
-    name: str, start: Callable[..., OfflineEngine], models_root: Path
-) -> None:
+@pytest.fixture(scope="session")
+def references(models_root: Path) -> dict[str, Any]:
+    """Hugging Face's models by name, all from one new process, which takes seconds to start."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        reference = executor.submit(load, build(name, models_root)).result(timeout=120)
+        paths = {name: build(name, models_root) for name in NAMES}
+        return executor.submit(load, paths).result(timeout=240)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=group_of(name, eager=True)) for name in NAMES]
+)
+def test_the_lens_is_the_models_own_head(
+    name: str, start: Callable[..., OfflineEngine], references: Mapping[str, Any]
+) -> None:
+    reference = references[name]
     engine = start(name)
     assert engine.sites is not None
     assert (engine.sites.no_lens, engine.sites.no_directions) == ("", "")
