@@ -22,6 +22,9 @@ def modules(root: Path) -> Iterator[Path]:
 
 
 def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Comments of a module by line; none if no comment can be about types."""
+    if b"type: ignore" not in path.read_bytes():  # reading takes a hundredth of the time
+        return
     with tokenize.open(path) as lines:
         for token in tokenize.generate_tokens(lines.readline):
             if token.type == tokenize.COMMENT:

@@ -14,6 +14,7 @@ from rheostat_engine import Capacity
 from rheostat_server.admission import compiled_requests
 from rheostat_wire.v1 import capture_pb2, generation_pb2, generation_service_pb2, run_service_pb2
 
+from ...effort import at_length, some
 from .conftest import Client, Running, narrow, rest
 from .fakes import INFO, Paced, sites_with
 from .messages import FIRST, add, capture, norm_add, request, site_set, tensor
@@ -215,7 +216,8 @@ async def fill_caches(running: Running) -> None:
     await observer.rest()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@at_length
+@pytest.mark.parametrize("seed", some(range(2), 0))
 async def test_nothing_of_a_request_stays_whatever_its_client_does(
     starter, tmp_path, seed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

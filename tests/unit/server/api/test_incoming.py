@@ -157,14 +157,14 @@ async def test_a_request_that_was_refused_is_not_kept(running, rpc) -> None:
     gc.collect()
     gc.disable()
     try:
-        before = sum(isinstance(one, kind) for one in gc.get_objects())
+        before = sum(type(one) is kind for one in gc.get_objects())
         for _ in range(3):
             if rpc == "Explain":
                 call = channel.unary_unary("/rheostat.v1.GenerationService/Explain")(data)
             else:
                 call = channel.unary_stream("/rheostat.v1.GenerationService/Generate")(data)
             assert (await refused(call)).reason == "REASON_PROMPT_TOO_LONG"
-        assert sum(isinstance(one, kind) for one in gc.get_objects()) <= before
+        assert sum(type(one) is kind for one in gc.get_objects()) <= before
     finally:
         gc.enable()
 

@@ -160,7 +160,7 @@ async def test_a_refused_subscription_keeps_no_place_to_spill_to(starter, tmp_pa
     running = await starter(vector_store_bytes=FLAT.nbytes, spool=str(tmp_path))
     put(running, FLAT)
     gc.collect()
-    before = sum(isinstance(one, SpillQueue) for one in gc.get_objects())
+    before = sum(type(one) is SpillQueue for one in gc.get_objects())
     own = tensor(2 * FLAT)
     for _ in range(3):
         with pytest.raises(errors.StoreFull):
@@ -172,7 +172,7 @@ async def test_a_refused_subscription_keeps_no_place_to_spill_to(starter, tmp_pa
                 )
             )
     gc.collect()
-    assert sum(isinstance(one, SpillQueue) for one in gc.get_objects()) == before
+    assert sum(type(one) is SpillQueue for one in gc.get_objects()) == before
 
 
 async def test_a_subscription_on_what_is_not_stored_is_refused(running) -> None:

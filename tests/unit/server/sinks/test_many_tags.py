@@ -13,6 +13,7 @@ from rheostat_server.sinks import Layout
 from rheostat_server.sinks.filesystem import Filesystem
 from rheostat_server.sinks.samples import CAPTURES, request
 
+from ....effort import at_length, some
 from .sink_kit import one_row, read_stored, record, same_rows
 
 SMALL = CAPTURES[:1]
@@ -45,8 +46,9 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("tags", [2000])
-def test_two_thousand_tags_fit_into_256_descriptors_and_outlast_a_kill(
+@at_length
+@pytest.mark.parametrize("tags", some((600, 2000), 600))
+def test_thousands_of_tags_fit_into_256_descriptors_and_outlast_a_kill(
     tags: int, tmp_path: Path
 ) -> None:
     here = str(Path(__file__).parents[4])
