@@ -71,13 +71,12 @@ class HuggingFace:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.manual_seed(0)
         kind = getattr(torch, dtype)
+        models: Any = AutoModelForCausalLM  # its methods have no types
         if random:
             with torch.device(self._device):
-                self._model = AutoModelForCausalLM.from_config(
-                    AutoConfig.from_pretrained(path), dtype=kind
-                )
+                self._model = models.from_config(AutoConfig.from_pretrained(path), dtype=kind)
         else:
-            self._model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(self._device)
+            self._model = models.from_pretrained(path, dtype=kind).to(self._device)
         self._model.eval()
         self._layers = self._model.model.layers
 
@@ -173,7 +172,7 @@ class TransformerLens:
     def _run(self, prompts: Prompts, cells: Sequence[Cell]) -> Graded:
         import pandas as pd
 
-        torch = self._torch
+        tensor = self._torch.tensor
         began = time.monotonic()
         largest: list[float] = []
 
@@ -184,11 +183,11 @@ class TransformerLens:
 
         wanted = "hook_resid_post"
         _, cache = self._model.run_with_cache(
-            torch.tensor([prompts.clean]), names_filter=lambda name: name.endswith(wanted)
+            tensor([prompts.clean]), names_filter=lambda name: name.endswith(wanted)
         )
         found = self._patching.generic_activation_patch(
             model=self._model,
-            corrupted_tokens=torch.tensor([prompts.corrupt]),
+            corrupted_tokens=tensor([prompts.corrupt]),
             clean_cache=cache,
             patching_metric=metric,
             patch_setter=self._patching.layer_pos_patch_setter,
