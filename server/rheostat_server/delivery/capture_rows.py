@@ -103,10 +103,10 @@ class _SiteMatch(NamedTuple):
 
 
 class CaptureRows:
-    """Waiting rows of one capture, in a queue for each set of sites that come together.
+    """Waiting rows of one capture, in a queue for each set of sites that arrive together.
 
-    Mostly that is all of the capture's. Sites come by themselves if their rows are many, from
-    another worker, or in another encoding.
+    Usually all sites of the capture arrive together. A site arrives alone if its rows are many, or
+    if they come from another worker or in another encoding.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ _WRITE_BYTES = 8 * MIB
 """Bytes that are written at once."""
 
 _READ_BYTES = 4 * MIB
-"""Bytes that come back at once, where the buffer is not too small for that."""
+"""Bytes that are read back at once, unless the buffer is smaller."""
 
 _POOL = ThreadPoolExecutor(8, "rheostat-spool")
 """Threads for the spool alone, because a disk may hang."""

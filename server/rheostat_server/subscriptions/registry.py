@@ -1,4 +1,4 @@
-"""The open subscriptions, and those that wait for their readers to come back.
+"""The open subscriptions, and those that wait until their readers reconnect.
 
 Invariant: an observer neither delays nor refuses a request that it watches. If the engine has no
 capacity for its rows, they count as lost, or the subscription fails, by its overload policy.
@@ -65,9 +65,9 @@ class Subscriptions:
         Args:
             info: the model.
             sites: its sites.
-            loader: brings the vectors that rows are projected on to the workers.
+            loader: loads the vectors of projections into the workers.
             buffer_bytes: the most bytes that the rows of all subscriptions may take.
-            resume_window: seconds that a subscription waits for its reader to come back.
+            resume_window: seconds in which a reader may reconnect.
             heartbeat: the longest silence of a subscription, in seconds.
             deliveries: counts rows that are lost before they reach their readers.
             spill_manager: stores rows on disk that do not fit into memory.
@@ -159,8 +159,8 @@ class Subscriptions:
         """Bytes of the buffer of a new subscription, one position of which takes `least`.
 
         Raises:
-            InvalidValue: it asks for more than there is.
-            QueueFull: the others leave too little, or there are too many.
+            InvalidValue: it asks for more memory than all subscriptions have.
+            QueueFull: other subscriptions leave too little memory, or there are too many.
         """
         size = observer_capture.buffer_bytes if observer_capture.HasField("buffer_bytes") else 0
         if size > self.buffer_bytes:
@@ -186,8 +186,9 @@ class Subscriptions:
         """A subscription whose connection broke.
 
         Raises:
-            SubscriptionNotFound: it is gone.
-            CursorExpired, InvalidValue: it cannot go on from there.
+            SubscriptionNotFound: it has ended.
+            CursorExpired: events after the cursor were already discarded.
+            InvalidValue: the cursor is a number that was never sent.
             RheostatError: it has failed meanwhile.
         """
         name = point.subscription_id
@@ -212,7 +213,7 @@ class Subscriptions:
             )
 
     def discard(self, subscription: Subscription) -> None:
-        """Removes a subscription whose reader never got its id or did not come back in time."""
+        """Removes a subscription whose reader never got its id, or did not reconnect in time."""
         self._remove(subscription)
         subscription.fail(self._not_found(subscription.name, "open.resume.subscription_id"))
         self._failed.pop(subscription.name, None)
@@ -243,7 +244,7 @@ class Subscriptions:
             subscription.close(reason)
 
     def remove_shared_memory(self) -> None:
-        """Removes shared memory of subscriptions whose readers did not come back."""
+        """Removes shared memory of subscriptions whose readers did not reconnect."""
         for subscription in self._open.values():
             subscription.transport.close()
 
@@ -267,7 +268,7 @@ class Subscriptions:
         load.add_done_callback(self._loads.discard)
 
     async def _load(self, vectors: Sequence[Vector]) -> None:
-        """Brings vectors to the workers before a request waits for them."""
+        """Loads vectors into the workers before a request waits for them."""
         with contextlib.suppress(EngineLost):  # every request fails with this error
             await self._loader.ensure(vectors)
 
