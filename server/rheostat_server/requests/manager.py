@@ -39,6 +39,7 @@ from rheostat_server.errors import (
 from rheostat_server.limits import RETRY_SECONDS, STATS_SECONDS
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.active_request import ActiveRequest
+from rheostat_server.requests.background_pace import BackgroundPace
 from rheostat_server.requests.late_attachment import LateAttachment
 from rheostat_server.requests.open_outputs import open_outputs
 from rheostat_server.requests.response_queue import Pace
@@ -122,6 +123,7 @@ class RequestManager:
         self.worker_stats = SharedQuery(backend.worker_stats, keep=STATS_SECONDS)
         self._active_requests: dict[str, ActiveRequest] = {}
         self._pace = Pace()
+        self.background_pace = BackgroundPace()
         self._foreground = 0
         """Number of active requests that are not in the background."""
         self._samples = 0

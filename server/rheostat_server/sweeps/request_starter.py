@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from rheostat_server.errors import CacheSuspect, ResourceExhausted
@@ -51,11 +52,17 @@ class RequestStarter:
             await self._until_one_may_start()
             self._started += 1
             try:
-                return await ask_as(f"{self._unique}/{self._started}", self._manager)
+                with self._counted():
+                    return await ask_as(f"{self._unique}/{self._started}", self._manager)
             except (ResourceExhausted, CacheSuspect) as error:
                 if error.retry_after is None:
                     raise
             self._full_until = asyncio.get_running_loop().time() + _LATER
+
+    def _counted(self) -> AbstractContextManager[None]:
+        if not self._background:
+            return nullcontext()
+        return self._manager.background_pace.running(asyncio.get_running_loop().time)
 
     async def _until_one_may_start(self) -> None:
         """Returns when a request may start."""
@@ -65,6 +72,7 @@ class RequestStarter:
                 await asyncio.sleep(seconds)
             if self._background:
                 await self._until_nobody_waits()
+                await self._until_others_had_their_turn()
 
     async def _until_nobody_waits(self) -> None:
         """Returns when no other request waits.
@@ -79,5 +87,16 @@ class RequestStarter:
                 report, since = latest, now()
             believed = report.waiting and now() - since < _STALE
             if not believed and not manager.admission_queue.waiting:
+                return
+            await asyncio.sleep(_TURN)
+
+    async def _until_others_had_their_turn(self) -> None:
+        """Returns when a request may start beside those for which the engine generates now.
+
+        A cell mostly takes one step, so requests that run after a step are others.
+        """
+        manager, now = self._manager, asyncio.get_running_loop().time
+        while manager.foreground_requests and manager.backend.queue_stats().running:
+            if manager.background_pace.allows(now()):
                 return
             await asyncio.sleep(_TURN)

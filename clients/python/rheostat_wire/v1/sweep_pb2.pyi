@@ -59,7 +59,9 @@ class _SweepPriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SweepPr
     SWEEP_PRIORITY_UNSPECIFIED: _SweepPriority.ValueType  # 0
     """Refused with REASON_UNKNOWN_ENUM."""
     SWEEP_PRIORITY_BACKGROUND: _SweepPriority.ValueType  # 1
-    """A cell runs while no request waits."""
+    """A cell runs while no request waits. While the engine generates for requests, one cell runs at a
+    time, in a part of the engine's steps.
+    """
     SWEEP_PRIORITY_NORMAL: _SweepPriority.ValueType  # 2
     """A cell is a request like others."""
 
@@ -69,7 +71,9 @@ class SweepPriority(_SweepPriority, metaclass=_SweepPriorityEnumTypeWrapper):
 SWEEP_PRIORITY_UNSPECIFIED: SweepPriority.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
 SWEEP_PRIORITY_BACKGROUND: SweepPriority.ValueType  # 1
-"""A cell runs while no request waits."""
+"""A cell runs while no request waits. While the engine generates for requests, one cell runs at a
+time, in a part of the engine's steps.
+"""
 SWEEP_PRIORITY_NORMAL: SweepPriority.ValueType  # 2
 """A cell is a request like others."""
 Global___SweepPriority: _TypeAlias = SweepPriority  # noqa: Y015

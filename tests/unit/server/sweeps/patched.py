@@ -50,12 +50,14 @@ class PatchedBackend(ScriptedBackend):
     """If set, no question is answered before."""
     waiting: int = 0
     """Requests that wait in vLLM's scheduler."""
+    running: int = 0
+    """Requests of others that run there."""
     asked: list[Job] = field(default_factory=list)
     at_once: int = 0
     most_at_once: int = 0
 
     def queue_stats(self) -> QueueStats:
-        return QueueStats(waiting=self.waiting)
+        return QueueStats(running=self.running, waiting=self.waiting)
 
     def _capture(self, job: Job, start: int, end: int) -> None:
         for capture in job.plan.captures:

@@ -108,6 +108,25 @@ async def test_cells_in_the_background_do_not_wait_for_one_another(starter) -> N
     await settled(running)
 
 
+async def test_beside_streams_one_cell_of_all_sweeps_runs_at_a_time(starter, monkeypatch) -> None:
+    backend = PatchedBackend(running=1)
+    running = await starter(backend)
+    monkeypatch.setattr(RequestManager, "foreground_requests", property(lambda _: 1000))
+    request = order(where=selector(window(0, 2)), max_concurrent_cells=8)
+    for cells, _ in await asyncio.gather(swept(running, request), swept(running, request)):
+        assert len(cells) == LAYERS * 2
+    assert backend.most_at_once == 1
+    await swept(running, order(max_concurrent_cells=8, priority=sweep_pb2.SWEEP_PRIORITY_NORMAL))
+    assert backend.most_at_once > 1
+
+
+async def test_alone_cells_run_together(starter) -> None:
+    backend = PatchedBackend(running=1)  # their own last step
+    running = await starter(backend)
+    await swept(running, order(max_concurrent_cells=8))
+    assert backend.most_at_once > 1
+
+
 async def test_cells_that_wait_take_turns_to_look_at_the_queue(starter, monkeypatch) -> None:
     looks = Counter[str]()
 
