@@ -102,22 +102,24 @@ STARTS = {"starts-small": "qwen3", "starts-moe": "qwen3_moe"}
 
 def check_kernels() -> Lines:
     """The compiled kernel against its plain twin, on random programs."""
+    from rheostat_engine.plan.gate_table import Floats, Ints
+    from rheostat_engine.plan.gates import MAX_TERMS
     from rheostat_engine.sites.kernels import launch_site
     from rheostat_engine.sites.reference import run_site
-    from rheostat_engine.worker.state.buffers import SiteBuffers
+    from rheostat_engine.worker.state.buffers import GateBuffers, SiteBuffers
 
     results: dict[str, Verdict] = {}
     tokens, width = 97, 2560
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
         for carried, gain in ((None, 1.0), (None, 0.22), (dtype, 1.0), (torch.float32, 1.0)):
-            ints = torch.zeros(64, 5, dtype=torch.int32)
+            ints = torch.zeros(64, 6, dtype=torch.int32)
             for step in range(1, 64):
                 ends = step % 4 == 0
                 last = Kind.ADD_LAST if step % 8 else Kind.REPLACE
                 kind, following = (last, 0) if ends else (step % 3 + 1, step + 1)
                 mask = step // 4 % 3 * ends
-                ints[step] = torch.tensor([kind, step % 7 + 1, following, step % 2, mask])
+                ints[step] = torch.tensor([kind, step % 7 + 1, following, step % 2, mask, 0])
             ints[63, 2] = 0
             floats = torch.randn(64, 4)
             floats[::4, 2] = floats[::4, 2].abs().clamp(max=1.0)
@@ -130,12 +132,21 @@ def check_kernels() -> Lines:
                 directions=torch.nn.functional.normalize(torch.randn(8, width)),
                 ints=ints,
                 floats=floats,
+                gates=GateBuffers.allocate(
+                    tokens,
+                    0,
+                    torch.zeros(1, len(Ints), MAX_TERMS, dtype=torch.int32),
+                    torch.zeros(1, len(Floats), MAX_TERMS),
+                ),
                 doses=torch.zeros(64, 4),
                 ring=torch.zeros(tokens, width, dtype=dtype),
             )
             h = torch.randn(tokens, width, dtype=dtype)
             rest = None if carried is None else torch.randn(tokens, width, dtype=carried)
-            ours = SiteBuffers(*(one.cuda() for one in made))
+            gates = GateBuffers(*(one.cuda() for one in made.gates))
+            tensors = made._asdict() | {"gates": None}
+            cuda = {name: one.cuda() for name, one in tensors.items() if one is not None}
+            ours = SiteBuffers(**cuda, gates=gates)
             h2, rest2 = h.cuda(), None if rest is None else rest.cuda()
             run_site(h, rest, made, gain)
             launch_site(h2, rest2, ours, gain)

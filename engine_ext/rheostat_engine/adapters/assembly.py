@@ -32,10 +32,11 @@ from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.instructions import Compact
 from rheostat_engine.worker.runtime import SiteRuntime
-from rheostat_engine.worker.state.buffers import Buffers
+from rheostat_engine.worker.state.buffers import Buffers, GateBuffers
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.doses import Doses
+from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.steering import Steering
 from rheostat_engine.worker.steering.token_rules import TokenRules
 from rheostat_engine.worker.transport.event_sender import EventSender
@@ -131,6 +132,9 @@ def assemble(
         directions=bank.programs.directions,
         ints=bank.programs.ints,
         floats=bank.programs.floats,
+        gates=GateBuffers.allocate(
+            tokens, capacity.gate_states, bank.programs.gate_ints, bank.programs.gate_floats
+        ),
         doses=doses.dose_slots,
         ring=torch.zeros(capacity.capture_rows + 1, width, dtype=dtype, device=device),
     )
@@ -146,7 +150,7 @@ def assemble(
         nothing = expander.instructions(_idle_instructions(), torch.zeros(0))
         warm_up(buffers, nothing, narrow=routers.rows)
     reports = get_tensor_model_parallel_rank() == 0
-    steering = Steering(bank, rules, doses, site_slots)
+    steering = Steering(bank, rules, doses, GateStates(buffers.gates), site_slots)
     row_sender, captures = None, None
     if reports:
         scratch = settings.encode_bytes // 4

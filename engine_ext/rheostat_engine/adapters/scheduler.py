@@ -11,8 +11,9 @@ Cache hits
     window.
 
 Invariants: requests without a plan, and blocks without acts, keep vLLM's keys. A request whose plan
-can't be parsed shares no block. A hit ends at or below the first captured position that was not
-computed before. The worker receives the number of tokens by which the hit was shortened.
+can't be parsed shares no block. A hit ends at or below the first position that is read for a gate,
+and at or below the first captured position that was not computed before. The worker receives the
+number of tokens by which the hit was shortened.
 """
 
 from collections.abc import Callable
@@ -98,10 +99,14 @@ def _longest_hit(request: Request) -> int:
     """The longest allowed hit of a request.
 
     Once a request has generated a token, the captured rows of its prompt have been sent. If it is
-    preempted after that, its hits are not limited.
+    preempted after that, they don't limit its hits. What gates read does, because their state
+    begins anew.
     """
     plan = request_plan(request)
-    return OPEN_END if plan is None or request.num_output_tokens else plan.first_captured
+    if plan is None:
+        return OPEN_END
+    captured = OPEN_END if request.num_output_tokens else plan.first_captured
+    return min(plan.first_read, captured)
 
 
 def _store_count(request: Request, cached_tokens_recomputed: int) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple, cast, overload
 import numpy as np
 import numpy.typing as npt
 
+from rheostat_engine.plan.gates import Gate, Reading
 from rheostat_engine.plan.row_encodings import RowEncoding
 
 OPEN_END = 2**31 - 1
@@ -56,6 +57,10 @@ class Kind(IntEnum):
     with scale * m = 1 become those of v, bit for bit. Acts last."""
     ADD_LAST = 5
     """x + scale * m * v, with m as for REPLACE. Acts last."""
+    READ = 6
+    """Changes nothing. Reads a number of x, after all other acts; see `Reading`."""
+    GATE = 7
+    """No act, but a step of programs, before the first step whose strength a gate multiplies."""
 
     @property
     def acts_last(self) -> bool:
@@ -179,6 +184,10 @@ class Act:
     covers their span."""
     conditions: tuple[Condition, ...] = ()
     """Further positions, selected by token id; disjoint from `spans` and from each other."""
+    reading: Reading | None = None
+    """READ: what is read."""
+    gate: Gate | None = None
+    """Multiplies the strength at each token. None: 1. Not for READ."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.rows, SiteRows):
@@ -191,10 +200,17 @@ class Act:
 
     @property
     def strong(self) -> bool:
-        """Whether it changes a token that it selects."""
+        """Whether it changes a token that it selects, if its gate is open."""
+        if self.kind is Kind.READ:
+            return False
         if self.kind is Kind.PULL:
             return bool(self.rows) and any(band.strength != 0 for band in self.bands)
         return bool(self.rows) and self.scale != 0
+
+    @property
+    def in_force(self) -> bool:
+        """Whether it changes or reads a token that it selects."""
+        return self.strong or (self.kind is Kind.READ and bool(self.rows))
 
     @property
     def acts(self) -> bool:

@@ -35,6 +35,7 @@ class SteeredBlocks:
     """Digests of the acts on blocks, shared by all requests with a table of acts."""
 
     def __init__(self, table: SteeringTable) -> None:
+        self.first_read, self.first_gated = table.first_read, table.first_gated
         self._contents = [hashlib.sha256(_content(act)).digest() for act in table.acts]
         self._kinds = [act.kind for act in table.acts]
         clauses = [
@@ -111,15 +112,18 @@ class BlockKeys:
 
     def __init__(self, plan: Plan | ReceivedPlan, steered: SteeredBlocks | None) -> None:
         """`steered` is None if the plan has no acts."""
+        self.first_read = OPEN_END if steered is None else steered.first_read
         self._steered = steered
         self._epoch = struct.pack("<q", plan.epoch)
-        self._private_from = plan.private_from
+        private = [] if plan.private_from is None else [plan.private_from]
+        private += [] if steered is None else [steered.first_gated]
+        self._private_from = min(private, default=OPEN_END)
         self._nonce = plan.request_id
         self._keys: dict[bytes, str] = {}
 
     def key(self, start: int, end: int) -> str | None:
         """The key of the block [start, end); None if no act applies to it."""
-        if self._private_from is not None and end > self._private_from:
+        if end > self._private_from:
             return f"private {self._nonce}"
         touching = b"" if self._steered is None else self._steered.touching(start, end)
         if not touching:

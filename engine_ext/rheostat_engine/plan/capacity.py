@@ -38,6 +38,10 @@ class Capacity:
     """Distinct tuples of token-id sets on which acts depend."""
     capture_rows: int
     """Rows that one step can capture."""
+    gates: int = 1024
+    """Distinct gates."""
+    gate_states: int = 4096
+    """Gates, summed over running samples. Not shared."""
     ruled_intervals: int = 4096
     """Combinations that depend on token ids, summed over running samples. Not shared."""
     intervals: int = 1 << 21
@@ -93,6 +97,7 @@ class CapacityLedger:
         """The amount of each resource that a plan's steering would add to `used`."""
         amounts = Counter(self._shared.added_by(plan.packed_acts.needs))
         amounts["ruled_intervals"] = plan.packed_acts.ruled
+        amounts["gate_states"] = plan.packed_acts.gates
         return amounts
 
     def admit(
@@ -118,7 +123,11 @@ class CapacityLedger:
         acts, captures = plan.packed_acts, plan.packed_captures
         needs = (acts.needs, captures.needs)
         need = captures.need(prompt_len=prompt_len, max_step_tokens=max_step_tokens)
-        unshared = {"capture_rows": samples * need.rows, "ruled_intervals": samples * acts.ruled}
+        unshared = {
+            "capture_rows": samples * need.rows,
+            "ruled_intervals": samples * acts.ruled,
+            "gate_states": samples * acts.gates,
+        }
         added = dict(unshared)
         for part in needs:
             for resource, amount in self._shared.added_by(part).items():

@@ -12,7 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from rheostat_engine.plan.acts import Act, Kind, SiteRow
+from rheostat_engine.plan.gates import Gate, Reading, gates_of
 
 RowKey = tuple[tuple[bytes, int, float], ...]
 """A row to add: (digest, row, scale) of each addend, sorted."""
@@ -45,6 +48,12 @@ class Step(NamedTuple):
     """Whether this is the act's last step, after which its change is measured."""
     mask: RowKey = ()
     """REPLACE, ADD_LAST: the row of the mask; empty if there is none."""
+    gate: int | None = None
+    """The number of the gate by which the step's strength is multiplied; None: 1."""
+    opening: Gate | None = None
+    """GATE: computes how far the gate of the number `gate` is open at the token."""
+    reading: Reading | None = None
+    """READ: the number that is read; `column` is that of the site."""
 
     @property
     def rows(self) -> tuple[RowKey, ...]:
@@ -57,8 +66,8 @@ Program = tuple[Step, ...]
 
 
 def only_adds(program: Program) -> bool:
-    """Whether a program adds a single row."""
-    return len(program) == 1 and program[0].kind is Kind.ADD
+    """Whether a program adds a single row, whatever was read."""
+    return len(program) == 1 and program[0].kind is Kind.ADD and program[0].gate is None
 
 
 Combination = tuple[tuple[int, Program], ...]
@@ -144,17 +153,19 @@ def combine(acts: Sequence[Act], members: Sequence[int], sites: range | None = N
     Raises:
         ValueError: a program is longer than `MAX_STEPS`.
     """
-    by_site: dict[int, list[Step]] = {}
+    by_site = _openings(acts, members, sites)
     adding: dict[int, list[tuple[bytes, int, float]]] = {}
+    gates = gates_of([act.gate for act in acts])
     for member in ordered(acts, members):
         act = acts[member]
+        gate = None if act.gate is None else gates.index(act.gate)
         for site, rows in _rows_at(act, sites):
             steps = by_site.setdefault(site, [])
-            if act.kind is Kind.ADD:
+            if act.kind is Kind.ADD and gate is None:
                 adding.setdefault(site, []).append((act.vectors[0], rows[0], act.scale))
                 continue
             _flush(adding, site, steps)
-            steps += _steps(act, rows)
+            steps += _steps(act, site, rows, gate)
     for site, steps in by_site.items():
         _flush(adding, site, steps)
         if len(steps) > MAX_STEPS:
@@ -175,9 +186,11 @@ def attribution(
     by_site: defaultdict[int, list[list[int]]] = defaultdict(list)
     for member in ordered(acts, members):
         act = acts[member]
+        if not act.strong:
+            continue
         for site, _ in _rows_at(act, sites):
             groups = by_site[site]
-            if groups and act.kind is Kind.ADD is acts[groups[-1][-1]].kind:
+            if groups and _merges(act) and _merges(acts[groups[-1][-1]]):
                 groups[-1].append(member)
             else:
                 groups.append([member])
@@ -185,9 +198,35 @@ def attribution(
 
 
 def ordered(acts: Sequence[Act], members: Sequence[int]) -> list[int]:
-    """The acts that change a token, in the order in which they act."""
-    strong = [member for member in members if acts[member].strong]
-    return sorted(strong, key=lambda member: acts[member].kind.acts_last)
+    """The acts that change or read a token, in the order in which they act."""
+    present = [member for member in members if acts[member].in_force]
+    return sorted(
+        present, key=lambda member: (acts[member].kind is Kind.READ, acts[member].kind.acts_last)
+    )
+
+
+def _merges(act: Act) -> bool:
+    """Whether neighbours of its kind become one step with it."""
+    return act.kind is Kind.ADD and act.gate is None
+
+
+def _openings(
+    acts: Sequence[Act], members: Sequence[int], sites: range | None
+) -> dict[int, list[Step]]:
+    """The steps that open gates, each at the first site at which the gate's acts act."""
+    first: dict[int, int] = {}
+    gates = gates_of([act.gate for act in acts])
+    for member in members if gates else ():
+        act = acts[member]
+        if act.gate is not None and act.strong:
+            number, site = gates.index(act.gate), int(act.site_rows.sites[0])
+            first[number] = min(site, first.get(number, site))
+    by_site: dict[int, list[Step]] = {}
+    for number in sorted(first):
+        if sites is None or first[number] in sites:
+            step = Step(Kind.GATE, last=False, gate=number, opening=gates[number])
+            by_site.setdefault(first[number], []).append(step)
+    return by_site
 
 
 def _rows_at(act: Act, sites: range | None) -> Iterator[SiteRow]:
@@ -200,16 +239,24 @@ def _flush(adding: dict[int, list[tuple[bytes, int, float]]], site: int, steps: 
         steps.append(Step(Kind.ADD, addends=tuple(sorted(addends))))
 
 
-def _steps(act: Act, rows: tuple[int, ...]) -> list[Step]:
+def _steps(act: Act, site: int, rows: tuple[int, ...], gate: int | None) -> list[Step]:
     parts = tuple(zip(act.vectors, rows, strict=True))
+    if act.reading is not None:
+        at = int(np.searchsorted(act.site_rows.sites, site))
+        reading = act.reading._replace(column=act.reading.column + at)
+        return [Step(act.kind, direction=parts, last=False, reading=reading)]
+    if act.kind is Kind.ADD:
+        return [Step(act.kind, ((*parts[0], act.scale),), gate=gate)]
     if act.kind is Kind.NORM_ADD:
-        return [Step(act.kind, direction=parts, strength=act.scale)]
+        return [Step(act.kind, direction=parts, strength=act.scale, gate=gate)]
     if act.kind.acts_last:
         row, *mask = (((*part, 1.0),) for part in parts)
-        return [Step(act.kind, row, strength=act.scale, mask=mask[0] if mask else ())]
+        masked = mask[0] if mask else ()
+        return [Step(act.kind, row, strength=act.scale, mask=masked, gate=gate)]
     steps = []
     for i, band in enumerate(act.bands):
         direction = parts[: i + 1] if act.orthogonal else parts[i : i + 1]
         last = i == len(act.bands) - 1
-        steps.append(Step(Kind.PULL, (), direction, band.low, band.high, band.strength, last))
+        step = Step(Kind.PULL, (), direction, band.low, band.high, band.strength, last)
+        steps.append(step._replace(gate=gate))
     return steps

@@ -22,6 +22,7 @@ SHARED: Final[tuple[str, ...]] = (
     "directions",
     "steps",
     "slots",
+    "gates",
     "token_rules",
     "intervals",
 )
@@ -94,6 +95,8 @@ def _contents(combination: Combination) -> Iterator[tuple[str, object, int]]:
                 yield "bank_rows", key, 1
             if step.direction:
                 yield "directions", step.direction, 1
+            if step.opening is not None:
+                yield "gates", step.opening, 1
         if not only_adds(program):
             yield "steps", program, len(program)
 

@@ -89,6 +89,11 @@ class PackedActs:
         """Number of clause sets that depend on the token. Each sample needs variants of each."""
         return 0 if self.table is None else self.table.ruled
 
+    @cached_property
+    def gates(self) -> int:
+        """Number of distinct gates. Each sample needs a state of each."""
+        return 0 if self.table is None else len(self.table.gates)
+
     @property
     def plan_cost(self) -> int:
         """The cost of building its table; see `tables`."""

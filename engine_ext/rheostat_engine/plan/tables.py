@@ -13,14 +13,14 @@ Why a cost
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.plan.acts import OPEN_END, Act, Capture, Spans
+from rheostat_engine.plan.acts import OPEN_END, Act, Capture, Kind, Spans
 from rheostat_engine.plan.composition import (
     MAX_TOKEN_SETS,
     Clause,
@@ -29,6 +29,7 @@ from rheostat_engine.plan.composition import (
     combine,
     variant_acts,
 )
+from rheostat_engine.plan.gates import Gate, gates_of
 from rheostat_engine.plan.intervals import Intervals, PlanTooLarge, cut_intervals
 
 MAX_PLAN_COST = 50_000
@@ -93,9 +94,39 @@ class SteeringTable:
 
     @property
     def used(self) -> tuple[int, ...]:
-        """The indices of the acts that change a token."""
+        """The indices of the acts that change or read a token."""
         present = {self.clauses[i].act for members in self.intervals.members for i in members}
-        return tuple(index for index in sorted(present) if self.acts[index].strong)
+        return tuple(index for index in sorted(present) if self.acts[index].in_force)
+
+    @cached_property
+    def gates(self) -> tuple[Gate, ...]:
+        """The distinct gates, by their number in the plan."""
+        return gates_of([act.gate for act in self.acts])
+
+    @cached_property
+    def first_read(self) -> int:
+        """The lowest position at which a token may be read; `OPEN_END` if none is."""
+        reading = [number for number, act in enumerate(self.acts) if act.kind is Kind.READ]
+        return min(map(self._first_position, reading), default=OPEN_END)
+
+    @cached_property
+    def first_gated(self) -> int:
+        """The lowest position at which a gate may change what an act does; `OPEN_END`: none."""
+        return min(
+            (
+                max(self._first_position(number), act.gate.opens_from)
+                for number, act in enumerate(self.acts)
+                if act.gate is not None and act.strong
+            ),
+            default=OPEN_END,
+        )
+
+    def _first_position(self, act: int) -> int:
+        """The lowest position at which an act may select a token; `OPEN_END` if there is none."""
+        own = {number for number, clause in enumerate(self.clauses) if clause.act == act}
+        present = np.array([not own.isdisjoint(one) for one in self.intervals.members])
+        where = np.flatnonzero(present[self.intervals.sets])
+        return int(self.intervals.starts[where[0]]) if len(where) else OPEN_END
 
     def token_variants(self, number: int) -> TokenVariants:
         """Combines the acts of a clause set, `intervals.members[number]`.
@@ -212,10 +243,7 @@ def steering_table(acts: tuple[Act, ...]) -> SteeringTable | None:
         max_cost=MAX_PLAN_COST,
         max_intervals=MAX_INTERVALS,
     )
-    bare = tuple(
-        Act(act.kind, act.vectors, act.rows, (), act.scale, act.bands, act.orthogonal)
-        for act in acts
-    )
+    bare = tuple(replace(act, spans=(), conditions=()) for act in acts)
     packed = tuple(np.array(tokens, "<i4").tobytes() for tokens in sets)
     return _affordable(SteeringTable(bare, tuple(clauses), packed, intervals), MAX_PLAN_COST)
 

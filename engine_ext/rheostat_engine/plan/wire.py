@@ -16,6 +16,23 @@ import numpy.typing as npt
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Band, Capture, Kind, SiteRows
 from rheostat_engine.plan.composition import Clause
+from rheostat_engine.plan.gates import (
+    MAX_COLUMNS,
+    MAX_CONDITIONS,
+    MAX_GATES,
+    MAX_TERMS,
+    NEVER,
+    Activation,
+    Combine,
+    Condition,
+    Form,
+    Gate,
+    Hold,
+    Normalise,
+    Pool,
+    Reading,
+    gates_of,
+)
 from rheostat_engine.plan.intervals import Intervals
 from rheostat_engine.plan.row_encodings import ITEM_BYTES, Codec, Directions, RowEncoding
 from rheostat_engine.plan.tables import CaptureTable, SteeringTable
@@ -39,6 +56,29 @@ class _Act(msgspec.Struct):
     scale: float = 1.0
     bands: tuple[tuple[float | None, float | None, float], ...] = ()
     orthogonal: bool = False
+    reading: tuple[Normalise, Activation, float, float, _Number] | None = None
+    gate: _Number | None = None
+
+
+class _Condition(msgspec.Struct):
+    columns: tuple[_Number, ...]
+    pool: Pool
+    combine: Combine
+    above: float | None
+    below: float | None
+    for_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    decided_at: Annotated[int, msgspec.Meta(ge=NEVER, lt=2**31)]
+
+
+class _Gate(msgspec.Struct):
+    conditions: tuple[_Condition, ...]
+    combine: Combine
+    form: Form
+    a: float
+    b: float
+    hold: Hold
+    tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    invert: bool
 
 
 class _Steering(msgspec.Struct):
@@ -46,6 +86,7 @@ class _Steering(msgspec.Struct):
     clauses: tuple[tuple[_Number, _Number | None, bool], ...]
     intervals: _Intervals
     sets: tuple[bytes, ...] = ()
+    gates: tuple[_Gate, ...] = ()
 
 
 class _Encoding(msgspec.Struct):
@@ -73,10 +114,13 @@ def steering_to(table: SteeringTable) -> bytes:
         plain.bands = tuple(
             (_finite(band.low), _finite(band.high), band.strength) for band in act.bands
         )
+        plain.reading = act.reading
+        plain.gate = None if act.gate is None else table.gates.index(act.gate)
         acts.append(plain)
     clauses = tuple((clause.act, clause.tokens, clause.among) for clause in table.clauses)
     intervals = _intervals_to(table.intervals)
-    return msgspec.msgpack.encode(_Steering(tuple(acts), clauses, intervals, table.sets))
+    gates = tuple(map(_gate_to, table.gates))
+    return msgspec.msgpack.encode(_Steering(tuple(acts), clauses, intervals, table.sets, gates))
 
 
 def steering_from(wire: bytes) -> SteeringTable:
@@ -86,9 +130,14 @@ def steering_from(wire: bytes) -> SteeringTable:
         ValueError: the bytes are no table of acts.
     """
     plain = _decoded(wire, _Steering)
-    acts = tuple(map(_act_from, plain.acts))
+    gates = tuple(map(_gate_from, plain.gates))
+    if any(one.gate is not None and one.gate >= len(gates) for one in plain.acts):
+        raise ValueError("this is no plan: an act names a gate that is missing")
+    acts = tuple(_act_from(one, gates) for one in plain.acts)
     for act in acts:
         _check(act)
+    if len(gates_of([act.gate for act in acts])) > MAX_GATES:
+        raise ValueError(f"this is no plan: it has more than {MAX_GATES} gates")
     clauses = tuple(Clause(*fields) for fields in plain.clauses)
     for clause in clauses:
         if clause.act >= len(acts):
@@ -185,7 +234,56 @@ def _int32(data: bytes, name: str) -> npt.NDArray[np.int32]:
     return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
-def _act_from(plain: _Act) -> Act:
+def _gate_to(gate: Gate) -> _Gate:
+    conditions = tuple(
+        _Condition(
+            one.columns,
+            one.pool,
+            one.combine,
+            _finite(one.above),
+            _finite(one.below),
+            one.for_tokens,
+            one.decided_at,
+        )
+        for one in gate.conditions
+    )
+    return _Gate(conditions, *gate[1:])
+
+
+def _gate_from(plain: _Gate) -> Gate:
+    conditions = tuple(
+        Condition(
+            one.columns,
+            one.pool,
+            one.combine,
+            -math.inf if one.above is None else one.above,
+            math.inf if one.below is None else one.below,
+            one.for_tokens,
+            one.decided_at,
+        )
+        for one in plain.conditions
+    )
+    gate = Gate(
+        conditions,
+        plain.combine,
+        plain.form,
+        plain.a,
+        plain.b,
+        plain.hold,
+        plain.tokens,
+        plain.invert,
+    )
+    numbers = [gate.a, gate.b]
+    if not 1 <= len(conditions) <= MAX_CONDITIONS or not 1 <= len(gate.columns) <= MAX_TERMS:
+        raise ValueError("this is no plan: a gate has too few or too many conditions or readings")
+    if max(gate.columns) >= MAX_COLUMNS or not all(one.columns for one in conditions):
+        raise ValueError("this is no plan: a gate names a reading that is missing")
+    if not all(map(math.isfinite, numbers)) or (gate.form is Form.RAMP and not gate.a < gate.b):
+        raise ValueError("this is no plan: the form of a gate is impossible")
+    return gate
+
+
+def _act_from(plain: _Act, gates: Sequence[Gate]) -> Act:
     bands = tuple(
         Band(-math.inf if low is None else low, math.inf if high is None else high, strength)
         for low, high, strength in plain.bands
@@ -199,7 +297,17 @@ def _act_from(plain: _Act) -> Act:
             "below 0"
         )
     site_rows = SiteRows(sites, rows.reshape(len(sites), len(plain.vectors)))
-    return Act(plain.kind, plain.vectors, site_rows, (), plain.scale, bands, plain.orthogonal)
+    return Act(
+        plain.kind,
+        plain.vectors,
+        site_rows,
+        (),
+        plain.scale,
+        bands,
+        plain.orthogonal,
+        reading=None if plain.reading is None else Reading(*plain.reading),
+        gate=None if plain.gate is None else gates[plain.gate],
+    )
 
 
 def _encoding_from(plain: _Encoding, digests: Sequence[bytes]) -> RowEncoding:
@@ -226,6 +334,12 @@ def _check(act: Act) -> None:
         problem = "it takes one vector and no bands"
     elif act.kind.acts_last and not _possible_replacement(act):
         problem = "it takes a vector, at most one mask, no bands and a scale from 0 to 1"
+    elif act.kind is Kind.GATE:
+        problem = "it is no act"
+    elif (act.kind is Kind.READ) != (act.reading is not None):
+        problem = "only it has a reading"
+    elif act.reading is not None and not _possible_reading(act, act.reading):
+        problem = "it takes one vector, no gate, and a reading of finite numbers"
     elif not math.isfinite(act.scale):
         problem = "its scale is not finite"
     elif not all(_possible(band) for band in act.bands):
@@ -236,6 +350,12 @@ def _check(act: Act) -> None:
 
 def _possible_replacement(act: Act) -> bool:
     return 1 <= len(act.vectors) <= 2 and not act.bands and 0 <= act.scale <= 1
+
+
+def _possible_reading(act: Act, reading: Reading) -> bool:
+    plain = len(act.vectors) == 1 and not act.bands and act.gate is None
+    fits = reading.column + len(act.rows) <= MAX_COLUMNS
+    return plain and fits and math.isfinite(reading.bias) and math.isfinite(reading.theta)
 
 
 def _possible(band: Band) -> bool:

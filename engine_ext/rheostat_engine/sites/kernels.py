@@ -12,14 +12,26 @@ import triton
 import triton.language as tl
 
 from rheostat_engine.plan.acts import Kind
+from rheostat_engine.plan.gate_table import State
+from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, MAX_TERMS, Activation, Normalise
 from rheostat_engine.sites.reference import limits
 from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.instructions import Instructions
 from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers
+from rheostat_engine.worker.steering.gate_kernels import launch_fold, scan
 from rheostat_engine.worker.steering.programs import INTS
 
 _ADD = tl.constexpr(int(Kind.ADD))
 _NORM_ADD = tl.constexpr(int(Kind.NORM_ADD))
+_READ = tl.constexpr(int(Kind.READ))
+_GATE = tl.constexpr(int(Kind.GATE))
+_COSINE = tl.constexpr(int(Normalise.COSINE))
+_RELU = tl.constexpr(int(Activation.RELU))
+_JUMP_RELU = tl.constexpr(int(Activation.JUMP_RELU))
+_TANH = tl.constexpr(int(Activation.TANH))
+_COLUMNS = tl.constexpr(MAX_COLUMNS)
+_GATES = tl.constexpr(MAX_GATES)
+_STATE = tl.constexpr(len(State) * MAX_TERMS)
 _REPLACE = tl.constexpr(int(Kind.REPLACE))
 _ADD_LAST = tl.constexpr(int(Kind.ADD_LAST))
 _INTS = tl.constexpr(INTS)
@@ -34,14 +46,63 @@ def _measure(dose_slot_ptr, moved, share):
 
 
 @triton.jit
+def _open_gates(
+    step,
+    token,
+    ints_ptr,
+    readings_ptr,  # [T, COLUMNS] float32
+    openness_ptr,  # [T, GATES] float32
+    token_rows_ptr,  # [3, tokens] int32; see `TokenRow`
+    states_ptr,
+    gate_ints_ptr,
+    gate_floats_ptr,
+    tokens,
+):
+    """Computes how far the gates that a chain begins with are open; returns its next step."""
+    kind = tl.load(ints_ptr + step * _INTS)
+    if kind == _GATE:
+        start = tl.load(token_rows_ptr + token)
+        first = tl.load(token_rows_ptr + tokens + token).to(tl.int64)
+        position = tl.load(token_rows_ptr + 2 * tokens + token)
+        position -= (token - first).to(tl.int32)
+        while kind == _GATE:
+            gate = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
+            number = tl.load(ints_ptr + step * _INTS + 5) - 1
+            openness = scan(
+                gate,
+                first,
+                token + 1,
+                position,
+                states_ptr + (start + number).to(tl.int64) * _STATE,
+                readings_ptr,
+                gate_ints_ptr,
+                gate_floats_ptr,
+                STORE=False,
+            )
+            tl.store(openness_ptr + token * _GATES + number, openness)
+            step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
+            kind = tl.load(ints_ptr + step * _INTS)
+        tl.debug_barrier()  # so that the whole block sees them
+    return step
+
+
+@triton.jit
+def _openness(openness_ptr, token, column):
+    """How far the gate of a step is open; 1 without a gate."""
+    return tl.load(openness_ptr + token * _GATES + column - 1, mask=column > 0, other=1.0)
+
+
+@triton.jit
 def _run_chain(
     step,
     x,  # [BLOCK] float32
     dose_slot,
+    token,
     rows_ptr,
     directions_ptr,
     ints_ptr,
     floats_ptr,
+    openness_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -51,16 +112,17 @@ def _run_chain(
     delta = tl.zeros([BLOCK], tl.float32)
     before = delta
     kind = tl.load(ints_ptr + step * _INTS)
-    while (step > 0) & (kind != _REPLACE) & (kind != _ADD_LAST):
+    while (step > 0) & (kind != _REPLACE) & (kind != _ADD_LAST) & (kind != _READ):
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
         last = tl.load(ints_ptr + step * _INTS + 3)
+        gate = tl.load(ints_ptr + step * _INTS + 5)
         y = x + delta
         if kind == _ADD:
             row = tl.load(rows_ptr + number * WIDTH + column, mask=inside, other=0.0)
-            delta = delta + row.to(tl.float32)
+            delta = delta + _openness(openness_ptr, token, gate) * row.to(tl.float32)
         else:
             unit = tl.load(directions_ptr + number * WIDTH + column, mask=inside, other=0.0)
-            strength = tl.load(floats_ptr + step * 4 + 2)
+            strength = tl.load(floats_ptr + step * 4 + 2) * _openness(openness_ptr, token, gate)
             if kind == _NORM_ADD:
                 amount = strength * tl.sqrt(tl.sum(y * y))
             else:
@@ -74,8 +136,9 @@ def _run_chain(
             norm = tl.sqrt(tl.sum(start * start))
             change = delta - before
             moved = tl.sqrt(tl.sum(change * change))
-            share = tl.where(kind == _ADD, 1.0, moved)
-            moved = tl.where(kind == _ADD, 0.0, moved)
+            constant = (kind == _ADD) & (gate == 0)
+            share = tl.where(constant, 1.0, moved)
+            moved = tl.where(constant, 0.0, moved)
             _measure(dose_slot, moved, tl.where(norm > 0, share / norm, 0.0))
             before = delta
             dose_slot += 4
@@ -89,17 +152,19 @@ def _run_replacements(
     step,
     stream,  # [BLOCK] float32
     dose_slot,
+    token,
     rows_ptr,
     ints_ptr,
     floats_ptr,
+    openness_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The stream, [BLOCK], after a chain of steps that act last."""
+    """The stream, [BLOCK], after the steps that act last, and the next step or 0."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    while step > 0:
-        kind = tl.load(ints_ptr + step * _INTS)
+    kind = tl.load(ints_ptr + step * _INTS)
+    while (step > 0) & (kind != _READ):
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
         mask = tl.load(ints_ptr + step * _INTS + 4).to(tl.int64)
         row = tl.load(rows_ptr + number * WIDTH + column, mask=inside, other=0.0)
@@ -110,7 +175,9 @@ def _run_replacements(
             change = wanted
             wanted = stream + change
             differs = inside
-        weight = tl.full([BLOCK], 1.0, tl.float32) * tl.load(floats_ptr + step * 4 + 2)
+        gate = tl.load(ints_ptr + step * _INTS + 5)
+        strength = tl.load(floats_ptr + step * 4 + 2) * _openness(openness_ptr, token, gate)
+        weight = tl.full([BLOCK], 1.0, tl.float32) * strength
         if mask != 0:
             masked = tl.load(rows_ptr + mask * WIDTH + column, mask=inside, other=0.0)
             weight = weight * masked.to(tl.float32)
@@ -123,7 +190,42 @@ def _run_replacements(
         stream = new
         dose_slot += 4
         step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
-    return stream
+        kind = tl.load(ints_ptr + step * _INTS)
+    return stream, step
+
+
+@triton.jit
+def _run_readings(
+    step,
+    x,  # [BLOCK] float32
+    token,
+    directions_ptr,
+    ints_ptr,
+    floats_ptr,
+    readings_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Reads numbers of x, the first of which is `step`."""
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    while step > 0:
+        number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
+        settings = tl.load(ints_ptr + step * _INTS + 4)
+        target = tl.load(ints_ptr + step * _INTS + 5) - 1
+        unit = tl.load(directions_ptr + number * WIDTH + column, mask=inside, other=0.0)
+        z = tl.sum(x * unit) * tl.load(floats_ptr + step * 4 + 2)
+        norm = tl.sqrt(tl.sum(x * x))
+        cosine = tl.where(norm > 0, z / norm, 0.0)
+        z = tl.where((settings & 15) == _COSINE, cosine, z)
+        z += tl.load(floats_ptr + step * 4)
+        theta = tl.load(floats_ptr + step * 4 + 1)
+        activation = settings >> 4
+        result = tl.where(activation == _RELU, tl.maximum(z, 0.0), z)
+        result = tl.where((activation == _JUMP_RELU) & (z <= theta), 0.0, result)
+        result = tl.where(activation == _TANH, 2.0 / (1.0 + tl.exp(-2.0 * z)) - 1.0, result)
+        tl.store(readings_ptr + token * _COLUMNS + target, result)
+        step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
 
 
 @triton.jit
@@ -135,13 +237,20 @@ def _site_kernel(
     dose_slot_ptr,  # [T] int32
     rows_ptr,  # [R, W]
     directions_ptr,  # [D, W] float32
-    ints_ptr,  # [S, 5] int32
+    ints_ptr,  # [S, 6] int32
     floats_ptr,  # [S, 4] float32
+    readings_ptr,  # this and the next five: see `GateBuffers`
+    openness_ptr,
+    token_rows_ptr,
+    states_ptr,
+    gate_ints_ptr,
+    gate_floats_ptr,
     doses_ptr,  # [C, 4] float32
     ring_ptr,  # [N, W]
     h_stride,
     residual_stride,
     ring_stride,
+    tokens,  # of `token_rows_ptr`
     gain,
     inverse,  # 1 / gain
     limit,  # see `Limits.stream`
@@ -155,6 +264,20 @@ def _site_kernel(
     target = tl.load(cap_ptr + token).to(tl.int64)
     dose_slot = doses_ptr + tl.load(dose_slot_ptr + token).to(tl.int64) * 4
     if (code != 0) | (target != 0):
+        step = tl.maximum(-code, 0)
+        if step > 0:
+            step = _open_gates(
+                step,
+                token,
+                ints_ptr,
+                readings_ptr,
+                openness_ptr,
+                token_rows_ptr,
+                states_ptr,
+                gate_ints_ptr,
+                gate_floats_ptr,
+                tokens,
+            )
         # All loads are issued before the first use, to overlap their latencies. Row 0 is zero.
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
@@ -169,10 +292,19 @@ def _site_kernel(
             residual = residual.to(tl.float32)
             x = x + residual
         delta = row.to(tl.float32)
-        step = tl.zeros([], tl.int64)
         if code < 0:
             delta, step, dose_slot = _run_chain(
-                -code, x, dose_slot, rows_ptr, directions_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
+                step,
+                x,
+                dose_slot,
+                token,
+                rows_ptr,
+                directions_ptr,
+                ints_ptr,
+                floats_ptr,
+                openness_ptr,
+                WIDTH,
+                BLOCK,
             )
         if code != 0:
             # Elements stay as they are if the change is NaN (from infinity times 0), or if the
@@ -192,8 +324,17 @@ def _site_kernel(
             stream = h.to(tl.float32) * gain
             if HAS_RESIDUAL:
                 stream = stream + residual
-            value = _run_replacements(
-                step, stream, dose_slot, rows_ptr, ints_ptr, floats_ptr, WIDTH, BLOCK
+            value, step = _run_replacements(
+                step,
+                stream,
+                dose_slot,
+                token,
+                rows_ptr,
+                ints_ptr,
+                floats_ptr,
+                openness_ptr,
+                WIDTH,
+                BLOCK,
             )
             replaced = inside & (value != stream) & (value == value)
             finite = tl.where(stream == stream, stream, 0.0)
@@ -208,6 +349,21 @@ def _site_kernel(
                 own = tl.minimum(tl.maximum(value * inverse, -own_limit), own_limit)
             h = tl.where(replaced, own.to(h_ptr.dtype.element_ty), h)
             tl.store(h_ptr + token * h_stride + column, h, mask=replaced)
+        if step > 0:
+            stream = h.to(tl.float32) * gain
+            if HAS_RESIDUAL:
+                stream = stream + residual
+            _run_readings(
+                step,
+                stream,
+                token,
+                directions_ptr,
+                ints_ptr,
+                floats_ptr,
+                readings_ptr,
+                WIDTH,
+                BLOCK,
+            )
         if target != 0:
             stream = h.to(tl.float32) * gain
             if HAS_RESIDUAL:
@@ -234,11 +390,18 @@ def launch_site(
         site.directions,
         site.ints,
         site.floats,
+        site.gates.readings,
+        site.gates.openness,
+        site.gates.tokens,
+        site.gates.states,
+        site.gates.ints,
+        site.gates.floats,
         site.doses,
         site.ring,
         rows.stride(0),
         residual_rows.stride(0),
         site.ring.stride(0),
+        site.gates.tokens.stride(0),
         gain,
         1 / gain,
         *limits(rows.dtype),
@@ -252,7 +415,7 @@ def launch_site(
 def warm_up(
     buffers: Buffers, instructions: Instructions, narrow: Collection[tuple[int, torch.dtype]] = ()
 ) -> None:
-    """Compiles every variant of both kernels, so that no request waits for compilation.
+    """Compiles every variant of the kernels, so that no request waits for compilation.
 
     Args:
         buffers: the kernels' arguments; all instructions in them are still 0.
@@ -270,3 +433,4 @@ def warm_up(
     for with_ids in (None, ids):
         for with_base in (None, base):
             launch_expand(instructions._replace(ids=with_ids, base=with_base), buffers)
+    launch_fold(buffers.gates, torch.zeros(1, 4, dtype=torch.int32, device=row.device))

@@ -23,7 +23,9 @@ from typing import NamedTuple
 import torch
 
 from rheostat_engine.plan.acts import Kind, largest_replaced
+from rheostat_engine.plan.gates import Activation, Normalise
 from rheostat_engine.worker.state.buffers import SiteBuffers
+from rheostat_engine.worker.steering.gate_reference import open_gate
 
 
 class Limits(NamedTuple):
@@ -91,13 +93,19 @@ def _change(
     step = -code
     before = delta.clone()
     while step > 0:
-        kind, number, following, last, _ = site.ints[step].tolist()
-        if Kind(kind).acts_last:
+        kind, number, following, last, _, column = site.ints[step].tolist()
+        if Kind(kind).acts_last or kind == Kind.READ:
             break
+        if kind == Kind.GATE:
+            open_gate(site.gates, number, column - 1, tokens)
+            step = following
+            continue
         low, high, strength, _ = site.floats[step]
+        openness = site.gates.openness[tokens, column - 1, None] if column else 1.0
+        strength = strength * openness
         y = x + delta
         if kind == Kind.ADD:
-            delta = delta + site.rows[number].float()
+            delta = delta + openness * site.rows[number].float()
         elif kind == Kind.NORM_ADD:
             norm = y.square().sum(1, keepdim=True).sqrt()
             delta = delta + (strength * norm) * site.directions[number]
@@ -106,7 +114,7 @@ def _change(
             along = (y * unit).sum(1, keepdim=True)
             delta = delta + (strength * (along.clamp(low, high) - along)) * unit
         if last:
-            change = None if kind == Kind.ADD else delta - before
+            change = None if kind == Kind.ADD and not column else delta - before
             _measure(site.doses, dose_slots, change, x + before)
             before, dose_slots = delta, dose_slots + 1
         step = following
@@ -119,7 +127,30 @@ def _change(
     changes = (delta != 0) & ~delta.isnan() & x.isfinite()
     h[tokens] = torch.where(changes, changed, h[tokens])
     if step > 0:
-        _replace(h, residual, tokens, step, dose_slots, site, gain)
+        step = _replace(h, residual, tokens, step, dose_slots, site, gain)
+    if step > 0:
+        _read(_stream(h, residual, tokens, gain), tokens, step, site)
+
+
+def _read(x: torch.Tensor, tokens: torch.Tensor, step: int, site: SiteBuffers) -> None:
+    """Reads numbers of rows x; `step` is the first of the readings."""
+    while step > 0:
+        _, number, following, _, settings, column = site.ints[step].tolist()
+        bias, theta, factor, _ = site.floats[step]
+        z = (x * site.directions[number]).sum(1) * factor
+        if settings & 15 == Normalise.COSINE:
+            norm = x.square().sum(1).sqrt()
+            z = torch.where(norm > 0, z / norm, 0.0)
+        z = z + bias
+        match settings >> 4:
+            case Activation.RELU:
+                z = z.clamp(min=0)
+            case Activation.JUMP_RELU:
+                z = torch.where(z > theta, z, 0.0)
+            case Activation.TANH:
+                z = z.tanh()
+        site.gates.readings[tokens, column - 1] = z
+        step = following
 
 
 def _replace(
@@ -130,15 +161,19 @@ def _replace(
     dose_slots: torch.Tensor,
     site: SiteBuffers,
     gain: float,
-) -> None:
-    """Runs the last part of a program, which starts at `step`, on the rows of tokens."""
+) -> int:
+    """Runs the steps that act last, the first of which is `step`; returns the next step, or 0."""
     stream = value = _stream(h, residual, tokens, gain)
     while step > 0:
-        kind, number, following, _, mask = site.ints[step].tolist()
+        kind, number, following, _, mask, column = site.ints[step].tolist()
+        if not Kind(kind).acts_last:
+            break
         row = site.rows[number]
         added = kind == Kind.ADD_LAST
         wanted = value + row.float() if added else row.float()
         weight = site.floats[step, 2] * (site.rows[mask].float() if mask else torch.ones(len(row)))
+        if column:
+            weight = weight * site.gates.openness[tokens, column - 1, None]
         change = row.float() if added else wanted - value
         new = torch.where(weight == 1, wanted, value + weight * change)
         changes = (weight != 0) & ((value.to(row.dtype) != row) | added) & ~new.isnan()
@@ -154,6 +189,7 @@ def _replace(
         residual[tokens] = torch.where(replaced, value.to(residual.dtype), residual[tokens])
         own = torch.zeros_like(value)
     h[tokens] = torch.where(replaced, own.to(h.dtype), h[tokens])
+    return step
 
 
 def _measure(

@@ -281,6 +281,8 @@ class SiteRuntime:
         if self.captures is not None:
             copies = self.captures.begin(token_number, positions, self._progress)
         self._progress.advance(numbers, computed, computed + scheduled)
+        if steered.gate_states.any():
+            self.steering.gates.begin(steered.gate_states, token_number, positions)
         mask = steered.sites if copies is None else steered.sites | copies.sites
         mask = mask & self._present
         if not mask.any():
@@ -295,6 +297,7 @@ class SiteRuntime:
     def end(self) -> None:
         """Deactivates all sites and sends captured rows, once the forward pass was launched."""
         self.buffers.active.clear()
+        self.steering.gates.end()
         if self.captures is not None:
             self.captures.end()
 

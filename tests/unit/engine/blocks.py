@@ -13,6 +13,8 @@ from rheostat_engine.sites.block_layout import Block, BlockLayout, Branch, Strea
 from rheostat_engine.sites.probe import NOWHERE, PARALLEL
 from rheostat_engine.worker.state.buffers import Buffers
 
+from .no_gates import no_gates
+
 Parts = tuple[torch.Tensor, torch.Tensor]
 Output = torch.Tensor | Parts
 
@@ -336,6 +338,7 @@ def buffers(
         directions=torch.zeros(2, WIDTH),
         ints=torch.zeros(3, 4, dtype=torch.int32),
         floats=torch.zeros(3, 4),
+        gates=no_gates(TOKENS),
         doses=torch.zeros(site_count(layers), 70, 4),
         ring=torch.zeros(ring, WIDTH, dtype=dtype),
     )

@@ -13,10 +13,11 @@ from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.runtime import Batch, SiteRuntime
-from rheostat_engine.worker.state.buffers import Buffers
+from rheostat_engine.worker.state.buffers import Buffers, GateBuffers
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.doses import Doses
+from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.steering import Steering
 from rheostat_engine.worker.steering.token_rules import TokenRules
 from rheostat_engine.worker.transport.event_sender import Frame
@@ -113,11 +114,15 @@ class Worker:
             directions=programs.directions,
             ints=programs.ints,
             floats=programs.floats,
+            gates=GateBuffers.allocate(
+                TOKENS, room.gate_states, programs.gate_ints, programs.gate_floats
+            ),
             doses=self.doses.dose_slots,
             ring=torch.zeros(room.capture_rows + 1, WIDTH),
         )
         self.row_sender = RowSender()
-        self.steering = Steering(self.bank, self.rules, self.doses, site_slots)
+        gates = GateStates(self.buffers.gates)
+        self.steering = Steering(self.bank, self.rules, self.doses, gates, site_slots)
         self.encodings = RowEncodings(
             width=WIDTH, itemsize=4, vectors=self.steering.vectors, limit=encode_bytes
         )

@@ -10,6 +10,8 @@ import torch
 from rheostat_engine import Kind
 from rheostat_engine.worker.state.buffers import SiteBuffers
 
+from .no_gates import no_gates
+
 DOSE_SLOTS = 24
 RING = 12
 MASK = 5
@@ -26,6 +28,9 @@ class Step(NamedTuple):
     strength: float = 1.0
     last: bool = True
     mask: int = 0
+    """A reading: its normalisation, plus 16 times its activation."""
+    column: int = 0
+    """1 plus the column of a reading, or the number of a gate; 0: none."""
 
 
 def chains() -> list[list[Step]]:
@@ -90,12 +95,12 @@ def buffers(
     rows[MASK] = torch.arange(width) % 3 / 2
     directions = torch.randn(4, width, generator=generator)
     directions /= directions.norm(dim=1, keepdim=True)
-    ints, floats, begins = [[0, 0, 0, 0, 0]], [[0.0, 0.0, 0.0, 0.0]], []
+    ints, floats, begins = [[0, 0, 0, 0, 0, 0]], [[0.0, 0.0, 0.0, 0.0]], []
     for chain in programs:
         begins.append(len(ints))
         for at, one in enumerate(chain):
             following = len(ints) + 1 if at + 1 < len(chain) else 0
-            ints.append([one.kind, one.number, following, one.last, one.mask])
+            ints.append([one.kind, one.number, following, one.last, one.mask, one.column])
             floats.append([one.low, one.high, one.strength, 0.0])
     return SiteBuffers(
         code=torch.tensor([-begins[-c - 1] if c < 0 else c for c in codes], dtype=torch.int32),
@@ -107,6 +112,7 @@ def buffers(
         directions=directions,
         ints=torch.tensor(ints, dtype=torch.int32),
         floats=torch.tensor(floats),
+        gates=no_gates(len(codes), states=8, gates=8),
         doses=torch.zeros(DOSE_SLOTS, 4),
         ring=torch.zeros(RING, width, dtype=dtype),
     )
@@ -140,7 +146,7 @@ def naive(h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers) -> 
             _count(expected.doses[dose_slot], before, None)
         step = max(0, -code)
         while step:
-            kind, number, following, last, mask = site.ints[step].tolist()
+            kind, number, following, last, mask, _ = site.ints[step].tolist()
             low, high, strength, _ = site.floats[step].tolist()
             if kind == Kind.ADD:
                 x = x + rows[number]

@@ -2,22 +2,38 @@
 
 import math
 import sys
-from itertools import product
+from itertools import cycle, product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from rheostat_engine import Kind
+from rheostat_engine.plan.gate_table import State, gate_rows
+from rheostat_engine.plan.gates import (
+    MAX_TERMS,
+    NEVER,
+    Activation,
+    Combine,
+    Condition,
+    Form,
+    Gate,
+    Hold,
+    Normalise,
+    Pool,
+)
 from rheostat_engine.sites.kernels import launch_site, warm_up
 from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.instructions import Compact, Instructions, expand_reference
-from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers
+from rheostat_engine.worker.state.buffers import Buffers, GateBuffers, SiteBuffers
+from rheostat_engine.worker.steering.gate_kernels import launch_fold
+from rheostat_engine.worker.steering.gate_reference import fold_step
 from rheostat_engine.worker.steering.token_rules import TokenRules
 
-from .instructions import Step, buffers, chains, huge_chains
+from .instructions import MASK, Step, buffers, chains, huge_chains
+from .no_gates import no_gates
 from .strategies import packed_ids
 
 CPU = torch.device("cpu")
@@ -29,7 +45,15 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 def twin(site: SiteBuffers) -> SiteBuffers:
     """Equal buffers, apart."""
-    return SiteBuffers(*(one.clone() for one in site))
+    gates = GateBuffers(*(one.clone() for one in site.gates))
+    tensors = site._replace(gates=None)._asdict()
+    copies = {name: one.clone() for name, one in tensors.items() if one is not None}
+    return SiteBuffers(**copies, gates=gates)
+
+
+def tensors(site: SiteBuffers) -> list[torch.Tensor]:
+    """All buffers of a site, those of gates included."""
+    return [*site._replace(gates=no_gates(1))[:-3], *site.gates, *site[-2:]]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -204,6 +228,83 @@ def check_idle(dtype: torch.dtype, residual: torch.dtype | None) -> None:
     assert not site.doses[:, 1].any()
 
 
+def some_gates() -> list[Gate]:
+    """Gates of every form and hold, on columns 0 to 2."""
+    pools, combines = cycle(Pool), cycle(Combine)
+    found = []
+    for n, (hold, form) in enumerate(product(Hold, Form)):
+        combine = next(combines)
+        bounds = (-math.inf, math.inf) if combine is Combine.SUM else (0.1, math.inf)
+        decided_at = 12 if n % 2 else NEVER
+        conditions = (
+            Condition((0, 2), next(pools), combine, *bounds, 1 + n % 2, decided_at),
+            Condition((1,), next(pools), Combine.ANY, -0.5, 0.8),
+        )[: 1 + n % 3 % 2]
+        found.append(Gate(conditions, next(combines), form, 0.2, 1.1, hold, 2, n % 4 == 3))
+    return found
+
+
+GATED = 5
+"""Tokens of the first sample; the second has two, and the last token has no gates."""
+
+
+def gated_buffers(width: int, dtype: torch.dtype, gate: Gate) -> SiteBuffers:
+    """Two samples, each in the middle, with numbers that were read in this step."""
+    opening = Step(Kind.GATE, 1, last=False, column=1)
+    steps = [
+        Step(Kind.ADD, 3, column=1),
+        Step(Kind.NORM_ADD, 2, strength=0.5, column=1),
+        Step(Kind.PULL, 2, -0.5, 0.25, 0.75, column=1),
+        Step(Kind.PULL, 1),
+        Step(Kind.REPLACE, 2, strength=0.5, mask=MASK, column=1),
+        Step(Kind.ADD_LAST, 1, strength=0.5, column=1),
+    ]
+    readings = [
+        Step(Kind.READ, 1, 0.5, 0.25, 2.0, False, normalise | activation << 4, 11 + n)
+        for n, (normalise, activation) in enumerate(product(Normalise, Activation))
+    ]
+    programs = [[opening, *steps, *readings], [*readings], [Step(Kind.ADD, 1), *readings[:2]]]
+    codes = [-1] * (GATED + 2) + [-3]
+    codes[1] = -2
+    site = buffers(width, dtype=dtype, codes=codes, captured=[0] * len(codes), programs=programs)
+    generator = torch.Generator().manual_seed(11)
+    gates = site.gates
+    gates.readings[:, :3] = torch.randn(len(codes), 3, generator=generator)
+    gates.readings[[0, 3, 6], [0, 1, 2]] = torch.nan
+    gates.tokens[:] = torch.tensor(
+        [[4, 4, 4, 4, 4, 6, 6, 0], [0, 0, 0, 0, 0, 5, 5, 7], [9, 10, 11, 12, 13, 3, 4, 8]]
+    )
+    ints, floats = gate_rows(gate)
+    gates.ints[1], gates.floats[1] = torch.from_numpy(ints), torch.from_numpy(floats)
+    gates.states[6, State.VALUE] = torch.randn(MAX_TERMS, generator=generator)
+    gates.states[6, State.COUNT] = 2
+    gates.states[6, State.RUN] = 1
+    gates.states[6, State.HEAD, :2] = torch.tensor([0.5, 2.0])
+    return site
+
+
+def check_gates(width: int, dtype: torch.dtype, gate: Gate) -> torch.Tensor:
+    """Steps with a gate and steps that read; then the step's readings enter the states.
+
+    Returns:
+        How far the gate was open.
+    """
+    site = gated_buffers(width, dtype, gate)
+    h = noise(len(site.code), width, dtype, 3)
+    other, ones, others = twin(site), h.clone(), h.clone()
+    launch_site(ones, None, site)
+    run_site(others, None, other)
+    rtol = TOLERANCE[dtype]
+    torch.testing.assert_close(ones, others, rtol=rtol, atol=10 * rtol)
+    torch.testing.assert_close(site.doses, other.doses, rtol=max(1e-4, rtol), atol=1e-5)
+    folds = torch.tensor([[4, 1, 0, GATED], [6, 1, GATED, 2]], dtype=torch.int32)
+    launch_fold(site.gates, folds)
+    fold_step(other.gates, folds)
+    for one, two in zip(site.gates, other.gates, strict=True):
+        torch.testing.assert_close(one, two, rtol=rtol, atol=10 * rtol, equal_nan=True)
+    return site.gates.openness[: GATED + 2, 0]
+
+
 def all_buffers(tokens: int) -> Buffers:
     """Buffers, each filled with something."""
     generator = torch.Generator().manual_seed(7)
@@ -213,6 +314,7 @@ def all_buffers(tokens: int) -> Buffers:
         directions=torch.randn(3, 24, generator=generator),
         ints=torch.zeros(2, 4, dtype=torch.int32),
         floats=torch.zeros(2, 4),
+        gates=no_gates(tokens),
         doses=torch.zeros(SITES, 20, 4),
         ring=torch.randn(6, 24, generator=generator),
     )
@@ -260,7 +362,7 @@ def check_warm_up() -> None:
     expander = Expander(made, code_of, TokenRules(1, 8, VOCABULARY, CPU), 16)
     warm_up(made, expander.instructions(compact, torch.zeros(0)))
     for site in range(SITES):
-        for one, other in zip(made.of(site), before.of(site), strict=True):
+        for one, other in zip(tensors(made.of(site)), tensors(before.of(site)), strict=True):
             assert same_bits(one, other)
 
 
@@ -291,6 +393,11 @@ def main() -> None:
     for captures, rules in product([False, True], repeat=2):
         check_expand(captures=captures, rules=rules)
     check_warm_up()
+    opened = torch.cat([check_gates(24, torch.float32, gate) for gate in some_gates()])
+    assert ((opened > 0) & (opened < 1)).sum() > 5
+    assert (opened == 0).sum() > 5
+    assert (opened == 1).sum() > 5
+    check_gates(300, torch.float16, some_gates()[1])
     sys.stdout.write("kernels equal their twins\n")
 
 

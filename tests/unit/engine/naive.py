@@ -84,12 +84,11 @@ def change(
     norm, adding = 0.0, False
     for index, act in acting(plan, site, position, token):
         rows = dict(act.rows)[site]
-        parts = [vectors[d][r].astype(np.float64) for d, r in zip(act.vectors, rows, strict=True)]
         if act.kind is not Kind.ADD or not adding:
             norm = float(np.linalg.norm(row))
         adding = act.kind is Kind.ADD
         before = row
-        row = _applied(act, row, parts)
+        row = applied(act, row, rows, vectors)
         moved = float(np.linalg.norm(row - before))
         doses[index] = (moved, moved / norm)
     return Changed(row, doses)
@@ -103,15 +102,21 @@ def units(parts: list[Row], *, orthogonal: bool) -> list[Row]:
     return list((q * np.sign(np.diag(r))).T)
 
 
-def _applied(act: Act, row: Row, parts: list[Row]) -> Row:
+def applied(
+    act: Act, row: Row, rows: tuple[int, ...], vectors: Vectors, weight: float = 1.0
+) -> Row:
+    """A row after an act with some rows of its vectors, `weight` times as strong."""
+    parts = [vectors[d][r].astype(np.float64) for d, r in zip(act.vectors, rows, strict=True)]
+    scale = weight * act.scale
     if act.kind is Kind.ADD:
-        return row + act.scale * parts[0]
+        return row + scale * parts[0]
     if act.kind is Kind.NORM_ADD:
-        return row + act.scale * np.linalg.norm(row) * units(parts, orthogonal=False)[0]
+        return row + scale * np.linalg.norm(row) * units(parts, orthogonal=False)[0]
     if act.kind in LAST:
         mask = parts[1] if len(parts) > 1 else 1.0
-        return row + act.scale * mask * (parts[0] - row * (act.kind is Kind.REPLACE))
+        return row + scale * mask * (parts[0] - row * (act.kind is Kind.REPLACE))
     for unit, band in zip(units(parts, orthogonal=act.orthogonal), act.bands, strict=True):
         along = row @ unit
-        row = row + band.strength * (np.clip(along, band.low, band.high) - along) * unit
+        strength = weight * band.strength
+        row = row + strength * (np.clip(along, band.low, band.high) - along) * unit
     return row

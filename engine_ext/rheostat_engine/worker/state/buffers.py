@@ -7,15 +7,61 @@ ring row to which the stream is copied (0: none). Each token has a `dose_slot`, 
 measurements are added. Between steps these values are meaningless.
 """
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
+from rheostat_engine.plan.gate_table import State
+from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, MAX_TERMS
 from rheostat_engine.worker.state.active_sites import ActiveSites
 
 _ALIGNED = 4
 """The tokens of a site are rounded up to a multiple, so that the instructions of every site are
 aligned to 16 bytes: kernels are compiled for the alignment of the first site."""
+
+
+class GateBuffers(NamedTuple):
+    """What gates are computed from, and how far they are open."""
+
+    readings: torch.Tensor
+    """[tokens, MAX_COLUMNS] float32: numbers read in this step; NaN where none was read."""
+    openness: torch.Tensor
+    """[tokens, MAX_GATES] float32: by the gate's number in the token's plan."""
+    tokens: torch.Tensor
+    """[3, tokens] int32; see `TokenRow`."""
+    states: torch.Tensor
+    """[states, rows of `State`, MAX_TERMS] float32: of each gate of each sample, before this step.
+    State 0 belongs to none."""
+    ints: torch.Tensor
+    """[gates, rows of `Ints`, MAX_TERMS] int32."""
+    floats: torch.Tensor
+    """[gates, rows of `Floats`, MAX_TERMS] float32."""
+
+    @classmethod
+    def allocate(
+        cls, tokens: int, states: int, ints: torch.Tensor, floats: torch.Tensor
+    ) -> "GateBuffers":
+        """Buffers for steps of up to `tokens` tokens, with `states` states beside state 0."""
+        device = ints.device
+        return cls(
+            readings=torch.full((tokens, MAX_COLUMNS), torch.nan, device=device),
+            openness=torch.zeros(tokens, MAX_GATES, device=device),
+            tokens=torch.zeros(len(TokenRow), tokens, dtype=torch.int32, device=device),
+            states=torch.zeros(states + 1, len(State), MAX_TERMS, device=device),
+            ints=ints,
+            floats=floats,
+        )
+
+
+class TokenRow(IntEnum):
+    """Rows of `GateBuffers.tokens`."""
+
+    STATE = 0
+    """The state of the sample's first gate; 0: it has no gates."""
+    FIRST = 1
+    """The first token of the sample in this step."""
+    POSITION = 2
 
 
 class SiteBuffers(NamedTuple):
@@ -32,9 +78,11 @@ class SiteBuffers(NamedTuple):
     directions: torch.Tensor
     """[directions, W] float32."""
     ints: torch.Tensor
-    """[steps, 5] int32."""
+    """[steps, 6] int32."""
     floats: torch.Tensor
     """[steps, 4] float32."""
+    gates: GateBuffers
+    """The same for all sites."""
     doses: torch.Tensor
     """[dose slots, 4] float32; see `Doses`."""
     ring: torch.Tensor
@@ -52,6 +100,7 @@ class Buffers:
         directions: torch.Tensor,
         ints: torch.Tensor,
         floats: torch.Tensor,
+        gates: GateBuffers,
         doses: torch.Tensor,
         ring: torch.Tensor,
     ) -> None:
@@ -63,6 +112,7 @@ class Buffers:
             directions: see `rows`.
             ints: see `rows`.
             floats: see `rows`.
+            gates: for as many tokens.
             doses: [sites, dose slots, 4] float32.
             ring: [ring rows, W].
         """
@@ -72,6 +122,7 @@ class Buffers:
         self.cap_row = torch.zeros(sites, tokens, dtype=torch.int32, device=device)
         self.dose_slot = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.ring = ring
+        self.gates = gates
         self.active = ActiveSites(sites)
         self.gains = [1.0] * sites
         """By site: the factor by which the model multiplies h before it adds h to the stream."""
@@ -86,6 +137,7 @@ class Buffers:
                 directions,
                 ints,
                 floats,
+                self.gates,
                 doses[site],
                 ring,
             )

@@ -334,14 +334,14 @@ def _slices(
 
     A slice costs at most `most`, or is a single site. The sites of an only slice are None.
     """
-    strong = [acts[member] for member in members if acts[member].strong]
-    total = sum(len(act.rows) * site_cost(act) for act in strong)
+    present = [acts[member] for member in members if acts[member].in_force]
+    total = sum(len(act.rows) * site_cost(act) for act in present)
     if total <= most:
         if total:
             yield None, total
         return
-    costs = np.zeros(1 + max(int(act.site_rows.sites[-1]) for act in strong), np.int64)
-    for act in strong:
+    costs = np.zeros(1 + max(int(act.site_rows.sites[-1]) for act in present), np.int64)
+    for act in present:
         costs[act.site_rows.sites] += site_cost(act)
     first = cost = 0
     for site in np.flatnonzero(costs).tolist():

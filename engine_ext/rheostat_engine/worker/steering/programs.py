@@ -15,11 +15,13 @@ import torch
 
 from rheostat_engine.plan.capacity import Capacity
 from rheostat_engine.plan.composition import Direction, Program, RowKey, Step, only_adds
+from rheostat_engine.plan.gate_table import Floats, Ints, gate_rows
+from rheostat_engine.plan.gates import MAX_TERMS, Gate, Normalise
 from rheostat_engine.worker.state.device_table import Table
 from rheostat_engine.worker.state.id_allocators import Full, RefCountedIds
 from rheostat_engine.worker.steering.vectors import BankError, Basis, Exhausted, Vectors, sums_of
 
-INTS = 5
+INTS = 6
 """Integers of a step."""
 
 _INFINITE = 2.0**128 - 2.0**103
@@ -51,6 +53,12 @@ class Programs:
         self._directions = Table(torch.zeros(capacity.directions + 1, width, device=device))
         steps = capacity.steps + 1
         self._ints = Table(torch.zeros(steps, INTS, dtype=torch.int32, device=device))
+        gates = capacity.gates + 1
+        self._gate_ints = Table(
+            torch.zeros(gates, len(Ints), MAX_TERMS, dtype=torch.int32, device=device)
+        )
+        self._gate_floats = Table(torch.zeros(gates, len(Floats), MAX_TERMS, device=device))
+        self._gate_numbers: RefCountedIds[Gate] = RefCountedIds(capacity.gates)
         self._floats = Table(torch.zeros(steps, 4, device=device))
         self._row_numbers: RefCountedIds[RowKey] = RefCountedIds(capacity.bank_rows)
         self._zeros: dict[RowKey, int] = {}
@@ -70,15 +78,27 @@ class Programs:
 
     @property
     def ints(self) -> torch.Tensor:
-        """[steps, 5] int32: kind, row or direction, next step, whether it is measured, mask row.
+        """[steps, 6] int32.
 
-        0 means that there is no next step, or no mask.
+        Kind; row, direction or gate; next step; whether it is measured; mask row, or normalisation
+        and activation of a reading; 1 plus the column of the reading or of the openness. 0 means
+        that there is no next step, no mask, or no gate.
         """
         return self._ints.tensor
 
     @property
+    def gate_ints(self) -> torch.Tensor:
+        """[gates, rows of `Ints`, MAX_TERMS] int32."""
+        return self._gate_ints.tensor
+
+    @property
+    def gate_floats(self) -> torch.Tensor:
+        """[gates, rows of `Floats`, MAX_TERMS] float32."""
+        return self._gate_floats.tensor
+
+    @property
     def floats(self) -> torch.Tensor:
-        """[steps, 4] float32: low, high, strength, unused."""
+        """[steps, 4] float32: low, high, strength, unused. A reading: bias, theta, factor."""
         return self._floats.tensor
 
     @property
@@ -145,9 +165,14 @@ class Programs:
         self._direction_numbers.give(direction)
 
     def flush(self) -> None:
-        """Copies new rows, directions and steps to the device."""
-        for table in (self._rows, self._directions, self._ints, self._floats):
+        """Copies new rows, directions, gates and steps to the device."""
+        gates = self._gate_ints, self._gate_floats
+        for table in (self._rows, self._directions, *gates, self._ints, self._floats):
             table.flush()
+
+    def gate_numbers(self, gates: Sequence[Gate]) -> list[int]:
+        """The numbers of gates; 0 for a gate that no program in use opens."""
+        return [self._gate_numbers.number(gate) for gate in gates]
 
     def _make_rows(self, programs: Sequence[Program], vectors: Vectors) -> list[RowKey]:
         """Makes all missing rows of programs at once, and adds a use of each; their keys."""
@@ -207,16 +232,21 @@ class Programs:
         chain = tuple(self._free_steps.pop() for _ in program)
         lines = zip(program, numbers, (*chain[1:], 0), strict=True)
         ints = [
-            [step.kind, number, following, step.last, mask]
+            [step.kind, number, following, step.last, mask, _column(step)]
             for step, (number, mask), following in lines
         ]
         self._ints.put_all(chain, torch.tensor(ints))
-        floats = [[step.low, step.high, step.strength, 0.0] for step in program]
+        floats = [_floats(step, basis) for step in program]
         self._floats.put_all(chain, torch.tensor(floats))
         return _Entry(-chain[0], chain)
 
     def _take(self, step: Step, basis: Basis) -> tuple[int, int]:
-        """Adds a use of a step's row or direction, and of its mask; their numbers."""
+        """Adds a use of a step's row, direction or gate, and of its mask; their numbers."""
+        if step.opening is not None:
+            return self._take_gate(step.opening), 0
+        if step.reading is not None:
+            settings = step.reading.normalise | step.reading.activation << 4
+            return self._take_direction(step.direction, basis), settings
         if step.direction:
             return self._take_direction(step.direction, basis), 0
         return self._take_row(step.addends), self._take_row(step.mask) if step.mask else 0
@@ -234,6 +264,18 @@ class Programs:
                 self._direction_numbers.give(key)
                 raise
             self._directions.put(taken.number, content)
+        return taken.number
+
+    def _take_gate(self, gate: Gate) -> int:
+        """Adds a use of a gate, made if it does not exist yet; its number."""
+        try:
+            taken = self._gate_numbers.take(gate)
+        except Full as error:
+            raise Exhausted("every gate is in use") from error
+        if taken.fresh:
+            ints, floats = gate_rows(gate)
+            self._gate_ints.put(taken.number, ints)
+            self._gate_floats.put(taken.number, floats)
         return taken.number
 
     def _take_row(self, key: RowKey) -> int:
@@ -257,6 +299,25 @@ class Programs:
                 self._give_row(key)
             if step.direction:
                 self._direction_numbers.give(step.direction)
+            if step.opening is not None:
+                self._gate_numbers.give(step.opening)
+
+
+def _column(step: Step) -> int:
+    """1 plus the column of a step; 0: it has none."""
+    if step.reading is not None:
+        return 1 + step.reading.column
+    return 0 if step.gate is None else 1 + step.gate
+
+
+def _floats(step: Step, basis: Basis) -> list[float]:
+    """The floats of a step."""
+    if step.reading is None:
+        return [step.low, step.high, step.strength, 0.0]
+    factor = 1.0
+    if step.reading.normalise is Normalise.NONE:
+        factor = basis.norm_of(step.direction)
+    return [step.reading.bias, step.reading.theta, factor, 0.0]
 
 
 def _usable(step: Step) -> bool:

@@ -29,11 +29,12 @@ from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.built_tables import BuiltTable, BuiltTables
 from rheostat_engine.worker.steering.doses import Doses, HeadDose, Norms, SlotRange
+from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.token_rules import TokenRules
 from rheostat_engine.worker.steering.vectors import BankError, Exhausted, Vectors
 
 _SLOT, _DOSE_SLOT, _RULE = range(3)
-_DOSE_SLOTS, _VARIANTS = range(2)
+_DOSE_SLOTS, _VARIANTS, _GATE_STATES = range(3)
 
 _NO_VARIANTS: Int32 = np.zeros(0, np.int32)
 
@@ -50,6 +51,8 @@ class Part(NamedTuple):
     slots were free."""
     variants: Int32
     """[k]: the first variant of each combination under a rule."""
+    gate_state: int = 0
+    """The state of its first gate; 0: it has none."""
 
 
 class RequestSteering(NamedTuple):
@@ -77,7 +80,7 @@ class RequestSteering(NamedTuple):
         """Reads its dose slots, [sites, slots, 4], as fields of `Dose`s, by act, then site."""
         doses: list[HeadDose] = []
         first_act = begin = 0
-        for _, built_table, dose_slots, _ in self.parts:
+        for _, built_table, dose_slots, *_ in self.parts:
             if built_table is None:
                 continue
             if dose_slots is not None and dose_slots.count:
@@ -99,13 +102,23 @@ class Instruction(NamedTuple):
     """[n]."""
     sites: npt.NDArray[np.bool_]
     """[sites]: whether a token may change at the site."""
+    gate_states: Int64
+    """[n]: see `GateStates.begin`."""
 
 
 class Steering:
     """The acts of all requests."""
 
-    def __init__(self, bank: Bank, rules: TokenRules, doses: Doses, site_slots: SiteSlots) -> None:
+    def __init__(
+        self,
+        bank: Bank,
+        rules: TokenRules,
+        doses: Doses,
+        gates: GateStates,
+        site_slots: SiteSlots,
+    ) -> None:
         """No acts are in force."""
+        self.gates = gates
         self.bank = bank
         self.rules = rules
         self._doses = doses
@@ -114,7 +127,7 @@ class Steering:
         self._norms: dict[bytes, npt.NDArray[np.float32]] = {}
         functions = Functions(columns=3)
         self.built_tables = BuiltTables(bank, rules, functions, self._vectors, self._norms)
-        self._requests = Requests(functions, bases=2)
+        self._requests = Requests(functions, bases=3)
         self._variants: dict[int, Int32] = {}
         """By request number: the first variants of all its parts, one after the other."""
 
@@ -174,6 +187,7 @@ class Steering:
         self._variants.pop(number, None)
         for part in applied.parts:
             self.rules.remove_variants(part.variants)
+            self.gates.release(part.gate_state)
             if part.built_table is not None:
                 self.built_tables.release(part.built_table)
 
@@ -194,7 +208,9 @@ class Steering:
         dose_slot = np.where(measured, dose_slots + values[:, _DOSE_SLOT] - 1, 0).astype(np.int32)
         ruled = np.flatnonzero(rule)
         if not len(ruled):
-            return Instruction(slot, dose_slot, rule, self.bank.sites_of(slot))
+            return Instruction(
+                slot, dose_slot, rule, self.bank.sites_of(slot), bases[:, _GATE_STATES]
+            )
         # Under a rule the slot is the number of a combination, whose variants are the request's.
         wanted = bases[ruled, _VARIANTS] + slot[ruled]
         names, at, which = np.unique(
@@ -208,7 +224,11 @@ class Steering:
         ]
         plain = np.where(rule == 0, slot, 0)
         return Instruction(
-            slot, dose_slot, rule, self.bank.sites_of(np.concatenate([plain, *variants]))
+            slot,
+            dose_slot,
+            rule,
+            self.bank.sites_of(np.concatenate([plain, *variants])),
+            bases[:, _GATE_STATES],
         )
 
     def _read(self, acts: EncodedTable) -> SteeringTable:
@@ -230,6 +250,8 @@ class Steering:
             ruled = built_table.ruled
             if len(ruled.slots) > self.rules.free_intervals:
                 raise Exhausted("every interval that follows a rule about token ids is in use")
+            gates = self.bank.programs.gate_numbers(built_table.table.gates)
+            gate_state = self.gates.acquire(gates)
         except (BankError, ValueError):
             self.built_tables.release(built_table)
             raise
@@ -240,17 +262,17 @@ class Steering:
             start = dose_slots.start if dose_slots is not None else 0
             at = np.where((ruled.dose_slots > 0) & (start > 0), start + ruled.dose_slots - 1, 0)
             variants = self.rules.add_variants(ruled.slots, at.astype(np.int32))
-        return Part(first, built_table, dose_slots, variants)
+        return Part(first, built_table, dose_slots, variants, gate_state)
 
     def _put(self, number: int, applied: RequestSteering) -> None:
-        segments = [Segment(0, 0, (0, 0))]
+        segments = [Segment(0, 0, (0, 0, 0))]
         variants = 0
-        for first, built_table, dose_slots, own in applied.parts:
+        for first, built_table, dose_slots, own, gate_state in applied.parts:
             while segments and segments[-1].first >= first:
                 segments.pop()
             function = 0 if built_table is None else built_table.function
             start = dose_slots.start if dose_slots is not None else 0
-            segments.append(Segment(first, function, (start, variants)))
+            segments.append(Segment(first, function, (start, variants, gate_state)))
             variants += len(own)
         if variants:
             self._variants[number] = np.concatenate([part.variants for part in applied.parts])

@@ -89,6 +89,17 @@ class Basis:
             self._add(digest, row)
         return torch.from_numpy(self._units[len(key) - 1].astype(np.float32))
 
+    def norm_of(self, key: Direction) -> float:
+        """The L2 norm of a direction's last row, as it came.
+
+        Raises:
+            BankError: a vector is missing or of another shape.
+        """
+        digest, row = key[-1]
+        return float(
+            np.linalg.norm(_row(digest, row, self._vectors, self._width).astype(np.float64))
+        )
+
     def _add(self, digest: bytes, row: int) -> None:
         vector = _row(digest, row, self._vectors, self._width).astype(np.float64)
         count = len(self._parts)

@@ -22,6 +22,8 @@ from rheostat_engine.sites.block_layout import Block
 from rheostat_engine.sites.op import bind
 from rheostat_engine.worker.state.buffers import Buffers
 
+from ..no_gates import no_gates
+
 WIDTH = 6
 EXPERTS = 4
 LAYERS = 3
@@ -133,6 +135,7 @@ def test_what_it_says_is_copied_and_reaches_the_experts_unchanged() -> None:
         directions=torch.zeros(2, WIDTH),
         ints=torch.zeros(2, 4, dtype=torch.int32),
         floats=torch.zeros(2, 4),
+        gates=no_gates(PROBE_TOKENS),
         doses=torch.zeros(sites, 2, 4),
         ring=torch.zeros(9, WIDTH),
     )

@@ -140,6 +140,7 @@ def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan
         "token_rules": len(
             {token_variants.sets for token_variants in all_token_variants if token_variants.sets}
         ),
+        "gates": 0,
         "intervals": 0 if table is None else len(table.intervals.starts),
     }
     assert plan.packed_acts.ruled == sum(

@@ -14,6 +14,9 @@ from triton.compiler.compiler import ASTSource
 
 from rheostat_engine.sites import kernels
 from rheostat_engine.worker import expand_kernel
+from rheostat_engine.worker.steering import gate_kernels
+
+GATE_FLOATS = ("readings_ptr", "openness_ptr", "states_ptr", "gate_floats_ptr")
 
 
 def test_interpreted_kernels_equal_their_twins() -> None:
@@ -67,11 +70,15 @@ def pointer(name: str) -> str:
 def test_the_kernel_of_a_site_can_be_compiled(dtype, residual) -> None:
     """The interpreter lets a variable change its type, which the compiler refuses."""
     own = dict.fromkeys(["h_ptr", "rows_ptr", "ring_ptr"], f"*{dtype}")
-    floats = dict.fromkeys(["directions_ptr", "floats_ptr", "doses_ptr"], "*fp32")
+    floats = dict.fromkeys(["directions_ptr", "floats_ptr", "doses_ptr", *GATE_FLOATS], "*fp32")
     numbers = dict.fromkeys(["gain", "inverse", "limit", "own_limit"], "fp32")
     types = {**own, **floats, **numbers, "residual_ptr": f"*{residual or dtype}"}
     sizes = {"WIDTH": 100, "BLOCK": 128, "HAS_RESIDUAL": bool(residual)}
     compile_front(kernels._site_kernel, types, sizes)
+
+
+def test_the_kernel_that_folds_readings_can_be_compiled() -> None:
+    compile_front(gate_kernels._fold_kernel, dict.fromkeys(GATE_FLOATS, "*fp32"), {})
 
 
 @pytest.mark.parametrize("rules", [False, True])

@@ -11,6 +11,7 @@ from rheostat_engine.worker.instructions import Compact
 from rheostat_engine.worker.state.buffers import Buffers
 from rheostat_engine.worker.steering.token_rules import TokenRules
 
+from ..no_gates import no_gates
 from ..strategies import SETS, VOCABULARY, packed_ids
 from ..tables import CPU
 
@@ -47,6 +48,7 @@ def made(tokens: int = TOKENS) -> Buffers:
         directions=torch.zeros(1, 2),
         ints=torch.zeros(1, 4, dtype=torch.int32),
         floats=torch.zeros(1, 4),
+        gates=no_gates(tokens),
         doses=torch.zeros(SITES, 1, 4),
         ring=torch.zeros(40, 2),
     )

@@ -244,7 +244,7 @@ def said(bank: Bank, slot: int) -> list[object]:
         programs, step = bank.programs, -code
         words.append(programs.rows[max(code, 0)].tolist())
         while step > 0:
-            kind, number, following, last, mask = programs.ints[step].tolist()
+            kind, number, following, last, mask, _ = programs.ints[step].tolist()
             rows = kind in (Kind.ADD, Kind.REPLACE, Kind.ADD_LAST)
             content_of = (programs.rows if rows else programs.directions)[number].tolist()
             masked = programs.rows[mask].tolist()

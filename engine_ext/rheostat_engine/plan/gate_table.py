@@ -1,0 +1,89 @@
+"""Gates as rows of numbers, as the device reads them.
+
+A gate has a term for each column of each condition. Terms are lanes of `MAX_TERMS`.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine.plan.gates import MAX_TERMS, NEVER, Gate
+
+
+class Ints(IntEnum):
+    """Rows of a gate's integers. The first holds the lanes of `Head`."""
+
+    HEAD = 0
+    COLUMN = 1
+    CONDITION = 2
+    """Index of the term's condition; -1 in lanes without a term."""
+    POOL = 3
+    COMBINE = 4
+    FOR_TOKENS = 5
+    DECIDED_AT = 6
+
+
+class Head(IntEnum):
+    """Lanes of the first row of a gate's integers."""
+
+    CONDITIONS = 0
+    COMBINE = 1
+    FORM = 2
+    HOLD = 3
+    TOKENS = 4
+    INVERT = 5
+
+
+class Floats(IntEnum):
+    """Rows of a gate's floats. The first holds `a` and `b`."""
+
+    HEAD = 0
+    ABOVE = 1
+    BELOW = 2
+
+
+class State(IntEnum):
+    """Rows of the state of a sample's gate. The first holds the lanes of `Held`."""
+
+    HEAD = 0
+    VALUE = 1
+    """The last value, their sum, or the largest."""
+    COUNT = 2
+    """Readings so far."""
+    RUN = 3
+    """How many of the last readings in a row lay between the bounds."""
+
+
+class Held(IntEnum):
+    """Lanes of the first row of a state."""
+
+    OPENNESS = 0
+    """How far the gate is held open."""
+    REMAINING = 1
+    """At how many further positions."""
+
+
+def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """A gate's integers, [7, MAX_TERMS], and floats, [3, MAX_TERMS]."""
+    ints = np.zeros((len(Ints), MAX_TERMS), np.int32)
+    floats = np.zeros((len(Floats), MAX_TERMS), np.float32)
+    ints[Ints.CONDITION] = -1
+    ints[Ints.DECIDED_AT] = NEVER
+    head = (len(gate.conditions), gate.combine, gate.form, gate.hold, gate.tokens, gate.invert)
+    ints[Ints.HEAD, : len(head)] = head
+    floats[Floats.HEAD, :2] = gate.a, gate.b
+    lane = 0
+    for number, condition in enumerate(gate.conditions):
+        for column in condition.columns:
+            ints[1:, lane] = (
+                column,
+                number,
+                condition.pool,
+                condition.combine,
+                condition.for_tokens,
+                condition.decided_at,
+            )
+            floats[1:, lane] = condition.above, condition.below
+            lane += 1
+    return ints, floats

@@ -1,0 +1,164 @@
+"""Readings of the stream, and gates that open as they say.
+
+A reading is a number that an act of `Kind.READ` makes of a row x. It goes to a column of the token.
+A gate is a function of the readings of one sample, in the order of positions. At each token it is
+open by a number from 0 to 1, by which the strength of its acts is multiplied there.
+
+Invariants: a gate depends on positions and readings alone, so chunking and batching can't change
+it. All sites that are read for a gate come before all sites at which it acts, so a token's own
+readings count. A gate that has read nothing yet is shut.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+MAX_TERMS = 64
+"""The most readings on which a gate depends."""
+
+MAX_CONDITIONS = 16
+"""The most conditions of a gate."""
+
+MAX_GATES = 32
+"""The most distinct gates of a plan."""
+
+MAX_COLUMNS = 256
+"""The most readings of a token."""
+
+NEVER = -1
+"""As `Condition.decided_at`: the condition is decided at each token that is read."""
+
+
+class Normalise(IntEnum):
+    """How v and x are normalised before x.v is read. u is v / |v|."""
+
+    NONE = 0
+    """x.v."""
+    UNIT = 1
+    """x.u."""
+    COSINE = 2
+    """x.u / |x|; 0 for a row of zeros."""
+
+
+class Activation(IntEnum):
+    """What is made of the number z that was read."""
+
+    IDENTITY = 0
+    RELU = 1
+    JUMP_RELU = 2
+    """z where z > theta, else 0."""
+    TANH = 3
+
+
+class Reading(NamedTuple):
+    """The number that an act of `Kind.READ` makes of a row: activation(normalise(x, v) + bias)."""
+
+    normalise: Normalise
+    activation: Activation
+    bias: float
+    theta: float
+    column: int
+    """The column of its first site. The following sites have the following columns."""
+
+
+class Pool(IntEnum):
+    """The value of a column at a token, of all that the sample has read so far."""
+
+    LAST = 0
+    MEAN = 1
+    MAX = 2
+
+
+class Combine(IntEnum):
+    """How several numbers become one."""
+
+    ALL = 0
+    """The least."""
+    ANY = 1
+    """The largest."""
+    SUM = 2
+    VOTE = 3
+    """The mean."""
+
+
+class Condition(NamedTuple):
+    """A number that follows from some columns.
+
+    With `Combine.SUM` it is the sum of their values. Otherwise each value counts 1 while it lies
+    between the bounds, else 0.
+    """
+
+    columns: tuple[int, ...]
+    pool: Pool
+    combine: Combine
+    above: float
+    """The value must be above this; or -inf."""
+    below: float
+    """The value must be below this; or inf."""
+    for_tokens: int = 1
+    """A value counts once it lay between the bounds at so many of its tokens in a row."""
+    decided_at: int = NEVER
+    """The position at which it is decided once, of the readings up to there; or `NEVER`."""
+
+
+class Form(IntEnum):
+    """From the evidence e to how far a gate is open."""
+
+    STEP = 0
+    """1 where e > a, else 0."""
+    SIGMOID = 1
+    """1 / (1 + exp(-b * (e - a)))."""
+    RAMP = 2
+    """0 up to a, 1 from b on, linear between."""
+
+
+class Hold(IntEnum):
+    """How long a gate that opened stays open.
+
+    A gate opens at a token p that it reads, if `Form` then gives more than 0.
+    """
+
+    TOKEN = 0
+    """At p. What is read at p counts at p alone."""
+    NEXT_TOKEN = 1
+    """At p + 1, and not at p."""
+    TOKENS = 2
+    """At p and so many positions after it."""
+    REST = 3
+    """At p and all later positions. What is read later does not count."""
+    UNTIL_READ = 4
+    """At p and later positions up to the next token that is read."""
+
+
+class Gate(NamedTuple):
+    """How far acts are open at each token."""
+
+    conditions: tuple[Condition, ...]
+    combine: Combine
+    """Makes the evidence of the conditions."""
+    form: Form
+    a: float
+    b: float
+    hold: Hold
+    tokens: int = 0
+    """Of `Hold.TOKENS`."""
+    invert: bool = False
+    """Whether it is open by 1 less the number."""
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The columns of all conditions, in order."""
+        return tuple(column for condition in self.conditions for column in condition.columns)
+
+    @property
+    def opens_from(self) -> int:
+        """The lowest position at which it may be open."""
+        decided = min(condition.decided_at for condition in self.conditions)
+        if decided == NEVER or self.invert:
+            return 0
+        return decided + (self.hold is Hold.NEXT_TOKEN)
+
+
+def gates_of(gates: Sequence[Gate | None]) -> tuple[Gate, ...]:
+    """The distinct gates of a plan's acts, in order. A gate's index is its number in the plan."""
+    return tuple(dict.fromkeys(gate for gate in gates if gate is not None))

@@ -1,0 +1,140 @@
+"""Gates in plain torch: it runs on a CPU, and is the reference for the kernels."""
+
+import math
+
+import torch
+
+from rheostat_engine.plan.gate_table import Floats, Head, Held, Ints, State
+from rheostat_engine.plan.gates import NEVER, Combine, Form, Hold, Pool
+from rheostat_engine.worker.state.buffers import GateBuffers, TokenRow
+
+
+def open_gate(gates: GateBuffers, gate: int, number: int, tokens: torch.Tensor) -> None:
+    """Computes how far a gate is open at tokens. The states of their samples stay as they are.
+
+    Args:
+        gates: the buffers.
+        gate: the gate, as a row of its table.
+        number: the number of the gate in the tokens' plans.
+        tokens: [n]: indices of the tokens in the step, ascending.
+    """
+    start, first, positions = gates.tokens
+    for begin in first[tokens].unique().tolist():
+        own = tokens[first[tokens] == begin]
+        state = gates.states[int(start[begin]) + number].clone()
+        end = int(own[-1]) + 1
+        found = [
+            advance(gates.ints[gate], gates.floats[gate], state, readings, position)
+            for readings, position in zip(
+                gates.readings[begin:end], positions[begin:end].tolist(), strict=True
+            )
+        ]
+        gates.openness[own, number] = torch.tensor(found)[own - begin]
+
+
+def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
+    """Takes the readings of a step into the states of its samples.
+
+    Args:
+        gates: the buffers.
+        folds: [n, 4] int32: state, gate, first token, and number of tokens.
+    """
+    for state, gate, first, count in folds.tolist():
+        for row in range(first, first + count):
+            position = int(gates.tokens[TokenRow.POSITION, row])
+            readings = gates.readings[row]
+            advance(gates.ints[gate], gates.floats[gate], gates.states[state], readings, position)
+
+
+def advance(
+    ints: torch.Tensor,
+    floats: torch.Tensor,
+    state: torch.Tensor,
+    readings: torch.Tensor,
+    position: int,
+) -> float:
+    """Takes the readings of the next token into a state.
+
+    Args:
+        ints: of the gate; see `Ints`.
+        floats: of the gate; see `Floats`.
+        state: see `State`; changed.
+        readings: [MAX_COLUMNS], of the token.
+        position: its position.
+
+    Returns:
+        How far the gate is open at the token.
+    """
+    head = ints[Ints.HEAD].tolist()
+    present = ints[Ints.CONDITION] >= 0
+    decided_at = ints[Ints.DECIDED_AT]
+    once = decided_at != NEVER
+    z = readings[ints[Ints.COLUMN].long()]
+    read = present & ~z.isnan() & (~once | (position <= decided_at))
+    count, run = state[State.COUNT], state[State.RUN]
+    pool, value = ints[Ints.POOL], state[State.VALUE]
+    pooled = torch.where(pool == Pool.MEAN, value + z, torch.maximum(value, z))
+    value[:] = torch.where(read, torch.where((pool == Pool.LAST) | (count == 0), z, pooled), value)
+    count += read
+    seen = (count > 0) & (~once | (position >= decided_at))
+    number = torch.where(pool == Pool.MEAN, value / count.clamp(min=1), value)
+    inside = seen | once & (count > 0)
+    inside &= (number > floats[Floats.ABOVE]) & (number < floats[Floats.BELOW])
+    run[:] = torch.where(read, torch.where(inside, run + 1, 0.0), run)
+    holds = seen & (run >= ints[Ints.FOR_TOKENS])
+    summed = ints[Ints.COMBINE] == Combine.SUM
+    known = bool((seen | ~summed | ~present).all())
+    score = torch.where(summed, torch.where(seen, number, 0.0), holds.float())
+    parts = []
+    for condition in range(head[Head.CONDITIONS]):
+        own = ints[Ints.CONDITION] == condition
+        parts.append(_combined(score[own], int(ints[Ints.COMBINE][own][0])))
+    evidence = float(_combined(torch.stack(parts), head[Head.COMBINE]))
+    opened = _form(head[Head.FORM], evidence, *floats[Floats.HEAD, :2].tolist()) if known else 0.0
+    event = bool(((read & ~once) | (present & once & (position == decided_at))).any())
+    openness = _hold(state, Hold(head[Head.HOLD]), head[Head.TOKENS], event, opened)
+    return 1.0 - openness if head[Head.INVERT] else openness
+
+
+def _combined(numbers: torch.Tensor, combine: int) -> torch.Tensor:
+    match combine:
+        case Combine.ALL:
+            return numbers.min()
+        case Combine.ANY:
+            return numbers.max()
+        case Combine.SUM:
+            return numbers.sum()
+    return numbers.mean()
+
+
+def _form(form: int, evidence: float, a: float, b: float) -> float:
+    match form:
+        case Form.STEP:
+            return float(evidence > a)
+        case Form.SIGMOID:
+            return float(torch.sigmoid(torch.tensor(b * (evidence - a))))
+    return min(max((evidence - a) / (b - a), 0.0), 1.0)
+
+
+def _hold(state: torch.Tensor, hold: Hold, tokens: int, event: bool, opened: float) -> float:
+    """Takes a token into the held openness; returns how far the gate is open there."""
+    held = state[State.HEAD]
+    before = float(held[Held.OPENNESS]) if held[Held.REMAINING] > 0 else 0.0
+    held[Held.REMAINING] = (held[Held.REMAINING] - 1).clamp(min=0)
+    opens = event and opened > 0
+    match hold:
+        case Hold.TOKEN:
+            return opened if event else 0.0
+        case Hold.NEXT_TOKEN:
+            lasts = 1.0 if opens else 0.0
+        case Hold.TOKENS:
+            lasts = float(tokens) if opens else 0.0
+        case Hold.REST:
+            opens = opens and before == 0
+            lasts = math.inf if opens else 0.0
+        case _:
+            opens = event
+            lasts = math.inf if opens else 0.0
+    if opens:
+        held[Held.OPENNESS], held[Held.REMAINING] = opened, lasts
+    return opened if opens and hold is not Hold.NEXT_TOKEN else before

@@ -1,0 +1,289 @@
+"""Plans with gates, and what they do, position after position in float64."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from rheostat_engine import Act, Kind, Plan
+from rheostat_engine.plan.gates import (
+    NEVER,
+    Activation,
+    Combine,
+    Condition,
+    Form,
+    Gate,
+    Hold,
+    Normalise,
+    Pool,
+    Reading,
+)
+
+from .cpu_worker import stream_at, token_at
+from .naive import Row, Vectors, applied
+from .strategies import DIGESTS, EVERYWHERE, LAST, LIMIT, SITES, acts, selects, spans
+from .tables import VECTORS
+
+READ_SITES = (0, 1)
+"""Gates read there, and act behind."""
+
+Columns = dict[int, float]
+"""What was read of a token, by column."""
+
+_NEAR = 1e-3
+"""Examples in which a number is so near to a bound are not used: float32 may decide otherwise."""
+
+
+@st.composite
+def _readings(draw: st.DrawFn) -> tuple[Act, ...]:
+    """Some acts that read, with a column for each site."""
+    found: list[Act] = []
+    column = 0
+    for _ in range(draw(st.integers(1, 3))):
+        sites = draw(st.sampled_from([(0,), (1,), READ_SITES]))
+        reading = Reading(
+            draw(st.sampled_from(Normalise)),
+            draw(st.sampled_from(Activation)),
+            draw(st.sampled_from((0.0, 0.5, -1.0))),
+            draw(st.sampled_from((0.0, 0.25))),
+            column,
+        )
+        row = draw(st.integers(0, 1))
+        found.append(
+            Act(
+                Kind.READ,
+                (draw(st.sampled_from(DIGESTS)),),
+                tuple((site, (row,)) for site in sites),
+                draw(st.sampled_from([EVERYWHERE]) | spans()),
+                reading=reading,
+            )
+        )
+        column += len(sites)
+    return tuple(found)
+
+
+@st.composite
+def conditions(draw: st.DrawFn, columns: int) -> Condition:
+    """Any condition on some of so many columns."""
+    chosen = draw(st.sets(st.integers(0, columns - 1), min_size=1))
+    middle = draw(st.sampled_from((-0.5, 0.3, 0.9)))
+    above, below = draw(
+        st.sampled_from([(middle, math.inf), (-math.inf, middle), (middle, middle + 1)])
+    )
+    combine = draw(st.sampled_from(Combine))
+    if combine is Combine.SUM:
+        above, below = -math.inf, math.inf
+    return Condition(
+        tuple(sorted(chosen)),
+        draw(st.sampled_from(Pool)),
+        combine,
+        above,
+        below,
+        1 if combine is Combine.SUM else draw(st.integers(1, 3)),
+        draw(st.just(NEVER) | st.integers(0, LIMIT)),
+    )
+
+
+@st.composite
+def gates(draw: st.DrawFn, columns: int, holds: Sequence[Hold] = tuple(Hold)) -> Gate:
+    """Any gate on so many columns."""
+    a = draw(st.sampled_from((0.1, 0.6, -0.7)))
+    hold = draw(st.sampled_from(holds))
+    return Gate(
+        tuple(draw(st.lists(conditions(columns), min_size=1, max_size=3))),
+        draw(st.sampled_from(Combine)),
+        draw(st.sampled_from(Form)),
+        a,
+        a + draw(st.sampled_from((0.5, 2.0))),
+        hold,
+        draw(st.integers(1, 4)) if hold is Hold.TOKENS else 0,
+        draw(st.booleans()),
+    )
+
+
+@st.composite
+def gated_plans(draw: st.DrawFn, request_id: str = "r") -> Plan:
+    """A plan whose acts read at the first sites, and have gates at the others."""
+    readings = draw(_readings())
+    columns = sum(len(act.rows) for act in readings)
+    known = draw(st.lists(gates(columns), min_size=1, max_size=3))
+    others: list[Act] = []
+    for act in draw(st.lists(acts(), min_size=1, max_size=4)):
+        behind = tuple((site, rows) for site, rows in act.rows if site not in READ_SITES)
+        gate = draw(st.sampled_from([None, *known]))
+        others.append(act if gate is None else replace(act, rows=behind, gate=gate))
+    return Plan(request_id, draw(st.permutations([*readings, *others])))
+
+
+class _Values(NamedTuple):
+    """What a column says at a position."""
+
+    number: float
+    run: int
+    """Readings in a row of which the pooled value lay between the bounds."""
+
+
+def _near(number: float, *bounds: float) -> None:
+    assume(all(abs(number - bound) > _NEAR for bound in bounds if math.isfinite(bound)))
+
+
+def _values(
+    condition: Condition, column: int, history: Sequence[Columns], first: int
+) -> _Values | None:
+    """What a column of a condition says at the last position of a history, if anything."""
+    once = condition.decided_at != NEVER
+    last = first + len(history) - 1
+    if once and last < condition.decided_at:
+        return None
+    read = [
+        columns[column]
+        for position, columns in enumerate(history, first)
+        if column in columns and not (once and position > condition.decided_at)
+    ]
+    if not read:
+        return None
+    pooled = [
+        {Pool.LAST: read[n], Pool.MEAN: float(np.mean(read[: n + 1])), Pool.MAX: max(read[: n + 1])}
+        for n in range(len(read))
+    ]
+    numbers = [one[condition.pool] for one in pooled]
+    run = 0
+    for number in numbers:
+        _near(number, condition.above, condition.below)
+        run = run + 1 if condition.above < number < condition.below else 0
+    return _Values(numbers[-1], run)
+
+
+def _combined(numbers: Sequence[float], combine: Combine) -> float:
+    match combine:
+        case Combine.ALL:
+            return min(numbers)
+        case Combine.ANY:
+            return max(numbers)
+        case Combine.SUM:
+            return sum(numbers)
+    return float(np.mean(numbers))
+
+
+def _opened(gate: Gate, history: Sequence[Columns], first: int) -> float:
+    """How far a gate opens at the last position of a history."""
+    parts = []
+    for condition in gate.conditions:
+        values = [_values(condition, column, history, first) for column in condition.columns]
+        if condition.combine is Combine.SUM:
+            if None in values:
+                return 0.0
+            scores = [one.number for one in values if one is not None]
+        else:
+            scores = [float(one is not None and one.run >= condition.for_tokens) for one in values]
+        parts.append(_combined(scores, condition.combine))
+    evidence = _combined(parts, gate.combine)
+    if gate.form is Form.STEP:
+        _near(evidence, gate.a)
+        return float(evidence > gate.a)
+    if gate.form is Form.SIGMOID:
+        return 1 / (1 + math.exp(-gate.b * (evidence - gate.a)))
+    _near(evidence, gate.a)
+    return min(max((evidence - gate.a) / (gate.b - gate.a), 0.0), 1.0)
+
+
+def openness(gate: Gate, history: Sequence[Columns], first: int) -> float:
+    """How far a gate is open at the last position of a history.
+
+    Args:
+        gate: the gate.
+        history: what was read of each token.
+        first: the position of the first of them.
+    """
+    opened: dict[int, float] = {}
+    """By position, at the events: how far it opens there."""
+    last = first + len(history) - 1
+    for position, columns in enumerate(history, first):
+        event = any(
+            position == one.decided_at
+            if one.decided_at != NEVER
+            else any(column in columns for column in one.columns)
+            for one in gate.conditions
+        )
+        if event:
+            opened[position] = _opened(gate, history[: position - first + 1], first)
+    some = {position: one for position, one in opened.items() if one > 0}
+    match gate.hold:
+        case Hold.TOKEN:
+            found = opened.get(last, 0.0)
+        case Hold.NEXT_TOKEN:
+            found = some.get(last - 1, 0.0)
+        case Hold.TOKENS:
+            recent = [position for position in some if last - position <= gate.tokens]
+            found = some[max(recent)] if recent else 0.0
+        case Hold.REST:
+            found = some[min(some)] if some else 0.0
+        case Hold.UNTIL_READ:
+            found = opened[max(opened)] if opened else 0.0
+    return 1 - found if gate.invert else found
+
+
+def _read(act: Act, rows: tuple[int, ...], x: Row, vectors: Vectors) -> float:
+    assert act.reading is not None
+    vector = vectors[act.vectors[0]][rows[0]].astype(np.float64)
+    z = float(x @ vector)
+    if act.reading.normalise is not Normalise.NONE:
+        z /= float(np.linalg.norm(vector))
+    if act.reading.normalise is Normalise.COSINE:
+        z /= float(np.linalg.norm(x))
+    z += act.reading.bias
+    match act.reading.activation:
+        case Activation.RELU:
+            return max(z, 0.0)
+        case Activation.JUMP_RELU:
+            _near(z, act.reading.theta)
+            return z if z > act.reading.theta else 0.0
+        case Activation.TANH:
+            return math.tanh(z)
+    return z
+
+
+class Gated(NamedTuple):
+    """What a plan with gates does to a request."""
+
+    streams: dict[tuple[int, int], Row]
+    """By (position, site): what leaves the site."""
+    opened: list[tuple[float, ...]]
+    """By position: how far the gates of the plan's acts are open, in the order of the acts."""
+
+
+def gated(
+    plan: Plan, request_id: str, first: int, length: int, vectors: Vectors = VECTORS
+) -> Gated:
+    """One position after the other, one site after the other, one act after the other."""
+    history: list[Columns] = []
+    found = Gated({}, [])
+    for position in range(first, length):
+        columns: Columns = {}
+        history.append(columns)
+        token = token_at(request_id, position)
+        present = [act for act in plan.acts if selects(act, position, token)]
+        present.sort(key=lambda act: (act.kind is Kind.READ, act.kind in LAST))
+        opened: dict[Gate, float] = {}
+        for site in range(SITES):
+            x: npt.NDArray[np.float64] = stream_at(request_id, position, site).astype(np.float64)
+            for act in present:
+                rows = dict(act.rows).get(site)
+                if rows is None:
+                    continue
+                if act.reading is not None:
+                    at = [one for one, _ in act.rows].index(site)
+                    columns[act.reading.column + at] = _read(act, rows, x, vectors)
+                    continue
+                if act.gate is not None and act.gate not in opened:
+                    opened[act.gate] = openness(act.gate, history, first)
+                weight = 1.0 if act.gate is None else opened[act.gate]
+                x = applied(act, x, rows, vectors, weight)
+            found.streams[position, site] = x
+        found.opened.append(tuple(opened.values()))
+    return found

@@ -1,0 +1,89 @@
+"""Gates open at each token as the readings up to it say, whatever the schedule."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rheostat_engine import Plan
+from rheostat_engine.plan.gate_table import State, gate_rows
+from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_TERMS, Hold
+from rheostat_engine.plan.tables import steering_table
+from rheostat_engine.plan.wire import steering_from, steering_to
+from rheostat_engine.worker.steering.gate_reference import advance
+
+from ...cpu_worker import NOTHING, TOKENS, Worker
+from ...gated import gated, gated_plans, gates, openness
+from ...schedules import check_stream
+from ...strategies import LIMIT, plans
+
+
+@given(st.data())
+def test_gates_open_as_the_readings_up_to_a_token_say_whatever_the_schedule(
+    data: st.DataObject,
+) -> None:
+    count = data.draw(st.integers(1, 3), "requests")
+    by_id: dict[str, Plan] = {f"v{n}": data.draw(gated_plans(f"p{n}")) for n in range(count)}
+    by_id["mate"] = data.draw(plans("mate"))
+    lengths = {i: data.draw(st.integers(1, LIMIT + 4), "length") for i in by_id}
+    worker = Worker()
+    for request_id, plan in by_id.items():
+        worker.add_request(request_id, plan)
+    done = dict.fromkeys(by_id, 0)
+    while any(done[i] < lengths[i] for i in by_id):
+        again = data.draw(st.sampled_from([None] * 8 + list(by_id)), "preempt")
+        if again is not None:
+            worker.runtime.preempt(again)
+            done[again] = 0
+        batch, room = [], TOKENS - 4
+        for request_id in data.draw(st.permutations(list(by_id)), "batch"):
+            left = lengths[request_id] - done[request_id]
+            chunk = min(room, left, data.draw(st.sampled_from((1, 2, 5, 30)), "chunk"))
+            if chunk > 0:
+                batch.append((request_id, done[request_id], chunk))
+                done[request_id] += chunk
+                room -= chunk
+        if batch:
+            worker.step(batch, data.draw(st.integers(0, 4), "padding"))
+    for request_id, plan in by_id.items():
+        if request_id == "mate":
+            continue
+        expected = gated(plan, request_id, 0, lengths[request_id]).streams
+        for (position, site), stream in expected.items():
+            found = worker.streams[request_id, position, site]
+            np.testing.assert_allclose(found, stream, rtol=1e-3, atol=1e-3)
+    for (request_id, position, site), stream in worker.streams.items():
+        if request_id == "mate":
+            check_stream(by_id["mate"], request_id, position, site, stream)
+    worker.finish(*by_id)
+    assert worker.held() == NOTHING
+
+
+@pytest.mark.parametrize("hold", Hold)
+@given(data=st.data(), seed=st.integers(0, 2**32), missing=st.sampled_from((0.0, 0.3, 0.8)))
+def test_a_gate_is_open_as_its_definition_says(
+    data: st.DataObject, hold: Hold, seed: int, missing: float
+) -> None:
+    gate, first = data.draw(gates(3, holds=[hold])), data.draw(st.integers(0, 3))
+    generator = np.random.default_rng(seed)
+    numbers = generator.normal(size=(12, 3)).astype(np.float32)
+    numbers[generator.uniform(size=numbers.shape) < missing] = np.nan
+    history = [
+        {column: float(z) for column, z in enumerate(row) if not np.isnan(z)} for row in numbers
+    ]
+    ints, floats = map(torch.from_numpy, gate_rows(gate))
+    state = torch.zeros(len(State), MAX_TERMS)
+    for n, row in enumerate(numbers):
+        readings = torch.full((MAX_COLUMNS,), torch.nan)
+        readings[:3] = torch.from_numpy(row)
+        found = advance(ints, floats, state, readings, first + n)
+        assert abs(found - openness(gate, history[: n + 1], first)) < 1e-4
+
+
+@given(gated_plans())
+def test_a_plan_with_gates_travels(plan: Plan) -> None:
+    table = steering_table(plan.acts)
+    if table is not None:
+        assert steering_to(steering_from(steering_to(table))) == steering_to(table)
+        assert steering_from(steering_to(table)).gates == table.gates
