@@ -122,6 +122,9 @@ INTERVENTIONS = 256
 DIRECTIONS = 8
 """Most directions of an op."""
 
+GATE_TOKENS = 1 << 20
+"""Most tokens for which a gate stays open, or for which a condition must hold."""
+
 PROJECTIONS = 4096
 """Most directions that the rows of a capture are projected on."""
 

@@ -22,6 +22,9 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 VECTOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 """Names of vectors."""
 
+PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names of probes."""
+
 
 def field_path(path: str, field: str) -> str:
     """The path of a field below another."""

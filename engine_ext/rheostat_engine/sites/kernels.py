@@ -38,8 +38,8 @@ _INTS = tl.constexpr(INTS)
 
 
 @triton.jit
-def _measure(dose_slot_ptr, moved, share):
-    tl.atomic_add(dose_slot_ptr, 1.0, sem="relaxed")
+def _measure(dose_slot_ptr, openness, moved, share):
+    tl.atomic_add(dose_slot_ptr, tl.where(openness > 0, 1.0, 0.0), sem="relaxed")
     tl.atomic_add(dose_slot_ptr + 1, moved, sem="relaxed")
     tl.atomic_add(dose_slot_ptr + 2, share, sem="relaxed")
     tl.atomic_max(dose_slot_ptr + 3, share, sem="relaxed")
@@ -116,13 +116,14 @@ def _run_chain(
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
         last = tl.load(ints_ptr + step * _INTS + 3)
         gate = tl.load(ints_ptr + step * _INTS + 5)
+        openness = _openness(openness_ptr, token, gate)
         y = x + delta
         if kind == _ADD:
             row = tl.load(rows_ptr + number * WIDTH + column, mask=inside, other=0.0)
-            delta = delta + _openness(openness_ptr, token, gate) * row.to(tl.float32)
+            delta = delta + openness * row.to(tl.float32)
         else:
             unit = tl.load(directions_ptr + number * WIDTH + column, mask=inside, other=0.0)
-            strength = tl.load(floats_ptr + step * 4 + 2) * _openness(openness_ptr, token, gate)
+            strength = tl.load(floats_ptr + step * 4 + 2) * openness
             if kind == _NORM_ADD:
                 amount = strength * tl.sqrt(tl.sum(y * y))
             else:
@@ -139,7 +140,7 @@ def _run_chain(
             constant = (kind == _ADD) & (gate == 0)
             share = tl.where(constant, 1.0, moved)
             moved = tl.where(constant, 0.0, moved)
-            _measure(dose_slot, moved, tl.where(norm > 0, share / norm, 0.0))
+            _measure(dose_slot, openness, moved, tl.where(norm > 0, share / norm, 0.0))
             before = delta
             dose_slot += 4
         step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
@@ -176,7 +177,8 @@ def _run_replacements(
             wanted = stream + change
             differs = inside
         gate = tl.load(ints_ptr + step * _INTS + 5)
-        strength = tl.load(floats_ptr + step * 4 + 2) * _openness(openness_ptr, token, gate)
+        openness = _openness(openness_ptr, token, gate)
+        strength = tl.load(floats_ptr + step * 4 + 2) * openness
         weight = tl.full([BLOCK], 1.0, tl.float32) * strength
         if mask != 0:
             masked = tl.load(rows_ptr + mask * WIDTH + column, mask=inside, other=0.0)
@@ -186,7 +188,7 @@ def _run_replacements(
         new = tl.where(changes, new, stream)
         norm = tl.sqrt(tl.sum(stream * stream))
         moved = tl.sqrt(tl.sum((new - stream) * (new - stream)))
-        _measure(dose_slot, moved, tl.where(norm > 0, moved / norm, 0.0))
+        _measure(dose_slot, openness, moved, tl.where(norm > 0, moved / norm, 0.0))
         stream = new
         dose_slot += 4
         step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
@@ -319,7 +321,7 @@ def _site_kernel(
             tl.store(h_ptr + token * h_stride + column, h, mask=inside)
         if code > 0:
             norm = tl.sqrt(tl.sum(x * x))
-            _measure(dose_slot, 0.0, tl.where(norm > 0, 1.0 / norm, 0.0))
+            _measure(dose_slot, 1.0, 0.0, tl.where(norm > 0, 1.0 / norm, 0.0))
         if step > 0:
             stream = h.to(tl.float32) * gain
             if HAS_RESIDUAL:

@@ -87,9 +87,10 @@ def _change(
     x = _stream(h, residual, tokens, gain)
     delta = torch.zeros_like(x)
     dose_slots = site.dose_slot[tokens].long()
+    every = torch.ones(len(tokens), 1)
     if code > 0:
         delta += site.rows[code].float()
-        _measure(site.doses, dose_slots, None, x)
+        _measure(site.doses, dose_slots, every, None, x)
     step = -code
     before = delta.clone()
     while step > 0:
@@ -101,7 +102,7 @@ def _change(
             step = following
             continue
         low, high, strength, _ = site.floats[step]
-        openness = site.gates.openness[tokens, column - 1, None] if column else 1.0
+        openness = site.gates.openness[tokens, column - 1, None] if column else every
         strength = strength * openness
         y = x + delta
         if kind == Kind.ADD:
@@ -115,7 +116,7 @@ def _change(
             delta = delta + (strength * (along.clamp(low, high) - along)) * unit
         if last:
             change = None if kind == Kind.ADD and not column else delta - before
-            _measure(site.doses, dose_slots, change, x + before)
+            _measure(site.doses, dose_slots, openness, change, x + before)
             before, dose_slots = delta, dose_slots + 1
         step = following
     limit = limits(h.dtype)
@@ -164,6 +165,7 @@ def _replace(
 ) -> int:
     """Runs the steps that act last, the first of which is `step`; returns the next step, or 0."""
     stream = value = _stream(h, residual, tokens, gain)
+    every = torch.ones(len(tokens), 1)
     while step > 0:
         kind, number, following, _, mask, column = site.ints[step].tolist()
         if not Kind(kind).acts_last:
@@ -172,13 +174,13 @@ def _replace(
         added = kind == Kind.ADD_LAST
         wanted = value + row.float() if added else row.float()
         weight = site.floats[step, 2] * (site.rows[mask].float() if mask else torch.ones(len(row)))
-        if column:
-            weight = weight * site.gates.openness[tokens, column - 1, None]
+        openness = site.gates.openness[tokens, column - 1, None] if column else every
+        weight = weight * openness
         change = row.float() if added else wanted - value
         new = torch.where(weight == 1, wanted, value + weight * change)
         changes = (weight != 0) & ((value.to(row.dtype) != row) | added) & ~new.isnan()
         new = torch.where(changes, new, value)
-        _measure(site.doses, dose_slots, new - value, value)
+        _measure(site.doses, dose_slots, openness, new - value, value)
         value, dose_slots, step = new, dose_slots + 1, following
     replaced = (value != stream) & ~value.isnan()
     limit, finite = limits(h.dtype), stream.nan_to_num(0.0, torch.inf, -torch.inf)
@@ -193,15 +195,22 @@ def _replace(
 
 
 def _measure(
-    doses: torch.Tensor, dose_slots: torch.Tensor, change: torch.Tensor | None, x: torch.Tensor
+    doses: torch.Tensor,
+    dose_slots: torch.Tensor,
+    openness: torch.Tensor,
+    change: torch.Tensor | None,
+    x: torch.Tensor,
 ) -> None:
-    """Adds to each token's dose slot. None is an addition: share 1 / |x|, and no |change|."""
+    """Adds to each token's dose slot. A token whose gate is shut is not counted.
+
+    The change None is that of an addition without a gate: share 1 / |x|, and no |change|.
+    """
     norm = x.square().sum(1).sqrt()
     moved = torch.zeros_like(norm) if change is None else change.square().sum(1).sqrt()
     share = (torch.ones_like(norm) if change is None else moved) / norm
     share = torch.where(norm > 0, share, 0.0)
-    ones = torch.ones_like(norm)
+    counts = (openness[:, 0] > 0).float()
     doses.index_add_(
-        0, dose_slots, torch.stack([ones, moved, share, torch.zeros_like(norm)], dim=1)
+        0, dose_slots, torch.stack([counts, moved, share, torch.zeros_like(norm)], dim=1)
     )
     doses[:, 3] = doses[:, 3].scatter_reduce(0, dose_slots, share, "amax")

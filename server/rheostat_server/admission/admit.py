@@ -10,13 +10,18 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from rheostat_engine import ModelSites, Plan
+from rheostat_engine import Kind, ModelSites, Plan
 from rheostat_server import validation
 from rheostat_server.admission.baseline import Baseline, compared_logprobs
 from rheostat_server.admission.compiled_requests import CompiledRequest, CompiledRequests, key_of
 from rheostat_server.admission.global_steering import GlobalSteering
 from rheostat_server.admission.planning import check_ranges, compile_plan, observe
-from rheostat_server.admission.request_work import captures_work, observers_work, steering_work
+from rheostat_server.admission.request_work import (
+    captures_work,
+    observers_work,
+    probes_work,
+    steering_work,
+)
 from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
@@ -39,10 +44,11 @@ from rheostat_server.prompts.prompts import Prompts, PromptTokens
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import SelectionContext, needs_text
 from rheostat_server.sinks import Sinks
+from rheostat_server.steering.gates import Probe, no_gates, refuse_unused_probes, resolve_probes
 from rheostat_server.steering.interventions import (
     Intervention,
     check_sums,
-    refuse_probes_and_rules,
+    refuse_rules,
     resolve_steering,
 )
 from rheostat_server.subscriptions.observer_captures import (
@@ -59,6 +65,7 @@ from rheostat_server.vectors.store import Lookups, Vector, VectorStore, VectorVi
 from rheostat_server.vectors.token_directions import with_directions
 from rheostat_wire.v1 import (
     capture_pb2,
+    gate_pb2,
     generation_service_pb2,
     receipt_pb2,
     steering_pb2,
@@ -133,6 +140,8 @@ class AdmittedRequest:
     """The baseline that it is compared with, if it asks for one."""
     work: int
     """Bytes that `offload` counts for each pass over the request and its plan."""
+    read_count: int
+    """Number of the plan's acts that read, which follow those of the interventions."""
     background: bool = False
     """Whether it is part of work in the background, which waits while other requests wait."""
 
@@ -195,7 +204,9 @@ async def _admit(
     request: GenerateRequest, size: int, admission: AdmissionContext, *, changeable: bool
 ) -> AdmittedRequest:
     _check_head(request, admission)
-    with_text = await offload(size, _any_needs_text, request.steering, request.captures)
+    with_text = await offload(
+        size, _any_needs_text, request.steering, request.captures, request.probes
+    )
     prompt = await admission.prompts.resolve(request, with_text=with_text)
     request_id = request.request_id or secrets.token_hex(16)
     observers: Sequence[Subscription] = ()
@@ -255,6 +266,7 @@ def admit_now(
         known = None if key is None else compiled_before.find(key)
     lookups = Lookups(admission.store.view())
     if known is None:
+        probes = resolve_probes(request.probes, admission.sites, context, lookups)
         own = resolve_steering(
             request.steering,
             admission.sites,
@@ -262,14 +274,16 @@ def admit_now(
             lookups,
             receipt_pb2.ORIGIN_REQUEST,
             admission.runs,
+            probes,
         )
+        refuse_unused_probes(probes, [one.gate for one in own])
         captures = _resolve_captures(request, context, sampling.samples, lookups, admission)
     else:
-        own, captures = known.own, known.captures
+        own, captures, probes = known.own, known.captures, {}
     wanted = merged([*_directed(captures, admission), *observer_captures(observers, context)])
     compiled = known
     if compiled is None:
-        compiled = _compile(own, captures, context, admission)
+        compiled = _compile(own, tuple(probes.values()), captures, context, admission)
         if compiled_before is not None and key is not None:
             compiled_before.add(key, compiled, lookups)
     plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
@@ -298,6 +312,7 @@ def admit_now(
         waits=_waits(request),
         baseline=baseline,
         work=candidate.work,
+        read_count=sum(act.kind is Kind.READ for act in plan.acts) if request.probes else 0,
     )
 
 
@@ -305,11 +320,13 @@ def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
     """Checks the fields that depend neither on the prompt nor on vectors."""
     if request.request_id:
         validation.matches(request.request_id, validation.REQUEST_ID, "request_id")
-    refuse_probes_and_rules(request, "")
+    refuse_rules(request, "")
+    if request.probes and (why := no_gates(admission.info)):
+        raise NotSupported(why, field="probes")
     _check_lora(request.lora_name, admission.info.loras)
     validation.labels(request.labels, "labels")
     _waits(request)
-    check_ranges(request.steering, request.captures)
+    check_ranges(request.steering, request.captures, request.probes)
 
 
 def _work(
@@ -325,6 +342,8 @@ def _work(
         work += steering_work(request.steering, length, admission.sites, vectors)
     if request.captures:
         work += captures_work(request.captures, length, admission.sites)
+    if request.probes:
+        work += probes_work(request.probes, length, admission.sites)
     if admission.server_wide.ops:
         work += steering_work(admission.server_wide.steering, length, admission.sites, vectors)
     return work
@@ -386,15 +405,16 @@ def _check_runs(
 
 def _compile(
     own: tuple[Intervention, ...],
+    probes: tuple[Probe, ...],
     captures: tuple[ResolvedCapture, ...],
     context: SelectionContext,
     admission: AdmissionContext,
 ) -> CompiledRequest:
-    """The plan of a request's steering and captures, together with the server-wide steering."""
+    """The plan of all that a request asks for, together with the server-wide steering."""
     server_wide = admission.server_wide.resolve(context)
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
-    plan, vectors = compile_plan("", interventions, captures)
+    plan, vectors = compile_plan("", interventions, captures, probes)
     needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)
     return CompiledRequest(own, captures, server_wide, plan, tuple(needed.values()))
 
@@ -439,7 +459,7 @@ async def compile_update(
     """
     check_ranges(steering)
     if context.prompt.text is None and await offload(
-        steering.ByteSize(), _any_needs_text, steering, ()
+        steering.ByteSize(), _any_needs_text, steering, (), ()
     ):
         context = replace(context, prompt=await admission.prompts.decode(context.prompt))
     view = admission.store.view()
@@ -491,11 +511,14 @@ def _directed(
 
 
 def _any_needs_text(
-    steering: steering_pb2.Steering, captures: Sequence[capture_pb2.CaptureSpec]
+    steering: steering_pb2.Steering,
+    captures: Sequence[capture_pb2.CaptureSpec],
+    probes: Sequence[gate_pb2.Probe],
 ) -> bool:
     """Whether a selector looks for text."""
     selectors = [intervention.where for intervention in steering.interventions]
     selectors += [capture.where for capture in captures]
+    selectors += [probe.where for probe in probes]
     return any(map(needs_text, selectors))
 
 

@@ -6,9 +6,10 @@ Why
     Requests that share a compiled plan also share its entry in the capacity ledger.
 
 What makes an entry valid
-    The bytes of the steering and of each capture, the version of the server-wide steering, and the
-    length of the prompt and of the answer, if a selector counts positions. An entry lists the
-    vectors and names that it was compiled with. It is used only while the store still has them.
+    The bytes of the steering, of each capture and of each probe, the version of the server-wide
+    steering, and the length of the prompt and of the answer, if a selector counts positions or a
+    probe reads. An entry lists the vectors and names that it was compiled with. It is used only
+    while the store still has them.
 
 Not kept: requests that select tokens by id or text, because these depend on the prompt; requests
 that replace rows by those of a run, and captures for sinks and runs, because these depend on other
@@ -43,6 +44,7 @@ class Key(NamedTuple):
 
     steering: bytes
     captures: tuple[bytes, ...]
+    probes: tuple[bytes, ...]
     version: int
     """The version of the server-wide steering."""
     prompt_len: int
@@ -141,18 +143,22 @@ def key_of(
     """The key of a request in the cache; None if it is not kept."""
     steering = request.steering.SerializeToString() if request.HasField("steering") else b""
     captures = tuple([capture.SerializeToString() for capture in request.captures])
-    if len(steering) + sum(map(len, captures)) > COMPILED_REQUEST_BYTES:
+    probes = tuple([probe.SerializeToString() for probe in request.probes])
+    if len(steering) + sum(map(len, (*captures, *probes))) > COMPILED_REQUEST_BYTES:
         return None
     counts = _counts_positions(request.steering.interventions) if steering else False
     if counts is not None and captures:
         counts = _count_positions_too(request.captures, counts)
+    if counts is not None and probes:
+        # A gate may be decided at the prompt's end.
+        counts = None if any(_reads_tokens(probe.where) for probe in request.probes) else True
     if counts is not None and server_wide.ops:
         selecting = _counts_positions(server_wide.steering.interventions)
         counts = None if selecting is None else counts or selecting
     if counts is None:
         return None
     length, most = (context.prompt_len, context.max_tokens) if counts else (0, 0)
-    return Key(steering, captures, server_wide.version, length, most)
+    return Key(steering, captures, probes, server_wide.version, length, most)
 
 
 def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> bool | None:

@@ -5,21 +5,22 @@ limits. Plans are packed here, so that the ledger later only adds arrays. These 
 long. Callers run them on a thread unless `request_work` says that the request is small.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from rheostat_engine import MAX_PLAN_COST, Act, Plan, PlanTooLarge
+from rheostat_engine import MAX_COLUMNS, MAX_PLAN_COST, Act, Plan, PlanTooLarge
 from rheostat_server import validation
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_PLAN_COST, REQUEST_RANGES
+from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import INTERVENTION_PATH, Intervention
 from rheostat_server.subscriptions.observer_captures import FRAGMENTED, ObserverCapture
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.vectors.store import Vector
-from rheostat_wire.v1 import capture_pb2, receipt_pb2, steering_pb2
+from rheostat_wire.v1 import capture_pb2, gate_pb2, receipt_pb2, steering_pb2
 
 _OBSERVED_PLANS = 8
 """The most plans with captures of observers that are kept for a request and a first observer."""
@@ -34,15 +35,18 @@ class Compiled(NamedTuple):
     """A plan, and the vectors that the workers must load before they run it."""
 
     plan: Plan
-    """The acts of the interventions in order, and the captures."""
+    """The acts of the interventions in order, those of the probes, and the captures."""
     vectors: tuple[Vector, ...]
     """Every vector that the plan needs, each once."""
 
 
 def compile_plan(
-    request_id: str, interventions: Sequence[Intervention], captures: Sequence[ResolvedCapture]
+    request_id: str,
+    interventions: Sequence[Intervention],
+    captures: Sequence[ResolvedCapture],
+    probes: Collection[Probe] = (),
 ) -> Compiled:
-    """Compiles interventions, in their order, and captures to a plan.
+    """Compiles interventions, in their order, then probes, and captures to a plan.
 
     Raises:
         InvalidValue: no engine can run it.
@@ -57,13 +61,15 @@ def compile_plan(
             vectors |= {v.digest: v for v in intervention.op.vectors if v.digest in used}
             if intervention.origin != receipt_pb2.ORIGIN_GLOBAL:
                 own += intervention.acts
-    plan = Plan(request_id, tuple(acts), engine_captures(captures))
+    reads = tuple(act for probe in probes for act in probe.acts)
+    vectors |= {probe.vector.digest: probe.vector for probe in probes if probe.acts}
+    plan = Plan(request_id, (*acts, *reads), engine_captures(captures))
     try:
         plan = plan.pack()
     except ValueError as error:
         problem = problem_of(error)
         # The text names the server-wide steering only if the request alone is not the problem.
-        if len(own) < len(acts) and _packs(Plan(request_id, tuple(own), plan.captures)):
+        if len(own) < len(acts) and _packs(Plan(request_id, (*own, *reads), plan.captures)):
             problem = f"together with the server-wide steering: {problem}"
         raise InvalidValue(problem, field="steering") from error
     return Compiled(plan, tuple(vectors.values()))
@@ -194,9 +200,11 @@ def check_affordable(spent: int, plan: Plan) -> int:
 
 
 def check_ranges(
-    steering: steering_pb2.Steering, captures: Sequence[capture_pb2.CaptureSpec] = ()
+    steering: steering_pb2.Steering,
+    captures: Sequence[capture_pb2.CaptureSpec] = (),
+    probes: Sequence[gate_pb2.Probe] = (),
 ) -> None:
-    """Limits the interventions, the captures, and the ranges of all selectors.
+    """Limits the interventions, captures and probes, and the ranges of all selectors.
 
     Runs before any other check, because a message may hold 500,000 captures.
 
@@ -208,9 +216,14 @@ def check_ranges(
         len(steering.interventions), INTERVENTIONS, INTERVENTION_PATH, "interventions"
     )
     validation.check_count(len(captures), CAPTURES, "captures", "captures")
+    validation.check_count(len(probes), MAX_COLUMNS, "probes", "probes")
     selecting: Sequence[
-        tuple[str, Sequence[steering_pb2.Intervention | capture_pb2.CaptureSpec]]
-    ] = ((INTERVENTION_PATH, steering.interventions), ("captures", captures))
+        tuple[str, Sequence[steering_pb2.Intervention | capture_pb2.CaptureSpec | gate_pb2.Probe]]
+    ] = (
+        (INTERVENTION_PATH, steering.interventions),
+        ("captures", captures),
+        ("probes", probes),
+    )
     total = 0
     for path, parts in selecting:
         for index, part in enumerate(parts):

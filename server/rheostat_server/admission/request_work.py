@@ -11,7 +11,14 @@ from rheostat_engine import ModelSites
 from rheostat_server.limits import OBSERVER_SPANS, OBSERVERS_COST, OFFLOAD_BYTES, REPLACED_ROWS
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.vectors.store import VectorView
-from rheostat_wire.v1 import capture_pb2, selector_pb2, steering_pb2, types_pb2, vector_pb2
+from rheostat_wire.v1 import (
+    capture_pb2,
+    gate_pb2,
+    selector_pb2,
+    steering_pb2,
+    types_pb2,
+    vector_pb2,
+)
 
 _SITE_BYTES = 96
 """Bytes that are counted for a site of an intervention or a capture."""
@@ -81,6 +88,15 @@ def captures_work(
             _selector_work(capture.where, prompt_len) if capture.HasField("where") else _SPAN_BYTES
         )
         work += _DIRECTION_BYTES * len(capture.projection.readouts.readouts) * sites
+    return work
+
+
+def probes_work(probes: Sequence[gate_pb2.Probe], prompt_len: int, model: ModelSites) -> int:
+    """Bytes that `offload` counts for resolving and compiling probes."""
+    work = 0
+    for probe in probes:
+        work += probe.ByteSize() + _SITE_BYTES * _site_count(probe.sites, model)
+        work += _selector_work(probe.where, prompt_len) if probe.HasField("where") else _SPAN_BYTES
     return work
 
 

@@ -11,6 +11,7 @@ from rheostat_server import limits
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import ENGINE_POINTS, NO_STREAM
+from rheostat_server.steering.gates import no_gates
 from rheostat_server.steering.ops import SERVED
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import engine_service_pb2, types_pb2
@@ -32,8 +33,6 @@ _ALWAYS_SERVED = (
     _pb.FEATURE_SWEEPS,
 )
 
-_NO_GATE = "gates are not served yet"
-
 
 def report_model(manager: RequestManager) -> engine_service_pb2.GetModelResponse:
     """The model that a manager serves."""
@@ -46,7 +45,7 @@ def report_model(manager: RequestManager) -> engine_service_pb2.GetModelResponse
         vocabulary_size=info.vocabulary,
         lora_names=info.loras,
         dtype=FloatType(sites.dtype).wire,
-        sites=_groups(sites),
+        sites=_groups(sites, no_gates(info)),
         has_tokenizer=manager.prompts.has_tokenizer,
         has_chat_template=manager.prompts.has_chat_template,
         engine=_engine(info, sites),
@@ -72,19 +71,20 @@ def _features(manager: RequestManager) -> list[engine_service_pb2.Feature.ValueT
         _pb.FEATURE_SINKS: bool(manager.sinks.listed()),
         _pb.FEATURE_SPILL: manager.spill_manager is not None,
         _pb.FEATURE_LORA: bool(manager.info.loras),
+        _pb.FEATURE_GATES: not no_gates(manager.info),
         _pb.FEATURE_LENS: not manager.sites.no_lens,
         _pb.FEATURE_TOKEN_DIRECTIONS: not manager.sites.no_directions,
     }
     return sorted([*_ALWAYS_SERVED, *(feature for feature, there in optional.items() if there)])
 
 
-def _groups(sites: ModelSites) -> list[engine_service_pb2.SiteGroup]:
+def _groups(sites: ModelSites, no_gate: str) -> list[engine_service_pb2.SiteGroup]:
     groups = []
     for wire, point in ENGINE_POINTS.items():
         if point is Point.ROUTER_LOGITS and not (sites.experts or sites.unrouted):
             continue
         for alike, layers in _alike(sites, point).items():
-            groups.append(_group(wire, layers, alike))
+            groups.append(_group(wire, layers, alike, no_gate))
     return groups
 
 
@@ -111,20 +111,20 @@ def _alike(sites: ModelSites, point: Point) -> dict[_Alike, list[int]]:
 
 
 def _group(
-    point: types_pb2.Point.ValueType, layers: Sequence[int], alike: _Alike
+    point: types_pb2.Point.ValueType, layers: Sequence[int], alike: _Alike, no_gate: str
 ) -> engine_service_pb2.SiteGroup:
     def ability(why_not: str) -> engine_service_pb2.Ability:
         return _pb.Ability(served=not why_not, why_not=why_not)
 
     no_stream = NO_STREAM if point == types_pb2.POINT_ROUTER_LOGITS else ""
-    ops = dict.fromkeys(SERVED.values(), no_stream)
+    ops = dict.fromkeys(SERVED.values(), alike.refusal or no_stream)
     return _pb.SiteGroup(
         point=point,
         layers=layers,
         width=alike.width,
         capture=ability(alike.refusal),
         ops=[
-            _pb.OpAbility(op=op, ability=ability(alike.refusal or why_not), gate=ability(_NO_GATE))
+            _pb.OpAbility(op=op, ability=ability(why_not), gate=ability(why_not or no_gate))
             for op, why_not in ops.items()
         ],
         form=alike.form,

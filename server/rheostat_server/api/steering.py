@@ -13,10 +13,10 @@ from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.derivation.derive import Derivations
 from rheostat_server.engine.persistent_vectors import Naming
-from rheostat_server.errors import InvalidValue, RheostatError
+from rheostat_server.errors import InvalidValue, NotSupported, RheostatError
 from rheostat_server.limits import CHUNK_BYTES, ID_BYTES
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.steering.interventions import refuse_probes_and_rules
+from rheostat_server.steering.interventions import refuse_rules
 from rheostat_server.vectors.listing import FIRST, Key
 from rheostat_server.vectors.store import Entry, Name
 from rheostat_server.vectors.upload import Upload, Uploads, check_default_sites, check_label
@@ -126,7 +126,12 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         """Replaces the server-wide steering."""
         expected = request.expected_version if request.HasField("expected_version") else None
         manager = self._readiness.manager()
-        refuse_probes_and_rules(request.policy, "policy")
+        if request.policy.probes:
+            raise NotSupported(
+                "probes are served in a GenerateRequest alone: send them with each request",
+                field="policy.probes",
+            )
+        refuse_rules(request.policy, "policy")
         try:
             after = await manager.server_wide.set(request.policy.steering, expected)
         except RheostatError as error:

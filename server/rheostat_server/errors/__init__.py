@@ -187,6 +187,10 @@ class ZeroVector(InvalidArgument):
     """A vector that is normalised is zero."""
 
 
+class GateOrder(InvalidArgument):
+    """A probe is read after the site at which its gate acts."""
+
+
 class DigestMismatch(InvalidArgument):
     """An upload's bytes do not have the digest that its header gives."""
 

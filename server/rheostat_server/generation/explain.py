@@ -65,12 +65,15 @@ def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
 
     A digest covers the run's positions, the acts that steer them, and the digest before it. vLLM
     chains the hashes of blocks in the same way. A digest also holds for the positions after its
-    run, if they are not steered. From `Plan.private_from` on, no block is shared.
+    run, if they are not steered. From `Plan.private_from` and from the first gated position on, no
+    block is shared.
     """
+    table = plan.packed_acts.table
     shared_end = OPEN_END if plan.private_from is None else plan.private_from
+    if table is not None:
+        shared_end = min(shared_end, table.first_gated)
     found: list[generation_service_pb2.CacheKey] = []
     digest = b""
-    table = plan.packed_acts.table
     if table is not None:
         keys = BlockKeys(replace(plan, private_from=None), SteeredBlocks(table))
         holding = [sorted({table.clauses[i].act for i in one}) for one in table.intervals.members]
@@ -83,8 +86,8 @@ def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
             place = struct.pack(f"<{2 + len(acts)}q", start, min(end, shared_end), *acts)
             digest = hashlib.sha256(digest + place + bytes.fromhex(key)).digest()
             found.append(_pb.CacheKey(position=start, digest=digest))
-    if plan.private_from is not None:
-        found.append(_pb.CacheKey(position=plan.private_from, private=True))
+    if shared_end != OPEN_END:
+        found.append(_pb.CacheKey(position=shared_end, private=True))
     return found
 
 

@@ -136,6 +136,8 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
                         _Part(sample, sample.released, one, _by_site(mine), start, end)
                     )
                     index += len(one.acts)
+            if not update_id:
+                index += admitted.read_count
     return list(found.values())
 
 
@@ -193,7 +195,7 @@ def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]
     """Writes how often and how strongly an intervention acted at a site.
 
     The scheduler may run one step past the sample's end. The measured doses include its rows, so
-    they are subtracted here.
+    they are subtracted here, unless a gate decides whether they are counted.
     """
     acting = [part for part in parts if site in part.sites]
     for part in acting:
@@ -203,7 +205,8 @@ def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]
     rows = surplus = 0
     change = relative = relative_max = 0.0
     for part in acting:
-        surplus += part.surplus
+        if part.intervention.gate is None:
+            surplus += part.surplus
         for dose in part.doses.get(site, ()):
             rows += dose.rows
             change += dose.change

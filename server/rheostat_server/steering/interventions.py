@@ -1,13 +1,13 @@
 """Resolves steering to interventions, each of which has an act for the engine."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from rheostat_engine import Act, ModelSites, Site
+from rheostat_engine import Act, Gate, ModelSites, Site
 from rheostat_server import validation
 from rheostat_server.errors import MissingField, NonFinite, NotSupported
 from rheostat_server.limits import INTERVENTIONS
@@ -24,6 +24,7 @@ from rheostat_server.selectors.sites import (
     resolve_sites,
 )
 from rheostat_server.steering.directions import check_directions
+from rheostat_server.steering.gates import Probe, resolve_gate
 from rheostat_server.steering.ops import ResolvedOp, check_served, resolve_op, vector_refs
 from rheostat_server.steering.replacements import OpContext
 from rheostat_server.tensors import FloatType
@@ -51,11 +52,16 @@ class Intervention:
     """Index in the list of its origin."""
     op: ResolvedOp
     selection: Selection
+    gate: Gate | None = None
+    """Multiplies its effect; None: 1."""
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
         """The acts for the engine; none if it would not change a bit."""
-        return self.op.acts(self.selection)
+        acts = self.op.acts(self.selection)
+        if self.gate is None:
+            return acts
+        return tuple(replace(act, gate=self.gate) for act in acts)
 
     @cached_property
     def acting_sites(self) -> frozenset[int]:
@@ -80,6 +86,7 @@ def resolve_steering(
     vectors: VectorView,
     origin: receipt_pb2.Origin.ValueType,
     runs: RunStore | None = None,
+    probes: Mapping[str, Probe] | None = None,
 ) -> tuple[Intervention, ...]:
     """Resolves a steering. Each intervention is checked alone; see `check_sums` for their sums.
 
@@ -90,6 +97,7 @@ def resolve_steering(
         vectors: where vectors are looked up.
         origin: the origin of the interventions.
         runs: the stored runs. None: they cannot be used here.
+        probes: the probes of the request, by name. None: gates cannot be used here.
 
     Raises:
         InvalidArgument: something is malformed.
@@ -100,24 +108,19 @@ def resolve_steering(
     path = INTERVENTION_PATH
     validation.check_count(len(steering.interventions), INTERVENTIONS, path, "interventions")
     return tuple(
-        _resolve(intervention, model, context, vectors, origin, index, runs)
+        _resolve(intervention, model, context, vectors, origin, index, runs, probes)
         for index, intervention in enumerate(steering.interventions)
     )
 
 
-def refuse_probes_and_rules(
+def refuse_rules(
     message: generation_service_pb2.GenerateRequest | steering_service_pb2.Policy, path: str
 ) -> None:
-    """Refuses probes and rules, which are not served yet.
+    """Refuses rules, which are not served yet.
 
     Raises:
-        NotSupported: the message has probes or rules.
+        NotSupported: the message has rules.
     """
-    if message.probes:
-        raise NotSupported(
-            "probes are not served yet: capture with a projection, and read the values",
-            field=field_path(path, "probes"),
-        )
     if message.rules:
         raise NotSupported(
             "rules are not served yet: run a Session, and steer or stop it from its events",
@@ -214,12 +217,14 @@ def _resolve(
     origin: receipt_pb2.Origin.ValueType,
     index: int,
     runs: RunStore | None,
+    probes: Mapping[str, Probe] | None,
 ) -> Intervention:
     path = f"{INTERVENTION_PATH}[{index}]"
     check_served(intervention, path)
-    if intervention.HasField("gate"):
+    if intervention.HasField("gate") and probes is None:
         raise NotSupported(
-            "gates are not served yet: run a Session, and steer it from its events",
+            "gates are served in the steering of a GenerateRequest alone: not in updates, in "
+            "server-wide steering, or in the background of a sweep",
             field=field_path(path, "gate"),
         )
     if not intervention.HasField("sites"):
@@ -233,4 +238,7 @@ def _resolve(
     op = resolve_op(intervention, OpContext(sites, selection, context, model, vectors, runs), path)
     paths = [field_path(op.path, where) for where, _ in vector_refs(intervention)]
     check_directions(op, paths)
-    return Intervention(origin, index, op, selection)
+    gate = None
+    if probes is not None and intervention.HasField("gate"):
+        gate = resolve_gate(intervention, op.sites, probes, model, context, path)
+    return Intervention(origin, index, op, selection, gate)

@@ -26,7 +26,6 @@ SERVED = {
 """Changes of what is served, each with a file and what is replaced there."""
 
 UNSERVED = {
-    "gate": ("optional float threshold = 1;", "optional double threshold = 7;"),
     "matrix": ("Tensor bias = 3;", "Tensor offsets = 9;"),
     "monitor": ("string name = 1;", "string rule_id = 1;"),
     "monitor_service": ("string label = 3;", "bytes label = 4;"),

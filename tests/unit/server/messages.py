@@ -6,6 +6,7 @@ import numpy as np
 
 from rheostat_wire.v1 import (
     capture_pb2,
+    gate_pb2,
     generation_pb2,
     generation_service_pb2,
     selector_pb2,
@@ -103,6 +104,27 @@ def add(
         where=where,
         add=steering_pb2.Add(vector=vector or tensor(ONES), scale=scale),
     )
+
+
+def probe(
+    name: str = "mood",
+    direction: vector_pb2.VectorRef | None = None,
+    *,
+    sites: types_pb2.SiteSet | None = None,
+    where: selector_pb2.Selector | None = None,
+    **read: object,
+) -> gate_pb2.Probe:
+    """A probe at resid_post 0 unless the arguments say otherwise; `read` is of its readout."""
+    return gate_pb2.Probe(
+        name=name,
+        sites=sites or site_set(types_pb2.POINT_RESID_POST, layers=[0]),
+        read=vector_pb2.Readout(vector=direction or tensor(FIRST), **read),
+        where=where,
+    )
+
+
+def above(number: float, name: str = "mood", **fields: object) -> gate_pb2.Condition:
+    return gate_pb2.Condition(probe_name=name, above=number, **fields)
 
 
 def capture(sites: types_pb2.SiteSet | None = None, **fields: object) -> capture_pb2.CaptureSpec:

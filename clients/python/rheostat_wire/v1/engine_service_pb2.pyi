@@ -62,7 +62,7 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_MATRICES: _Feature.ValueType  # 15
     """Projection.matrix and Projection.top_k. Not sent yet."""
     FEATURE_GATES: _Feature.ValueType  # 16
-    """Intervention.gate, and GenerateRequest.probes. Not sent yet."""
+    """Intervention.gate, and GenerateRequest.probes."""
     FEATURE_RULES: _Feature.ValueType  # 17
     """GenerateRequest.rules. Not sent yet."""
     FEATURE_GAINS: _Feature.ValueType  # 18
@@ -114,7 +114,7 @@ FEATURE_READOUTS: Feature.ValueType  # 14
 FEATURE_MATRICES: Feature.ValueType  # 15
 """Projection.matrix and Projection.top_k. Not sent yet."""
 FEATURE_GATES: Feature.ValueType  # 16
-"""Intervention.gate, and GenerateRequest.probes. Not sent yet."""
+"""Intervention.gate, and GenerateRequest.probes."""
 FEATURE_RULES: Feature.ValueType  # 17
 """GenerateRequest.rules. Not sent yet."""
 FEATURE_GAINS: Feature.ValueType  # 18

@@ -138,8 +138,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def probes(self) -> _containers.RepeatedCompositeFieldContainer[_gate_pb2.Probe]:
-        """What is read for rules and gates, and sent as signals. At most 256 readings: probes times their
-        sites. Not served yet: REASON_NOT_SUPPORTED.
+        """What is read for gates. At most 256 readings: probes times their sites. A probe that no gate
+        reads: REASON_NOT_SUPPORTED, because signals are not served yet.
         """
 
     @_builtins.property
@@ -302,7 +302,7 @@ class SessionRequest(_message.Message):
         """Ends it with FINISH_REASON_ABORTED; the Receipt still comes."""
 
     @_builtins.property
-    def gain(self) -> _gate_pb2.Gain:
+    def gain(self) -> _monitor_pb2.Gain:
         """Multiplies its own steering from the next step on; counts as no update. Not served yet:
         REASON_NOT_SUPPORTED.
         """
@@ -314,7 +314,7 @@ class SessionRequest(_message.Message):
         start: Global___GenerateRequest | None = ...,
         steering: _steering_pb2.Steering | None = ...,
         stop: Global___SessionStop | None = ...,
-        gain: _gate_pb2.Gain | None = ...,
+        gain: _monitor_pb2.Gain | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "gain", b"gain", "start", b"start", "steering", b"steering", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

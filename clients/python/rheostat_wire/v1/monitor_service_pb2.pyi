@@ -253,7 +253,7 @@ class WatchSteer(_message.Message):
         """
 
     @_builtins.property
-    def gain(self) -> _gate_pb2.Gain:
+    def gain(self) -> _monitor_pb2.Gain:
         """Multiplies the request's own steering."""
 
     @_builtins.property
@@ -266,7 +266,7 @@ class WatchSteer(_message.Message):
         update_id: _builtins.int = ...,
         request_id: _builtins.str = ...,
         layer: _steering_pb2.Steering | None = ...,
-        gain: _gate_pb2.Gain | None = ...,
+        gain: _monitor_pb2.Gain | None = ...,
         replace: _steering_pb2.Steering | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "gain", b"gain", "layer", b"layer", "replace", b"replace"]  # noqa: Y015

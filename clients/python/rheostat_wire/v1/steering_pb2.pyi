@@ -103,7 +103,7 @@ class Intervention(_message.Message):
 
     @_builtins.property
     def gate(self) -> _gate_pb2.Gate:
-        """Scales the op's effect by what probes read. Absent: 1. Not served yet: REASON_NOT_SUPPORTED."""
+        """Scales the op's effect by what probes read. Absent: 1."""
 
     def __init__(
         self,

@@ -747,7 +747,7 @@ class Policy(_message.Message):
 
     @_builtins.property
     def probes(self) -> _containers.RepeatedCompositeFieldContainer[_gate_pb2.Probe]:
-        """As GenerateRequest.probes. Not served yet: REASON_NOT_SUPPORTED."""
+        """As GenerateRequest.probes. Not served yet here: REASON_NOT_SUPPORTED."""
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_monitor_pb2.Rule]:

@@ -7,6 +7,7 @@ than each limit allows. The checks themselves stand where the fields are read.
 
 from collections.abc import Mapping
 
+from rheostat_engine import MAX_COLUMNS, MAX_CONDITIONS
 from rheostat_server.limits import (
     CAPTURES,
     CHAT_MESSAGES,
@@ -48,6 +49,7 @@ FIELD_LIMITS: Mapping[str, int] = {
     "Chat.template_variables": TEMPLATE_VARIABLES,
     "ChatMessage.role": ID_BYTES,
     "Clamp.bands": DIRECTIONS,
+    "Condition.probe_name": ID_BYTES,
     "DeleteNameRequest.name": ID_BYTES,
     "DeleteRunRequest.run_id": ID_BYTES,
     "DeriveVectorsRequest.description": NAME_DESCRIPTION_BYTES,
@@ -57,7 +59,9 @@ FIELD_LIMITS: Mapping[str, int] = {
     "DeriveVectorsRequest.positive": DERIVED_PROMPTS,
     "GenerateRequest.captures": CAPTURES,
     "GenerateRequest.labels": LABELS,
+    "Gate.conditions": MAX_CONDITIONS,
     "GenerateRequest.lora_name": ID_BYTES,
+    "GenerateRequest.probes": MAX_COLUMNS,
     "GenerateRequest.request_id": ID_BYTES,
     "GetArtifactsRequest.page_token": PAGE_TOKEN_BYTES,
     "GetArtifactsRequest.request_id": ID_BYTES,
@@ -72,6 +76,7 @@ FIELD_LIMITS: Mapping[str, int] = {
     "ListVectorsRequest.name_prefix": ID_BYTES,
     "ListVectorsRequest.page_token": PAGE_TOKEN_BYTES,
     "PositionList.positions": REPLACED_ROWS,
+    "Probe.name": ID_BYTES,
     "PutVectorRequest.chunk": CHUNK_BYTES,
     "ReadRunRequest.run_id": ID_BYTES,
     "ReadoutList.readouts": PROJECTIONS,
@@ -122,9 +127,7 @@ CONTEXT_FIELDS: frozenset[str] = frozenset(
 
 UNSERVED_FIELDS: frozenset[str] = frozenset(
     {
-        "GenerateRequest.probes",
         "GenerateRequest.rules",
-        "Intervention.gate",
         "Intervention.replace",
         "Policy.probes",
         "Policy.rules",

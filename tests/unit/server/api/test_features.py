@@ -32,11 +32,13 @@ from ..fakes import INFO, ScriptedBackend
 from ..fakes import SITES as SCRIPTED_SITES
 from ..messages import (
     ONES,
+    above,
     add,
     along,
     at_post1,
     capture,
     clamp,
+    probe,
     request,
     selector,
     site_set,
@@ -146,7 +148,7 @@ UNIT = vector_pb2.Readout(vector=tensor(ONES), normalise=vector_pb2.NORMALISE_UN
 ELSEWHERE = steering_pb2.Band(read=UNIT, write=tensor(ONES), min=0.0)
 MATRIX = capture_pb2.Projection(matrix=matrix_pb2.MatrixRef(name="sae"))
 ZEROS = replace_pb2.Replace(zeros=replace_pb2.ZeroSource())
-GAIN = generation_service_pb2.SessionRequest(update_id=1, gain=gate_pb2.Gain(factor=0.0))
+GAIN = generation_service_pb2.SessionRequest(update_id=1, gain=monitor_pb2.Gain(factor=0.0))
 POLICY = steering_service_pb2.Policy(steering=steering_pb2.Steering(interventions=[add()]))
 
 SWEEP = sweep_service_pb2.SweepRequest(
@@ -180,7 +182,10 @@ USES: dict[str, Use] = {
     "REPLACE": steers(replace=ZEROS, where=selector(PROMPT_TOKENS)),
     "READOUTS": generates(steer=[clamp(ELSEWHERE)]),
     "MATRICES": generates(captures=[capture(projection=MATRIX)]),
-    "GATES": steers(add=add().add, gate=gate_pb2.Gate()),
+    "GATES": generates(
+        probes=[probe()],
+        steer=[at_post1(add=add().add, gate=gate_pb2.Gate(conditions=[above(1.0)]))],
+    ),
     "RULES": generates(rules=[monitor_pb2.Rule(name="r")]),
     "GAINS": lambda running: session(running, GAIN),
     "RUN_TRANSFER": move_runs,

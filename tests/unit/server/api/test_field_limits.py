@@ -74,6 +74,10 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "ChatMessage.role": (("Generate", "chat { messages { content: 'a' } }"), "chat.messages.role"),
     "Clamp.bands": (steered("clamp {}"), "steering.interventions.clamp.bands"),
+    "Condition.probe_name": (
+        steered(f"add {{ vector {{ inline {{ {INLINE} }} }} }} gate {{ conditions {{}} }}"),
+        "steering.interventions.gate.conditions.probe_name",
+    ),
     "DeleteNameRequest.name": (("DeleteName", ""), "name"),
     "DeleteRunRequest.run_id": (("DeleteRun", ""), "run_id"),
     "DeriveVectorsRequest.description": (("DeriveVectors", TO_CONTRAST), "description"),
@@ -81,9 +85,14 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
     "DeriveVectorsRequest.name": (("DeriveVectors", TO_CONTRAST), "name"),
     "DeriveVectorsRequest.negative": (("DeriveVectors", TO_CONTRAST), "negative"),
     "DeriveVectorsRequest.positive": (("DeriveVectors", TO_CONTRAST), "positive"),
+    "Gate.conditions": (
+        steered(f"add {{ vector {{ inline {{ {INLINE} }} }} }} gate {{}}"),
+        "steering.interventions.gate.conditions",
+    ),
     "GenerateRequest.captures": (("Generate", PROMPT), "captures"),
     "GenerateRequest.labels": (("Generate", PROMPT), "labels"),
     "GenerateRequest.lora_name": (("Generate", PROMPT), "lora_name"),
+    "GenerateRequest.probes": (("Generate", PROMPT), "probes"),
     "GenerateRequest.request_id": (("Generate", PROMPT), "request_id"),
     "GetArtifactsRequest.page_token": (("GetArtifacts", "request_id: 'a'"), "page_token"),
     "GetArtifactsRequest.request_id": (("GetArtifacts", ""), "request_id"),
@@ -101,6 +110,7 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
     "ListVectorsRequest.name_prefix": (("ListVectors", ""), "name_prefix"),
     "ListVectorsRequest.page_token": (("ListVectors", ""), "page_token"),
     "PositionList.positions": (("ReadRun", "run_id: 'kept'"), "positions.positions"),
+    "Probe.name": (("Generate", PROMPT), "probes.name"),
     "PutVectorRequest.chunk": (("PutVector", HEADER), "chunk"),
     "ReadRunRequest.run_id": (("ReadRun", ""), "run_id"),
     "ReadoutList.readouts": (captured("inline {}"), "captures.projection.readouts.readouts"),
@@ -304,9 +314,7 @@ async def test_a_text_that_no_context_holds_is_refused(running, name: str) -> No
 
 
 UNSERVED_CASES = {
-    "GenerateRequest.probes": ("Generate", f"{PROMPT} probes {{}}"),
     "GenerateRequest.rules": ("Generate", f"{PROMPT} rules {{}}"),
-    "Intervention.gate": steered("add { vector { name: 'v' } } gate {}"),
     "Intervention.replace": steered("replace {}"),
     "Policy.probes": ("SetGlobal", "policy { probes {} }"),
     "Policy.rules": ("SetGlobal", "policy { rules {} }"),

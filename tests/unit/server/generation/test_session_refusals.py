@@ -10,9 +10,9 @@ from rheostat_server.errors import Defect
 from rheostat_server.generation import session
 from rheostat_wire.v1 import (
     engine_service_pb2,
-    gate_pb2,
     generation_pb2,
     generation_service_pb2,
+    monitor_pb2,
     steering_pb2,
     vector_pb2,
 )
@@ -158,7 +158,7 @@ async def test_update_ids_rise_from_one(starter, numbers) -> None:
     ("message", "reason", "field"),
     [
         (
-            generation_service_pb2.SessionRequest(update_id=1, gain=gate_pb2.Gain(factor=0.5)),
+            generation_service_pb2.SessionRequest(update_id=1, gain=monitor_pb2.Gain(factor=0.5)),
             "REASON_NOT_SUPPORTED",
             "gain",
         ),

@@ -11,7 +11,7 @@ from rheostat_engine import OPEN_END, Act, Band, Condition, Kind
 from rheostat_engine.plan.plan import read_plan, steering_of
 from rheostat_server import errors
 from rheostat_server.steering.directions import DEPENDENT
-from rheostat_wire.v1 import gate_pb2, receipt_pb2, steering_pb2, types_pb2, vector_pb2
+from rheostat_wire.v1 import receipt_pb2, steering_pb2, types_pb2, vector_pb2
 
 from ..admissions import admission_context, admitted, named, refused, stored
 from ..fakes import WIDTH
@@ -302,11 +302,6 @@ BARE = {
             "scale.read.vector.digest",
         ),
         (scaled(2.0, sites=site_set(PRE, POST)), errors.InvalidValue, "sites"),
-        (
-            at_post1(norm_add=norm_add().norm_add, gate=gate_pb2.Gate()),
-            errors.NotSupported,
-            "gate",
-        ),
     ],
 )
 def test_a_wrong_op_is_refused_by_field(intervention, error, field) -> None:

@@ -1,0 +1,430 @@
+"""Resolves probes and gates: numbers read of the stream, and steering that acts as far as they say.
+
+The engine computes both in the forward pass. Therefore a gate's probes must read at sites before
+all sites at which its interventions act; see `check_order`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from rheostat_engine import (
+    MAX_COLUMNS,
+    MAX_CONDITIONS,
+    MAX_TERMS,
+    NEVER,
+    Act,
+    Activation,
+    Combine,
+    Form,
+    Gate,
+    GateCondition,
+    Hold,
+    Kind,
+    ModelSites,
+    Normalise,
+    Point,
+    Pool,
+    Reading,
+    Site,
+)
+from rheostat_server import validation
+from rheostat_server.errors import (
+    GateOrder,
+    InvalidValue,
+    MissingField,
+    NotSupported,
+    ZeroVector,
+)
+from rheostat_server.limits import GATE_TOKENS, ID_BYTES
+from rheostat_server.model_info import ModelInfo
+from rheostat_server.selectors.selection import (
+    EVERYTHING,
+    Selection,
+    SelectionContext,
+    resolve_selector,
+)
+from rheostat_server.selectors.sites import (
+    refuse_double_names,
+    refuse_what_is_no_stream,
+    resolve_sites,
+)
+from rheostat_server.steering.readouts import readout_settings
+from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
+from rheostat_server.validation import field_path
+from rheostat_server.vectors.store import Vector, VectorView
+from rheostat_wire.v1 import gate_pb2, steering_pb2, vector_pb2
+
+_NORMALISE = {
+    vector_pb2.NORMALISE_NONE: Normalise.NONE,
+    vector_pb2.NORMALISE_UNIT: Normalise.UNIT,
+    vector_pb2.NORMALISE_COSINE: Normalise.COSINE,
+}
+_ACTIVATION = {
+    vector_pb2.ACTIVATION_IDENTITY: Activation.IDENTITY,
+    vector_pb2.ACTIVATION_RELU: Activation.RELU,
+    vector_pb2.ACTIVATION_JUMP_RELU: Activation.JUMP_RELU,
+    vector_pb2.ACTIVATION_TANH: Activation.TANH,
+}
+_POOL = {
+    gate_pb2.POOL_LAST: Pool.LAST,
+    gate_pb2.POOL_MEAN: Pool.MEAN,
+    gate_pb2.POOL_MAX: Pool.MAX,
+}
+_COMBINE = {
+    gate_pb2.COMBINE_ALL: Combine.ALL,
+    gate_pb2.COMBINE_ANY: Combine.ANY,
+    gate_pb2.COMBINE_SUM: Combine.SUM,
+    gate_pb2.COMBINE_VOTE: Combine.VOTE,
+}
+Wire = TypeVar("Wire", bound=int)
+Own = TypeVar("Own")
+
+_PER_LAYER = 4
+"""Sites of a layer; see `rheostat_engine.plan.points`."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A resolved probe: reads a number per site and selected token."""
+
+    name: str
+    path: str
+    sites: tuple[Site, ...]
+    """By layer, then point."""
+    selection: Selection
+    vector: Vector
+    rows: tuple[int, ...]
+    """For each site the row of the vector."""
+    reading: Reading
+    """What is read; with the column of the first site."""
+
+    @cached_property
+    def acts(self) -> tuple[Act, ...]:
+        """The act that reads; none if no token is selected."""
+        act = Act(
+            kind=Kind.READ,
+            vectors=(self.vector.digest,),
+            rows=tuple(
+                sorted(
+                    (site.index, (row,)) for site, row in zip(self.sites, self.rows, strict=True)
+                )
+            ),
+            spans=self.selection.spans,
+            conditions=self.selection.conditions,
+            reading=self.reading,
+        )
+        return (act,) if act.spans or act.conditions else ()
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The columns to which it reads, one per site."""
+        first = self.reading.column
+        return tuple(range(first, first + len(self.sites)))
+
+
+def no_gates(info: ModelInfo) -> str:
+    """Why probes and gates are not served; empty if they are."""
+    if info.pipeline_parallel > 1:
+        return (
+            "probes and gates are not served with pipeline parallelism, because a gate would need "
+            "what another stage reads"
+        )
+    return ""
+
+
+def resolve_probes(
+    probes: Sequence[gate_pb2.Probe],
+    model: ModelSites,
+    context: SelectionContext,
+    vectors: VectorView,
+) -> dict[str, Probe]:
+    """Resolves the probes of a request; by name.
+
+    Raises:
+        InvalidArgument: something is malformed, or two probes have one name.
+        FailedPrecondition: the model does not serve a site.
+        NotFound: a vector is not stored, or a name not known.
+        MessageTooLarge: an inline vector is too large.
+    """
+    found: dict[str, Probe] = {}
+    column = 0
+    for index, message in enumerate(probes):
+        path = f"probes[{index}]"
+        probe = _resolve_probe(message, model, context, vectors, column, path)
+        if probe.name in found:
+            raise InvalidValue(
+                f"another probe has the name {probe.name!r}: give each its own",
+                field=field_path(path, "name"),
+            )
+        column += len(probe.sites)
+        validation.check_count(
+            column, MAX_COLUMNS, field_path(path, "sites"), "readings (probes times their sites)"
+        )
+        found[probe.name] = probe
+    return found
+
+
+def _resolve_probe(
+    message: gate_pb2.Probe,
+    model: ModelSites,
+    context: SelectionContext,
+    vectors: VectorView,
+    column: int,
+    path: str,
+) -> Probe:
+    name = validation.matches(message.name, validation.PROBE_NAME, field_path(path, "name"))
+    if not message.HasField("sites"):
+        raise MissingField("sites are required", field=field_path(path, "sites"))
+    field = field_path(path, "sites")
+    sites = resolve_sites(message.sites, model, field)
+    refuse_what_is_no_stream(sites, field)
+    refuse_double_names(sites, field)
+    if not message.HasField("read"):
+        raise MissingField("a readout is required", field=field_path(path, "read"))
+    read = field_path(path, "read")
+    settings = readout_settings(message.read, read)
+    ref = message.read.vector if message.read.HasField("vector") else None
+    vector = find_vector(ref, vectors, model, field_path(read, "vector"))
+    row_of = rows_by_layer(vector, sites.layers)
+    rows = tuple(row_of[site.layer] for site in sites.sites)
+    for row in sorted(set(rows)):
+        if vector.vector.peaks[row] == 0:
+            raise ZeroVector(
+                f"row {row} is zero, so the same number would be read of every token",
+                field=field_path(read, "vector"),
+            )
+    selection = EVERYTHING
+    if message.HasField("where"):
+        selection = resolve_selector(message.where, context, field_path(path, "where"))
+    return Probe(
+        name,
+        path,
+        sites.sites,
+        selection,
+        vector.vector,
+        rows,
+        Reading(
+            _NORMALISE[settings.normalise],
+            _ACTIVATION[settings.activation],
+            settings.bias,
+            settings.theta,
+            column,
+        ),
+    )
+
+
+def resolve_gate(
+    intervention: steering_pb2.Intervention,
+    sites: Sequence[Site],
+    probes: Mapping[str, Probe],
+    model: ModelSites,
+    context: SelectionContext,
+    path: str,
+) -> Gate:
+    """The gate of an intervention.
+
+    Args:
+        intervention: an intervention with a gate.
+        sites: the sites at which it acts.
+        probes: the probes of its request.
+        model: the model's sites.
+        context: the request.
+        path: the intervention's path.
+
+    Raises:
+        InvalidArgument: something is malformed, or a probe is read too late for its sites.
+        NotSupported: something is not served yet.
+    """
+    message, path = intervention.gate, field_path(path, "gate")
+    if message.signals:
+        raise NotSupported("signals are not served yet", field=field_path(path, "signals"))
+    field = field_path(path, "conditions")
+    if not message.conditions:
+        raise MissingField("at least one condition is required", field=field)
+    validation.check_count(len(message.conditions), MAX_CONDITIONS, field, "conditions")
+    hold, tokens = _hold(message, path)
+    conditions, terms = [], 0
+    for index, condition in enumerate(message.conditions):
+        place = f"{field}[{index}]"
+        probe = _probe_of(condition, probes, place)
+        _check_order(probe, sites, hold, model, place)
+        terms += len(probe.sites)
+        validation.check_count(
+            terms, MAX_TERMS, field_path(place, "probe_name"), "readings of one gate"
+        )
+        conditions.append(_condition(condition, probe, context, place))
+    combine = Combine.ALL
+    if message.HasField("combine"):
+        combine = _enum(message.combine, _COMBINE, field_path(path, "combine"))
+    summed = combine is Combine.SUM or any(one.combine is Combine.SUM for one in conditions)
+    form, a, b = _form(message, path, summed=summed)
+    return Gate(tuple(conditions), combine, form, a, b, hold, tokens, message.invert)
+
+
+def refuse_unused_probes(probes: Mapping[str, Probe], gates: Sequence[Gate | None]) -> None:
+    """Refuses probes that no gate reads, because nothing would show what they read.
+
+    Raises:
+        NotSupported: there is such a probe.
+    """
+    used = {column for gate in gates if gate is not None for column in gate.columns}
+    for probe in probes.values():
+        if used.isdisjoint(probe.columns):
+            raise NotSupported(
+                f"no gate reads the probe {probe.name!r}, and signals are not served yet: remove "
+                "the probe, or capture its sites with a projection",
+                field=probe.path,
+            )
+
+
+def _probe_of(condition: gate_pb2.Condition, probes: Mapping[str, Probe], path: str) -> Probe:
+    if condition.probe_name in probes:
+        return probes[condition.probe_name]
+    field = field_path(path, "probe_name")
+    validation.text_bytes(condition.probe_name, ID_BYTES, field)
+    names = ", ".join(map(repr, probes)) or "none"
+    raise InvalidValue(
+        f"the request has no probe {condition.probe_name!r}; it has {names:.400}", field=field
+    )
+
+
+def _check_order(
+    probe: Probe, sites: Sequence[Site], hold: Hold, model: ModelSites, path: str
+) -> None:
+    """Checks that a probe has read all its sites before an intervention acts.
+
+    In a block whose branches run in parallel, neither `attn_out` nor `mlp_out` is before the other.
+
+    Raises:
+        GateOrder: it has not, and the gate is open at the token that was read.
+        NotSupported: it has not, and the gate is open later.
+    """
+    last = max(probe.sites, key=lambda site: site.index)
+    first = min(sites, key=lambda site: site.index)
+    parallel = (
+        Point.RESID_MID in model.refused
+        and last.index // _PER_LAYER == first.index // _PER_LAYER
+        and last.index % _PER_LAYER != 0
+    )
+    if last.index < first.index and not parallel:
+        return
+    problem = (
+        f"the probe {probe.name!r} reads at {last.point.value} {last.layer}, which is not before "
+        f"{first.point.value} {first.layer}, where the intervention acts"
+    )
+    field = field_path(path, "probe_name")
+    if hold is Hold.TOKEN:
+        raise GateOrder(f"{problem}: read earlier sites, or act at later ones", field=field)
+    raise NotSupported(
+        f"{problem}; such gates are not served yet, even if they stay open for later tokens: read "
+        "earlier sites, or act at later ones",
+        field=field,
+    )
+
+
+def _condition(
+    message: gate_pb2.Condition, probe: Probe, context: SelectionContext, path: str
+) -> GateCondition:
+    pool, combine = Pool.LAST, Combine.ANY
+    if message.HasField("pool"):
+        pool = _enum(message.pool, _POOL, field_path(path, "pool"))
+    if message.HasField("combine_sites"):
+        combine = _enum(message.combine_sites, _COMBINE, field_path(path, "combine_sites"))
+    above, below, for_tokens = -math.inf, math.inf, 1
+    bounded = [name for name in ("above", "below", "for_tokens") if message.HasField(name)]
+    if combine is Combine.SUM and bounded:
+        raise InvalidValue(
+            "COMBINE_SUM takes the values as they are: leave this out, and give the gate a form "
+            "with a threshold",
+            field=field_path(path, bounded[0]),
+        )
+    if message.HasField("above"):
+        above = validation.finite(message.above, field_path(path, "above"))
+    if message.HasField("below"):
+        below = validation.finite(message.below, field_path(path, "below"))
+    if message.HasField("for_tokens"):
+        for_tokens = _tokens(message.for_tokens, field_path(path, "for_tokens"))
+    if combine is not Combine.SUM and not {"above", "below"}.intersection(bounded):
+        raise MissingField("at least one of above and below is required", field=path)
+    if above >= below:
+        raise InvalidValue(
+            f"no value is above {above:g} and below {below:g}", field=field_path(path, "below")
+        )
+    decided_at = context.prompt_len - 1 if message.after_prompt else NEVER
+    return GateCondition(probe.columns, pool, combine, above, below, for_tokens, decided_at)
+
+
+def _form(message: gate_pb2.Gate, path: str, *, summed: bool) -> tuple[Form, float, float]:
+    """The form of a gate, and its two numbers. `summed`: whether the evidence may be any number."""
+    match message.WhichOneof("form"):
+        case "sigmoid":
+            sigmoid, path = message.sigmoid, field_path(path, "sigmoid")
+            sharpness = _required_number(sigmoid, "sharpness", path)
+            if not sharpness > 0:
+                raise InvalidValue("must be above 0", field=field_path(path, "sharpness"))
+            return Form.SIGMOID, _threshold(sigmoid, path, required=False), sharpness
+        case "ramp":
+            ramp, path = message.ramp, field_path(path, "ramp")
+            low, high = (_required_number(ramp, name, path) for name in ("low", "high"))
+            if not 0 < high - low <= _MOST:
+                raise InvalidValue(
+                    f"must be above low, which is {low:g}, by a number that float32 has",
+                    field=field_path(path, "high"),
+                )
+            return Form.RAMP, low, high
+        case _:
+            path = field_path(path, "step")
+            return Form.STEP, _threshold(message.step, path, required=summed), 0.0
+
+
+_MOST = 3.4e38
+"""Nearly the largest float32."""
+
+
+def _threshold(message: gate_pb2.Step | gate_pb2.Sigmoid, path: str, *, required: bool) -> float:
+    field = field_path(path, "threshold")
+    if message.HasField("threshold"):
+        return validation.finite(message.threshold, field)
+    if required:
+        raise MissingField("COMBINE_SUM needs a threshold", field=field)
+    return 0.5
+
+
+def _required_number(message: gate_pb2.Sigmoid | gate_pb2.Ramp, name: str, path: str) -> float:
+    field = field_path(path, name)
+    if not message.HasField(name):  # type: ignore[arg-type]  # a field of the message
+        raise MissingField("a number is required", field=field)
+    return validation.finite(getattr(message, name), field)
+
+
+def _hold(message: gate_pb2.Gate, path: str) -> tuple[Hold, int]:
+    """How long a gate stays open, and for how many tokens with `Hold.TOKENS`."""
+    if not message.HasField("hold"):
+        return Hold.TOKEN, 0
+    path = field_path(path, "hold")
+    options = "token, next_token, tokens, rest and until_read"
+    match validation.required(message.hold.WhichOneof("kind"), path, options):
+        case "token":
+            return Hold.TOKEN, 0
+        case "next_token":
+            return Hold.NEXT_TOKEN, 0
+        case "tokens":
+            return Hold.TOKENS, _tokens(message.hold.tokens, field_path(path, "tokens"))
+        case "rest":
+            return Hold.REST, 0
+        case _:
+            return Hold.UNTIL_READ, 0
+
+
+def _tokens(count: int, path: str) -> int:
+    if not 1 <= count <= GATE_TOKENS:
+        raise InvalidValue(f"must be 1 to {GATE_TOKENS}", field=path)
+    return count
+
+
+def _enum(value: Wire, known: Mapping[Wire, Own], path: str) -> Own:
+    validation.known_enum(value, known, path)
+    return known[value]
