@@ -155,7 +155,7 @@ async def test_a_wait_that_has_not_ended_counts(running: Running) -> None:
     neighbour = Neighbour(f"127.0.0.1:{running.server.port}")
     await neighbour.start(JOB)
     running.backend.hold = asyncio.Event()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)  # until tokens that were on their way have come
     since = await neighbour.now()
     await asyncio.sleep(0.3)
     heard = await neighbour.heard(since)
