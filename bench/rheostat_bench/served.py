@@ -5,8 +5,10 @@ Invariant: the server's engine and stock vLLM are given the same arguments, thos
 """
 
 import argparse
+import gc
 import itertools
 import os
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ import rheostat
 from rheostat_bench.machine import device
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine.vllm_engine import cpu_memory, engine_arguments
-from rheostat_server.serve import RunningServer, start
+from rheostat_server.serve import SWITCH_INTERVAL, RunningServer, bring_up, start
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def serving(config: ServerConfig) -> AsyncIterator[RunningServer]:
-    """A server of its own."""
-    server = await start(config)
+    """A server of its own, whose process is set up as that of `rheostat serve`."""
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    server = await start(config, bring_up)
     try:
         yield server
     finally:
@@ -86,6 +89,8 @@ async def stock(config: ServerConfig) -> AsyncIterator[Stock]:
     """Stock vLLM, beside a server of this config."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the server has it
     engine = Stock(config)
+    gc.collect()
+    gc.freeze()  # as the server does, and vLLM's own servers
     try:
         yield engine
     finally:

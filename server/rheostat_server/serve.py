@@ -65,7 +65,7 @@ _LOG = logging.getLogger(__name__)
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-_SWITCH_INTERVAL = 0.0005
+SWITCH_INTERVAL = 0.0005
 """Seconds after which a Python thread releases the GIL to another thread that waits.
 
 The event loop releases the GIL at each socket call. If another thread resolves or tokenises a long
@@ -289,7 +289,7 @@ def run(config: ServerConfig) -> int:
     The status is 0 after a signal or a drain. Otherwise it is the `exit_code` of a `ServerFailed`,
     whose text is printed.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     skip_last_collection(own_process=True)
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     log_requests(config)
@@ -322,7 +322,7 @@ async def _serve(config: ServerConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.readiness.end)
     await server.bind()
-    loading = asyncio.create_task(server.load(_bring_up))
+    loading = asyncio.create_task(server.load(bring_up))
     ending = asyncio.create_task(server.readiness.ended.wait())
     try:
         await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -339,7 +339,7 @@ async def _serve(config: ServerConfig) -> None:
         raise EngineDied(f"the server has ended: {server.readiness.lost}")
 
 
-async def _bring_up(config: ServerConfig) -> Backend:
+async def bring_up(config: ServerConfig) -> Backend:
     """Starts the backend, and excludes all objects that exist then from garbage collections.
 
     vLLM and its imports leave about a million objects. A full collection visits each of them, and
