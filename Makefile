@@ -57,6 +57,7 @@ soak: setup ## Hours: hostile calls, rows compared with a replay, front ends kil
 	$(BIN)/rheostat bench soak --out build/soak
 	$(BIN)/python -m tests.soak.replay --seeds 12
 	$(BIN)/python -m tests.soak.replay --seeds 4 --compiled
+	$(BIN)/python -m tests.soak.tracing --calls 20000
 
 generate: ## Make the generated code from proto/
 	$(PYTHON) tools/generate
