@@ -199,7 +199,7 @@ def _sweeps(content: Mapping[str, Any]) -> tuple[Panel, ...]:
         }
     return (
         Panel("cells' tokens/s, share of stock vLLM's prefill", shares),
-        Panel("ms between tokens of streams; whiskers: least and most", felt),
+        Panel("ms between tokens; whiskers: range", felt),
     )
 
 

@@ -356,6 +356,9 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "stalled",
         "stream",
         "streamed",
+        "sweeps-qwen3-0.6b",
+        "sweeps-qwen3-8b",
+        "sweeps-tiny",
     }
 
 

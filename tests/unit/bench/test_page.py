@@ -118,3 +118,11 @@ def test_no_row_was_lost_as_the_page_says(suffix: str) -> None:
 def test_waits_beside_a_hostile_client_are_those_of_both_files() -> None:
     (shown,) = tables(DOCS / "cpu" / "isolation.json")
     assert shown in PAGE
+
+
+@pytest.mark.parametrize(
+    "name", ["h200/sweeps-qwen3-8b", "h200/sweeps-qwen3-0.6b", "cpu/sweeps-tiny"]
+)
+def test_sweeps_are_those_of_the_files(name: str) -> None:
+    for shown in tables(DOCS / f"{name}.json"):
+        assert shown in PAGE
