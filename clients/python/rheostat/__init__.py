@@ -87,6 +87,7 @@ from rheostat._responses.results import (
 from rheostat._runs import Run, RunInfo
 from rheostat._selectors import Selector, generated, positions, span, token_ids, window
 from rheostat._steering.derivations import Derivation, DerivedRow
+from rheostat._steering.gates import Condition, Gate, Probe, Ramp, Sigmoid, gate, probe
 from rheostat._steering.global_steering import GlobalSteering
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
 from rheostat._steering.replacements import (
@@ -146,6 +147,7 @@ __all__ = [
     "Cell",
     "ChatMessage",
     "Clamp",
+    "Condition",
     "Cursor",
     "DataLoss",
     "DeadlineExceeded",
@@ -162,6 +164,7 @@ __all__ = [
     "Explanation",
     "Finished",
     "FromRun",
+    "Gate",
     "GenerateOptions",
     "Generation",
     "GlobalSteering",
@@ -179,8 +182,10 @@ __all__ = [
     "Pair",
     "PermissionDenied",
     "Point",
+    "Probe",
     "ProbeGrade",
     "PromptLogprobs",
+    "Ramp",
     "Receipt",
     "Refused",
     "Replace",
@@ -203,6 +208,7 @@ __all__ = [
     "ServerError",
     "Session",
     "SessionEvent",
+    "Sigmoid",
     "Sink",
     "SinkInfo",
     "Site",
@@ -241,12 +247,14 @@ __all__ = [
     "clamp",
     "connect",
     "from_run",
+    "gate",
     "generated",
     "inline",
     "load_vector",
     "named",
     "norm_add",
     "positions",
+    "probe",
     "projection_matrix",
     "replace",
     "run_mean",

@@ -26,6 +26,7 @@ UINT64 = 2**64 - 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _Parameters = ParamSpec("_Parameters")
 _Message = TypeVar("_Message")
+Number = TypeVar("Number", bound=int)
 
 
 def whole_number(
@@ -45,6 +46,15 @@ def whole_number(
     if not least <= value <= most:
         raise invalid(path, f"{what} is {least} to {most}, not {value}", reason)
     return value
+
+
+def word(given: object, words: Mapping[str, Number], path: str) -> Number:
+    """The enum's value that a word means."""
+    if not isinstance(given, str) or given not in words:
+        raise invalid(
+            path, f"is {' or '.join(map(repr, words))}, not {given!r}", "REASON_UNKNOWN_ENUM"
+        )
+    return words[given]
 
 
 def did_you_mean(

@@ -14,7 +14,8 @@ from rheostat._capture.captures import CaptureLike, captures_of
 from rheostat._errors import invalid
 from rheostat._fields import builds_message, did_you_mean, utf8_text, whole_number
 from rheostat._prompts import Prompt, labels_to_wire, put_prompt
-from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat._steering.gates import probes_to_wire
+from rheostat._steering.steering import SteeringLike, interventions_of, steering_to_wire
 from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -131,11 +132,13 @@ def generate_request(
         raise invalid("request_id", "a request id is 1 to 128 of [A-Za-z0-9._:-]")
     if lora == "":
         raise invalid("lora", "the adapter's name is empty")
+    interventions = interventions_of(options.get("steering"))
     labels, when_full = options.get("labels"), options.get("when_full")
     request = generation_service_pb2.GenerateRequest(
         request_id=request_id or "",
         sampling=_sampling(options),
-        steering=steering_to_wire(options.get("steering")),
+        steering=steering_to_wire(interventions),
+        probes=probes_to_wire(interventions),
         captures=[spec.to_wire() for spec in captures_of(options.get("capture"))],
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
         with_baseline=options.get("with_baseline", False),

@@ -116,9 +116,7 @@ def _wrong_type(path: str, what: str, given: object) -> InvalidRequest:
 @builds_message
 def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
     """The message, in the caller's order; None for none."""
-    if steering is None:
-        return None
-    interventions = _interventions(steering)
+    interventions = interventions_of(steering)
     if not interventions:
         return None
     if len(interventions) > _MOST_INTERVENTIONS:
@@ -134,8 +132,10 @@ def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
     )
 
 
-def _interventions(steering: object) -> tuple[Intervention, ...]:
-    """The interventions. Raises InvalidRequest for a value of another type."""
+def interventions_of(steering: object) -> tuple[Intervention, ...]:
+    """The interventions; none for None. Raises InvalidRequest for a value of another type."""
+    if steering is None:
+        return ()
     alone = isinstance(steering, Vector | Intervention | str) or hasattr(steering, "__array__")
     items = (steering,) if alone or not isinstance(steering, Iterable) else tuple(steering)
     interventions: list[Intervention] = []

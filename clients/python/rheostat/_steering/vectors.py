@@ -9,7 +9,7 @@ import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 import numpy.typing as npt
 
@@ -31,6 +31,9 @@ from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import steering_pb2, steering_service_pb2, vector_pb2
+
+if TYPE_CHECKING:  # gates read with vectors
+    from rheostat._steering.gates import Condition, Gate
 
 _Default = TypeVar("_Default", tuple[Point, ...], Layers)
 _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep127")
@@ -184,6 +187,8 @@ class Intervention(ABC):
     """Layers; None: the default layers of its vectors."""
     where: Selector = field(default_factory=Selector)
     """Tokens. Default: every token."""
+    gate: Gate | None = None
+    """Multiplies its effect at each token; None: 1."""
 
     __array_ufunc__: ClassVar[None] = None
     _needs_vectors: ClassVar[bool] = True
@@ -216,6 +221,21 @@ class Intervention(ABC):
             where=self.where if where is None else selector_of(where),
         )
 
+    def when(self, gate: Gate | Condition) -> Self:
+        """The same op, as far as a gate is open; a condition makes a gate of its own.
+
+        For example ``joy.when(gloom.above(2))``, with a `probe` ``gloom``. Served by generate,
+        stream, session and explain.
+        """
+        as_gate = getattr(gate, "as_gate", None)
+        if as_gate is None:
+            raise invalid(
+                "steering",
+                "when takes a gate or a condition, such as rheostat.probe(vector).above(2), not "
+                f"{type(gate).__name__}",
+            )
+        return replace(self, gate=as_gate())
+
     def to_wire(self, path: str) -> steering_pb2.Intervention:
         """The message; ``path`` names it in errors.
 
@@ -238,6 +258,8 @@ class Intervention(ABC):
         where = selector_to_wire(self.where)
         if where is not None:
             message.where.CopyFrom(where)
+        if self.gate is not None:
+            message.gate.CopyFrom(self.gate.to_wire(f"{path}.gate"))
         return message
 
     def __str__(self) -> str:
@@ -247,7 +269,9 @@ class Intervention(ABC):
             layers = self.layers or _common(vector.layers for vector in self.vectors)
             text += f" at {'+'.join(points or ('its points',))}"
             text += f" {'its layers' if layers is None else show_layers(layers)}"
-        return text if self.where == Selector() else f"{text} on {self.where!r}"
+        if self.where != Selector():
+            text += f" on {self.where!r}"
+        return text if self.gate is None else f"{text} when {self.gate}"
 
 
 @dataclass(frozen=True)

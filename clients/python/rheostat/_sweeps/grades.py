@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, utf8_text
+from rheostat._fields import builds_message, utf8_text, word
 from rheostat._points import Point, layers_of, points_of, site_set
 from rheostat._selectors import SelectorLike, selector_of, to_wire
-from rheostat._steering.vectors import Vector, finite, refuse_dose, row_ref
-from rheostat_wire.v1 import gate_pb2, sweep_pb2, vector_pb2
+from rheostat._steering.gates import POOLS, Activation, Normalise, Pool, Readout
+from rheostat._steering.vectors import Vector
+from rheostat_wire.v1 import gate_pb2, sweep_pb2
 
 Metric: TypeAlias = Literal["logprob", "probability", "logit_difference", "rank", "kl"]
 """What a cell is graded by: ln p(answer); p(answer); logit(answer) - logit(foil); the rank of the
@@ -19,24 +20,6 @@ answer's first token, from 1; or KL(clean || cell) of the distributions of the n
 """
 
 _METRICS = {name: sweep_pb2.Metric.Value(f"METRIC_{name.upper()}") for name in get_args(Metric)}
-_POOLS = {
-    "last": gate_pb2.POOL_LAST,
-    "mean": gate_pb2.POOL_MEAN,
-    "max": gate_pb2.POOL_MAX,
-}
-_NORMALISATIONS = {
-    "none": vector_pb2.NORMALISE_NONE,
-    "unit": vector_pb2.NORMALISE_UNIT,
-    "cosine": vector_pb2.NORMALISE_COSINE,
-}
-_ACTIVATIONS = {
-    "identity": vector_pb2.ACTIVATION_IDENTITY,
-    "relu": vector_pb2.ACTIVATION_RELU,
-    "jump_relu": vector_pb2.ACTIVATION_JUMP_RELU,
-    "tanh": vector_pb2.ACTIVATION_TANH,
-}
-
-Number = TypeVar("Number", bound=int)
 
 
 @dataclass(frozen=True)
@@ -54,12 +37,12 @@ class ProbeGrade:
     layer: int
     where: SelectorLike = None
     """Tokens of the prompt that is run. By default the last one; with another ``pool`` all."""
-    pool: Literal["last", "mean", "max"] = "last"
+    pool: Pool = "last"
     """Which of the tokens' numbers counts."""
     bias: float = 0.0
-    normalise: Literal["none", "unit", "cosine"] = "none"
+    normalise: Normalise = "none"
     """"unit" divides by the vector's length, "cosine" by the row's too."""
-    activation: Literal["identity", "relu", "jump_relu", "tanh"] = "identity"
+    activation: Activation = "identity"
     theta: float | None = None
     """Threshold of "jump_relu"."""
     recovered: bool = False
@@ -103,15 +86,6 @@ def named_grades(grades: GradeLike | Iterable[GradeLike]) -> list[NamedGrade]:
     return found
 
 
-def word(given: object, words: Mapping[str, Number], path: str) -> Number:
-    """The enum's value that a word means."""
-    if not isinstance(given, str) or given not in words:
-        raise invalid(
-            path, f"is {' or '.join(map(repr, words))}, not {given!r}", "REASON_UNKNOWN_ENUM"
-        )
-    return words[given]
-
-
 def _metric_to_wire(name: object, path: str) -> sweep_pb2.Grade:
     recovered = isinstance(name, str) and name.startswith("recovered ")
     metric = name.removeprefix("recovered ") if isinstance(name, str) else ""
@@ -128,28 +102,20 @@ def _metric_to_wire(name: object, path: str) -> sweep_pb2.Grade:
 
 
 def _probe_to_wire(grade: ProbeGrade, path: str) -> sweep_pb2.Grade:
-    refuse_dose(grade.vector, f"{path}.vector")
-    if not isinstance(grade.vector, Vector):
-        raise invalid(
-            f"{path}.vector",
-            f"a probe reads with a vector, not {type(grade.vector).__name__}: give one, e.g. "
-            "rheostat.named(name) or rheostat.inline(array)",
-        )
     layers = layers_of(grade.layer)
+    readout = Readout(
+        bias=grade.bias,
+        normalise=grade.normalise,
+        activation=grade.activation,
+        theta=grade.theta,
+    )
     message = gate_pb2.Probe(
         name=grade.name,
         sites=site_set(points_of(grade.point), layers),
         where=to_wire(selector_of(grade.where)),
-        read=vector_pb2.Readout(
-            vector=row_ref(grade.vector, layers, f"{path}.vector"),
-            bias=finite(grade.bias, f"{path}.bias", "a bias"),
-            normalise=word(grade.normalise, _NORMALISATIONS, f"{path}.normalise"),
-            activation=word(grade.activation, _ACTIVATIONS, f"{path}.activation"),
-        ),
+        read=readout.to_wire(grade.vector, layers, path),
     )
-    if grade.theta is not None:
-        message.read.theta = finite(grade.theta, f"{path}.theta", "a threshold")
     return sweep_pb2.Grade(
-        probe=sweep_pb2.ProbeGrade(probe=message, pool=word(grade.pool, _POOLS, f"{path}.pool")),
+        probe=sweep_pb2.ProbeGrade(probe=message, pool=word(grade.pool, POOLS, f"{path}.pool")),
         recovered=bool(grade.recovered),
     )

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, SupportsIndex, TypedDict, cast
 
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, utf8_text, whole_number
+from rheostat._fields import builds_message, utf8_text, whole_number, word
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
 from rheostat._runs import lease_duration
 from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._steering.interventions import fraction
 from rheostat._steering.steering import SteeringLike, steering_to_wire
-from rheostat._sweeps.grades import NamedGrade, word
+from rheostat._sweeps.grades import NamedGrade
 from rheostat._sweeps.pairs import Pair, TokenIds, pair_to_wire
 from rheostat_wire.v1 import replace_pb2, sweep_pb2, sweep_service_pb2
 

@@ -1,0 +1,403 @@
+"""Gates: steering that acts as far as the model's own activations say.
+
+A `Probe` reads a number of the stream at each token. A `Condition` says which numbers count. A
+`Gate` makes one number from 0 to 1 of conditions, by which it multiplies an intervention:
+``intervention.when(probe.above(2))``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from rheostat._errors import invalid
+from rheostat._fields import whole_number, word
+from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
+from rheostat._selectors import Selector, SelectorLike, selector_of
+from rheostat._selectors import to_wire as selector_to_wire
+from rheostat._steering.vectors import Intervention, Vector, finite, refuse_dose, row_ref
+from rheostat_wire.v1 import gate_pb2, vector_pb2
+
+Normalise: TypeAlias = Literal["none", "unit", "cosine"]
+"""What is read of a row x along v: x.v, x.v / |v|, or x.v / (|x| |v|)."""
+
+Activation: TypeAlias = Literal["identity", "relu", "jump_relu", "tanh"]
+"""What is made of the number. "jump_relu" is the number where it is above theta, else 0."""
+
+Pool: TypeAlias = Literal["last", "mean", "max"]
+"""Which number counts at a token, of all that its sample has read so far."""
+
+Combine: TypeAlias = Literal["all", "any", "sum", "vote"]
+"""How several numbers become one: 1 where all hold, 1 where one holds, their sum, or the fraction
+of them that hold."""
+
+Hold: TypeAlias = Literal["token", "next_token", "rest", "until_read"] | int
+"""How long a gate stays as open as it was at the token that was read. "token": at that token.
+"next_token": at the next one. An integer: at that token, and so many after it. "rest": at that
+token and the rest of the sample. "until_read": until the probe reads again."""
+
+NORMALISATIONS = {
+    name: vector_pb2.Normalise.Value(f"NORMALISE_{name.upper()}") for name in get_args(Normalise)
+}
+ACTIVATIONS = {
+    name: vector_pb2.Activation.Value(f"ACTIVATION_{name.upper()}") for name in get_args(Activation)
+}
+POOLS = {name: gate_pb2.Pool.Value(f"POOL_{name.upper()}") for name in get_args(Pool)}
+_COMBINES = {name: gate_pb2.Combine.Value(f"COMBINE_{name.upper()}") for name in get_args(Combine)}
+_PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readout:
+    """The number that is read of a row; see `Probe`."""
+
+    bias: float = 0.0
+    normalise: Normalise = "none"
+    activation: Activation = "identity"
+    theta: float | None = None
+
+    def to_wire(self, vector: Vector, layers: Layers, path: str) -> vector_pb2.Readout:
+        """The message; ``layers`` are those where it reads."""
+        refuse_dose(vector, f"{path}.vector")
+        if not isinstance(vector, Vector):
+            raise invalid(
+                f"{path}.vector",
+                f"a probe reads with a vector, not {type(vector).__name__}: give one, e.g. "
+                "rheostat.named(name) or rheostat.inline(array)",
+            )
+        message = vector_pb2.Readout(
+            vector=row_ref(vector, layers, f"{path}.vector"),
+            bias=finite(self.bias, f"{path}.bias", "a bias"),
+            normalise=word(self.normalise, NORMALISATIONS, f"{path}.normalise"),
+            activation=word(self.activation, ACTIVATIONS, f"{path}.activation"),
+        )
+        if self.theta is not None:
+            message.theta = finite(self.theta, f"{path}.theta", "a threshold")
+        return message
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Reads activation(x.v + bias) of a row x, at its sites and tokens; made by `probe`.
+
+    `above`, `below`, `between` and `summed` make conditions of it.
+    """
+
+    vector: Vector
+    points: tuple[Point, ...]
+    layers: Layers
+    where: Selector
+    readout: Readout
+    given_name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The given name, or one that follows from what it reads."""
+        if self.given_name is not None:
+            return self.given_name
+        content = self._message("", "probe").SerializeToString(deterministic=True)
+        return f"probe-{hashlib.sha256(content).hexdigest()[:16]}"
+
+    def above(
+        self,
+        number: float,
+        *,
+        pool: Pool = "last",
+        combine: Combine = "any",
+        after_prompt: bool = False,
+        for_tokens: int = 1,
+    ) -> Condition:
+        """Holds where the number is above ``number``.
+
+        Args:
+            number: the bound, in the units of what is read.
+            pool: which number counts at a token.
+            combine: how the numbers of several sites become one.
+            after_prompt: whether it is decided once, at the last prompt token, from the prompt
+                tokens that were read.
+            for_tokens: holds once it did so at so many tokens in a row.
+        """
+        return Condition(self, number, None, pool, combine, after_prompt, for_tokens)
+
+    def below(
+        self,
+        number: float,
+        *,
+        pool: Pool = "last",
+        combine: Combine = "any",
+        after_prompt: bool = False,
+        for_tokens: int = 1,
+    ) -> Condition:
+        """Holds where the number is below ``number``; the other arguments are those of `above`."""
+        return Condition(self, None, number, pool, combine, after_prompt, for_tokens)
+
+    def between(
+        self,
+        low: float,
+        high: float,
+        *,
+        pool: Pool = "last",
+        combine: Combine = "any",
+        after_prompt: bool = False,
+        for_tokens: int = 1,
+    ) -> Condition:
+        """Holds between two numbers; the other arguments are those of `above`."""
+        return Condition(self, low, high, pool, combine, after_prompt, for_tokens)
+
+    def summed(self, *, pool: Pool = "last", after_prompt: bool = False) -> Condition:
+        """The sum of what it reads at its sites, for a `gate` with a threshold or another form."""
+        return Condition(self, None, None, pool, "sum", after_prompt)
+
+    def to_wire(self, path: str) -> gate_pb2.Probe:
+        """The message; ``path`` names it in errors.
+
+        Raises InvalidRequest if numbers are out of range, or if the vector's rows do not match the
+        layers.
+        """
+        return self._message(self.name, path)
+
+    def _message(self, name: str, path: str) -> gate_pb2.Probe:
+        return gate_pb2.Probe(
+            name=name,
+            sites=site_set(self.points, self.layers),
+            where=selector_to_wire(self.where),
+            read=self.readout.to_wire(self.vector, self.layers, f"{path}.read"),
+        )
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What must hold of a probe's numbers; made by the methods of `Probe`."""
+
+    probe: Probe
+    low: float | None = None
+    """The number must be above this; None: no such bound."""
+    high: float | None = None
+    """The number must be below this; None: no such bound."""
+    pool: Pool = "last"
+    combine: Combine = "any"
+    after_prompt: bool = False
+    for_tokens: int = 1
+
+    def as_gate(self) -> Gate:
+        """The gate that is open at each token where this holds."""
+        return gate(self)
+
+    def __str__(self) -> str:
+        low = "" if self.low is None else f"{self.low:.6g} < "
+        high = "" if self.high is None else f" < {self.high:.6g}"
+        return f"{low}{self.probe.given_name or self.probe.vector.label}{high}"
+
+    def to_wire(self, path: str) -> gate_pb2.Condition:
+        """The message; ``path`` names it in errors."""
+        message = gate_pb2.Condition(
+            probe_name=self.probe.name,
+            pool=word(self.pool, POOLS, f"{path}.pool"),
+            combine_sites=word(self.combine, _COMBINES, f"{path}.combine_sites"),
+            after_prompt=bool(self.after_prompt),
+        )
+        if self.low is not None:
+            message.above = finite(self.low, f"{path}.above", "a bound")
+        if self.high is not None:
+            message.below = finite(self.high, f"{path}.below", "a bound")
+        if self.combine != "sum":
+            message.for_tokens = whole_number(
+                self.for_tokens, f"{path}.for_tokens", "a number of tokens", least=1
+            )
+        return message
+
+
+@dataclass(frozen=True)
+class Sigmoid:
+    """1 / (1 + exp(-sharpness * (e - threshold))) of the evidence e."""
+
+    sharpness: float
+    """Above 0."""
+    threshold: float = 0.5
+    """Where the gate is half open."""
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """0 up to ``low``, 1 from ``high`` on, linear between."""
+
+    low: float
+    high: float
+    """Above ``low``."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How far interventions act at each token, 0 to 1; made by `gate`."""
+
+    conditions: tuple[Condition, ...]
+    combine: Combine = "all"
+    form: float | Sigmoid | Ramp | None = None
+    """A number: 1 where the evidence is above it, else 0. None: 0.5."""
+    hold: Hold = "token"
+    invert: bool = False
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        """The probes of its conditions, each once."""
+        return tuple(dict.fromkeys(condition.probe for condition in self.conditions))
+
+    def as_gate(self) -> Gate:
+        """Itself."""
+        return self
+
+    def __str__(self) -> str:
+        several = f" {self.combine} of" if len(self.conditions) > 1 else ""
+        text = f"{'not' * self.invert}{several} {', '.join(map(str, self.conditions))}".strip()
+        return text if self.hold == "token" else f"{text}, held for {self.hold}"
+
+    def to_wire(self, path: str) -> gate_pb2.Gate:
+        """The message; ``path`` names it in errors."""
+        message = gate_pb2.Gate(
+            conditions=[
+                condition.to_wire(f"{path}.conditions[{number}]")
+                for number, condition in enumerate(self.conditions)
+            ],
+            combine=word(self.combine, _COMBINES, f"{path}.combine"),
+            invert=bool(self.invert),
+        )
+        match self.form:
+            case None:
+                pass
+            case Sigmoid(sharpness, threshold):
+                message.sigmoid.sharpness = finite(
+                    sharpness, f"{path}.sigmoid.sharpness", "a sharpness"
+                )
+                message.sigmoid.threshold = finite(
+                    threshold, f"{path}.sigmoid.threshold", "a threshold"
+                )
+            case Ramp(low, high):
+                message.ramp.low = finite(low, f"{path}.ramp.low", "a bound")
+                message.ramp.high = finite(high, f"{path}.ramp.high", "a bound")
+            case threshold:
+                message.step.threshold = finite(threshold, f"{path}.step.threshold", "a threshold")
+        self._put_hold(message.hold, f"{path}.hold")
+        return message
+
+    def _put_hold(self, hold: gate_pb2.Hold, path: str) -> None:
+        match self.hold:
+            case "token":
+                hold.token.SetInParent()
+            case "next_token":
+                hold.next_token.SetInParent()
+            case "rest":
+                hold.rest.SetInParent()
+            case "until_read":
+                hold.until_read.SetInParent()
+            case str() as other:
+                raise invalid(
+                    path,
+                    "is 'token', 'next_token', 'rest', 'until_read' or a number of tokens, not "
+                    f"{other!r}",
+                    "REASON_UNKNOWN_ENUM",
+                )
+            case count:
+                hold.tokens = whole_number(count, f"{path}.tokens", "a number of tokens", least=1)
+
+
+def probe(
+    vector: Vector,
+    *,
+    points: PointsLike | None = None,
+    layers: LayersLike | None = None,
+    where: SelectorLike = None,
+    bias: float = 0.0,
+    normalise: Normalise = "none",
+    activation: Activation = "identity",
+    theta: float | None = None,
+    name: str | None = None,
+) -> Probe:
+    """A probe: reads activation(x.v + bias) of a row x of the stream, in float32.
+
+    It reads in the forward pass, after everything that acts at its sites. A feature of a sparse
+    autoencoder is read so, and a linear classifier.
+
+    Args:
+        vector: v: one row for all layers, [1, width], or one row per layer.
+        points: where it reads. Default: the vector's points.
+        layers: where it reads. Default: the vector's layers.
+        where: which tokens it reads. Default: every token.
+        bias: added to the number.
+        normalise: "unit" divides the number by |v|, "cosine" by |x| |v|.
+        activation: what is made of the number.
+        theta: the threshold of "jump_relu".
+        name: what errors call it. Default: a name that follows from the other arguments.
+
+    Raises:
+        InvalidRequest: points or layers are missing, or the name is no name.
+    """
+    refuse_dose(vector, "probe.vector")
+    at_points = vector.points if points is None else points_of(points)
+    at_layers = vector.layers if layers is None else layers_of(layers)
+    if at_points is None or at_layers is None:
+        raise invalid(
+            "probe.sites",
+            f"{vector.label} has no default points and layers: give them, with points= and layers=",
+            "REASON_MISSING_FIELD",
+        )
+    if name is not None and not (isinstance(name, str) and _PROBE_NAME.fullmatch(name)):
+        raise invalid(
+            "probe.name",
+            f"{name!r} is no name: 1 to 64 of [A-Za-z0-9._-], first a letter or digit",
+        )
+    readout = Readout(bias=bias, normalise=normalise, activation=activation, theta=theta)
+    return Probe(vector, at_points, at_layers, selector_of(where), readout, name)
+
+
+def gate(
+    *conditions: Condition,
+    combine: Combine = "all",
+    form: float | Sigmoid | Ramp | None = None,
+    hold: Hold = "token",
+    invert: bool = False,
+) -> Gate:
+    """A gate: how far interventions act at each token, 0 (not at all) to 1.
+
+    All its conditions must be read at sites before those where the interventions act. It is shut
+    until its first condition is decided.
+
+    Args:
+        conditions: 1 to 16.
+        combine: makes the evidence of them.
+        form: from the evidence to how far it is open. A number: 1 above it, else 0; required where
+            something is summed. Default: above 0.5.
+        hold: how long it stays open.
+        invert: whether it is open by 1 less that.
+
+    Raises:
+        InvalidRequest: there are none or too many conditions.
+    """
+    if not conditions:
+        raise invalid("gate.conditions", "a gate needs a condition", "REASON_MISSING_FIELD")
+    for condition in conditions:
+        if not isinstance(condition, Condition):
+            raise invalid(
+                "gate.conditions",
+                f"a gate takes conditions, such as probe.above(2), not {type(condition).__name__}",
+            )
+    return Gate(conditions, combine, form, hold, invert)
+
+
+def probes_to_wire(interventions: Iterable[Intervention]) -> list[gate_pb2.Probe]:
+    """The probes of all gates, each once.
+
+    Raises InvalidRequest if two different probes have one name.
+    """
+    found: dict[str, gate_pb2.Probe] = {}
+    for intervention in interventions:
+        for one in () if intervention.gate is None else intervention.gate.probes:
+            message = one.to_wire(f"probes[{len(found)}]")
+            if found.setdefault(message.name, message) != message:
+                raise invalid(
+                    f"probes[{len(found)}].name",
+                    f"two different probes have the name {message.name!r}: give each its own",
+                )
+    return list(found.values())
