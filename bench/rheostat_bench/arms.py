@@ -1,18 +1,28 @@
 """What the requests of a benchmark's batch are asked to do, arm by arm."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rheostat_bench.engines import ROWS, VECTOR
 from rheostat_engine import (
     OPEN_END,
     Act,
+    Activation,
     Band,
     Capture,
+    Combine,
+    Form,
+    Gate,
+    GateCondition,
+    Hold,
     Kind,
     ModelSites,
+    Normalise,
     Plan,
     Point,
+    Pool,
+    Reading,
     Site,
     Spans,
 )
@@ -87,6 +97,31 @@ def _distinct(count: int, where: Callable[[ModelSites], list[int]]) -> Plans:
     return plans
 
 
+def _gated(count: int, where: Callable[[ModelSites], list[int]], bound: float) -> Plans:
+    """Additions under one of `count` gates, which reads each token in front of all of them.
+
+    A bound far below what is read leaves the gates open; one far above, shut.
+    """
+    read = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
+
+    def plans(sites: ModelSites, batch: int) -> list[Plan | None]:
+        steered = where(sites)
+        reading = Act(Kind.READ, (VECTOR,), ((steered[0] - 4, (0,)),), EVERYWHERE, reading=read)
+        made: list[Plan | None] = []
+        for number in range(count):
+            above = bound * (1 + number / 1024)
+            condition = GateCondition((0,), Pool.LAST, Combine.ANY, above, math.inf)
+            gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
+            made.append(Plan("", (replace(act(Kind.ADD, steered), gate=gate), reading)))
+        return [made[i % count] for i in range(batch)]
+
+    return plans
+
+
+def _behind_the_first(sites: ModelSites) -> list[int]:
+    return posts(sites)[1:]
+
+
 def _pull(low: float, high: float, strength: float) -> Plans:
     band = (Band(low, high, strength),)
     return _alike(lambda sites: [act(Kind.PULL, posts(sites), bands=band)])
@@ -121,6 +156,18 @@ SUITES: dict[str, tuple[Arm, ...]] = {
         _STOCK,
         *(Arm(f"{k} at one layer", _distinct(k, middle)) for k in (1, 16, 64, 256)),
         *(Arm(f"{k} at all layers", _distinct(k, posts)) for k in (1, 16, 64, 256)),
+    ),
+    "gates": (
+        _STOCK,
+        Arm("one layer", _alike(lambda sites: [act(Kind.ADD, middle(sites))])),
+        Arm("one layer, one gate, open", _gated(1, middle, -1e9)),
+        Arm("one layer, one gate, shut", _gated(1, middle, 1e9)),
+        Arm("one layer, 256 gates, open", _gated(256, middle, -1e9)),
+        Arm(
+            "all layers but one",
+            _alike(lambda sites: [act(Kind.ADD, _behind_the_first(sites))]),
+        ),
+        Arm("all layers but one, one gate, open", _gated(1, _behind_the_first, -1e9)),
     ),
 }
 """Arms that are measured together, by what they show; the first one is the reference."""

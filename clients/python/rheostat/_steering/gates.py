@@ -240,10 +240,10 @@ class Gate:
     hold: Hold = "token"
     invert: bool = False
 
-    @property
-    def probes(self) -> tuple[Probe, ...]:
+    def probes_to_wire(self) -> list[gate_pb2.Probe]:
         """The probes of its conditions, each once."""
-        return tuple(dict.fromkeys(condition.probe for condition in self.conditions))
+        probes = dict.fromkeys(condition.probe for condition in self.conditions)
+        return [probe.to_wire(f"probe {probe.name!r}") for probe in probes]
 
     def as_gate(self) -> Gate:
         """Itself."""
@@ -393,8 +393,7 @@ def probes_to_wire(interventions: Iterable[Intervention]) -> list[gate_pb2.Probe
     """
     found: dict[str, gate_pb2.Probe] = {}
     for intervention in interventions:
-        for one in () if intervention.gate is None else intervention.gate.probes:
-            message = one.to_wire(f"probes[{len(found)}]")
+        for message in () if intervention.gate is None else intervention.gate.probes_to_wire():
             if found.setdefault(message.name, message) != message:
                 raise invalid(
                     f"probes[{len(found)}].name",

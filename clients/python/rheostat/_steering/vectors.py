@@ -9,7 +9,7 @@ import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import ClassVar, Protocol, Self, TypeVar
 
 import numpy.typing as npt
 
@@ -30,10 +30,7 @@ from rheostat._points import (
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 from rheostat_wire.dtypes import FloatArray
-from rheostat_wire.v1 import steering_pb2, steering_service_pb2, vector_pb2
-
-if TYPE_CHECKING:  # gates read with vectors
-    from rheostat._steering.gates import Condition, Gate
+from rheostat_wire.v1 import gate_pb2, steering_pb2, steering_service_pb2, vector_pb2
 
 _Default = TypeVar("_Default", tuple[Point, ...], Layers)
 _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep127")
@@ -177,6 +174,23 @@ class Vector:
         return vector_pb2.VectorRef(name=self.name or "")
 
 
+class GateMessages(Protocol):
+    """What an intervention needs of its `Gate`, which is made of probes, and these of vectors."""
+
+    def to_wire(self, path: str) -> gate_pb2.Gate:
+        """The message; ``path`` names it in errors."""
+
+    def probes_to_wire(self) -> list[gate_pb2.Probe]:
+        """The probes that it reads, each once."""
+
+
+class GateLike(Protocol):
+    """A `Gate`, or a `Condition`, which makes one of its own."""
+
+    def as_gate(self) -> GateMessages:
+        """The gate."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Intervention(ABC):
     """One op at the selected rows of some sites. Steering is a list of these."""
@@ -187,7 +201,7 @@ class Intervention(ABC):
     """Layers; None: the default layers of its vectors."""
     where: Selector = field(default_factory=Selector)
     """Tokens. Default: every token."""
-    gate: Gate | None = None
+    gate: GateMessages | None = None
     """Multiplies its effect at each token; None: 1."""
 
     __array_ufunc__: ClassVar[None] = None
@@ -221,7 +235,7 @@ class Intervention(ABC):
             where=self.where if where is None else selector_of(where),
         )
 
-    def when(self, gate: Gate | Condition) -> Self:
+    def when(self, gate: GateLike) -> Self:
         """The same op, as far as a gate is open; a condition makes a gate of its own.
 
         For example ``joy.when(gloom.above(2))``, with a `probe` ``gloom``. Served by generate,
