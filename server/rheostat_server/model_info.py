@@ -35,3 +35,13 @@ class ModelInfo:
     """Version of vLLM."""
     torch_version: str
     """Version of torch."""
+
+    @property
+    def no_gates(self) -> str:
+        """Why probes and gates are not served; empty if they are."""
+        if self.pipeline_parallel > 1:
+            return (
+                "probes and gates are not served with pipeline parallelism, because a gate would "
+                "need what another stage reads"
+            )
+        return ""

@@ -44,7 +44,7 @@ from rheostat_server.prompts.prompts import Prompts, PromptTokens
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import SelectionContext, needs_text
 from rheostat_server.sinks import Sinks
-from rheostat_server.steering.gates import Probe, no_gates, refuse_unused_probes, resolve_probes
+from rheostat_server.steering.gates import Probe, refuse_unused_probes, resolve_probes
 from rheostat_server.steering.interventions import (
     Intervention,
     check_sums,
@@ -321,8 +321,8 @@ def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
     if request.request_id:
         validation.matches(request.request_id, validation.REQUEST_ID, "request_id")
     refuse_rules(request, "")
-    if request.probes and (why := no_gates(admission.info)):
-        raise NotSupported(why, field="probes")
+    if request.probes and admission.info.no_gates:
+        raise NotSupported(admission.info.no_gates, field="probes")
     _check_lora(request.lora_name, admission.info.loras)
     validation.labels(request.labels, "labels")
     _waits(request)

@@ -11,7 +11,6 @@ from rheostat_server import limits
 from rheostat_server.model_info import ModelInfo
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import ENGINE_POINTS, NO_STREAM
-from rheostat_server.steering.gates import no_gates
 from rheostat_server.steering.ops import SERVED
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import engine_service_pb2, types_pb2
@@ -45,7 +44,7 @@ def report_model(manager: RequestManager) -> engine_service_pb2.GetModelResponse
         vocabulary_size=info.vocabulary,
         lora_names=info.loras,
         dtype=FloatType(sites.dtype).wire,
-        sites=_groups(sites, no_gates(info)),
+        sites=_groups(sites, info.no_gates),
         has_tokenizer=manager.prompts.has_tokenizer,
         has_chat_template=manager.prompts.has_chat_template,
         engine=_engine(info, sites),
@@ -71,7 +70,7 @@ def _features(manager: RequestManager) -> list[engine_service_pb2.Feature.ValueT
         _pb.FEATURE_SINKS: bool(manager.sinks.listed()),
         _pb.FEATURE_SPILL: manager.spill_manager is not None,
         _pb.FEATURE_LORA: bool(manager.info.loras),
-        _pb.FEATURE_GATES: not no_gates(manager.info),
+        _pb.FEATURE_GATES: not manager.info.no_gates,
         _pb.FEATURE_LENS: not manager.sites.no_lens,
         _pb.FEATURE_TOKEN_DIRECTIONS: not manager.sites.no_directions,
     }

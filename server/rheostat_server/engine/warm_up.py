@@ -11,6 +11,7 @@ plain request runs first, because without it no other can succeed.
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,17 +21,26 @@ import numpy as np
 from rheostat_engine import (
     OPEN_END,
     Act,
+    Activation,
     Band,
     CapacityLedger,
     Capture,
     Codec,
+    Combine,
     Directions,
     Event,
+    Form,
+    Gate,
+    GateCondition,
+    Hold,
     Installed,
     Kind,
     ModelSites,
+    Normalise,
     Plan,
     Point,
+    Pool,
+    Reading,
     Released,
     RowEncoding,
     Site,
@@ -131,14 +141,12 @@ def warm_up_requests(
     if texts:
         together.append(WarmUpRequest("stop texts", replace(greedy, stop=("\n\n\n",))))
     together += [WarmUpRequest(f"adapter {name}", greedy, lora=name) for name in info.loras[:1]]
-    together += [
-        WarmUpRequest(name, greedy, plan) for name, plan in _plans(sites, vector, info.step_tokens)
-    ]
+    together += [WarmUpRequest(name, greedy, plan) for name, plan in _plans(info, sites, vector)]
     return alone, together
 
 
-def _plans(sites: ModelSites, vector: bytes, step_tokens: int) -> Iterator[tuple[str, Plan]]:
-    """Yields captures in every form, then steering, at every served point of the middle layer."""
+def _plans(info: ModelInfo, sites: ModelSites, vector: bytes) -> Iterator[tuple[str, Plan]]:
+    """Yields captures in every form, steering and a gate, at the points of the middle layer."""
     layer = sites.num_layers // 2
     served = [site for site in (Site(point, layer) for point in Point) if not sites.supports(site)]
     stream = tuple(sorted(site.index for site in served if site.point is not Point.ROUTER_LOGITS))
@@ -168,10 +176,26 @@ def _plans(sites: ModelSites, vector: bytes, step_tokens: int) -> Iterator[tuple
         Act(Kind.REPLACE, (vector,), rows, _EVERYWHERE, _SCALE),
         Act(Kind.ADD_LAST, (vector,), rows, _EVERYWHERE, _SCALE),
     )
-    steered = Plan("steered", acts)
-    ledger = CapacityLedger(sites.capacity)
-    if ledger.admit(steered, prompt_len=_PROMPT_TOKENS, max_step_tokens=step_tokens) is None:
-        yield "steering", steered
+    steering = [("steering", Plan("", acts))]
+    if len(stream) > 1 and not info.no_gates:
+        steering.append(("a gate", _gated(vector, stream)))
+    for name, plan in steering:
+        need = {"prompt_len": _PROMPT_TOKENS, "max_step_tokens": info.step_tokens}
+        if CapacityLedger(sites.capacity).admit(plan, **need) is None:
+            yield name, plan
+
+
+def _gated(vector: bytes, stream: Sequence[int]) -> Plan:
+    """Steering at all sites but the first, where it is read how far it acts."""
+    condition = GateCondition((0,), Pool.LAST, Combine.ANY, -math.inf, math.inf)
+    gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
+    reading = Reading(Normalise.NONE, Activation.IDENTITY, 0.0, 0.0, 0)
+    behind = tuple((site, (0,)) for site in stream[1:])
+    acts = (
+        Act(Kind.ADD, (vector,), behind, _EVERYWHERE, _SCALE, gate=gate),
+        Act(Kind.READ, (vector,), ((stream[0], (0,)),), _EVERYWHERE, reading=reading),
+    )
+    return Plan("", acts)
 
 
 class _WarmUp:

@@ -39,7 +39,6 @@ from rheostat_server.errors import (
     ZeroVector,
 )
 from rheostat_server.limits import GATE_TOKENS, ID_BYTES
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.selectors.selection import (
     EVERYTHING,
     Selection,
@@ -123,16 +122,6 @@ class Probe:
         """The columns to which it reads, one per site."""
         first = self.reading.column
         return tuple(range(first, first + len(self.sites)))
-
-
-def no_gates(info: ModelInfo) -> str:
-    """Why probes and gates are not served; empty if they are."""
-    if info.pipeline_parallel > 1:
-        return (
-            "probes and gates are not served with pipeline parallelism, because a gate would need "
-            "what another stage reads"
-        )
-    return ""
 
 
 def resolve_probes(
