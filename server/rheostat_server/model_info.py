@@ -35,6 +35,8 @@ class ModelInfo:
     """Version of vLLM."""
     torch_version: str
     """Version of torch."""
+    head_loras: tuple[str, ...] = ()
+    """Names of the adapters that change the unembedding."""
 
     @property
     def no_gates(self) -> str:

@@ -17,6 +17,7 @@ from rheostat_server.errors import InvalidConfig, ModelNotFound
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """Files that vLLM reads. It takes the first that is there."""
+_HEAD = "lm_head"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `max_lora_rank`."""
 
@@ -33,6 +34,8 @@ class Lora:
     """Its folder, in PEFT's format."""
     rank: int
     """Its rank."""
+    changes_head: bool = False
+    """Whether it adapts the unembedding, as far as its files say."""
 
 
 def read_loras(named: Sequence[tuple[str, str]]) -> tuple[Lora, ...]:
@@ -73,21 +76,31 @@ def lora_arguments(loras: Sequence[Lora], *, cpu: bool) -> dict[str, object]:
 
 def _read(name: str, number: int, folder: Path) -> Lora:
     rank = _rank(name, folder)
-    _check_weights(name, folder)
-    return Lora(name, number, str(folder), rank)
+    weights = _check_weights(name, folder)
+    return Lora(name, number, str(folder), rank, _changes_head(folder, weights))
 
 
-def _check_weights(name: str, folder: Path) -> None:
+def _check_weights(name: str, folder: Path) -> tuple[str, ...]:
+    """Returns the names of the weights; empty if only vLLM may read them."""
     weights = next((folder / one for one in _WEIGHTS if (folder / one).is_file()), None)
     if weights is None:
         raise ModelNotFound(f"the adapter {name}: {folder} holds none of {', '.join(_WEIGHTS)}")
     if weights.suffix != ".safetensors":
-        return  # a pickle, which only vLLM may load
+        return ()  # a pickle, which only vLLM may load
     try:
-        with safe_open(weights, framework="np"):
-            pass
+        with safe_open(weights, framework="np") as opened:
+            return tuple(opened.keys())
     except (OSError, SafetensorError) as error:
         raise ModelNotFound(f"the adapter {name}: cannot read {weights}: {error}") from error
+
+
+def _changes_head(folder: Path, weights: Sequence[str]) -> bool:
+    """Looks at the names of the weights, or else at the modules that the config names."""
+    if weights:
+        return any(_HEAD in weight for weight in weights)
+    config = json.loads((folder / _CONFIG).read_text())
+    # PEFT takes a list of names or one regular expression.
+    return _HEAD in str(config.get("target_modules"))
 
 
 def _rank(name: str, folder: Path) -> int:

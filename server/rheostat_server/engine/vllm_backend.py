@@ -501,6 +501,7 @@ def _model_info(config: ServerConfig, loaded: LoadedEngine) -> ModelInfo:
         pipeline_parallel=settings.parallel_config.pipeline_parallel_size,
         vllm_version=vllm.__version__,
         torch_version=torch.__version__,
+        head_loras=tuple(lora.name for lora in loaded.loras.values() if lora.changes_head),
     )
 
 

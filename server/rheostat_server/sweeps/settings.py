@@ -58,6 +58,8 @@ async def resolve(
         RheostatError: something is invalid.
     """
     grades = await resolve_grades(request.grades, manager)
+    if request.lora_name in manager.info.head_loras:
+        _refuse_divergence(grades, request.lora_name)
     rows = resolve_rows(request, manager.sites)
     baselines = _number(request, "baseline_count", _DEFAULT_BASELINES, BASELINES)
     running = manager.info.running_samples
@@ -99,6 +101,21 @@ async def resolve(
         lease,
     )
     return settings, pairs, labels
+
+
+def _refuse_divergence(grades: Sequence[Grade], lora: str) -> None:
+    """Refuses KL, which is computed with the base model's unembedding.
+
+    Raises:
+        InvalidValue: a grade is a divergence.
+    """
+    for index, grade in enumerate(grades):
+        if grade.metric == sweep_pb2.METRIC_KL:
+            raise InvalidValue(
+                f"the adapter {lora} changes the unembedding, and a divergence is computed with "
+                "the base model's: choose another grade",
+                field=f"grades[{index}].metric",
+            )
 
 
 def _check_rows(grid: Grid, pairs: Sequence[Pair], manager: RequestManager) -> None:

@@ -91,11 +91,12 @@ INFO = ModelInfo(
     device="cpu",
     compiled=False,
     prefix_caching=True,
-    loras=("fables",),
+    loras=("fables", "headed"),
     tensor_parallel=1,
     pipeline_parallel=1,
     vllm_version="0.32.0",
     torch_version="2.13.0",
+    head_loras=("headed",),
 )
 
 

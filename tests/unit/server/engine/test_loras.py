@@ -69,6 +69,26 @@ def test_an_adapter_whose_weights_are_cut_off_stops_the_start(tmp_path: Path) ->
         read_loras([("odd", folder)])
 
 
+def test_adapters_of_the_unembedding_are_marked(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a", 8)
+    (one,) = read_loras([("one", folder)])
+    assert not one.changes_head
+    weights = {"base_model.model.lm_head.lora_A.weight": np.zeros((8, 4), np.float32)}
+    save_file(weights, tmp_path / "a" / "adapter_model.safetensors")
+    (one,) = read_loras([("one", folder)])
+    assert one.changes_head
+
+
+def test_the_config_marks_an_adapter_whose_weights_only_vllm_reads(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a", 8)
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    (tmp_path / "a" / "adapter_model.bin").touch()
+    config = {"r": 8, "target_modules": ["q_proj", "lm_head"]}
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    (one,) = read_loras([("one", folder)])
+    assert one.changes_head
+
+
 def test_a_name_that_comes_twice_stops_the_start(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "a", 8)
     with pytest.raises(InvalidConfig, match="two adapters are named twin"):

@@ -169,6 +169,10 @@ REFUSED = {
     "run": (lambda: order(pair(run_id="nobody")), "pairs[0].run_id"),
     "id": (lambda: order(request_id="a b"), "request_id"),
     "adapter": (lambda: order(lora_name="nobody"), "lora_name"),
+    "divergence under an adapter of the head": (
+        lambda: order(lora_name="headed", grades=[grade("LOGPROB"), grade("KL")]),
+        "grades[1].metric",
+    ),
 }
 
 
