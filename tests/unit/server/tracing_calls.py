@@ -67,6 +67,9 @@ class JitteryBackend(PatchedBackend):
         plan = Plan(job.plan.request_id, acts, job.plan.captures)
         return super().values(Job(plan, job.prompt, job.sampling, job.sample, job.lora))
 
+    def score(self, job: Job) -> float:
+        return -abs(super().score(job))  # log-probabilities are never positive
+
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
         await asyncio.sleep(self.clock.choice((0.0, 0.0, 0.001, 0.004)))
         async with aclosing(super().generate(job)) as deltas:
