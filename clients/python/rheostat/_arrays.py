@@ -150,17 +150,18 @@ def _numpy(array: object) -> npt.NDArray[np.generic]:
 
 def _bfloat16(numbers: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     """Rounds to bfloat16, whose bits are stored in a record with one field named "bfloat16"."""
-    return narrow(numbers.astype(np.float32), "bfloat16").view(_BFLOAT16)
+    return narrow(numbers.astype(np.float32), "bfloat16").view(BFLOAT16)
 
 
-_BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+"""The dtype of an array of bfloat16 in this client."""
 
 
 def _stored(
     numbers: npt.NDArray[np.generic], dtype: Element | None
 ) -> tuple[Element, npt.NDArray[np.generic]]:
     """The element type to send, and the array in the storage type of that element."""
-    if numbers.dtype == _BFLOAT16 or numbers.dtype.name == "bfloat16":
+    if numbers.dtype == BFLOAT16 or numbers.dtype.name == "bfloat16":
         bits = numbers.view(np.uint16)
         if dtype in (None, "bfloat16"):
             return "bfloat16", bits.astype("<u2")

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import argparse
 from datetime import UTC, datetime
+from pathlib import Path
 
-from rheostat._cli._common import Subparsers, add_target, connected
+from rheostat._cli._common import (
+    Subparsers,
+    add_force,
+    add_target,
+    connected,
+    label,
+    layers,
+    may_write,
+    points,
+)
 from rheostat._cli._listing import add_json, print_json, print_table
+from rheostat._cli._progress import Phase
+from rheostat._files import load_run, save_run
 from rheostat._positions import show_ranges, show_sites
-from rheostat._runs import RunInfo
+from rheostat._runs import RunInfo, valid_run_id
 
 
 def add(commands: Subparsers) -> None:
     """Register the command and its own subcommands."""
     parser = commands.add_parser(
         "runs",
-        help="list and delete stored runs",
-        description="List and delete stored runs: captured rows that the server keeps in memory.",
-        example="rheostat runs list\nrheostat runs delete clean",
+        help="list, get, put and delete stored runs",
+        description="List, get, put and delete stored runs: captured rows that the server keeps "
+        "in memory.",
+        example="rheostat runs list\nrheostat runs get clean clean.safetensors",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
 
@@ -30,6 +43,51 @@ def add(commands: Subparsers) -> None:
     add_json(listing)
     listing.set_defaults(run=run_list)
 
+    get = actions.add_parser(
+        "get",
+        help="save a run to a .safetensors file",
+        description="Save a run to a .safetensors file, in its own dtype, with its positions and "
+        "tokens: one tensor per site.",
+        example="rheostat runs get clean clean.safetensors --points resid_post --layers 2-5",
+    )
+    get.add_argument("id", metavar="ID")
+    get.add_argument(
+        "file",
+        type=Path,
+        nargs="?",
+        metavar="FILE.safetensors",
+        help="default: ID.safetensors, here",
+    )
+    get.add_argument("--points", type=points, help="some of its points (default: all)")
+    get.add_argument(
+        "--layers", type=layers, default="all", help="some layers; with --points (default: all)"
+    )
+    add_force(get)
+    get.set_defaults(run=run_get)
+
+    put = actions.add_parser(
+        "put",
+        help="store a run that get has saved",
+        description="Store a run that get has saved.",
+        example="rheostat runs put clean.safetensors --id clean --lease 600",
+    )
+    put.add_argument("file", type=Path, metavar="FILE.safetensors")
+    put.add_argument("--id", help="an id that no other run has (default: the server makes one)")
+    put.add_argument(
+        "--lease",
+        type=float,
+        metavar="SECONDS",
+        help="how long it is not evicted (default: 3600)",
+    )
+    put.add_argument(
+        "--label",
+        action="append",
+        type=label,
+        metavar="KEY=VALUE",
+        help="may be repeated (default: the labels of the file)",
+    )
+    put.set_defaults(run=run_put)
+
     delete = actions.add_parser(
         "delete",
         help="delete a run, leased or not",
@@ -39,7 +97,7 @@ def add(commands: Subparsers) -> None:
     delete.add_argument("id", metavar="ID")
     delete.set_defaults(run=run_delete)
 
-    for action in (listing, delete):
+    for action in (listing, get, put, delete):
         add_target(action)
 
 
@@ -52,6 +110,37 @@ def run_list(args: argparse.Namespace) -> int:
     else:
         now = datetime.now(UTC)
         print_table(_HEAD, [_cells(run, now) for run in runs], "runs")
+    return 0
+
+
+def run_get(args: argparse.Namespace) -> int:
+    """Save the rows of a run."""
+    path = args.file or Path(f"{valid_run_id(args.id)}.safetensors")
+    may_write(path, args.force)
+    with connected(args) as engine, Phase(f"fetching {args.id}"):
+        run = engine.run(args.id)
+        rows = engine.read_run(run, args.points, args.layers)
+    save_run(path, run, rows)
+    first = next(iter(rows))
+    count, width = rows[first].shape
+    print(f"{path}  {len(rows)} x {run.dtype or 'float32'} [{count}, {width}]")
+    return 0
+
+
+def run_put(args: argparse.Namespace) -> int:
+    """Store the rows of a file."""
+    stored = load_run(args.file)
+    with connected(args) as engine, Phase(f"storing {args.file}"):
+        run = engine.put_run(
+            stored.rows,
+            prompt_token_ids=stored.prompt_token_ids,
+            positions=stored.positions,
+            token_ids=stored.token_ids,
+            run_id=args.id,
+            lease=args.lease,
+            labels=stored.labels if args.label is None else dict(args.label),
+        )
+    print(f"{run.id}  {show_sites(run.sites)}, positions {show_ranges(run.positions)}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Vectors in files: `load_vector` and `save_vector`, with one module per format.
+"""Vectors in files: `load_vector` and `save_vector`, with one module per format; runs in files.
 
 Points and layers that a file does not name stay None. An incomplete file is refused. A file is
 replaced as a whole or not at all.
@@ -13,7 +13,12 @@ from typing import Literal, TypeAlias, get_args
 from rheostat._errors import Refused, invalid
 from rheostat._files import _gguf, _npz, _sae, _safetensors
 from rheostat._files._errors import replacing
+from rheostat._files._runs import StoredRun, load_run, save_run
 from rheostat._steering.vectors import Vector, refuse_dose
+
+__all__ = [
+    "FORMATS", "StoredRun", "VectorFormat", "load_run", "load_vector", "save_run", "save_vector",
+]  # fmt: skip
 
 VectorFormat: TypeAlias = Literal["safetensors", "npz", "gguf", "sae"]
 """Formats of vector files; "sae" can only be read."""

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from rheostat._arrays import VectorData
+from rheostat._arrays import VectorData, stored
 from rheostat._files._about import KEY, About, read_about, vector_of, write_about
-from rheostat._files._errors import bad_file, missing_library
-from rheostat._files._tensors import TensorFile
+from rheostat._files._errors import bad_file
+from rheostat._files._tensors import TensorFile, write_tensors
 from rheostat._steering.vectors import Vector
 
 _TENSOR = "vector"
@@ -38,12 +36,5 @@ def load(path: Path) -> Vector:
 
 
 def save(path: Path, vector: Vector, rows: VectorData) -> None:
-    try:
-        from safetensors import TensorSpec, serialize
-    except ModuleNotFoundError as error:
-        raise missing_library(error) from error
-    data = np.frombuffer(rows.data, np.uint8)
-    spec = TensorSpec(
-        dtype=rows.element, shape=rows.shape, data_ptr=data.ctypes.data, data_len=data.nbytes
-    )
-    path.write_bytes(serialize({_TENSOR: spec}, metadata={KEY: write_about(vector)}))
+    tensor = stored(rows.data, rows.element, rows.shape)
+    write_tensors(path, {_TENSOR: tensor}, rows.element, {KEY: write_about(vector)})

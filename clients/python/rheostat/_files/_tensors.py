@@ -1,4 +1,4 @@
-"""The tensors of a safetensors file, or single rows of them.
+"""The tensors of a safetensors file, or single rows of them; and writing such a file.
 
 The library checks the whole file: it refuses a header that does not cover the bytes exactly. Rows
 are read without the library, because without torch it does not support bfloat16.
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from rheostat._arrays import Element, VectorData
+from rheostat._arrays import BFLOAT16, Element, VectorData
 from rheostat._files._about import numbers_of
 from rheostat._files._errors import bad_file, missing_library, unreadable
+from rheostat_wire.dtypes import StoredArray
 
 _LENGTH = 8
 """Bytes of the header's length."""
@@ -70,7 +72,17 @@ class TensorFile:
         tensor = self.tensors[name]
         return self._read(name, row * tensor.shape[1], tensor.shape[1:])
 
+    def array(self, name: str) -> npt.NDArray[np.generic]:
+        """The numbers of a tensor. Raises InvalidRequest if they are not floats."""
+        numbers = self._numbers(name, 0, self.tensors[name].shape)
+        return numbers.view(BFLOAT16) if self.tensors[name].dtype == "BF16" else numbers
+
     def _read(self, name: str, first: int, shape: tuple[int, ...]) -> VectorData:
+        element: Element | None = "bfloat16" if self.tensors[name].dtype == "BF16" else None
+        return numbers_of(self.path, self._numbers(name, first, shape), element)
+
+    def _numbers(self, name: str, first: int, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+        """Elements from the ``first`` on; of bfloat16 the bits."""
         tensor = self.tensors[name]
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
@@ -83,5 +95,22 @@ class TensorFile:
         numbers = np.fromfile(
             self.path, dtype, count, offset=tensor.offset + first * dtype.itemsize
         )
-        element: Element | None = "bfloat16" if tensor.dtype == "BF16" else None
-        return numbers_of(self.path, numbers.reshape(shape), element)
+        return numbers.reshape(shape)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, StoredArray], element: Element, metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file of tensors of one element type, in their storage type."""
+    try:
+        from safetensors import TensorSpec, serialize
+    except ModuleNotFoundError as error:
+        raise missing_library(error) from error
+    arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=element, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes
+        )
+        for name, array in arrays.items()
+    }
+    path.write_bytes(serialize(specs, metadata=dict(metadata)))

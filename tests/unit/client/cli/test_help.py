@@ -25,8 +25,8 @@ COMMANDS = (
     ["sweep"],
     ["vectors", "list"], ["vectors", "put"], ["vectors", "get"], ["vectors", "import"],
     ["vectors", "export"], ["vectors", "delete"], ["vectors", "derive"],
-    ["runs", "list"], ["runs", "delete"], ["global", "set"], ["global", "get"],
-    ["global", "clear"],
+    ["runs", "list"], ["runs", "get"], ["runs", "put"], ["runs", "delete"],
+    ["global", "set"], ["global", "get"], ["global", "clear"],
 )  # fmt: skip
 
 
