@@ -118,7 +118,9 @@ def test_a_derived_vector_that_is_zero_is_warned_of(client, server, caplog, norm
             lambda engine: engine.vectors.derive(["a"], ["a"], points="resid_post", layers=[2, 3])
         )
     told = "the two sets do not differ at resid_post 2-3: the vector is zero and steers nothing"
-    assert [one.getMessage() for one in caplog.records] == ([told] if warns else [])
+    # gRPC's event loops of other tests log too.
+    own = [one.getMessage() for one in caplog.records if one.name == "rheostat"]
+    assert own == ([told] if warns else [])
 
 
 def test_a_message_outside_of_a_list_is_answered_with_the_list(client, server):
