@@ -115,6 +115,7 @@ from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
 from rheostat._subscriptions.subscription import Subscription
 from rheostat._sweeps.grades import ProbeGrade
 from rheostat._sweeps.pairs import NoisyPrompt, Pair
+from rheostat._sweeps.paths import PathOptions, PathPatch
 from rheostat._sweeps.requests import SweepOptions, Zoom
 from rheostat._sweeps.result import Cell, SweepResult
 
@@ -180,6 +181,8 @@ __all__ = [
     "NotFound",
     "OutOfRange",
     "Pair",
+    "PathOptions",
+    "PathPatch",
     "PermissionDenied",
     "Point",
     "Probe",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Self, Unpack
+from typing import Literal, Self, Unpack
 
 from rheostat._arrays import Element
 from rheostat._capture.activations import Activations
@@ -39,6 +39,7 @@ from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
 from rheostat._sweeps.accumulator import OnCell, OnProgress, SweepAccumulator
 from rheostat._sweeps.grades import GradeLike, named_grades
 from rheostat._sweeps.pairs import Pair, answer_texts, checked_pairs
+from rheostat._sweeps.paths import PASS_LEASE, Branches, PathOptions, PathPatch, Paths
 from rheostat._sweeps.requests import SweepOptions, sweep_request
 from rheostat._sweeps.result import SweepResult
 from rheostat._sweeps.watching import Watch, watcher_of
@@ -349,6 +350,53 @@ class Engine:
         if watcher is not None:
             watcher.show(result)
         return result
+
+    def path_patch(
+        self,
+        pair: Pair,
+        sender: Branches,
+        receiver: Branches | Literal["logits"] = "logits",
+        **options: Unpack[PathOptions],
+    ) -> PathPatch:
+        """The effect of the paths from some branches to others, or directly to the logits.
+
+        Branches are ("attn_out", layer) and ("mlp_out", layer), one or a list. One prompt of the
+        pair runs with the senders' rows of the other, the branches in between held at its own rows.
+        What each receiver then gives out is put into a last run, in which all else is computed; or,
+        without receivers, the logits are read. ``options`` are those of `PathOptions`.
+
+        Raises InvalidRequest for heads, which are not served, and if no path leads to a receiver;
+        Refused with REASON_RUN_INCOMPLETE if a position has no partner in the other prompt. Method:
+        Wang et al., "Interpretability in the Wild" (2022); Goldowsky-Dill et al., "Localizing Model
+        Behavior with Path Patching" (2023).
+        """
+        check_options("path_patch", options, PathOptions)
+        paths = Paths(pair, sender, receiver, options)
+        tokens = {}
+        for text in answer_texts([pair]):
+            tokens[text] = self._connection.unary(calls.tokenize_answer(text))
+        asked = paths.ask(tokens)
+        count, lora = (self.model()).layer_count, options.get("lora")
+        where = self.explain(paths.base, steering=paths.probe(), lora=lora, max_tokens=1)
+        paths.resolve(where, count)
+        runs: list[str] = []
+        try:
+            for prompt, sites, steering in paths.captures(runs):
+                made = self.capture_run(
+                    prompt, *sites, steering=steering, lora=lora, lease=PASS_LEASE
+                )
+                runs.append(made.id)
+            reads = [
+                self.lens(
+                    prompt, layers=count - 1, top_k=0, tokens=asked, steering=steering, lora=lora
+                )
+                for prompt, steering in paths.reads(runs)
+            ]
+        finally:
+            for run_id in runs:
+                with suppress(RheostatError):
+                    self.delete_run(run_id)
+        return paths.result(*reads)
 
     def tokenize(self, prompt: Prompt) -> Tokenized:
         """The tokens of a text or of messages, or the text of token ids."""

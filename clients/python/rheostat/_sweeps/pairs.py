@@ -102,8 +102,7 @@ def pair_to_wire(
             put_prompt(message.corrupt, prompt, f"{path}.corrupt")
     for name, answer in (("answer", pair.answer), ("foil", pair.foil)):
         alternatives = getattr(message, name).alternatives
-        for one in () if answer is None else _alternatives(answer, f"{path}.{name}"):
-            ids = tokens[one] if isinstance(one, str) else one
+        for ids in answer_ids(answer, tokens, f"{path}.{name}"):
             alternatives.append(types_pb2.TokenIds(ids=ids))
     if set(pair.groups) != set(labels):
         raise invalid(
@@ -133,6 +132,12 @@ def answer_texts(pairs: Sequence[Pair]) -> Iterator[str]:
                 if isinstance(one, str) and one not in seen:
                     seen.add(one)
                     yield one
+
+
+def answer_ids(answer: Answer | None, tokens: Mapping[str, TokenIds], path: str) -> list[TokenIds]:
+    """The token ids of each alternative; none without an answer. ``tokens`` are those of texts."""
+    several = () if answer is None else _alternatives(answer, path)
+    return [tokens[one] if isinstance(one, str) else one for one in several]
 
 
 def _alternatives(answer: Answer, path: str) -> list[str | TokenIds]:
