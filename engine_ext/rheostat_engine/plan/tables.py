@@ -29,7 +29,7 @@ from rheostat_engine.plan.composition import (
     combine,
     variant_acts,
 )
-from rheostat_engine.plan.gates import Gate, gates_of
+from rheostat_engine.plan.gates import MAX_GATES, Gate, gates_of
 from rheostat_engine.plan.intervals import Intervals, PlanTooLarge, cut_intervals
 
 MAX_PLAN_COST = 50_000
@@ -224,9 +224,13 @@ def steering_table(acts: tuple[Act, ...]) -> SteeringTable | None:
     Raises:
         PlanTooLarge: it costs more than `MAX_PLAN_COST`, or has more than
             `MAX_INTERVALS` intervals.
+        ValueError: it has more than `MAX_GATES` gates.
     """
     if not acts:
         return None
+    gates = len(gates_of([act.gate for act in acts]))
+    if gates > MAX_GATES:
+        raise ValueError(f"{gates} different gates; at most {MAX_GATES} are allowed")
     sets = tuple(sorted({condition.tokens for act in acts for condition in act.conditions}))
     number = {tokens: index for index, tokens in enumerate(sets)}
     clauses: list[Clause] = []

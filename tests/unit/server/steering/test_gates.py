@@ -24,7 +24,7 @@ from rheostat_engine import (
 from rheostat_server import errors
 from rheostat_server.admission.compiled_requests import CompiledRequests
 from rheostat_server.generation.explain import cache_keys
-from rheostat_wire.v1 import gate_pb2, generation_service_pb2, types_pb2, vector_pb2
+from rheostat_wire.v1 import gate_pb2, generation_pb2, generation_service_pb2, types_pb2, vector_pb2
 
 from ..admissions import admission_context, admitted, named, refused, stored
 from ..fakes import INFO, SITES, WIDTH
@@ -36,6 +36,7 @@ from ..messages import (
     above,
     add,
     at_post1,
+    generated,
     probe,
     request,
     selector,
@@ -335,6 +336,24 @@ def test_a_gate_reads_64_numbers_and_a_request_256() -> None:
     sites = site_set(PRE, layers=range(257))
     message = gated(probes=[probe(sites=sites)], sites=site_set(POST, layers=[299]))
     assert refused(message, admission_context(deep)) == (errors.InvalidValue, "probes[0].sites")
+
+
+def test_a_request_has_32_gates_and_no_more() -> None:
+    def message(count: int) -> generation_service_pb2.GenerateRequest:
+        steer = [
+            at_post1(
+                add=add().add,
+                gate=gate(above(float(number))),
+                where=selector(generated(number, number + 1)),
+            )
+            for number in range(count)
+        ]
+        return request(
+            steer=steer, probes=[probe()], sampling=generation_pb2.Sampling(max_tokens=40)
+        )
+
+    assert len(admitted(message(32)).plan.acts) == 33
+    assert refused(message(33)) == (errors.InvalidValue, "steering")
 
 
 def test_pipelines_serve_no_probes() -> None:
