@@ -197,7 +197,9 @@ print(subscription.id, flush=True)
 for event in subscription:
     ended = isinstance(event, rheostat.EndOfRequest)
     rows = 0 if ended else event.values.shape[0] * event.values.shape[1]
-    print(event.sequence, rows, int(ended), flush=True)
+    line = f"{event.sequence} {rows} {int(ended)}\\n"
+    sys.stdout.write(line)  # in one piece, so that a kill never leaves half a line
+    sys.stdout.flush()
     subscription.ack()
 """
 

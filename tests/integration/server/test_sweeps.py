@@ -120,7 +120,7 @@ def sweep(services: Services, *pairs: sweep_pb2.SweepPair, **fields: object) -> 
     first, *middle, last = services.sweeps.Sweep(request, timeout=300)
     cells = {one.cell.index: one.cell for one in middle if one.HasField("cell")}
     phases = [one.phase for one in middle if one.HasField("phase")]
-    swept = Swept(first.started, phases, cells, last.summary)
+    swept = Swept(first.started, phases, dict(sorted(cells.items())), last.summary)
     assert len(cells) + len(phases) == len(middle)
     assert len(cells) == swept.started.cell_count + sum(one.added_cell_count for one in phases)
     columns = len(swept.started.columns)

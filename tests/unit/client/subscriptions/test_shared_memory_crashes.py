@@ -48,11 +48,13 @@ while ends:
     event = next(subscription)
     if isinstance(event, rheostat.EndOfRequest):
         ends -= 1
-        print(event.sequence, "end", event.row_count, 0, 0, shared, flush=True)
+        numbers = (event.sequence, "end", event.row_count, 0, 0, shared)
     else:
         first, count = int(event.positions[0]), len(event.positions)
         crc = zlib.crc32(event.values.tobytes())
-        print(event.sequence, event.request_id, first, count, crc, shared, flush=True)
+        numbers = (event.sequence, event.request_id, first, count, crc, shared)
+    sys.stdout.write(" ".join(map(str, numbers)) + "\\n")  # a kill never leaves half a line
+    sys.stdout.flush()
     subscription.ack()
 subscription.close()
 """
