@@ -219,6 +219,14 @@ def invalid(path: str, description: str, reason: str = "REASON_INVALID_VALUE") -
     return InvalidRequest(description, reason=reason, violations=(Violation(path, description),))
 
 
+def missing_library(what: str, error: ModuleNotFoundError, extra: str) -> Refused:
+    """The error of ``what`` that needs an optional library, which an extra brings."""
+    return Refused(
+        f"{what} needs {error.name}: pip install {error.name}, or, in a checkout, "
+        f"pip install '.[{extra}]'"
+    )
+
+
 def from_rpc(
     error: grpc.RpcError, target: str, timeout: float | None, *, begun: bool = False
 ) -> RheostatError:

@@ -18,7 +18,7 @@ def test_the_client_imports_neither_torch_nor_vllm_nor_the_server():
     program = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
         "heavy = {'torch', 'vllm', 'rheostat_server', 'rheostat_engine', 'matplotlib'}\n"
-        "heavy |= {'datasets', 'pyarrow', 'safetensors', 'gguf'}\n"
+        "heavy |= {'datasets', 'pyarrow', 'safetensors', 'gguf', 'pandas', 'xarray'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -23,9 +23,11 @@ MODULES = {
     "matplotlib": "matplotlib",
     "msgspec": "msgspec",
     "numpy": "numpy",
+    "pandas": "pandas",
     "pyarrow": "pyarrow",
     "safetensors": "safetensors",
     "vllm": "vllm",
+    "xarray": "xarray",
     "zmq": "pyzmq",
 }
 # vLLM pins these to one version; a range of ours could only be wrong.
@@ -63,7 +65,7 @@ def test_the_client_requires_what_it_imports_and_no_more(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     found = [one for room in CLIENT for one in imports_in(root / room, below=root)]
     extras = project["optional-dependencies"]
-    optional = names([*extras["datasets"], *extras["files"]])
+    optional = names([*extras["datasets"], *extras["files"], *extras["tables"]])
     # A heatmap is drawn where matplotlib is: beside the server.
     assert distributions(found) - {"matplotlib"} - optional - BROUGHT_BY_NOTEBOOKS == names(
         project["dependencies"]
@@ -98,11 +100,24 @@ def test_arrow_is_imported_by_one_module_and_when_it_is_used(root: Path) -> None
     assert {one.path.name for one in found if one.lazy} == {"_arrow.py"}
 
 
+def test_tables_are_made_by_one_module_and_imported_when_they_are_used(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    optional = names(project["optional-dependencies"]["tables"])
+    found = [
+        one
+        for one in imports_in(root / "clients/python/rheostat", below=root)
+        if distributions([one]) & optional
+    ]
+    assert distributions(found) == optional
+    assert {one.path.name for one in found if one.lazy} == {"result.py"}
+
+
 def test_the_server_and_the_engine_require_what_they_import_and_no_more(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     found = [one for room in ROOMS for one in imports_in(root / room, below=root)]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["cuda"], *extras["datasets"], *extras["files"]]
+    optional = [*extras["datasets"], *extras["files"], *extras["tables"]]
+    wanted = [*project["dependencies"], *extras["cuda"], *optional]
     assert distributions(found) - BROUGHT_BY_NOTEBOOKS == names(wanted)
 
 

@@ -77,6 +77,10 @@ def test_datasets_adds_arrow_to_the_client(metadata: Message) -> None:
     assert required(metadata, "datasets").keys() == CLIENT | {"datasets", "pyarrow"}
 
 
+def test_tables_adds_pandas_and_xarray_to_the_client(metadata: Message) -> None:
+    assert required(metadata, "tables").keys() == CLIENT | {"pandas", "xarray"}
+
+
 def test_every_requirement_of_the_client_has_both_ends(metadata: Message) -> None:
     operators = {
         name: {clause.operator for clause in Requirement(name + specifier).specifier}
@@ -89,7 +93,8 @@ def test_one_distribution_under_apache_2(metadata: Message) -> None:
     assert metadata["Name"] == "rheostat"
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata.get_all("Provides-Extra") == ["cpu", "cuda", "datasets", "dev", "files"]
+    extras = ["cpu", "cuda", "datasets", "dev", "files", "tables"]
+    assert metadata.get_all("Provides-Extra") == extras
 
 
 def test_the_licence_travels_whole(wheel: zipfile.ZipFile, root: Path) -> None:

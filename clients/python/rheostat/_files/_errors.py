@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from rheostat._errors import InvalidRequest, Refused, invalid
+from rheostat._errors import InvalidRequest, invalid
 
 
 def bad_file(
@@ -22,13 +22,6 @@ def unreadable(path: Path, error: Exception) -> InvalidRequest:
     """The error of a file that is missing, incomplete or of another format."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return bad_file(path, f"cannot be read ({why})", "does it exist, and is it complete?")
-
-
-def missing_library(error: ModuleNotFoundError) -> Refused:
-    return Refused(
-        f"this file format needs {error.name}: pip install {error.name}, "
-        "or, in a checkout, pip install '.[files]'"
-    )
 
 
 @contextmanager

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._arrays import VectorData
-from rheostat._errors import InvalidRequest, invalid
+from rheostat._errors import InvalidRequest, invalid, missing_library
 from rheostat._files._about import About, numbers_of, vector_of
-from rheostat._files._errors import bad_file, missing_library, unreadable
+from rheostat._files._errors import bad_file, unreadable
 from rheostat._points import Point
 from rheostat._steering.vectors import Vector
 
@@ -45,7 +45,7 @@ def load(path: Path) -> Vector:
     try:
         from gguf import GGUFReader
     except ModuleNotFoundError as error:
-        raise missing_library(error) from error
+        raise missing_library("this file format", error, "files") from error
     try:
         reader = GGUFReader(path)
         if reader.byte_order == _SWAPPED:
@@ -127,7 +127,7 @@ def save(path: Path, vector: Vector, rows: VectorData, model_hint: str) -> None:
     try:
         from gguf import GGUFWriter
     except ModuleNotFoundError as error:
-        raise missing_library(error) from error
+        raise missing_library("this file format", error, "files") from error
     layers = _layers(vector)
     values = np.broadcast_to(rows.values, (len(layers), rows.shape[1]))
     with closing(GGUFWriter(path, _ARCHITECTURE)) as writer:

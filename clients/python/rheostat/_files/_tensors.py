@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._arrays import BFLOAT16, Element, VectorData
+from rheostat._errors import missing_library
 from rheostat._files._about import numbers_of
-from rheostat._files._errors import bad_file, missing_library, unreadable
+from rheostat._files._errors import bad_file, unreadable
 from rheostat_wire.dtypes import StoredArray
 
 _LENGTH = 8
@@ -46,7 +47,7 @@ class TensorFile:
         try:
             from safetensors import SafetensorError, safe_open
         except ModuleNotFoundError as error:
-            raise missing_library(error) from error
+            raise missing_library("this file format", error, "files") from error
         self.path = path
         try:
             with safe_open(path, framework="np"):
@@ -105,7 +106,7 @@ def write_tensors(
     try:
         from safetensors import TensorSpec, serialize
     except ModuleNotFoundError as error:
-        raise missing_library(error) from error
+        raise missing_library("this file format", error, "files") from error
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     specs = {
         name: TensorSpec(

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._errors import Refused, invalid
+from rheostat._errors import Refused, invalid, missing_library
 from rheostat._notebook import passage
 from rheostat._points import Point, Site
 
 if TYPE_CHECKING:
+    import pandas
+    import xarray
     from matplotlib.figure import Figure
 
 Grid = npt.NDArray[np.float64]
@@ -196,6 +198,64 @@ class SweepResult:
         """A dict for each cell that has values, as `pandas.DataFrame` takes them."""
         return list(self._records())
 
+    def to_dataframe(self) -> pandas.DataFrame:
+        """A table with a line for each cell that has values; the columns are those of `records`.
+
+        Raises Refused if pandas is not installed.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise missing_library("a sweep's table", error, "tables") from error
+        # The columns are there even if no cell has values.
+        errors = [f"{grade} standard error" for grade in self.grades]
+        names = ["point", "layer", "column", *self.grades, *errors, "top_token_id", "below_noise"]
+        return pandas.DataFrame(self.records(), columns=names)
+
+    def to_xarray(self) -> xarray.Dataset:
+        """A dataset with the dimensions grade, point, layer and column, by their names.
+
+        ``value`` and ``standard_error`` have all four, ``top_token_id``, ``below_noise`` and
+        ``skipped`` (the reason, or "") the last three, ``clean``, ``corrupt``, ``noise_mean``,
+        ``noise_std`` and ``noise_largest`` the first alone. ``pair_value`` has a fifth, pair, and
+        is there if pair values were asked for; so is the coordinate ``token`` if `tokens` are.
+        Where the sweep has no cell, values are NaN.
+
+        Raises Refused if xarray is not installed.
+        """
+        try:
+            import xarray
+        except ModuleNotFoundError as error:
+            raise missing_library("a sweep's dataset", error, "tables") from error
+        skipped = [self.skipped.get(index, "") for index in range(self.top_token_ids.size)]
+        reasons = np.array(skipped, np.str_).reshape(self.top_token_ids.shape)
+        grid = ("point", "layer", "column")
+        variables = {
+            "value": (("grade", *grid), self._by_layer(self.values, np.nan)),
+            "standard_error": (("grade", *grid), self._by_layer(self.standard_errors, np.nan)),
+            "top_token_id": (grid, self._by_layer(self.top_token_ids, -1)),
+            "below_noise": (grid, self._by_layer(self.below_noise, False)),
+            "skipped": (grid, self._by_layer(reasons, "")),
+            "clean": ("grade", list(self.clean)),
+            "corrupt": ("grade", list(self.corrupt)),
+            "noise_mean": ("grade", [noise.mean for noise in self.noise]),
+            "noise_std": ("grade", [noise.std for noise in self.noise]),
+            "noise_largest": ("grade", [noise.largest for noise in self.noise]),
+        }
+        if len(self.pair_values):
+            pairs = self._by_layer(self.pair_values, np.nan)
+            variables["pair_value"] = (("pair", "grade", *grid), pairs)
+        coordinates = {
+            "grade": list(self.grades),
+            "point": self._points,
+            "layer": self._layers,
+            "column": list(self.columns),
+        }
+        if self.tokens:
+            coordinates["token"] = ("column", list(self.tokens))
+        about = {"computed_token_count": self.computed_token_count, "seconds": self.seconds}
+        return xarray.Dataset(variables, coordinates, about)
+
     def save(self, path: str | Path) -> None:
         """Write the result to a file that `load` reads: NumPy's .npz, without pickles."""
         about = {
@@ -245,6 +305,30 @@ class SweepResult:
         for name in ("grades", "columns", "tokens", "clean", "corrupt", "run_ids"):
             about[name] = tuple(about[name])
         return cls(**about, **arrays)
+
+    @property
+    def _points(self) -> list[str]:
+        return list(dict.fromkeys(site.point.value for site in self.sites))
+
+    @property
+    def _layers(self) -> list[int]:
+        return sorted({site.layer for site in self.sites})
+
+    def _by_layer(
+        self, rows: npt.NDArray[np.generic], missing: float | str
+    ) -> npt.NDArray[np.generic]:
+        """From [..., rows, columns] to [..., points, layers, columns].
+
+        A point gets ``missing`` at layers that it has no row for.
+        """
+        points, layers = self._points, self._layers
+        whole = np.full(
+            (*rows.shape[:-2], len(points), len(layers), rows.shape[-1]), missing, rows.dtype
+        )
+        at_point = [points.index(site.point.value) for site in self.sites]
+        at_layer = [layers.index(site.layer) for site in self.sites]
+        whole[..., at_point, at_layer, :] = rows
+        return whole
 
     def _number(self, grade: str | None) -> int:
         if grade is None:

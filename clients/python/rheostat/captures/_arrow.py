@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rheostat._errors import NotFound, Refused
+from rheostat._errors import NotFound, missing_library
 from rheostat.captures._batches import RowBatch
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def reader(batches: Iterator[RowBatch]) -> pyarrow.RecordBatchReader:
     try:
         import pyarrow
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        raise missing_library("this", error, "datasets") from error
     first = next(batches, None)
     if first is None:
         raise NotFound("no rows of this site are stored", reason="REASON_ARTIFACT_NOT_FOUND")
@@ -46,7 +46,7 @@ def dataset(batches: Iterator[RowBatch]) -> datasets.Dataset:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        raise missing_library("this", error, "datasets") from error
     return datasets.Dataset(reader(batches).read_all())
 
 
@@ -68,10 +68,3 @@ def _record_batch(batch: RowBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatc
         pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(values), batch.values.shape[1]),
     ]
     return pyarrow.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _missing(error: ModuleNotFoundError) -> Refused:
-    return Refused(
-        f"this needs {error.name}: pip install {error.name}, or, in a checkout, "
-        "pip install -e '.[datasets]'"
-    )
