@@ -53,7 +53,7 @@ from rheostat_engine.plan.gates import (
 )
 from rheostat_engine.plan.gates import Condition as GateCondition
 from rheostat_engine.plan.intervals import PlanTooLarge
-from rheostat_engine.plan.plan import EXTRA_ARG, Plan
+from rheostat_engine.plan.plan import EXTRA_ARG, Plan, Window
 from rheostat_engine.plan.points import ROUTERS, Point, Site, site_count
 from rheostat_engine.plan.row_encodings import Codec, Directions, RowEncoding
 from rheostat_engine.plan.tables import (
@@ -61,6 +61,7 @@ from rheostat_engine.plan.tables import (
     MAX_INTERVALS,
     MAX_PLAN_COST,
     REQUEST_COST,
+    SMALL_PLAN_COST,
     STEP_COST,
     CaptureNeed,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "OPEN_END",
     "REQUEST_COST",
     "ROUTERS",
+    "SMALL_PLAN_COST",
     "STEP_COST",
     "Act",
     "Activation",
@@ -123,6 +125,7 @@ __all__ = [
     "StagingError",
     "SteeredBlocks",
     "TokenSet",
+    "Window",
     "WorkerChannel",
     "engine_kwargs",
     "largest_replaced",

@@ -40,8 +40,9 @@ def _share(params: SamplingParams, tables: dict[bytes, EncodedTable]) -> None:
         plan = read_plan(extra[EXTRA_ARG])
     except ValueError:
         return
-    acts, captures = (
+    acts, captures, outside = (
         None if table is None else tables.setdefault(table.digest, table)
-        for table in (plan.acts, plan.captures)
+        for table in (plan.acts, plan.captures, plan.outside)
     )
-    params.extra_args = {**extra, EXTRA_ARG: plan._replace(acts=acts, captures=captures)}
+    shared = plan._replace(acts=acts, captures=captures, outside=outside)
+    params.extra_args = {**extra, EXTRA_ARG: shared}

@@ -18,7 +18,7 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Kind
-from rheostat_engine.plan.plan import Plan, ReceivedPlan
+from rheostat_engine.plan.plan import Plan, ReceivedPlan, Window
 from rheostat_engine.plan.tables import SteeringTable
 
 
@@ -59,10 +59,12 @@ class SteeredBlocks:
         self._fragmented: dict[tuple[int, int], bytes] = {}
         """Digests by block, because all samples of a request have the same blocks."""
 
-    def touching(self, start: int, end: int) -> bytes:
+    def touching(self, start: int, end: int, window: Window | None = None) -> bytes:
         """Digest of the acts on positions [start, end); empty if there are none."""
         first = bisect_right(self._starts, start) - 1
         last = bisect_left(self._starts, end)
+        if window is not None:
+            return self._touching(first, last, start, end, window)
         if last - first > 1:
             block = start, end
             if block not in self._fragmented:
@@ -73,21 +75,27 @@ class SteeredBlocks:
             self._whole[whole] = self._touching(first, last, start, end)
         return self._whole[whole]
 
-    def _touching(self, first: int, last: int, start: int, end: int) -> bytes:
+    def _touching(
+        self, first: int, last: int, start: int, end: int, window: Window | None = None
+    ) -> bytes:
         """Digest of the acts on a block that meets intervals `first` to `last` - 1."""
         edges: dict[_Occurrence, list[int]] = {}
         for interval in range(first, last):
-            begins = max(self._starts[interval], start) - start
-            ends = (
-                self._starts[interval + 1] if interval + 1 < len(self._starts) else OPEN_END
-            ) - start
+            begins = max(self._starts[interval], start)
+            ends = self._starts[interval + 1] if interval + 1 < len(self._starts) else OPEN_END
+            ends = min(ends, end)
             for clause in self._members[self._sets[interval]]:
+                low, high = begins, ends
+                if window is not None and clause.act >= window.first_act:
+                    low, high = max(low, window.start), min(high, window.end)
+                    if low >= high:
+                        continue
                 positions = edges.setdefault(clause, [])
-                if positions and positions[-1] == begins:
+                if positions and positions[-1] == low - start:
                     positions.pop()
                 else:
-                    positions.append(begins)
-                positions.append(min(ends, end - start))
+                    positions.append(low - start)
+                positions.append(high - start)
         acts = [
             (
                 self._kinds[act],
@@ -114,6 +122,7 @@ class BlockKeys:
         """`steered` is None if the plan has no acts."""
         self.first_read = OPEN_END if steered is None else steered.first_read
         self._steered = steered
+        self._window = plan.window
         self._epoch = struct.pack("<q", plan.epoch)
         private = [] if plan.private_from is None else [plan.private_from]
         private += [] if steered is None else [steered.first_gated]
@@ -125,7 +134,9 @@ class BlockKeys:
         """The key of the block [start, end); None if no act applies to it."""
         if end > self._private_from:
             return f"private {self._nonce}"
-        touching = b"" if self._steered is None else self._steered.touching(start, end)
+        touching = (
+            b"" if self._steered is None else self._steered.touching(start, end, self._window)
+        )
         if not touching:
             return None
         if touching not in self._keys:

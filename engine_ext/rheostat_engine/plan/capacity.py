@@ -95,7 +95,9 @@ class CapacityLedger:
 
     def additional_needs(self, plan: Plan) -> Counter[str]:
         """The amount of each resource that a plan's steering would add to `used`."""
-        amounts = Counter(self._shared.added_by(plan.packed_acts.needs))
+        amounts: Counter[str] = Counter()
+        for part in (plan.packed_acts, plan.packed_outside):
+            amounts.update(self._shared.added_by(part.needs))
         amounts["ruled_intervals"] = plan.packed_acts.ruled
         amounts["gate_states"] = plan.packed_acts.gates
         return amounts
@@ -121,7 +123,7 @@ class CapacityLedger:
         if plan.request_id in self._admitted:
             raise ValueError(f"request {plan.request_id!r} is already admitted")
         acts, captures = plan.packed_acts, plan.packed_captures
-        needs = (acts.needs, captures.needs)
+        needs = plan.needs
         need = captures.need(prompt_len=prompt_len, max_step_tokens=max_step_tokens)
         unshared = {
             "capture_rows": samples * need.rows,
@@ -142,7 +144,8 @@ class CapacityLedger:
             )
         ]
         if short:
-            return self._shortage(short, added, Counter(unshared) + needs[0].total + needs[1].total)
+            alone = sum((part.total for part in needs), Counter(unshared))
+            return self._shortage(short, added, alone)
         for part in needs:
             self._shared.acquire(part)
         for resource, amount in unshared.items():

@@ -153,9 +153,10 @@ def combine(acts: Sequence[Act], members: Sequence[int], sites: range | None = N
     Raises:
         ValueError: a program is longer than `MAX_STEPS`.
     """
-    by_site = _openings(acts, members, sites)
+    gated = any(acts[member].gate is not None for member in members)
+    gates = gates_of([act.gate for act in acts]) if gated else ()
+    by_site = _openings(acts, members, sites, gates)
     adding: dict[int, list[tuple[bytes, int, float]]] = {}
-    gates = gates_of([act.gate for act in acts])
     for member in ordered(acts, members):
         act = acts[member]
         gate = None if act.gate is None else gates.index(act.gate)
@@ -211,11 +212,10 @@ def _merges(act: Act) -> bool:
 
 
 def _openings(
-    acts: Sequence[Act], members: Sequence[int], sites: range | None
+    acts: Sequence[Act], members: Sequence[int], sites: range | None, gates: Sequence[Gate]
 ) -> dict[int, list[Step]]:
     """The steps that open gates, each at the first site at which the gate's acts act."""
     first: dict[int, int] = {}
-    gates = gates_of([act.gate for act in acts])
     for member in members if gates else ():
         act = acts[member]
         if act.gate is not None and act.strong:

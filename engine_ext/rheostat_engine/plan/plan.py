@@ -34,6 +34,21 @@ _LENGTHS = 64
 """The most prompt lengths for which a plan caches its `CaptureNeed`."""
 
 
+class Window(NamedTuple):
+    """The positions to which some of a plan's acts are limited.
+
+    Requests whose acts differ in their position alone share a table that has the acts of all of
+    them. Each request's window selects its own.
+    """
+
+    start: int
+    """First position."""
+    end: int
+    """The position after the last."""
+    first_act: int
+    """Index of the first limited act. The acts before it apply everywhere."""
+
+
 class EncodedTable(NamedTuple):
     """A serialized table; see `plan.wire`."""
 
@@ -175,7 +190,11 @@ class Plan:
     measured: bool = True
     """Whether the engine measures what the acts change. It costs a worker a fifth of a small
     plan."""
+    window: Window | None = None
+    """Limits acts to some positions. Only for plans that are not measured, without gates and
+    without conditions about token ids. None: no act is limited."""
     _acts: PackedActs | None = field(default=None, compare=False, repr=False)
+    _outside: PackedActs | None = field(default=None, compare=False, repr=False)
     _captures: PackedCaptures | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -198,6 +217,15 @@ class Plan:
         return PackedActs(self.acts)
 
     @property
+    def packed_outside(self) -> PackedActs:
+        """The acts that apply outside of the window, with their table. None without a window."""
+        packed, window = self._outside, self.window
+        count = 0 if window is None else window.first_act
+        if packed is not None and len(packed.acts) == count:
+            return packed
+        return PackedActs(self.acts[:count])
+
+    @property
     def packed_captures(self) -> PackedCaptures:
         """The captures with their table; computed anew unless `pack` has stored them."""
         packed = self._captures
@@ -212,10 +240,31 @@ class Plan:
         Raises:
             PlanTooLarge: it exceeds a worker's limits.
         """
-        return self.packed_acts.plan_cost + self.packed_captures.plan_cost
+        tables = self.packed_acts, self.packed_outside, self.packed_captures
+        return sum(table.plan_cost for table in tables)
+
+    @property
+    def needs(self) -> tuple[Needs, ...]:
+        """The resources shared with other requests by content.
+
+        Raises:
+            ValueError: the acts can't be combined.
+        """
+        acts, captures = self.packed_acts.needs, self.packed_captures.needs
+        return (
+            (acts, captures) if self.window is None else (acts, self.packed_outside.needs, captures)
+        )
 
     def for_request(self, request_id: str, epoch: int) -> "Plan":
         """A copy with another id and epoch, and the same tables."""
+        return self._copy(request_id, epoch, self.window)
+
+    def within(self, start: int, end: int) -> "Plan":
+        """A copy whose window has other positions, and the same tables."""
+        assert self.window is not None
+        return self._copy(self.request_id, self.epoch, self.window._replace(start=start, end=end))
+
+    def _copy(self, request_id: str, epoch: int, window: Window | None) -> "Plan":
         return Plan(  # `replace` takes twice as long, and each sample has a copy
             request_id,
             self.acts,
@@ -223,7 +272,9 @@ class Plan:
             epoch,
             self.private_from,
             self.measured,
+            window,
             self._acts,
+            self._outside,
             self._captures,
         )
 
@@ -240,14 +291,20 @@ class Plan:
 
         Raises:
             PlanTooLarge: it exceeds a worker's limits.
-            ValueError: its acts can't be combined.
+            ValueError: its acts can't be combined, or it has a window and may not have one.
         """
-        return replace(self, _acts=self.packed_acts.build(), _captures=self.packed_captures.build())
+        acts, outside = self.packed_acts.build(), self.packed_outside.build()
+        if self.window is not None and (self.measured or acts.ruled or acts.gates):
+            raise ValueError("acts that are measured, gated, or depend on token ids have no window")
+        return replace(self, _acts=acts, _outside=outside, _captures=self.packed_captures.build())
 
     def to_wire(self) -> bytes:
         """Serializes the plan. vLLM passes bytes on without reading or copying them."""
         wire = _Wire(self.request_id, self.epoch, self.private_from, self.measured)
         wire.acts, wire.captures = self.packed_acts.encoded, self.packed_captures.encoded
+        if self.window is not None:
+            wire.window = self.window
+            wire.outside = self.packed_outside.encoded
         return msgspec.msgpack.encode(wire)
 
 
@@ -264,6 +321,8 @@ class _Wire(_RequestId, omit_defaults=True):
     measured: bool = True
     acts: EncodedTable | None = None
     captures: EncodedTable | None = None
+    window: tuple[_Number, _Number, _Number] | None = None
+    outside: EncodedTable | None = None
 
 
 class ReceivedPlan(NamedTuple):
@@ -275,6 +334,9 @@ class ReceivedPlan(NamedTuple):
     acts: EncodedTable | None
     captures: EncodedTable | None
     measured: bool = True
+    window: Window | None = None
+    outside: EncodedTable | None = None
+    """The acts outside of the window."""
 
 
 def read_request_id(wire: object) -> str | None:
@@ -301,8 +363,18 @@ def read_plan(wire: object) -> ReceivedPlan:
         plain = msgspec.msgpack.decode(wire, type=_Wire)
     except msgspec.MsgspecError as error:
         raise ValueError(f"this is no plan: {error}") from error
+    window = None if plain.window is None else Window(*plain.window)
+    if window is not None and (plain.measured or not window.start < window.end):
+        raise ValueError("this is no plan: its window is empty, or its acts are measured")
     return ReceivedPlan(
-        plain.id, plain.epoch, plain.private_from, plain.acts, plain.captures, plain.measured
+        plain.id,
+        plain.epoch,
+        plain.private_from,
+        plain.acts,
+        plain.captures,
+        plain.measured,
+        window,
+        plain.outside,
     )
 
 

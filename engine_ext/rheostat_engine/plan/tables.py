@@ -48,6 +48,9 @@ STEP_COST = 1000
 """The largest cost that a worker builds or releases between two steps, in addition to the tables of
 small new requests."""
 
+SMALL_PLAN_COST = 100
+"""The most that a plan may cost to be built within a step, at once, in about 2 ms."""
+
 _ITEMS_READ = 64
 """Intervals, token ids or sites that numpy reads at cost 1."""
 

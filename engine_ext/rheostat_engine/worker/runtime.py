@@ -17,7 +17,7 @@ import torch
 
 from rheostat_engine.channel.events import AttachedHead, Head, InstalledHead, ReleasedHead
 from rheostat_engine.plan.acts import OPEN_END
-from rheostat_engine.plan.plan import EncodedTable, read_plan, read_request_id
+from rheostat_engine.plan.plan import ReceivedPlan, read_plan, read_request_id
 from rheostat_engine.plan.tables import REQUEST_COST, STEP_COST
 from rheostat_engine.worker.capture.capture_sets import RequestCaptures
 from rheostat_engine.worker.capture.captures import Captures
@@ -152,13 +152,10 @@ class SiteRuntime:
             return
         problem = ""
         try:
-            plan = read_plan(wire)
-            request = self._make_request(
-                name, plan.acts, plan.captures, cached_tokens_recomputed, measured=plan.measured
-            )
+            request = self._make_request(name, read_plan(wire), cached_tokens_recomputed)
         except (BankError, ValueError) as error:
             problem = str(error)
-            request = self._make_request(name, None, None, cached_tokens_recomputed)
+            request = self._make_request(name, None, cached_tokens_recomputed)
         self._store(request_id, request, problem)
 
     def update_steering(self, name: str, wire: object, not_before: int) -> UpdateResult:
@@ -329,9 +326,7 @@ class SiteRuntime:
         """Applies an update; returns its cost."""
         request = self._requests.get(request_id)
         if request is None:
-            request = self._make_request(
-                self._name(request_id), None, None, cached_tokens_recomputed=0
-            )
+            request = self._make_request(self._name(request_id), None, cached_tokens_recomputed=0)
             self._store(request_id, request, "")
         first = max(int(self._progress.computed_end[request.number]), computed, update.not_before)
         problem, cost = "", REQUEST_COST
@@ -353,19 +348,20 @@ class SiteRuntime:
     def _make_request(
         self,
         name: str,
-        acts: EncodedTable | None,
-        captures: EncodedTable | None,
+        plan: ReceivedPlan | None,
         cached_tokens_recomputed: int,
-        *,
-        measured: bool = True,
     ) -> _Request:
         number = self._new_number()
         steering, captured = RequestSteering(), RequestCaptures()
         try:
-            if captures is not None and self.captures is not None:
-                captured = self.captures.put(number, captures)
-            if acts is not None:
-                steering = self.steering.set_acts(number, acts, measured=measured)
+            if plan is not None and plan.captures is not None and self.captures is not None:
+                captured = self.captures.put(number, plan.captures)
+            if plan is not None and plan.window is not None:
+                steering = self.steering.set_windowed_acts(
+                    number, plan.acts, plan.window, plan.outside
+                )
+            elif plan is not None and plan.acts is not None:
+                steering = self.steering.set_acts(number, plan.acts, measured=plan.measured)
         except (BankError, ValueError):
             if self.captures is not None:
                 self.captures.drop(number, captured, (0, 0))

@@ -19,15 +19,12 @@ import logging
 from collections import deque
 from dataclasses import dataclass, replace
 
-from rheostat_engine import STEP_COST, Plan
+from rheostat_engine import SMALL_PLAN_COST, STEP_COST, Plan
 from rheostat_server.engine.admission_queue import AdmissionQueue
 from rheostat_server.engine.backend import Backend
 from rheostat_server.errors import Defect, EngineLost, RheostatError
 
 _LOG = logging.getLogger(__name__)
-
-SMALL_PLAN_COST = 100
-"""The most that a plan may cost to be built within a step, in about 2 ms."""
 
 _IDLE = 0.25
 """Seconds between two checks whether the engine is idle."""

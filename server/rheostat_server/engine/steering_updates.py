@@ -17,9 +17,8 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-from rheostat_engine import REQUEST_COST, STEP_COST, Plan
+from rheostat_engine import REQUEST_COST, SMALL_PLAN_COST, STEP_COST, Plan
 from rheostat_server.engine.backend import Backend, SteeringUpdate
-from rheostat_server.engine.preparations import SMALL_PLAN_COST
 from rheostat_server.errors import Defect, RheostatError
 
 _LOG = logging.getLogger(__name__)

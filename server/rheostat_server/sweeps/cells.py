@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rheostat_engine import Act, Kind, Plan, Released, Site
+from rheostat_engine import Act, Kind, Plan, Released, Site, Window
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.planning import problem_of
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
@@ -81,7 +81,10 @@ def packing_work(base: AdmittedRequest, rows: int) -> int:
 
 
 def with_acts(
-    base: AdmittedRequest, acts: tuple[Act, ...], vectors: Sequence[Vector]
+    base: AdmittedRequest,
+    acts: tuple[Act, ...],
+    vectors: Sequence[Vector],
+    window: Window | None = None,
 ) -> AdmittedRequest:
     """A request that does what `base` does, and then some more acts.
 
@@ -92,13 +95,14 @@ def with_acts(
         base: the request.
         acts: the acts, which follow those of `base`.
         vectors: their vectors.
+        window: limits some of all these acts; None: none is limited.
 
     Raises:
         InvalidValue: no engine can run both together.
     """
     own = base.unobserved
     try:
-        plan = Plan("", (*own.acts, *acts), own.captures, measured=False).pack()
+        plan = Plan("", (*own.acts, *acts), own.captures, measured=False, window=window).pack()
     except ValueError as error:
         raise InvalidValue(
             f"the cell's rows together with the steering: {problem_of(error)}", field="steering"

@@ -11,18 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat_server.admission.admit import AdmittedRequest
-from rheostat_server.errors import NonFinite, RunIncomplete
+from rheostat_server.errors import NonFinite
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sweeps.answers import Question, Readings
-from rheostat_server.sweeps.cells import (
-    Asked,
-    Blend,
-    Replaced,
-    ask,
-    packing_work,
-    replacing,
-    with_acts,
-)
+from rheostat_server.sweeps.cell_requests import CellRequests
+from rheostat_server.sweeps.cells import Asked, ask
 from rheostat_server.sweeps.divergence import Divergences
 from rheostat_server.sweeps.grades import LastRow, PooledReading, RowReader
 from rheostat_server.sweeps.pairs import Pair
@@ -30,8 +23,6 @@ from rheostat_server.sweeps.request_starter import RequestStarter
 from rheostat_server.sweeps.scores import Values
 from rheostat_server.sweeps.settings import Settings
 from rheostat_server.sweeps.sources import HeldRuns, Source, sources_of
-from rheostat_server.tasks.offload import offload
-from rheostat_server.vectors.store import Vector
 from rheostat_wire.dtypes import FloatArray
 from rheostat_wire.v1 import sweep_pb2
 
@@ -83,6 +74,7 @@ class Measurements:
         self._starter = RequestStarter(manager, background=settings.background)
         self._sources: list[list[Source]] = [[] for _ in pairs]
         """For each pair and noise, where rows come from."""
+        self._requests = CellRequests(settings, pairs, self._sources, manager.sites.capacity)
         self._references: list[FloatArray | None] = [None] * len(pairs)
         """The last row [1, W] of each clean prompt, if a grade compares distributions."""
         self._divergences = Divergences(manager)
@@ -125,32 +117,11 @@ class Measurements:
         Raises:
             RheostatError: its rows cannot be had, it cannot run, or has no finite number.
         """
-        changed = await self._changed(cell, pair, noise)
+        changed = await self._requests.request(cell, pair, noise)
         answered = await self._answered(changed, self._pairs[pair])
         values = await self._numbers(answered, pair)
         first = answered.readings[self._pairs[pair].answers.questions[0]]
         return Measured(values, first.top_token_id)
-
-    async def _changed(self, cell: int, pair: int, noise: int) -> AdmittedRequest:
-        """The request of a cell in a prompt."""
-        row, column = self._settings.grid.place(cell)
-        base, placed = self._pairs[pair].bases[noise], self._pairs[pair].placed(column)
-        if -1 in placed.base:
-            raise RunIncomplete(
-                "a position of the column has no partner in the prompt that is run, which differs "
-                "from the clean one there"
-            )
-        source = self._sources[pair][noise]
-        replaced = [
-            Replaced(site, placed.base, await source.rows(site, placed.source))
-            for site in self._settings.grid.rows[row].window
-        ]
-        blend = self._settings.blend
-        vectors = [one.source.vector for one in replaced]
-        if blend.mask is not None:
-            vectors.append(blend.mask)
-        size = packing_work(base, len(placed.base) * len(replaced))
-        return await offload(size, _with_replaced, base, replaced, blend, vectors)
 
     async def _answered(self, prompt: AdmittedRequest, pair: Pair) -> _Answered:
         """Asks a prompt all questions of its pair, the first of which captures rows."""
@@ -200,9 +171,3 @@ class Measurements:
                     "or its numbers overflow"
                 )
         return values
-
-
-def _with_replaced(
-    base: AdmittedRequest, replaced: Sequence[Replaced], blend: Blend, vectors: Sequence[Vector]
-) -> AdmittedRequest:
-    return with_acts(base, replacing(replaced, blend), vectors)

@@ -1,7 +1,9 @@
 """Plans of every kind over a few positions and token ids, and what they select."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from hypothesis import strategies as st
 
@@ -18,6 +20,7 @@ from rheostat_engine import (
     RowEncoding,
     Spans,
     TokenSet,
+    Window,
 )
 
 LIMIT = 20
@@ -147,6 +150,37 @@ def plans(request_id: str = "r") -> st.SearchStrategy[Plan]:
         acts=st.lists(acts(), max_size=4).map(tuple),
         captures=st.lists(captures(), max_size=3).map(tuple),
     )
+
+
+class Windowed(NamedTuple):
+    """A plan with a window, and one without that does the same."""
+
+    plan: Plan
+    same: Plan
+
+
+@st.composite
+def windowed(draw: st.DrawFn, request_id: str = "r") -> Windowed:
+    """Any plan with a window."""
+    listed = tuple(
+        replace(act, conditions=()) for act in draw(st.lists(acts(), min_size=1, max_size=5))
+    )
+    first_act = draw(st.integers(0, len(listed)))
+    start = draw(st.integers(0, LIMIT))
+    end = draw(st.integers(start + 1, LIMIT + 3) | st.just(OPEN_END))
+    limited = tuple(
+        replace(
+            act,
+            spans=tuple(
+                (max(low, start), min(high, end))
+                for low, high in act.spans
+                if max(low, start) < min(high, end)
+            ),
+        )
+        for act in listed[first_act:]
+    )
+    plan = Plan(request_id, listed, measured=False, window=Window(start, end, first_act))
+    return Windowed(plan, Plan(request_id, (*listed[:first_act], *limited)))
 
 
 def add(

@@ -7,7 +7,7 @@ in the middle. A call depends on the seed and its number alone.
 import asyncio
 import math
 import random
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from rheostat_engine import Kind, Plan
+from rheostat_engine import Act, Kind, Plan
 from rheostat_server.engine.backend import Delta, Job
 from rheostat_wire.v1 import (
     lens_service_pb2,
@@ -63,8 +63,14 @@ class JitteryBackend(PatchedBackend):
     clock: random.Random = field(default_factory=lambda: random.Random(0))
 
     def values(self, job: Job) -> list[float]:
-        acts = tuple(act for act in job.plan.acts if act.kind in (Kind.REPLACE, Kind.ADD_LAST))
-        plan = Plan(job.plan.request_id, acts, job.plan.captures)
+        def relevant(acts: Sequence[Act]) -> tuple[Act, ...]:
+            return tuple(act for act in acts if act.kind in (Kind.REPLACE, Kind.ADD_LAST))
+
+        acts, window = relevant(job.plan.acts), job.plan.window
+        if window is not None:
+            before = relevant(job.plan.acts[: window.first_act])
+            window = window._replace(first_act=len(before))
+        plan = Plan(job.plan.request_id, acts, job.plan.captures, window=window)
         return super().values(Job(plan, job.prompt, job.sampling, job.sample, job.lora))
 
     def score(self, job: Job) -> float:

@@ -30,7 +30,13 @@ from rheostat_engine.plan.composition import (
     combine,
     variant_acts,
 )
-from rheostat_engine.plan.tables import STEP_COST, SteeringTable, direction_cost, site_cost
+from rheostat_engine.plan.tables import (
+    SMALL_PLAN_COST,
+    STEP_COST,
+    SteeringTable,
+    direction_cost,
+    site_cost,
+)
 from rheostat_engine.worker.state.position_functions import Functions, Int32
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.doses import Measures, Norms
@@ -212,6 +218,10 @@ class BuiltTables:
     def _build_all(self, built: BuiltTable) -> _Work[None]:
         """Builds a table, slice by slice."""
         table = built.table
+        if not table.sets and table.plan_cost <= min(SMALL_PLAN_COST, self._slice_cost):
+            self._build_at_once(built)
+            yield table.plan_cost
+            return
         ruled: list[tuple[list[int], list[int]]] = []
         columns = np.zeros((len(table.intervals.members), 3), np.int32)
         for number, clauses in enumerate(table.intervals.members):
@@ -234,6 +244,24 @@ class BuiltTables:
             for number, (slots, dose_slots) in enumerate(ruled):
                 padded[:, number, : len(slots)] = slots, dose_slots
             built.ruled = RuledCombinations(*padded)
+            built.function = self.functions.add(
+                table.intervals.starts, columns[table.intervals.sets]
+            )
+
+    def _build_at_once(self, built: BuiltTable) -> None:
+        """Builds a small table without rules, several times as fast as slice by slice."""
+        table = built.table
+        by_set = [tuple(table.clauses[i].act for i in each) for each in table.intervals.members]
+        combinations = [combine(table.acts, members) for members in by_set]
+        slots = self._with_space(partial(self._bank.acquire, combinations, self._vectors))
+        columns = np.zeros((len(slots), 3), np.int32)
+        for number, (members, combination) in enumerate(zip(by_set, combinations, strict=True)):
+            if combination:
+                variant = Variant(members, combination)
+                first = built.measures.add_small(members, variant.dose_slots)
+                columns[number] = slots[number], 1 + first, 0
+        built.slots = [slot for slot in slots if slot]
+        if built.slots:
             built.function = self.functions.add(
                 table.intervals.starts, columns[table.intervals.sets]
             )

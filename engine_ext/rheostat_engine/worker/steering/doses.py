@@ -129,6 +129,8 @@ class Measures:
         self._first_slots: dict[tuple[int, ...], int] = {}
         self._entries: list[tuple[int, int, int, float]] = []
         """Act, site, dose slot and factor of each measured act."""
+        self._later: list[tuple[tuple[int, ...], int]] = []
+        """Variants whose measurements are noted when the first is read, and their first slots."""
 
     def first_slot(self, members: tuple[int, ...]) -> int | None:
         """The first dose slot of a variant, counted from 0; None if it was not added."""
@@ -141,6 +143,9 @@ class Measures:
             members: the acts that apply, by index.
             sites: the sites; None for all.
         """
+        self._note(members, sites, self.dose_slots)
+
+    def _note(self, members: tuple[int, ...], sites: range | None, first_slot: int) -> None:
         acts = self._acts
         rows = {
             index: dict(acts[index].rows if sites is None else acts[index].site_rows.within(sites))
@@ -148,7 +153,7 @@ class Measures:
             if acts[index].strong
         }
         for site, groups in attribution(acts, members, sites).items():
-            for dose_slot, group in enumerate(groups, self.dose_slots):
+            for dose_slot, group in enumerate(groups, first_slot):
                 for index in group:
                     factor = self._factor(acts[index], rows[index][site][0])
                     self._entries.append((index, site, dose_slot, factor))
@@ -162,6 +167,15 @@ class Measures:
         """
         first = self._first_slots[members] = self.dose_slots
         self.dose_slots += dose_slots
+        return first
+
+    def add_small(self, members: tuple[int, ...], dose_slots: int) -> int:
+        """Adds a variant of a small table, whose measurements are noted once they are read.
+
+        Many requests are never measured. Arguments and result as in `add`.
+        """
+        first = self.add(members, dose_slots)
+        self._later.append((members, first))
         return first
 
     def read(self, measured: npt.NDArray[np.float32], first_act: int) -> list[HeadDose]:
@@ -195,6 +209,9 @@ class Measures:
     @cached_property
     def _columns(self) -> _Entries:
         """The entries as columns, once all of them were noted."""
+        for members, first_slot in self._later:
+            self._note(members, None, first_slot)
+        self._later.clear()
         listed = np.array(self._entries, np.float64).reshape(-1, 4)
         listed = listed[np.lexsort((listed[:, 1], listed[:, 0]))]
         acts, sites, dose_slots = listed[:, :3].astype(np.int64).T

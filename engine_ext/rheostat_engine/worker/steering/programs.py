@@ -10,6 +10,7 @@ s on.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,16 @@ class _Entry:
     code: int
     chain: tuple[int, ...] = ()
     users: int = 0
+
+
+class _NewSteps(NamedTuple):
+    """Steps that are written to the device together."""
+
+    numbers: list[int]
+    ints: list[list[int]]
+    """As `Programs.ints`."""
+    floats: list[list[float]]
+    """As `Programs.floats`."""
 
 
 class Programs:
@@ -125,9 +136,10 @@ class Programs:
         rows = self._make_rows(programs, vectors)
         basis = self.basis(vectors)
         codes: list[int] = []
+        new = _NewSteps([], [], [])
         try:
             for program in programs:
-                codes.append(self._use(program, basis))
+                codes.append(self._use(program, basis, new))
         except BankError:
             for program, _ in zip(programs, codes, strict=False):
                 self.release(program)
@@ -135,6 +147,9 @@ class Programs:
         finally:
             for key in rows:
                 self._give_row(key)
+        if new.numbers:
+            self._ints.put_all(new.numbers, torch.tensor(new.ints))
+            self._floats.put_all(new.numbers, torch.tensor(new.floats))
         return codes
 
     def release(self, program: Program) -> None:
@@ -205,15 +220,15 @@ class Programs:
             self._rows.put_all(numbers, nonzero)
         return taken
 
-    def _use(self, program: Program, basis: Basis) -> int:
+    def _use(self, program: Program, basis: Basis, new: _NewSteps) -> int:
         entry = self._entries.get(program)
         if entry is None:
-            entry = self._make(program, basis)
+            entry = self._make(program, basis, new)
             self._entries[program] = entry
         entry.users += 1
         return entry.code
 
-    def _make(self, program: Program, basis: Basis) -> _Entry:
+    def _make(self, program: Program, basis: Basis, new: _NewSteps) -> _Entry:
         if only_adds(program):
             return _Entry(self._take_row(program[0].addends))
         if not all(map(_usable, program)):
@@ -231,13 +246,12 @@ class Programs:
             raise
         chain = tuple(self._free_steps.pop() for _ in program)
         lines = zip(program, numbers, (*chain[1:], 0), strict=True)
-        ints = [
+        new.numbers.extend(chain)
+        new.ints.extend(
             [step.kind, number, following, step.last, mask, _column(step)]
             for step, (number, mask), following in lines
-        ]
-        self._ints.put_all(chain, torch.tensor(ints))
-        floats = [_floats(step, basis) for step in program]
-        self._floats.put_all(chain, torch.tensor(floats))
+        )
+        new.floats.extend(_floats(step, basis) for step in program)
         return _Entry(-chain[0], chain)
 
     def _take(self, step: Step, basis: Basis) -> tuple[int, int]:

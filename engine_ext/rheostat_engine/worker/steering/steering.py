@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.plan.plan import EncodedTable, steering_of
+from rheostat_engine.plan.plan import EncodedTable, Window, steering_of
 from rheostat_engine.plan.tables import MAX_PLAN_COST, SteeringTable
 from rheostat_engine.worker.state.position_functions import (
     Functions,
@@ -181,10 +181,44 @@ class Steering:
         self._put(number, applied)
         return applied
 
+    def set_windowed_acts(
+        self, number: int, acts: EncodedTable | None, window: Window, outside: EncodedTable | None
+    ) -> RequestSteering:
+        """Puts the acts of a new request in force, some of which have a window.
+
+        Args:
+            number: the request's number.
+            acts: its acts within the window; None if it has none.
+            window: the window.
+            outside: its acts outside of it; None if it has none.
+
+        Raises:
+            BankError, ValueError: the acts can't be put in force; nothing has changed then.
+        """
+        applied = RequestSteering()
+        try:
+            for first, table in ((0, outside), (window.start, acts), (window.end, outside)):
+                if table is None:
+                    part = Part(first, None, SlotRange(0, 0), _NO_VARIANTS)
+                else:
+                    part = self._part(table, first, applied, measured=False)
+                    if part.gate_state or len(part.variants):
+                        applied = RequestSteering((*applied.parts, part))
+                        raise ValueError("gated acts, and acts under rules, have no window")
+                applied = RequestSteering((*applied.parts, part))
+        except (BankError, ValueError):
+            self._release(applied)
+            raise
+        self._put(number, applied)
+        return applied
+
     def remove(self, number: int, applied: RequestSteering) -> None:
         """Takes a request's acts out of force; its dose slots stay until `take_out`."""
         self._requests.drop(number)
         self._variants.pop(number, None)
+        self._release(applied)
+
+    def _release(self, applied: RequestSteering) -> None:
         for part in applied.parts:
             self.rules.remove_variants(part.variants)
             self.gates.release(part.gate_state)

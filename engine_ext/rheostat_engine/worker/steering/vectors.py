@@ -40,10 +40,12 @@ def sums_of(keys: Sequence[RowKey], vectors: Vectors, width: int, dtype: torch.d
         BankError: a vector is missing or of another shape, or a sum isn't finite in `dtype`.
     """
     totals = np.empty((len(keys), width), np.float32)
+    for total, key in zip(totals, keys, strict=True):
+        digest, row, _ = key[0]
+        total[:] = _row(digest, row, vectors, width)
     with np.errstate(over="ignore", invalid="ignore"):
+        totals *= np.array([key[0][2] for key in keys], np.float32)[:, None]
         for total, key in zip(totals, keys, strict=True):
-            digest, row, scale = key[0]
-            np.multiply(_row(digest, row, vectors, width), np.float32(scale), out=total)
             for digest, row, scale in key[1:]:
                 total += np.float32(scale) * _row(digest, row, vectors, width)
     # Rounding is monotonic, so a row stays finite, or becomes zero, as its largest magnitude does.

@@ -20,12 +20,14 @@ from ..strategies import (
     LIMIT,
     SITES,
     VOCABULARY,
+    Windowed,
     ablate,
     acts,
     add,
     holds,
     plans,
     selections,
+    windowed,
 )
 from ..wires import block_keys
 
@@ -115,6 +117,11 @@ def test_under_equal_keys_every_token_gets_the_same(pair: tuple[Plan, Plan]) -> 
             for site in range(SITES):
                 for token in range(VOCABULARY):
                     assert steps(one, site, position, token) == steps(other, site, position, token)
+
+
+@given(windowed())
+def test_acts_in_a_window_have_the_keys_of_acts_at_its_positions(one: Windowed) -> None:
+    assert keys(one.plan) == keys(one.same)
 
 
 @given(plans(), st.integers(0, LIMIT), st.integers(1, 9))

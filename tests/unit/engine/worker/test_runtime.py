@@ -1,5 +1,6 @@
 """What the worker does, batch by batch, equals what the plans say, position by position."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,23 +12,30 @@ from rheostat_engine import (
     Act,
     Band,
     Capture,
+    Condition,
     Dose,
     Installed,
     Kind,
     Plan,
     Released,
     Rows,
+    Window,
 )
 from rheostat_engine.channel.events import InstalledHead
 from rheostat_engine.channel.worker_channel import EventMerger
+from rheostat_engine.plan import gates
+from rheostat_engine.plan.composition import MAX_STEPS
 from rheostat_engine.worker.capture import capture_sets
 from rheostat_engine.worker.steering import steering
 
 from ..cpu_worker import NOTHING, Worker, stream_at
 from ..schedules import Schedule, check_events, check_stream, drawn_plans
-from ..strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, ablate, add
+from ..strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, ablate, add, windowed
 from ..tables import VECTORS, capacity
 from ..wires import WIRES, packed
+
+COLUMN = gates.Condition((0,), gates.Pool.LAST, gates.Combine.ALL, 0.0, math.inf)
+GATE = gates.Gate((COLUMN,), gates.Combine.ALL, gates.Form.STEP, 0.5, 1.0, gates.Hold.TOKEN)
 
 
 def steer(*acts: Act) -> Plan:
@@ -51,6 +59,62 @@ def test_every_token_gets_what_its_plan_says_whatever_the_schedule(data: st.Data
     assert not worker.padding_touched
     lost = [check_events(worker, p, i, schedule) for i, p in by_id.items() if p is not None]
     assert sum(lost) == worker.captures.lost_rows == 0
+    assert worker.held() == NOTHING
+
+
+@given(st.data())
+def test_acts_in_a_window_change_the_tokens_there_and_no_other(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 4), "requests")
+    drawn = {f"v{n}": data.draw(windowed(f"plan {n}"), f"plan {n}") for n in range(count)}
+    worker = Worker()
+    schedule = Schedule(data, {i: data.draw(st.integers(5, LIMIT + 4), "length") for i in drawn})
+    schedule.run(worker, {i: one.plan for i, one in drawn.items()})
+    for (request_id, position, site), stream in worker.streams.items():
+        check_stream(drawn[request_id].same, request_id, position, site, stream)
+    released = [event for event in worker.row_sender.events if isinstance(event, Released)]
+    assert [(event.doses, event.measured) for event in released] == [((), False)] * count
+    *held, busy, active = worker.held()  # what is not measured shares dose slots, which stay
+    assert busy <= MAX_STEPS
+    assert (*held, 0, active) == NOTHING
+
+
+def test_requests_that_differ_in_their_window_share_a_table() -> None:
+    worker = Worker()
+    acts = tuple(add(1, scale=1.0 + n, where=((n, n + 1),)) for n in range(8))
+    plan = Plan("", (add(2), *acts), measured=False, window=Window(0, 1, 1)).pack()
+    for number in range(8):
+        one = plan.within(number, number + 1).for_request(f"r{number}", 0)
+        worker.add_request(f"v{number}", one)
+    worker.step([(f"v{number}", 0, 8) for number in range(8)])
+    row = VECTORS[DIGESTS[0]][0]
+    built = worker.steering.built_tables.built
+    assert built == plan.plan_cost - plan.packed_captures.plan_cost
+    for number in range(8):
+        for position in range(8):
+            scale = 1.0 + number if position == number else 0.0
+            expected = stream_at(f"v{number}", position, 1) + np.float32(scale) * row
+            assert worker.streams[f"v{number}", position, 1].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("acts", "why"),
+    [
+        ((add(2, where=(), conditions=(Condition(((0, 9),), (1,), True),)),), "under rules"),
+        ((replace(add(2), gate=GATE),), "gated"),
+    ],
+)
+def test_acts_under_rules_or_gates_have_no_window(acts: tuple[Act, ...], why: str) -> None:
+    plan = Plan("r", acts, measured=False, window=Window(0, 9, 0))
+    with pytest.raises(ValueError, match="have no window"):
+        plan.pack()
+    with pytest.raises(ValueError, match="have no window"):
+        replace(plan, acts=(add(2),), measured=True).pack()
+    worker = Worker()
+    worker.add_request("v", plan)
+    (event,) = worker.row_sender.events
+    assert isinstance(event, Installed)
+    assert why in event.error
+    worker.finish("v")
     assert worker.held() == NOTHING
 
 
@@ -435,7 +499,7 @@ def test_a_prepared_plan_is_put_in_force_at_no_cost() -> None:
 @pytest.mark.parametrize("calls", [1, 2, 5])
 def test_a_preparation_that_is_given_up_leaves_nothing(calls: int) -> None:
     worker = Worker()
-    many = tuple(add(0, scale=1.0 + n, where=((n, n + 1),)) for n in range(20))
+    many = tuple(add(*range(SITES), scale=1.0 + n, where=((n, n + 1),)) for n in range(24))
     wire = Plan("r", many, (Capture((1, 2), ((3, 9),)),)).to_wire()
     for _ in range(calls):
         assert worker.runtime.preparations.build_part("ahead", wire, 3) == (False, "")
@@ -461,7 +525,7 @@ def test_nothing_that_may_come_to_be_prepared_can_raise_or_stay(wire: object) ->
 
 def test_who_waits_for_a_table_that_cannot_be_completed_hears_of_it() -> None:
     worker = Worker(capacity(bank_rows=5))
-    many = tuple(add(0, scale=1.0 + n, where=((n, n + 1),)) for n in range(20))
+    many = tuple(add(*range(SITES), scale=1.0 + n, where=((n, n + 1),)) for n in range(24))
     wire = Plan("r", many).to_wire()
     preparations = worker.runtime.preparations
     assert preparations.build_part("one", wire, 2) == (False, "")

@@ -71,12 +71,12 @@ class PatchedBackend(ScriptedBackend):
 
     def values(self, job: Job) -> list[float]:
         values = [float(token) for token in job.prompt]
-        for act in job.plan.acts:
+        for number, act in enumerate(job.plan.acts):
             assert act.kind in (Kind.REPLACE, Kind.ADD_LAST)
             vector = self.vectors[act.vectors[0]]
             rows = np.frombuffer(vector.data, np.float32).reshape(vector.rows, vector.width)
             for site, (row, *_) in act.rows:
-                for position in positions_of(act.spans, 0, len(job.prompt)):
+                for position in positions_of(act.spans, *limits(job, number)):
                     change = float(rows[row, 0])
                     change -= values[position] if act.kind is Kind.REPLACE else 0.0
                     values[position] += change * act.scale / (1 + site)
@@ -107,6 +107,14 @@ class PatchedBackend(ScriptedBackend):
                 yield delta._replace(token_ids=(only,), logprobs=[reading])
         finally:
             self.at_once -= 1
+
+
+def limits(job: Job, number: int) -> tuple[int, int]:
+    """The positions to which an act of a job's plan is limited: the first, and the end."""
+    window = job.plan.window
+    if window is None or number < window.first_act:
+        return 0, len(job.prompt)
+    return window.start, min(window.end, len(job.prompt))
 
 
 def prompt(*ids: int) -> types_pb2.Prompt:

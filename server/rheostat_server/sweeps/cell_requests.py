@@ -1,0 +1,165 @@
+"""The requests of a sweep's cells. Cells of neighbouring columns share a plan's tables.
+
+Why they share
+    The cells of a row differ only in the positions at which rows are replaced. A plan of its own
+    for each cell would have to be packed here, and parsed and built by every worker. This took
+    most of a cell's time on the host. Instead, a plan has the acts of several columns, and a
+    window that limits them to the positions of one; see `rheostat_engine.Window`.
+
+Invariant: a cell's request replaces exactly the rows of the cell, shared or not.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from rheostat_engine import OPEN_END, SMALL_PLAN_COST, Capacity, Window
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.errors import InvalidValue, NonFinite, RunIncomplete
+from rheostat_server.sweeps.cells import Replaced, packing_work, replacing, with_acts
+from rheostat_server.sweeps.pairs import Pair
+from rheostat_server.sweeps.settings import Settings
+from rheostat_server.sweeps.sources import Source
+from rheostat_server.tasks.offload import offload
+
+_COLUMNS = 16
+"""The most columns that share a plan."""
+
+_PART = 4
+"""The shared plans of all prompts take at most 1 / `_PART` of what the engine holds."""
+
+
+class _Name(NamedTuple):
+    """The cells that share a plan."""
+
+    row: int
+    first_column: int
+    pair: int
+    noise: int
+
+
+class _Shared(NamedTuple):
+    """A request with the acts of several columns."""
+
+    request: AdmittedRequest
+    windows: dict[int, tuple[int, int]]
+    """By column, the positions of its rows: the first, and the one after the last."""
+
+
+class CellRequests:
+    """Makes the requests of the cells of one sweep."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pairs: Sequence[Pair],
+        sources: Sequence[Sequence[Source]],
+        capacity: Capacity,
+    ) -> None:
+        """Makes none.
+
+        Args:
+            settings: the sweep's settings.
+            pairs: its pairs.
+            sources: for each pair and noise, where rows come from; a live view.
+            capacity: what the engine holds.
+        """
+        self._settings = settings
+        self._pairs = pairs
+        self._sources = sources
+        prompts = sum(len(pair.bases) for pair in pairs)
+        sites = max(len(row.window) for row in settings.grid.rows)
+        held = min(capacity.bank_rows, capacity.steps, capacity.slots)
+        room = held // (_PART * prompts * sites)
+        self._columns = min(_COLUMNS, SMALL_PLAN_COST // (2 * sites), room)
+        """The columns that share a plan; cells have plans of their own if it is below 2."""
+        self._shared: OrderedDict[_Name, _Shared | None] = OrderedDict()
+        """None: these cells cannot share a plan. The least recently used first."""
+        self._kept = 2 * prompts
+        self._turn = asyncio.Lock()
+        """Held while a shared plan is made, because all its cells ask for it at once."""
+
+    async def request(self, cell: int, pair: int, noise: int) -> AdmittedRequest:
+        """The request of a cell in a prompt of a pair.
+
+        Raises:
+            RheostatError: its rows cannot be had.
+        """
+        row, column = self._settings.grid.place(cell)
+        if self._columns > 1:
+            name = _Name(row, column - column % self._columns, pair, noise)
+            shared = await self._shared_request(name)
+            if shared is not None and column in shared.windows:
+                plan = shared.request.plan.within(*shared.windows[column])
+                return replace(shared.request, plan=plan)
+        replaced = await self._replaced(row, column, pair, noise)
+        return await self._made(pair, noise, replaced, window=None)
+
+    async def _shared_request(self, name: _Name) -> _Shared | None:
+        """The request that some cells share; None if they cannot share one."""
+        if name not in self._shared:
+            async with self._turn:
+                if name not in self._shared:
+                    self._shared[name] = await self._make_shared(name)
+                    if len(self._shared) > self._kept:
+                        self._shared.popitem(last=False)
+        self._shared.move_to_end(name)
+        return self._shared[name]
+
+    async def _make_shared(self, name: _Name) -> _Shared | None:
+        row, first, pair, noise = name
+        replaced: list[Replaced] = []
+        windows: dict[int, tuple[int, int]] = {}
+        taken: set[int] = set()
+        for column in range(first, min(first + self._columns, self._settings.grid.columns)):
+            positions = self._pairs[pair].placed(column).base
+            start, end = positions[0], positions[-1] + 1
+            if start < 0 or end - start != len(positions) or not taken.isdisjoint(positions):
+                continue
+            try:
+                rows = await self._replaced(row, column, pair, noise)
+            except (RunIncomplete, NonFinite):  # the cell itself says why
+                continue
+            replaced += rows
+            windows[column] = start, end
+            taken.update(positions)
+        if len(windows) < 2:
+            return None
+        base = self._pairs[pair].bases[noise].unobserved
+        window = Window(0, OPEN_END, len(base.acts))
+        try:
+            return _Shared(await self._made(pair, noise, replaced, window), windows)
+        except InvalidValue:  # its steering depends on tokens, or all columns cost too much
+            return None
+
+    async def _replaced(self, row: int, column: int, pair: int, noise: int) -> list[Replaced]:
+        """The rows that a cell replaces in a prompt."""
+        placed = self._pairs[pair].placed(column)
+        if -1 in placed.base:
+            raise RunIncomplete(
+                "a position of the column has no partner in the prompt that is run, which differs "
+                "from the clean one there"
+            )
+        source = self._sources[pair][noise]
+        return [
+            Replaced(site, placed.base, await source.rows(site, placed.source))
+            for site in self._settings.grid.rows[row].window
+        ]
+
+    async def _made(
+        self, pair: int, noise: int, replaced: Sequence[Replaced], window: Window | None
+    ) -> AdmittedRequest:
+        """A request that replaces rows.
+
+        Raises:
+            InvalidValue: no engine can run it.
+        """
+        base, blend = self._pairs[pair].bases[noise], self._settings.blend
+        vectors = {one.source.vector.digest: one.source.vector for one in replaced}
+        if blend.mask is not None:
+            vectors[blend.mask.digest] = blend.mask
+        size = packing_work(base, sum(len(one.positions) for one in replaced))
+        acts = replacing(replaced, blend)
+        return await offload(size, with_acts, base, acts, tuple(vectors.values()), window)

@@ -1,0 +1,128 @@
+"""Cells of neighbouring columns share the tables of a plan, and each does what it alone should."""
+
+import numpy as np
+import pytest
+
+from rheostat_engine import ModelSites
+from rheostat_server.engine.backend import Job
+from rheostat_server.sweeps import cell_requests
+from rheostat_wire.v1 import replace_pb2, steering_pb2, sweep_pb2, sweep_service_pb2
+
+from ..fakes import LAYERS, sites_with
+from ..messages import add, at_post1, selector, site_set, token_range, window
+from ..streams import settled
+from ..tracing_calls import JitteryBackend
+from .patched import CLEAN, CORRUPT, POST, PatchedBackend, grid, order, pair, swept
+
+ROOM = sites_with(bank_rows=512, slots=512, steps=512)
+
+
+def tables(jobs: list[Job]) -> int:
+    """The number of different tables of acts."""
+    return len({id(job.plan.packed_acts) for job in jobs})
+
+
+async def run(
+    starter, request: sweep_service_pb2.SweepRequest, sites: ModelSites = ROOM
+) -> tuple[np.ndarray, list[Job]]:
+    """The values of a sweep, and the jobs of its cells."""
+    backend = PatchedBackend()
+    backend.sites = sites
+    running = await starter(backend)
+    _, summary = await swept(running, request)
+    await settled(running)
+    first = len(request.steering.interventions)
+    return grid(summary), [job for job in backend.asked if len(job.plan.acts) > first]
+
+
+def replaced(where, layer: int = 1) -> steering_pb2.Intervention:
+    """Rows that become zeros."""
+    return steering_pb2.Intervention(
+        sites=site_set(POST, layers=[layer]),
+        where=where,
+        replace=replace_pb2.Replace(zeros=replace_pb2.ZeroSource()),
+    )
+
+
+async def test_the_cells_of_a_row_share_a_table_and_each_has_its_window(starter) -> None:
+    values, jobs = await run(starter, order())
+    assert len(jobs) == LAYERS * len(CLEAN)
+    assert tables(jobs) == LAYERS
+    windows = sorted(job.plan.window for job in jobs)
+    assert windows == [(p, p + 1, 0) for p in range(len(CLEAN)) for _ in range(LAYERS)]
+    alone, jobs = await run(starter, order(), sites_with())
+    assert tables(jobs) == 2 * LAYERS  # less room: two columns share one
+    assert values.tolist() == alone.tolist()
+
+
+REQUESTS = {
+    "steering": lambda: order(
+        steering=steering_pb2.Steering(interventions=[replaced(selector(window(2, 3)), 0)])
+    ),
+    "steering at the same row": lambda: order(
+        steering=steering_pb2.Steering(interventions=[replaced(selector(window(1, 3)))])
+    ),
+    "windows of layers": lambda: order(layer_window=3),
+    "groups": lambda: order(
+        pair(groups=[selector(window(1, 3)), selector(window(3, 4)), selector(window(0, 2))]),
+        group_labels=["middle", "end", "begin"],
+    ),
+    "two pairs": lambda: order(pair(), pair(corrupt=pair().corrupt)),
+    "alpha": lambda: order(alpha=0.25),
+    "noise direction": lambda: order(direction=sweep_pb2.SWEEP_DIRECTION_NOISE),
+    "some cells": lambda: order(done=[sweep_pb2.CellRun(start=1, count=6)]),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_shared_plans_give_what_plans_of_their_own_give(
+    starter, monkeypatch, name: str
+) -> None:
+    shared, jobs = await run(starter, REQUESTS[name]())
+    assert any(job.plan.window is not None for job in jobs)
+    monkeypatch.setattr(cell_requests, "_COLUMNS", 1)
+    alone, jobs = await run(starter, REQUESTS[name]())
+    assert all(job.plan.window is None for job in jobs)
+    np.testing.assert_array_equal(shared, alone)
+
+
+async def test_columns_with_gaps_or_common_positions_have_plans_of_their_own(starter) -> None:
+    groups = [
+        selector(window(0, 1)),
+        selector(window(0, 1), window(3, 4)),  # a gap
+        selector(window(0, 2)),  # overlaps the first
+        selector(window(2, 3)),
+    ]
+    one = pair(groups=groups)
+    request = order(one, group_labels=["a", "b", "c", "d"], sites=site_set(POST, layers=[1]))
+    request.max_concurrent_cells = 1
+    _, jobs = await run(starter, request)
+    limits = [None if job.plan.window is None else job.plan.window[:2] for job in jobs]
+    assert limits == [(0, 1), None, None, (2, 3)]
+
+
+async def test_a_column_without_a_partner_fails_alone(starter) -> None:
+    backend = PatchedBackend()
+    backend.sites = ROOM
+    running = await starter(backend)
+    longer = (*CORRUPT[:2], 11, *CORRUPT[2:])
+    one = pair(corrupt=pair().corrupt)
+    one.corrupt.token_ids.ids[:] = longer
+    cells, _ = await swept(running, order(one))
+    failed = {cell.column for cell in cells.values() if cell.HasField("error")}
+    assert failed == {1}
+    assert {job.plan.window[0] for job in backend.asked if job.plan.acts} == {0, 3, 4}
+    await settled(running)
+
+
+async def test_cells_under_rules_about_tokens_have_plans_of_their_own(starter) -> None:
+    backend = JitteryBackend()
+    backend.sites = ROOM
+    running = await starter(backend)
+    ruled = at_post1(add=add().add, where=selector(token_range(8)))
+    steering = steering_pb2.Steering(interventions=[ruled])
+    cells, _ = await swept(running, order(steering=steering))
+    jobs = [job for job in backend.asked if len(job.plan.acts) > 1]
+    assert len(jobs) == len(cells) == LAYERS * len(CLEAN)
+    assert all(job.plan.window is None and job.plan.packed_acts.ruled for job in jobs)
+    await settled(running)
