@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from rheostat import aio
-from rheostat._cli import _heatmap, _tone, _trace
+from rheostat._cli import _tone, _trace
 from rheostat._cli._child import demo_server, wait_until_serving
 from rheostat._cli._common import CommandError, Subparsers, need_matplotlib, need_server
 from rheostat._cli._progress import Phase
@@ -68,29 +68,23 @@ async def _show(target: str, out: Path) -> None:
         print(_columns(tone))
         print(f"\nWhat was done to the last one:\n{tone.strongest.receipt}\n")
 
-        with Phase("2. capture: every layer of a clean and a corrupted prompt"):
-            pair = await _trace.find_pair(engine, model)
-        print(f"\nclean:   {pair.clean!r} -> {pair.answers[0]!r}")
-        print(f"corrupt: {pair.corrupt!r} -> {pair.answers[1]!r}")
-        for (point, layer), rows in pair.clean_run.activations.items():
+        with Phase("2. capture: every layer of a prompt with a fact"):
+            fact = await _trace.find_fact(engine, model)
+        print(f"\nclean:   {fact.clean!r} -> {fact.answers[0]!r}")
+        print(f"corrupt: {fact.corrupt!r} -> {fact.answers[1]!r}")
+        for (point, layer), rows in fact.clean_run.activations.items():
             if layer in (0, model.layer_count - 1):
                 print(f"  {point}[{layer}]: {rows.dtype} {list(rows.shape)}")
-        print(f"\n{pair.clean_run.receipt}\n")
+        print(f"\n{fact.clean_run.receipt}\n")
 
-        with Phase("3. causal trace: one row at a time of the corrupted run made clean") as phase:
-            trace = await _trace.trace(
-                engine,
-                model,
-                pair,
-                limit,
-                lambda done, total: phase.note(f"{done} of {total} requests"),
+        with Phase("3. causal trace: one row at a time of the corrupt prompt made clean") as phase:
+            result = await _trace.trace(
+                engine, fact, lambda done, total: phase.note(f"{done} of {total} cells")
             )
-        _heatmap.draw(trace, model.name, out)
-        print(f"\nThe fact that makes it {pair.answers[0]} is carried by")
-        for line in _trace.peaks(trace):
+        _trace.draw(result, fact, model.name, out)
+        print(f"\nThe fact that makes it {fact.answers[0]} is carried by")
+        for line in _trace.peaks(result):
             print(f"  {line}")
-        if trace.bounded:
-            print(f"  ({trace.bounded} cells are bounds: an answer was beyond the logprobs)")
         print(f"\nwrote {out}")
 
 

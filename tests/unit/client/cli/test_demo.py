@@ -19,6 +19,8 @@ from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_service_pb2,
     steering_service_pb2,
+    sweep_pb2,
+    sweep_service_pb2,
     types_pb2,
 )
 
@@ -46,12 +48,13 @@ class Toy:
         return ids
 
     def on_tokenize(self, request, _context):
-        answer = generation_service_pb2.TokenizeResponse(text=request.text)
-        answer.token_ids.ids.extend(self.tokenize(request.text))
+        text = request.text or " ".join(self.words[token] for token in request.token_ids.ids[1:])
+        answer = generation_service_pb2.TokenizeResponse(text=text)
+        answer.token_ids.ids.extend(self.tokenize(text))
         answer.starts.append(0)
         answer.ends.append(0)
         start = 0
-        for word in request.text.split(" "):
+        for word in text.split(" "):
             answer.starts.append(start)
             answer.ends.append(start + len(word))
             start += len(word) + 1
@@ -67,8 +70,13 @@ class Toy:
         answer.limits.logprobs = 20
         return answer
 
-    def stream(self, ids: list[int], request) -> dict[tuple[int, int], np.ndarray]:
-        """The stream by (point, layer), every op of the request applied."""
+    def stream(
+        self, ids: list[int], request, patch: dict[tuple[int, int], np.ndarray] | None = None
+    ) -> dict[tuple[int, int], np.ndarray]:
+        """The stream by (point, layer), every op of the request applied.
+
+        ``patch`` has rows of resid_post by (layer, position).
+        """
         x = np.zeros((len(ids), len(ANSWERS)), np.float32)
         x[:, 0] = 0.5
         for position, token in enumerate(ids):
@@ -81,17 +89,15 @@ class Toy:
             if layer == 1:
                 x[-1, 1:] += x[:-1, 1:].sum(axis=0)
             self.steer(x, types_pb2.POINT_RESID_POST, layer, request)
+            for (at, position), row in (patch or {}).items():
+                if at == layer:
+                    x[position] = row
             found[types_pb2.POINT_RESID_POST, layer] = x.copy()
         return found
 
     def steer(self, x: np.ndarray, point: int, layer: int, request) -> None:
         for one in request.steering.interventions:
             if point in one.sites.points and layer in one.sites.list.layers:
-                if one.HasField("replace"):
-                    window = one.where.include[0].positions
-                    row = np.frombuffer(one.replace.rows.inline, "<f4")
-                    x[window.start : window.end] = row
-                    continue
                 ref = one.add.vector
                 inline = np.frombuffer(ref.inline.inline, "<f4")
                 vector = self.vectors[ref.digest] if ref.digest else inline
@@ -134,6 +140,51 @@ class Toy:
         yield response(finished={"reason": "FINISH_REASON_LENGTH"})
         yield response(receipt={"request_id": "r", "generated_token_count": 1})
 
+    def on_sweep(self, request, _context):
+        """The recovered logit difference of each cell of resid_post."""
+        (pair,), (grade,) = request.pairs, request.grades
+        assert grade.recovered
+        assert grade.token.metric == sweep_pb2.METRIC_LOGIT_DIFFERENCE
+        assert list(request.sites.points) == [types_pb2.POINT_RESID_POST]
+        clean, corrupt = self.tokenize(pair.prompt.text), self.tokenize(pair.corrupt.text)
+        (answer,), (foil,) = pair.answer.alternatives[0].ids, pair.foil.alternatives[0].ids
+        plain = generation_service_pb2.GenerateRequest()
+        source = self.stream(clean, plain)
+
+        def score(stream: dict[tuple[int, int], np.ndarray]) -> float:
+            last = stream[types_pb2.POINT_RESID_POST, LAYERS - 1][-1]
+            return float(last[answer] - last[foil])
+
+        reach = score(source), score(self.stream(corrupt, plain))
+        response = sweep_service_pb2.SweepResponse
+        begun = sweep_pb2.SweepStarted(
+            cell_count=LAYERS * len(clean),
+            rows=[types_pb2.Site(point=types_pb2.POINT_RESID_POST, layer=n) for n in range(LAYERS)],
+            columns=[str(position) for position in range(len(clean))],
+        )
+        resolved = begun.pairs.add()
+        resolved.clean_token_ids.ids.extend(clean)
+        resolved.corrupt_token_ids.ids.extend(corrupt)
+        yield response(started=begun)
+        for index in range(begun.cell_count):
+            layer, position = divmod(index, len(clean))
+            row = source[types_pb2.POINT_RESID_POST, layer][position]
+            patched = score(self.stream(corrupt, plain, {(layer, position): row}))
+            value = (patched - reach[1]) / (reach[0] - reach[1])
+            yield response(
+                cell=sweep_pb2.SweepCell(
+                    index=index,
+                    row=layer,
+                    column=position,
+                    values=[value],
+                    standard_errors=[0.0],
+                    below_noise=value == 0.0,
+                )
+            )
+        noise = sweep_pb2.Noise(sample_count=8)
+        each = sweep_pb2.SweepGrade(clean=1.0, corrupt=0.0, noise=noise)
+        yield response(summary=sweep_pb2.SweepSummary(grades=[each]))
+
 
 @pytest.fixture
 def toy(server):
@@ -150,37 +201,32 @@ def toy(server):
     server.on("Tokenize", toy.on_tokenize)
     server.on("PutVector", put)
     server.on("Generate", toy.on_generate)
+    server.on("Sweep", toy.on_sweep)
     return toy
 
 
-def test_the_trace_finds_the_rows_that_carry_the_fact_and_no_others(server, toy):
-    async def traced() -> _trace.Trace:
-        async with rheostat.aio.connect(server.target) as engine:
-            model = await engine.model()
-            pair = await _trace.find_pair(engine, model)
-            limit = asyncio.Semaphore(16)
-            return await _trace.trace(engine, model, pair, limit, lambda done, total: None)
+def test_one_sweep_finds_the_rows_that_carry_the_fact_and_no_others(server, toy):
+    told: list[tuple[int, int]] = []
 
-    found = asyncio.run(traced())
-    assert found.pair.clean == "The Eiffel Tower is in the city of"
-    assert found.pair.corrupt == "The Willis Tower is in the city of"
-    assert found.pair.answers == ("Paris", "Chicago")
-    assert found.pair.changed == [2]
-    assert found.pair.pieces == (
-        "<start>", "The", "Eiffel/Willis", "Tower", "is", "in", "the", "city", "of",
-    )  # fmt: skip
-    assert found.sites == (
-        rheostat.Site(Point.RESID_PRE, 0),
-        rheostat.Site(Point.RESID_POST, 0),
-        rheostat.Site(Point.RESID_POST, 1),
-        rheostat.Site(Point.RESID_POST, 2),
-    )
-    expected = np.zeros((4, 9), np.float32)
-    expected[:2, 2] = expected[2:, 8] = 1
-    assert np.allclose(found.recovered, expected, atol=1e-6)
-    assert found.bounded == 0
-    assert _trace.peaks(found) == [
-        "2 'Eiffel/Willis': 1.00 at resid_pre[0], at least half of it from resid_pre[0] to "
+    async def traced() -> tuple[_trace.Fact, rheostat.SweepResult]:
+        async with rheostat.aio.connect(server.target) as engine:
+            fact = await _trace.find_fact(engine, await engine.model())
+            return fact, await _trace.trace(engine, fact, lambda *count: told.append(count))
+
+    fact, result = asyncio.run(traced())
+    assert fact.clean == "The Eiffel Tower is in the city of"
+    assert fact.corrupt == "The Willis Tower is in the city of"
+    assert fact.answers == ("Paris", "Chicago")
+    asked = [one for one in server.asked if isinstance(one, sweep_service_pb2.SweepRequest)]
+    assert len(asked) == 1
+    assert told[-1] == (27, 27)
+    assert result.tokens == ("", "The", "Eiffel", "Tower", "is", "in", "the", "city", "of")
+    assert result.sites == tuple(rheostat.Site(Point.RESID_POST, layer) for layer in range(3))
+    expected = np.zeros((3, 9), np.float32)
+    expected[0, 2] = expected[1:, 8] = 1
+    assert np.allclose(result.array(), expected, atol=1e-6)
+    assert _trace.peaks(result) == [
+        "2 'Eiffel': 1.00 at resid_post[0], at least half of it from resid_post[0] to "
         "resid_post[0]",
         "8 'of': 1.00 at resid_post[1], at least half of it from resid_post[1] to resid_post[2]",
     ]
@@ -203,8 +249,8 @@ def test_the_demo_turns_the_tone_and_draws_the_trace(server, toy, tmp_path, caps
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert [line for line in err.splitlines() if line[0].isdigit()] == [
         "1. tone: making a vector and continuing three prompts with it ...",
-        "2. capture: every layer of a clean and a corrupted prompt ...",
-        "3. causal trace: one row at a time of the corrupted run made clean ...",
+        "2. capture: every layer of a prompt with a fact ...",
+        "3. causal trace: one row at a time of the corrupt prompt made clean ...",
     ]
 
 
