@@ -41,6 +41,8 @@ class Floats(IntEnum):
     HEAD = 0
     ABOVE = 1
     BELOW = 2
+    STAYS_ABOVE = 3
+    STAYS_BELOW = 4
 
 
 class State(IntEnum):
@@ -65,7 +67,7 @@ class Held(IntEnum):
 
 
 def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """A gate's integers, [7, MAX_TERMS], and floats, [3, MAX_TERMS]."""
+    """A gate's integers, [7, MAX_TERMS], and floats, [5, MAX_TERMS]."""
     ints = np.zeros((len(Ints), MAX_TERMS), np.int32)
     floats = np.zeros((len(Floats), MAX_TERMS), np.float32)
     ints[Ints.CONDITION] = -1
@@ -84,6 +86,13 @@ def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32
                 condition.for_tokens,
                 condition.decided_at,
             )
-            floats[1:, lane] = condition.above, condition.below
+            above, below = condition.above, condition.below
+            stays = condition.stays_above, condition.stays_below
+            floats[1:, lane] = (
+                above,
+                below,
+                above if stays[0] is None else stays[0],
+                below if stays[1] is None else stays[1],
+            )
             lane += 1
     return ints, floats

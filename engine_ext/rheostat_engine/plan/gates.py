@@ -99,6 +99,10 @@ class Condition(NamedTuple):
     """A value counts once it lay between the bounds at so many of its tokens in a row."""
     decided_at: int = NEVER
     """The position at which it is decided once, of the readings up to there; or `NEVER`."""
+    stays_above: float | None = None
+    """Replaces `above` for a value that counts already; None: `above`."""
+    stays_below: float | None = None
+    """Replaces `below` for a value that counts already; None: `below`."""
 
 
 class Form(IntEnum):

@@ -68,6 +68,8 @@ class _Condition(msgspec.Struct):
     below: float | None
     for_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
     decided_at: Annotated[int, msgspec.Meta(ge=NEVER, lt=2**31)]
+    stays_above: float | None = None
+    stays_below: float | None = None
 
 
 class _Gate(msgspec.Struct):
@@ -244,6 +246,8 @@ def _gate_to(gate: Gate) -> _Gate:
             _finite(one.below),
             one.for_tokens,
             one.decided_at,
+            one.stays_above,
+            one.stays_below,
         )
         for one in gate.conditions
     )
@@ -260,6 +264,8 @@ def _gate_from(plain: _Gate) -> Gate:
             math.inf if one.below is None else one.below,
             one.for_tokens,
             one.decided_at,
+            one.stays_above,
+            one.stays_below,
         )
         for one in plain.conditions
     )

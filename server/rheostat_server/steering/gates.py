@@ -81,6 +81,9 @@ _COMBINE = {
 Wire = TypeVar("Wire", bound=int)
 Own = TypeVar("Own")
 
+_BOUNDS = ("above", "below", "for_tokens", "stays_above", "stays_below")
+"""Fields of a condition that take a value as 0 or 1."""
+
 _PER_LAYER = 4
 """Sites of a layer; see `rheostat_engine.plan.points`."""
 
@@ -323,7 +326,7 @@ def _condition(
     if message.HasField("combine_sites"):
         combine = _enum(message.combine_sites, _COMBINE, field_path(path, "combine_sites"))
     above, below, for_tokens = -math.inf, math.inf, 1
-    bounded = [name for name in ("above", "below", "for_tokens") if message.HasField(name)]
+    bounded = [field.name for field, _ in message.ListFields() if field.name in _BOUNDS]
     if combine is Combine.SUM and bounded:
         raise InvalidValue(
             "COMBINE_SUM takes the values as they are: leave this out, and give the gate a form "
@@ -343,7 +346,37 @@ def _condition(
             f"no value is above {above:g} and below {below:g}", field=field_path(path, "below")
         )
     decided_at = context.prompt_len - 1 if message.after_prompt else NEVER
-    return GateCondition(probe.columns, pool, combine, above, below, for_tokens, decided_at)
+    stays_above, stays_below = _stays(message, path)
+    return GateCondition(
+        probe.columns,
+        pool,
+        combine,
+        above,
+        below,
+        for_tokens,
+        decided_at,
+        stays_above,
+        stays_below,
+    )
+
+
+def _stays(message: gate_pb2.Condition, path: str) -> tuple[float | None, float | None]:
+    """The bounds of a value that counts already; None where they are the others."""
+    found: list[float | None] = []
+    for name, bound, sign in (("stays_above", "above", -1), ("stays_below", "below", 1)):
+        if not message.HasField(name):  # type: ignore[arg-type]  # a field of the message
+            found.append(None)
+            continue
+        field = field_path(path, name)
+        if not message.HasField(bound):  # type: ignore[arg-type]  # as above
+            raise InvalidValue(f"needs the bound `{bound}`", field=field)
+        number, first = validation.finite(getattr(message, name), field), getattr(message, bound)
+        if sign * (number - first) <= 0:
+            side = "below" if sign < 0 else "above"
+            raise InvalidValue(f"must be {side} the bound `{bound}`, {first:g}", field=field)
+        found.append(number)
+    above, below = found
+    return above, below
 
 
 def _form(message: gate_pb2.Gate, path: str, *, summed: bool) -> tuple[Form, float, float]:

@@ -140,6 +140,14 @@ def two_in_a_row(z: Float, middle: float) -> Float:
     return (above & np.append(False, above[:-1])).astype(np.float32)
 
 
+def with_hysteresis(z: Float, middle: float, until: float) -> Float:
+    """1 from a number above the middle on, up to the next that is not above `until`."""
+    found = np.zeros(len(z), np.float32)
+    for position, number in enumerate(z):
+        found[position] = number > (until if position and found[position - 1] else middle)
+    return found
+
+
 BOTH = (READ, ALSO_READ)
 CASES = {
     "always": Case(lambda m: probe().above(-1e6), lambda m: lambda z, n: np.ones(z.shape[1])),
@@ -158,6 +166,10 @@ CASES = {
     "two in a row": Case(
         lambda m: probe().above(m, for_tokens=2),
         lambda m: lambda z, n: two_in_a_row(z[0], m),
+    ),
+    "with hysteresis": Case(
+        lambda m: probe().above(m, until=m - 0.7),
+        lambda m: lambda z, n: with_hysteresis(z[0], m, m - 0.7),
     ),
     "sigmoid": Case(
         lambda m: rheostat.gate(

@@ -86,6 +86,8 @@ def conditions(draw: st.DrawFn, columns: int) -> Condition:
         below,
         1 if combine is Combine.SUM else draw(st.integers(1, 3)),
         draw(st.just(NEVER) | st.integers(0, LIMIT)),
+        above - 0.4 if math.isfinite(above) and draw(st.booleans()) else None,
+        below + 0.4 if math.isfinite(below) and draw(st.booleans()) else None,
     )
 
 
@@ -153,9 +155,12 @@ def _values(
     ]
     numbers = [one[condition.pool] for one in pooled]
     run = 0
+    stays_above = condition.above if condition.stays_above is None else condition.stays_above
+    stays_below = condition.below if condition.stays_below is None else condition.stays_below
     for number in numbers:
-        _near(number, condition.above, condition.below)
-        run = run + 1 if condition.above < number < condition.below else 0
+        _near(number, condition.above, condition.below, stays_above, stays_below)
+        stays = run >= condition.for_tokens and stays_above < number < stays_below
+        run = run + 1 if stays or condition.above < number < condition.below else 0
     return _Values(numbers[-1], run)
 
 

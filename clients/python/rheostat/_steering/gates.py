@@ -109,6 +109,7 @@ class Probe:
         combine: Combine = "any",
         after_prompt: bool = False,
         for_tokens: int = 1,
+        until: float | None = None,
     ) -> Condition:
         """Holds where the number is above ``number``.
 
@@ -119,8 +120,13 @@ class Probe:
             after_prompt: whether it is decided once, at the last prompt token, from the prompt
                 tokens that were read.
             for_tokens: holds once it did so at so many tokens in a row.
+            until: once it holds, it goes on holding while the number is above this, which is below
+                ``number``. So a number near the bound does not switch it at every token. Default:
+                ``number``.
         """
-        return Condition(self, number, None, pool, combine, after_prompt, for_tokens)
+        return Condition(
+            self, number, None, pool, combine, after_prompt, for_tokens, stays_low=until
+        )
 
     def below(
         self,
@@ -130,9 +136,16 @@ class Probe:
         combine: Combine = "any",
         after_prompt: bool = False,
         for_tokens: int = 1,
+        until: float | None = None,
     ) -> Condition:
-        """Holds where the number is below ``number``; the other arguments are those of `above`."""
-        return Condition(self, None, number, pool, combine, after_prompt, for_tokens)
+        """Holds where the number is below ``number``; the other arguments are those of `above`.
+
+        Once it holds, it goes on holding while the number is below ``until``, which is above
+        ``number``.
+        """
+        return Condition(
+            self, None, number, pool, combine, after_prompt, for_tokens, stays_high=until
+        )
 
     def between(
         self,
@@ -144,7 +157,7 @@ class Probe:
         after_prompt: bool = False,
         for_tokens: int = 1,
     ) -> Condition:
-        """Holds between two numbers; the other arguments are those of `above`."""
+        """Holds between two numbers; the other arguments but ``until`` are those of `above`."""
         return Condition(self, low, high, pool, combine, after_prompt, for_tokens)
 
     def summed(self, *, pool: Pool = "last", after_prompt: bool = False) -> Condition:
@@ -181,6 +194,10 @@ class Condition:
     combine: Combine = "any"
     after_prompt: bool = False
     for_tokens: int = 1
+    stays_low: float | None = None
+    """Once it holds, the number must be above this instead; None: ``low``."""
+    stays_high: float | None = None
+    """Once it holds, the number must be below this instead; None: ``high``."""
 
     def as_gate(self) -> Gate:
         """The gate that is open at each token where this holds."""
@@ -203,6 +220,10 @@ class Condition:
             message.above = finite(self.low, f"{path}.above", "a bound")
         if self.high is not None:
             message.below = finite(self.high, f"{path}.below", "a bound")
+        if self.stays_low is not None:
+            message.stays_above = finite(self.stays_low, f"{path}.stays_above", "a bound")
+        if self.stays_high is not None:
+            message.stays_below = finite(self.stays_high, f"{path}.stays_below", "a bound")
         if self.combine != "sum":
             message.for_tokens = whole_number(
                 self.for_tokens, f"{path}.for_tokens", "a number of tokens", least=1

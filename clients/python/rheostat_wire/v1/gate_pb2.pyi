@@ -148,6 +148,8 @@ class Condition(_message.Message):
     ABOVE_FIELD_NUMBER: _builtins.int
     BELOW_FIELD_NUMBER: _builtins.int
     FOR_TOKENS_FIELD_NUMBER: _builtins.int
+    STAYS_ABOVE_FIELD_NUMBER: _builtins.int
+    STAYS_BELOW_FIELD_NUMBER: _builtins.int
     probe_name: _builtins.str
     """A probe of the same request, watch or policy. Others: REASON_INVALID_VALUE."""
     pool: Global___Pool.ValueType
@@ -167,6 +169,15 @@ class Condition(_message.Message):
     """
     for_tokens: _builtins.int
     """Holds once it did so for this many of the probe's tokens in a row. 1 to 1048576. Default 1."""
+    stays_above: _builtins.float
+    """Once it holds, it goes on holding while the value is above this, so that a value near the bound
+    does not switch it at every token. Below `above`, which is required (REASON_INVALID_VALUE).
+    Absent: as `above`.
+    """
+    stays_below: _builtins.float
+    """Once it holds, it goes on holding while the value is below this. Above `below`, which is required
+    (REASON_INVALID_VALUE). Absent: as `below`.
+    """
     def __init__(
         self,
         *,
@@ -177,10 +188,12 @@ class Condition(_message.Message):
         above: _builtins.float | None = ...,
         below: _builtins.float | None = ...,
         for_tokens: _builtins.int | None = ...,
+        stays_above: _builtins.float | None = ...,
+        stays_below: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_above", b"_above", "_below", b"_below", "_combine_sites", b"_combine_sites", "_for_tokens", b"_for_tokens", "_pool", b"_pool", "above", b"above", "below", b"below", "combine_sites", b"combine_sites", "for_tokens", b"for_tokens", "pool", b"pool"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_above", b"_above", "_below", b"_below", "_combine_sites", b"_combine_sites", "_for_tokens", b"_for_tokens", "_pool", b"_pool", "_stays_above", b"_stays_above", "_stays_below", b"_stays_below", "above", b"above", "below", b"below", "combine_sites", b"combine_sites", "for_tokens", b"for_tokens", "pool", b"pool", "stays_above", b"stays_above", "stays_below", b"stays_below"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_above", b"_above", "_below", b"_below", "_combine_sites", b"_combine_sites", "_for_tokens", b"_for_tokens", "_pool", b"_pool", "above", b"above", "after_prompt", b"after_prompt", "below", b"below", "combine_sites", b"combine_sites", "for_tokens", b"for_tokens", "pool", b"pool", "probe_name", b"probe_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_above", b"_above", "_below", b"_below", "_combine_sites", b"_combine_sites", "_for_tokens", b"_for_tokens", "_pool", b"_pool", "_stays_above", b"_stays_above", "_stays_below", b"_stays_below", "above", b"above", "after_prompt", b"after_prompt", "below", b"below", "combine_sites", b"combine_sites", "for_tokens", b"for_tokens", "pool", b"pool", "probe_name", b"probe_name", "stays_above", b"stays_above", "stays_below", b"stays_below"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__above: _TypeAlias = _typing.Literal["above"]  # noqa: Y015
     _WhichOneofArgType__above: _TypeAlias = _typing.Literal["_above", b"_above"]  # noqa: Y015
@@ -192,6 +205,10 @@ class Condition(_message.Message):
     _WhichOneofArgType__for_tokens: _TypeAlias = _typing.Literal["_for_tokens", b"_for_tokens"]  # noqa: Y015
     _WhichOneofReturnType__pool: _TypeAlias = _typing.Literal["pool"]  # noqa: Y015
     _WhichOneofArgType__pool: _TypeAlias = _typing.Literal["_pool", b"_pool"]  # noqa: Y015
+    _WhichOneofReturnType__stays_above: _TypeAlias = _typing.Literal["stays_above"]  # noqa: Y015
+    _WhichOneofArgType__stays_above: _TypeAlias = _typing.Literal["_stays_above", b"_stays_above"]  # noqa: Y015
+    _WhichOneofReturnType__stays_below: _TypeAlias = _typing.Literal["stays_below"]  # noqa: Y015
+    _WhichOneofArgType__stays_below: _TypeAlias = _typing.Literal["_stays_below", b"_stays_below"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__above) -> _WhichOneofReturnType__above | None: ...
     @_typing.overload
@@ -202,6 +219,10 @@ class Condition(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__for_tokens) -> _WhichOneofReturnType__for_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pool) -> _WhichOneofReturnType__pool | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stays_above) -> _WhichOneofReturnType__stays_above | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stays_below) -> _WhichOneofReturnType__stays_below | None: ...
 
 Global___Condition: _TypeAlias = Condition  # noqa: Y015
 

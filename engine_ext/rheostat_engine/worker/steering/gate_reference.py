@@ -79,7 +79,10 @@ def advance(
     seen = (count > 0) & (~once | (position >= decided_at))
     number = torch.where(pool == Pool.MEAN, value / count.clamp(min=1), value)
     inside = seen | once & (count > 0)
-    inside &= (number > floats[Floats.ABOVE]) & (number < floats[Floats.BELOW])
+    counts = run >= ints[Ints.FOR_TOKENS]
+    above = torch.where(counts, floats[Floats.STAYS_ABOVE], floats[Floats.ABOVE])
+    below = torch.where(counts, floats[Floats.STAYS_BELOW], floats[Floats.BELOW])
+    inside &= (number > above) & (number < below)
     run[:] = torch.where(read, torch.where(inside, run + 1, 0.0), run)
     holds = seen & (run >= ints[Ints.FOR_TOKENS])
     summed = ints[Ints.COMBINE] == Combine.SUM

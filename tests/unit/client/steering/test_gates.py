@@ -79,6 +79,10 @@ def test_a_condition_says_which_numbers_hold() -> None:
         below=1,
         for_tokens=3,
     )
+    (condition,) = gate_of(MOOD.above(1, until=0.5)).conditions
+    assert (condition.stays_above, condition.HasField("stays_below")) == (0.5, False)
+    (condition,) = gate_of(MOOD.below(1, until=1.5)).conditions
+    assert (condition.stays_below, condition.HasField("stays_above")) == (1.5, False)
     (condition,) = gate_of(rheostat.gate(MOOD.summed(), form=2.0)).conditions
     assert condition.combine_sites == gate_pb2.COMBINE_SUM
     assert not any(condition.HasField(name) for name in ("above", "below", "for_tokens"))
@@ -126,6 +130,7 @@ def test_a_gate_says_how_far_and_how_long_it_is_open(fields, expected) -> None:
         (lambda: rheostat.probe(PUSH), "probe.vector"),
         (lambda: rheostat.probe(ROW, points="resid_post", layers=0, name="a b"), "probe.name"),
         (lambda: gate_of(MOOD.above(float("nan"))), "conditions[0].above"),
+        (lambda: gate_of(MOOD.above(1, until=float("inf"))), "conditions[0].stays_above"),
         (lambda: gate_of(MOOD.above(1, pool="first")), "conditions[0].pool"),
         (lambda: gate_of(MOOD.above(1, for_tokens=0)), "conditions[0].for_tokens"),
         (lambda: gate_of(rheostat.gate(MOOD.above(1), combine="xor")), "combine"),
