@@ -160,7 +160,10 @@ def test_every_readout_is_read(fields, expected) -> None:
         ({"above": 0.5, "for_tokens": 3}, {"for_tokens": 3}),
         ({"above": 0.5}, {"stays_above": None, "stays_below": None}),
         ({"above": 0.5, "stays_above": -0.5}, {"above": 0.5, "stays_above": -0.5}),
-        ({"below": 0.5, "stays_below": 1.5}, {"above": -math.inf, "below": 0.5, "stays_below": 1.5}),
+        (
+            {"below": 0.5, "stays_below": 1.5},
+            {"above": -math.inf, "below": 0.5, "stays_below": 1.5},
+        ),
         ({"above": 0.5, "after_prompt": True}, {"decided_at": 2}),
         ({"above": 0.5, "combine_sites": gate_pb2.COMBINE_ALL}, {"combine": Combine.ALL}),
     ],
