@@ -48,6 +48,17 @@ def whole_number(
     return value
 
 
+def token_id(number: SupportsIndex, path: str) -> int:
+    """Returns ``number`` if it can be the id of a token."""
+    if isinstance(number, str):
+        raise invalid(
+            path,
+            f"a token id is a whole number, not {number!r}; "
+            "engine.tokenize(text, special_tokens=False) gives those of a text",
+        )
+    return whole_number(number, path, "a token id", reason="REASON_UNKNOWN_TOKEN")
+
+
 def word(given: object, words: Mapping[str, Number], path: str) -> Number:
     """The enum's value that a word means."""
     if not isinstance(given, str) or given not in words:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from rheostat._errors import Unimplemented, invalid
-from rheostat._fields import utf8_text, whole_number
+from rheostat._fields import token_id, utf8_text, whole_number
 from rheostat_wire.v1 import selector_pb2, types_pb2
 
 _FIRST, _LAST = -(2**31), 2**31 - 1
@@ -223,10 +223,7 @@ def token_ids(*ids: int) -> Selector:
     """Every token with one of these ids, in the prompt or generated."""
     if not ids:
         raise invalid("where", "no token id is given", "REASON_EMPTY_SELECTOR")
-    token_ids = (
-        whole_number(token_id, "where", "a token id", reason="REASON_UNKNOWN_TOKEN")
-        for token_id in ids
-    )
+    token_ids = (token_id(token, "where") for token in ids)
     return Selector((_TokenIds(tuple(token_ids)),))
 
 

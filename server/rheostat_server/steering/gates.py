@@ -277,7 +277,10 @@ def _probe_of(condition: gate_pb2.Condition, probes: Mapping[str, Probe], path: 
         return probes[condition.probe_name]
     field = field_path(path, "probe_name")
     validation.text_bytes(condition.probe_name, ID_BYTES, field)
-    names = ", ".join(map(repr, probes)) or "none"
+    names = ", ".join(map(repr, probes)) or (
+        "none, because only a GenerateRequest has: sweeps, lenses and calls that store runs are "
+        "not gated"
+    )
     raise InvalidValue(
         f"the request has no probe {condition.probe_name!r}; it has {names:.400}", field=field
     )

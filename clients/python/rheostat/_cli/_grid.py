@@ -92,7 +92,7 @@ def table(result: SweepResult, grade: str | None = None) -> list[str]:
 def _number(result: SweepResult, row: int, column: int, value: float) -> str:
     if np.isnan(value):
         return _SKIPPED if row * len(result.columns) + column in result.skipped else ""
-    return _WITHIN_NOISE if result.below_noise[row, column] else f"{value:.2f}"
+    return _WITHIN_NOISE if result.below_noise[row, column] else f"{round(value, 2) + 0.0:.2f}"
 
 
 def _short(label: str) -> str:

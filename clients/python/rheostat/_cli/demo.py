@@ -42,15 +42,25 @@ def run(args: argparse.Namespace) -> int:
     """Run the three parts, one after the other."""
     if args.target is None:
         need_server("the demo, unless --target names a server,")
-    need_matplotlib()
-    if not args.out.resolve().parent.is_dir():
-        raise CommandError(f"there is no folder {args.out.resolve().parent}", 2)
+    _check_picture(args.out)
     with demo_server() if args.target is None else nullcontext(args.target) as target:
         if args.target is not None:
             with Phase(f"waiting for {target}"):
                 wait_until_serving(target)
         asyncio.run(_show(target, args.out))
     return 0
+
+
+def _check_picture(path: Path) -> None:
+    """Raise CommandError if no picture can be written to the file, before the server starts."""
+    need_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix not in FigureCanvasBase.get_supported_filetypes():
+        raise CommandError(f"{path} does not end like a picture: .png, .pdf, .svg, ...", 2)
+    if not path.resolve().parent.is_dir():
+        raise CommandError(f"there is no folder {path.resolve().parent}", 2)
 
 
 async def _show(target: str, out: Path) -> None:

@@ -72,10 +72,12 @@ def explain(
     )
 
 
-def tokenize(prompt: Prompt) -> UnaryCall[generation_service_pb2.TokenizeResponse, Tokenized]:
+def tokenize(
+    prompt: Prompt, *, special_tokens: bool
+) -> UnaryCall[generation_service_pb2.TokenizeResponse, Tokenized]:
     return UnaryCall(
         "/rheostat.v1.GenerationService/Tokenize",
-        requests.tokenize_request(prompt),
+        requests.tokenize_request(prompt, special_tokens=special_tokens),
         generation_service_pb2.TokenizeResponse,
         read_tokenized,
     )

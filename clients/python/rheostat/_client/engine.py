@@ -398,9 +398,12 @@ class Engine:
                     self.delete_run(run_id)
         return paths.result(*reads)
 
-    def tokenize(self, prompt: Prompt) -> Tokenized:
-        """The tokens of a text or of messages, or the text of token ids."""
-        return self._connection.unary(calls.tokenize(prompt))
+    def tokenize(self, prompt: Prompt, *, special_tokens: bool = True) -> Tokenized:
+        """The tokens of a text or of messages, or the text of token ids.
+
+        Without ``special_tokens`` a text is tokenised as the continuation of another.
+        """
+        return self._connection.unary(calls.tokenize(prompt, special_tokens=special_tokens))
 
     def wait_until_ready(self, timeout: float | None = readiness.READY_TIMEOUT) -> None:
         """Wait until the server has loaded its model and its health is SERVING.

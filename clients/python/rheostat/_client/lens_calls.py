@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rheostat._connection.calls import DownloadCall, UnaryCall
-from rheostat._fields import builds_message, utf8_text, whole_number
+from rheostat._fields import builds_message, token_id, utf8_text, whole_number
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
 from rheostat._prompts import Prompt, put_prompt
 from rheostat._responses.lens import Attribution, LensAccumulator, LensResult, read_attribution
@@ -28,10 +28,7 @@ def lens(
     steering: SteeringLike,
     lora: str | None,
 ) -> DownloadCall[lens_service_pb2.LensResponse, None, LensResult]:
-    ids = [
-        whole_number(token, f"token_ids[{number}]", "a token id", reason="REASON_UNKNOWN_TOKEN")
-        for number, token in enumerate(tokens)
-    ]
+    ids = [token_id(token, f"token_ids[{number}]") for number, token in enumerate(tokens)]
     request = lens_service_pb2.LensRequest(
         sites=site_set(points_of(points), layers_of(layers)),
         steering=steering_to_wire(steering),

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, TypedDict, Unpack, cast
 
 from rheostat._capture.captures import CaptureLike, captures_of
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, did_you_mean, utf8_text, whole_number
+from rheostat._fields import builds_message, did_you_mean, token_id, utf8_text
 from rheostat._prompts import Prompt, labels_to_wire, put_prompt
 from rheostat._steering.gates import probes_to_wire
 from rheostat._steering.steering import SteeringLike, interventions_of, steering_to_wire
@@ -162,8 +162,12 @@ def _when_full(word: str) -> generation_service_pb2.WhenFull.ValueType:
 
 
 @builds_message
-def tokenize_request(prompt: Prompt) -> generation_service_pb2.TokenizeRequest:
+def tokenize_request(
+    prompt: Prompt, *, special_tokens: bool
+) -> generation_service_pb2.TokenizeRequest:
     request = generation_service_pb2.TokenizeRequest()
+    if not special_tokens:
+        request.add_special_tokens = False
     put_prompt(request, prompt)
     return request
 
@@ -177,13 +181,8 @@ def _sampling(options: GenerateOptions) -> generation_pb2.Sampling | None:
             for number, text in enumerate([stop] if isinstance(stop, str) else stop)
         ],
         stop_token_ids=[
-            whole_number(
-                token_id,
-                f"sampling.stop_token_ids[{number}]",
-                "a token id",
-                reason="REASON_UNKNOWN_TOKEN",
-            )
-            for number, token_id in enumerate(options.get("stop_token_ids", ()))
+            token_id(token, f"sampling.stop_token_ids[{number}]")
+            for number, token in enumerate(options.get("stop_token_ids", ()))
         ],
         ignore_eos=options.get("ignore_eos", False),
     )

@@ -356,6 +356,12 @@ def probe(
         InvalidRequest: points or layers are missing, or the name is no name.
     """
     refuse_dose(vector, "probe.vector")
+    if not isinstance(vector, Vector):
+        raise invalid(
+            "probe.vector",
+            "a probe reads along a vector, such as rheostat.named(name) or rheostat.inline(array), "
+            f"not {type(vector).__name__}",
+        )
     at_points = vector.points if points is None else points_of(points)
     at_layers = vector.layers if layers is None else layers_of(layers)
     if at_points is None or at_layers is None:

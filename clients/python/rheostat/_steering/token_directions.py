@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rheostat._fields import whole_number
+from rheostat._fields import token_id as valid_token_id
 from rheostat._points import LayersLike, PointsLike
 from rheostat._steering.vectors import Vector, defaults
 from rheostat_wire.v1 import vector_pb2
@@ -53,10 +53,7 @@ def token_direction_to_wire(
     token_id: int, minus: int | None, path: str
 ) -> vector_pb2.TokenDirection:
     """The message. Raises InvalidRequest for numbers that are no token ids."""
-    what, reason = "a token id", "REASON_UNKNOWN_TOKEN"
     return vector_pb2.TokenDirection(
-        token_id=whole_number(token_id, f"{path}.token_id", what, reason=reason),
-        minus_token_id=None
-        if minus is None
-        else whole_number(minus, f"{path}.minus_token_id", what, reason=reason),
+        token_id=valid_token_id(token_id, f"{path}.token_id"),
+        minus_token_id=None if minus is None else valid_token_id(minus, f"{path}.minus_token_id"),
     )

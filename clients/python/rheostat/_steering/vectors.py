@@ -144,6 +144,10 @@ class Vector:
         """
         return Add(self).at(points=points, layers=layers, where=where)
 
+    def when(self, gate: GateLike) -> Add:
+        """A dose: this vector, added only as far as the gate is open; see `Intervention.when`."""
+        return Add(self).when(gate)
+
     def __mul__(self, scale: float) -> Add:
         return Add(self) * scale
 

@@ -10,6 +10,7 @@ from rheostat._errors import invalid
 from rheostat._fields import utf8_text, whole_number
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
 from rheostat._prompts import Prompt, put_prompt
+from rheostat._runs import RunInfo
 from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._steering.replacements import FromRun, Noise, RunMean, Zeros, noise_to_wire
 from rheostat_wire.v1 import selector_pb2, sweep_pb2, types_pb2
@@ -90,6 +91,11 @@ def pair_to_wire(
         case FromRun():
             raise invalid(
                 f"{path}.corrupt", "a run stands for the corrupt prompt as a whole: name it alone"
+            )
+        case RunInfo(id=run_id):
+            raise invalid(
+                f"{path}.corrupt",
+                f"a run stands for the corrupt prompt as rheostat.from_run({run_id!r})",
             )
         case NoisyPrompt() as noisy:
             path = f"{path}.corrupt"

@@ -373,8 +373,13 @@ class SweepResult:
         )
 
     def __str__(self) -> str:
-        """The largest effects, a line for each."""
+        """The grades of the unchanged prompts, then the largest effects, a line for each."""
         lines = [repr(self)]
+        for name, clean, corrupt in zip(self.grades, self.clean, self.corrupt, strict=True):
+            metric = name.removeprefix("recovered ")
+            if not np.isnan(clean):
+                other = "" if np.isnan(corrupt) else f", of the corrupt ones {corrupt:.3f}"
+                lines.append(f"{metric} of the clean prompts {clean:.3f}{other}")
         lines += [
             f"{cell.value:9.3f}  {cell.site} at {cell.column}"
             + ("" if len(self.pairs) == 1 else f" (standard error {cell.standard_error:.3f})")

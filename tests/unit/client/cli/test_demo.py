@@ -260,3 +260,14 @@ def test_a_model_that_knows_no_such_fact_is_told_in_one_line(server, toy, tmp_pa
     assert main(["demo", "--target", server.target, "--out", str(tmp_path / "x.png")]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "rheostat: no other subject of equal length changes the model's answer"
+
+
+@pytest.mark.parametrize("name", ["picture", "picture.txt", "none/picture.png"])
+def test_a_file_that_can_hold_no_picture_is_refused_before_anything_runs(
+    server, tmp_path, capsys, name
+):
+    pytest.importorskip("matplotlib")
+    assert main(["demo", "--target", server.target, "--out", str(tmp_path / name)]) == 2
+    problem = "there is no folder" if "/" in name else "does not end like a picture"
+    assert problem in capsys.readouterr().err
+    assert server.asked == []

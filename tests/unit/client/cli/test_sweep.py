@@ -51,8 +51,16 @@ def test_the_grid_is_printed_with_the_last_layer_at_the_top(scripted, capsys):
         "-: position 2 has no partner",
         "SweepResult(logprob: 5 of 2 x 3 cells, 1 pairs, 1 skipped)",
     ]
+    assert out.splitlines()[7] == "logprob of the clean prompts -1.000, of the corrupt ones -2.000"
     assert "   -1.000  resid_post[1] at 0 'a'" in out
     assert err == "sweeping ...\n"
+
+
+def test_a_number_that_rounds_to_zero_has_no_sign(scripted, capsys):
+    cells = [cell(index, -0.001) for index in range(6)]
+    scripted.on("Sweep", [started(), *cells, summary()])
+    assert run(scripted, "--corrupt", "corrupt", "--grade", "logprob") == 0
+    assert capsys.readouterr().out.splitlines()[2] == "1   0.00   0.00   0.00"
 
 
 def test_every_flag_reaches_the_server(scripted, capsys):

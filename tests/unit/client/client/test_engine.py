@@ -289,6 +289,10 @@ def test_tokens_come_with_the_pieces_of_text_that_they_stand_for(client, server)
     assert server.asked == [generation_service_pb2.TokenizeRequest(text="to be")]
     spans = (rheostat.TextSpan(0, 0), rheostat.TextSpan(0, 2), rheostat.TextSpan(2, 5))
     assert found == rheostat.Tokenized((1, 8, 9), "to be", spans)
+    client.run(lambda engine: engine.tokenize(" be", special_tokens=False))
+    assert server.asked[1] == generation_service_pb2.TokenizeRequest(
+        text=" be", add_special_tokens=False
+    )
     assert found.pieces == ("", "to", " be")
 
 

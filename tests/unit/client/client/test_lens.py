@@ -147,6 +147,20 @@ def test_a_direction_of_a_token_is_a_vector():
     assert readout.vector.token_direction == vector_pb2.TokenDirection(token_id=7)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: e.lens("a", tokens=[" Paris"]),
+        lambda e: e.attribute("a", " Paris"),
+        lambda e: e.generate("a", stop_token_ids=["x"]),
+    ],
+)
+def test_a_text_for_a_token_is_refused_with_the_call_that_makes_ids_of_it(client, server, call):
+    with pytest.raises(rheostat.InvalidRequest, match=r"engine\.tokenize\(text, special_tokens"):
+        client.run(call)
+    assert server.asked == []
+
+
 @pytest.mark.parametrize(("token", "minus"), [(-1, None), (1.5, None), (1, 2**32)])
 def test_what_is_no_token_is_refused_before_it_is_sent(token, minus):
     with pytest.raises(rheostat.InvalidRequest):

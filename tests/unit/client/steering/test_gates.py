@@ -128,6 +128,8 @@ def test_a_gate_says_how_far_and_how_long_it_is_open(fields, expected) -> None:
         (lambda: PUSH.when(3), "steering"),
         (lambda: rheostat.probe(ROW), "probe.sites"),
         (lambda: rheostat.probe(PUSH), "probe.vector"),
+        (lambda: rheostat.probe("joy", points="resid_post", layers=0), "probe.vector"),
+        (lambda: rheostat.probe([1.0, 2.0], points="resid_post", layers=0), "probe.vector"),
         (lambda: rheostat.probe(ROW, points="resid_post", layers=0, name="a b"), "probe.name"),
         (lambda: gate_of(MOOD.above(float("nan"))), "conditions[0].above"),
         (lambda: gate_of(MOOD.above(1, until=float("inf"))), "conditions[0].stays_above"),
@@ -150,6 +152,12 @@ def test_two_different_probes_with_one_name_are_refused() -> None:
     steering = [PUSH.when(MOOD.above(1)), PUSH.when(other.above(1))]
     with pytest.raises(rheostat.InvalidRequest, match="two different probes have the name 'mood'"):
         generate_request("a", steering=steering)
+
+
+def test_a_vector_is_gated_as_its_dose_is() -> None:
+    vector = rheostat.named("joy", points="resid_post", layers=1)
+    condition = MOOD.above(1)
+    assert vector.when(condition).to_wire("p") == (1 * vector).when(condition).to_wire("p")
 
 
 def test_an_intervention_says_when_it_acts() -> None:

@@ -1,6 +1,7 @@
 """Sweeps of both clients: the request, the result, and broken calls."""
 
 import dataclasses
+from datetime import UTC, datetime
 
 import grpc
 import numpy as np
@@ -299,11 +300,20 @@ def probe(**fields: object) -> rheostat.ProbeGrade:
     return rheostat.ProbeGrade(**given)
 
 
+def stored_run(run_id: str) -> rheostat.RunInfo:
+    moment = datetime(2026, 1, 1, tzinfo=UTC)
+    return rheostat.RunInfo(run_id, (), (), (1, 2), 0, moment, moment, {})
+
+
 WRONG = {
     "no pair": (lambda c: sweep(c, []), "pairs"),
     "no Pair": (lambda c: sweep(c, ["a prompt"]), "pairs[0]"),
     "no answer": (lambda c: sweep(c, rheostat.Pair("a", corrupt="b", answer="")), "answer"),
     "odd answer": (lambda c: sweep(c, rheostat.Pair("a", corrupt="b", answer=7)), "answer"),
+    "a run instead of from_run": (
+        lambda c: sweep(c, rheostat.Pair("a", corrupt=stored_run("r"), answer=[1])),
+        "corrupt",
+    ),
     "empty prompt": (lambda c: sweep(c, rheostat.Pair("", corrupt="b", answer=[1])), "prompt"),
     "odd grade": (lambda c: sweep(c, PAIR, grades="logits"), "grades[0]"),
     "no grade": (lambda c: sweep(c, PAIR, grades=[]), "grades"),

@@ -8,6 +8,7 @@ from rheostat_server.sweeps import grid as grids
 from rheostat_wire.v1 import (
     replace_pb2,
     selector_pb2,
+    steering_pb2,
     sweep_pb2,
     tensor_pb2,
     vector_pb2,
@@ -18,7 +19,7 @@ from ..fakes import (
     VOCABULARY,
     WIDTH,
 )
-from ..messages import GENERATED, selector, site_set, window
+from ..messages import GENERATED, above, add, selector, site_set, window
 from ..streams import settled
 from .patched import (
     POST,
@@ -174,6 +175,16 @@ REFUSED = {
         "grades[1].metric",
     ),
 }
+
+
+async def test_gated_steering_is_refused_with_the_reason(starter) -> None:
+    gated = add()
+    gated.gate.conditions.append(above(1.0))
+    running = await starter(PatchedBackend())
+    refusal = await refused(running, order(steering=steering_pb2.Steering(interventions=[gated])))
+    assert refusal.field == "steering.interventions[0].gate.conditions[0].probe_name"
+    assert "sweeps, lenses and calls that store runs are not gated" in refusal.message
+    await settled(running)
 
 
 @pytest.mark.parametrize("name", REFUSED)
