@@ -33,6 +33,7 @@ class Head(IntEnum):
     HOLD = 3
     TOKENS = 4
     INVERT = 5
+    LATE = 6
 
 
 class Floats(IntEnum):
@@ -63,7 +64,9 @@ class Held(IntEnum):
     OPENNESS = 0
     """How far the gate is held open."""
     REMAINING = 1
-    """At how many further positions."""
+    """At how many further positions. Of a late gate: at how many behind the decision."""
+    DECIDED = 2
+    """Of a late gate: 1 once it is decided."""
 
 
 def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
@@ -72,7 +75,15 @@ def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32
     floats = np.zeros((len(Floats), MAX_TERMS), np.float32)
     ints[Ints.CONDITION] = -1
     ints[Ints.DECIDED_AT] = NEVER
-    head = (len(gate.conditions), gate.combine, gate.form, gate.hold, gate.tokens, gate.invert)
+    head = (
+        len(gate.conditions),
+        gate.combine,
+        gate.form,
+        gate.hold,
+        gate.tokens,
+        gate.invert,
+        gate.late,
+    )
     ints[Ints.HEAD, : len(head)] = head
     floats[Floats.HEAD, :2] = gate.a, gate.b
     lane = 0

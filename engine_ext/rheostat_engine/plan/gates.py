@@ -4,9 +4,13 @@ A reading is a number that an act of `Kind.READ` makes of a row x. It goes to a 
 A gate is a function of the readings of one sample, in the order of positions. At each token it is
 open by a number from 0 to 1, by which the strength of its acts is multiplied there.
 
+A late gate also acts at sites that are not behind all that it reads. So it is decided once, at a
+token, and open from the next token on. Its acts then need no reading of their own forward pass. A
+sample that computes positions again keeps what was decided.
+
 Invariants: a gate depends on positions and readings alone, so chunking and batching can't change
-it. All sites that are read for a gate come before all sites at which it acts, so a token's own
-readings count. A gate that has read nothing yet is shut.
+it. All sites that are read for a gate that is not late come before all sites at which it acts, so
+a token's own readings count. A gate that has read nothing yet is shut.
 """
 
 from collections.abc import Sequence
@@ -148,6 +152,9 @@ class Gate(NamedTuple):
     """Of `Hold.TOKENS`."""
     invert: bool = False
     """Whether it is open by 1 less the number."""
+    late: bool = False
+    """Whether it is late. All its conditions are then decided once, at one position. Not for
+    `Hold.TOKEN`. With `Hold.UNTIL_READ` as with `Hold.REST`, because nothing is read later."""
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -160,7 +167,7 @@ class Gate(NamedTuple):
         decided = min(condition.decided_at for condition in self.conditions)
         if decided == NEVER or self.invert:
             return 0
-        return decided + (self.hold is Hold.NEXT_TOKEN)
+        return decided + (self.late or self.hold is Hold.NEXT_TOKEN)
 
 
 def gates_of(gates: Sequence[Gate | None]) -> tuple[Gate, ...]:

@@ -81,6 +81,7 @@ class _Gate(msgspec.Struct):
     hold: Hold
     tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     invert: bool
+    late: bool = False
 
 
 class _Steering(msgspec.Struct):
@@ -278,6 +279,7 @@ def _gate_from(plain: _Gate) -> Gate:
         plain.hold,
         plain.tokens,
         plain.invert,
+        plain.late,
     )
     numbers = [gate.a, gate.b]
     if not 1 <= len(conditions) <= MAX_CONDITIONS or not 1 <= len(gate.columns) <= MAX_TERMS:
@@ -286,6 +288,9 @@ def _gate_from(plain: _Gate) -> Gate:
         raise ValueError("this is no plan: a gate names a reading that is missing")
     if not all(map(math.isfinite, numbers)) or (gate.form is Form.RAMP and not gate.a < gate.b):
         raise ValueError("this is no plan: the form of a gate is impossible")
+    decisions = {one.decided_at for one in conditions}
+    if gate.late and (NEVER in decisions or len(decisions) > 1 or gate.hold is Hold.TOKEN):
+        raise ValueError("this is no plan: a late gate is not decided once, or not held")
     return gate
 
 

@@ -1,7 +1,8 @@
 """Resolves probes and gates: numbers read of the stream, and steering that acts as far as they say.
 
 The engine computes both in the forward pass. Therefore a gate's probes must read at sites before
-all sites at which its interventions act; see `check_order`.
+all sites at which its interventions act, unless it is decided by the prompt and acts on later
+tokens; see `_check_late`.
 """
 
 import math
@@ -238,11 +239,13 @@ def resolve_gate(
         raise MissingField("at least one condition is required", field=field)
     validation.check_count(len(message.conditions), MAX_CONDITIONS, field, "conditions")
     hold, tokens = _hold(message, path)
-    conditions, terms = [], 0
+    conditions, terms, late = [], 0, False
     for index, condition in enumerate(message.conditions):
         place = f"{field}[{index}]"
         probe = _probe_of(condition, probes, place)
-        _check_order(probe, sites, hold, model, place)
+        if not _reads_before(probe, sites, model):
+            late = True
+            _check_late(message, probe, sites, hold, path, place)
         terms += len(probe.sites)
         validation.check_count(
             terms, MAX_TERMS, field_path(place, "probe_name"), "readings of one gate"
@@ -253,7 +256,7 @@ def resolve_gate(
         combine = _enum(message.combine, _COMBINE, field_path(path, "combine"))
     summed = combine is Combine.SUM or any(one.combine is Combine.SUM for one in conditions)
     form, a, b = _form(message, path, summed=summed)
-    return Gate(tuple(conditions), combine, form, a, b, hold, tokens, message.invert)
+    return Gate(tuple(conditions), combine, form, a, b, hold, tokens, message.invert, late)
 
 
 def refuse_unused_probes(probes: Mapping[str, Probe], gates: Sequence[Gate | None]) -> None:
@@ -286,38 +289,60 @@ def _probe_of(condition: gate_pb2.Condition, probes: Mapping[str, Probe], path: 
     )
 
 
-def _check_order(
-    probe: Probe, sites: Sequence[Site], hold: Hold, model: ModelSites, path: str
-) -> None:
-    """Checks that a probe has read all its sites before an intervention acts.
+def _reads_before(probe: Probe, sites: Sequence[Site], model: ModelSites) -> bool:
+    """Whether a probe has read all its sites before an intervention acts.
 
     In a block whose branches run in parallel, neither `attn_out` nor `mlp_out` is before the other.
-
-    Raises:
-        GateOrder: it has not, and the gate is open at the token that was read.
-        NotSupported: it has not, and the gate is open later.
     """
-    last = max(probe.sites, key=lambda site: site.index)
-    first = min(sites, key=lambda site: site.index)
+    last, first = _last(probe.sites), _first(sites)
     parallel = (
         Point.RESID_MID in model.refused
         and last.index // _PER_LAYER == first.index // _PER_LAYER
         and last.index % _PER_LAYER != 0
     )
-    if last.index < first.index and not parallel:
-        return
+    return last.index < first.index and not parallel
+
+
+def _check_late(
+    message: gate_pb2.Gate,
+    probe: Probe,
+    sites: Sequence[Site],
+    hold: Hold,
+    path: str,
+    place: str,
+) -> None:
+    """Checks a gate whose probe reads too late for the token that is read.
+
+    Raises:
+        GateOrder: it is not decided by the prompt, or is not open for later tokens.
+    """
+    last, first = _last(probe.sites), _first(sites)
     problem = (
         f"the probe {probe.name!r} reads at {last.point.value} {last.layer}, which is not before "
         f"{first.point.value} {first.layer}, where the intervention acts"
     )
-    field = field_path(path, "probe_name")
+    advice = "read earlier sites, or act at later ones"
     if hold is Hold.TOKEN:
-        raise GateOrder(f"{problem}: read earlier sites, or act at later ones", field=field)
-    raise NotSupported(
-        f"{problem}; such gates are not served yet, even if they stay open for later tokens: read "
-        "earlier sites, or act at later ones",
-        field=field,
-    )
+        raise GateOrder(
+            f"{problem}, and the gate is open at the token that is read: {advice}; or decide by "
+            "the prompt (after_prompt), and hold the gate open for later tokens",
+            field=field_path(place, "probe_name"),
+        )
+    for index, condition in enumerate(message.conditions):
+        if not condition.after_prompt:
+            raise GateOrder(
+                f"{problem}, so the gate can only be decided by the prompt: set after_prompt; or "
+                f"{advice}",
+                field=field_path(path, f"conditions[{index}].after_prompt"),
+            )
+
+
+def _last(sites: Sequence[Site]) -> Site:
+    return max(sites, key=lambda site: site.index)
+
+
+def _first(sites: Sequence[Site]) -> Site:
+    return min(sites, key=lambda site: site.index)
 
 
 def _condition(

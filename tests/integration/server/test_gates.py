@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -260,6 +260,37 @@ def test_a_gate_that_stays_shut_changes_no_bit(engine: rheostat.Engine) -> None:
         assert np.array_equal(
             shut.activations["resid_post", layer], plain.activations["resid_post", layer]
         )
+    assert shut.receipt.interventions[0].sites[0].row_count == 0
+
+
+LATE = 5
+"""A layer behind that at which the gates act."""
+
+
+@pytest.mark.parametrize(("hold", "opened"), [("rest", COUNT), (4, 4), ("next_token", 1)])
+def test_a_late_gate_that_the_prompt_decides_acts_on_generated_tokens(
+    engine: rheostat.Engine, reference: HfReference, hold: Any, opened: int
+) -> None:
+    plain = engine.generate(PROMPT, capture=EVERY_LAYER, **OPTIONS)
+    length = len(plain.prompt_token_ids)
+    mean = float((plain.activations["resid_post", LATE][:length] @ MOOD[0]).mean())
+
+    def steered(bound: float) -> rheostat.Generation:
+        condition = probe(layers=LATE, where="prompt").above(bound, pool="mean", after_prompt=True)
+        gate = rheostat.gate(condition, hold=hold)
+        return engine.generate(PROMPT, steering=push(gate), capture=EVERY_LAYER, **OPTIONS)
+
+    out = steered(mean - 0.01)
+    tokens = [*out.prompt_token_ids, *out.token_ids[:-1]]
+    openness = np.zeros(len(tokens), np.float32)
+    openness[length : length + opened] = 1
+    expected = reference_streams(reference, tokens, [READ], lambda z, n: openness, length)
+    for layer in range(LAYERS):
+        found = out.activations["resid_post", layer]
+        np.testing.assert_allclose(found, expected[site(layer)], atol=2e-3, rtol=0)
+    assert 0 <= out.receipt.interventions[0].sites[0].row_count - openness.sum() <= 1
+    shut = steered(mean + 0.01)
+    assert shut.token_ids == plain.token_ids
     assert shut.receipt.interventions[0].sites[0].row_count == 0
 
 

@@ -96,8 +96,13 @@ def gates(draw: st.DrawFn, columns: int, holds: Sequence[Hold] = tuple(Hold)) ->
     """Any gate on so many columns."""
     a = draw(st.sampled_from((0.1, 0.6, -0.7)))
     hold = draw(st.sampled_from(holds))
+    chosen = draw(st.lists(conditions(columns), min_size=1, max_size=3))
+    late = hold is not Hold.TOKEN and draw(st.booleans())
+    if late:
+        decided_at = draw(st.integers(0, LIMIT))
+        chosen = [one._replace(decided_at=decided_at) for one in chosen]
     return Gate(
-        tuple(draw(st.lists(conditions(columns), min_size=1, max_size=3))),
+        tuple(chosen),
         draw(st.sampled_from(Combine)),
         draw(st.sampled_from(Form)),
         a,
@@ -105,6 +110,7 @@ def gates(draw: st.DrawFn, columns: int, holds: Sequence[Hold] = tuple(Hold)) ->
         hold,
         draw(st.integers(1, 4)) if hold is Hold.TOKENS else 0,
         draw(st.booleans()),
+        late,
     )
 
 
@@ -118,7 +124,8 @@ def gated_plans(draw: st.DrawFn, request_id: str = "r") -> Plan:
     for act in draw(st.lists(acts(), min_size=1, max_size=4)):
         behind = tuple((site, rows) for site, rows in act.rows if site not in READ_SITES)
         gate = draw(st.sampled_from([None, *known]))
-        others.append(act if gate is None else replace(act, rows=behind, gate=gate))
+        rows = act.rows if gate is not None and gate.late else behind
+        others.append(act if gate is None else replace(act, rows=rows, gate=gate))
     return Plan(request_id, draw(st.permutations([*readings, *others])))
 
 
@@ -217,6 +224,8 @@ def openness(gate: Gate, history: Sequence[Columns], first: int) -> float:
         )
         if event:
             opened[position] = _opened(gate, history[: position - first + 1], first)
+    if gate.late:  # it is decided at one token, and open behind it alone
+        opened = {position: one for position, one in opened.items() if position < last}
     some = {position: one for position, one in opened.items() if one > 0}
     match gate.hold:
         case Hold.TOKEN:

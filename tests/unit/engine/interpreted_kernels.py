@@ -229,7 +229,7 @@ def check_idle(dtype: torch.dtype, residual: torch.dtype | None) -> None:
 
 
 def some_gates() -> list[Gate]:
-    """Gates of every form and hold, on columns 0 to 2."""
+    """Gates of every form and hold, on columns 0 to 2, and late ones of every hold."""
     pools, combines = cycle(Pool), cycle(Combine)
     found = []
     for n, (hold, form) in enumerate(product(Hold, Form)):
@@ -238,9 +238,14 @@ def some_gates() -> list[Gate]:
         decided_at = 12 if n % 2 else NEVER
         conditions = (
             Condition((0, 2), next(pools), combine, *bounds, 1 + n % 2, decided_at),
-            Condition((1,), next(pools), Combine.ANY, -0.5, 0.8),
+            Condition((1,), next(pools), Combine.ANY, -0.5, 0.8, 1, NEVER, -1.0, 1.5),
         )[: 1 + n % 3 % 2]
         found.append(Gate(conditions, next(combines), form, 0.2, 1.1, hold, 2, n % 4 == 3))
+    for n, (hold, decided_at) in enumerate(product(list(Hold)[1:], (2, 12))):
+        once = Condition((0, 1), next(pools), Combine.ANY, -0.5, math.inf, 1, decided_at, -1.0)
+        found.append(
+            Gate((once,), Combine.ALL, Form.RAMP, 0.0, 2.0, hold, 1, n % 3 == 2, late=True)
+        )
     return found
 
 
@@ -279,7 +284,7 @@ def gated_buffers(width: int, dtype: torch.dtype, gate: Gate) -> SiteBuffers:
     gates.states[6, State.VALUE] = torch.randn(MAX_TERMS, generator=generator)
     gates.states[6, State.COUNT] = 2
     gates.states[6, State.RUN] = 1
-    gates.states[6, State.HEAD, :2] = torch.tensor([0.5, 2.0])
+    gates.states[6, State.HEAD, :3] = torch.tensor([0.5, 1.0, 1.0])  # a late gate is decided
     return site
 
 

@@ -388,8 +388,9 @@ def gate(
 ) -> Gate:
     """A gate: how far interventions act at each token, 0 (not at all) to 1.
 
-    All its conditions must be read at sites before those where the interventions act. It is shut
-    until its first condition is decided.
+    All its conditions must be read at sites before those where the interventions act. Only a gate
+    whose conditions have ``after_prompt``, and that is held, may read anywhere: it then opens at
+    the first generated token. A gate is shut until its first condition is decided.
 
     Args:
         conditions: 1 to 16.

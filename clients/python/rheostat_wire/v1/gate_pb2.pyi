@@ -231,8 +231,9 @@ class Gate(_message.Message):
     """Multiplies the effect of an intervention by how far it is open, 0 to 1.
 
     Every site that is read for it comes before every site at which the intervention acts, in the
-    order of the forward pass. Otherwise: REASON_GATE_ORDER, or REASON_NOT_SUPPORTED where the gate
-    would be open for later tokens. Before its first condition is decided, a gate is shut. What a gated
+    order of the forward pass. Otherwise the gate is late: it is open from the first generated token
+    on, at every site. A late gate has conditions with `after_prompt` alone, and is held beyond the
+    token that was read (REASON_GATE_ORDER). Before its first condition is decided, a gate is shut. What a gated
     request computes depends on run-time state, so its KV from the first gated token on is shared with
     no other request. At most 64 readings in all conditions together, and 32 different gates in a
     request (REASON_INVALID_VALUE).

@@ -43,8 +43,10 @@ _HEAD_FORM = tl.constexpr(int(Head.FORM))
 _HEAD_HOLD = tl.constexpr(int(Head.HOLD))
 _HEAD_TOKENS = tl.constexpr(int(Head.TOKENS))
 _HEAD_INVERT = tl.constexpr(int(Head.INVERT))
+_HEAD_LATE = tl.constexpr(int(Head.LATE))
 _HELD = tl.constexpr(int(Held.OPENNESS))
 _REMAINING = tl.constexpr(int(Held.REMAINING))
+_DECIDED = tl.constexpr(int(Held.DECIDED))
 _LAST, _MEAN = tl.constexpr(int(Pool.LAST)), tl.constexpr(int(Pool.MEAN))
 _ALL, _ANY, _SUM = (
     tl.constexpr(int(Combine.ALL)),
@@ -95,6 +97,7 @@ def scan(
     hold = tl.load(ints + _HEAD_HOLD)
     tokens = tl.load(ints + _HEAD_TOKENS).to(tl.float32)
     invert = tl.load(ints + _HEAD_INVERT)
+    late = tl.load(ints + _HEAD_LATE)
     a = tl.load(floats)
     b = tl.load(floats + 1)
     value = tl.load(state_ptr + _VALUE + lane)
@@ -102,6 +105,8 @@ def scan(
     run = tl.load(state_ptr + _RUN + lane)
     held = tl.load(state_ptr + _HELD)
     remaining = tl.load(state_ptr + _REMAINING)
+    was_decided = tl.load(state_ptr + _DECIDED)
+    decision = tl.max(decided_at, 0)
     present = condition >= 0
     once = decided_at >= 0
     summed = combine == _SUM
@@ -112,6 +117,8 @@ def scan(
     used = number_of < conditions
     openness = value.sum() * 0.0
     row = first
+    if not STORE:
+        row = tl.where(late != 0, end, row)  # what is read in this step does not count
     while row < end:
         at = position + (row - first).to(tl.int32)
         z = tl.load(readings_ptr + row * _COLUMNS + column, mask=present, other=float("nan"))
@@ -152,7 +159,6 @@ def scan(
         decided = present & once & (at == decided_at)
         event = tl.max(((read & (once == 0)) | decided).to(tl.int32), 0) != 0
         before = tl.where(remaining > 0, held, 0.0)
-        remaining = tl.maximum(remaining - 1.0, 0.0)
         opens = event & (opened > 0)
         lasts = tl.where(hold == _FOR_NEXT, 1.0, float("inf"))
         lasts = tl.where(hold == _FOR_TOKENS_HELD, tokens, lasts)
@@ -161,18 +167,28 @@ def scan(
         elif hold > _FOR_REST:  # until the next reading
             opens = event
         keeps = opens & (hold != _FOR_TOKEN)
+        if late != 0:
+            keeps = event & (was_decided == 0)
+            was_decided = tl.where(event, 1.0, was_decided)
+        else:
+            remaining = tl.maximum(remaining - 1.0, 0.0)
         held = tl.where(keeps, opened, held)
         remaining = tl.where(keeps, lasts, remaining)
         openness = tl.where(opens & (hold != _FOR_NEXT), opened, before)
         openness = tl.where(hold == _FOR_TOKEN, tl.where(event, opened, 0.0), openness)
-        openness = tl.where(invert != 0, 1.0 - openness, openness)
         row += 1
+    if late != 0:
+        behind = position + (end - 1 - first).to(tl.int32) - decision
+        within = (was_decided != 0) & (behind > 0) & (behind.to(tl.float32) <= remaining)
+        openness = tl.where(within, held, 0.0)
+    openness = tl.where(invert != 0, 1.0 - openness, openness)
     if STORE:
         tl.store(state_ptr + _VALUE + lane, value)
         tl.store(state_ptr + _COUNT + lane, count)
         tl.store(state_ptr + _RUN + lane, run)
         tl.store(state_ptr + _HELD, held)
         tl.store(state_ptr + _REMAINING, remaining)
+        tl.store(state_ptr + _DECIDED, was_decided)
     return openness
 
 

@@ -22,6 +22,10 @@ def open_gate(gates: GateBuffers, gate: int, number: int, tokens: torch.Tensor) 
     for begin in first[tokens].unique().tolist():
         own = tokens[first[tokens] == begin]
         state = gates.states[int(start[begin]) + number].clone()
+        if gates.ints[gate, Ints.HEAD, Head.LATE]:
+            late = [_late(gates.ints[gate], state, at) for at in positions[own].tolist()]
+            gates.openness[own, number] = torch.tensor(late)
+            continue
         end = int(own[-1]) + 1
         found = [
             advance(gates.ints[gate], gates.floats[gate], state, readings, position)
@@ -94,6 +98,12 @@ def advance(
         parts.append(_combined(score[own], int(ints[Ints.COMBINE][own][0])))
     evidence = float(_combined(torch.stack(parts), head[Head.COMBINE]))
     opened = _form(head[Head.FORM], evidence, *floats[Floats.HEAD, :2].tolist()) if known else 0.0
+    if head[Head.LATE]:
+        held = state[State.HEAD]
+        if not held[Held.DECIDED] and bool((present & (position == decided_at)).any()):
+            held[Held.DECIDED], held[Held.OPENNESS] = 1.0, opened
+            held[Held.REMAINING] = _lasts(Hold(head[Head.HOLD]), head[Head.TOKENS])
+        return _late(ints, state, position)
     event = bool(((read & ~once) | (present & once & (position == decided_at))).any())
     openness = _hold(state, Hold(head[Head.HOLD]), head[Head.TOKENS], event, opened)
     return 1.0 - openness if head[Head.INVERT] else openness
@@ -119,6 +129,27 @@ def _form(form: int, evidence: float, a: float, b: float) -> float:
     return min(max((evidence - a) / (b - a), 0.0), 1.0)
 
 
+def _late(ints: torch.Tensor, state: torch.Tensor, position: int) -> float:
+    """How far a late gate is open at a position, if it was decided before."""
+    behind = position - int(ints[Ints.DECIDED_AT].max())
+    held = state[State.HEAD]
+    within = held[Held.DECIDED] and 0 < behind <= held[Held.REMAINING]
+    openness = float(held[Held.OPENNESS]) if within else 0.0
+    return 1.0 - openness if ints[Ints.HEAD, Head.INVERT] else openness
+
+
+def _lasts(hold: Hold, tokens: int) -> float:
+    """How many positions behind the one at which it opened a gate stays open."""
+    match hold:
+        case Hold.TOKEN:
+            return 0.0
+        case Hold.NEXT_TOKEN:
+            return 1.0
+        case Hold.TOKENS:
+            return float(tokens)
+    return math.inf
+
+
 def _hold(state: torch.Tensor, hold: Hold, tokens: int, event: bool, opened: float) -> float:
     """Takes a token into the held openness; returns how far the gate is open there."""
     held = state[State.HEAD]
@@ -128,16 +159,10 @@ def _hold(state: torch.Tensor, hold: Hold, tokens: int, event: bool, opened: flo
     match hold:
         case Hold.TOKEN:
             return opened if event else 0.0
-        case Hold.NEXT_TOKEN:
-            lasts = 1.0 if opens else 0.0
-        case Hold.TOKENS:
-            lasts = float(tokens) if opens else 0.0
         case Hold.REST:
             opens = opens and before == 0
-            lasts = math.inf if opens else 0.0
-        case _:
+        case Hold.UNTIL_READ:
             opens = event
-            lasts = math.inf if opens else 0.0
     if opens:
-        held[Held.OPENNESS], held[Held.REMAINING] = opened, lasts
+        held[Held.OPENNESS], held[Held.REMAINING] = opened, _lasts(hold, tokens)
     return opened if opens and hold is not Hold.NEXT_TOKEN else before

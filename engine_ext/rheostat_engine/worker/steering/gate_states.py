@@ -5,7 +5,8 @@ pass reads numbers and opens gates. Afterwards the readings are folded into the 
 
 Invariants: a state has been folded up to the position that its sample computes next, or is zero. A
 sample that computes positions again begins with zeros, because it then computes all that its gates
-read.
+read. But what a late gate has decided stays, because the sample may compute tokens behind the
+decision in one step with it.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rheostat_engine.plan.gate_table import State
 from rheostat_engine.worker.state.buffers import GateBuffers
 from rheostat_engine.worker.state.device_table import to_device
 from rheostat_engine.worker.state.id_allocators import RangeAllocator
@@ -36,12 +38,18 @@ class GateStates:
         """The gate of each state, as a row of its table."""
         self._next = np.zeros(count, np.int64)
         """By the state of the first gate: the position up to which the states are folded."""
+        self._late = np.zeros(count, np.bool_)
+        """Whether each state is that of a late gate."""
         self._stale: list[int] = []
         """States that were used by other samples before."""
         self._folds: torch.Tensor | None = None
 
-    def acquire(self, gates: Sequence[int]) -> int:
+    def acquire(self, gates: Sequence[int], late: Sequence[bool]) -> int:
         """Takes states for the gates of a sample; returns the first, or 0 for no gates.
+
+        Args:
+            gates: the rows of their table.
+            late: for each, whether it is late.
 
         Raises:
             Exhausted: too few are free.
@@ -53,6 +61,7 @@ class GateStates:
             raise Exhausted("every state of gates is in use")
         self._counts[start] = len(gates)
         self._gates[start : start + len(gates)] = gates
+        self._late[start : start + len(gates)] = late
         self._next[start] = 0
         self._stale += range(start, start + len(gates))
         return start
@@ -99,11 +108,14 @@ class GateStates:
         """Clears new states, and those of samples that compute positions again."""
         again = starts[positions < self._next[starts]]
         stale, self._stale = self._stale, []
+        read_again: list[int] = []
         for start in again.tolist():
-            stale += range(start, start + int(self._counts[start]))
-        if stale:
-            device = self._buffers.states.device
-            self._buffers.states.index_fill_(0, to_device(torch.tensor(stale), device), 0.0)
+            for state in range(start, start + int(self._counts[start])):
+                (read_again if self._late[state] else stale).append(state)
+        states = self._buffers.states
+        for rows, numbers in ((states, stale), (states[:, State.VALUE :], read_again)):
+            if numbers:
+                rows.index_fill_(0, to_device(torch.tensor(numbers), states.device), 0.0)
 
     def _folds_of(
         self, starts: Int64, begins: npt.NDArray[np.intp], counts: npt.NDArray[np.intp]

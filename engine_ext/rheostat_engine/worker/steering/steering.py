@@ -285,7 +285,8 @@ class Steering:
             if len(ruled.slots) > self.rules.free_intervals:
                 raise Exhausted("every interval that follows a rule about token ids is in use")
             gates = self.bank.programs.gate_numbers(built_table.table.gates)
-            gate_state = self.gates.acquire(gates)
+            late = [gate.late for gate in built_table.table.gates]
+            gate_state = self.gates.acquire(gates, late)
         except (BankError, ValueError):
             self.built_tables.release(built_table)
             raise

@@ -325,7 +325,16 @@ def test_a_probe_reads_before_its_gate_acts(read_at, act_at, refusal) -> None:
         return
     field = f"{FIRST_CONDITION}.probe_name"
     assert refused(message()) == (refusal, field)
-    assert refused(message(hold=REST)) == (errors.NotSupported, field)
+    live = f"{FIRST_CONDITION}.after_prompt"
+    assert refused(message(hold=REST)) == (refusal, live)
+    once = gate(above(1.0, after_prompt=True), hold=REST)
+    found = engine_gate(gated(once, [probe(sites=read_at)], sites=act_at))
+    assert (found.late, found.opens_from) == (True, 3)
+    mixed = gate(above(1.0, after_prompt=True), above(2.0), hold=REST)
+    assert refused(gated(mixed, [probe(sites=read_at)], sites=act_at)) == (
+        refusal,
+        live.replace("[0].after", "[1].after"),
+    )
 
 
 def test_branches_in_parallel_are_not_in_order() -> None:
