@@ -5,6 +5,7 @@ import gc
 import resource
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import grpc
@@ -13,11 +14,13 @@ import pytest
 from rheostat_server.api import incoming
 from rheostat_server.api.incoming import Calls, Reader
 from rheostat_server.errors import DeadlinePassed, QueueFull
+from rheostat_server.front_ends.call import GrpcCall
 from rheostat_server.limits import FIRST_READ_SECONDS, FIRST_READS
 from rheostat_server.tasks import uploads
 from rheostat_server.vectors import upload
 from rheostat_wire.v1 import (
     engine_service_pb2,
+    generation_pb2,
     generation_service_pb2,
     steering_service_pb2,
 )
@@ -292,6 +295,34 @@ async def test_many_calls_of_one_connection_keep_no_other_from_being_read(starte
     assert not any(call.done() for call in silent)
     for call in silent:
         call.cancel()
+
+
+async def test_few_large_messages_of_a_connection_are_copied_in_one_iteration(
+    starter, monkeypatch
+) -> None:
+    """gRPC copies a message on the event loop, where no limit of ours can interrupt it."""
+    running = await starter(front_ends=0)
+    iterations, copies = [0], Counter[int]()
+    read = GrpcCall.read
+
+    async def counted(call: GrpcCall) -> bytes | None:
+        data = await read(call)
+        copies[iterations[0]] += 1
+        return data
+
+    async def tick() -> None:
+        while True:
+            iterations[0] += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(GrpcCall, "read", counted)
+    ticking = asyncio.create_task(tick())
+    sampling = generation_pb2.Sampling(max_tokens=2, stop=["x" * (2 << 20)])
+    large = request(sampling=sampling)
+    await asyncio.gather(*(running.client.refusal(large) for _ in range(48)))
+    ticking.cancel()
+    assert copies.total() == 48
+    assert max(copies.values()) <= 2
 
 
 async def test_a_call_comes_while_another_runs_out_of_time(monkeypatch) -> None:
