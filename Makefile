@@ -51,13 +51,15 @@ integration: setup ## Tests on the real vLLM engine
 
 soak: setup ## Hours: hostile calls, rows compared with a replay, front ends killed, large grids
 	RHEOSTAT_TEST_ROUNDS=100 $(BIN)/pytest tests/unit/server/front_ends/test_front_ends.py --timeout 600
-	RHEOSTAT_TEST_FRONT_ENDS=1 $(PYTEST) --dist worksteal tests/unit/server
+	RHEOSTAT_TEST_FRONT_ENDS=2 $(PYTEST) --dist worksteal tests/unit/server
 	RHEOSTAT_TEST_EFFORT=10 $(PYTEST) --dist worksteal tests/unit -m "hypothesis or at_length"
 	RHEOSTAT_TEST_EFFORT=10 $(PYTEST) --dist loadgroup --no-loadscope-reorder tests/integration -m "hypothesis or at_length"
 	$(BIN)/rheostat bench soak --out build/soak
+	$(BIN)/rheostat bench soak --out build/soak --calls 2000 --front-ends 2 --name soak-front-ends
 	$(BIN)/python -m tests.soak.replay --seeds 12
 	$(BIN)/python -m tests.soak.replay --seeds 4 --compiled
 	$(BIN)/python -m tests.soak.tracing --calls 20000
+	$(BIN)/python -m tests.soak.tracing --calls 2000 --front-ends 2
 
 generate: ## Make the generated code from proto/
 	$(PYTHON) tools/generate
