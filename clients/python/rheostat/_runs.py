@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -11,13 +11,17 @@ from google.protobuf import duration_pb2
 
 from rheostat._arrays import Element
 from rheostat._errors import invalid
+from rheostat._fields import whole_number
 from rheostat._points import Site, knows_point, read_site
 from rheostat._positions import read_ranges, show_ranges, show_sites
 from rheostat_wire.dtypes import FROM_WIRE
-from rheostat_wire.v1 import capture_pb2, run_pb2
+from rheostat_wire.v1 import capture_pb2, replace_pb2, run_pb2
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SHORTEST, _LONGEST = 1, 24 * 3600
+
+MOST_POSITIONS = 2**31 - 1
+"""The largest position that messages hold."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,21 @@ def valid_run_id(value: object, path: str = "run_id") -> str:
             f"{value!r} is no run's id: 1 to 128 of [A-Za-z0-9._-], first a letter or digit",
         )
     return value
+
+
+def id_of(run: str | RunInfo) -> str:
+    """The id of a run, or of its description."""
+    return valid_run_id(run.id if isinstance(run, RunInfo) else run)
+
+
+def position_list(positions: int | Iterable[int]) -> replace_pb2.PositionList:
+    """The message for positions of a run."""
+    numbers = positions if isinstance(positions, Iterable) else (positions,)
+    listed = [
+        whole_number(number, "positions", "a position", least=-(2**31), most=MOST_POSITIONS)
+        for number in numbers
+    ]
+    return replace_pb2.PositionList(positions=listed)
 
 
 def lease_duration(seconds: float, path: str) -> duration_pb2.Duration:

@@ -3,11 +3,8 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
-import numpy as np
-import numpy.typing as npt
 from google.protobuf import timestamp_pb2
 
-from rheostat_engine import Site
 from rheostat_server import validation
 from rheostat_server.api.paging import fitting, from_token, no_token, page_size, to_token
 from rheostat_server.api.readiness import Readiness
@@ -16,19 +13,19 @@ from rheostat_server.capture.encodings import Form
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.delivery.run_messages import run_chunks
 from rheostat_server.derivation.captured_run import capture_run
-from rheostat_server.errors import NotSupported, RunIncomplete
+from rheostat_server.errors import NotSupported
 from rheostat_server.limits import UNREAD_SECONDS
 from rheostat_server.message_parts import MessageParts
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.runs.positions import absolute_positions, row_indices
+from rheostat_server.runs.positions import named_rows, named_sites
 from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.runs.targets import RUN_ID, lease_seconds
 from rheostat_server.runs.upload import receive_run
-from rheostat_server.selectors.sites import resolve_sites, to_wire
+from rheostat_server.selectors.sites import to_wire
 from rheostat_server.selectors.spans import runs as runs_of
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tasks.unread import while_read
-from rheostat_server.validation import known_enum, no_repeats
+from rheostat_server.validation import known_enum
 from rheostat_wire.v1 import run_pb2, run_service_pb2, run_service_pb2_grpc, tensor_pb2
 
 _pb = run_service_pb2
@@ -123,8 +120,11 @@ async def _rows(
     validation.matches(request.run_id, RUN_ID, "run_id")
     run = manager.runs.hold(request.run_id, "run_id")
     try:
-        sites = _sites_of(request, run, manager)
-        at = await offload(_weight(run) + request.ByteSize(), _positions_of, request, run)
+        sites = named_sites(
+            run, request.sites if request.HasField("sites") else None, manager.sites
+        )
+        positions = request.positions if request.HasField("positions") else None
+        at = await offload(_weight(run) + request.ByteSize(), named_rows, run, positions)
         for chunk in run_chunks(run, sites, at):
             rows = await offload(chunk.nbytes, chunk.encoded, form)
             yield rows.as_field(_pb.ReadRunResponse.CAPTURED_FIELD_NUMBER)
@@ -154,32 +154,6 @@ def _encoding(request: run_service_pb2.ReadRunRequest) -> tensor_pb2.Encoding.Va
             field="encoding",
         )
     return request.encoding
-
-
-def _sites_of(
-    request: run_service_pb2.ReadRunRequest, run: Run, manager: RequestManager
-) -> tuple[Site, ...]:
-    """The requested sites, by layer, then point; each must be one of the run's."""
-    if not request.HasField("sites"):
-        return run.sites
-    sites = resolve_sites(request.sites, manager.sites, "sites").sites
-    own = {site.index for site in run.sites}
-    for site in sites:
-        if site.index not in own:
-            raise RunIncomplete(
-                f"the run {run.id} has no rows of {site.point.value} {site.layer}", field="sites"
-            )
-    return sites
-
-
-def _positions_of(request: run_service_pb2.ReadRunRequest, run: Run) -> npt.NDArray[np.intp]:
-    """Indices of the requested positions in the run, ascending."""
-    if not request.HasField("positions"):
-        return np.arange(len(run.positions))
-    path = "positions.positions"
-    positions = absolute_positions(request.positions.positions, run, path)
-    no_repeats(positions, path, "positions")
-    return np.sort(row_indices(run, positions, path))
 
 
 def _weight(run: Run) -> int:

@@ -10,7 +10,13 @@ import numpy as np
 from rheostat_engine import Point, Site
 from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
 from rheostat_server.errors import NotSupported
-from rheostat_server.lens.lens import PromptRows, check_prompt, raw_tensor, refuse_without_lens
+from rheostat_server.lens.lens import (
+    PromptRows,
+    check_finite,
+    check_prompt,
+    raw_tensor,
+    refuse_without_lens,
+)
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import resolve_sites, to_wire
 from rheostat_server.vectors.token_directions import checked_tokens
@@ -51,7 +57,7 @@ async def attribute(
     )
     rows = PromptRows(selection.sites, manager.sites.width)
     await read_rows(request.prompt, "prompt", reading, manager, rows)
-    rows.check_finite(selection.sites, "prompt")
+    check_finite(rows.rows, selection.sites, "prompt")
     by_site = dict(zip(selection.sites, rows.rows[:, 0].astype(np.float64), strict=True))
     last = by_site[Site(Point.RESID_POST, manager.sites.num_layers - 1)]
     read = await manager.backend.lens(last[None].astype(np.float32), 0, tokens)

@@ -1,6 +1,7 @@
-"""Lens: reads rows of a prompt with the model's final norm and unembedding.
+"""Lens: reads rows of a prompt or of a stored run with the model's final norm and unembedding.
 
-First a request captures the rows, then the workers read them piece by piece. A step waits for each
+First a request captures the rows, or they are copied from the run. Then the workers read them piece
+by piece. A step waits for each
 piece, so a piece is small, and only one runs at a time. A call that ends early leaves no running
 request and no piece. The rows of all calls together take at most `ALL_LENS_BYTES`.
 """
@@ -19,7 +20,14 @@ from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
 from rheostat_server.engine.backend import LensReading
-from rheostat_server.errors import InvalidValue, MissingField, NonFinite, NotSupported, QueueFull
+from rheostat_server.errors import (
+    InvalidValue,
+    MissingField,
+    NonFinite,
+    NotSupported,
+    QueueFull,
+    RunIncomplete,
+)
 from rheostat_server.limits import (
     ALL_LENS_BYTES,
     LENS_BYTES,
@@ -29,12 +37,22 @@ from rheostat_server.limits import (
     RETRY_SECONDS,
 )
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.selectors.sites import refuse_what_is_no_stream, resolve_sites, to_wire
+from rheostat_server.runs.positions import named_rows, named_sites
+from rheostat_server.runs.store import Run
+from rheostat_server.runs.targets import RUN_ID
+from rheostat_server.selectors.sites import (
+    NO_STREAM,
+    of_routers,
+    refuse_what_is_no_stream,
+    resolve_sites,
+    to_wire,
+)
 from rheostat_server.selectors.spans import clipped
+from rheostat_server.selectors.spans import runs as runs_of
 from rheostat_server.tasks.offload import offload
-from rheostat_server.tensors import FloatType
+from rheostat_server.tensors import FloatType, widened
 from rheostat_wire.dtypes import FloatArray
-from rheostat_wire.v1 import capture_pb2, lens_service_pb2, tensor_pb2, types_pb2
+from rheostat_wire.v1 import capture_pb2, lens_service_pb2, replace_pb2, tensor_pb2, types_pb2
 
 _pb = lens_service_pb2
 
@@ -69,13 +87,7 @@ class PromptRows:
         self.token_ids = tuple(admitted.prompt.token_ids)
         known = admitted.captures[0].selection.known
         self.spans = clipped(known, 0, admitted.prompt_len)
-        size = len(self._came) * count * self._width * FloatType.FLOAT32.itemsize
-        if size > LENS_BYTES:
-            raise InvalidValue(
-                f"the rows take {size} bytes; at most {LENS_BYTES} are allowed. Name fewer layers, "
-                "points or positions",
-                field="sites",
-            )
+        _check_size(len(self._came), count, self._width)
         self.rows = np.empty((len(self._came), count, self._width), np.float32)
 
     def add(self, part: capture_pb2.Captured) -> None:
@@ -92,23 +104,23 @@ class PromptRows:
         """Whether every row has come."""
         return bool((self._came == self.rows.shape[1]).all())
 
-    def check_finite(self, sites: Sequence[Site], path: str) -> None:
-        """Refuses rows with a number that is not finite.
 
-        Raises:
-            NonFinite: there is one.
-        """
-        for index in np.flatnonzero(~np.isfinite(self.rows).all(axis=(1, 2))):
-            site = sites[index]
-            raise NonFinite(
-                f"the stream at {site.point.value} {site.layer} is not finite", field=path
-            )
+@dataclass(frozen=True, slots=True)
+class _LensRows:
+    """The rows that a lens reads."""
+
+    sites: tuple[Site, ...]
+    spans: Spans
+    """Their positions, the same at each site."""
+    prompt_token_ids: Sequence[int]
+    values: FloatArray
+    """[sites, positions, W]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CheckedRequest:
-    prompt: types_pb2.Prompt
-    reading: Reading
+    reading: Reading | None
+    """What to capture of the prompt; None for a run."""
     top_k: int
     token_ids: tuple[int, ...]
 
@@ -123,25 +135,25 @@ class Lenses:
     async def lens(
         self, request: lens_service_pb2.LensRequest, manager: RequestManager
     ) -> AsyncGenerator[lens_service_pb2.LensResponse, None]:
-        """Runs a prompt, and reads its rows.
+        """Runs a prompt, or finds a run, and reads its rows.
 
         Raises:
             RheostatError: the request is invalid, or has failed.
         """
         checked = _check(request, manager)
-        reading = checked.reading
         with self._reserve():
-            rows = PromptRows(reading.sites, manager.sites.width)
-            await read_rows(checked.prompt, "prompt", reading, manager, rows)
-            await asyncio.to_thread(rows.check_finite, reading.sites, "prompt")
-            started = _pb.LensStarted(sites=map(to_wire, reading.sites))
+            if checked.reading is None:
+                rows = await _rows_of_run(request, manager)
+            else:
+                rows = await _rows_of_prompt(request.prompt, checked.reading, manager)
+            started = _pb.LensStarted(sites=map(to_wire, rows.sites))
             add_runs(started.positions.add, rows.spans)
-            started.prompt_token_ids.ids.extend(rows.token_ids)
+            started.prompt_token_ids.ids.extend(rows.prompt_token_ids)
             if manager.prompts.has_tokenizer:
-                started.prompt_texts.extend(await _texts(rows.token_ids, manager))
+                started.prompt_texts.extend(await _texts(rows.prompt_token_ids, manager))
                 started.texts.extend(await _texts(checked.token_ids, manager))
             yield _pb.LensResponse(started=started)
-            flat = rows.rows.reshape(-1, manager.sites.width)
+            flat = rows.values.reshape(-1, manager.sites.width)
             step = rows_per_call(manager.info.vocabulary)
             for first in range(0, len(flat), step):
                 read = await manager.backend.lens(
@@ -185,6 +197,17 @@ def refuse_without_lens(manager: RequestManager) -> None:
         )
 
 
+def check_finite(rows: FloatArray, sites: Sequence[Site], path: str) -> None:
+    """Checks that rows [sites, positions, W] are finite.
+
+    Raises:
+        NonFinite: a number is not.
+    """
+    for index in np.flatnonzero(~np.isfinite(rows).all(axis=(1, 2))):
+        site = sites[index]
+        raise NonFinite(f"the stream at {site.point.value} {site.layer} is not finite", field=path)
+
+
 def check_prompt(prompt: types_pb2.Prompt) -> None:
     """Checks that there is a prompt.
 
@@ -196,11 +219,12 @@ def check_prompt(prompt: types_pb2.Prompt) -> None:
 
 def _check(request: lens_service_pb2.LensRequest, manager: RequestManager) -> _CheckedRequest:
     refuse_without_lens(manager)
-    check_prompt(request.prompt)
-    if not request.HasField("sites"):
-        raise MissingField("sites are required", field="sites")
-    selection = resolve_sites(request.sites, manager.sites, "sites")
-    refuse_what_is_no_stream(selection, "sites")
+    reading = None
+    if request.run_id:
+        validation.matches(request.run_id, RUN_ID, "run_id")
+        _refuse_fields_of_a_prompt(request)
+    else:
+        reading = _reading(request, manager)
     vocabulary = manager.info.vocabulary
     top_k = request.top_k if request.HasField("top_k") else _TOP_K
     if top_k > LENS_TOP_K:
@@ -209,16 +233,83 @@ def _check(request: lens_service_pb2.LensRequest, manager: RequestManager) -> _C
     if request.token_ids:
         validation.token_ids(request.token_ids, vocabulary, "token_ids")
         validation.no_repeats(request.token_ids, "token_ids", "tokens")
-    reading = Reading(
+    return _CheckedRequest(reading, min(top_k, vocabulary), tuple(request.token_ids))
+
+
+def _reading(request: lens_service_pb2.LensRequest, manager: RequestManager) -> Reading:
+    check_prompt(request.prompt)
+    if not request.HasField("sites"):
+        raise MissingField("sites are required", field="sites")
+    if request.HasField("positions"):
+        raise InvalidValue(
+            "positions are those of a run; select tokens of a prompt with where", field="positions"
+        )
+    selection = resolve_sites(request.sites, manager.sites, "sites")
+    refuse_what_is_no_stream(selection, "sites")
+    return Reading(
         request.sites,
         selection.sites,
         prompt_selector(request.where if request.HasField("where") else None),
         request.lora_name,
         request.steering,
     )
-    return _CheckedRequest(
-        request.prompt, reading, min(top_k, vocabulary), tuple(request.token_ids)
-    )
+
+
+def _refuse_fields_of_a_prompt(request: lens_service_pb2.LensRequest) -> None:
+    for field in ("prompt", "where", "steering"):
+        if request.HasField(field):
+            raise InvalidValue(f"a run is read as it is stored: leave out {field}", field=field)
+    if request.lora_name:
+        raise InvalidValue(
+            "a run is read as it is stored: leave out the adapter", field="lora_name"
+        )
+
+
+async def _rows_of_prompt(
+    prompt: types_pb2.Prompt, reading: Reading, manager: RequestManager
+) -> _LensRows:
+    """Runs a prompt for its rows."""
+    rows = PromptRows(reading.sites, manager.sites.width)
+    await read_rows(prompt, "prompt", reading, manager, rows)
+    await asyncio.to_thread(check_finite, rows.rows, reading.sites, "prompt")
+    return _LensRows(reading.sites, rows.spans, rows.token_ids, rows.rows)
+
+
+async def _rows_of_run(request: lens_service_pb2.LensRequest, manager: RequestManager) -> _LensRows:
+    """Copies rows of a stored run, which is in use meanwhile."""
+    run = manager.runs.hold(request.run_id, "run_id")
+    try:
+        sites = named_sites(
+            run, request.sites if request.HasField("sites") else None, manager.sites
+        )
+        if of_routers(sites):
+            raise NotSupported(NO_STREAM, field="sites")
+        positions = request.positions if request.HasField("positions") else None
+        return await asyncio.to_thread(_copied, run, sites, positions)
+    finally:
+        manager.runs.release(run)
+
+
+def _copied(
+    run: Run, sites: tuple[Site, ...], positions: replace_pb2.PositionList | None
+) -> _LensRows:
+    at = named_rows(run, positions)
+    if not len(at):
+        raise RunIncomplete(f"the run {run.id} has no rows", field="run_id")
+    _check_size(len(sites), len(at), run.width)
+    values = widened(run.read([run.index_of(site) for site in sites], at), run.dtype)
+    check_finite(values, sites, "run_id")
+    return _LensRows(sites, runs_of(run.positions[at]), run.prompt_token_ids.tolist(), values)
+
+
+def _check_size(sites: int, positions: int, width: int) -> None:
+    size = sites * positions * width * FloatType.FLOAT32.itemsize
+    if size > LENS_BYTES:
+        raise InvalidValue(
+            f"the rows take {size} bytes; at most {LENS_BYTES} are allowed. Name fewer layers, "
+            "points or positions",
+            field="sites",
+        )
 
 
 async def _texts(token_ids: Sequence[int], manager: RequestManager) -> list[str]:

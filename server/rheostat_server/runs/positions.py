@@ -1,14 +1,51 @@
-"""Positions of a run that a message names."""
+"""Sites and positions of a run that a message names."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from rheostat_engine import ModelSites, Site
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, RunIncomplete
 from rheostat_server.limits import REPLACED_ROWS
 from rheostat_server.runs.store import Run
+from rheostat_server.selectors.sites import resolve_sites
+from rheostat_wire.v1 import replace_pb2, types_pb2
+
+
+def named_sites(run: Run, sites: types_pb2.SiteSet | None, model: ModelSites) -> tuple[Site, ...]:
+    """The sites of a run that ``sites`` names, by layer, then point; all of them if it is None.
+
+    Raises:
+        InvalidArgument: the set is malformed, or names a layer that the model lacks.
+        RunIncomplete: the run lacks a site.
+    """
+    if sites is None:
+        return run.sites
+    named = resolve_sites(sites, model, "sites").sites
+    own = {site.index for site in run.sites}
+    for site in named:
+        if site.index not in own:
+            raise RunIncomplete(
+                f"the run {run.id} has no rows of {site.point.value} {site.layer}", field="sites"
+            )
+    return named
+
+
+def named_rows(run: Run, positions: replace_pb2.PositionList | None) -> npt.NDArray[np.intp]:
+    """The indices of the rows of a run at ``positions``, ascending; all of them if it is None.
+
+    Raises:
+        InvalidValue: a position comes twice, or lies before the prompt.
+        RunIncomplete: the run lacks a position.
+    """
+    if positions is None:
+        return np.arange(len(run.positions))
+    path = "positions.positions"
+    absolute = absolute_positions(positions.positions, run, path)
+    validation.no_repeats(absolute, path, "positions")
+    return np.sort(row_indices(run, absolute, path))
 
 
 def absolute_positions(positions: Sequence[int], run: Run, path: str) -> list[int]:

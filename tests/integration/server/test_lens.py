@@ -62,6 +62,32 @@ def test_the_lens_is_hugging_faces_at_every_layer_and_token(
     assert len(read.rows()) >= len(expected) * len(ids) * 4
 
 
+def test_the_lens_of_a_run_is_that_of_its_prompt(
+    engine: Engine, reference: tuple[list[int], np.ndarray]
+) -> None:
+    """Also behind the prompt, where the run has rows of generated tokens."""
+    ids, expected = reference
+    answer = engine.generate(
+        PROMPT,
+        max_tokens=3,
+        temperature=0,
+        capture=rheostat.Capture("resid_post", to=rheostat.Run()),
+    )
+    run_id = answer.receipt.captures[0].run_id
+    try:
+        read = engine.lens(run=run_id, top_k=1, tokens=[3, 20, 300])
+        assert read.prompt_token_ids == tuple(ids)
+        assert read.positions == tuple(range(len(ids) + 2))
+        of_prompt = read.logprobs[:, : len(ids)]
+        assert np.abs(of_prompt - expected[:, :, [3, 20, 300]]).max() < NATS
+        assert read.top_token_ids[-1, -3:, 0].tolist() == list(answer.token_ids)
+        last = engine.lens(run=run_id, points="resid_post", layers=1, positions=-1, tokens=[20])
+        assert last.positions == (len(ids) - 1,)
+        assert abs(float(last.logprobs[0, 0, 0]) - expected[1, -1, 20]) < NATS
+    finally:
+        engine.delete_run(run_id)
+
+
 @pytest.mark.parametrize("minus", [None, 20])
 def test_contributions_add_up_to_the_logit(engine: Engine, minus: int | None) -> None:
     token = int(engine.lens(PROMPT, layers=[0], top_k=1).top_token_ids[0, 0, 0])

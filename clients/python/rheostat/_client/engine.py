@@ -223,21 +223,25 @@ class Engine:
 
     def lens(
         self,
-        prompt: Prompt,
+        prompt: Prompt | None = None,
         *,
-        points: PointsLike = "resid_post",
+        run: str | RunInfo | None = None,
+        points: PointsLike | None = None,
         layers: LayersLike = "all",
         where: SelectorLike = None,
+        positions: int | Iterable[int] | None = None,
         top_k: int | None = None,
         tokens: Sequence[int] = (),
         steering: SteeringLike = None,
         lora: str | None = None,
         timeout: float | None = None,
     ) -> LensResult:
-        """What each row of a prompt says about the next token: the logit lens.
+        """What each row of a prompt, or of a stored run, says about the next token: the logit lens.
 
-        The model's final norm and unembedding are applied to the rows at the points and layers, on
-        the tokens ``where`` (default: the last prompt token). The result has the ``top_k``
+        The model's final norm and unembedding are applied to the rows at the points (default:
+        ``resid_post``) and layers, on the tokens ``where`` (default: the last prompt token). A
+        ``run`` is read as it is stored, by default all of it; ``positions`` are those of
+        `read_run`. The result has the ``top_k``
         likeliest tokens of each row (default: 5), and exact log-probabilities and ranks of up to 64
         ``tokens``. At ``resid_post`` of the last layer they are the model's own. ``steering`` and
         ``lora`` act while the prompt runs; the unembedding is the base model's. ``timeout`` is in
@@ -245,9 +249,11 @@ class Engine:
         """
         call = lens_calls.lens(
             prompt,
+            run=run,
             points=points,
             layers=layers,
             where=where,
+            positions=positions,
             top_k=top_k,
             tokens=tokens,
             steering=steering,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from rheostat._connection.calls import DownloadCall, UnaryCall
+from rheostat._errors import invalid
 from rheostat._fields import builds_message, token_id, utf8_text, whole_number
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
 from rheostat._prompts import Prompt, put_prompt
 from rheostat._responses.lens import Attribution, LensAccumulator, LensResult, read_attribution
+from rheostat._runs import RunInfo, id_of, position_list
 from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._steering.steering import SteeringLike, steering_to_wire
 from rheostat._steering.token_directions import token_direction_to_wire
@@ -18,25 +20,32 @@ from rheostat_wire.v1 import lens_service_pb2, selector_pb2, types_pb2
 
 @builds_message
 def lens(
-    prompt: Prompt,
+    prompt: Prompt | None,
     *,
-    points: PointsLike,
+    run: str | RunInfo | None,
+    points: PointsLike | None,
     layers: LayersLike,
     where: SelectorLike,
+    positions: int | Iterable[int] | None,
     top_k: int | None,
     tokens: Sequence[int],
     steering: SteeringLike,
     lora: str | None,
 ) -> DownloadCall[lens_service_pb2.LensResponse, None, LensResult]:
     ids = [token_id(token, f"token_ids[{number}]") for number, token in enumerate(tokens)]
+    if (prompt is None) == (run is None):
+        raise invalid("prompt", "give a prompt or run=, and not both", "REASON_MISSING_FIELD")
     request = lens_service_pb2.LensRequest(
-        sites=site_set(points_of(points), layers_of(layers)),
+        run_id="" if run is None else id_of(run),
+        sites=_sites(run, points, layers),
+        positions=None if positions is None else position_list(positions),
         steering=steering_to_wire(steering),
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
         top_k=None if top_k is None else whole_number(top_k, "top_k", "top_k"),
         token_ids=ids,
     )
-    put_prompt(request.prompt, prompt)
+    if prompt is not None:
+        put_prompt(request.prompt, prompt)
     if where is not None:
         every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
         request.where.CopyFrom(to_wire(selector_of(where)) or every)
@@ -46,6 +55,17 @@ def lens(
         lens_service_pb2.LensResponse,
         partial(LensAccumulator, ids),
     )
+
+
+def _sites(
+    run: str | RunInfo | None, points: PointsLike | None, layers: LayersLike
+) -> types_pb2.SiteSet | None:
+    """The sites of a lens; None for all sites of a run."""
+    if points is None and run is not None:
+        if layers != "all":
+            raise invalid("sites.points", "layers of a run need points", "REASON_MISSING_FIELD")
+        return None
+    return site_set(points_of("resid_post" if points is None else points), layers_of(layers))
 
 
 @builds_message

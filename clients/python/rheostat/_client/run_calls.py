@@ -37,11 +37,19 @@ from rheostat._points import (
 )
 from rheostat._prompts import Prompt, labels_to_wire, put_prompt
 from rheostat._responses.receipts import Receipt, read_receipt
-from rheostat._runs import RunInfo, lease_duration, read_run, valid_run_id
+from rheostat._runs import (
+    MOST_POSITIONS,
+    RunInfo,
+    id_of,
+    lease_duration,
+    position_list,
+    read_run,
+    valid_run_id,
+)
 from rheostat._selectors import SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 from rheostat._steering.steering import SteeringLike, steering_to_wire
-from rheostat_wire.v1 import replace_pb2, run_service_pb2, tensor_pb2, types_pb2
+from rheostat_wire.v1 import run_service_pb2, tensor_pb2, types_pb2
 
 ExactEncoding: TypeAlias = Literal["raw", "lz4_planes"]
 """Encodings in which a run can be read."""
@@ -50,7 +58,6 @@ RowsBySite: TypeAlias = Mapping[tuple[PointLike, int], ArrayLike | npt.ArrayLike
 """Rows by (point, layer), each [positions, width]. An `Activations` is one."""
 
 _CHUNK = 1024 * 1024
-_MOST_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,7 +146,7 @@ def read_rows(
     if encoding not in get_args(ExactEncoding):
         raise invalid("encoding", f'a run is read as "raw" or "lz4_planes", not {encoding!r}')
     request = run_service_pb2.ReadRunRequest(
-        run_id=valid_run_id(run.id if isinstance(run, RunInfo) else run),
+        run_id=id_of(run),
         encoding=WIRE_ENCODINGS[encoding],
     )
     if points is not None:
@@ -147,12 +154,7 @@ def read_rows(
     elif layers != "all":
         raise invalid("sites.points", "layers need points", "REASON_MISSING_FIELD")
     if positions is not None:
-        numbers = positions if isinstance(positions, Iterable) else (positions,)
-        listed = [
-            whole_number(number, "positions", "a position", least=-(2**31), most=_MOST_POSITIONS)
-            for number in numbers
-        ]
-        request.positions.CopyFrom(replace_pb2.PositionList(positions=listed))
+        request.positions.CopyFrom(position_list(positions))
     return DownloadCall(
         "/rheostat.v1.RunService/ReadRun",
         request,
@@ -275,7 +277,7 @@ def _arrays(
 def _positions(positions: Iterable[int], count: int) -> list[int]:
     """Ascending positions, one for each of ``count`` rows."""
     places = [
-        whole_number(place, "positions", "a position", most=_MOST_POSITIONS) for place in positions
+        whole_number(place, "positions", "a position", most=MOST_POSITIONS) for place in positions
     ]
     if len(places) != count:
         raise invalid("positions", f"{len(places)} positions are given for {count} rows of a site")

@@ -29,7 +29,7 @@ class LensResult:
     sites: tuple[Site, ...]
     """By layer, then point."""
     positions: tuple[int, ...]
-    """Positions of the prompt, the same at each site."""
+    """Positions, the same at each site. Those of a run may lie behind its prompt."""
     prompt_token_ids: tuple[int, ...]
     """The whole prompt."""
     prompt_texts: tuple[str, ...]
@@ -109,6 +109,8 @@ class LensResult:
         return _table([head, *lines])
 
     def _prompt_text(self, position: int) -> str:
+        if position >= len(self.prompt_token_ids):  # of a run, behind its prompt
+            return f"[{position}]"
         if self.prompt_texts:
             return self.prompt_texts[position]
         return str(self.prompt_token_ids[position])

@@ -22,6 +22,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from rheostat_wire.v1 import replace_pb2 as rheostat_dot_v1_dot_replace__pb2
 from rheostat_wire.v1 import selector_pb2 as rheostat_dot_v1_dot_selector__pb2
 from rheostat_wire.v1 import steering_pb2 as rheostat_dot_v1_dot_steering__pb2
 from rheostat_wire.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
@@ -29,25 +30,25 @@ from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 from rheostat_wire.v1 import vector_pb2 as rheostat_dot_v1_dot_vector__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1erheostat/v1/lens_service.proto\x12\x0brheostat.v1\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\x1a\x18rheostat/v1/vector.proto\"\xa4\x02\n\x0bLensRequest\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PromptR\x06prompt\x12*\n\x05sites\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x31\n\x08steering\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12\x1b\n\tlora_name\x18\x05 \x01(\tR\x08loraName\x12\x18\n\x05top_k\x18\x06 \x01(\rH\x00R\x04topK\x88\x01\x01\x12\x1b\n\ttoken_ids\x18\x07 \x03(\rR\x08tokenIdsB\x08\n\x06_top_k\"z\n\x0cLensResponse\x12\x34\n\x07started\x18\x01 \x01(\x0b\x32\x18.rheostat.v1.LensStartedH\x00R\x07started\x12+\n\x04rows\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.LensRowsH\x00R\x04rowsB\x07\n\x05\x65vent\"\xe8\x01\n\x0bLensStarted\x12\'\n\x05sites\x18\x01 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12?\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds\x12!\n\x0cprompt_texts\x18\x04 \x03(\tR\x0bpromptTexts\x12\x14\n\x05texts\x18\x05 \x03(\tR\x05texts\"\xec\x02\n\x08LensRows\x12\x1b\n\tfirst_row\x18\x01 \x01(\rR\x08\x66irstRow\x12\x1b\n\trow_count\x18\x02 \x01(\rR\x08rowCount\x12\x37\n\rtop_token_ids\x18\x03 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x0btopTokenIds\x12\x36\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x0btopLogprobs\x12/\n\x08logprobs\x18\x05 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x08logprobs\x12)\n\x05ranks\x18\x06 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x05ranks\x12<\n\x0flog_normalizers\x18\x07 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x0elogNormalizers\x12\x1b\n\ttop_texts\x18\x08 \x03(\tR\x08topTexts\"\xca\x01\n\x10\x41ttributeRequest\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PromptR\x06prompt\x12\x39\n\tdirection\x18\x02 \x01(\x0b\x32\x1b.rheostat.v1.TokenDirectionR\tdirection\x12\x31\n\x08steering\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12\x1b\n\tlora_name\x18\x04 \x01(\tR\x08loraName\"\x96\x02\n\x11\x41ttributeResponse\x12\'\n\x05sites\x18\x01 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x39\n\rcontributions\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.TensorR\rcontributions\x12\x12\n\x04\x62ias\x18\x03 \x01(\x01R\x04\x62ias\x12\x14\n\x05logit\x18\x04 \x01(\x01R\x05logit\x12\x1c\n\tremainder\x18\x05 \x01(\x01R\tremainder\x12\x14\n\x05scale\x18\x06 \x01(\x01R\x05scale\x12?\n\x10prompt_token_ids\x18\x07 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds2\x98\x01\n\x0bLensService\x12=\n\x04Lens\x12\x18.rheostat.v1.LensRequest\x1a\x19.rheostat.v1.LensResponse0\x01\x12J\n\tAttribute\x12\x1d.rheostat.v1.AttributeRequest\x1a\x1e.rheostat.v1.AttributeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1erheostat/v1/lens_service.proto\x12\x0brheostat.v1\x1a\x19rheostat/v1/replace.proto\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\x1a\x18rheostat/v1/vector.proto\"\xf4\x02\n\x0bLensRequest\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PromptR\x06prompt\x12*\n\x05sites\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x31\n\x08steering\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12\x1b\n\tlora_name\x18\x05 \x01(\tR\x08loraName\x12\x18\n\x05top_k\x18\x06 \x01(\rH\x00R\x04topK\x88\x01\x01\x12\x1b\n\ttoken_ids\x18\x07 \x03(\rR\x08tokenIds\x12\x15\n\x06run_id\x18\x08 \x01(\tR\x05runId\x12\x37\n\tpositions\x18\t \x01(\x0b\x32\x19.rheostat.v1.PositionListR\tpositionsB\x08\n\x06_top_k\"z\n\x0cLensResponse\x12\x34\n\x07started\x18\x01 \x01(\x0b\x32\x18.rheostat.v1.LensStartedH\x00R\x07started\x12+\n\x04rows\x18\x02 \x01(\x0b\x32\x15.rheostat.v1.LensRowsH\x00R\x04rowsB\x07\n\x05\x65vent\"\xe8\x01\n\x0bLensStarted\x12\'\n\x05sites\x18\x01 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x36\n\tpositions\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12?\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds\x12!\n\x0cprompt_texts\x18\x04 \x03(\tR\x0bpromptTexts\x12\x14\n\x05texts\x18\x05 \x03(\tR\x05texts\"\xec\x02\n\x08LensRows\x12\x1b\n\tfirst_row\x18\x01 \x01(\rR\x08\x66irstRow\x12\x1b\n\trow_count\x18\x02 \x01(\rR\x08rowCount\x12\x37\n\rtop_token_ids\x18\x03 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x0btopTokenIds\x12\x36\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x0btopLogprobs\x12/\n\x08logprobs\x18\x05 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x08logprobs\x12)\n\x05ranks\x18\x06 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x05ranks\x12<\n\x0flog_normalizers\x18\x07 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x0elogNormalizers\x12\x1b\n\ttop_texts\x18\x08 \x03(\tR\x08topTexts\"\xca\x01\n\x10\x41ttributeRequest\x12+\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PromptR\x06prompt\x12\x39\n\tdirection\x18\x02 \x01(\x0b\x32\x1b.rheostat.v1.TokenDirectionR\tdirection\x12\x31\n\x08steering\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12\x1b\n\tlora_name\x18\x04 \x01(\tR\x08loraName\"\x96\x02\n\x11\x41ttributeResponse\x12\'\n\x05sites\x18\x01 \x03(\x0b\x32\x11.rheostat.v1.SiteR\x05sites\x12\x39\n\rcontributions\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.TensorR\rcontributions\x12\x12\n\x04\x62ias\x18\x03 \x01(\x01R\x04\x62ias\x12\x14\n\x05logit\x18\x04 \x01(\x01R\x05logit\x12\x1c\n\tremainder\x18\x05 \x01(\x01R\tremainder\x12\x14\n\x05scale\x18\x06 \x01(\x01R\x05scale\x12?\n\x10prompt_token_ids\x18\x07 \x01(\x0b\x32\x15.rheostat.v1.TokenIdsR\x0epromptTokenIds2\x98\x01\n\x0bLensService\x12=\n\x04Lens\x12\x18.rheostat.v1.LensRequest\x1a\x19.rheostat.v1.LensResponse0\x01\x12J\n\tAttribute\x12\x1d.rheostat.v1.AttributeRequest\x1a\x1e.rheostat.v1.AttributeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat_wire.v1.lens_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LENSREQUEST']._serialized_start=181
-  _globals['_LENSREQUEST']._serialized_end=473
-  _globals['_LENSRESPONSE']._serialized_start=475
-  _globals['_LENSRESPONSE']._serialized_end=597
-  _globals['_LENSSTARTED']._serialized_start=600
-  _globals['_LENSSTARTED']._serialized_end=832
-  _globals['_LENSROWS']._serialized_start=835
-  _globals['_LENSROWS']._serialized_end=1199
-  _globals['_ATTRIBUTEREQUEST']._serialized_start=1202
-  _globals['_ATTRIBUTEREQUEST']._serialized_end=1404
-  _globals['_ATTRIBUTERESPONSE']._serialized_start=1407
-  _globals['_ATTRIBUTERESPONSE']._serialized_end=1685
-  _globals['_LENSSERVICE']._serialized_start=1688
-  _globals['_LENSSERVICE']._serialized_end=1840
+  _globals['_LENSREQUEST']._serialized_start=208
+  _globals['_LENSREQUEST']._serialized_end=580
+  _globals['_LENSRESPONSE']._serialized_start=582
+  _globals['_LENSRESPONSE']._serialized_end=704
+  _globals['_LENSSTARTED']._serialized_start=707
+  _globals['_LENSSTARTED']._serialized_end=939
+  _globals['_LENSROWS']._serialized_start=942
+  _globals['_LENSROWS']._serialized_end=1306
+  _globals['_ATTRIBUTEREQUEST']._serialized_start=1309
+  _globals['_ATTRIBUTEREQUEST']._serialized_end=1511
+  _globals['_ATTRIBUTERESPONSE']._serialized_start=1514
+  _globals['_ATTRIBUTERESPONSE']._serialized_end=1792
+  _globals['_LENSSERVICE']._serialized_start=1795
+  _globals['_LENSSERVICE']._serialized_end=1947
 # @@protoc_insertion_point(module_scope)

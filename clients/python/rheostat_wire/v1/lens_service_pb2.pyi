@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from rheostat_wire.v1 import replace_pb2 as _replace_pb2
 from rheostat_wire.v1 import selector_pb2 as _selector_pb2
 from rheostat_wire.v1 import steering_pb2 as _steering_pb2
 from rheostat_wire.v1 import tensor_pb2 as _tensor_pb2
@@ -25,7 +26,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LensRequest(_message.Message):
-    """A prompt and its rows."""
+    """Rows of a prompt that is run, or of a stored run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -36,17 +37,25 @@ class LensRequest(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     lora_name: _builtins.str
     """As GenerateRequest.lora_name."""
     top_k: _builtins.int
     """How many likeliest tokens come of each row, 0 to 100. Default 5."""
+    run_id: _builtins.str
+    """A stored run, whose rows are read as they are; nothing is run. Unknown: REASON_RUN_NOT_FOUND. With
+    prompt, where, steering or lora_name: REASON_INVALID_VALUE.
+    """
     @_builtins.property
     def prompt(self) -> _types_pb2.Prompt:
-        """Required."""
+        """Required without run_id."""
 
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
-        """Which rows. Each point must be one of the stream; at most 64 MiB of float32."""
+        """Which rows. Each point must be one of the stream; at most 64 MiB of float32. Required for a
+        prompt. Of a run: absent, all of its sites; others: REASON_RUN_INCOMPLETE.
+        """
 
     @_builtins.property
     def where(self) -> _selector_pb2.Selector:
@@ -62,6 +71,12 @@ class LensRequest(_message.Message):
         the vocabulary's size (REASON_UNKNOWN_TOKEN).
         """
 
+    @_builtins.property
+    def positions(self) -> _replace_pb2.PositionList:
+        """Positions of the run, in any order, each once. Absent: all. Others: REASON_RUN_INCOMPLETE. Without
+        run_id: REASON_INVALID_VALUE.
+        """
+
     def __init__(
         self,
         *,
@@ -72,10 +87,12 @@ class LensRequest(_message.Message):
         lora_name: _builtins.str = ...,
         top_k: _builtins.int | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        run_id: _builtins.str = ...,
+        positions: _replace_pb2.PositionList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "prompt", b"prompt", "sites", b"sites", "steering", b"steering", "top_k", b"top_k", "where", b"where"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "positions", b"positions", "prompt", b"prompt", "sites", b"sites", "steering", b"steering", "top_k", b"top_k", "where", b"where"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "lora_name", b"lora_name", "prompt", b"prompt", "sites", b"sites", "steering", b"steering", "token_ids", b"token_ids", "top_k", b"top_k", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "lora_name", b"lora_name", "positions", b"positions", "prompt", b"prompt", "run_id", b"run_id", "sites", b"sites", "steering", b"steering", "token_ids", b"token_ids", "top_k", b"top_k", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
@@ -136,7 +153,7 @@ class LensStarted(_message.Message):
 
     @_builtins.property
     def prompt_token_ids(self) -> _types_pb2.TokenIds:
-        """The whole prompt."""
+        """The whole prompt; of a run, the one that it was made of. Positions behind it are generated tokens."""
 
     @_builtins.property
     def prompt_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

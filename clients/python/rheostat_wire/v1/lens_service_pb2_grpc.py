@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class LensServiceStub(object):
-    """What rows of a prompt say about the next token. A model whose final norm the server does not
+    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
     find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
     Role: generate.
     """
@@ -50,7 +50,7 @@ class LensServiceStub(object):
 
 
 class LensServiceServicer(object):
-    """What rows of a prompt say about the next token. A model whose final norm the server does not
+    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
     find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
     Role: generate.
     """
@@ -94,7 +94,7 @@ def add_LensServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LensService(object):
-    """What rows of a prompt say about the next token. A model whose final norm the server does not
+    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
     find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
     Role: generate.
     """

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class LensServiceStub:
-    """What rows of a prompt say about the next token. A model whose final norm the server does not
+    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
     find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
     Role: generate.
     """
@@ -48,7 +48,7 @@ class LensServiceStub:
 
 @_typing.type_check_only
 class LensServiceAsyncStub(LensServiceStub):
-    """What rows of a prompt say about the next token. A model whose final norm the server does not
+    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
     find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
     Role: generate.
     """
@@ -65,7 +65,7 @@ class LensServiceAsyncStub(LensServiceStub):
     """
 
 class LensServiceServicer:
-    """What rows of a prompt say about the next token. A model whose final norm the server does not
+    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
     find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
     Role: generate.
     """

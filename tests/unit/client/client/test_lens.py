@@ -1,5 +1,7 @@
 """The logit lens, attributions and directions of tokens, over both clients."""
 
+from datetime import UTC, datetime
+
 import numpy as np
 import pytest
 from google.protobuf import text_format
@@ -94,6 +96,42 @@ def test_parts_are_joined_by_site_and_position(client, server):
         "resid_post[2]  t2  t3",
     ]
     assert repr(read) == "LensResult(resid_post 0, 2, 2 positions, top 2, 1 tokens)"
+
+
+RUN = rheostat.RunInfo(
+    "r", (), (), (5, 6), 0, datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 1, tzinfo=UTC), {}
+)
+
+
+@pytest.mark.parametrize("run", ["r", RUN])
+def test_a_lens_of_a_run_names_its_rows(client, server, run):
+    started = pb.LensResponse(started=STARTED.started)
+    del started.started.prompt_token_ids.ids[2:]
+    del started.started.prompt_texts[2:]
+    server.on("Lens", [started, part(0, 4)])
+    read = client.run(lambda e: e.lens(run=run, top_k=2, tokens=[9]))
+    client.run(lambda e: e.lens(run=run, points="mlp_out", layers=3, positions=-1, tokens=[9]))
+    whole, last = server.asked
+    assert whole == pb.LensRequest(run_id="r", top_k=2, token_ids=[9])
+    assert list(last.sites.points) == [types_pb2.POINT_MLP_OUT]
+    assert list(last.positions.positions) == [-1]
+    assert str(read).splitlines()[0].split() == ["b", "[3]"]  # position 3 was generated
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "run": "r"}, "prompt"),
+        ({"run": "r", "layers": 3}, "sites.points"),
+        ({"run": "a b"}, "run_id"),
+        ({"run": "r", "positions": [1.5]}, "positions"),
+    ],
+)
+def test_what_is_no_lens_is_refused_before_it_is_sent(client, server, arguments, field):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda e: e.lens(**arguments))
+    assert (raised.value.path, server.asked) == (field, [])
 
 
 def test_a_lens_that_ends_early_is_no_result(client, server):

@@ -10,7 +10,14 @@ import pytest
 from rheostat_engine import Point, Site
 from rheostat_server.lens import lens as lenses
 from rheostat_server.vectors import token_directions
-from rheostat_wire.v1 import lens_service_pb2, steering_service_pb2, types_pb2, vector_pb2
+from rheostat_wire.v1 import (
+    lens_service_pb2,
+    replace_pb2,
+    run_service_pb2,
+    steering_service_pb2,
+    types_pb2,
+    vector_pb2,
+)
 
 from ..conftest import rest
 from ..fakes import (
@@ -25,6 +32,7 @@ from ..fakes import (
     row,
 )
 from ..messages import add, along, capture, request, selector, site_set, window
+from ..stored_runs import NUMBERS, header, nothing_left, put, rows, span
 from ..streams import captured, settled, until
 from ..uploads import refusal_of
 
@@ -47,9 +55,12 @@ def direction(token: int, minus: int | None = None) -> vector_pb2.VectorRef:
 
 def logits(*rows: tuple[int, int]) -> np.ndarray:
     """The scripted engine's logits of rows (site, position)."""
-    return SCALE * np.stack([row(*one) for one in rows]).astype(np.float64) @ UNEMBEDDING.T + (
-        OFFSETS
-    )
+    return logits_of(np.stack([row(*one) for one in rows]))
+
+
+def logits_of(rows: np.ndarray) -> np.ndarray:
+    """The scripted engine's logits of rows [N, WIDTH]."""
+    return SCALE * rows.astype(np.float64) @ UNEMBEDDING.T + OFFSETS
 
 
 def array(message) -> np.ndarray:
@@ -121,6 +132,67 @@ async def test_few_rows_are_read_at_a_time(running, monkeypatch) -> None:
 async def test_an_error_names_the_field(running, fields, reason, field) -> None:
     refusal = await refusal_of(rest(running.client.lens.Lens(order(**fields))))
     assert (refusal.reason, refusal.field) == (f"REASON_{reason}", field)
+
+
+def of_run(*positions: int, **fields: object) -> pb.LensRequest:
+    """The lens of the uploaded run at some positions; at all of them if there is none."""
+    chosen = replace_pb2.PositionList(positions=positions) if positions else None
+    return pb.LensRequest(**{"run_id": "up", "positions": chosen, **fields})
+
+
+async def test_a_run_is_read_as_it_is_stored(running) -> None:
+    """At its own sites and positions, by default all; nothing is run."""
+    generated = header(positions=[span(1, 1), span(4, 1)], token_ids=[11, 7])
+    await put(running, generated, rows(NUMBERS, positions=[span(1, 1), span(4, 1)]))
+    jobs = len(running.backend.jobs)
+    started, part = await rest(running.client.lens.Lens(of_run(token_ids=[3])))
+    assert [one.layer for one in started.started.sites] == [0, 2]
+    assert [(one.start, one.count) for one in started.started.positions] == [(1, 1), (4, 1)]
+    assert list(started.started.prompt_token_ids.ids) == [10, 11, 12]
+    expected = logits_of(NUMBERS.reshape(4, WIDTH))
+    logprobs = expected - np.log(np.exp(expected).sum(1))[:, None]
+    np.testing.assert_allclose(array(part.rows.logprobs)[:, 0], logprobs[:, 3], rtol=1e-5)
+    started, part = await rest(
+        running.client.lens.Lens(of_run(4, -2, sites=site_set(POST, layers=[2]), token_ids=[3]))
+    )
+    assert [one.layer for one in started.started.sites] == [2]
+    assert [(one.start, one.count) for one in started.started.positions] == [(1, 1), (4, 1)]
+    np.testing.assert_allclose(array(part.rows.logprobs)[:, 0], logprobs[2:, 3], rtol=1e-5)
+    assert len(running.backend.jobs) == jobs
+    await running.client.runs.DeleteRun(run_service_pb2.DeleteRunRequest(run_id="up"))
+    await nothing_left(running)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "field"),
+    [
+        (of_run(run_id="nobody"), "RUN_NOT_FOUND", "run_id"),
+        (of_run(run_id="a b"), "INVALID_VALUE", "run_id"),
+        (of_run(prompt=PROMPT), "INVALID_VALUE", "prompt"),
+        (of_run(where=selector(window(0))), "INVALID_VALUE", "where"),
+        (of_run(steering={"interventions": [add()]}), "INVALID_VALUE", "steering"),
+        (of_run(lora_name="a"), "INVALID_VALUE", "lora_name"),
+        (of_run(sites=site_set(POST, layers=[1])), "RUN_INCOMPLETE", "sites"),
+        (of_run(sites=site_set(POST, layers=[9])), "UNKNOWN_LAYER", "sites.list.layers[0]"),
+        (of_run(2), "RUN_INCOMPLETE", "positions.positions"),
+        (of_run(0, -3), "INVALID_VALUE", "positions.positions"),
+        (order(positions={"positions": [0]}), "INVALID_VALUE", "positions"),
+    ],
+)
+async def test_a_lens_of_a_run_is_refused_by_field(running, message, reason, field) -> None:
+    await put(running, header(), rows(NUMBERS))
+    refusal = await refusal_of(rest(running.client.lens.Lens(message)))
+    assert (refusal.reason, refusal.field) == (f"REASON_{reason}", field)
+    await running.client.runs.DeleteRun(run_service_pb2.DeleteRunRequest(run_id="up"))
+    await nothing_left(running)
+
+
+async def test_too_many_rows_of_a_run_are_refused(running, monkeypatch) -> None:
+    await put(running, header(), rows(NUMBERS))
+    monkeypatch.setattr(lenses, "LENS_BYTES", 4 * WIDTH * 2)
+    assert len(await rest(running.client.lens.Lens(of_run(0)))) == 2
+    refusal = await refusal_of(rest(running.client.lens.Lens(of_run())))
+    assert (refusal.reason, refusal.field) == ("REASON_INVALID_VALUE", "sites")
 
 
 async def test_steering_acts_and_its_errors_name_it(running) -> None:
