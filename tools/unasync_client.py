@@ -20,6 +20,7 @@ shared between threads.
 REPLACEMENTS = {
     "aio.Engine": "Engine",
     "aio_connection": "connection",
+    "aio_streams": "streams",
     "aio_subscription": "subscription",
     "aio_vectors": "vectors",
     "anext": "next",

@@ -14,10 +14,10 @@ from rheostat._arrays import Element
 from rheostat._capture.activations import Activations
 from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._client import calls, lens_calls, run_calls
-from rheostat._client.aio_vectors import Reader, Vectors
+from rheostat._client.aio_streams import Reader, Session, Stream
+from rheostat._client.aio_vectors import Vectors
 from rheostat._client.requests import GenerateOptions, check_options
 from rheostat._client.run_calls import CapturedRun, ExactEncoding, RowsBySite
-from rheostat._client.sessions import SessionCall, SessionEvent, Updates
 from rheostat._connection import readiness
 from rheostat._connection.aio_connection import Connection, sleep
 from rheostat._connection.channel import UNARY_TIMEOUT, default_target
@@ -27,7 +27,7 @@ from rheostat._prompts import Prompt
 from rheostat._responses.explanations import Explanation, Tokenized
 from rheostat._responses.lens import Attribution, LensResult
 from rheostat._responses.model import ModelInfo, Stats
-from rheostat._responses.results import Event, Generation
+from rheostat._responses.results import Generation
 from rheostat._runs import RunInfo
 from rheostat._selectors import SelectorLike
 from rheostat._steering.global_steering import GlobalSteering
@@ -43,7 +43,6 @@ from rheostat._sweeps.paths import PASS_LEASE, Branches, PathOptions, PathPatch,
 from rheostat._sweeps.requests import SweepOptions, sweep_request
 from rheostat._sweeps.result import SweepResult
 from rheostat._sweeps.watching import Watch, watcher_of
-from rheostat_wire.v1 import generation_service_pb2
 
 __all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "connect"]
 
@@ -54,59 +53,6 @@ RESUME_AFTER = 1.0
 """Seconds before such an attempt."""
 
 _NAME = "aio.Engine"
-
-
-class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation]):
-    """A running generation: an iterator of events; ``result()`` returns the `Generation`."""
-
-
-class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Generation]):
-    """A `Stream` whose steering can be replaced while it runs, also by other threads.
-
-    Each call of `steer` gets one event, `UpdateApplied` or `UpdateRefused`, before the `Receipt`.
-    In `rheostat.aio`, `steer`, `stop` and `cancel` are not awaited, and the event loop must run
-    when a session is opened.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        call: SessionCall[generation_service_pb2.SessionResponse, SessionEvent, Generation],
-        timeout: float | None,
-    ) -> None:
-        """Made by `Engine`; starts the call."""
-        responses = connection.bidi(call, timeout)
-        self._updates = Updates(call.start, responses.send)
-        responses.on_end(self._updates.close)
-        super().__init__(responses, call.accumulator(self._updates))
-
-    async def __anext__(self) -> SessionEvent:
-        try:
-            return await super().__anext__()
-        except RheostatError:
-            self._updates.close()
-            raise
-
-    def steer(self, steering: SteeringLike) -> int:
-        """Replace the request's own steering, and return the update's id without waiting.
-
-        The update acts from the server's next step on, never before the first generated token.
-        ``None`` or ``[]`` leaves only the server-wide steering. An event reports the outcome.
-        Raises InvalidRequest if the client finds an error, Refused if the request has ended.
-        """
-        return self._updates.steer(steering)
-
-    def stop(self) -> None:
-        """End the request with the finish reason "aborted". The receipt still comes.
-
-        Does nothing if the request has ended already.
-        """
-        self._updates.stop()
-
-    def cancel(self) -> None:
-        """End the call; the server frees its resources. Does nothing if it has ended already."""
-        self._updates.close()
-        super().cancel()
 
 
 class Steering:

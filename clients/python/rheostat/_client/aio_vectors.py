@@ -1,64 +1,24 @@
-"""The store of vectors of the asyncio client, and readers of response streams.
+"""The store of vectors of the asyncio client.
 
 ``tools/generate`` writes the synchronous twin, ``vectors.py``, from this module.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from typing import Generic, Self
 
 import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element
 from rheostat._client import vector_calls
-from rheostat._connection.aio_connection import Connection, Responses
-from rheostat._connection.calls import Accumulator, Answer, Result, Step
+from rheostat._client.aio_streams import Reader
+from rheostat._connection.aio_connection import Connection
 from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
 from rheostat._selectors import SelectorLike
 from rheostat._steering.derivations import Derivation, DeriveMethod
 from rheostat._steering.transfers import Progress
 from rheostat._steering.vectors import Vector, VectorInfo
-
-
-class Reader(Generic[Answer, Step, Result]):
-    """Reads a response stream: events as they arrive, then one result made of all of them."""
-
-    def __init__(
-        self, responses: Responses[Answer], accumulator: Accumulator[Answer, Step, Result]
-    ) -> None:
-        self._responses = responses
-        self._accumulator = accumulator
-        self._events: deque[Step] = deque()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Step:
-        while not self._events:
-            self._events.extend(self._accumulator.add(await anext(self._responses)))
-        return self._events.popleft()
-
-    async def result(self) -> Result:
-        """Read to the end, and return the result. It includes events that were read before."""
-        async for _ in self:
-            pass
-        return self._accumulator.result()
-
-    def cancel(self) -> None:
-        """End the call; the server frees its resources. Does nothing if it has ended already."""
-        self._responses.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        self.cancel()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._responses.target!r})"
 
 
 class Vectors:
