@@ -263,7 +263,8 @@ async def _run(
             yield done
     finally:
         working.cancel()
-        await asyncio.wait({working})
+        # It may fail although it was cancelled. asyncio would log an error that nothing awaits.
+        await asyncio.gather(working, return_exceptions=True)
 
 
 async def _store_vectors(

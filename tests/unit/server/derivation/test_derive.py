@@ -1,6 +1,7 @@
 """DeriveVectors over a real channel, on an engine whose rows follow from site and token."""
 
 import asyncio
+import gc
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -349,6 +350,23 @@ async def test_a_prompt_that_fails_ends_the_others(starter) -> None:
     assert refusal.brief[1:] == ("REASON_UNKNOWN_TOKEN", "positive[3].token_ids.ids[0]")
     await settled(running)
     assert len(running.manager.store) == 0
+
+
+@pytest.mark.parametrize("iterations", range(12))
+async def test_a_caller_that_leaves_while_a_prompt_fails_leaves_no_traceback(
+    running, iterations
+) -> None:
+    """asyncio logs the exception of a task that nothing has awaited."""
+    logged: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+    bad = order(positive=[ids(999)])
+    events = derivation.Derivations().derive(bad, running.manager)
+    await anext(events)
+    for _ in range(iterations):
+        await asyncio.sleep(0)
+    await events.aclose()
+    gc.collect()
+    assert logged == []
 
 
 async def test_a_drain_ends_a_derivation_without_a_vector(starter, monkeypatch) -> None:
