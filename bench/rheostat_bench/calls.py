@@ -195,7 +195,10 @@ def _arity(streams: bool) -> str:
 
 
 async def _write(opened: _Open, call: Call) -> None:
-    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+    # InternalError: gRPC raises it if the call ends between its check and the write.
+    with contextlib.suppress(
+        grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError
+    ):
         for number, message in enumerate(call.messages):
             if number:
                 await asyncio.sleep(call.pause)

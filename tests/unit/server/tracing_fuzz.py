@@ -18,7 +18,9 @@ from .tracing_calls import Call
 
 AT_ONCE = 24
 PATIENCE = 60
-"""Seconds after which a call counts as hanging."""
+"""Seconds after which a call counts as hanging. Waits for room on a full server do not count."""
+_FAILED_HERE = "Internal error from Core"
+"""What gRPC's client says if it writes to a call that ends meanwhile. No server says so."""
 Code = grpc.StatusCode
 _CROSSED = {
     "REASON_RUN_NOT_FOUND",
@@ -69,9 +71,8 @@ async def play(running: Running, drawn: Iterable[Call]) -> Outcome:
     async def work() -> None:
         for call in waiting:
             try:
-                async with asyncio.timeout(PATIENCE):
-                    while (end := await _end_of(running, call)).again:
-                        await asyncio.sleep(0.02)
+                while (end := await _patiently(running, call)).again:
+                    await asyncio.sleep(0.02)
             except TimeoutError:
                 outcome.problems.append(f"{call.number} {call.method} hangs (odd: {call.odd})")
             else:
@@ -91,6 +92,11 @@ def _method(running: Running, name: str):
     return getattr(services.lens if name in ("Lens", "Attribute") else services.runs, name)
 
 
+async def _patiently(running: Running, call: Call) -> End:
+    async with asyncio.timeout(PATIENCE):
+        return await _end_of(running, call)
+
+
 async def _end_of(running: Running, call: Call) -> End:
     answers: list[Message] = []
     method = _method(running, call.method)
@@ -106,6 +112,8 @@ async def _end_of(running: Running, call: Call) -> End:
         else:
             answers.append(await made)
     except grpc.aio.AioRpcError as error:
+        if error.details() == _FAILED_HERE:  # the server's status is lost: ask again
+            return End(call, Refusal(Code.CANCELLED, "", retry=not call.cut), answers)
         return End(call, Refusal.of(error), answers)
     except asyncio.CancelledError:
         if not call.cut:
