@@ -32,6 +32,11 @@ def add(seed: int, site: int, spans: Spans = EVERYWHERE, scale: float = 1.0) -> 
     return Act(Kind.ADD, (vector(seed)[0],), ((site, (0,)),), spans, scale)
 
 
+def put(seed: int, site: int, spans: Spans, alpha: float = 1.0) -> Act:
+    """One vector in the place of rows of one site."""
+    return Act(Kind.REPLACE, (vector(seed)[0],), ((site, (0,)),), spans, alpha)
+
+
 def steer(*acts: Act) -> Plan:
     """A plan that steers."""
     return Plan("", acts)

@@ -11,7 +11,7 @@ from rheostat_engine import Act, Band, Kind, Plan, site_count
 from .groups import BOTH
 from .models import LAYERS, WIDTH
 from .offline import OfflineEngine, Outcome
-from .plans import EVERYWHERE, add, capture, prompts, steer, vector
+from .plans import EVERYWHERE, add, capture, prompts, put, steer, vector
 
 pytestmark = pytest.mark.integration
 
@@ -78,6 +78,7 @@ def test_without_interventions_everything_equals_stock_vllm_bit_for_bit(pair: Pa
         steer(
             Act(Kind.NORM_ADD, (vector(0)[0],), tuple((s, (0,)) for s in SITES), EVERYWHERE, 0.0)
         ),
+        steer(*(put(0, site, EVERYWHERE, 0.0) for site in SITES)),
     ],
     ids=[
         "scale zero",
@@ -87,6 +88,7 @@ def test_without_interventions_everything_equals_stock_vllm_bit_for_bit(pair: Pa
         "wide band",
         "strength zero",
         "norm_add by zero",
+        "replaced to no part",
     ],
 )
 def test_an_intervention_that_does_nothing_changes_no_bit(pair: Pair, nothing: Plan) -> None:
@@ -107,8 +109,8 @@ def test_a_band_wider_than_the_data_is_done_at_every_row_and_moves_none(pair: Pa
 def test_batch_mates_of_steered_requests_equal_stock_vllm_bit_for_bit(
     pair: Pair, site: int
 ) -> None:
-    plans = [steer(add(0, site, scale=2.0)) if i % 2 else None for i in range(8)]
-    outcomes = pair.run(plans)
+    steered = (steer(add(0, site, scale=2.0)), steer(put(1, site, EVERYWHERE, 0.5)))
+    outcomes = pair.run([steered[i // 2 % 2] if i % 2 else None for i in range(8)])
     assert all(same(pair.stock[i], outcomes[i]) for i in range(0, 8, 2))
     assert not any(same(pair.stock[i], outcomes[i]) for i in range(1, 8, 2))
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rheostat_engine import ROUTERS, Plan, Point, Site, site_count
+from rheostat_engine import ROUTERS, Plan, Point, Site, Window, site_count
 
 from .models import EXPERTS, LAYERS, MIXTURES, build
 from .offline import OfflineEngine, Outcome
-from .plans import EVERYWHERE, add, capture, prompts, vector
+from .plans import EVERYWHERE, add, capture, prompts, put, vector
 from .reference import HfReference
 from .test_attach import assert_rows, everything, planned, stepping
 from .test_positions import VECTORS, assert_as_reference
@@ -77,15 +77,20 @@ def test_steering_and_captures_at_every_site_equal_hugging_faces(split: Split) -
     assert sites is not None
     assert dict(sites.refused) == {}
     assert sites.experts == dict.fromkeys(range(LAYERS if split.name in MIXTURES else 0), EXPERTS)
-    batch = prompts(4, 20, 30, seed=1)
+    batch = prompts(6, 20, 30, seed=1)
     own = capture(*split.sites).captures
+    post = [Site(Point.RESID_POST, layer).index for layer in range(LAYERS)]
+    rows = tuple(put(n % VECTORS, post[0], ((n, n + 1),)) for n in range(8))
     plans = [
         Plan("", (), own),
         Plan("", (add(0, 1, EVERYWHERE, 2.0), add(1, 4 * LAYERS - 2, ((3, 25),))), own),
         Plan("", (add(2, 3, ((5, 9),), 3.0),), own),
         None,
+        Plan("", (put(0, post[0], ((7, 8),)), put(1, post[-1], ((4, 6), (22, 24)), 0.5)), own),
+        Plan("", (rows[5],), own),
     ]
-    outcomes = split.engine.run(batch, plans, max_tokens=6)
+    shared = Plan("", rows, own, measured=False, window=Window(5, 6, 0))
+    outcomes = split.engine.run(batch, [*plans[:-1], shared], max_tokens=6)
     for prompt, plan, outcome in zip(batch, plans, outcomes, strict=True):
         assert_as_reference(split.reference, prompt, plan or Plan(""), trimmed(outcome))
         if plan is not None:
@@ -96,7 +101,7 @@ def test_steering_and_captures_at_every_site_equal_hugging_faces(split: Split) -
             assert outcome.released is not None
             assert outcome.released.captured == {site: len(positions) for site in split.sites}
             steered = {dose.site: dose.rows for dose in outcome.released.doses}
-            assert len(steered) == len(plan.acts)
+            assert len(steered) == (len(plan.acts) if plan is not plans[-1] else 0)
 
 
 def test_the_lens_is_read_by_the_last_stage(split: Split) -> None:

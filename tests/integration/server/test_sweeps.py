@@ -1,6 +1,7 @@
 """Sweeps over gRPC: every cell equals the same hooks in Hugging Face's model."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from rheostat_wire.v1 import (
 )
 
 from ..engine.reference import Change, Float, HfReference
+from .conftest import Server
 
 pytestmark = pytest.mark.integration
 
@@ -70,14 +72,21 @@ class Services(NamedTuple):
         return {run.run_id for run in self.runs.ListRuns(run_service_pb2.ListRunsRequest()).runs}
 
 
-@pytest.fixture
-def services(server) -> Iterator[Services]:
+@contextmanager
+def connected(server: Server) -> Iterator[Services]:
+    """The services of a server."""
     with grpc.insecure_channel(server.target) as channel:
         yield Services(
             generation_service_pb2_grpc.GenerationServiceStub(channel),
             run_service_pb2_grpc.RunServiceStub(channel),
             sweep_service_pb2_grpc.SweepServiceStub(channel),
         )
+
+
+@pytest.fixture
+def services(server: Server) -> Iterator[Services]:
+    with connected(server) as found:
+        yield found
 
 
 def grade(name: str, *, recovered: bool = False) -> sweep_pb2.Grade:
@@ -155,11 +164,10 @@ def logprobs(reference: HfReference, tokens: Sequence[int], changes: Sequence[Ch
     return found
 
 
-@pytest.mark.parametrize("direction", ["DENOISE", "NOISE"])
-@pytest.mark.parametrize(("point", "window"), [("resid_post", 1), ("attn_out", 1), ("mlp_out", 3)])
-def test_every_cell_is_what_hooks_give(
+def assert_cells(
     services: Services, reference: HfReference, direction: str, point: str, window: int
 ) -> None:
+    """Every cell of a sweep is what hooks give."""
     clean, corrupt = services.tokens(CLEAN), services.tokens(CORRUPT)
     (right,), (wrong,) = (services.tokens(text, special=False) for text in (RIGHT, WRONG))
     names = ("LOGPROB", "PROBABILITY", "LOGIT_DIFFERENCE", "RANK")
@@ -204,6 +212,14 @@ def test_every_cell_is_what_hooks_give(
     assert swept.summary.grades[2].clean == pytest.approx(differences["clean"], abs=2e-3)
     assert swept.summary.grades[2].corrupt == pytest.approx(differences["corrupt"], abs=2e-3)
     assert not swept.summary.missing
+
+
+@pytest.mark.parametrize("direction", ["DENOISE", "NOISE"])
+@pytest.mark.parametrize(("point", "window"), [("resid_post", 1), ("attn_out", 1), ("mlp_out", 3)])
+def test_every_cell_is_what_hooks_give(
+    services: Services, reference: HfReference, direction: str, point: str, window: int
+) -> None:
+    assert_cells(services, reference, direction, point, window)
     assert not services.run_ids()
 
 
