@@ -1,6 +1,6 @@
 """A model split over two processes shows what Hugging Face's whole model shows, each row once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +8,7 @@ import pytest
 
 from rheostat_engine import ROUTERS, Plan, Point, Site, Window, site_count
 
+from .forked import Context
 from .models import EXPERTS, LAYERS, MIXTURES, build
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, add, capture, prompts, put, vector
@@ -24,6 +25,17 @@ SPLITS = {
     # On a CPU vLLM 0.32 runs a pipeline only if it has warmed the model up, as it does to compile.
     "llama over layers": ("llama", {"pipeline_parallel_size": 2, "enforce_eager": False}),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_are_forked() -> Iterator[None]:
+    """The eight workers of these tests import vLLM once."""
+    from vllm.v1.executor import multiproc_executor
+
+    context = Context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
+        yield
 
 
 def test_mates_of_steered_requests_are_bit_identical_to_stock_split_alike(start: Start) -> None:
