@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from rheostat_engine import OPEN_END, SMALL_PLAN_COST, Capacity, Window
+from rheostat_engine import OPEN_END, SMALL_PLAN_COST, Window
 from rheostat_server.admission.admit import AdmittedRequest
-from rheostat_server.errors import InvalidValue, NonFinite, RunIncomplete
+from rheostat_server.engine.admission_queue import Reservation
+from rheostat_server.errors import BankFull, InvalidValue, NonFinite, RunIncomplete
+from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sweeps.cells import Replaced, packing_work, replacing, with_acts
 from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.settings import Settings
@@ -28,7 +30,7 @@ _COLUMNS = 16
 """The most columns that share a plan."""
 
 _PART = 4
-"""The shared plans of all prompts take at most 1 / `_PART` of what the engine holds."""
+"""The rows of the shared plans of all prompts take at most 1 / `_PART` of what the engine holds."""
 
 
 class _Name(NamedTuple):
@@ -56,7 +58,7 @@ class CellRequests:
         settings: Settings,
         pairs: Sequence[Pair],
         sources: Sequence[Sequence[Source]],
-        capacity: Capacity,
+        manager: RequestManager,
     ) -> None:
         """Makes none.
 
@@ -64,17 +66,19 @@ class CellRequests:
             settings: the sweep's settings.
             pairs: its pairs.
             sources: for each pair and noise, where rows come from; a live view.
-            capacity: what the engine holds.
+            manager: will run the requests.
         """
         self._settings = settings
         self._pairs = pairs
         self._sources = sources
+        self._manager = manager
         prompts = sum(len(pair.bases) for pair in pairs)
-        sites = max(len(row.window) for row in settings.grid.rows)
+        capacity = manager.sites.capacity
         held = min(capacity.bank_rows, capacity.steps, capacity.slots)
-        room = held // (_PART * prompts * sites)
-        self._columns = min(_COLUMNS, SMALL_PLAN_COST // (2 * sites), room)
-        """The columns that share a plan; cells have plans of their own if it is below 2."""
+        self._rows = min(SMALL_PLAN_COST // 2, held // (_PART * prompts))
+        """The most rows, at all sites, of the columns that share a plan."""
+        self._columns = min(_COLUMNS, self._rows)
+        """The most columns that share a plan; cells have plans of their own if it is below 2."""
         self._shared: OrderedDict[_Name, _Shared | None] = OrderedDict()
         """None: these cells cannot share a plan. The least recently used first."""
         self._kept = 2 * prompts
@@ -113,10 +117,13 @@ class CellRequests:
         replaced: list[Replaced] = []
         windows: dict[int, tuple[int, int]] = {}
         taken: set[int] = set()
+        sites = len(self._settings.grid.rows[row].window)
         for column in range(first, min(first + self._columns, self._settings.grid.columns)):
             positions = self._pairs[pair].placed(column).base
             start, end = positions[0], positions[-1] + 1
             if start < 0 or end - start != len(positions) or not taken.isdisjoint(positions):
+                continue
+            if (len(taken) + len(positions)) * sites > self._rows:
                 continue
             try:
                 rows = await self._replaced(row, column, pair, noise)
@@ -130,9 +137,12 @@ class CellRequests:
         base = self._pairs[pair].bases[noise].unobserved
         window = Window(0, OPEN_END, len(base.acts))
         try:
-            return _Shared(await self._made(pair, noise, replaced, window), windows)
-        except InvalidValue:  # its steering depends on tokens, or all columns cost too much
+            request = await self._made(pair, noise, replaced, window)
+            reservation = Reservation(request.plan, 1)
+            self._manager.admission_queue.check_ever_fits([reservation], request.prompt_len)
+        except (InvalidValue, BankFull):  # the steering depends on tokens, or takes all the room
             return None
+        return _Shared(request, windows)
 
     async def _replaced(self, row: int, column: int, pair: int, noise: int) -> list[Replaced]:
         """The rows that a cell replaces in a prompt."""

@@ -74,7 +74,7 @@ class Measurements:
         self._starter = RequestStarter(manager, background=settings.background)
         self._sources: list[list[Source]] = [[] for _ in pairs]
         """For each pair and noise, where rows come from."""
-        self._requests = CellRequests(settings, pairs, self._sources, manager.sites.capacity)
+        self._requests = CellRequests(settings, pairs, self._sources, manager)
         self._references: list[FloatArray | None] = [None] * len(pairs)
         """The last row [1, W] of each clean prompt, if a grade compares distributions."""
         self._divergences = Divergences(manager)

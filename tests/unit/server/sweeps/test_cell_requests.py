@@ -12,7 +12,7 @@ from ..fakes import LAYERS, sites_with
 from ..messages import add, at_post1, selector, site_set, token_range, window
 from ..streams import settled
 from ..tracing_calls import JitteryBackend
-from .patched import CLEAN, CORRUPT, POST, PatchedBackend, grid, order, pair, swept
+from .patched import CLEAN, CORRUPT, POST, PatchedBackend, grid, order, pair, prompt, swept
 
 ROOM = sites_with(bank_rows=512, slots=512, steps=512)
 
@@ -84,6 +84,28 @@ async def test_shared_plans_give_what_plans_of_their_own_give(
     alone, jobs = await run(starter, REQUESTS[name]())
     assert all(job.plan.window is None for job in jobs)
     np.testing.assert_array_equal(shared, alone)
+
+
+async def test_cells_that_the_engine_can_only_hold_one_by_one_share_nothing(starter) -> None:
+    long_pair = pair(
+        prompt=prompt(*range(2, 14)),
+        corrupt=prompt(*range(3, 15)),
+        groups=[selector(window(0, 5)), selector(window(5, 10))],
+    )
+    request = order(long_pair, group_labels=["first", "second"])
+    values, jobs = await run(starter, request, sites_with())
+    assert len(jobs) == 2 * LAYERS
+    assert all(job.plan.window is None for job in jobs)
+    assert np.isfinite(values).all()
+    few = order(pair(groups=[selector(window(0, 1)), selector(window(1, 4))]))
+    few.group_labels.extend(["one", "three"])
+    ahead = steering_pb2.Steering(
+        interventions=[replaced(selector(window(position, position + 1)), 0) for position in (0, 1)]
+    )
+    few.steering.CopyFrom(ahead)
+    values, jobs = await run(starter, few, sites_with(slots=4))
+    assert len(jobs) == 2 * LAYERS
+    assert np.isfinite(values).all()
 
 
 async def test_columns_with_gaps_or_common_positions_have_plans_of_their_own(starter) -> None:
