@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-from rheostat_wire.v1 import run_service_pb2
+from rheostat_wire.v1 import run_service_pb2, tensor_pb2
 
 from .conftest import Refusal, Running
 from .streams import settled
@@ -154,7 +154,8 @@ def _check_refusal(refusal: Refusal, call: Call) -> str:
         return f"ended with {refusal}"
     if not refusal.reason.startswith("REASON_") or not refusal.message:
         return f"ended without a reason: {refusal}"
-    if not (refusal.field or refusal.resource or refusal.retry):
+    named = refusal.field or refusal.message.startswith("one of ")  # then it names the fields
+    if not (named or refusal.resource or refusal.retry):
         return f"does not say what is wrong: {refusal}"
     if not call.odd and refusal.reason not in _CROSSED:
         return f"a valid call was refused: {refusal}"
@@ -173,7 +174,8 @@ def _check(answers: list[Message], call: Call) -> str:
                 return "rows of the lens are missing"
         case "Attribute":
             (answer,) = answers
-            values = np.frombuffer(answer.contributions.inline, "<f4")
+            assert answer.contributions.dtype == tensor_pb2.DTYPE_FLOAT64
+            values = np.frombuffer(answer.contributions.inline, "<f8")
             if not np.isfinite(values).all():
                 return "a contribution is not finite"
     return ""
@@ -201,10 +203,11 @@ async def _left(running: Running, tasks: int) -> list[str]:
     await settled(running)
     manager = running.manager
     left = []
-    runs = (
-        await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest(page_size=1000))
-    ).runs
-    for run in runs:
+    request = run_service_pb2.ListRunsRequest(page_size=1000)
+    pages = [await running.client.runs.ListRuns(request)]
+    while request.page_token := pages[-1].next_page_token:
+        pages.append(await running.client.runs.ListRuns(request))
+    for run in (run for page in pages for run in page.runs):
         try:
             message = run_service_pb2.DeleteRunRequest(run_id=run.run_id)
             await running.client.runs.DeleteRun(message)
