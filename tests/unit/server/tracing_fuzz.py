@@ -205,7 +205,8 @@ async def _left(running: Running, tasks: int) -> list[str]:
     left = []
     request = run_service_pb2.ListRunsRequest(page_size=1000)
     pages = [await running.client.runs.ListRuns(request)]
-    while request.page_token := pages[-1].next_page_token:
+    while pages[-1].next_page_token:
+        request.page_token = pages[-1].next_page_token
         pages.append(await running.client.runs.ListRuns(request))
     for run in (run for page in pages for run in page.runs):
         try:
