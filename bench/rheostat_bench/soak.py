@@ -340,6 +340,8 @@ def options(scratch: Path, front_ends: int = 0) -> list[str]:
         f"--spool={scratch / 'spool'}",
         "--resume-window=2",
         f"--front-ends={front_ends}",
+        # As vLLM runs a worker on one GPU. Its default on a CPU keeps a second core spinning.
+        "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor",
     ]
 
 
