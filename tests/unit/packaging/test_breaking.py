@@ -126,6 +126,36 @@ def test_a_change_that_is_committed_to_main_itself_fails(repository: Path) -> No
     assert breaking(repository).returncode != 0
 
 
+def test_of_several_commits_to_main_an_earlier_one_that_breaks_fails(repository: Path) -> None:
+    git(repository, "checkout", "--quiet", "main")
+    change(repository, *SERVED["a field's number"])
+    commit(repository, "a break")
+    change(repository, "run_service", "// RunService:", "// RunService, of runs:")
+    commit(repository, "something else")
+    done = breaking(repository)
+    assert done.returncode != 0
+    assert "generation_service.proto" in done.stdout
+
+
+def test_a_file_that_was_promised_later_is_guarded_from_then_on(repository: Path) -> None:
+    """The earlier promise left it alone, and the commit before has its broken form."""
+    git(repository, "checkout", "--quiet", "main")
+    config = repository / "buf.yaml"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("    - proto/rheostat/v1/matrix.proto\n", ""), encoding="utf-8")
+    before, after = UNSERVED["matrix"]
+    change(repository, "matrix", before, after)
+    commit(repository, "served, and redrawn for it")
+    assert breaking(repository).returncode == 0
+    change(repository, "matrix", after, before)
+    commit(repository, "a break")
+    change(repository, "run_service", "// RunService:", "// RunService, of runs:")
+    commit(repository, "something else")
+    done = breaking(repository)
+    assert done.returncode != 0
+    assert "matrix.proto" in done.stdout
+
+
 def test_what_main_has_gained_since_is_not_missed_on_a_branch(repository: Path) -> None:
     git(repository, "checkout", "--quiet", "main")
     change(
