@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import platform
 import statistics
 import tempfile
@@ -24,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rheostat_bench.machine import circumstances
 from rheostat_bench.summaries import Figures
 from rheostat_engine import EngineSettings, Event, Rows, WorkerChannel
 from rheostat_engine.channel.events import InstalledHead, RowsHead
@@ -183,7 +183,8 @@ def main() -> None:
     result = {
         "benchmark": "channel",
         "measures": "rows from a worker's thread to the server's event loop, each in its process",
-        "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
+        "device": f"CPU, {platform.machine()}",
+        **circumstances(),
         "row_bytes": _ROW,
         "repeats": arguments.repeats,
         "arms": {load.name: load._asdict() for load in ARMS},

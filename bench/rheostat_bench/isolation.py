@@ -19,7 +19,6 @@ Some turns are controls:
 import argparse
 import json
 import math
-import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -343,7 +342,6 @@ def main() -> None:
         "benchmark": "isolation",
         "measures": "how long a client waits for a token beside a hostile one",
         **described(about, info.engine.runner),
-        "cores": os.cpu_count(),
         "bar_ms": BAR_MS,
         "seconds": arguments.seconds,
         "options": options(Path("SCRATCH"), arguments.front_ends),

@@ -9,6 +9,8 @@ import json
 import multiprocessing
 import os
 import platform
+import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -133,7 +135,34 @@ def described(model: Model, runner: str) -> dict[str, object]:
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "runner": runner,
+        **circumstances(),
     }
+
+
+def circumstances() -> dict[str, object]:
+    """The commit of the code, the host's cores and the time, which every result names."""
+    return {
+        "commit": commit(Path(__file__).parent),
+        "cores": os.cpu_count(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def commit(folder: Path) -> str | None:
+    """The commit that a folder of the sources is of, with "-dirty" if tracked files differ from it.
+
+    None without git, and for a folder that no commit has: that of an installed wheel may lie within
+    another repository.
+    """
+    git = ["git", "-C", str(folder)]
+    try:
+        tracked = subprocess.run([*git, "ls-files"], capture_output=True, check=True).stdout
+        if not tracked:
+            return None
+        describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(describe, capture_output=True, check=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def leave() -> NoReturn:

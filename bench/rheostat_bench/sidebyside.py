@@ -14,7 +14,6 @@ number of `--front-ends`. Clients share `--client-processes` processes.
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -416,7 +415,6 @@ def main() -> None:
             "measures": "what clients get of stock vLLM, vLLM's OpenAI server, and this server",
             **described(model, served.engine.runner),
             "compiled": served.engine.compiled,
-            "cores": os.cpu_count(),
             "client_processes": arguments.client_processes,
             "prompt": _PROMPT,
             "tokens": arguments.tokens,

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat.captures import open_captures
+from rheostat_bench.machine import circumstances
 from rheostat_bench.summaries import Figures
 from rheostat_engine import Point, Site
 from rheostat_server.limits import CHUNK_BYTES
@@ -225,7 +226,8 @@ def main() -> None:
         table = measure(Path(place), load, arguments.threads, arguments.repeats)
     result = {
         "benchmark": "sinks",
-        "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
+        "device": f"CPU, {platform.machine()}",
+        **circumstances(),
         "dtype": "float32",
         **load._asdict(),
         "bytes": load.nbytes,

@@ -25,7 +25,6 @@ whose report names call 4100.
 
 import argparse
 import json
-import os
 import random
 import shutil
 import sys
@@ -394,7 +393,6 @@ def main() -> None:
         "measures": "clients that check their answers beside thousands of "
         + ("plain calls" if arguments.control else "hostile calls"),
         **described(Model("tiny-36", model, "float32", "dummy"), info.engine.runner),
-        "cores": os.cpu_count(),
         "cores_elsewhere": elsewhere,
         "cores_stolen": stolen,
         "calls": found.outcome.calls,

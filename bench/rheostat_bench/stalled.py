@@ -12,7 +12,6 @@ must not be what the turns wait for: its CPU time stands in the result.
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -234,7 +233,6 @@ def main() -> None:
         "measures": "64 clients beside a subscriber that reads or stands still",
         **described(model, served.engine.runner),
         "compiled": served.engine.compiled,
-        "cores": os.cpu_count(),
         "client_processes": arguments.client_processes,
         "layer": served.layer_count // 2,
         "clients": _CLIENTS,

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import platform
 import statistics
 import time
@@ -25,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 import rheostat
+from rheostat_bench.machine import circumstances
 from rheostat_bench.summaries import Figures
 from rheostat_engine import Capacity, Event, Installed, ModelSites, Plan, Released, Rows
 from rheostat_server.config import ServerConfig
@@ -338,7 +338,8 @@ def main() -> None:
     result = {
         "benchmark": "stream",
         "measures": "rows of a stand-in engine through server and client, each a process",
-        "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
+        "device": f"CPU, {platform.machine()}",
+        **circumstances(),
         "width": _WIDTH,
         "dtype": "bfloat16",
         "prompt_tokens": _PROMPT,

@@ -16,7 +16,6 @@ answer, and the last row at a subscriber, are there. A turn's figure is the medi
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -311,7 +310,6 @@ def main() -> None:
         "measures": "requests whose rows of one layer go to a client, beside the same without",
         **described(model, served.engine.runner),
         "compiled": served.engine.compiled,
-        "cores": os.cpu_count(),
         "client_processes": arguments.client_processes,
         "layer": served.layer_count // 2,
         "workloads": {workload.name: workload._asdict() for workload in workloads},

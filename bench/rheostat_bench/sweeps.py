@@ -231,7 +231,6 @@ def main() -> None:
             "measures": "cells of sweeps in a second, beside other ways to compute them",
             **described(model, served.runner),
             "compiled": served.compiled,
-            "cores": os.cpu_count(),
             "layers": shape["num_hidden_layers"],
             "weights": "the same for all" if same else "random",
             "client_processes": arguments.client_processes,
