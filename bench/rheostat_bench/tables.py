@@ -13,6 +13,20 @@ from typing import Any
 from rheostat_bench.results import Comparison, PrefixCache, read
 from rheostat_bench.summaries import Figures, Table
 
+SHARE_BARS = {
+    "idle": 0.98,
+    "one layer steered": 0.97,
+    "all layers steered": 0.94,
+    "one layer captured, in the answer": 0.90,
+    "one layer captured, to a subscriber": 0.90,
+    "all layers captured, last prompt token": 0.94,
+}
+"""The least share of stock vLLM's tokens per second, by arm of `sidebyside`."""
+_PER_TOKEN_BAR = 1.01
+"""The most time per token of idle requests, as a share of stock's."""
+_FIRST_TOKEN_BARS = {"32": 10.0, "256": 30.0}
+"""The most milliseconds that the first token may come later than stock's, by streams."""
+
 
 def tables(path: Path) -> list[str]:
     """The tables of one file; none: it is no benchmark of those that have any here.
@@ -216,7 +230,43 @@ def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:
         for name, row in by_workload.items()
         if row["lost_rows"]
     ]
-    return [*shown, _markdown(["lost rows", "streams", "all turns"], lost)] if lost else shown
+    if lost:
+        shown.append(_markdown(["lost rows", "streams", "all turns"], lost))
+    judged = _judged(summary, stock)
+    return [*shown, judged] if judged else shown
+
+
+def _judged(summary: Mapping[str, Figures], stock: str) -> str:
+    """Every bar at every number of streams: "met", or what was measured. Empty: no bar fits."""
+    counts = [name for name in summary[stock] if name.isdecimal()]
+    first = [count for count in counts if count in _FIRST_TOKEN_BARS]
+    rows = []
+
+    def cell(value: float, met: bool, form: str) -> str:
+        return "met" if met else f"**{value:{form}}**"
+
+    for arm, by_workload in summary.items():
+        least = next((bar for kind, bar in SHARE_BARS.items() if arm.endswith(f", {kind}")), None)
+        if least is None:
+            continue
+        shares = {count: by_workload[count]["share"] for count in counts}
+        later = {count: by_workload[count]["first_token_later_ms"] for count in first}
+        rows.append(
+            [
+                arm,
+                f"{least:.0%}",
+                *(cell(share, share >= least, ".1%") for share in shares.values()),
+                *(cell(ms, ms <= _FIRST_TOKEN_BARS[count], "+.0f") for count, ms in later.items()),
+            ]
+        )
+        if arm.endswith(", idle"):
+            times = [by_workload[count]["per_token_to_stock"] for count in counts]
+            cells = [cell(time - 1, time <= _PER_TOKEN_BAR, "+.1%") for time in times]
+            rows.append(
+                [f"{arm}, ms per token", f"{_PER_TOKEN_BAR - 1:+.0%}", *cells, *("" for _ in first)]
+            )
+    heads = [f"first token at {count}: {_FIRST_TOKEN_BARS[count]:+.0f} ms" for count in first]
+    return _markdown(["", "bar", *map(_streams, counts), *heads], rows) if rows else ""
 
 
 def _sweeps(summary: Mapping[str, Table], neighbours: Mapping[str, Any]) -> list[str]:

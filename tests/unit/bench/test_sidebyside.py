@@ -11,6 +11,7 @@ from rheostat_bench.bars import Bar, read_bars
 from rheostat_bench.served_process import copy_tokenizer
 from rheostat_bench.shapes import write_shape
 from rheostat_bench.sidebyside import (
+    ARMS,
     IDLE,
     STOCK,
     Streamed,
@@ -130,6 +131,23 @@ def test_every_measure_is_shown_beside_that_of_stock(result: Path) -> None:
     assert per_token[3] == f"| {IDLE} | 12.00 (120.0%) |"
     assert first[3] == f"| {IDLE} | 45 (\N{MINUS SIGN}5) | 80 (+40) |"
     assert lost[2:] == [f"| {IDLE} | 8 | 3 |"]
+
+
+def test_every_bar_is_judged_at_every_number_of_streams(tmp_path: Path) -> None:
+    stock = {"32": [Turn(100.0, 1.0, 10.0, 50.0, 0)], "256": [Turn(200.0, 1.0, 10.0, 50.0, 0)]}
+    ours = {"32": [Turn(98.5, 0.9, 10.1, 61.0, 0)], "256": [Turn(194.0, 0.9, 10.2, 80.0, 0)]}
+    arms = {STOCK: stock, **{f"this server, 1 front end, {arm}": ours for arm in ARMS}}
+    path = tmp_path / "sidebyside.json"
+    content = {"benchmark": "sidebyside", "device": "CPU"}
+    path.write_text(json.dumps({**content, "summary": summary(arms)}))
+    head, _, idle, per_token, *others = tables(path)[-1].splitlines()
+    assert head == (
+        "|  | bar | 32 streams | 256 streams "
+        "| first token at 32: +10 ms | first token at 256: +30 ms |"
+    )
+    assert idle == "| this server, 1 front end, idle | 98% | met | **97.0%** | **+11** | met |"
+    assert per_token.endswith(", idle, ms per token | +1% | met | **+2.0%** |  |  |")
+    assert [line.split(" | ")[0].partition("end, ")[2] for line in others] == [*ARMS[1:]]
 
 
 def test_the_picture_shows_shares_and_first_tokens(result: Path) -> None:
