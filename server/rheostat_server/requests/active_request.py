@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 
-from rheostat_engine import Attached, Event, Installed, Plan, Released, Report, Rows
+from rheostat_engine import Attached, Dropped, Installed, Plan, Released, Report
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.baseline import watched_sampling
 from rheostat_server.delivery.byte_budget import Share
@@ -205,11 +205,10 @@ class ActiveRequest:
             self.pending_notices -= 1
         return item
 
-    def deliver(self, sequence: EngineSequence, event: Event) -> None:
-        """Handles an event of the engine."""
-        if isinstance(event, Rows):
-            self.outputs.add_rows(sequence.key, event)
-            return
+    def deliver(
+        self, sequence: EngineSequence, event: Installed | Released | Attached | Dropped
+    ) -> None:
+        """Handles an event of the engine, unless it is rows, which `outputs` takes."""
         if isinstance(event, Installed):
             sequence.installed = True
             sequence.installed_or_ended.set()

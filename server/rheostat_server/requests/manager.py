@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from rheostat_engine import CapacityLedger, Event, Installed, Released
+from rheostat_engine import CapacityLedger, Event, Installed, Released, Rows
 from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest, check_queue
 from rheostat_server.admission.compiled_requests import CompiledRequests
 from rheostat_server.admission.global_steering import GlobalSteeringState
@@ -385,6 +385,9 @@ class RequestManager:
             _LOG.warning("no request receives the event of %s", event.request_id)
         else:
             active, sequence = route
+            if isinstance(event, Rows):
+                active.outputs.add_rows(sequence.key, event)
+                return
             active.deliver(sequence, event)
             if isinstance(event, Released) and active.released:
                 self._release(active)  # even if its client does not read
