@@ -176,7 +176,7 @@ class _StandIn:
     async def prepare(self, name: str, plan: Plan | None, plan_cost: int) -> tuple[bool, str]:
         return True, ""
 
-    async def forget(self, names: Sequence[str]) -> bool:
+    async def release_prepared(self, names: Sequence[str]) -> bool:
         return False
 
     async def update_steering(

@@ -29,7 +29,7 @@ _KEPT_ARRIVALS = 1024
 _DROPPING = (capture_pb2.OVERLOAD_DROP_OLDEST, capture_pb2.OVERLOAD_DROP_NEWEST)
 
 
-class Spill(Protocol):
+class RowsOnDisk(Protocol):
     """The rows of a buffer that wait on disk. They leave before all rows that wait in memory."""
 
     bytes: int
@@ -114,7 +114,7 @@ class DeliveryBuffer:
         """Counts waiting rows, kept rows and rows on their way to the disk."""
         self.byte_counter = ByteCounter(self.total)
         """Counts waiting rows."""
-        self.spill: Spill | None = None
+        self.spill: RowsOnDisk | None = None
         """Stores rows on disk that do not fit and may not be lost."""
         self._share = share
         self._kept = 0
@@ -187,7 +187,7 @@ class DeliveryBuffer:
         self._feeds[feed] = None
         self.news.set()
 
-    def forget(self, feed: ItemSource) -> None:
+    def remove(self, feed: ItemSource) -> None:
         """Removes a feed, of which no item leaves any more."""
         self._feeds.pop(feed, None)
 
@@ -274,7 +274,7 @@ class DeliveryBuffer:
                 )
             )
 
-    def _relieve(self, spill: Spill, size: int) -> None:
+    def _relieve(self, spill: RowsOnDisk, size: int) -> None:
         """Writes rows above the limit and `size` bytes more to the disk; fails if it cannot."""
         spill.relieve(size)
         error = spill.refusal()

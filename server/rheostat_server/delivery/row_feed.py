@@ -137,7 +137,7 @@ class RowFeed(ItemSource):
         """Drops all waiting rows. Nothing leaves any more, not even the end."""
         was_closed = self.closed
         self.closed = self.discarded = self._ended = True
-        self._buffer.forget(self)
+        self._buffer.remove(self)
         for sequence_rows in self._rows_by_sequence.values():
             sequence_rows.discard()
         if not was_closed:
@@ -173,10 +173,10 @@ class RowFeed(ItemSource):
             for sequence_rows in self._rows_by_sequence.values():
                 sequence_rows.discard()  # rows of steps that ran on after the last token
             if self.finish_reasons:
-                self._forget()
+                self._free_memory()
             yield End(self)
 
-    def _forget(self) -> None:
+    def _free_memory(self) -> None:
         """Frees the memory of a request whose items have all left."""
         self._counts = self.counts()
         self._rows_by_sequence.clear()

@@ -79,7 +79,7 @@ class SpillManager:
         self._spills.add(spill)
         buffer.spill = spill
 
-    def forget(self, spill: "SpillQueue") -> None:
+    def remove(self, spill: "SpillQueue") -> None:
         """Removes a spill queue that was closed."""
         self._spills.discard(spill)
 
@@ -193,7 +193,7 @@ class SpillQueue:
         """Drops all items."""
         if not self._closed:
             self._closed = True
-            self._spill_manager.forget(self)
+            self._spill_manager.remove(self)
             self._back.clear()
             self._unwritten.clear()
             self._written = 0

@@ -199,7 +199,7 @@ class Backend(Protocol):
         """Builds a part of a plan's tables between two steps.
 
         Args:
-            name: the name of the preparation, for `forget`.
+            name: the name of the preparation, for `release_prepared`.
             plan: the packed plan; None if an earlier call with this name passed it.
             plan_cost: the most that is built.
 
@@ -210,7 +210,7 @@ class Backend(Protocol):
             EngineLost: the engine is gone.
         """
 
-    async def forget(self, names: Sequence[str]) -> bool:
+    async def release_prepared(self, names: Sequence[str]) -> bool:
         """Releases preparations by name, and a part of the tables that no request uses.
 
         Returns:

@@ -169,7 +169,7 @@ class Preparations:
         if not names and not self._sweeping:
             return
         try:
-            left = await self._backend.forget(names)
+            left = await self._backend.release_prepared(names)
         finally:
             self._queue.release(names)
         self._sweeping = self._sweeping and left

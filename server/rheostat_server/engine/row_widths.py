@@ -11,10 +11,10 @@ from rheostat_engine import ROUTERS, Event, ModelSites, Rows
 Deliver = Callable[[Event], None]
 
 
-def trimming(deliver: Deliver, sites: ModelSites) -> Deliver:
-    """Returns a function that delivers events after cutting their rows."""
+def cutting_expert_rows(deliver: Deliver, sites: ModelSites) -> Deliver:
+    """Returns a function that delivers events after cutting the rows of their routers."""
 
-    def trimmed(event: Event) -> None:
+    def deliver_cut(event: Event) -> None:
         if not isinstance(event, Rows) or max(event.sites) < ROUTERS:
             deliver(event)
             return
@@ -27,4 +27,4 @@ def trimming(deliver: Deliver, sites: ModelSites) -> Deliver:
                 narrow = data[None, :, : sites.experts[site - ROUTERS]]
                 deliver(replace(event, sites=(site,), data=narrow.copy()))
 
-    return trimmed
+    return deliver_cut

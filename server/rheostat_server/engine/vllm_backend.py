@@ -34,7 +34,7 @@ from rheostat_server.engine.backend import (
     WorkerStats,
 )
 from rheostat_server.engine.loras import Lora
-from rheostat_server.engine.row_widths import trimming
+from rheostat_server.engine.row_widths import cutting_expert_rows
 from rheostat_server.engine.vllm_engine import (
     LoadedEngine,
     load_engine,
@@ -162,7 +162,9 @@ class VllmBackend:
         A second call replaces the receivers of the first.
         """
         self._lost = lost
-        self._deliver = trimming(deliver, self._sites) if self._sites.experts else deliver
+        if self._sites.experts:
+            deliver = cutting_expert_rows(deliver, self._sites)
+        self._deliver = deliver
         if self._watch is None:
             self._channel.start(asyncio.get_running_loop(), lambda event: self._deliver(event))
             self._watch = asyncio.create_task(self._watch_engine())
@@ -219,7 +221,7 @@ class VllmBackend:
         errors = [error for _, error in answers if error]
         return all(done for done, _ in answers), errors[0] if errors else ""
 
-    async def forget(self, names: Sequence[str]) -> bool:
+    async def release_prepared(self, names: Sequence[str]) -> bool:
         """Releases preparations by name, and a part of the tables that no request uses."""
         return any(cast(list[bool], await self._call("rheostat_release", list(names))))
 

@@ -97,7 +97,7 @@ class Sample:
             responses.append(self._finished(delta, delta.ending))
         return responses
 
-    def forget_readings(self) -> None:
+    def free_readings(self) -> None:
         """Frees `readings` once the sample has been compared."""
         self.readings = []
         self._byte_counter.add_tokens(-self._readings_weight)

@@ -64,7 +64,7 @@ class Score:
         divergence = await offload(
             logprobs * _READING_BYTES, measure, self._sample.index, steered, baseline
         )
-        self._sample.forget_readings()
+        self._sample.free_readings()
         return divergence
 
 

@@ -138,7 +138,7 @@ class LateAttachment:
         if active.unobserved and any(sequence.capture_changes for sequence in active.sequences):
             self._change(active, _running(active))
 
-    def forget(self, active: ActiveRequest) -> None:
+    def detach(self, active: ActiveRequest) -> None:
         """Ends the waits for changes of a request that has ended."""
         for sequence in active.sequences:
             sequence.resolve_all_changes()

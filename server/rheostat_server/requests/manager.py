@@ -448,7 +448,7 @@ class RequestManager:
 
     def _release(self, active: ActiveRequest) -> None:
         """Releases what a request has reserved of the engine and the store."""
-        self.late_attachment.forget(active)
+        self.late_attachment.detach(active)
         for sequence in active.sequences:
             self._routes.pop(sequence.plan_id, None)
         for digest in active.pinned:

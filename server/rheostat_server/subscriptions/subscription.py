@@ -420,15 +420,15 @@ class Subscription:
     def _count(self, item: DeliveryItem, message: Message) -> None:
         self._feeds[item.feed].counts.count(item, message)
         if isinstance(item, End):
-            self._forget(item.feed)
+            self._remove(item.feed)
 
-    def _forget(self, feed: ItemSource) -> None:
+    def _remove(self, feed: ItemSource) -> None:
         self._unread_bytes -= self._feeds.pop(feed).unread_bytes
 
     def _request_ended(self, feed: RowFeed) -> None:
         """Handles the end of a request, or of a request that never started."""
         if feed.discarded:
-            self._forget(feed)
+            self._remove(feed)
             self.buffer.news.set()
             return
         ended = self._feeds[feed]

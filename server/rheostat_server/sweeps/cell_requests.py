@@ -119,7 +119,7 @@ class CellRequests:
         taken: set[int] = set()
         sites = len(self._settings.grid.rows[row].window)
         for column in range(first, min(first + self._columns, self._settings.grid.columns)):
-            positions = self._pairs[pair].placed(column).base
+            positions = self._pairs[pair].positions(column).base
             start, end = positions[0], positions[-1] + 1
             if start < 0 or end - start != len(positions) or not taken.isdisjoint(positions):
                 continue
@@ -146,15 +146,15 @@ class CellRequests:
 
     async def _replaced(self, row: int, column: int, pair: int, noise: int) -> list[Replaced]:
         """The rows that a cell replaces in a prompt."""
-        placed = self._pairs[pair].placed(column)
-        if -1 in placed.base:
+        positions = self._pairs[pair].positions(column)
+        if -1 in positions.base:
             raise RunIncomplete(
                 "a position of the column has no partner in the prompt that is run, which differs "
                 "from the clean one there"
             )
         source = self._sources[pair][noise]
         return [
-            Replaced(site, placed.base, await source.rows(site, placed.source))
+            Replaced(site, positions.base, await source.rows(site, positions.source))
             for site in self._settings.grid.rows[row].window
         ]
 

@@ -49,7 +49,7 @@ _TOKEN_BYTES = 32
 """Bytes that `offload` counts for a token in which a selector looks for text or ids."""
 
 
-class Placed(NamedTuple):
+class ColumnPositions(NamedTuple):
     """Positions of a column."""
 
     base: tuple[int, ...]
@@ -87,13 +87,14 @@ class Pair:
         """The prompts in which cells are run. A cell is averaged over them."""
         return (self.clean,) * max(1, len(self.corrupt)) if self.into_clean else self.corrupt
 
-    def placed(self, column: int) -> Placed:
+    def positions(self, column: int) -> ColumnPositions:
         """The positions of a column."""
         clean = self.columns[column]
         if not self.corrupt:
-            return Placed(clean, clean)
+            return ColumnPositions(clean, clean)
         corrupt = tuple(map(self.alignment.partner, clean))
-        return Placed(clean, corrupt) if self.into_clean else Placed(corrupt, clean)
+        base, source = (clean, corrupt) if self.into_clean else (corrupt, clean)
+        return ColumnPositions(base, source)
 
 
 async def resolve_pairs(

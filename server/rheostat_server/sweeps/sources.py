@@ -326,8 +326,8 @@ async def sources_of(
 
 def _wanted(pair: Pair, columns: int) -> list[int]:
     """The positions whose rows cells put in, ascending."""
-    placed = map(pair.placed, range(columns))
-    return sorted({position for one in placed for position in one.source if position >= 0})
+    sources = (pair.positions(column).source for column in range(columns))
+    return sorted({position for source in sources for position in source if position >= 0})
 
 
 def _given(pair: Pair, held: HeldRuns) -> Run:

@@ -181,8 +181,8 @@ class ScriptedBackend:
     prepare_error: str = ""
     """Why it cannot build the tables of plans."""
     prepared: dict[str, int] = field(default_factory=dict)
-    forgets: int = 0
-    """Calls of `forget`."""
+    prepared_releases: int = 0
+    """Calls of `release_prepared`."""
     unused: int = 0
     """The number of parts in which the workers release unused tables."""
     """Effort that is left of preparations that it holds."""
@@ -328,8 +328,8 @@ class ScriptedBackend:
         await asyncio.sleep(0)
         return self.prepared[name] <= 0, self.prepare_error
 
-    async def forget(self, names: Sequence[str]) -> bool:
-        self.forgets += 1
+    async def release_prepared(self, names: Sequence[str]) -> bool:
+        self.prepared_releases += 1
         await asyncio.sleep(0)
         for name in names:
             self.prepared.pop(name, None)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import ROUTERS, Event, Rows
-from rheostat_server.engine.row_widths import trimming
+from rheostat_server.engine.row_widths import cutting_expert_rows
 from rheostat_wire.v1 import (
     capture_pb2,
     engine_service_pb2,
@@ -188,7 +188,7 @@ async def test_the_model_names_routers_where_it_has_any(mixture, running) -> Non
 
 def test_the_engines_rows_are_cut_to_their_width() -> None:
     told: list[Event] = []
-    deliver = trimming(told.append, MIXED)
+    deliver = cutting_expert_rows(told.append, MIXED)
     data = np.arange(24, dtype=np.float32).reshape(3, 2, WIDTH)
     positions = np.array([3, 4], np.int32)
     deliver(Rows("r", (4, ROUTERS + 2, 8), positions, data))

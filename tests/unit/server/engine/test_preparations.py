@@ -77,9 +77,9 @@ async def test_an_idle_engine_releases_all_that_no_request_uses(
     running.backend.unused = 50
     await running.client.generate(one("a"))
     await until(lambda: not running.backend.unused)
-    calls = running.backend.forgets
+    calls = running.backend.prepared_releases
     await asyncio.sleep(0.1)
-    assert running.backend.forgets == calls
+    assert running.backend.prepared_releases == calls
 
 
 async def test_a_request_that_comes_while_an_idle_engine_releases_only_delays_that(
@@ -90,11 +90,11 @@ async def test_a_request_that_comes_while_an_idle_engine_releases_only_delays_th
     running = await starter()
     running.backend.unused = 1 << 40
     await running.client.generate(request(steer=[add()]))
-    await until(lambda: running.backend.forgets > 9)
+    await until(lambda: running.backend.prepared_releases > 9)
     await running.client.generate(request(captures=[capture()]))
     await settled(running)
-    calls = running.backend.forgets
-    await until(lambda: running.backend.forgets > calls + 10)
+    calls = running.backend.prepared_releases
+    await until(lambda: running.backend.prepared_releases > calls + 10)
 
 
 async def test_a_busy_engine_releases_in_its_steps(
@@ -117,9 +117,9 @@ class Ending(Slow):
 
     asked_late = 0
 
-    async def forget(self, names):
+    async def release_prepared(self, names):
         self.asked_late += self.closed
-        left = await super().forget(names)
+        left = await super().release_prepared(names)
         self.asked_late += self.closed
         return left
 
@@ -137,7 +137,7 @@ async def test_an_engine_that_ends_is_asked_for_nothing(
     running.backend.step.set()
     running.backend.unused = 1 << 40
     await running.client.generate(request(steer=[add()]))
-    await until(lambda: running.backend.forgets > 9)
+    await until(lambda: running.backend.prepared_releases > 9)
     await running.server.stop(0)
     assert running.backend.closed
     assert not running.backend.asked_late
@@ -149,24 +149,24 @@ async def test_an_engine_that_ends_before_it_was_idle_for_long_is_asked_for_noth
     monkeypatch.setattr(preparations, "_IDLE", 0.5)
     running = await starter()
     await running.client.generate(request(steer=[add()]))
-    calls = running.backend.forgets
+    calls = running.backend.prepared_releases
     await running.manager.preparations.close()
     await asyncio.sleep(0.6)
-    assert running.backend.forgets == calls
+    assert running.backend.prepared_releases == calls
 
 
 async def test_each_call_releases_few_preparations(starter) -> None:
     running = await starter(Slow())
     running.backend.step.set()
     largest = 0
-    forget = running.backend.forget
+    release = running.backend.release_prepared
 
     async def counting(names):
         nonlocal largest
         largest = max(largest, len(names))
-        return await forget(names)
+        return await release(names)
 
-    running.backend.forget = counting
+    running.backend.release_prepared = counting
     many = (large(f"{number}", scale=1.0 + 5 * number) for number in range(12))
     await asyncio.gather(*map(running.client.generate, many))
     await until(lambda: not running.backend.prepared)
