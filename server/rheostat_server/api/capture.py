@@ -8,10 +8,10 @@ from rheostat_server.api.paging import fitting, from_token, no_token, page_size,
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.errors import MissingField, WarmingUp
-from rheostat_server.message_parts import MessageParts
 from rheostat_server.sinks import to_artifact, to_wire_layout
 from rheostat_server.sinks.guarded import ArtifactKey, SinkArtifact
 from rheostat_server.subscriptions.call import refuse_resumption, subscribe
+from rheostat_server.subscriptions.event_stream import Outgoing
 from rheostat_wire.v1 import capture_service_pb2, capture_service_pb2_grpc
 
 _pb = capture_service_pb2
@@ -32,7 +32,7 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         self,
         request_iterator: AsyncIterator[capture_service_pb2.SubscribeRequest],
         context: Context,
-    ) -> AsyncGenerator[capture_service_pb2.SubscribeResponse | MessageParts, None]:
+    ) -> AsyncGenerator[Outgoing, None]:
         """Streams rows while requests run."""
         try:
             manager = self._readiness.manager()

@@ -7,9 +7,6 @@ capacity for its rows, they count as lost, or the subscription fails, by its ove
 import asyncio
 import contextlib
 import logging
-import re
-import secrets
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from rheostat_engine import ModelSites
@@ -22,7 +19,6 @@ from rheostat_server.errors import (
     InvalidValue,
     QueueFull,
     Resource,
-    RheostatError,
     StoreFull,
     SubscriptionNotFound,
 )
@@ -31,6 +27,7 @@ from rheostat_server.model_info import ModelInfo
 from rheostat_server.selectors.selection import typical_context
 from rheostat_server.subscriptions.flow_control import check_credit, position_bytes
 from rheostat_server.subscriptions.opening import check_opening
+from rheostat_server.subscriptions.stream_registry import EventStreams
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector
@@ -38,14 +35,8 @@ from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _LOG = logging.getLogger(__name__)
 
-_ID = re.compile(r"[0-9a-f]{32}")
-"""Ids of subscriptions. The first 8 digits are those of the process that opened it."""
 
-_REMEMBERED = 256
-"""Failed subscriptions whose errors are kept for readers that resume them."""
-
-
-class Subscriptions:
+class Subscriptions(EventStreams[Subscription]):
     """Subscriptions that are open or can be resumed. Used on the event loop alone."""
 
     def __init__(
@@ -72,23 +63,14 @@ class Subscriptions:
             deliveries: counts rows that are lost before they reach their readers.
             spill_manager: stores rows on disk that do not fit into memory.
         """
+        super().__init__(resume_window=resume_window, heartbeat=heartbeat)
         self.buffer_bytes = buffer_bytes
-        self.resume_window = resume_window
         self._sites = sites
         self._loader = loader
         self._loads: set[asyncio.Task[None]] = set()
         self._typical = typical_context(info)
-        self._heartbeat = heartbeat
         self._deliveries = deliveries
         self._spill_manager = spill_manager
-        self._process = secrets.token_hex(4)
-        self._open: dict[str, Subscription] = {}
-        self._failed: OrderedDict[str, Subscription] = OrderedDict()
-        self._expiries: dict[str, asyncio.TimerHandle] = {}
-
-    def __len__(self) -> int:
-        """Number of subscriptions that are open or can be resumed."""
-        return len(self._open)
 
     @property
     def waiting_bytes(self) -> int:
@@ -99,11 +81,6 @@ class Subscriptions:
     def used_bytes(self) -> int:
         """Bytes of memory of their rows, including sent and unacknowledged ones."""
         return sum(subscription.buffer.total.weight for subscription in self._open.values())
-
-    @property
-    def waiting(self) -> int:
-        """Number of subscriptions without a reader."""
-        return len(self._expiries)
 
     async def open(self, observer_capture: capture_service_pb2.SubscribeOpen) -> Subscription:
         """Opens a subscription, which captures requests that are admitted from now on.
@@ -124,7 +101,7 @@ class Subscriptions:
         templates, row_type = opening.captures.templates, FloatType(self._sites.dtype)
         check_credit(observer_capture, templates, row_type)
         subscription = Subscription(
-            self._process + secrets.token_hex(12),
+            self._new_name(),
             opening.requests if templates else None,
             opening.captures,
             observer_capture.overload
@@ -182,42 +159,6 @@ class Subscriptions:
             )
         return size
 
-    def resume(self, point: capture_service_pb2.ResumePoint) -> Subscription:
-        """A subscription whose connection broke.
-
-        Raises:
-            SubscriptionNotFound: it has ended.
-            CursorExpired: events after the cursor were already discarded.
-            InvalidValue: the cursor is a number that was never sent.
-            RheostatError: it has failed meanwhile.
-        """
-        name = point.subscription_id
-        validation.text_bytes(name, ID_BYTES, "open.resume.subscription_id")
-        subscription = self._open.get(name) or self._failed.get(name)
-        if subscription is None:
-            raise self._not_found(name, "open.resume.subscription_id")
-        subscription.resume_after(point.after_sequence)
-        self._cancel_expiry(name)
-        return subscription
-
-    def disconnected(self, subscription: Subscription, call: object) -> None:
-        """Handles the end of a call. The subscription waits for another one."""
-        subscription.leave(call)
-        if subscription.ended:
-            self._remove(subscription)
-        elif not subscription.connected and subscription.name in self._open:
-            self._cancel_expiry(subscription.name)
-            loop = asyncio.get_running_loop()
-            self._expiries[subscription.name] = loop.call_later(
-                self.resume_window, self._expire, subscription
-            )
-
-    def discard(self, subscription: Subscription) -> None:
-        """Removes a subscription whose reader never got its id, or did not reconnect in time."""
-        self._remove(subscription)
-        subscription.fail(self._not_found(subscription.name, "open.resume.subscription_id"))
-        self._failed.pop(subscription.name, None)
-
     def named(self, name: str, path: str) -> Subscription:
         """The subscription with an id, which takes rows.
 
@@ -238,20 +179,10 @@ class Subscriptions:
             if subscription.selects(request_id, labels)
         ]
 
-    def end(self, reason: RheostatError) -> None:
-        """Captures no more rows, sends the waiting ones, then ends each call with `reason`."""
-        for subscription in list(self._open.values()):
-            subscription.close(reason)
-
     def remove_shared_memory(self) -> None:
         """Removes shared memory of subscriptions whose readers did not reconnect."""
         for subscription in self._open.values():
             subscription.transport.close()
-
-    def lose(self, error: RheostatError) -> None:
-        """Ends every subscription with an error."""
-        for subscription in list(self._open.values()):
-            subscription.fail(error)
 
     def _keep(self, subscription: Subscription, vectors: Sequence[Vector]) -> None:
         """Keeps the vectors on which its rows are projected until the subscription ends.
@@ -272,8 +203,12 @@ class Subscriptions:
         with contextlib.suppress(EngineLost):  # every request fails with this error
             await self._loader.ensure(vectors)
 
+    @property
+    def _resume_path(self) -> str:
+        return "open.resume.subscription_id"
+
     def _not_found(self, name: str, field: str) -> SubscriptionNotFound:
-        if _ID.fullmatch(name) and not name.startswith(self._process):
+        if self._of_another_process(name):
             return gone_with_its_server(name)
         return SubscriptionNotFound(
             "there is no such subscription: it has ended, its client did not resume it in time, or "
@@ -282,27 +217,8 @@ class Subscriptions:
             resource=Resource("subscription", name[:128]),
         )
 
-    def _on_failed(self, subscription: Subscription) -> None:
-        _LOG.info("subscription %s failed: %s", subscription.name, subscription.failure)
-        self._remove(subscription)
-        self._failed[subscription.name] = subscription
-        while len(self._failed) > _REMEMBERED:
-            self._failed.popitem(last=False)
-
-    def _expire(self, subscription: Subscription) -> None:
-        _LOG.info("subscription %s: its reader did not come back", subscription.name)
-        self.discard(subscription)
-
-    def _remove(self, subscription: Subscription) -> None:
-        self._cancel_expiry(subscription.name)
-        subscription.transport.close()
-        if self._open.pop(subscription.name, None) is not None:
-            self._loader.store.release(subscription.vectors)
-
-    def _cancel_expiry(self, name: str) -> None:
-        expiry = self._expiries.pop(name, None)
-        if expiry is not None:
-            expiry.cancel()
+    def _released(self, stream: Subscription) -> None:
+        self._loader.store.release(stream.vectors)
 
 
 def gone_with_its_server(name: str) -> SubscriptionNotFound:

@@ -5,20 +5,34 @@ acknowledged.
 """
 
 from collections import deque
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from rheostat_server.errors import InvalidValue
-from rheostat_server.subscriptions.messages import Message
+from rheostat_server.message_parts import MessageParts
 
 _MESSAGE_BYTES = 512
 """Memory of a message beside its payload."""
 
 
-class Sent(NamedTuple):
+class Sendable(Protocol):
+    """An event without its sequence number."""
+
+    @property
+    def payload(self) -> int:
+        """Bytes of payload."""
+
+    def numbered(self, sequence: int) -> MessageParts:
+        """The event's message with a sequence number."""
+
+
+M = TypeVar("M", bound=Sendable)
+
+
+class Sent(NamedTuple, Generic[M]):
     """An event that was sent."""
 
     sequence: int
-    message: Message
+    message: M
 
     @property
     def weight(self) -> int:
@@ -26,7 +40,7 @@ class Sent(NamedTuple):
         return self.message.payload + _MESSAGE_BYTES
 
 
-class ReplayWindow:
+class ReplayWindow(Generic[M]):
     """The sent events that the reader may ask for again."""
 
     def __init__(self) -> None:
@@ -35,16 +49,16 @@ class ReplayWindow:
         """The number of the last sent event."""
         self.acknowledged = 0
         """The number up to which the reader has acknowledged all events."""
-        self._kept: deque[Sent] = deque()
+        self._kept: deque[Sent[M]] = deque()
 
-    def add(self, message: Message) -> Sent:
+    def add(self, message: M) -> Sent[M]:
         """Numbers an event that is sent, and keeps it."""
         self.last += 1
         sent = Sent(self.last, message)
         self._kept.append(sent)
         return sent
 
-    def after(self, sequence: int) -> Sent | None:
+    def after(self, sequence: int) -> Sent[M] | None:
         """The first kept event after a number."""
         place = max(0, sequence - self.acknowledged)
         return self._kept[place] if place < len(self._kept) else None
@@ -60,7 +74,7 @@ class ReplayWindow:
                 f"event {sequence} was not sent; the last was {self.last}", field=field
             )
 
-    def acknowledge(self, sequence: int) -> list[Sent]:
+    def acknowledge(self, sequence: int) -> list[Sent[M]]:
         """Removes and returns the events up to a number."""
         self.acknowledged = max(self.acknowledged, sequence)
         removed = []

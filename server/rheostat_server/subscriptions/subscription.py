@@ -1,35 +1,22 @@
-"""A subscription: sends events to its reader in order, and keeps them until they are acknowledged.
+"""A subscription: captured rows of requests that others run, and how each request ended."""
 
-Invariants: an event gets the next sequence number when it is first sent. A sent event is kept, byte
-for byte, until it is acknowledged. No payload is sent without credit. If a connection breaks, only
-its credit is lost.
-"""
-
-import asyncio
-import contextlib
-import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
-from rheostat_server.delivery.items import DeliveryItem, End, ItemSource
+from rheostat_server.delivery.items import End, ItemSource
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.spill_manager import SpillManager
-from rheostat_server.errors import (
-    CaptureOverflow,
-    CursorExpired,
-    RheostatError,
-    Superseded,
-)
-from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS
+from rheostat_server.errors import CaptureOverflow, RheostatError
 from rheostat_server.message_parts import MessageParts
-from rheostat_server.subscriptions.flow_control import Credit
+from rheostat_server.subscriptions.event_stream import EventStream
 from rheostat_server.subscriptions.messages import DeliveryCounts, Message, Response
 from rheostat_server.subscriptions.observed import ObservedCaptures, ObservedRequests
 from rheostat_server.subscriptions.payload_transport import PayloadTransport
 from rheostat_server.subscriptions.pending_changes import MissedRequest, write_attachments
-from rheostat_server.subscriptions.replay_window import ReplayWindow, Sent
+from rheostat_server.subscriptions.replay_window import Sent
 from rheostat_server.subscriptions.send_queue import SendQueue
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector
@@ -37,24 +24,14 @@ from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _pb = capture_service_pb2
 
-_UNACKNOWLEDGED = 256 << 10
-"""Unacknowledged bytes above the buffer's limit at which sending pauses."""
-
-
 _NO_ROOM = (
     "the engine has no room for what is captured of a request. Capture fewer sites or tokens, "
     "raise the server's --capture-mib"
 )
 
-_SUPERSEDED = "another call resumed this subscription"
-
 _UNREAD = 16 << 20
 """Bytes, beside the buffer, that ended requests may take before they are read to their end. If the
 buffer is larger, they may take as many bytes as the buffer."""
-
-
-def _ignore(_: RheostatError) -> None:
-    """Does nothing, because there is no call to interrupt."""
 
 
 @dataclass(eq=False)
@@ -69,8 +46,10 @@ class _OpenFeed:
     """Memory of a request that has ended."""
 
 
-class Subscription:
-    """The events of some requests for one reader. Used on the event loop alone."""
+class Subscription(EventStream[Message]):
+    """Captured rows of some requests for one reader. Used on the event loop alone."""
+
+    kind = "subscription"
 
     def __init__(
         self,
@@ -101,62 +80,33 @@ class Subscription:
             deliveries: counts rows that are lost before they reach the reader.
             spill_manager: stores rows on disk that find no room, if its policy is to spill.
         """
-        self.name = name
         self.captures = captures
         """The captures of observed requests."""
         self.overload = overload
-        self.failure: RheostatError | None = None
-        self.ended = False
-        """Whether it was closed, and all events were sent."""
         self.buffer = DeliveryBuffer(buffer_bytes, self._overflow, deliveries)
         if spill_manager is not None and overload == capture_pb2.OVERLOAD_SPILL:
             spill_manager.open(self.buffer, self._broken)
-        self._heartbeat = heartbeat
-        self._resume_window = resume_window
-        self._on_failed = on_failed
         self._feeds: dict[ItemSource, _OpenFeed] = {}
         self._unread_bytes = 0
         """Sum of the bytes of ended requests that were not read to their ends."""
-        self._replay = ReplayWindow()
-        self._call: object | None = None
-        self._interruption: RheostatError | None = None
-        self._interrupt_write: Callable[[RheostatError], None] = _ignore
-        """Ends the call at once if its client does not read."""
-        self._credit = Credit()
-        self._closing = False
-        self._reason: RheostatError | None = None
         self.transport = PayloadTransport()
         """Sends payloads to the reader, in messages or through shared memory."""
         self._send_queue = SendQueue(self.buffer, self.transport)
+        super().__init__(
+            name,
+            self.buffer,
+            self._send_queue,
+            heartbeat=heartbeat,
+            resume_window=resume_window,
+            on_failed=partial(on_failed, self),
+        )
         self.attached: Sequence[RowFeed] = ()
         """Feeds of requests that began before the subscription."""
         self.missed: Sequence[MissedRequest] = ()
         """Selected requests that began before it and could not be attached."""
-        self.on_left: Callable[[], None] = lambda: None
-        """Called when it takes no more rows."""
         self.vectors: Sequence[Vector] = ()
         """The vectors on which its rows are projected, each once."""
         self._requests = requests
-
-    @property
-    def connected(self) -> bool:
-        """Whether a call reads it."""
-        return self._call is not None
-
-    def read_by(self, call: object) -> bool:
-        """Whether the call `call` reads it."""
-        return self._call is call
-
-    def interrupt(self, call: object, error: RheostatError) -> None:
-        """Ends the call that reads it with an error. The subscription itself stays."""
-        if self._call is call:
-            self._interruption = error
-            self.buffer.news.set()
-
-    @property
-    def taking(self) -> bool:
-        """Whether rows may still be sent here."""
-        return not self._closing and not self.ended and self.failure is None
 
     def refuse(self, feed: RowFeed, numbers: Collection[int], reason: str = "") -> None:
         """Removes captures of a feed for which the engine has no room.
@@ -205,222 +155,10 @@ class Subscription:
         self._feeds[feed] = _OpenFeed(feed, fail)
         return feed
 
-    def allow(self, size: int) -> None:
-        """Grants credit for more payload.
-
-        Args:
-            size: bytes.
-
-        Raises:
-            InvalidValue: it is 0.
-        """
-        self._credit.grant(size)
-        self._size_chunks()
-        self.buffer.news.set()
-
-    def acknowledge(self, sequence: int) -> None:
-        """Removes the events up to a sequence number, because the reader has them.
-
-        Raises:
-            InvalidValue: the number was never sent.
-        """
-        self._replay.check(sequence, "ack.sequence")
-        for sent in self._replay.acknowledge(sequence):
-            self.buffer.kept -= sent.weight
-            self.transport.free(sent.message)
-        self.buffer.news.set()
-
     def prove(self, nonce: bytes) -> None:
         """Checks the reader's proof that it reads the shared memory."""
         self.transport.prove(nonce)
-        self._size_chunks()
-
-    def resume_after(self, sequence: int) -> None:
-        """Checks the cursor of a resuming reader, and acknowledges the events up to it.
-
-        Raises:
-            InvalidValue: the number was never sent.
-            CursorExpired: events after the cursor were already discarded.
-            RheostatError: the subscription has failed.
-        """
-        if self.failure is not None:
-            raise self.failure
-        self._replay.check(sequence, "open.resume.after_sequence")
-        if sequence < self._replay.acknowledged:
-            oldest = self._replay.acknowledged + 1
-            raise CursorExpired(
-                f"events after {sequence} were acknowledged and discarded; the first that is left "
-                f"is {oldest}",
-                field="open.resume.after_sequence",
-                metadata={"oldest": str(oldest)},
-            )
-        self.acknowledge(sequence)
-
-    def close(self, reason: RheostatError | None = None) -> None:
-        """Takes no more rows. Waiting events are sent without credit; then the subscription ends.
-
-        Args:
-            reason: the error with which its call ends; None if its client closed it, so that the
-                call ends with OK.
-        """
-        if reason is None or not self._closing:
-            self._reason = reason
-        self._closing = True
-        self._credit.endless = True
-        for entry in list(self._feeds.values()):
-            entry.feed.close()
-        self.on_left()
-        self.buffer.news.set()
-
-    def fail(self, error: RheostatError) -> None:
-        """Ends it with an error. Waiting events are lost."""
-        if self.failure is None and not self.ended:
-            self.failure = error
-            for entry in list(self._feeds.values()):
-                entry.feed.discard()
-            self._feeds.clear()
-            self._replay.clear()
-            self._send_queue.clear()
-            self.buffer.close()
-            self.buffer.news.set()
-            self._interrupt_write(error)
-            self._on_failed(self)
-            self.on_left()
-
-    async def messages(
-        self,
-        call: object,
-        credit: int,
-        interrupt_write: Callable[[RheostatError], None] = _ignore,
-        *,
-        batched: bool = False,
-    ) -> AsyncGenerator[Response | MessageParts, None]:
-        """Yields the responses of a call, from the first unacknowledged event on.
-
-        Args:
-            call: identifies the call. A later call ends an earlier one.
-            credit: bytes of payload that may be sent at first.
-            interrupt_write: ends the call with an error, even while a write waits for the client to
-                read.
-            batched: whether the client reads several events in a message.
-
-        Raises:
-            Superseded: a later call reads the subscription.
-            RheostatError: the subscription has failed, or was closed with this error.
-        """
-        interrupt_older, self._interrupt_write = self._interrupt_write, interrupt_write
-        self._call, self._interruption = call, None
-        interrupt_older(Superseded(_SUPERSEDED))
-        self._credit.begin(credit)
-        self._send_queue.batched = batched
-        self.buffer.news.set()
-        opened = _pb.SubscribeOpened(
-            subscription_id=self.name, next_sequence=self._replay.acknowledged + 1
-        )
-        write_attachments(opened, self.attached, self.missed)
-        opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))
-        opened.resume_window.FromNanoseconds(int(self._resume_window * 1e9))
-        self.transport.begin(opened)
-        self._size_chunks()
-        at = self._replay.acknowledged
-        silent_until = time.monotonic() + self._heartbeat
-        yield Response(opened=opened)
-        while True:
-            self._check(call)
-            sent = await self._after(at, call)
-            self._check(call)
-            if sent:
-                at = sent[-1].sequence
-                yield self._response(sent)
-            elif self._closing and not self._feeds and not len(self._send_queue):
-                self.ended = True
-                self.buffer.close()
-                if self._reason is not None:
-                    raise self._reason
-                return
-            elif time.monotonic() < silent_until:
-                await self._news_until(silent_until)
-                continue
-            else:
-                self.transport.trim()
-                yield Response(heartbeat=self._sign_of_sequence())
-            silent_until = time.monotonic() + self._heartbeat
-
-    def leave(self, call: object) -> None:
-        """Notes that a call has ended."""
-        if self._call is call:
-            self._call = None
-            self._interrupt_write = _ignore
-
-    def _check(self, call: object) -> None:
-        if self._call is not call:
-            raise Superseded(_SUPERSEDED)
-        if self._interruption is not None:
-            raise self._interruption
-        if self.failure is not None:
-            raise self.failure
-
-    async def _after(self, sequence: int, call: object) -> list[Sent]:
-        """The next events after a sequence number; none if there are none or credit is too low."""
-        self.buffer.news.clear()
-        if self._replay.after(sequence) is not None:
-            return self._sent_before(sequence)
-        if self._paused or await self._send_queue.message() is None:
-            return []
-        if self._call is not call or self.failure is not None:
-            return []
-        sent: list[Sent] = []
-        size = 0
-        while (message := self._send_queue.encoded()) is not None:
-            payload = message.payload
-            if not (self._fits(sent, size + payload) and self._credit.try_spend(payload)):
-                break
-            self._count(self._send_queue.take(), message)
-            sent.append(self._replay.add(message))
-            size += sent[-1].weight
-        self.buffer.kept += size
-        if sent and self.buffer.kept <= self.buffer.limit:
-            self._send_queue.prepare()
-        return sent
-
-    @property
-    def _paused(self) -> bool:
-        """Whether nothing new is sent until more is acknowledged."""
-        most = self.buffer.limit + _UNACKNOWLEDGED
-        return not self._closing and self.buffer.kept > most
-
-    def _sent_before(self, sequence: int) -> list[Sent]:
-        """The events after a number that were sent before, as far as the credit covers them."""
-        again: list[Sent] = []
-        size = 0
-        while (sent := self._replay.after(sequence)) is not None:
-            if not self._fits(again, size + sent.message.payload):
-                break
-            if not self._credit.try_spend(sent.message.payload):
-                break
-            again.append(sent)
-            sequence, size = sent.sequence, size + sent.weight
-        return again
-
-    def _fits(self, batch: Sequence[Sent], size: int) -> bool:
-        """Whether another event may join a batch, which would then have so many bytes."""
-        if not batch:
-            return True
-        return self._send_queue.batched and len(batch) < BATCH_EVENTS and size <= BATCH_BYTES
-
-    def _response(self, sent: Sequence[Sent]) -> MessageParts:
-        """The message of some events."""
-        events = [self.transport.readable(event.message).numbered(event.sequence) for event in sent]
-        if len(events) == 1:
-            return events[0]
-        number = _pb.EventBatch.EVENTS_FIELD_NUMBER
-        batch = MessageParts(part for event in events for part in event.as_field(number))
-        return batch.as_field(Response.BATCH_FIELD_NUMBER)
-
-    def _count(self, item: DeliveryItem, message: Message) -> None:
-        self._feeds[item.feed].counts.count(item, message)
-        if isinstance(item, End):
-            self._remove(item.feed)
+        self._credit_changed()
 
     def _remove(self, feed: ItemSource) -> None:
         self._unread_bytes -= self._feeds.pop(feed).unread_bytes
@@ -452,23 +190,57 @@ class Subscription:
     def expect(self, credit: int) -> None:
         """Sizes chunks for the credit of the first call, before that call begins."""
         self._credit.window = credit
-        self._size_chunks()
+        self._credit_changed()
 
-    def _size_chunks(self) -> None:
+    def release(self) -> None:
+        """Releases the memory that it shares with its reader."""
+        self.transport.close()
+
+    @property
+    def _has_sources(self) -> bool:
+        return bool(self._feeds)
+
+    def _close_sources(self) -> None:
+        for entry in list(self._feeds.values()):
+            entry.feed.close()
+
+    def _drop_sources(self) -> None:
+        for entry in list(self._feeds.values()):
+            entry.feed.discard()
+        self._feeds.clear()
+
+    def _opened(self, next_sequence: int) -> Response:
+        opened = _pb.SubscribeOpened(subscription_id=self.name, next_sequence=next_sequence)
+        write_attachments(opened, self.attached, self.missed)
+        opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))
+        opened.resume_window.FromNanoseconds(int(self._resume_window * 1e9))
+        self.transport.begin(opened)
+        return Response(opened=opened)
+
+    def _silent(self, sign: capture_service_pb2.Heartbeat) -> Response:
+        self.transport.trim()
+        return Response(heartbeat=sign)
+
+    def _response(self, sent: Sequence[Sent[Message]]) -> MessageParts:
+        events = [self.transport.readable(event.message).numbered(event.sequence) for event in sent]
+        if len(events) == 1:
+            return events[0]
+        number = _pb.EventBatch.EVENTS_FIELD_NUMBER
+        batch = MessageParts(part for event in events for part in event.as_field(number))
+        return batch.as_field(Response.BATCH_FIELD_NUMBER)
+
+    def _take(self, message: Message) -> None:
+        item = self._send_queue.take()
+        self._feeds[item.feed].counts.count(item, message)
+        if isinstance(item, End):
+            self._remove(item.feed)
+
+    def _acknowledged(self, message: Message) -> None:
+        self.transport.free(message)
+
+    def _credit_changed(self) -> None:
         """Sizes new chunks so that each fits the credit of the call."""
         self.buffer.chunk_bytes = self.transport.chunk_bytes(self.buffer.limit, self._credit.window)
-
-    async def _news_until(self, moment: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(moment - time.monotonic()):
-                await self.buffer.news.wait()
-
-    def _sign_of_sequence(self) -> capture_service_pb2.Heartbeat:
-        return _pb.Heartbeat(
-            buffered_bytes=self.buffer.waiting + self._send_queue.bytes,
-            credit_bytes=self._credit.left,
-            last_sequence=self._replay.last,
-        )
 
     def _broken(self, error: RheostatError) -> None:
         """Fails the subscription and the requests that send rows to it, because rows were lost."""
