@@ -6,16 +6,21 @@ smaller sizes. A server may refuse any of the calls, but no other client may not
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from rheostat_bench import abuse, abuse_captures, abuse_control
+from rheostat_bench import abuse, abuse_captures, abuse_control, abuse_tracing
 from rheostat_bench.abuse import Target
 from rheostat_bench.calls import Call
-from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2
+from rheostat_wire.v1 import (
+    capture_service_pb2,
+    generation_service_pb2,
+    lens_service_pb2,
+    run_service_pb2,
+)
 
 _Make: TypeAlias = Callable[[Target, random.Random, float], Call]
 
@@ -44,7 +49,7 @@ class Scenario:
 
 
 def _plain(make: _Make) -> _Make:
-    """Makes the same prompts, without captures and steering. Subscriptions observe no request."""
+    """Makes the same prompts and nothing else. Subscriptions observe no request."""
 
     def plain(target: Target, rng: random.Random, size: float) -> Call:
         call = make(target, rng, size)
@@ -52,10 +57,18 @@ def _plain(make: _Make) -> _Make:
         if call.method == abuse.SESSION:
             start = generation_service_pb2.SessionRequest.FromString(message).start
             return replace(call, method=abuse.GENERATE, messages=(start.SerializeToString(),))
+        if call.method in _PROMPTS:
+            return replace(
+                call,
+                method=abuse.GENERATE,
+                messages=(_prompted(call).SerializeToString(),),
+                reads=None,
+                holds=0.0,
+            )
         if call.method == abuse.GENERATE:
             request = generation_service_pb2.GenerateRequest.FromString(message)
-            if request.captures:
-                # Samples that capture do not read the prefix cache, so each computes the prompt. A
+            if request.captures or request.probes:
+                # Samples that are read do not read the prefix cache, so each computes the prompt. A
                 # single sample computes as much if its prompt is as long as all of them together.
                 length = len(request.token_ids.ids) * max(1, request.sampling.n)
                 request.token_ids.CopyFrom(abuse.prompt(rng, target, length))
@@ -66,12 +79,33 @@ def _plain(make: _Make) -> _Make:
                 request.ClearField("with_baseline")
             request.ClearField("captures")
             request.ClearField("steering")
+            request.ClearField("probes")
             return replace(call, messages=(request.SerializeToString(),))
         opening = capture_service_pb2.SubscribeRequest.FromString(message)
         opening.open.filter.requests.request_ids.append("nobody")
         return replace(call, messages=(opening.SerializeToString(),))
 
     return plain
+
+
+_Prompted: TypeAlias = (
+    lens_service_pb2.LensRequest
+    | lens_service_pb2.AttributeRequest
+    | run_service_pb2.CaptureRunRequest
+)
+
+_PROMPTS: Mapping[str, Callable[[bytes], _Prompted]] = {
+    abuse_tracing.LENS: lens_service_pb2.LensRequest.FromString,
+    abuse_tracing.ATTRIBUTE: lens_service_pb2.AttributeRequest.FromString,
+    abuse_tracing.CAPTURE_RUN: run_service_pb2.CaptureRunRequest.FromString,
+}
+"""Methods that run the prompt of their request once."""
+
+
+def _prompted(call: Call) -> generation_service_pb2.GenerateRequest:
+    """A request that runs the prompt of a call of `_PROMPTS`."""
+    ids = _PROMPTS[call.method](call.messages[0]).prompt.token_ids
+    return generation_service_pb2.GenerateRequest(token_ids=ids, sampling=abuse.sampling(1))
 
 
 SAMPLES = "64 plain samples"
@@ -154,6 +188,33 @@ SCENARIOS: Sequence[Scenario] = (
         variants=4,
         control="as many samples, not compared",
     ),
+    Scenario("sweeps in the background", abuse_tracing.background_sweep, at_once=4, variants=4),
+    Scenario(
+        "sweeps like other requests",
+        abuse_tracing.hasty_sweep,
+        at_once=4,
+        variants=4,
+        control="sweeps like other requests",
+    ),
+    Scenario(
+        "lenses",
+        abuse_tracing.lens,
+        at_once=16,
+        variants=8,
+        control="their prompts, without a lens",
+    ),
+    Scenario(
+        "gates", abuse_tracing.gates, at_once=2, variants=4, control="their samples, not gated"
+    ),
+    Scenario("idle uploads of runs", abuse_tracing.idle_run, at_once=16, variants=4),
+    Scenario("large uploads of runs", abuse_tracing.large_run, at_once=4, variants=4),
+    Scenario(
+        "runs that are deleted in use",
+        abuse_tracing.torn_run,
+        at_once=8,
+        variants=64,
+        control="runs that are deleted in use",
+    ),
 )
 """All scenarios."""
 
@@ -186,6 +247,8 @@ def _generation(call: Call) -> generation_service_pb2.GenerateRequest | None:
             request = generation_service_pb2.SessionRequest.FromString(message).start
         elif call.method == abuse.GENERATE:
             request = generation_service_pb2.GenerateRequest.FromString(message)
+        elif call.method in _PROMPTS:
+            return _prompted(call)
         else:
             return None
     except DecodeError:
@@ -198,7 +261,8 @@ def honest(call: Call, target: Target, rng: random.Random) -> Call:
 
     A generation keeps the length of its prompt, its tokens and samples, and how long its client
     reads. Samples share a prompt through the prefix cache, also where those of the call could not.
-    A call that generates nothing becomes a call that only takes time.
+    A lens, or a run that is stored, becomes a request for one token. A call that runs no prompt
+    becomes a call that only takes time, and so does a sweep, of which nobody knows how far it gets.
     """
     request = _generation(call)
     if request is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rheostat_bench.results import Comparison, PrefixCache, read
+from rheostat_bench.scenarios import SCENARIOS
 from rheostat_bench.summaries import Figures, Table
 
 SHARE_BARS = {
@@ -52,6 +53,39 @@ def tables(path: Path) -> list[str]:
     if about == "sweeps":
         return _sweeps(content["summary"], content["neighbours"])
     return _streamed(content["summary"]) if about == "streamed" else []
+
+
+def statement(path: Path) -> str:
+    """The sentence of one file with which the pages say whether promises were kept; may be empty.
+
+    Raises:
+        ValueError: it is no JSON.
+        KeyError: it is a benchmark of isolation or a soak, and something of it is missing.
+    """
+    content = json.loads(path.read_text())
+    about = content.get("benchmark", "") if isinstance(content, dict) else ""
+    if about.startswith("isolation") and path.stem != "isolation-before":
+        played = sum(scenario.name in content["summary"] for scenario in SCENARIOS)
+        missed = [" (".join(miss.split(": ", 1)) + ")" for miss in content["misses"]]
+        return f"Promises missed in {played} scenarios: {'; '.join(missed) or 'none'}."
+    if about == "soak":
+        waits, bar = content["streaming"], content["bar_ms"]
+        return (
+            f"Of {waits['tokens']:,} tokens, {waits['over_bar']:,} came more than {bar:.0f} ms "
+            f"after the one before ({waits['own_over_bar']:,} also without the time that the host "
+            "took). "
+            f"The longest wait was {waits['longest_ms']:.0f} ms; 99.9 % of the waits were below "
+            f"{waits['p99_9_ms']:.0f} ms."
+        )
+    if about == "replay":
+        sums = content["sums"]
+        return (
+            f"{sums['compared']:,} rows of {sums['samples']:,} samples in {sums['requests']:,} "
+            f"requests: {sums['wrong']:,} wrong, {sums['missing']:,} missing, {sums['doubled']:,} "
+            f"doubled, beside {sums['updates']:,} updates and {sums['preemptions']:,} preemptions; "
+            f"{sums['replaced']:,} samples had rows replaced, {sums['gated']:,} were gated."
+        )
+    return ""
 
 
 def table(found: Comparison | PrefixCache) -> str:
@@ -334,13 +368,15 @@ def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Prints the tables of a folder's files."""
+    """Prints the tables of a folder's files, and what the pages say of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
     for path in sorted(folder.glob("*.json")):
         for one in tables(path):
             print(f"{path.name}\n\n{one}\n")
+        if said := statement(path):
+            print(f"{path.name}\n\n{said}\n")
 
 
 if __name__ == "__main__":

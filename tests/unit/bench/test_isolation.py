@@ -16,6 +16,7 @@ import pytest
 import rheostat
 from rheostat_bench import isolation, soak
 from rheostat_bench.abuse import GENERATE, SESSION, Target
+from rheostat_bench.abuse_tracing import ATTRIBUTE, LENS
 from rheostat_bench.calls import HUNG_UP, Call, Caller, Outcome, connect, expected, make
 from rheostat_bench.neighbour import Heard, Job, Neighbour
 from rheostat_bench.scenarios import CONTROLS, SCENARIOS, Scenario, prepared
@@ -24,7 +25,7 @@ from rheostat_bench.soak import MORE_HANDLES, Soaked, mixture
 from rheostat_bench.summaries import percentile
 from rheostat_bench.tables import tables
 from rheostat_server.engine.vllm_engine import DEMO_MODEL
-from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2
+from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2, lens_service_pb2
 
 from ..server.conftest import Running
 from ..server.fakes import Paced
@@ -32,6 +33,7 @@ from ..server.messages import request
 
 TARGET = Target(layers=3, width=4, vocabulary=128, context=64, sink="disk")
 SMALL = 0.001
+LENSES = {LENS: lens_service_pb2.LensRequest, ATTRIBUTE: lens_service_pb2.AttributeRequest}
 JOB = Job(("abc", "b"), 5, rheostat.Capture("resid_post", layers=1))
 HEARD = Heard(2.0, (0.04, 0.3), (0.1,), 100, 4, 0, 0, {}, (0.002,))
 OUTCOME = Outcome(8, 1 << 20, {"OK": 7, "INTERNAL": 1}, {"INTERNAL": "a defect"}, 2.0, 0.5)
@@ -222,9 +224,13 @@ def test_a_control_sends_as_many_prompt_tokens_and_nothing_else(control: Scenari
             request = kind.FromString(message)
             if call.method == SESSION:
                 full = generation_service_pb2.SessionRequest.FromString(original).start
+            elif call.method in LENSES:
+                ids = LENSES[call.method].FromString(original).prompt.token_ids
+                full = kind(token_ids=ids)
             else:
                 full = kind.FromString(original)
             assert not request.captures
+            assert not request.probes
             assert not request.steering.interventions
             assert not request.with_baseline
             samples = [max(1, one.sampling.n) for one in (request, full)]
@@ -263,6 +269,17 @@ def test_a_soak_reports_everything_that_is_wrong() -> None:
     assert sound._replace(capturing=HEARD._replace(generations=0)).problems() == [
         "the capturing client: no generation has ended"
     ]
+
+
+def test_a_soak_reports_tokens_that_came_too_late_apart() -> None:
+    """A short soak among the tests asserts `problems` alone, because other tests delay tokens."""
+    late = HEARD._replace(own_gaps=(0.04, 0.26, 0.3))
+    found = Soaked(OUTCOME._replace(endings={"OK": 8}), late, HEARD, {}, MORE_HANDLES, [])
+    assert found.problems() == []
+    assert found.late() == [
+        "the streaming client: 2 waits between tokens above 250 ms; the longest took 300 ms"
+    ]
+    assert found._replace(streaming=HEARD._replace(own_gaps=(0.25,))).late() == []
 
 
 def test_handles_are_those_of_a_process_and_its_descendants(tmp_path: Path) -> None:

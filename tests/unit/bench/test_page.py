@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from rheostat_bench.tables import tables
+from rheostat_bench.tables import statement, tables
 from rheostat_engine.settings import EngineSettings
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 PAGE = (DOCS / "README.md").read_text()
+RELIABILITY = (DOCS.parent / "reliability.md").read_text()
 
 
 def content(name: str) -> Any:
@@ -117,6 +118,36 @@ def test_no_row_was_lost_as_the_page_says(suffix: str) -> None:
 
 def test_waits_beside_a_hostile_client_are_those_of_both_files() -> None:
     (shown,) = tables(DOCS / "cpu" / "isolation.json")
+    assert shown in PAGE
+
+
+def unwrapped(page: str) -> str:
+    """A page whose lines are joined, because a sentence may be broken anywhere."""
+    return " ".join(page.split())
+
+
+@pytest.mark.parametrize("page", [PAGE, RELIABILITY], ids=["benchmarks", "reliability"])
+@pytest.mark.parametrize("name", ["isolation", "isolation-front-ends", "soak"])
+def test_the_pages_say_of_a_promise_what_its_file_says(page: str, name: str) -> None:
+    said = statement(DOCS / "cpu" / f"{name}.json")
+    assert said
+    assert said in unwrapped(page)
+
+
+def test_a_statement_names_each_missed_promise(tmp_path: Path) -> None:
+    file = tmp_path / "isolation.json"
+    summary = {"labels": {}, "runs": {}, "nobody else": {}}
+    misses = ["labels: 300 ms between tokens", "labels: failed 2"]
+    file.write_text(json.dumps({"benchmark": "isolation", "summary": summary, "misses": misses}))
+    assert statement(file) == (
+        "Promises missed in 2 scenarios: labels (300 ms between tokens); labels (failed 2)."
+    )
+    file.write_text(json.dumps({"benchmark": "isolation", "summary": summary, "misses": []}))
+    assert statement(file) == "Promises missed in 2 scenarios: none."
+
+
+def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
+    (shown,) = tables(DOCS / "cpu" / "soak.json")
     assert shown in PAGE
 
 
