@@ -39,6 +39,17 @@ class Op(NamedTuple):
     """Without sites."""
     formula: Formula
     """From rows [n, W] to rows [n, W]."""
+    acts_last: bool = False
+    """Whether it acts after all others at its site, and selects no tokens by their ids."""
+    rows: Row | None = None
+    """[positions, W]: what replaces the row of each position, in place of the formula."""
+
+    def at(self, positions: Sequence[int]) -> Formula:
+        """What it does to the rows of these positions."""
+        rows = self.rows
+        if rows is None:
+            return self.formula
+        return lambda x: torch.from_numpy(rows[list(positions)]).double()
 
 
 def _tensor(vector: Row) -> torch.Tensor:
@@ -93,6 +104,42 @@ def scale(vector: Row, factor: float) -> Op:
     return Op(rheostat.scale(rheostat.inline(vector), factor), formula)
 
 
+def replace(vector: Row, alpha: float) -> Op:
+    """(1 - alpha) * x + alpha * v."""
+    return Op(
+        rheostat.replace(rheostat.inline(vector), alpha=alpha),
+        lambda x: (1 - alpha) * x + alpha * _tensor(vector),
+        acts_last=True,
+    )
+
+
+STORED = np.random.default_rng(9).normal(size=(512, WIDTH)).astype(np.float32)
+"""Rows of the run "stored": of each position, at every site of it."""
+
+
+def put_stored(engine: rheostat.Engine, layers: Sequence[int]) -> None:
+    """Uploads the run "stored" with `resid_post` of some layers."""
+    rows = {("resid_post", layer): STORED for layer in layers}
+    count = len(STORED)
+    ids = {"prompt_token_ids": [5] * 4, "token_ids": [5] * count}
+    engine.put_run(rows, run_id="stored", positions=range(count), **ids)
+
+
+def replace_by_run() -> Op:
+    """The rows of the run "stored", each in the place of the row at its position."""
+    return Op(rheostat.replace(rheostat.from_run("stored")), _none, acts_last=True, rows=STORED)
+
+
+def replace_by_rows(positions: Sequence[int], sites: int) -> Op:
+    """The same rows of some positions, which the request sends, at `sites` sites."""
+    array = np.stack([STORED[list(positions)]] * sites)
+    return Op(rheostat.replace(array), _none, acts_last=True, rows=STORED)
+
+
+def _none(_: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("the rows depend on their positions")
+
+
 OPS: dict[str, Op] = {
     "add": add(row(0), 0.7),
     "norm_add": norm_add(row(1), -0.4),
@@ -101,8 +148,12 @@ OPS: dict[str, Op] = {
     "clamp-pin": clamp([(row(5), 3.0, 3.0, 1.0)]),
     "clamp-bands": clamp([(row(5), -0.5, 0.5, 0.8), (row(6), 0.2, None, 1.0)]),
     "scale": scale(row(7), -1.5),
+    "replace": replace(row(8), 0.4),
 }
 """Every op that is served, in more than one form where it has several."""
+
+BY_TOKEN = {name: op for name, op in OPS.items() if not op.acts_last}
+"""Every op that may select tokens by their ids."""
 
 
 POINTS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
@@ -139,7 +190,8 @@ class Placed(NamedTuple):
 
 def everywhere(op: Op, layers: Sequence[int], points: Sequence[str] = ("resid_post",)) -> Placed:
     """An op on every token."""
-    return Placed(op, layers, "all", lambda position, token, length: True, points)
+    where = rheostat.window() | rheostat.generated() if op.acts_last else "all"
+    return Placed(op, layers, where, lambda position, token, length: True, points)
 
 
 class Moved(NamedTuple):
@@ -167,10 +219,10 @@ def expected(
     tokens = [*prompt, *made][:-1]
     moved: list[dict[Site, Moved]] = [{} for _ in placed]
     hooks = []
-    for number, one in enumerate(placed):
+    for number, one in sorted(enumerate(placed), key=lambda each: each[1].op.acts_last):
         positions = [p for p, token in enumerate(tokens) if one.holds(p, token, len(prompt))]
         for site in one.sites if positions else ():
-            change = _watched(one.op.formula, moved[number], site, positions)
+            change = _watched(one.op.at(positions), moved[number], site, positions)
             hooks.append(Change(number_of(site), change, positions))
     return Expected(reference.run(tokens, hooks), moved)
 

@@ -125,7 +125,7 @@ def test_an_updated_session_goes_on_as_hugging_faces_model_with_the_same_hooks(
 def test_a_session_goes_over_to_any_op_from_one_token_to_the_next(
     engine: rheostat.Engine, reference: HfReference, name: str
 ) -> None:
-    after = OPS[name].does.at(points="resid_post", layers=[1, 3])
+    after = everywhere(OPS[name], [1, 3]).ours
     with engine.session(
         PROMPT,
         steering=[everywhere(OPS["norm_add"], [2]).ours],

@@ -8,7 +8,17 @@ import pytest
 import rheostat
 
 from ..engine.reference import HfReference
-from .naive import OPS, Placed, add, compare, everywhere, row
+from .naive import (
+    OPS,
+    Placed,
+    add,
+    compare,
+    everywhere,
+    put_stored,
+    replace_by_rows,
+    replace_by_run,
+    row,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -58,19 +68,31 @@ def assert_rows(out: rheostat.Generation, whole: rheostat.Generation, positions:
             )
 
 
-@pytest.mark.parametrize("name", OPS)
+ROWS = {"run": replace_by_run(), "rows": replace_by_rows(range(20, 200), 1)}
+"""Replacements by a row of each position."""
+NAMES = [*OPS, *ROWS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_steered_and_plain_requests_never_read_each_others_blocks(
     engine: rheostat.Engine, reference: HfReference, name: str
 ) -> None:
-    steered = everywhere(OPS[name], [1])
+    if name in ROWS:
+        put_stored(engine, [1])
+        where = rheostat.window(20, 200)
+        steered = Placed(ROWS[name], [1], where, lambda p, token, length: 20 <= p < 200)
+    else:
+        steered = everywhere(OPS[name], [1])
     for seed, first, second in ((1, [steered], []), (2, [], [steered])):
-        prompt = fresh(10 * list(OPS).index(name) + seed)
+        prompt = fresh(200 + 10 * NAMES.index(name) + seed)
         hits = []
         for placed in (first, second, first, second):
             out = engine.generate(prompt, steering=[one.ours for one in placed], **OPTIONS)
             compare(reference, out, placed)
             hits.append(cached(out))
         assert hits == [0, 0, BLOCKS, BLOCKS]
+    if name in ROWS:
+        engine.delete_run("stored")
 
 
 def test_steering_of_generated_tokens_alone_leaves_the_prompt_shared(

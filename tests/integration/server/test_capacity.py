@@ -90,6 +90,13 @@ def slot_filler(seed: int, tokens: int = 140) -> list[rheostat.Intervention]:
     return [*digits, *conditions]
 
 
+def replaced_filler(seed: int, tokens: int = 128) -> list[rheostat.Intervention]:
+    """Replacements by six rows for each of some generated tokens."""
+    rows = np.random.default_rng(seed).normal(size=(6, tokens, WIDTH)).astype(np.float32)
+    where = rheostat.generated(0, tokens)
+    return [rheostat.replace(rows).at(points="resid_post", layers="all", where=where)]
+
+
 class Filler(NamedTuple):
     """What fills one resource."""
 
@@ -106,10 +113,11 @@ FILLERS = [
     Filler(direction_filler, 50, "directions"),
     Filler(slot_filler, 140, "slots"),
     Filler(rule_filler, 20, "token rules"),
+    Filler(replaced_filler, 128, "bank rows"),
 ]
 
 
-@pytest.fixture(params=FILLERS, ids=lambda one: one.resource)
+@pytest.fixture(params=FILLERS, ids=lambda one: one.make.__name__)
 def full(request: pytest.FixtureRequest) -> Filler:
     one: Filler = request.param
     return one

@@ -53,7 +53,7 @@ def test_an_op_that_asks_for_nothing_changes_no_bit(engine: rheostat.Engine, nam
 def test_a_name_a_digest_and_the_numbers_themselves_are_one_vector(
     engine: rheostat.Engine, name: str
 ) -> None:
-    one = OPS[name].does.at(points="resid_post", layers=[1, 4])
+    one = everywhere(OPS[name], [1, 4]).ours
     stored = {v.digest: engine.vectors.put(v.values, name=f"v{i}") for i, v in _numbered(one)}
     named = {v.digest: rheostat.named(f"v{i}") for i, v in _numbered(one)}
     ways = [one, _with(one, stored), _with(one, named)]
@@ -240,5 +240,8 @@ def _with(
         return replace(one, bands=tuple(bands))
     if isinstance(one, rheostat.Scale):
         return replace(one, direction=handles[one.direction.digest])
+    if isinstance(one, rheostat.Replace):
+        (vector,) = one.vectors
+        return replace(one, source=handles[vector.digest])
     assert isinstance(one, rheostat.Add | rheostat.NormAdd)
     return replace(one, vector=handles[one.vector.digest])

@@ -5,16 +5,23 @@ The fixture `engine` looks after each test whether the bank is empty and nothing
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 import rheostat
-from rheostat import Capture, token_ids
+from rheostat import Capture, generated, token_ids, window
 from rheostat._client.requests import generate_request
 
 from .conftest import Server, assert_empty
-from .naive import OPS, everywhere, row
+from .naive import (
+    OPS,
+    everywhere,
+    put_stored,
+    replace_by_rows,
+    replace_by_run,
+    row,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -22,9 +29,31 @@ PROMPT = "My day was"
 LONG = {"max_tokens": 480, "temperature": 0, "ignore_eos": True}
 
 
+ROWS = {
+    "run": (replace_by_run(), generated(0, 300)),
+    "rows": (replace_by_rows(range(2, 8), 2), generated(0, 4)),
+}
+"""Replacements by a row of each position from 2 on, and the generated tokens that they select."""
+NAMES = [*OPS, *ROWS]
+
+
+@pytest.fixture
+def stored(engine: rheostat.Engine) -> Iterator[None]:
+    """The run "stored" is there."""
+    put_stored(engine, [1, 3])
+    yield
+    if any(run.id == "stored" for run in engine.runs()):
+        engine.delete_run("stored")
+
+
 def _weak(name: str) -> list[rheostat.Intervention]:
     """An op on the prompt, and on generated tokens by their ids: bank, slots and rules in use."""
+    if name in ROWS:
+        rows, where = ROWS[name]
+        return [rows.does.at(points="resid_post", layers=[1, 3], where=window(2) | where)]
     op = OPS[name].does.at(points="resid_post", layers=[1, 3])
+    if OPS[name].acts_last:
+        return [op.at(where="prompt"), op.at(where=generated(1, 30))]
     return [op.at(where="prompt"), op.at(where=token_ids(*range(300, 900)))]
 
 
@@ -89,9 +118,16 @@ ENDINGS = [_aborted, _late, _vanished, _stopped, _exhausted, _ended_by_its_sessi
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda one: one.__name__.strip("_"))
-@pytest.mark.parametrize("name", ["add", "norm_add", "ablate-three", "clamp-bands", "scale"])
+@pytest.mark.parametrize(
+    "name",
+    ["add", "norm_add", "ablate-three", "clamp-bands", "scale", "replace", "run", "rows"],
+)
 def test_nothing_of_a_steered_request_stays(
-    engine: rheostat.Engine, server: Server, name: str, ending: Callable[..., None]
+    engine: rheostat.Engine,
+    server: Server,
+    stored: None,
+    name: str,
+    ending: Callable[..., None],
 ) -> None:
     ending(engine, server, _weak(name))
 
@@ -99,7 +135,7 @@ def test_nothing_of_a_steered_request_stays(
 async def _end_of(client: rheostat.aio.Engine, number: int) -> str:
     """Runs a request that ends in the way that is its number's turn; how it ended."""
     options: dict[str, object] = {
-        "steering": _weak(list(OPS)[number % len(OPS)]),
+        "steering": _weak(NAMES[number % len(NAMES)]),
         "capture": Capture("resid_mid", layers=[number % 6]) if number % 3 == 0 else None,
         "n": 1 + number // 4 % 2,
         "seed": 1,
@@ -122,7 +158,7 @@ async def _end_of(client: rheostat.aio.Engine, number: int) -> str:
 
 
 def test_requests_that_end_in_every_way_at_once_leave_nothing(
-    engine: rheostat.Engine, server: Server
+    engine: rheostat.Engine, server: Server, stored: None
 ) -> None:
     async def run() -> Counter[str]:
         async with rheostat.aio.connect(server.target) as client:
@@ -169,6 +205,24 @@ def test_a_name_that_is_moved_and_deleted_changes_nothing_for_who_runs(
     assert caught.value.reason == "REASON_NAME_NOT_FOUND"
 
 
+def test_a_run_that_is_deleted_changes_nothing_for_who_uses_its_rows(
+    engine: rheostat.Engine, stored: None
+) -> None:
+    rows, options = _weak("run"), {**LONG, "max_tokens": 240}
+    alone = engine.generate(PROMPT, steering=rows, **options)
+    with engine.stream(PROMPT, steering=rows, n=1, **options) as stream:
+        next(stream)
+        engine.delete_run("stored")
+        assert engine.stats().running_request_count == 1
+        out = stream.result()
+    assert out.token_ids == alone.token_ids
+    assert out.receipt.interventions == alone.receipt.interventions
+    assert out.token_ids != engine.generate(PROMPT, **options).token_ids
+    with pytest.raises(rheostat.NotFound) as caught:
+        engine.generate(PROMPT, steering=rows, **LONG)
+    assert caught.value.reason == "REASON_RUN_NOT_FOUND"
+
+
 def test_who_names_what_is_missing_fails_alone(engine: rheostat.Engine, server: Server) -> None:
     options = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     good = [everywhere(OPS["add"], [2]).ours]
@@ -176,6 +230,7 @@ def test_who_names_what_is_missing_fails_alone(engine: rheostat.Engine, server: 
         ("REASON_NAME_NOT_FOUND", {"steering": [*good, _norm_add(rheostat.named("nobody"))]}),
         ("REASON_VECTOR_NOT_FOUND", {"steering": [_norm_add(rheostat.Vector("ab" * 32)), *good]}),
         ("REASON_LORA_NOT_FOUND", {"steering": good, "lora": "nobody"}),
+        ("REASON_RUN_NOT_FOUND", {"steering": [*good, *_weak("run")]}),
         ("", {"steering": good}),
     ]
     alone = engine.generate(PROMPT, steering=good, **options)

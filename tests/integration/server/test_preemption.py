@@ -14,7 +14,17 @@ from rheostat import Point, Site, generated, window
 
 from ..engine.reference import HfReference
 from .conftest import Server
-from .naive import OPS, Placed, compare, number_of, positions_of
+from .naive import (
+    OPS,
+    Op,
+    Placed,
+    compare,
+    number_of,
+    positions_of,
+    put_stored,
+    replace_by_rows,
+    replace_by_run,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -24,18 +34,32 @@ LENGTH = 150
 OPTIONS = {"max_tokens": 340, "n": SAMPLES, "seed": 1, "ignore_eos": True, "logprobs": 0}
 
 
+ROWS = [
+    (replace_by_run(), replace_by_rows(range(LENGTH + 7, LENGTH + 150), 1)),
+    (OPS["replace"], replace_by_run()),
+    (replace_by_rows(range(90, LENGTH), 1), OPS["replace"]),
+]
+"""Replacements on the prompt, and on generated tokens."""
+
+
+@pytest.mark.parametrize(
+    "pairs", [[*zip(OPS.values(), [*OPS.values()][1:], strict=False)], ROWS], ids=["ops", "rows"]
+)
 def test_preempted_samples_are_steered_on_the_same_tokens_as_others(
-    small_server: Server, small: rheostat.Engine, reference: HfReference
+    small_server: Server,
+    small: rheostat.Engine,
+    reference: HfReference,
+    pairs: list[tuple[Op, Op]],
 ) -> None:
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, 1900, LENGTH).tolist() for _ in range(REQUESTS)]
-    ops = [*OPS.values()] * 2
+    put_stored(small, [1, 4])
     many = [
         [
-            Placed(ops[i], [1], window(90), lambda p, token, n: 90 <= p < n),
-            Placed(ops[i + 1], [4], generated(7, 150), lambda p, token, n: n + 7 <= p < n + 150),
+            Placed(first, [1], window(90), lambda p, token, n: 90 <= p < n),
+            Placed(second, [4], generated(7, 150), lambda p, token, n: n + 7 <= p < n + 150),
         ]
-        for i in range(REQUESTS)
+        for first, second in pairs[:REQUESTS]
     ]
 
     async def run() -> list[rheostat.Generation]:
@@ -48,6 +72,7 @@ def test_preempted_samples_are_steered_on_the_same_tokens_as_others(
             )
 
     outs = asyncio.run(run())
+    small.delete_run("stored")
     assert all(out.receipt.preemption_count for out in outs)
     assert any(out.receipt.recomputed_token_count for out in outs)
     for placed, out in zip(many, outs, strict=True):

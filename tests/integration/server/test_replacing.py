@@ -14,6 +14,7 @@ from rheostat_wire.noise import normal_row
 
 from ..engine.reference import Change, Float, HfReference
 from .conftest import MODEL
+from .naive import Placed, compare, positions_of, put_stored, replace_by_rows, replace_by_run
 
 pytestmark = pytest.mark.integration
 
@@ -128,6 +129,39 @@ def test_an_array_a_vector_and_zeros_replace_like_a_run(
         placed = rheostat.replace(source).at(points="resid_post", layers=2, where=where)
         out = engine.generate(CORRUPT, steering=placed, capture=capture, **OPTIONS)
         np.testing.assert_allclose(out.activations["resid_post", 2][0], want, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_generated_tokens_are_replaced_in_each_sample_as_hooks_do(
+    engine: rheostat.Engine, reference: HfReference
+) -> None:
+    put_stored(engine, [1, 3])
+    length = len(engine.tokenize(CLEAN).token_ids)
+    late = length + 8
+    placed = [
+        Placed(
+            replace_by_run(),
+            [1, 3],
+            rheostat.window(2, 5) | rheostat.generated(1, 6),
+            lambda p, token, n: 2 <= p < 5 or n + 1 <= p < n + 6,
+        ),
+        Placed(
+            replace_by_rows(range(late, late + 4), 1),
+            [4],
+            rheostat.generated(8, 12),
+            lambda p, token, n: n + 8 <= p < n + 12,
+        ),
+    ]
+    options = {"n": 3, "seed": 2, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    steering = [one.ours for one in placed]
+    out = engine.generate(CLEAN, steering=steering, max_tokens=16, **options)
+    engine.delete_run("stored")
+    samples = compare(reference, out, placed)
+    assert len({sample.token_ids for sample in out.samples}) == 3
+    for number, applied in enumerate(out.receipt.interventions):
+        assert [rows.sample for rows in applied.rows] == [0, 1, 2]
+        for rows, sample in zip(applied.rows, samples, strict=True):
+            want = next(iter(sample.moved[number].values())).positions
+            assert positions_of([*rows.cached_positions, *rows.positions]) == want
 
 
 def test_alpha_and_a_mask_replace_a_part(engine: rheostat.Engine, pair: Pair) -> None:

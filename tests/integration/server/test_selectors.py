@@ -8,7 +8,7 @@ import rheostat
 from rheostat import generated, positions, span, token_ids, window
 
 from ..engine.reference import HfReference
-from .naive import OPS, Placed, Where, add, compare, positions_of, row
+from .naive import BY_TOKEN, OPS, Placed, Where, add, compare, positions_of, row
 
 pytestmark = pytest.mark.integration
 
@@ -70,7 +70,7 @@ def test_token_ids_select_what_is_generated_too(
     assert set(found_ids) == ids
 
 
-def test_token_ids_windows_and_every_op_go_together(
+def test_token_ids_windows_and_every_op_but_replace_go_together(
     engine: rheostat.Engine, reference: HfReference
 ) -> None:
     plain = engine.generate(PROMPT, max_tokens=24, **OPTIONS)
@@ -86,7 +86,7 @@ def test_token_ids_windows_and_every_op_go_together(
     ]
     placed = [
         Placed(op, [number % 3, 4], *selectors[number % len(selectors)])
-        for number, op in enumerate(OPS.values())
+        for number, op in enumerate(BY_TOKEN.values())
     ]
     out = engine.generate(PROMPT, steering=[one.ours for one in placed], max_tokens=24, **OPTIONS)
     (found,) = compare(reference, out, placed)
