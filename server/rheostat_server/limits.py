@@ -87,6 +87,13 @@ MESSAGE_FIELDS = 1 << 19
 """Most fields of a message, at all depths together. Packed numbers are one field. For comparison,
 16 captures with 4096 named readouts each have 200,000 fields."""
 
+MESSAGE_NUMBERS = 1 << 21
+"""Most packed numbers of a message, at all depths together. The event loop decodes them. For
+comparison, the header of a run has at most twice `RUN_TOKENS`."""
+
+NUMBER_BYTES = 4
+"""Memory of a packed number of a decoded message, which may be one byte of the message."""
+
 FIELD_BYTES = 64
 """Approximate memory of a field of a decoded message, without the field's bytes."""
 

@@ -10,9 +10,10 @@ The rules:
 * A call counts from its start. A call above the limit is refused before its message is read.
 * A large request reserves memory in `REQUESTS_BYTES` before it is decoded, until its call ends. A
   later message of a stream reserves memory until the next message arrives.
-* The fields of a message are counted before it is decoded. Their number is limited.
-* Large messages, and messages of many fields, are walked and decoded in turns. All turns together
-  take at most half of the event loop's time.
+* The fields and the packed numbers of a message are counted before it is decoded. Both numbers are
+  limited.
+* Large messages, and messages of many fields or numbers, are walked and decoded in turns. All turns
+  together take at most half of the event loop's time.
 * At most `FIRST_READS` first messages are read at a time, because gRPC keeps the received part of
   each message. At most `CONNECTION_READS` of them belong to one connection. So a client with
   hundreds of large messages delays no other client.
@@ -50,6 +51,8 @@ from rheostat_server.limits import (
     FIRST_READS,
     LARGE_MESSAGE_BYTES,
     MESSAGE_FIELDS,
+    MESSAGE_NUMBERS,
+    NUMBER_BYTES,
     OFFLOAD_BYTES,
     REQUESTS_BYTES,
     RETRY_SECONDS,
@@ -61,6 +64,9 @@ that protobuf decodes it in less than a millisecond."""
 
 _FEW_FIELDS = 256
 """Fields that are walked outside of a turn, because they take less than a millisecond."""
+
+_FEW_NUMBERS = 1 << 16
+"""Packed numbers that are decoded outside of a turn, because they take about a millisecond."""
 
 _TURN_FIELDS = 2048
 """Fields that are walked in one turn, which takes 1 to 2 ms."""
@@ -248,22 +254,26 @@ class Calls:
         self._taken_bytes -= size
 
     async def walked(self, data: bytes, reader: "Reader[Request]") -> Walk | None:
-        """Walks a message before it is decoded, and counts its fields.
+        """Walks a message before it is decoded, and counts its fields and packed numbers.
 
         Returns:
             The walk; None if the message is too small to have many fields.
 
         Raises:
             InvalidValue: the bytes cannot be decoded.
-            MessageTooLarge: the message has too many fields.
+            MessageTooLarge: the message has too many fields or packed numbers.
         """
         walk = reader.walk(data)
-        if walk is None or reader.advance(walk, _FEW_FIELDS):
-            return walk
+        if walk is None:
+            return None
         whole = False
+        if len(data) <= LARGE_MESSAGE_BYTES:
+            whole = reader.advance(walk, _FEW_FIELDS)
+            reader.check_numbers(walk)
         while not whole:
             async with self._turn():
                 whole = reader.advance(walk, _TURN_FIELDS)
+            reader.check_numbers(walk)
             if walk.fields > MESSAGE_FIELDS:
                 raise MessageTooLarge(
                     f"the message has more than {MESSAGE_FIELDS} fields, the most that it may have "
@@ -281,7 +291,9 @@ class Calls:
             InvalidValue: the bytes cannot be decoded.
             UnknownField: the message has a field that this server does not know.
         """
-        if len(data) <= LARGE_MESSAGE_BYTES and (walk is None or walk.fields <= _FEW_FIELDS):
+        if len(data) <= LARGE_MESSAGE_BYTES and (
+            walk is None or (walk.fields <= _FEW_FIELDS and walk.numbers <= _FEW_NUMBERS)
+        ):
             return lean(reader.decoded(data, walk), len(data))
         async with self._turn():
             request = reader.decoded(data, walk)
@@ -334,7 +346,7 @@ class Incoming:
         Raises:
             DeadlinePassed: the message did not arrive in time.
             InvalidArgument: it cannot be decoded, or has a field that this server does not know.
-            MessageTooLarge: it is larger than `most`, or has too many fields.
+            MessageTooLarge: it is larger than `most`, or has too many fields or packed numbers.
             QueueFull: there is too little memory, or other calls wait to be read.
         """
         if call.received():
@@ -395,8 +407,8 @@ class Incoming:
         return size
 
     def _taken_by_fields(self, walk: Walk | None) -> int:
-        """Reserves memory for the fields of a decoded message; returns the reserved bytes."""
-        size = 0 if walk is None else walk.fields * FIELD_BYTES
+        """Reserves memory for the fields and numbers of a decoded message; returns its bytes."""
+        size = 0 if walk is None else walk.fields * FIELD_BYTES + walk.numbers * NUMBER_BYTES
         if size <= OFFLOAD_BYTES:
             return 0
         self._calls.take(size)
@@ -420,7 +432,7 @@ class Reader(Generic[Request]):
         """A walk over a message; None if the message is too small to need one."""
         if self._descriptor is None or len(data) <= _WALKED_BYTES:
             return None
-        return Walk(data, self._descriptor)
+        return Walk(data, self._descriptor, MESSAGE_NUMBERS)
 
     def advance(self, walk: Walk, fields: int) -> bool:
         """Walks over at most `fields` more fields; returns whether the walk is complete.
@@ -430,6 +442,22 @@ class Reader(Generic[Request]):
         """
         with _undecodable():
             return walk.advance(fields)
+
+    def check_numbers(self, walk: Walk) -> None:
+        """Checks the packed numbers of the walked part of a message.
+
+        Raises:
+            InvalidValue: the bytes cannot be decoded.
+            MessageTooLarge: there are too many.
+        """
+        with _undecodable():
+            path = walk.exceeding()
+        if path is not None:
+            raise MessageTooLarge(
+                f"the message has more than {MESSAGE_NUMBERS} packed numbers, the most that it may "
+                "have at all depths together: send fewer",
+                field=path,
+            )
 
     def decoded(self, data: bytes, walk: Walk | None) -> Request:
         """Decodes a message.

@@ -136,8 +136,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """RESOURCE_EXHAUSTED. Held vectors or leased runs fill their store."""
     REASON_MESSAGE_TOO_LARGE: _Reason.ValueType  # 84
     """RESOURCE_EXHAUSTED. A message, vector or inline tensor exceeds its limit, or a message has more
-    than 524,288 fields, at all depths together; packed numbers are one field. gRPC itself refuses
-    messages beyond the service's limit, with this code and without details.
+    than 524,288 fields, at all depths together; packed numbers are one field. Or it has more than
+    2,097,152 packed numbers. gRPC itself refuses messages beyond the service's limit, with this code
+    and without details.
     """
     REASON_CAPTURE_OVERFLOW: _Reason.ValueType  # 85
     """RESOURCE_EXHAUSTED. Rows came faster than they could be handed over, under OVERLOAD_FAIL.
@@ -289,8 +290,9 @@ REASON_STORE_FULL: Reason.ValueType  # 83
 """RESOURCE_EXHAUSTED. Held vectors or leased runs fill their store."""
 REASON_MESSAGE_TOO_LARGE: Reason.ValueType  # 84
 """RESOURCE_EXHAUSTED. A message, vector or inline tensor exceeds its limit, or a message has more
-than 524,288 fields, at all depths together; packed numbers are one field. gRPC itself refuses
-messages beyond the service's limit, with this code and without details.
+than 524,288 fields, at all depths together; packed numbers are one field. Or it has more than
+2,097,152 packed numbers. gRPC itself refuses messages beyond the service's limit, with this code
+and without details.
 """
 REASON_CAPTURE_OVERFLOW: Reason.ValueType  # 85
 """RESOURCE_EXHAUSTED. Rows came faster than they could be handed over, under OVERLOAD_FAIL.

@@ -15,7 +15,7 @@ from rheostat_server.api import incoming
 from rheostat_server.api.incoming import Calls, Reader
 from rheostat_server.errors import DeadlinePassed, QueueFull
 from rheostat_server.front_ends.call import GrpcCall
-from rheostat_server.limits import FIRST_READ_SECONDS, FIRST_READS
+from rheostat_server.limits import FIRST_READ_SECONDS, FIRST_READS, NUMBER_BYTES
 from rheostat_server.tasks import uploads
 from rheostat_server.vectors import upload
 from rheostat_wire.v1 import (
@@ -107,9 +107,9 @@ async def test_large_requests_share_their_memory(starter, monkeypatch) -> None:
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     tokens = selector(*({"token_ids": {"ids": [1] * 4096}} for _ in range(25)))
     large = {"captures": [capture(where=tokens)]}
-    size = request(**large).ByteSize()
+    size = request(**large).ByteSize() + NUMBER_BYTES * 25 * 4096
     assert size > 64 << 10
-    monkeypatch.setattr(incoming, "REQUESTS_BYTES", 2 * size + 1000)
+    monkeypatch.setattr(incoming, "REQUESTS_BYTES", 2 * size + 20_000)  # with their fields
     calls = await held(running, 2, **large)
     refusal = await running.client.refusal(request(**large))
     assert (refusal.code, refusal.reason, refusal.retry) == (
@@ -117,7 +117,7 @@ async def test_large_requests_share_their_memory(starter, monkeypatch) -> None:
         "REASON_QUEUE_FULL",
         True,
     )
-    assert f"of {2 * size + 1000}" in refusal.message
+    assert f"of {2 * size + 20_000}" in refusal.message
     small = running.client.generation.Generate(request())
     await small.read()
     running.backend.hold.set()

@@ -1,4 +1,4 @@
-"""The limit of a message's fields: a message above it is refused before it is decoded."""
+"""The limits of a message's fields and numbers: one above them is refused before it is decoded."""
 
 import asyncio
 
@@ -180,6 +180,110 @@ async def test_four_captures_of_a_thousand_windows_are_served(running) -> None:
     where = selector(*(window(0, 1) for _ in range(1024)))
     events = await running.client.generate(request(captures=[capture(where=where)] * 4))
     assert events[-1].HasField("receipt")
+
+
+def packed(count: int, number: bytes = b"\1") -> bytes:
+    """As many numbers as a repeated field of varints, as the field 1 of a message."""
+    return field(1, number * count)
+
+
+NUMBERS = {
+    "token_ids.ids": lambda n: of_generate("token_ids", packed(n)),
+    "sampling.stop_token_ids": lambda n: of_generate(
+        "sampling", field(number(generation_pb2.Sampling, "stop_token_ids"), b"\1" * n)
+    ),
+    "steering.interventions[1].sites.list.layers": lambda n: of_generate(
+        "steering",
+        field(1, b"")
+        + field(
+            1,
+            field(
+                number(steering_pb2.Intervention, "sites"),
+                field(number(types_pb2.SiteSet, "list"), packed(n)),
+            ),
+        ),
+    ),
+    "captures[0].where.include[0].token_ids.ids": lambda n: of_generate(
+        "captures",
+        field(
+            number(capture_pb2.CaptureSpec, "where"),
+            field(1, field(number(selector_pb2.Range, "token_ids"), packed(n, b"\x81\x80\x00"))),
+        ),
+    ),
+}
+"""Messages of `n` packed numbers, by the path of their field."""
+
+
+@pytest.fixture
+def few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small limit, so that the tests are quick."""
+    monkeypatch.setattr(incoming, "MESSAGE_NUMBERS", LIMIT)
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+async def test_a_message_of_too_many_packed_numbers_is_refused_by_field(
+    running, few_numbers, path
+) -> None:
+    refusal = await refusal_of(running, NUMBERS[path](LIMIT + 1))
+    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_MESSAGE_TOO_LARGE", path)
+    assert f"more than {LIMIT} packed numbers" in refusal.message
+    refusal = await refusal_of(running, NUMBERS[path](LIMIT))
+    assert refusal.reason != "REASON_MESSAGE_TOO_LARGE"
+    await settled(running)
+
+
+async def test_packed_numbers_of_all_fields_count_together(running, few_numbers) -> None:
+    most = NUMBERS["token_ids.ids"](LIMIT // 2)
+    refusal = await refusal_of(running, most + NUMBERS["sampling.stop_token_ids"](LIMIT // 2 + 1))
+    assert refusal.field == "sampling.stop_token_ids"
+    refusal = await refusal_of(running, most + NUMBERS["sampling.stop_token_ids"](LIMIT // 2))
+    assert refusal.reason != "REASON_MESSAGE_TOO_LARGE"
+
+
+async def test_packed_numbers_are_refused_before_they_are_decoded(few_numbers) -> None:
+    decoded = []
+    reader = Reader(Generate.FromString)
+    reader.decoded = lambda data, walk: decoded.append(data)
+    with pytest.raises(MessageTooLarge):
+        await Calls(1).walked(NUMBERS["token_ids.ids"](15 << 20), reader)
+    assert not decoded
+
+
+async def test_messages_of_many_packed_numbers_are_decoded_in_different_iterations() -> None:
+    """They are too small to be decoded in turns because of their bytes."""
+    calls, decoded = Calls(4), []
+    message = of_generate("token_ids", packed(200_000))
+    reader = Reader(Generate.FromString)
+    of_reader = reader.decoded
+    iteration = 0
+
+    def counted(data: bytes, walk: object) -> Generate:
+        decoded.append(iteration)
+        return of_reader(data, walk)
+
+    reader.decoded = counted
+
+    async def tick() -> None:
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    ticking = asyncio.ensure_future(tick())
+    walks = [await calls.walked(message, reader) for _ in range(4)]
+    await asyncio.gather(*(calls.decoded(message, reader, walk) for walk in walks))
+    ticking.cancel()
+    assert len(set(decoded)) == 4
+
+
+async def test_the_memory_of_packed_numbers_counts_among_that_of_large_requests(
+    running, monkeypatch
+) -> None:
+    monkeypatch.setattr(incoming, "REQUESTS_BYTES", 400_000)
+    refusal = await refusal_of(running, of_generate("token_ids", packed(100_000)))
+    assert refusal.reason == "REASON_QUEUE_FULL"  # 100,000 bytes, and four for each number
+    refusal = await refusal_of(running, of_generate("token_ids", packed(70_000)))
+    assert refusal.reason == "REASON_PROMPT_TOO_LONG"
 
 
 def vector() -> vector_pb2.VectorRef:

@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from rheostat_server.api.unknown_fields import Walk, unknown_field
 from rheostat_server.limits import OFFLOAD_BYTES
-from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2
+from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2, types_pb2
 
 from ..conftest import Refusal, rest
 from ..fakes import ScriptedBackend
@@ -247,6 +247,29 @@ def test_fields_are_counted_at_all_depths_and_packed_numbers_as_one() -> None:
     before = Walk(request().SerializeToString(), Generate.DESCRIPTOR)
     before.advance(len(data))
     assert walk.fields - before.fields == 2 + 1 + 3
+
+
+def test_packed_numbers_are_counted_as_protobuf_decodes_them() -> None:
+    rng = random.Random(3)
+    for _ in range(50):
+        message = request(token_ids=types_pb2.TokenIds(ids=random_numbers(rng)))
+        message.sampling.stop_token_ids.extend(random_numbers(rng))
+        rows = message.steering.interventions.add().replace
+        rows.run.positions.positions.extend(n - (1 << 31) for n in random_numbers(rng))
+        data = message.SerializeToString()
+        walk = Walk(data, Generate.DESCRIPTOR)
+        walk.advance(len(data))
+        lists = (
+            message.token_ids.ids,
+            message.sampling.stop_token_ids,
+            rows.run.positions.positions,
+        )
+        assert walk.numbers == sum(map(len, lists))
+
+
+def random_numbers(rng: random.Random) -> list[int]:
+    """Numbers of all sizes that uint32 has."""
+    return [rng.getrandbits(rng.randint(1, 32)) for _ in range(rng.choice([0, 1, 300]))]
 
 
 def test_a_walk_agrees_with_protobuf_about_any_bytes() -> None:
