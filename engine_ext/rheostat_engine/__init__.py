@@ -12,6 +12,7 @@ from rheostat_engine.channel.events import (
     Released,
     Report,
     Rows,
+    SignalRows,
 )
 from rheostat_engine.channel.staging import StagingError
 from rheostat_engine.channel.worker_channel import WorkerChannel
@@ -42,6 +43,7 @@ from rheostat_engine.plan.gates import (
     MAX_GATES,
     MAX_TERMS,
     NEVER,
+    NO_SIGNALS,
     Activation,
     Combine,
     Form,
@@ -50,6 +52,7 @@ from rheostat_engine.plan.gates import (
     Normalise,
     Pool,
     Reading,
+    Signals,
 )
 from rheostat_engine.plan.gates import Condition as GateCondition
 from rheostat_engine.plan.intervals import PlanTooLarge
@@ -80,6 +83,7 @@ __all__ = [
     "MAX_TERMS",
     "MAX_TOKEN_SETS",
     "NEVER",
+    "NO_SIGNALS",
     "OPEN_END",
     "REQUEST_COST",
     "ROUTERS",
@@ -120,6 +124,8 @@ __all__ = [
     "RowEncoding",
     "Rows",
     "Shortage",
+    "SignalRows",
+    "Signals",
     "Site",
     "Spans",
     "StagingError",

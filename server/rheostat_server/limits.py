@@ -131,6 +131,12 @@ INTERVENTIONS = 256
 DIRECTIONS = 8
 """Most directions of an op."""
 
+RULES = 16
+"""Rules of a request."""
+
+HOLD_BACK = 1024
+"""Tokens of a sample that a request may hold back."""
+
 GATE_TOKENS = 1 << 20
 """Most tokens for which a gate stays open, or for which a condition must hold."""
 

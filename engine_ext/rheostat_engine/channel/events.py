@@ -1,8 +1,8 @@
 """The reports of a worker about its requests, and their serialization.
 
-Invariants: the reports of a request are Installed, then Rows, and Released last. An Attached
-comes between Installed and Released, after all rows of earlier steps. A frame is a msgpack head;
-its rows are in the staging area. Nothing in either is executed or unpickled.
+Invariants: the reports of a request are Installed, then Rows and SignalRows, and Released last. An
+Attached comes between Installed and Released, after all rows of earlier steps. A frame is a msgpack
+head; its rows are in the staging area. Nothing in either is executed or unpickled.
 """
 
 from collections import Counter
@@ -105,8 +105,36 @@ class Released:
     """Tokens recomputed after a preemption, and cached tokens recomputed for captures."""
 
 
-Report = Installed | Attached | Rows | Released
-"""A report of a worker about a request."""
+@dataclass(slots=True, eq=False)
+class SignalRows:
+    """The signals of one step, of all requests that want some.
+
+    There is one event for a step, and not one for each request, because a step of hundreds of
+    requests has one row for each. The signals of a request come after `Installed`, before
+    `Released`, and in the order of positions, each position once.
+    """
+
+    request_ids: tuple[str, ...]
+    """The request of each block."""
+    starts: tuple[int, ...]
+    """The first position of each block; the others follow it."""
+    counts: tuple[int, ...]
+    """The number of positions of each block."""
+    values: npt.NDArray[np.float32] | None
+    """[sum of counts, readings + gates]: block by block, the numbers that were read, NaN where none
+    was, then how far each gate is open, by its number in the plan. A request with fewer readings
+    or gates than others has arbitrary numbers in the rest. None: the values are lost."""
+    readings: int
+    """The number of columns of readings."""
+
+    @property
+    def request_id(self) -> str:
+        """The ids of all requests, for logs."""
+        return ", ".join(self.request_ids)
+
+
+Report = Installed | Attached | Rows | SignalRows | Released
+"""A report of a worker about a request, or about the requests of a step."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +217,68 @@ class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
         return msgspec.structs.replace(self, lost=True)
 
 
+class SignalsHead(msgspec.Struct, frozen=True, tag="signals"):
+    """Head of a step's signals; see `SignalRows`.
+
+    The values are float32, row by row. The arrays have one entry per block and are little-endian
+    int64.
+    """
+
+    rank: int
+    readings: int
+    gates: int
+    number: bytes
+    """The worker's number of the request."""
+    start: bytes
+    """First position."""
+    count: bytes
+    """Number of positions."""
+    lost: bool = False
+    """Whether the values are lost."""
+    staging_range: StagingRange | None = None
+    """The range of the values; None if none was reserved."""
+
+    @property
+    def as_raw(self) -> "SignalsHead":
+        """Itself, because signals are always sent raw."""
+        return self
+
+    @property
+    def without_rows(self) -> "SignalsHead":
+        """The head that reports the values as lost."""
+        return msgspec.structs.replace(self, lost=True)
+
+
+def signal_rows(
+    head: SignalsHead, values: npt.NDArray[np.uint8] | None, names: Mapping[int, str]
+) -> SignalRows:
+    """The event of a frame of signals.
+
+    Args:
+        head: the frame's head.
+        values: its bytes, which the event keeps; None: they are lost.
+        names: request ids by the worker's numbers.
+
+    Raises:
+        LookupError, ValueError: the frame is malformed.
+    """
+    numbers, starts, counts = (
+        np.frombuffer(data, "<i8").tolist() for data in (head.number, head.start, head.count)
+    )
+    if not len(numbers) == len(starts) == len(counts):
+        raise ValueError("the labels of a frame of signals have different lengths")
+    rows = None
+    if values is not None:
+        rows = values.view("<f4").reshape(sum(counts), head.readings + head.gates)
+    return SignalRows(
+        tuple([names[number] for number in numbers]),
+        tuple(starts),
+        tuple(counts),
+        rows,
+        head.readings,
+    )
+
+
 class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
     """Head of a `Released` frame."""
 
@@ -204,11 +294,11 @@ class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
     recomputed: int
 
 
-Head = InstalledHead | AttachedHead | RowsHead | ReleasedHead
+Head = InstalledHead | AttachedHead | RowsHead | SignalsHead | ReleasedHead
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(
-    InstalledHead | AttachedHead | RowsHead | ReleasedHead
+    InstalledHead | AttachedHead | RowsHead | SignalsHead | ReleasedHead
 )
 
 

@@ -43,9 +43,12 @@ from rheostat_engine.channel.events import (
     RowBlocks,
     Rows,
     RowsHead,
+    SignalRows,
+    SignalsHead,
     copy_arrays,
     decode_head,
     lost_rows,
+    signal_rows,
     split_rows,
 )
 from rheostat_engine.channel.frame_copies import FrameCopies
@@ -115,6 +118,8 @@ class EventMerger:
             if head.lost:
                 return self._count_lost(head)
             return self._hold_early(self._split(head, rows, copied=copied))
+        if isinstance(head, SignalsHead):
+            return [self._signals(head, rows)]
         if isinstance(head, InstalledHead):
             return self._on_installed(head)
         if isinstance(head, AttachedHead):
@@ -161,10 +166,23 @@ class EventMerger:
         if isinstance(head, RowsHead):
             with contextlib.suppress(LookupError, OverflowError, ValueError):
                 return self._count_lost(head)
+        if isinstance(head, SignalsHead):
+            with contextlib.suppress(LookupError, ValueError):
+                return [self._signals(head.without_rows)]
         if isinstance(head, ReleasedHead):
             nothing = Released(head.request_id, (), False, {}, 0, 0, (0, 0))
             return [Dropped(nothing)]
         return []
+
+    def _signals(
+        self, head: SignalsHead, values: bytes | memoryview | npt.NDArray[np.uint8] = b""
+    ) -> SignalRows:
+        """The event of a frame of signals.
+
+        They need not wait for `Installed`: gates are read with a single reporting worker alone.
+        """
+        kept = None if head.lost else np.array(np.frombuffer(values, np.uint8))
+        return signal_rows(head, kept, self._names[head.rank])
 
     def _hold_early(self, rows: list[Rows]) -> list[Event]:
         ready: list[Event] = []
@@ -403,7 +421,7 @@ class WorkerChannel:
         try:
             (data,) = frame
             head = decode_head(data)
-            if isinstance(head, RowsHead):
+            if isinstance(head, RowsHead | SignalsHead):
                 return self._rows_of(head)
             return self._merger.feed(head)
         except (msgspec.MsgspecError, LookupError, OverflowError, ValueError, MemoryError):
@@ -422,18 +440,20 @@ class WorkerChannel:
             copies[first::_COPY_THREADS] = share
         return copies
 
-    def _rows_of(self, head: RowsHead) -> list[Event]:
-        """The events of a frame of rows. Its range is freed even if the frame is malformed."""
+    def _rows_of(self, head: RowsHead | SignalsHead) -> list[Event]:
+        """The events of a frame of rows or signals. Its range is freed even if it is malformed."""
         if head.staging_range is None:
             return self._merger.feed(head.without_rows)
         try:
             if head.rank not in self._areas:
                 raise StagingError(f"the staging area of worker {head.rank} was never attached")
             with self._areas[head.rank].taken(head.staging_range) as rows:
+                if isinstance(head, SignalsHead):
+                    return self._merger.feed(head, rows)
                 copied = self._frames.copy(rows)
                 if copied is None:
                     return self._merger.feed(head, rows)
             return self._merger.feed(head, copied, copied=True)
         except (StagingError, MemoryError):
-            _LOG.exception("captured rows could not be read and are lost")
+            _LOG.exception("captured rows or signals could not be read and are lost")
             return self._merger.feed(head.without_rows)

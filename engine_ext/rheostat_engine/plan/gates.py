@@ -173,3 +173,22 @@ class Gate(NamedTuple):
 def gates_of(gates: Sequence[Gate | None]) -> tuple[Gate, ...]:
     """The distinct gates of a plan's acts, in order. A gate's index is its number in the plan."""
     return tuple(dict.fromkeys(gate for gate in gates if gate is not None))
+
+
+class Signals(NamedTuple):
+    """The numbers of each token that a worker sends to the server; see `SignalRows`."""
+
+    readings: int = 0
+    """Columns 0 to `readings` - 1 are sent."""
+    gates: tuple[Gate, ...] = ()
+    """Gates that need not multiply any act. Their numbers follow those of the acts' gates."""
+    openness: bool = False
+    """Whether the openness of every gate of the plan is sent."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is sent."""
+        return self.readings > 0 or self.openness
+
+
+NO_SIGNALS = Signals()

@@ -84,6 +84,8 @@ def contents_of(table: SteeringTable) -> Iterator[tuple[str, object, int]]:
             yield "token_rules", token_variants.sets, 1
         for variant in token_variants.variants:
             yield from _contents(variant.combination)
+    for gate in table.signalled_gates:
+        yield "gates", gate, 1
 
 
 def _contents(combination: Combination) -> Iterator[tuple[str, object, int]]:

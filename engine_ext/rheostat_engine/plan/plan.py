@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Capture
+from rheostat_engine.plan.gates import NO_SIGNALS, Signals
 from rheostat_engine.plan.needs import Needs, contents_of, needs_of
 from rheostat_engine.plan.tables import (
     CaptureNeed,
@@ -67,6 +68,7 @@ class PackedActs:
     """The table of a plan's acts, computed once and shared by all plans with these acts."""
 
     acts: tuple[Act, ...]
+    signals: Signals = NO_SIGNALS
 
     @cached_property
     def table(self) -> SteeringTable | None:
@@ -75,7 +77,7 @@ class PackedActs:
         Raises:
             PlanTooLarge: see `steering_table`.
         """
-        return steering_table(self.acts)
+        return steering_table(self.acts, self.signals)
 
     @cached_property
     def encoded(self) -> EncodedTable | None:
@@ -193,6 +195,8 @@ class Plan:
     window: Window | None = None
     """Limits acts to some positions. Only for plans that are not measured, without gates and
     without conditions about token ids. None: no act is limited."""
+    signals: Signals = NO_SIGNALS
+    """What of the readings and gates leaves the workers. Not for plans with a window."""
     _acts: PackedActs | None = field(default=None, compare=False, repr=False)
     _outside: PackedActs | None = field(default=None, compare=False, repr=False)
     _captures: PackedCaptures | None = field(default=None, compare=False, repr=False)
@@ -212,9 +216,9 @@ class Plan:
     def packed_acts(self) -> PackedActs:
         """The acts with their table; computed anew unless `pack` has stored them."""
         packed = self._acts
-        if packed is not None and packed.acts is self.acts:
+        if packed is not None and packed.acts is self.acts and packed.signals is self.signals:
             return packed
-        return PackedActs(self.acts)
+        return PackedActs(self.acts, self.signals)
 
     @property
     def packed_outside(self) -> PackedActs:
@@ -273,6 +277,7 @@ class Plan:
             self.private_from,
             self.measured,
             window,
+            self.signals,
             self._acts,
             self._outside,
             self._captures,
@@ -294,7 +299,9 @@ class Plan:
             ValueError: its acts can't be combined, or it has a window and may not have one.
         """
         acts, outside = self.packed_acts.build(), self.packed_outside.build()
-        if self.window is not None and (self.measured or acts.ruled or acts.gates):
+        if self.window is not None and (
+            self.measured or acts.ruled or acts.gates or self.signals.any
+        ):
             raise ValueError("acts that are measured, gated, or depend on token ids have no window")
         return replace(self, _acts=acts, _outside=outside, _captures=self.packed_captures.build())
 

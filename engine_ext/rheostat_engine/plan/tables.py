@@ -29,7 +29,7 @@ from rheostat_engine.plan.composition import (
     combine,
     variant_acts,
 )
-from rheostat_engine.plan.gates import MAX_GATES, Gate, gates_of
+from rheostat_engine.plan.gates import MAX_GATES, NO_SIGNALS, Gate, Signals, gates_of
 from rheostat_engine.plan.intervals import Intervals, PlanTooLarge, cut_intervals
 
 MAX_PLAN_COST = 50_000
@@ -75,6 +75,8 @@ class SteeringTable:
     """The distinct sets of token ids, each as ascending little-endian int32."""
     intervals: Intervals
     """The members are indices into `clauses`."""
+    signals: Signals = NO_SIGNALS
+    """What of its readings and gates leaves the worker."""
 
     @cached_property
     def plan_cost(self) -> int:
@@ -104,7 +106,12 @@ class SteeringTable:
     @cached_property
     def gates(self) -> tuple[Gate, ...]:
         """The distinct gates, by their number in the plan."""
-        return gates_of([act.gate for act in self.acts])
+        return gates_of([*(act.gate for act in self.acts), *self.signals.gates])
+
+    @property
+    def signalled_gates(self) -> tuple[Gate, ...]:
+        """The gates that are computed even where they multiply no act."""
+        return self.gates if self.signals.openness else ()
 
     @cached_property
     def first_read(self) -> int:
@@ -221,7 +228,7 @@ def site_cost(act: Act) -> int:
     return sum(map(direction_cost, range(count))) if act.orthogonal else count
 
 
-def steering_table(acts: tuple[Act, ...]) -> SteeringTable | None:
+def steering_table(acts: tuple[Act, ...], signals: Signals = NO_SIGNALS) -> SteeringTable | None:
     """The table of a plan's acts; None if there are none.
 
     Raises:
@@ -231,7 +238,7 @@ def steering_table(acts: tuple[Act, ...]) -> SteeringTable | None:
     """
     if not acts:
         return None
-    gates = len(gates_of([act.gate for act in acts]))
+    gates = len(gates_of([*(act.gate for act in acts), *signals.gates]))
     if gates > MAX_GATES:
         raise ValueError(f"{gates} different gates; at most {MAX_GATES} are allowed")
     sets = tuple(sorted({condition.tokens for act in acts for condition in act.conditions}))
@@ -252,7 +259,8 @@ def steering_table(acts: tuple[Act, ...]) -> SteeringTable | None:
     )
     bare = tuple(replace(act, spans=(), conditions=()) for act in acts)
     packed = tuple(np.array(tokens, "<i4").tobytes() for tokens in sets)
-    return _affordable(SteeringTable(bare, tuple(clauses), packed, intervals), MAX_PLAN_COST)
+    table = SteeringTable(bare, tuple(clauses), packed, intervals, signals)
+    return _affordable(table, MAX_PLAN_COST)
 
 
 def capture_table(captures: tuple[Capture, ...]) -> CaptureTable | None:

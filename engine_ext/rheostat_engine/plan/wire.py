@@ -31,7 +31,7 @@ from rheostat_engine.plan.gates import (
     Normalise,
     Pool,
     Reading,
-    gates_of,
+    Signals,
 )
 from rheostat_engine.plan.intervals import Intervals
 from rheostat_engine.plan.row_encodings import ITEM_BYTES, Codec, Directions, RowEncoding
@@ -90,6 +90,7 @@ class _Steering(msgspec.Struct):
     intervals: _Intervals
     sets: tuple[bytes, ...] = ()
     gates: tuple[_Gate, ...] = ()
+    signals: tuple[_Number, tuple[_Number, ...], bool] = (0, (), False)
 
 
 class _Encoding(msgspec.Struct):
@@ -123,7 +124,14 @@ def steering_to(table: SteeringTable) -> bytes:
     clauses = tuple((clause.act, clause.tokens, clause.among) for clause in table.clauses)
     intervals = _intervals_to(table.intervals)
     gates = tuple(map(_gate_to, table.gates))
-    return msgspec.msgpack.encode(_Steering(tuple(acts), clauses, intervals, table.sets, gates))
+    plain_table = _Steering(tuple(acts), clauses, intervals, table.sets, gates)
+    signals = table.signals
+    plain_table.signals = (
+        signals.readings,
+        tuple(map(table.gates.index, signals.gates)),
+        signals.openness,
+    )
+    return msgspec.msgpack.encode(plain_table)
 
 
 def steering_from(wire: bytes) -> SteeringTable:
@@ -139,8 +147,12 @@ def steering_from(wire: bytes) -> SteeringTable:
     acts = tuple(_act_from(one, gates) for one in plain.acts)
     for act in acts:
         _check(act)
-    if len(gates_of([act.gate for act in acts])) > MAX_GATES:
+    if len(gates) > MAX_GATES:
         raise ValueError(f"this is no plan: it has more than {MAX_GATES} gates")
+    readings, numbers, openness = plain.signals
+    if readings > MAX_COLUMNS or any(number >= len(gates) for number in numbers):
+        raise ValueError("this is no plan: its signals name a reading or a gate that is missing")
+    signals = Signals(readings, tuple(gates[number] for number in numbers), openness)
     clauses = tuple(Clause(*fields) for fields in plain.clauses)
     for clause in clauses:
         if clause.act >= len(acts):
@@ -156,7 +168,10 @@ def steering_from(wire: bytes) -> SteeringTable:
         acts_there = [clauses[i].act for i in members]
         if len(set(acts_there)) < len(acts_there):
             raise ValueError("this is no plan: conditions of an act overlap")
-    return SteeringTable(acts, clauses, plain.sets, intervals)
+    table = SteeringTable(acts, clauses, plain.sets, intervals, signals)
+    if table.gates != gates:
+        raise ValueError("this is no plan: its gates are not in order")
+    return table
 
 
 def captures_to(table: CaptureTable) -> bytes:

@@ -25,6 +25,7 @@ from rheostat_engine.worker.capture.request_progress import RequestProgress
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.instructions import Compact
 from rheostat_engine.worker.preparations import Preparations
+from rheostat_engine.worker.signals import StepSignals
 from rheostat_engine.worker.state.buffers import Buffers
 from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.state.site_slots import SiteSlots
@@ -125,6 +126,7 @@ class SiteRuntime:
         self._numbers_made = 0
         self._present = np.isin(np.arange(buffers.sites), list(sites))
         self._progress = RequestProgress()
+        self._signals = StepSignals(buffers.gates, row_sender, rank)
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
 
@@ -177,6 +179,7 @@ class SiteRuntime:
         except (BankError, ValueError) as error:
             return UpdateResult(first, str(error))
         request.steering = steering
+        self._signals.put(request.number, *steering.signal_columns)
         return UpdateResult(first, "")
 
     def update_captures(self, updates: Mapping[str, CapturesUpdate | None]) -> None:
@@ -213,6 +216,7 @@ class SiteRuntime:
             return
         self._ids.pop(request.name, None)
         self.steering.remove(request.number, request.steering)
+        self._signals.put(request.number, 0, 0)
         rows = None
         if self.captures is not None:
             span = self._progress.span(request.number)
@@ -277,8 +281,9 @@ class SiteRuntime:
         copies = None
         if self.captures is not None:
             copies = self.captures.begin(token_number, positions, self._progress)
+        signals = self._signals.begin(numbers, computed, scheduled, self._progress)
         self._progress.advance(numbers, computed, computed + scheduled)
-        if steered.gate_states.any():
+        if signals or steered.gate_states.any():
             self.steering.gates.begin(steered.gate_states, token_number, positions)
         mask = steered.sites if copies is None else steered.sites | copies.sites
         mask = mask & self._present
@@ -295,6 +300,7 @@ class SiteRuntime:
         """Deactivates all sites and sends captured rows, once the forward pass was launched."""
         self.buffers.active.clear()
         self.steering.gates.end()
+        self._signals.end()
         if self.captures is not None:
             self.captures.end()
 
@@ -368,6 +374,7 @@ class SiteRuntime:
             self._numbers_free.append(number)
             raise
         self._progress.start(number, cached_tokens_recomputed)
+        self._signals.put(number, *steering.signal_columns)
         return _Request(name, number, steering, captured)
 
     def _store(self, request_id: str, request: _Request, problem: str) -> None:

@@ -6,7 +6,7 @@ and Explain share this path.
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from rheostat_server.capture.specs import (
 from rheostat_server.engine.sampling import SamplingSettings, resolve_sampling
 from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, QueueFull, Resource
 from rheostat_server.limits import (
+    HOLD_BACK,
     ID_BYTES,
     LARGE_REQUEST_BYTES,
     LARGE_REQUESTS,
@@ -48,8 +49,14 @@ from rheostat_server.steering.gates import Probe, refuse_unused_probes, resolve_
 from rheostat_server.steering.interventions import (
     Intervention,
     check_sums,
-    refuse_rules,
     resolve_steering,
+)
+from rheostat_server.steering.rules import (
+    Rule,
+    SignalPlan,
+    check_rule_count,
+    resolve_rules,
+    signal_plan,
 )
 from rheostat_server.subscriptions.observer_captures import (
     ObserverCapture,
@@ -142,8 +149,19 @@ class AdmittedRequest:
     """Bytes that `offload` counts for each pass over the request and its plan."""
     read_count: int
     """Number of the plan's acts that read, which follow those of the interventions."""
+    signals: SignalPlan | None = None
+    """What is done with the signals of its own samples; None if it has none."""
+    rule_names: tuple[str, ...] = ()
+    """The names of its rules, in order."""
+    hold_back: int = 0
+    """Tokens of each running sample that are held back."""
     background: bool = False
     """Whether it is part of work in the background, which waits while other requests wait."""
+
+    @property
+    def updated_read_count(self) -> int:
+        """The same for the plan of each update of its steering."""
+        return 0 if self.signals is None else sum(len(one.acts) for one in self.signals.probes)
 
     @property
     def prompt_len(self) -> int:
@@ -276,14 +294,15 @@ def admit_now(
             admission.runs,
             probes,
         )
-        refuse_unused_probes(probes, [one.gate for one in own])
+        rules = resolve_rules(request.rules, probes, context)
+        refuse_unused_probes(probes, [*(one.gate for one in own), *(rule.gate for rule in rules)])
         captures = _resolve_captures(request, context, sampling.samples, lookups, admission)
     else:
-        own, captures, probes = known.own, known.captures, {}
+        own, captures, probes, rules = known.own, known.captures, {}, ()
     wanted = merged([*_directed(captures, admission), *observer_captures(observers, context)])
     compiled = known
     if compiled is None:
-        compiled = _compile(own, tuple(probes.values()), captures, context, admission)
+        compiled = _compile(own, tuple(probes.values()), rules, captures, context, admission)
         if compiled_before is not None and key is not None:
             compiled_before.add(key, compiled, lookups)
     plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
@@ -313,6 +332,9 @@ def admit_now(
         baseline=baseline,
         work=candidate.work,
         read_count=sum(act.kind is Kind.READ for act in plan.acts) if request.probes else 0,
+        signals=compiled.signals,
+        rule_names=tuple([rule.name for rule in request.rules]),
+        hold_back=request.hold_back,
     )
 
 
@@ -320,7 +342,9 @@ def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
     """Checks the fields that depend neither on the prompt nor on vectors."""
     if request.request_id:
         validation.matches(request.request_id, validation.REQUEST_ID, "request_id")
-    refuse_rules(request, "")
+    check_rule_count(request.rules)
+    if request.hold_back > HOLD_BACK:
+        raise InvalidValue(f"must be 0 to {HOLD_BACK}", field="hold_back")
     if request.probes and admission.info.no_gates:
         raise NotSupported(admission.info.no_gates, field="probes")
     _check_lora(request.lora_name, admission.info.loras)
@@ -344,6 +368,7 @@ def _work(
         work += captures_work(request.captures, length, admission.sites)
     if request.probes:
         work += probes_work(request.probes, length, admission.sites)
+    work += sum(rule.ByteSize() for rule in request.rules)
     if admission.server_wide.ops:
         work += steering_work(admission.server_wide.steering, length, admission.sites, vectors)
     return work
@@ -406,6 +431,7 @@ def _check_runs(
 def _compile(
     own: tuple[Intervention, ...],
     probes: tuple[Probe, ...],
+    rules: tuple[Rule, ...],
     captures: tuple[ResolvedCapture, ...],
     context: SelectionContext,
     admission: AdmissionContext,
@@ -414,9 +440,10 @@ def _compile(
     server_wide = admission.server_wide.resolve(context)
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
-    plan, vectors = compile_plan("", interventions, captures, probes)
+    plan, vectors = compile_plan("", interventions, captures, probes, rules)
+    signals = signal_plan(plan, own, probes, rules)
     needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)
-    return CompiledRequest(own, captures, server_wide, plan, tuple(needed.values()))
+    return CompiledRequest(own, captures, server_wide, plan, tuple(needed.values()), signals)
 
 
 def check_queue(
@@ -451,8 +478,16 @@ async def compile_update(
     admission: AdmissionContext,
     context: SelectionContext,
     server_wide: Sequence[Intervention],
+    probes: Collection[Probe] = (),
 ) -> CompiledUpdate:
     """Compiles steering that replaces the steering of a running request.
+
+    Args:
+        steering: the message.
+        admission: what it is checked against.
+        context: the request.
+        server_wide: the server-wide interventions of the request.
+        probes: the probes that go on reading.
 
     Raises:
         InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be applied.
@@ -466,7 +501,9 @@ async def compile_update(
     work = steering_work(steering, context.prompt_len, admission.sites, view)
 
     def attempt() -> Awaitable[CompiledUpdate]:
-        return offload(work, _compile_update, steering, view, admission, context, server_wide, work)
+        return offload(
+            work, _compile_update, steering, view, admission, context, server_wide, probes, work
+        )
 
     return await with_directions(admission.store.directions, steering, attempt)
 
@@ -477,13 +514,14 @@ def _compile_update(
     admission: AdmissionContext,
     context: SelectionContext,
     server_wide: Sequence[Intervention],
+    probes: Collection[Probe],
     work: int,
 ) -> CompiledUpdate:
     origin = receipt_pb2.ORIGIN_UPDATE
     own = resolve_steering(steering, admission.sites, context, vectors, origin, admission.runs)
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
-    plan, needed = compile_plan("", interventions, ())
+    plan, needed = compile_plan("", interventions, (), probes)
     return CompiledUpdate(interventions, plan, needed, work)
 
 

@@ -6,7 +6,7 @@ Why
     Requests that share a compiled plan also share its entry in the capacity ledger.
 
 What makes an entry valid
-    The bytes of the steering, of each capture and of each probe, the version of the server-wide
+    The bytes of the steering, of each capture, probe and rule, the version of the server-wide
     steering, and the length of the prompt and of the answer, if a selector counts positions or a
     probe reads. An entry lists the vectors and names that it was compiled with. It is used only
     while the store still has them.
@@ -35,6 +35,7 @@ from rheostat_server.limits import (
 )
 from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.steering.interventions import Intervention
+from rheostat_server.steering.rules import SignalPlan
 from rheostat_server.vectors.store import Lookups, Name, Vector, VectorStore
 from rheostat_wire.v1 import capture_pb2, generation_service_pb2, selector_pb2, steering_pb2
 
@@ -45,6 +46,7 @@ class Key(NamedTuple):
     steering: bytes
     captures: tuple[bytes, ...]
     probes: tuple[bytes, ...]
+    rules: tuple[bytes, ...]
     version: int
     """The version of the server-wide steering."""
     prompt_len: int
@@ -66,6 +68,8 @@ class CompiledRequest:
     """The packed plan, without an id."""
     vectors: tuple[Vector, ...]
     """Every vector that the workers need, each once."""
+    signals: SignalPlan | None = None
+    """What is done with its signals; None if it has none."""
     observed: ObservedPlans = field(default_factory=ObservedPlans)
     """The plan with the captures of observers."""
 
@@ -144,7 +148,8 @@ def key_of(
     steering = request.steering.SerializeToString() if request.HasField("steering") else b""
     captures = tuple([capture.SerializeToString() for capture in request.captures])
     probes = tuple([probe.SerializeToString() for probe in request.probes])
-    if len(steering) + sum(map(len, (*captures, *probes))) > COMPILED_REQUEST_BYTES:
+    rules = tuple([rule.SerializeToString() for rule in request.rules])
+    if len(steering) + sum(map(len, (*captures, *probes, *rules))) > COMPILED_REQUEST_BYTES:
         return None
     counts = _counts_positions(request.steering.interventions) if steering else False
     if counts is not None and captures:
@@ -158,7 +163,7 @@ def key_of(
     if counts is None:
         return None
     length, most = (context.prompt_len, context.max_tokens) if counts else (0, 0)
-    return Key(steering, captures, probes, server_wide.version, length, most)
+    return Key(steering, captures, probes, rules, server_wide.version, length, most)
 
 
 def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> bool | None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from rheostat_engine import MAX_COLUMNS, MAX_PLAN_COST, Act, Plan, PlanTooLarge
+from rheostat_engine import MAX_COLUMNS, MAX_PLAN_COST, NO_SIGNALS, Act, Plan, PlanTooLarge
 from rheostat_server import validation
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
@@ -17,6 +17,7 @@ from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_PLAN_COST, REQUEST_RANGES
 from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import INTERVENTION_PATH, Intervention
+from rheostat_server.steering.rules import Rule, signals_of
 from rheostat_server.subscriptions.observer_captures import FRAGMENTED, ObserverCapture
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.vectors.store import Vector
@@ -45,8 +46,9 @@ def compile_plan(
     interventions: Sequence[Intervention],
     captures: Sequence[ResolvedCapture],
     probes: Collection[Probe] = (),
+    rules: Sequence[Rule] = (),
 ) -> Compiled:
-    """Compiles interventions, in their order, then probes, and captures to a plan.
+    """Compiles interventions, in their order, then probes, captures, and rules to a plan.
 
     Raises:
         InvalidValue: no engine can run it.
@@ -63,7 +65,8 @@ def compile_plan(
                 own += intervention.acts
     reads = tuple(act for probe in probes for act in probe.acts)
     vectors |= {probe.vector.digest: probe.vector for probe in probes if probe.acts}
-    plan = Plan(request_id, (*acts, *reads), engine_captures(captures))
+    signals = signals_of(interventions, probes, rules) if probes else NO_SIGNALS
+    plan = Plan(request_id, (*acts, *reads), engine_captures(captures), signals=signals)
     try:
         plan = plan.pack()
     except ValueError as error:

@@ -71,6 +71,8 @@ def _features(manager: RequestManager) -> list[engine_service_pb2.Feature.ValueT
         _pb.FEATURE_SPILL: manager.spill_manager is not None,
         _pb.FEATURE_LORA: bool(manager.info.loras),
         _pb.FEATURE_GATES: not manager.info.no_gates,
+        _pb.FEATURE_RULES: not manager.info.no_gates,
+        _pb.FEATURE_SIGNALS: not manager.info.no_gates,
         _pb.FEATURE_LENS: not manager.sites.no_lens,
         _pb.FEATURE_TOKEN_DIRECTIONS: not manager.sites.no_directions,
     }

@@ -92,6 +92,13 @@ class RowFeed(ItemSource):
         if sequence_rows.token_lets_leave and not self.closed:
             self._buffer.touch(self)
 
+    def reach(self, sequence_key: SequenceKey, end: int) -> None:
+        """Takes note that the rows before a position were computed, whatever token comes next."""
+        if self._takes(sequence_key):
+            self._sequence_rows(sequence_key).reach(end)
+            if not self.closed:
+                self._buffer.touch(self)
+
     def add(self, sequence_key: SequenceKey, rows: Rows) -> None:
         """Adds rows, or counts them as lost if there is no room."""
         if self.closed:

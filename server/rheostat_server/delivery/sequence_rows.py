@@ -51,6 +51,8 @@ class SequenceRows:
             for number, capture in captures.items()
             if number not in refused
         }
+        self._reached = 0
+        """One past the last position that has a row in any case."""
         self._closed_at: int | None = None
         """Number of tokens after which no row leaves; None while the feed is open."""
         self._released: Released | None = None
@@ -137,6 +139,10 @@ class SequenceRows:
             self._closed_at = len(self.tokens)
             self._early.clear()
 
+    def reach(self, end: int) -> None:
+        """Takes note that the rows before a position were computed, whatever token comes next."""
+        self._reached = max(self._reached, end)
+
     def discard(self) -> None:
         """Drops all waiting rows."""
         for capture_rows in self._rows.values():
@@ -195,7 +201,8 @@ class SequenceRows:
 
     def _row_end(self, tokens: int) -> int:
         """One past the last position that has a row for certain after some tokens."""
-        return max(0, len(self._prompt) + tokens - 1)
+        reached = min(self._reached, len(self._prompt) + tokens)
+        return max(0, reached, len(self._prompt) + tokens - 1)
 
     def _computed(self, number: int, tokens: int) -> int:
         """One past the last position whose row has come, or is lost."""

@@ -27,6 +27,15 @@ class Ending(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "abort"
+    RULE = "rule"
+    """A rule stopped it. The server decides that, not the engine."""
+
+
+class StoppedBy(NamedTuple):
+    """The rule that stopped a sample."""
+
+    rule_name: str
+    label: str
 
 
 class Delta(NamedTuple):
@@ -44,8 +53,8 @@ class Delta(NamedTuple):
     """Prompt tokens whose KV came from the prefix cache."""
     ending: Ending | None = None
     """Set with the last delta."""
-    stop: int | str | None = None
-    """The stop text or token that ended it; None for the model's end token."""
+    stop: int | str | StoppedBy | None = None
+    """The stop text, token or rule that ended it; None for the model's end token."""
 
 
 @dataclass(frozen=True, slots=True)

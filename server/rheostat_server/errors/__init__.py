@@ -323,6 +323,15 @@ class RowsLost(DataLoss):
             metadata={"rows": str(rows)},
         )
 
+    @classmethod
+    def no_signals(cls, positions: int) -> "RowsLost":
+        """The error of a request that may be stopped, if signals of some positions are lost."""
+        return cls(
+            f"what probes have read at {positions} positions is lost, so whether the request's "
+            "rules fired is unknown: raise the server's --staging-mib, or send the request again",
+            metadata={"rows": str(positions)},
+        )
+
 
 class CursorExpired(OutOfRange):
     """The cursor is older than what is kept for a resumption."""

@@ -9,10 +9,12 @@ from typing import NamedTuple
 from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
+from rheostat_server.engine.backend import Ending
 from rheostat_server.generation.sample import Sample
 from rheostat_server.generation.sources import add_source
+from rheostat_server.requests.signals import RequestSignals
 from rheostat_server.selectors.sites import write_site
-from rheostat_server.selectors.spans import length, united
+from rheostat_server.selectors.spans import clipped, length, united
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.tensors import float32
 from rheostat_wire.v1 import receipt_pb2
@@ -57,6 +59,30 @@ def write_receipt(
     for record in _records(admitted, samples):
         _apply(receipt.interventions.add(), record)
     return receipt
+
+
+def add_rules(
+    receipt: receipt_pb2.Receipt,
+    admitted: AdmittedRequest,
+    signals: RequestSignals | None,
+    samples: Sequence[Sample],
+) -> None:
+    """Writes where the rules of a request fired."""
+    for name in admitted.rule_names:
+        message = receipt.rules.add(rule_name=name)
+        for sample in samples:
+            fired = None if signals is None else signals.firings(sample.index).get(name)
+            if fired is None:
+                continue
+            positions = clipped(fired.positions, 0, sample.row_end)
+            beyond = length(fired.positions) - length(positions)
+            if positions:
+                one = message.samples.add(
+                    sample=sample.index,
+                    position_count=fired.count - beyond,
+                    stopped=fired.stopped and sample.ending is Ending.RULE,
+                )
+                add_runs(one.positions.add, positions)
 
 
 # Not frozen, because creating a frozen object takes three times as long.
@@ -136,8 +162,7 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
                         _Part(sample, sample.released, one, _by_site(mine), start, end)
                     )
                     index += len(one.acts)
-            if not update_id:
-                index += admitted.read_count
+            index += admitted.updated_read_count if update_id else admitted.read_count
     return list(found.values())
 
 

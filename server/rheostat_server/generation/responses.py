@@ -17,7 +17,7 @@ from rheostat_server.delivery.response_rows import LOSSLESS
 from rheostat_server.delivery.row_messages import CapturedRows, captured_rows, dropped
 from rheostat_server.engine.backend import Delta
 from rheostat_server.errors import Defect, RowsLost
-from rheostat_server.generation.receipts import receipt_work, write_receipt
+from rheostat_server.generation.receipts import add_rules, receipt_work, write_receipt
 from rheostat_server.generation.sample import Response, Sample
 from rheostat_server.generation.scoring import Score, scoring_sequence
 from rheostat_server.requests.active_request import ActiveRequest
@@ -56,6 +56,8 @@ async def run(
     async with manager.run_request(admitted) as active:
         active.interrupt = interrupter()
         yield _started(admitted, manager)
+        if admitted.signals is not None:
+            yield Response(signal_table=admitted.signals.table)
         stream = _Stream(admitted, active, manager)
         beside = asyncio.create_task(companion(active)) if companion is not None else None
         try:
@@ -74,6 +76,7 @@ async def run(
         receipt = await offload(
             work, write_receipt, admitted, stream.own_samples, handed_over, runs
         )
+        add_rules(receipt, admitted, active.signals, stream.own_samples)
         yield Response(receipt=receipt)
         active.completed = True
     LOG.debug(
@@ -139,10 +142,16 @@ class _Stream:
             if isinstance(item, ResponseItem):
                 for response in self._take(item):
                     yield response
+                for signals in self._signals(item.sequence):
+                    yield signals
                 if item.sequence in self._scores and self._scores[item.sequence].done:
                     found = await self._scores[item.sequence].divergence(self._admitted.prompt_len)
                     if found is not None:
                         yield Response(divergence=found)
+            elif item is Sign.SIGNALS:
+                for sequence in active.own_samples:
+                    for signals in self._signals(sequence):
+                        yield signals
             elif not isinstance(item, Sign):
                 yield item
             # Rows take turns with tokens. If they waited until the queue is empty, rows of many
@@ -162,6 +171,9 @@ class _Stream:
                 yield item
         if self._lost:
             raise RowsLost.no_room(self._lost)
+        for sequence in active.own_samples:
+            for signals in self._signals(sequence):
+                yield signals
 
     async def _next(self) -> ResponseItem | Notice | Sign:
         """Waits for the next item. Once all samples have ended, the wait has a time limit.
@@ -210,6 +222,18 @@ class _Stream:
             self._remove_done(sequence)
             return ()
         return self._release_held() if self._held_back else ()
+
+    def _signals(self, sequence: EngineSequence) -> Iterator[Response]:
+        """The waiting signals of a sample, at positions whose tokens were sent."""
+        signals = self._active.signals
+        if signals is None or sequence.kind is not SequenceKind.OWN:
+            return
+        sample, prompt = self._samples[sequence], self._admitted.prompt.token_ids
+        while True:
+            message = signals.take(sample.index, sample.row_end, prompt, sample.tokens)
+            if message is None:
+                return
+            yield Response(signals=message)
 
     def _remove_done(self, sequence: EngineSequence) -> None:
         """Removes a sequence if it can produce no more output or events."""

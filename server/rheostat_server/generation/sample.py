@@ -12,8 +12,8 @@ from rheostat_engine import Released, Spans
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.baseline import asked_for
 from rheostat_server.delivery.byte_budget import ByteCounter
-from rheostat_server.engine.backend import Delta, Ending
-from rheostat_server.requests.response_queue import readings_weight
+from rheostat_server.engine.backend import Delta, Ending, StoppedBy
+from rheostat_server.requests.delta_weight import readings_weight
 from rheostat_server.requests.sequence import (
     FINISH_REASONS,
     EngineSequence,
@@ -50,6 +50,8 @@ class Sample:
         """Log-probabilities, one per token, if the sample is compared with a baseline."""
         self.cached_tokens = 0
         self.ended = False
+        self.ending: Ending | None = None
+        """How it ended; None while it runs."""
         self.released: Released | None = None
         self._sequence = sequence
         self._baseline = sequence.kind is SequenceKind.BASELINE
@@ -73,8 +75,14 @@ class Sample:
 
     @property
     def row_end(self) -> int:
-        """One past the last position that was an input of the model."""
-        return self._admitted.prompt_len + len(self.tokens) - 1
+        """One past the last position that was an input of the model.
+
+        The last token is no input, unless a rule stopped the sample at its row.
+        """
+        end = self._admitted.prompt_len + len(self.tokens)
+        if self.ending is Ending.RULE and self._sequence.fired_row == end - 1:
+            return end
+        return end - 1
 
     def selected(self, selection: Selection, start: int, end: int) -> Spans:
         """The positions in [start, end) that a selection selects in this sample."""
@@ -94,6 +102,7 @@ class Sample:
             responses.append(self._tokens(delta))
         if delta.ending is not None:
             self.ended = True
+            self.ending = delta.ending
             responses.append(self._finished(delta, delta.ending))
         return responses
 
@@ -147,8 +156,10 @@ class Sample:
         message.reason = FINISH_REASONS[ending]
         message.token_count = len(self.tokens)
         self._set_duration(message.finished_after, time.monotonic())
-        if ending is Ending.STOP:
-            stop = delta.stop
+        stop = delta.stop
+        if isinstance(stop, StoppedBy):
+            message.rule_name, message.rule_label = stop
+        elif ending is Ending.STOP:
             if stop is None and self.tokens:
                 stop = self.tokens[-1]
             if isinstance(stop, str):

@@ -207,13 +207,24 @@ class _Control:
             EngineLost, Defect: the request has failed.
             RheostatError: the update is refused.
         """
+        signals = self._admitted.signals
+        if signals is not None and (signals.rules or signals.gates):
+            raise NotSupported(
+                "the steering of a request with rules, or with signals of gates, can't be updated: "
+                "send the request anew",
+                field="steering",
+            )
         if self._applied >= UPDATES:
             raise InvalidValue(
                 f"{UPDATES} updates were carried out; a session takes no more", field="steering"
             )
         active, admitted = self._active, self._admitted
         compiled = await compile_update(
-            update.steering, self._manager.admission, admitted.context, self._server_wide
+            update.steering,
+            self._manager.admission,
+            admitted.context,
+            self._server_wide,
+            () if signals is None else signals.probes,
         )
         length = admitted.prompt_len
         spent = check_affordable(self._spent or admitted.plan.packed_acts.plan_cost, compiled.plan)

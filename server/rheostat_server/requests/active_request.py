@@ -11,18 +11,23 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
 from rheostat_engine import Attached, Dropped, Installed, Plan, Released, Report
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.baseline import watched_sampling
 from rheostat_server.delivery.byte_budget import Share
 from rheostat_server.delivery.response_rows import ResponseRows
 from rheostat_server.engine.admission_queue import Reservation
-from rheostat_server.engine.backend import Backend, Delta, Ending, Job
+from rheostat_server.engine.backend import Backend, Delta, Ending, Job, StoppedBy
 from rheostat_server.engine.preparations import Preparation
-from rheostat_server.errors import Defect, RheostatError
+from rheostat_server.errors import Defect, RheostatError, RowsLost
 from rheostat_server.requests.request_outputs import RequestOutputs
 from rheostat_server.requests.response_queue import Notice, Pace, ResponseItem, ResponseQueue, Sign
 from rheostat_server.requests.sequence import FINISH_REASONS, EngineSequence, SequenceKind
+from rheostat_server.requests.signals import Fired, RequestSignals
+from rheostat_server.requests.token_hold import TokenHold
 from rheostat_server.subscriptions.observer_captures import Attachment
 from rheostat_wire.v1 import types_pb2
 
@@ -93,6 +98,16 @@ class ActiveRequest:
                 else ()
             ),
         ]
+        self.signals: RequestSignals | None = None
+        """What its probes read; None if it has no signals."""
+        if admitted.signals is not None:
+            self.signals = RequestSignals(
+                admitted.signals,
+                len(self.own_samples),
+                share,
+                partial(self.queue.put, Sign.SIGNALS),
+            )
+        self._hold_tokens()
         self._closed = False
         self._backend: Backend | None = None
         self._starting: set[asyncio.Task[None]] = set()
@@ -147,7 +162,8 @@ class ActiveRequest:
 
     def never_scheduled(self, sequence: EngineSequence) -> bool:
         """Whether a sample was aborted before the engine reported anything about it."""
-        return self.aborted and not sequence.installed and not sequence.has_output
+        aborted = self.aborted or sequence.ending is Ending.RULE
+        return aborted and not sequence.installed and not sequence.has_output
 
     def plan_id(self, sample: int | str, kind: SequenceKind = SequenceKind.OWN) -> str:
         """An id that no plan of another request in this process has."""
@@ -208,7 +224,10 @@ class ActiveRequest:
     def deliver(
         self, sequence: EngineSequence, event: Installed | Released | Attached | Dropped
     ) -> None:
-        """Handles an event of the engine, unless it is rows, which `outputs` takes."""
+        """Handles an event of the engine, unless it is rows or signals.
+
+        `outputs` takes rows, and `add_signals` signals.
+        """
         if isinstance(event, Installed):
             sequence.installed = True
             sequence.installed_or_ended.set()
@@ -220,6 +239,9 @@ class ActiveRequest:
                 return  # no token waits for the plan, so the reader need not wake up
         elif isinstance(event, Released):
             sequence.release()
+            if sequence.token_hold is not None:
+                sequence.token_hold.no_more_signals()
+                self._check_hold(sequence.token_hold)
             if sequence.kind is not SequenceKind.SCORE:
                 self.outputs.release(sequence.key, event)
             self._close_outputs()
@@ -232,6 +254,43 @@ class ActiveRequest:
             return
         if sequence.job.has_plan:
             self._put(ResponseItem(sequence, event))
+
+    def add_signals(
+        self,
+        sequence: EngineSequence,
+        first: int,
+        count: int,
+        values: npt.NDArray[np.float32] | None,
+        readings: int,
+        *,
+        opened: bool,
+    ) -> None:
+        """Handles the signals of a step; see `SignalRows`.
+
+        Args:
+            sequence: a sample of the request.
+            first: the first position.
+            count: the number of positions.
+            values: [count, readings + gates]; None: they are lost.
+            readings: the number of columns of readings.
+            opened: whether a gate is open at any of the positions.
+        """
+        signals, hold = self.signals, sequence.token_hold
+        if signals is None or self._closed or sequence.kind is not SequenceKind.OWN:
+            return
+        if values is None:
+            if signals.plan.stops:
+                self.fail(RowsLost.no_signals(count))
+            else:
+                signals.lose(sequence.sample, first, count)
+            return
+        fired = signals.add(sequence.sample, first, values, readings, opened)
+        if hold is None:
+            return
+        if fired is not None:
+            self._stop_at(sequence, hold, fired)
+        for delta in hold.advance(first + count):
+            self._accept(sequence, delta)
 
     def unobserve(self) -> None:
         """Removes all captures that only observers asked for."""
@@ -286,6 +345,8 @@ class ActiveRequest:
             sequence.ended = True
             sequence.ending = Ending.ABORTED
             sequence.installed_or_ended.set()
+            if sequence.token_hold is not None:
+                sequence.token_hold.drop()
             self._put(ResponseItem(sequence, Delta(ending=Ending.ABORTED)))
         self._abort(running)
 
@@ -302,6 +363,8 @@ class ActiveRequest:
             )
         self._closed = True
         self.response_rows.close()
+        if self.signals is not None:
+            self.signals.close()
         self.outputs.drop_runs()
         for sequence in self.sequences:
             sequence.installed_or_ended.set()
@@ -412,6 +475,16 @@ class ActiveRequest:
         if sequence.ended:
             return
         sequence.has_output = True
+        hold = sequence.token_hold
+        if hold is None:
+            self._accept(sequence, delta)
+            return
+        for released in hold.add(delta):
+            self._accept(sequence, released)
+        self._check_hold(hold)
+
+    def _accept(self, sequence: EngineSequence, delta: Delta) -> None:
+        """Hands new tokens of a sample on."""
         if sequence.kind is not SequenceKind.SCORE:
             # Also after a failure, because the feeds expect a row for each known token.
             sequence.tokens += delta.token_ids
@@ -424,7 +497,55 @@ class ActiveRequest:
         self.queue.put_delta(sequence, delta)
         if sequence.ended:
             sequence.installed_or_ended.set()
+            if sequence.ending is Ending.RULE:
+                # The row at which the rule fired was computed, though no token after it is sent.
+                self.outputs.reach(sequence.key, sequence.fired_row + 1)
+                self._abort_running([sequence])
             self._close_outputs()
+
+    def _hold_tokens(self) -> None:
+        """Makes the samples hold tokens, if rules or the client ask for it."""
+        stops = self.signals is not None and self.signals.plan.stops
+        if not stops and not self.admitted.hold_back:
+            return
+        for sequence in self.own_samples:
+            sequence.token_hold = TokenHold(
+                self.admitted.prompt_len,
+                watched=stops,
+                hold_back=self.admitted.hold_back,
+                count=self.queue.byte_counter.add_tokens,
+            )
+
+    def _check_hold(self, hold: TokenHold) -> None:
+        """Fails the request if tokens would wait for ever, or take too much memory."""
+        if hold.stuck and not self._closed:
+            self.fail(Defect("the engine did not report what the request's probes have read"))
+        self.share.check()
+
+    def _stop_at(self, sequence: EngineSequence, hold: TokenHold, fired: Fired) -> None:
+        """Stops a sample at the row at which a rule has fired."""
+        stop = fired.rule.stop
+        assert stop is not None
+        by = StoppedBy(fired.rule.name, stop.label)
+        sequence.fired_row = fired.row
+        for delta in hold.stop(fired.row, by, drop_sampled=stop.drop_sampled):
+            self._accept(sequence, delta)
+        if stop.all_samples:
+            self._stop_others(sequence, by)
+
+    def _stop_others(self, sequence: EngineSequence, by: StoppedBy) -> None:
+        """Ends the other samples with the tokens that they have sent."""
+        others = [one for one in self.own_samples if one is not sequence and not one.ended]
+        for other in others:
+            if other.token_hold is not None:
+                other.token_hold.drop()
+            self._accept(other, Delta(ending=Ending.RULE, stop=by))
+
+    def _abort_running(self, sequences: Sequence[EngineSequence]) -> None:
+        """Makes the engine abort samples, while others may still start."""
+        ids = [sequence.plan_id for sequence in sequences if sequence.started]
+        if ids and self._backend is not None:
+            _keep(self._aborting, self._abort_in(self._backend, ids))
 
     def _fail_sample(self, sequence: EngineSequence, error: Exception) -> None:
         """Fails the request because the engine cannot run a sample."""

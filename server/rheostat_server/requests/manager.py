@@ -11,7 +11,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from rheostat_engine import CapacityLedger, Event, Installed, Released, Rows
+import numpy as np
+
+from rheostat_engine import (
+    CapacityLedger,
+    Dropped,
+    Event,
+    Installed,
+    Released,
+    Rows,
+    SignalRows,
+)
 from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest, check_queue
 from rheostat_server.admission.compiled_requests import CompiledRequests
 from rheostat_server.admission.global_steering import GlobalSteeringState
@@ -57,6 +67,8 @@ _DISCARD_GRACE = 1.0
 
 _LAST_READS = 5.0
 """Seconds that clients get to read the end of requests that were aborted."""
+
+_UNHANDLED = "the server could not handle what the request's probes have read"
 
 _ENDING = "the server is shutting down; it admits no more requests"
 
@@ -380,6 +392,14 @@ class RequestManager:
         self._routes[sequence.plan_id] = (active, sequence)
 
     def _deliver(self, event: Event) -> None:
+        if isinstance(event, SignalRows):
+            self._deliver_signals(event)
+            return
+        if isinstance(event, Dropped) and isinstance(event.report, SignalRows):
+            for request_id in event.report.request_ids:
+                if request_id in self._routes:
+                    self._routes[request_id][0].fail(Defect(_UNHANDLED))
+            return
         route = self._routes.get(event.request_id)
         if route is None:
             _LOG.warning("no request receives the event of %s", event.request_id)
@@ -393,6 +413,25 @@ class RequestManager:
                 self._release(active)  # even if its client does not read
         if isinstance(event, Installed) and event.error:
             self._invalidate_cache()
+
+    def _deliver_signals(self, event: SignalRows) -> None:
+        """Delivers the signals of a step to its requests."""
+        values, readings = event.values, event.readings
+        opened = [False] * len(event.starts)
+        if values is not None and values.shape[1] > readings:
+            begins = np.cumsum((0, *event.counts[:-1]))
+            largest = np.fmax.reduce(values[:, readings:], axis=1)
+            opened = (np.fmax.reduceat(largest, begins) > 0).tolist()
+        row = 0
+        for request_id, first, count, may_fire in zip(
+            event.request_ids, event.starts, event.counts, opened, strict=True
+        ):
+            route = self._routes.get(request_id)
+            if route is not None:
+                active, sequence = route
+                part = None if values is None else values[row : row + count]
+                active.add_signals(sequence, first, count, part, readings, opened=may_fire)
+            row += count
 
     def _invalidate_cache(self) -> None:
         """Stops the use of cached blocks, because some were computed without their plan.

@@ -58,6 +58,11 @@ class RequestOutputs:
         for feed, _ in self._feeds:
             feed.extend(sequence_key, token_ids)
 
+    def reach(self, sequence_key: SequenceKey, end: int) -> None:
+        """Takes note that the rows before a position were computed, whatever token comes next."""
+        for feed, _ in self._feeds:
+            feed.reach(sequence_key, end)
+
     def add_rows(self, sequence_key: SequenceKey, rows: Rows) -> None:
         """Adds rows."""
         for feed, _ in self._feeds:

@@ -12,7 +12,7 @@ counted. While many streams run, tokens wait for later tokens; see `Pace`.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
@@ -20,20 +20,9 @@ from rheostat_engine import Event
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
 from rheostat_server.engine.backend import Delta, Ending
 from rheostat_server.errors import ResponseOverflow, RheostatError
+from rheostat_server.requests.delta_weight import DELTA_BYTES, weight
 from rheostat_server.requests.sequence import EngineSequence
 from rheostat_wire.v1 import generation_pb2
-
-_DELTA_BYTES = 256
-"""Memory of a delta without its tokens; measured, as the next three constants."""
-
-_TOKEN_BYTES = 40
-"""Memory of a token id in a list."""
-
-_READING_BYTES = 800
-"""Memory of a token's log-probability, which is a message with its own arena."""
-
-_ALTERNATIVE_BYTES = 112
-"""Further memory of each alternative token."""
 
 _MESSAGE_BYTES = 1 << 20
 """Memory of the tokens that merge into one message. The message on the wire is smaller."""
@@ -62,6 +51,8 @@ class Sign(Enum):
 
     ROWS = "rows"
     """Captured rows are ready; see `ActiveRequest.response_rows`."""
+    SIGNALS = "signals"
+    """Many signals wait; see `ActiveRequest.signals`."""
 
 
 Entry = ResponseItem | Notice | Sign | RheostatError
@@ -82,7 +73,7 @@ class _Merged:
 
     def add(self, delta: Delta, weight: int) -> bool:
         """Adds a delta of `weight` bytes. Returns False if it must begin another message."""
-        heavier = self.weight + weight - _DELTA_BYTES
+        heavier = self.weight + weight - DELTA_BYTES
         first = self._first
         if heavier > _MESSAGE_BYTES or delta.prompt_logprobs:
             return False
@@ -337,19 +328,3 @@ class ResponseQueue:
             if isinstance(entry, EngineSequence)
             else entry
         )
-
-
-def weight(delta: Delta) -> int:
-    """Bytes that a delta takes in memory, approximately."""
-    size = _DELTA_BYTES + _TOKEN_BYTES * len(delta.token_ids) + len(delta.text)
-    if delta.logprobs:
-        size += readings_weight(delta.logprobs)
-    if delta.prompt_logprobs:
-        size += readings_weight(delta.prompt_logprobs)
-    return size
-
-
-def readings_weight(readings: Sequence[generation_pb2.TokenLogprobs]) -> int:
-    """Bytes that log-probabilities take in memory, approximately."""
-    alternatives = sum(len(one.alternatives) for one in readings)
-    return _READING_BYTES * len(readings) + _ALTERNATIVE_BYTES * alternatives

@@ -13,6 +13,7 @@ from rheostat_engine import OPEN_END, Attached
 from rheostat_server.delivery.items import SequenceKey
 from rheostat_server.engine.backend import Ending, Job, WorkerStats
 from rheostat_server.errors import EngineLost
+from rheostat_server.requests.token_hold import TokenHold
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.subscriptions.pending_changes import PendingChange
 from rheostat_server.tasks.shared_query import SharedQuery
@@ -24,6 +25,7 @@ FINISH_REASONS = {
     Ending.STOP: types_pb2.FINISH_REASON_STOP,
     Ending.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     Ending.ABORTED: types_pb2.FINISH_REASON_ABORTED,
+    Ending.RULE: types_pb2.FINISH_REASON_RULE,
 }
 """Finish reasons in messages."""
 
@@ -87,6 +89,10 @@ class EngineSequence:
         """Whether the engine has installed its plan, or failed to."""
         self.install_failed = False
         """Whether the engine could not install its plan."""
+        self.token_hold: TokenHold | None = None
+        """Its tokens that are not released; None: every token is released at once."""
+        self.fired_row = -1
+        """The position of the row at which a rule stopped it; -1: none did."""
         self.held_back = False
         """Whether the response may wait with its tokens until `installed` is set."""
         self.tokens: list[int] = []

@@ -36,7 +36,6 @@ from rheostat_server.errors import (
     GateOrder,
     InvalidValue,
     MissingField,
-    NotSupported,
     ZeroVector,
 )
 from rheostat_server.limits import GATE_TOKENS, ID_BYTES
@@ -55,7 +54,7 @@ from rheostat_server.steering.readouts import readout_settings
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorView
-from rheostat_wire.v1 import gate_pb2, steering_pb2, vector_pb2
+from rheostat_wire.v1 import gate_pb2, monitor_pb2, steering_pb2, vector_pb2
 
 _NORMALISE = {
     vector_pb2.NORMALISE_NONE: Normalise.NONE,
@@ -103,6 +102,8 @@ class Probe:
     """For each site the row of the vector."""
     reading: Reading
     """What is read; with the column of the first site."""
+    signals: bool = False
+    """Whether the client gets what it reads."""
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
@@ -206,6 +207,7 @@ def _resolve_probe(
             settings.theta,
             column,
         ),
+        message.signals,
     )
 
 
@@ -232,8 +234,6 @@ def resolve_gate(
         NotSupported: something is not served yet.
     """
     message, path = intervention.gate, field_path(path, "gate")
-    if message.signals:
-        raise NotSupported("signals are not served yet", field=field_path(path, "signals"))
     field = field_path(path, "conditions")
     if not message.conditions:
         raise MissingField("at least one condition is required", field=field)
@@ -259,18 +259,57 @@ def resolve_gate(
     return Gate(tuple(conditions), combine, form, a, b, hold, tokens, message.invert, late)
 
 
-def refuse_unused_probes(probes: Mapping[str, Probe], gates: Sequence[Gate | None]) -> None:
-    """Refuses probes that no gate reads, because nothing would show what they read.
+def resolve_rule_gate(
+    message: monitor_pb2.Rule, probes: Mapping[str, Probe], context: SelectionContext, path: str
+) -> Gate:
+    """The gate that is open at the tokens at which a rule fires.
+
+    Args:
+        message: the rule.
+        probes: the probes of its request.
+        context: the request.
+        path: the rule's path.
 
     Raises:
-        NotSupported: there is such a probe.
+        InvalidArgument: something is malformed.
+    """
+    field = field_path(path, "conditions")
+    if not message.conditions:
+        raise MissingField("at least one condition is required", field=field)
+    validation.check_count(len(message.conditions), MAX_CONDITIONS, field, "conditions")
+    conditions, terms = [], 0
+    for index, condition in enumerate(message.conditions):
+        place = f"{field}[{index}]"
+        probe = _probe_of(condition, probes, place)
+        terms += len(probe.sites)
+        validation.check_count(
+            terms, MAX_TERMS, field_path(place, "probe_name"), "readings of one rule"
+        )
+        conditions.append(_condition(condition, probe, context, place))
+    combine = Combine.ALL
+    if message.HasField("combine"):
+        combine = _enum(message.combine, _COMBINE, field_path(path, "combine"))
+    summed = combine is Combine.SUM or any(one.combine is Combine.SUM for one in conditions)
+    threshold = _threshold(message, path, required=summed)
+    return Gate(tuple(conditions), combine, Form.STEP, threshold, 0.0, Hold.TOKEN)
+
+
+def refuse_unused_probes(probes: Mapping[str, Probe], gates: Sequence[Gate | None]) -> None:
+    """Refuses probes that are neither sent nor read, because nothing would show what they read.
+
+    Args:
+        probes: the probes of a request.
+        gates: its gates, and those of its rules.
+
+    Raises:
+        InvalidValue: there is such a probe.
     """
     used = {column for gate in gates if gate is not None for column in gate.columns}
     for probe in probes.values():
-        if used.isdisjoint(probe.columns):
-            raise NotSupported(
-                f"no gate reads the probe {probe.name!r}, and signals are not served yet: remove "
-                "the probe, or capture its sites with a projection",
+        if not probe.signals and used.isdisjoint(probe.columns):
+            raise InvalidValue(
+                f"no gate and no rule reads the probe {probe.name!r}: set `signals` to get what it "
+                "reads, or remove it",
                 field=probe.path,
             )
 
@@ -434,7 +473,9 @@ _MOST = 3.4e38
 """Nearly the largest float32."""
 
 
-def _threshold(message: gate_pb2.Step | gate_pb2.Sigmoid, path: str, *, required: bool) -> float:
+def _threshold(
+    message: gate_pb2.Step | gate_pb2.Sigmoid | monitor_pb2.Rule, path: str, *, required: bool
+) -> float:
     field = field_path(path, "threshold")
     if message.HasField("threshold"):
         return validation.finite(message.threshold, field)

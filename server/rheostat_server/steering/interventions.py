@@ -31,7 +31,6 @@ from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import VectorView
 from rheostat_wire.v1 import (
-    generation_service_pb2,
     receipt_pb2,
     steering_pb2,
     steering_service_pb2,
@@ -54,6 +53,8 @@ class Intervention:
     selection: Selection
     gate: Gate | None = None
     """Multiplies its effect; None: 1."""
+    signals: bool = False
+    """Whether the client gets how far the gate is open."""
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
@@ -113,17 +114,15 @@ def resolve_steering(
     )
 
 
-def refuse_rules(
-    message: generation_service_pb2.GenerateRequest | steering_service_pb2.Policy, path: str
-) -> None:
-    """Refuses rules, which are not served yet.
+def refuse_rules(message: steering_service_pb2.Policy, path: str) -> None:
+    """Refuses server-wide rules, which are not served yet.
 
     Raises:
         NotSupported: the message has rules.
     """
     if message.rules:
         raise NotSupported(
-            "rules are not served yet: run a Session, and steer or stop it from its events",
+            "server-wide rules are not served yet: give each request its rules",
             field=field_path(path, "rules"),
         )
 
@@ -241,4 +240,6 @@ def _resolve(
     gate = None
     if probes is not None and intervention.HasField("gate"):
         gate = resolve_gate(intervention, op.sites, probes, model, context, path)
-    return Intervention(origin, index, op, selection, gate)
+    return Intervention(
+        origin, index, op, selection, gate, gate is not None and intervention.gate.signals
+    )

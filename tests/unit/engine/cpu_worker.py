@@ -7,7 +7,13 @@ import numpy.typing as npt
 import torch
 
 from rheostat_engine import Capacity, Event, Plan
-from rheostat_engine.channel.events import Head, RowsHead, decode_head, encode_head
+from rheostat_engine.channel.events import (
+    Head,
+    RowsHead,
+    SignalsHead,
+    decode_head,
+    encode_head,
+)
 from rheostat_engine.channel.worker_channel import EventMerger
 from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.capture.captures import Captures
@@ -49,13 +55,14 @@ class RowSender:
         self.free_bytes = 1 << 30
         self.fallback: Sequence[Head] = ()
         self.scratch = 2000
+        self.kept_free = 0
         self.lost_rows = self.plain_rows = self.left_bytes = 0
         self.area = StagingArea(1 << 20, CPU)
         self._merger = EventMerger(1)
 
     def send(self, frame: Frame) -> None:
         assert not callable(frame.head)
-        assert not isinstance(frame.head, RowsHead)
+        assert not isinstance(frame.head, RowsHead | SignalsHead)
         self.numbers.add(frame.head.number)
         self.events += self._merger.feed(decode_head(encode_head(frame.head)))
 
@@ -64,6 +71,10 @@ class RowSender:
         pack(rows, groups, payload, scratch=self.scratch, copies=PacedCopies(None, 2))
         self.left_bytes += payload.nbytes
         self.events += self._merger.feed(decode_head(encode_head(head)), payload.numpy().data)
+
+    def send_signals(self, head: SignalsHead, values: torch.Tensor) -> None:
+        payload = values.numpy().tobytes()
+        self.events += self._merger.feed(decode_head(encode_head(head)), payload)
 
     def send_measured(
         self,

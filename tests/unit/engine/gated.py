@@ -269,6 +269,8 @@ class Gated(NamedTuple):
     """By (position, site): what leaves the site."""
     opened: list[tuple[float, ...]]
     """By position: how far the gates of the plan's acts are open, in the order of the acts."""
+    history: list[Columns]
+    """By position: what was read."""
 
 
 def gated(
@@ -276,7 +278,7 @@ def gated(
 ) -> Gated:
     """One position after the other, one site after the other, one act after the other."""
     history: list[Columns] = []
-    found = Gated({}, [])
+    found = Gated({}, [], history)
     for position in range(first, length):
         columns: Columns = {}
         history.append(columns)

@@ -27,7 +27,6 @@ SERVED = {
 
 UNSERVED = {
     "matrix": ("Tensor bias = 3;", "Tensor offsets = 9;"),
-    "monitor": ("string name = 1;", "string rule_id = 1;"),
     "monitor_service": ("string label = 3;", "bytes label = 4;"),
 }
 """A change in every file of what is not served yet."""

@@ -25,6 +25,7 @@ from rheostat_engine import (
     Released,
     RowEncoding,
     Rows,
+    SignalRows,
     Spans,
     update_captures,
     update_steering,
@@ -112,6 +113,11 @@ def row(site: int, position: int) -> np.ndarray:
     return np.arange(WIDTH, dtype=np.float32) + 100 * site + 1000 * position
 
 
+def reading(column: int, position: int) -> float:
+    """The number that the scripted engine reads."""
+    return column + position / 8
+
+
 def positions_of(spans: Spans, start: int, end: int) -> list[int]:
     return [p for p in range(start, end) if any(a <= p < b for a, b in spans)]
 
@@ -159,6 +165,10 @@ class ScriptedBackend:
     """If set, samples stop after their first token until it is set."""
     install_error: str = ""
     lost_positions: frozenset[int] = frozenset()
+    openness: Callable[[int, int], float] = lambda gate, position: 0.0
+    """How far a gate, by its number in the plan, is open at a position."""
+    lost_signals: frozenset[int] = frozenset()
+    """Positions whose signals are lost."""
     overrun: int = 0
     """Steps that run beyond the last token before the engine notices."""
     recomputed: int = 0
@@ -272,6 +282,7 @@ class ScriptedBackend:
                 end = length + step
                 job = self._with_capture_updates(job, computed)
                 self._capture(job, computed, end)
+                self._signal(job, computed, end)
                 computed = self.positions[plan_id] = end
                 token = (token + 1) % VOCABULARY
                 if step < job.sampling.max_tokens:
@@ -400,6 +411,42 @@ class ScriptedBackend:
                 at = np.array(kept, dtype=np.int32)
                 if sites:
                     self.deliver(Rows(job.plan.request_id, sites, at, np.stack(data), key))
+
+    def _signal(self, job: Job, start: int, end: int) -> None:
+        rows = self.signals(job.plan, start, end)
+        if rows is not None:
+            self.deliver(rows)
+
+    def signals(self, plan: Plan, start: int, end: int) -> SignalRows | None:
+        """The signals of positions of a sample, if it has any."""
+        table = plan.packed_acts.table
+        if table is None or not plan.signals.any or start == end:
+            return None
+        values = [
+            [
+                self._read(plan, column, position) for column in range(plan.signals.readings)
+            ] + [
+                self.openness(gate, position) for gate in range(len(table.gates))
+            ]
+            for position in range(start, end)
+        ]  # fmt: skip
+        lost = not self.lost_signals.isdisjoint(range(start, end))
+        return SignalRows(
+            (plan.request_id,),
+            (start,),
+            (end - start,),
+            None if lost else np.array(values, np.float32).reshape(end - start, -1),
+            plan.signals.readings,
+        )
+
+    def _read(self, plan: Plan, column: int, position: int) -> float:
+        """The number of a column, or NaN where no act reads it."""
+        for act in plan.acts:
+            if act.reading is not None and positions_of(act.spans, position, position + 1):
+                first = act.reading.column
+                if first <= column < first + len(act.rows):
+                    return reading(column, position)
+        return math.nan
 
     def _knows(self, form: RowEncoding | None) -> bool:
         directions = None if form is None else form.directions

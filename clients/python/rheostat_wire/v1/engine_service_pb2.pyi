@@ -64,7 +64,7 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_GATES: _Feature.ValueType  # 16
     """Intervention.gate, and GenerateRequest.probes."""
     FEATURE_RULES: _Feature.ValueType  # 17
-    """GenerateRequest.rules. Not sent yet."""
+    """GenerateRequest.rules with the actions `observe` and `stop`, and GenerateRequest.hold_back."""
     FEATURE_GAINS: _Feature.ValueType  # 18
     """SessionRequest.gain. Not sent yet."""
     FEATURE_RUN_TRANSFER: _Feature.ValueType  # 19
@@ -77,6 +77,8 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     """Lens. The server has found the model's final norm."""
     FEATURE_TOKEN_DIRECTIONS: _Feature.ValueType  # 23
     """Attribute, and VectorRef.token_direction. The model's logits are linear in its final row."""
+    FEATURE_SIGNALS: _Feature.ValueType  # 24
+    """Probe.signals and Gate.signals."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """A part of the contract that a server may lack. New values may come with any release."""
@@ -116,7 +118,7 @@ FEATURE_MATRICES: Feature.ValueType  # 15
 FEATURE_GATES: Feature.ValueType  # 16
 """Intervention.gate, and GenerateRequest.probes."""
 FEATURE_RULES: Feature.ValueType  # 17
-"""GenerateRequest.rules. Not sent yet."""
+"""GenerateRequest.rules with the actions `observe` and `stop`, and GenerateRequest.hold_back."""
 FEATURE_GAINS: Feature.ValueType  # 18
 """SessionRequest.gain. Not sent yet."""
 FEATURE_RUN_TRANSFER: Feature.ValueType  # 19
@@ -129,6 +131,8 @@ FEATURE_LENS: Feature.ValueType  # 22
 """Lens. The server has found the model's final norm."""
 FEATURE_TOKEN_DIRECTIONS: Feature.ValueType  # 23
 """Attribute, and VectorRef.token_direction. The model's logits are linear in its final row."""
+FEATURE_SIGNALS: Feature.ValueType  # 24
+"""Probe.signals and Gate.signals."""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 
 class _Runner:

@@ -105,8 +105,13 @@ class Probe(_message.Message):
     SITES_FIELD_NUMBER: _builtins.int
     READ_FIELD_NUMBER: _builtins.int
     WHERE_FIELD_NUMBER: _builtins.int
+    SIGNALS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Conditions and signals name it so. [A-Za-z0-9][A-Za-z0-9._-]{0,63}, unique in its message."""
+    signals: _builtins.bool
+    """Send what it reads in Signals. Default false. A probe that neither is sent nor read by a gate or a
+    rule: REASON_INVALID_VALUE.
+    """
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
         """Where it reads. With a row of the vector for each layer, as VectorRef has them."""
@@ -126,10 +131,11 @@ class Probe(_message.Message):
         sites: _types_pb2.SiteSet | None = ...,
         read: _vector_pb2.Readout | None = ...,
         where: _selector_pb2.Selector | None = ...,
+        signals: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["read", b"read", "sites", b"sites", "where", b"where"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "read", b"read", "sites", b"sites", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "read", b"read", "signals", b"signals", "sites", b"sites", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,9 +263,7 @@ class Gate(_message.Message):
     invert: _builtins.bool
     """Open where it would be shut: 1 less what `form` gives. Default false."""
     signals: _builtins.bool
-    """Send how far it is open as a reading in Signals. Default false. Not served yet:
-    REASON_NOT_SUPPORTED.
-    """
+    """Send how far it is open at each token in Signals. Default false."""
     @_builtins.property
     def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
         """1 to 16."""

@@ -95,6 +95,7 @@ class GenerateRequest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     WHEN_FULL_FIELD_NUMBER: _builtins.int
+    HOLD_BACK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 of [A-Za-z0-9._:-], not that of a running request (REASON_DUPLICATE_REQUEST). Empty:
     the server makes one. Ids of requests that have ended are forgotten: a call that is repeated
@@ -115,6 +116,11 @@ class GenerateRequest(_message.Message):
     when_full: Global___WhenFull.ValueType
     """What to do while others hold what it needs of the engine: bank rows, slots, capture rows.
     Default WHEN_FULL_WAIT.
+    """
+    hold_back: _builtins.int
+    """How many tokens of each running sample the server holds back, 0 to 1024: a token is sent once so
+    many more were generated. What is held back when a session or a rule ends the sample is never
+    sent; what is held back when the sample ends by itself is. Default 0.
     """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
@@ -138,13 +144,13 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def probes(self) -> _containers.RepeatedCompositeFieldContainer[_gate_pb2.Probe]:
-        """What is read for gates. At most 256 readings: probes times their sites. A probe that no gate
-        reads: REASON_NOT_SUPPORTED, because signals are not served yet.
-        """
+        """What is read, for gates, rules and signals. At most 256 readings: probes times their sites."""
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_monitor_pb2.Rule]:
-        """At most 16, with different names. Not served yet: REASON_NOT_SUPPORTED."""
+        """At most 16, with different names. They act on the request's own samples, not on its baseline. A
+        session whose request has rules takes no updates of steering (REASON_NOT_SUPPORTED).
+        """
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -169,15 +175,20 @@ class GenerateRequest(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         return_prompt_token_ids: _builtins.bool = ...,
         when_full: Global___WhenFull.ValueType | None = ...,
+        hold_back: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_when_full", b"_when_full", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back", "_when_full", b"_when_full", "chat", b"chat", "hold_back", b"hold_back", "prompt", b"prompt", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_when_full", b"_when_full", "captures", b"captures", "chat", b"chat", "labels", b"labels", "lora_name", b"lora_name", "probes", b"probes", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back", "_when_full", b"_when_full", "captures", b"captures", "chat", b"chat", "hold_back", b"hold_back", "labels", b"labels", "lora_name", b"lora_name", "probes", b"probes", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__hold_back: _TypeAlias = _typing.Literal["hold_back"]  # noqa: Y015
+    _WhichOneofArgType__hold_back: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back"]  # noqa: Y015
     _WhichOneofReturnType__when_full: _TypeAlias = _typing.Literal["when_full"]  # noqa: Y015
     _WhichOneofArgType__when_full: _TypeAlias = _typing.Literal["_when_full", b"_when_full"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hold_back) -> _WhichOneofReturnType__hold_back | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__when_full) -> _WhichOneofReturnType__when_full | None: ...
     @_typing.overload
@@ -223,7 +234,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def signals(self) -> _monitor_pb2.Signals:
-        """What the request's probes and gates read. Not sent yet."""
+        """What the request's probes and gates read. All of a sample's come before the Receipt."""
 
     @_builtins.property
     def finished(self) -> _generation_pb2.Finished:
@@ -239,7 +250,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def signal_table(self) -> _monitor_pb2.SignalTable:
-        """What the columns of signals are. Not sent yet."""
+        """What the columns of signals are."""
 
     def __init__(
         self,

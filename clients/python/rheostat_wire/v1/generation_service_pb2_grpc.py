@@ -64,7 +64,7 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """One request. Events: Started; then Tokens, Captured, Signal, ... as they come; Finished per
+        """One request. Events: Started; then Tokens, Captured, Signals, ... as they come; Finished per
         sample; Receipt last. The call ends with OK exactly if the Receipt was sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

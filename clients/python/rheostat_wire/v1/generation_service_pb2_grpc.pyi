@@ -36,7 +36,7 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]
-    """One request. Events: Started; then Tokens, Captured, Signal, ... as they come; Finished per
+    """One request. Events: Started; then Tokens, Captured, Signals, ... as they come; Finished per
     sample; Receipt last. The call ends with OK exactly if the Receipt was sent.
     """
     Session: _grpc.StreamStreamMultiCallable[_generation_service_pb2.SessionRequest, _generation_service_pb2.SessionResponse]
@@ -54,7 +54,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
-    """One request. Events: Started; then Tokens, Captured, Signal, ... as they come; Finished per
+    """One request. Events: Started; then Tokens, Captured, Signals, ... as they come; Finished per
     sample; Receipt last. The call ends with OK exactly if the Receipt was sent.
     """
     Session: _aio.StreamStreamMultiCallable[_generation_service_pb2.SessionRequest, _generation_service_pb2.SessionResponse]  # type: ignore[assignment]
@@ -74,7 +74,7 @@ class GenerationServiceServicer:
         request: _generation_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.GenerateResponse], _abc.AsyncIterator[_generation_service_pb2.GenerateResponse]]:
-        """One request. Events: Started; then Tokens, Captured, Signal, ... as they come; Finished per
+        """One request. Events: Started; then Tokens, Captured, Signals, ... as they come; Finished per
         sample; Receipt last. The call ends with OK exactly if the Receipt was sent.
         """
 

@@ -115,6 +115,7 @@ class Receipt(_message.Message):
     PREEMPTION_COUNT_FIELD_NUMBER: _builtins.int
     GLOBAL_VERSION_FIELD_NUMBER: _builtins.int
     UPDATE_COUNT_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     prompt_token_count: _builtins.int
@@ -143,6 +144,10 @@ class Receipt(_message.Message):
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptureReceipt]:
         """Every capture, in the request's order."""
 
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuleReceipt]:
+        """Every rule of the request, in its order."""
+
     def __init__(
         self,
         *,
@@ -156,10 +161,11 @@ class Receipt(_message.Message):
         preemption_count: _builtins.int = ...,
         global_version: _builtins.int = ...,
         update_count: _builtins.int = ...,
+        rules: _abc.Iterable[Global___RuleReceipt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "update_count", b"update_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "rules", b"rules", "update_count", b"update_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,6 +363,70 @@ class AppliedRows(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AppliedRows: _TypeAlias = AppliedRows  # noqa: Y015
+
+@_typing.final
+class RuleReceipt(_message.Message):
+    """Where a rule fired."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULE_NAME_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    rule_name: _builtins.str
+    """The rule."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuleFirings]:
+        """Samples in which it fired."""
+
+    def __init__(
+        self,
+        *,
+        rule_name: _builtins.str = ...,
+        samples: _abc.Iterable[Global___RuleFirings] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rule_name", b"rule_name", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RuleReceipt: _TypeAlias = RuleReceipt  # noqa: Y015
+
+@_typing.final
+class RuleFirings(_message.Message):
+    """Where a rule fired in one sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    POSITION_COUNT_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    sample: _builtins.int
+    """Sample, 0 to n - 1."""
+    position_count: _builtins.int
+    """Number of positions, in all."""
+    stopped: _builtins.bool
+    """Whether the rule ended the sample."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionRun]:
+        """Positions, as runs in ascending order; the first 1024 runs."""
+
+    def __init__(
+        self,
+        *,
+        sample: _builtins.int = ...,
+        positions: _abc.Iterable[_types_pb2.PositionRun] | None = ...,
+        position_count: _builtins.int = ...,
+        stopped: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position_count", b"position_count", "positions", b"positions", "sample", b"sample", "stopped", b"stopped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RuleFirings: _TypeAlias = RuleFirings  # noqa: Y015
 
 @_typing.final
 class CaptureReceipt(_message.Message):

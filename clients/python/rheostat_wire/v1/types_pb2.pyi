@@ -140,7 +140,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
     """Stopped from outside: Session's stop, cancellation, drain."""
     FINISH_REASON_RULE: _FinishReason.ValueType  # 4
-    """A rule stopped it. Not sent yet."""
+    """A rule stopped it."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
     """The request failed; the call's status says why."""
     FINISH_REASON_WATCH: _FinishReason.ValueType  # 6
@@ -158,7 +158,7 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
 """Stopped from outside: Session's stop, cancellation, drain."""
 FINISH_REASON_RULE: FinishReason.ValueType  # 4
-"""A rule stopped it. Not sent yet."""
+"""A rule stopped it."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The request failed; the call's status says why."""
 FINISH_REASON_WATCH: FinishReason.ValueType  # 6

@@ -30,6 +30,7 @@ from rheostat_engine.plan.composition import (
     combine,
     variant_acts,
 )
+from rheostat_engine.plan.gates import Gate
 from rheostat_engine.plan.tables import (
     SMALL_PLAN_COST,
     STEP_COST,
@@ -81,6 +82,8 @@ class BuiltTable:
     rules: list[tuple[bytes, ...]] = field(default_factory=list)
     parts: list[Program] = field(default_factory=list)
     """Programs of a combination that several slices build, used until it is complete."""
+    gates: list[Gate] = field(default_factory=list)
+    """Gates that it uses beside those of its programs."""
     directions: list[Direction] = field(default_factory=list)
     """Directions that were made before their programs, used until the combination is complete."""
     work: Generator[int, None, None] | None = None
@@ -218,6 +221,9 @@ class BuiltTables:
     def _build_all(self, built: BuiltTable) -> _Work[None]:
         """Builds a table, slice by slice."""
         table = built.table
+        for gate in table.signalled_gates:
+            self._with_space(partial(self._bank.programs.hold_gate, gate))
+            built.gates.append(gate)
         if not table.sets and table.plan_cost <= min(SMALL_PLAN_COST, self._slice_cost):
             self._build_at_once(built)
             yield table.plan_cost
@@ -336,6 +342,9 @@ class BuiltTables:
             self._bank.release(slot)
         built.slots = []
         self._release_parts(built)
+        for gate in built.gates:
+            self._bank.programs.let_go_gate(gate)
+        built.gates = []
         for sets in built.rules:
             self._rules.release(sets)
         built.rules = []

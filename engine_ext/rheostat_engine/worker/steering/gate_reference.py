@@ -44,10 +44,13 @@ def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
         folds: [n, 4] int32: state, gate, first token, and number of tokens.
     """
     for state, gate, first, count in folds.tolist():
+        number = state - int(gates.tokens[TokenRow.STATE, first])
         for row in range(first, first + count):
             position = int(gates.tokens[TokenRow.POSITION, row])
             readings = gates.readings[row]
-            advance(gates.ints[gate], gates.floats[gate], gates.states[state], readings, position)
+            gates.openness[row, number] = advance(
+                gates.ints[gate], gates.floats[gate], gates.states[state], readings, position
+            )
 
 
 def advance(

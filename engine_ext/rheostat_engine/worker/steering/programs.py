@@ -179,6 +179,18 @@ class Programs:
         """Ends one use of a direction."""
         self._direction_numbers.give(direction)
 
+    def hold_gate(self, gate: Gate) -> None:
+        """Adds a use of a gate that need not multiply any act.
+
+        Raises:
+            Exhausted: every gate is in use. No use is added then.
+        """
+        self._take_gate(gate)
+
+    def let_go_gate(self, gate: Gate) -> None:
+        """Ends one use of a gate."""
+        self._gate_numbers.give(gate)
+
     def flush(self) -> None:
         """Copies new rows, directions, gates and steps to the device."""
         gates = self._gate_ints, self._gate_floats

@@ -72,6 +72,15 @@ class RequestSteering(NamedTuple):
         return [part.dose_slots for part in self.parts if part.dose_slots is not None]
 
     @property
+    def signal_columns(self) -> tuple[int, int]:
+        """How many columns of readings and of gates the last part sends; see `Signals`."""
+        built = self.parts[-1].built_table if self.parts else None
+        if built is None:
+            return 0, 0
+        signals = built.table.signals
+        return signals.readings, len(built.table.gates) if signals.openness else 0
+
+    @property
     def plan_cost(self) -> int:
         """The cost of its tables; see `plan.tables`."""
         return sum(part.built_table.table.plan_cost for part in self.parts if part.built_table)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import zmq
 
-from rheostat_engine.channel.events import Head, RowsHead, encode_head
+from rheostat_engine.channel.events import Head, RowsHead, SignalsHead, encode_head
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _FRAMES = 16
 """Frames that ZeroMQ queues before the thread waits."""
 
 _UNREADABLE = "measurements could not be read; their requests are released without doses"
-_LOST = "captured rows could not be read and are lost"
+_LOST = "captured rows or signals could not be read and are lost"
 
 
 class Fence(Protocol):
@@ -88,7 +88,7 @@ class EventSender:
         try:
             heads = _heads(frame)
         except Exception:  # any error, because the requests wait for their reports
-            _LOG.exception(_LOST if isinstance(frame.head, RowsHead) else _UNREADABLE)
+            _LOG.exception(_LOST if isinstance(frame.head, RowsHead | SignalsHead) else _UNREADABLE)
             complete, heads = False, frame.fallback
         for head in heads:
             self._socket.send(encode_head(head))

@@ -2,8 +2,9 @@
 
 Invariants: `send_rows` does not wait, and its cost does not depend on the number of rows. Their
 region of the ring may be written again after the returned fence. If rows can't be encoded, they are
-sent raw. If they can't be copied, they are reported as lost. Encoding takes a bounded amount of
-device memory. Ranges of the staging area are reserved in the order in which frames are sent.
+sent raw. If they can't be copied, they are reported as lost. So are signals, for which captured
+rows leave a part of the staging area free. Encoding takes a bounded amount of device memory. Ranges
+of the staging area are reserved in the order in which frames are sent.
 
 Why few copies run at once
     A device runs copies in one direction in launch order, across all streams. Sampled tokens would
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from rheostat_engine.channel.events import Head, RowsHead
+from rheostat_engine.channel.events import Head, RowsHead, SignalsHead
 from rheostat_engine.channel.staging import StagingRange, aligned
 from rheostat_engine.worker.transport.event_sender import EventSender, Fence, Frame
 from rheostat_engine.worker.transport.row_encodings import RowEncoder
@@ -57,7 +58,7 @@ class Group(NamedTuple):
 class _PendingRows:
     """A step's rows in the queue; also the fence after which they were copied off the device."""
 
-    head: RowsHead
+    head: RowsHead | SignalsHead
     rows: torch.Tensor
     groups: Sequence[Group]
     written: torch.cuda.Event | None
@@ -65,6 +66,11 @@ class _PendingRows:
     launched: threading.Event = field(default_factory=threading.Event)
     copied: Fence | None = None
     """The fence of the copies; set before `launched`."""
+
+    @property
+    def captured(self) -> int:
+        """The number of captured rows."""
+        return len(self.rows) if isinstance(self.head, RowsHead) else 0
 
     @property
     def bytes(self) -> int:
@@ -138,6 +144,8 @@ class RowSender:
         """Bytes of rows copied off the device."""
         self.plain_rows = 0
         """Rows sent raw because they could not be encoded."""
+        self.kept_free = 0
+        """Bytes of the staging area that captured rows leave free."""
         self._event_sender = event_sender
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copies = PacedCopies(self._stream, in_flight)
@@ -157,9 +165,9 @@ class RowSender:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of additional rows that fit into the staging area."""
+        """Bytes of additional captured rows that fit into the staging area."""
         with self._lock:
-            return max(0, self.area.free_bytes - self._pending_bytes)
+            return max(0, self.area.free_bytes - self._pending_bytes - self.kept_free)
 
     def send(self, frame: Frame) -> None:
         """Queues a frame without rows."""
@@ -176,6 +184,22 @@ class RowSender:
         Returns:
             A fence after which the rows were copied off the device.
         """
+        return self._enqueue(head, rows, groups)
+
+    def send_signals(self, head: SignalsHead, values: torch.Tensor) -> None:
+        """Queues signals, [n, columns] float32, which the current stream's launched work writes.
+
+        Args:
+            head: the labels.
+            values: on the device; nothing else writes them.
+        """
+        if self._stream is not None:
+            values.record_stream(self._stream)
+        self._enqueue(head, values, [Group(None, len(values))])
+
+    def _enqueue(
+        self, head: RowsHead | SignalsHead, rows: torch.Tensor, groups: Sequence[Group]
+    ) -> _PendingRows:
         written = None
         if self._stream is not None:
             written = torch.cuda.Event()
@@ -240,8 +264,10 @@ class RowSender:
         except (
             Exception
         ):  # any error, because the engine must continue, and the frame reports the loss
-            self._log_failure("captured rows could not be copied off the device and are lost")
-            self._lost_rows += len(pending.rows)
+            self._log_failure(
+                "captured rows or signals could not be copied off the device and are lost"
+            )
+            self._lost_rows += pending.captured
             if head.staging_range is None:  # otherwise the staging area counts the rows already
                 self._count(-pending.bytes)
             return Frame(head.without_rows)
@@ -249,9 +275,9 @@ class RowSender:
             pending.launched.set()  # the step thread may be waiting in `Ring.reserve`
         assert head.staging_range is not None
         self.left_bytes += head.staging_range.size
-        return Frame(head, pending.copied, (head.without_rows,), len(pending.rows))
+        return Frame(head, pending.copied, (head.without_rows,), pending.captured)
 
-    def _launch(self, pending: _PendingRows) -> RowsHead:
+    def _launch(self, pending: _PendingRows) -> RowsHead | SignalsHead:
         """Launches the copies of rows; returns their head with the range."""
         head = pending.head
         if self._stream is not None and pending.written is not None:

@@ -164,6 +164,8 @@ SWEEP = sweep_service_pb2.SweepRequest(
     priority=sweep_pb2.SWEEP_PRIORITY_NORMAL,  # requests seem to wait in the scripted engine
 )
 
+SEEN = {"name": "a", "sites": SITES, "read": vector_pb2.Readout(vector=tensor(ONES))}
+
 USES: dict[str, Use] = {
     "STEERING": generates(steer=[add()]),
     "GLOBAL_STEERING": lambda running: running.client.steering.SetGlobal(
@@ -186,7 +188,10 @@ USES: dict[str, Use] = {
         probes=[probe()],
         steer=[at_post1(add=add().add, gate=gate_pb2.Gate(conditions=[above(1.0)]))],
     ),
-    "RULES": generates(rules=[monitor_pb2.Rule(name="r")]),
+    "RULES": generates(
+        probes=[probe()],
+        rules=[monitor_pb2.Rule(name="r", conditions=[above(1.0)], stop=monitor_pb2.Stop())],
+    ),
     "GAINS": lambda running: session(running, GAIN),
     "RUN_TRANSFER": move_runs,
     "SWEEPS": lambda running: rest(running.client.sweep.Sweep(SWEEP, timeout=10)),
@@ -197,6 +202,7 @@ USES: dict[str, Use] = {
         )
     ),
     "TOKEN_DIRECTIONS": attribute,
+    "SIGNALS": generates(probes=[gate_pb2.Probe(signals=True, **SEEN)]),
 }
 """How each feature is used."""
 

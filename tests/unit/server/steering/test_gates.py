@@ -262,7 +262,6 @@ FIRST_CONDITION = f"{GATE}.conditions[0]"
         (gate(hold=gate_pb2.Hold()), errors.MissingField, "hold"),
         (gate(hold=gate_pb2.Hold(tokens=0)), errors.InvalidValue, "hold.tokens"),
         (gate(hold=gate_pb2.Hold(tokens=1 << 21)), errors.InvalidValue, "hold.tokens"),
-        (gate(signals=True), errors.NotSupported, "signals"),
     ],
 )
 def test_a_wrong_gate_is_refused_by_field(with_gate, error, field) -> None:
@@ -294,7 +293,7 @@ def test_a_wrong_gate_is_refused_by_field(with_gate, error, field) -> None:
         ([probe(theta=1.0)], errors.InvalidValue, "probes[0].read.theta"),
         ([probe(normalise=9)], errors.UnknownEnum, "probes[0].read.normalise"),
         ([probe(where=selector())], errors.EmptySelector, "probes[0].where"),
-        ([probe(), probe("spare")], errors.NotSupported, "probes[1]"),
+        ([probe(), probe("spare")], errors.InvalidValue, "probes[1]"),
     ],
 )
 def test_a_wrong_probe_is_refused_by_field(probes, error, field) -> None:

@@ -134,7 +134,7 @@ def test_a_frame_that_cannot_be_made_is_logged_and_takes_no_other_with_it(
         (Released("late", (DOSE,), True, {}, 0, 0, (2, 9)),),
         (Installed("next", ""),),
     ]
-    lost = "captured rows could not be read and are lost"
+    lost = "captured rows or signals could not be read and are lost"
     unmeasured = "measurements could not be read; their requests are released without doses"
     assert [(one.message, bool(one.exc_info)) for one in caplog.records] == [
         (lost, True),
@@ -406,7 +406,7 @@ def test_rows_that_would_lie_elsewhere_are_lost_and_counted(
             (Released("r", (DOSE,), True, {7: 2}, 2, 0, (2, 9)),),
         ]
     assert [one.message for one in caplog.records] == [
-        "captured rows could not be read and are lost"
+        "captured rows or signals could not be read and are lost"
     ]
 
 

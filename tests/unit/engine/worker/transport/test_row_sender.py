@@ -36,7 +36,7 @@ TOP = RowEncoding(Codec.TOPK8, kept=2)
 HALF = RowEncoding(Codec.CAST, "bfloat16")
 OTHERS = "; further failures within 60 s are not logged"
 NO_ROOM = f"captured rows could not be encoded and are sent raw{OTHERS}"
-LOST = f"captured rows could not be copied off the device and are lost{OTHERS}"
+LOST = f"captured rows or signals could not be copied off the device and are lost{OTHERS}"
 
 
 @pytest.fixture

@@ -1,0 +1,132 @@
+"""The signals of each step: numbers that probes read, and how far gates are open.
+
+The forward pass writes both to buffers, which the next step overwrites. After the pass, and after
+the fold that completes the openness, the rows of all requests that want signals are gathered into
+one new tensor. `RowSender` copies it to the host on its own stream, while the next step runs.
+
+Invariants: the signals of a position are sent once, even if it is recomputed after a preemption. A
+request's signals are sent in the order of positions. The cost on the step thread depends on the
+number of requests, not on readings. If the signals of a step can't be sent, the server gets their
+labels marked as lost, because requests may depend on them.
+
+Why the same columns for all requests of a step
+    A gather of different columns for each request would need an index for each number. The
+    additional columns of small requests cost little, because a row has at most
+    `MAX_COLUMNS` + `MAX_GATES` numbers.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rheostat_engine.channel.events import SignalsHead
+from rheostat_engine.worker.capture.request_progress import RequestProgress
+from rheostat_engine.worker.state.buffers import GateBuffers
+from rheostat_engine.worker.state.device_table import to_device
+from rheostat_engine.worker.state.position_functions import Int64
+from rheostat_engine.worker.transport.row_sender import RowSender
+
+_KEPT_FREE = 8
+"""While requests want signals, captured rows leave an eighth of the staging area free."""
+
+
+class _Pending(NamedTuple):
+    """The signals of the current step."""
+
+    head: SignalsHead
+    tokens: slice | torch.Tensor
+    """Their tokens in the step: a range, or [n] indices on the device."""
+
+
+class StepSignals:
+    """The requests that want signals, and their part in each step."""
+
+    def __init__(self, gates: GateBuffers, row_sender: RowSender | None, rank: int) -> None:
+        """No request wants signals. `row_sender` is None on a rank that doesn't report."""
+        self._gates = gates
+        self._row_sender = row_sender
+        self._rank = rank
+        self._columns: npt.NDArray[np.int64] = np.zeros((1, 2), np.int64)
+        """By request number: how many columns of readings and of gates the request wants."""
+        self._count = 0
+        """Number of requests that want signals."""
+        self._pending: _Pending | None = None
+
+    def put(self, number: int, readings: int, gates: int) -> None:
+        """Sets how many columns of readings and of gates a request wants; 0 and 0: no signals."""
+        if self._row_sender is None:
+            return
+        if number >= len(self._columns):
+            if not readings and not gates:
+                return
+            grow = max(number + 1 - len(self._columns), len(self._columns))
+            self._columns = np.pad(self._columns, ((0, grow), (0, 0)))
+        self._count += bool(readings or gates) - bool(self._columns[number].any())
+        self._columns[number] = readings, gates
+        area = self._row_sender.area
+        self._row_sender.kept_free = area.size // _KEPT_FREE if self._count else 0
+
+    def begin(
+        self, numbers: Int64, computed: Int64, scheduled: Int64, progress: RequestProgress
+    ) -> bool:
+        """Prepares a step; returns whether it has signals.
+
+        Args:
+            numbers: [r]: the number of each request of the batch.
+            computed: [r]: the position of its first token.
+            scheduled: [r]: the number of its tokens.
+            progress: the progress before this step.
+        """
+        if not self._count:
+            return False
+        columns = self._columns[np.where(numbers < len(self._columns), numbers, 0)]
+        begins = np.cumsum(scheduled) - scheduled
+        starts = np.maximum(computed, progress.computed_end[numbers])
+        counts = np.where(columns.any(axis=1), computed + scheduled - starts, 0)
+        (wanted,) = np.nonzero(counts > 0)
+        if not len(wanted):
+            return False
+        starts, counts = starts[wanted], counts[wanted]
+        readings, gates = columns[wanted].max(axis=0).tolist()
+        head = SignalsHead(
+            rank=self._rank,
+            readings=readings,
+            gates=gates,
+            number=_int64(numbers[wanted]),
+            start=_int64(starts),
+            count=_int64(counts),
+        )
+        firsts = begins[wanted] + starts - computed[wanted]
+        self._pending = _Pending(head, self._tokens(firsts, counts))
+        return True
+
+    def end(self) -> None:
+        """Sends the signals of the step, once its forward pass and fold were launched."""
+        pending, self._pending = self._pending, None
+        if pending is None or self._row_sender is None:
+            return
+        head, tokens = pending
+        readings = self._gates.readings[:, : head.readings]
+        openness = self._gates.openness[:, : head.gates]
+        if isinstance(tokens, slice):
+            values = torch.cat([readings[tokens], openness[tokens]], dim=1)
+        else:
+            parts = [part.index_select(0, tokens) for part in (readings, openness)]
+            values = torch.cat(parts, dim=1)
+        self._row_sender.send_signals(head, values)
+
+    def _tokens(self, firsts: Int64, counts: Int64) -> slice | torch.Tensor:
+        """The tokens of blocks, by the first token and number of tokens of each."""
+        first, end = int(firsts[0]), int(firsts[-1] + counts[-1])
+        total = int(counts.sum())
+        if end - first == total:
+            return slice(first, end)
+        before = np.cumsum(counts) - counts
+        indices = np.repeat(firsts - before, counts) + np.arange(total)
+        return to_device(torch.from_numpy(indices), self._gates.readings.device)
+
+
+def _int64(values: npt.NDArray[np.integer]) -> bytes:
+    return values.astype("<i8").tobytes()

@@ -1,0 +1,350 @@
+"""The signals of a request: what its probes read, and where its rules fired.
+
+Signals wait here until the tokens at their positions were sent. Then they leave in messages of
+several positions. Their memory is part of the request's. If it is full, the oldest waiting signals
+are dropped, and their positions are reported with the next ones.
+
+Invariants: where rules fire is decided when the signals come, so a slow client changes nothing for
+rules. No signals of a position at or behind the end of a sample leave. Work for each step is a few
+numpy calls for each request that has signals.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine import OPEN_END, Spans
+from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
+from rheostat_server.delivery.row_messages import add_runs
+from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.selectors.spans import runs, united
+from rheostat_server.steering.rules import Rule, SignalPlan
+from rheostat_wire.v1 import monitor_pb2, tensor_pb2
+
+_CHUNK_BYTES = 512
+"""Memory of the signals of a step, without their numbers."""
+
+_WAKE_BYTES = 256 << 10
+"""Bytes of waiting signals of a prompt from which on they need not wait for the next token."""
+
+FIRED_RUNS = 1024
+"""Runs of positions at which a rule fired that a receipt lists for each sample."""
+
+
+class Fired(NamedTuple):
+    """A rule that ends its sample has fired."""
+
+    row: int
+    """The first position at which it fired."""
+    rule: Rule
+
+
+class Firings:
+    """Where a rule fired in one sample."""
+
+    __slots__ = ("_runs", "count", "stopped")
+
+    def __init__(self) -> None:
+        """Nowhere."""
+        self._runs: list[list[int]] = []
+        self.count = 0
+        """Number of positions."""
+        self.stopped = False
+        """Whether it ended the sample."""
+
+    def add(self, spans: Spans) -> None:
+        """Adds the next positions."""
+        for start, end in spans:
+            self.count += end - start
+            if self._runs and self._runs[-1][1] == start:
+                self._runs[-1][1] = end
+            elif len(self._runs) < FIRED_RUNS:
+                self._runs.append([start, end])
+
+    @property
+    def positions(self) -> Spans:
+        """The positions, of the first `FIRED_RUNS` runs."""
+        return tuple((start, end) for start, end in self._runs)
+
+
+class _Chunk(NamedTuple):
+    """Waiting signals."""
+
+    positions: npt.NDArray[np.int64]
+    """[n], ascending."""
+    values: npt.NDArray[np.float32]
+    """[n, columns]."""
+    fired: npt.NDArray[np.bool_] | None
+    """[n, rules]; None: none fired."""
+
+    @property
+    def weight(self) -> int:
+        return _CHUNK_BYTES + self.values.nbytes + 8 * len(self.positions)
+
+
+class _SampleSignals:
+    """The signals of one sample."""
+
+    __slots__ = ("chunks", "dropped", "end", "firings")
+
+    def __init__(self) -> None:
+        self.chunks: deque[_Chunk] = deque()
+        self.dropped: list[tuple[int, int]] = []
+        self.end = OPEN_END
+        """One past the last position that counts."""
+        self.firings: dict[str, Firings] = {}
+        """By the name of the rule."""
+
+
+class RequestSignals:
+    """The waiting signals of a request, and its firings."""
+
+    def __init__(
+        self, plan: SignalPlan, samples: int, share: Share, wake: Callable[[], None]
+    ) -> None:
+        """No signals have come.
+
+        Args:
+            plan: what is done with them.
+            samples: the number of the request's own samples.
+            share: the memory of the request.
+            wake: is called if so many signals wait that they should leave before the next token.
+        """
+        self.plan = plan
+        self._samples = [_SampleSignals() for _ in range(samples)]
+        self._byte_counter = ByteCounter(share.byte_counter)
+        self._share = share
+        self._wake = wake
+        self._awake = False
+        self._readings = np.array(plan.readings, np.intp)
+        self._gates = np.array(plan.gates, np.intp)
+        self._plain = not len(self._gates) and plan.readings == tuple(range(len(plan.readings)))
+        """Whether the client gets the first columns, in their order."""
+        self._stopping = [n for n, rule in enumerate(plan.rules) if rule.stop is not None]
+        share.add(self)
+
+    @property
+    def cost(self) -> Cost:
+        """Signals may be dropped, and are counted then."""
+        return Cost.ROWS
+
+    @property
+    def held(self) -> int:
+        """Bytes of the signals that wait."""
+        return self._byte_counter.token_bytes
+
+    @property
+    def leaving(self) -> int:
+        """Zero, because signals are not written to disks."""
+        return 0
+
+    @property
+    def leaving_rows(self) -> int:
+        """Zero, as `leaving`."""
+        return 0
+
+    def give_up(self, size: int, why: str) -> None:
+        """Drops the oldest waiting signals of the samples that hold most."""
+        target = self.held - size
+        while self.held > target:
+            sample = max(self._samples, key=lambda one: len(one.chunks))
+            if not sample.chunks:
+                return
+            chunk = sample.chunks.popleft()
+            self._byte_counter.add_tokens(-chunk.weight)
+            sample.dropped += runs(chunk.positions)
+
+    def add(
+        self, sample: int, first: int, values: npt.NDArray[np.float32], readings: int, opened: bool
+    ) -> Fired | None:
+        """Takes the signals of a step.
+
+        Args:
+            sample: the sample.
+            first: the first position.
+            values: [n, readings + gates]: as in `SignalRows`.
+            readings: the number of columns of readings.
+            opened: whether any gate is open; False: no rule fires.
+
+        Returns:
+            The first firing of a rule that ends the sample, if there is one.
+        """
+        signals = self._samples[sample]
+        count = min(len(values), signals.end - first)
+        if count <= 0:
+            return None
+        values = values[:count]
+        fired, ends = None, None
+        if opened and len(self.plan.rules):
+            fired = values[:, readings + self.plan.rule_gates] > 0
+            ends = self._ends(first, fired)
+            if ends is not None:
+                count = ends.row + 1 - first
+                values, fired = values[:count], fired[:count]
+                signals.end = ends.row + 1
+            self._note(signals, first, fired, ends)
+        self._keep(signals, np.arange(first, first + count), values, readings, fired)
+        return ends
+
+    def lose(self, sample: int, first: int, count: int) -> None:
+        """Notes that the signals of some positions are lost."""
+        end = min(first + count, self._samples[sample].end)
+        if first < end:
+            self._samples[sample].dropped.append((first, end))
+
+    def take(
+        self, sample: int, end: int, prompt: Sequence[int], tokens: Sequence[int]
+    ) -> monitor_pb2.Signals | None:
+        """Removes the waiting signals before a position; None if there are none.
+
+        Args:
+            sample: the sample.
+            end: one past the last position that may leave.
+            prompt: the prompt's tokens.
+            tokens: the generated tokens that were sent.
+        """
+        signals, self._awake = self._samples[sample], False
+        chunks: list[_Chunk] = []
+        size = 0
+        while signals.chunks and size < CHUNK_BYTES:
+            chunk = signals.chunks[0]
+            if chunk.positions[0] >= end:
+                break
+            signals.chunks.popleft()
+            self._byte_counter.add_tokens(-chunk.weight)
+            if chunk.positions[-1] >= end:
+                kept = int(np.searchsorted(chunk.positions, end))
+                self._put_back(signals, _part(chunk, kept, None))
+                chunk = _part(chunk, 0, kept)
+            size += chunk.weight
+            chunks.append(chunk)
+        dropped = [span for span in signals.dropped if span[0] < end]
+        if not chunks and not dropped:
+            return None
+        signals.dropped = [span for span in signals.dropped if span[0] >= end]
+        return self._message(sample, chunks, dropped, prompt, tokens)
+
+    def firings(self, sample: int) -> Mapping[str, Firings]:
+        """Where rules fired in a sample, by the name of the rule."""
+        return self._samples[sample].firings
+
+    def close(self) -> None:
+        """Drops all waiting signals, which count no more."""
+        for sample in self._samples:
+            sample.chunks.clear()
+        self._byte_counter.close()
+
+    def _ends(self, first: int, fired: npt.NDArray[np.bool_]) -> Fired | None:
+        """The first firing of a rule that ends the sample."""
+        rows = np.flatnonzero(fired[:, self._stopping].any(axis=1))
+        if not len(rows):
+            return None
+        row = int(rows[0])
+        number = self._stopping[int(np.argmax(fired[row, self._stopping]))]
+        return Fired(first + row, self.plan.rules[number])
+
+    def _note(
+        self,
+        signals: _SampleSignals,
+        first: int,
+        fired: npt.NDArray[np.bool_],
+        ends: Fired | None,
+    ) -> None:
+        """Counts firings."""
+        for number in np.flatnonzero(fired.any(axis=0)).tolist():
+            rule = self.plan.rules[number]
+            firings = signals.firings.setdefault(rule.name, Firings())
+            firings.add(runs(first + np.flatnonzero(fired[:, number])))
+            firings.stopped |= ends is not None and ends.rule is rule
+
+    def _keep(
+        self,
+        signals: _SampleSignals,
+        positions: npt.NDArray[np.int64],
+        values: npt.NDArray[np.float32],
+        readings: int,
+        fired: npt.NDArray[np.bool_] | None,
+    ) -> None:
+        """Adds signals that the client gets."""
+        some: npt.NDArray[np.bool_] | None = None
+        if fired is not None and fired.any():
+            some = np.logical_or.reduce(fired, axis=1)
+        else:
+            fired = None
+        if not self.plan.columns:
+            if some is None:
+                return
+            kept = some
+            values = np.zeros((len(values), 0), np.float32)
+        else:
+            if self._plain:
+                values = values[:, : len(self._readings)]
+            else:
+                values = values[:, np.concatenate([self._readings, readings + self._gates])]
+            kept = np.ones(len(values), np.bool_)
+            if not len(self._gates):
+                kept = ~np.logical_and.reduce(np.isnan(values), axis=1)
+                if some is not None:
+                    kept = kept | some
+        if not kept.any():
+            return
+        chunk = _Chunk(positions[kept], values[kept], None if fired is None else fired[kept])
+        signals.chunks.append(chunk)
+        self._byte_counter.add_tokens(chunk.weight)
+        if chunk.weight > _WAKE_BYTES and not self._awake:
+            self._awake = True
+            self._wake()
+        self._share.check()
+
+    def _put_back(self, signals: _SampleSignals, chunk: _Chunk) -> None:
+        signals.chunks.appendleft(chunk)
+        self._byte_counter.add_tokens(chunk.weight)
+
+    def _message(
+        self,
+        sample: int,
+        chunks: Sequence[_Chunk],
+        dropped: Spans | Sequence[tuple[int, int]],
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+    ) -> monitor_pb2.Signals:
+        message = monitor_pb2.Signals()
+        if sample:
+            message.sample = sample
+        add_runs(message.dropped_positions.add, united(dropped))
+        if not chunks:
+            return message
+        spans = runs(np.concatenate([chunk.positions for chunk in chunks]))
+        add_runs(message.positions.add, spans)
+        count = len(prompt)
+        for start, end in spans:
+            message.token_ids.extend(prompt[start:end])
+            message.token_ids.extend(tokens[max(0, start - count) : max(0, end - count)])
+        if self.plan.columns:
+            values = np.concatenate([chunk.values for chunk in chunks])
+            tensor = message.values
+            tensor.dtype = tensor_pb2.DTYPE_FLOAT32
+            tensor.shape.extend(values.shape)
+            tensor.encoding = tensor_pb2.ENCODING_RAW
+            tensor.inline = values.tobytes()
+        for number, rule in enumerate(self.plan.rules):
+            rows: list[int] = []
+            before = 0
+            for chunk in chunks:
+                if chunk.fired is not None:
+                    rows += (before + np.flatnonzero(chunk.fired[:, number])).tolist()
+                before += len(chunk.positions)
+            if rows:
+                message.firings.add(rule_name=rule.name, rows=rows)
+        return message
+
+
+def _part(chunk: _Chunk, start: int, end: int | None) -> _Chunk:
+    return _Chunk(
+        chunk.positions[start:end],
+        chunk.values[start:end],
+        None if chunk.fired is None else chunk.fired[start:end],
+    )

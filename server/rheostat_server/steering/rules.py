@@ -1,0 +1,180 @@
+"""Resolves rules, and what the client and the server get of a request's probes, gates and rules.
+
+A rule is a gate that multiplies nothing: it is open at the tokens at which the rule fires. So the
+engine decides where rules fire, as it decides gates, and the server acts on what it decides.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine import Gate, Kind, Plan, Signals
+from rheostat_server import validation
+from rheostat_server.errors import InvalidValue, MissingField, NotSupported
+from rheostat_server.limits import LABEL_VALUE_BYTES, RULES
+from rheostat_server.selectors.selection import SelectionContext
+from rheostat_server.selectors.sites import write_site
+from rheostat_server.steering.gates import Probe, resolve_rule_gate
+from rheostat_server.steering.interventions import Intervention
+from rheostat_server.validation import field_path
+from rheostat_wire.v1 import monitor_pb2
+
+
+class Stop(NamedTuple):
+    """The action of a rule that ends its sample."""
+
+    drop_sampled: bool
+    label: str
+    all_samples: bool
+
+
+class Rule(NamedTuple):
+    """A resolved rule."""
+
+    name: str
+    gate: Gate
+    """Open at the tokens at which it fires."""
+    stop: Stop | None
+    """None: it is only observed."""
+
+
+def resolve_rules(
+    rules: Sequence[monitor_pb2.Rule], probes: Mapping[str, Probe], context: SelectionContext
+) -> tuple[Rule, ...]:
+    """Resolves the rules of a request.
+
+    Raises:
+        InvalidArgument: something is malformed, or two rules have one name.
+        NotSupported: an action is not served yet.
+    """
+    found: dict[str, Rule] = {}
+    for index, message in enumerate(rules):
+        path = f"rules[{index}]"
+        name = validation.matches(message.name, validation.PROBE_NAME, field_path(path, "name"))
+        if name in found:
+            raise InvalidValue(
+                f"another rule has the name {name!r}: give each its own",
+                field=field_path(path, "name"),
+            )
+        stop = _stop(message, path)
+        found[name] = Rule(name, resolve_rule_gate(message, probes, context, path), stop)
+    return tuple(found.values())
+
+
+def check_rule_count(rules: Sequence[monitor_pb2.Rule]) -> None:
+    """Limits the rules, before any other check.
+
+    Raises:
+        InvalidValue: there are too many.
+    """
+    validation.check_count(len(rules), RULES, "rules", "rules")
+
+
+def _stop(message: monitor_pb2.Rule, path: str) -> Stop | None:
+    action = message.WhichOneof("action")
+    if action is None:
+        raise MissingField("one of observe and stop is required", field=path)
+    if action in ("steer", "gain"):
+        raise NotSupported(
+            f"rules that {action} are not served yet: observe and stop are. To steer, give the "
+            "intervention a gate with these conditions",
+            field=field_path(path, action),
+        )
+    if message.HasField("hold"):
+        raise InvalidValue(
+            f"only steer and gain are held, {action} is not: leave it out",
+            field=field_path(path, "hold"),
+        )
+    if action == "observe":
+        return None
+    stop = message.stop
+    validation.text_bytes(stop.label, LABEL_VALUE_BYTES, field_path(path, "stop.label"))
+    dropped = stop.drop_sampled if stop.HasField("drop_sampled") else True
+    return Stop(dropped, stop.label, stop.all_samples)
+
+
+def signals_of(
+    interventions: Sequence[Intervention], probes: Collection[Probe], rules: Sequence[Rule]
+) -> Signals:
+    """What the workers send of a request."""
+    sent = [probe for probe in probes if probe.signals]
+    gates = [one.gate for one in interventions if one.signals and one.gate is not None]
+    gates += [rule.gate for rule in rules]
+    return Signals(
+        readings=max((column + 1 for probe in sent for column in probe.columns), default=0),
+        gates=tuple(dict.fromkeys(gates)),
+        openness=bool(gates),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SignalPlan:
+    """What the server gets from the workers at each token of a request, and does with it."""
+
+    readings: tuple[int, ...]
+    """The columns of readings that the client gets, in its order."""
+    gates: tuple[int, ...]
+    """The numbers of the gates whose openness the client gets, after the readings."""
+    rules: tuple[Rule, ...]
+    rule_gates: npt.NDArray[np.intp]
+    """[rules]: the numbers of their gates."""
+    table: monitor_pb2.SignalTable
+    """What the columns are."""
+    probes: tuple[Probe, ...]
+    """The probes whose readings the client gets."""
+
+    @property
+    def columns(self) -> int:
+        """The number of columns that the client gets."""
+        return len(self.readings) + len(self.gates)
+
+    @property
+    def stops(self) -> bool:
+        """Whether a rule may end a sample."""
+        return any(rule.stop is not None for rule in self.rules)
+
+
+def signal_plan(
+    plan: Plan,
+    interventions: Sequence[Intervention],
+    probes: Collection[Probe],
+    rules: Sequence[Rule],
+) -> SignalPlan | None:
+    """What is done with the signals of a packed plan; None if there are none.
+
+    Args:
+        plan: the plan.
+        interventions: those of the request.
+        probes: its probes, in order.
+        rules: its rules, in order.
+    """
+    if not plan.signals.any:
+        return None
+    table = plan.packed_acts.table
+    read = any(act.kind is Kind.READ for act in plan.acts)
+    # Without a token that is read, no worker sends anything, and no rule can fire.
+    number = {gate: n for n, gate in enumerate(table.gates)} if table and read else {}
+    message = monitor_pb2.SignalTable()
+    readings: list[int] = []
+    gates: list[int] = []
+    for probe in probes:
+        for column, site in zip(probe.columns if probe.signals else (), probe.sites, strict=False):
+            readings.append(column)
+            entry = message.columns.add(probe_name=probe.name)
+            write_site(entry.site, site)
+    for one in interventions:
+        if one.signals and one.gate in number:
+            gates.append(number[one.gate])
+            message.columns.add(gate=one.ref)
+    acting = [rule for rule in rules if rule.gate in number]
+    return SignalPlan(
+        tuple(readings),
+        tuple(gates),
+        tuple(acting),
+        np.array([number[rule.gate] for rule in acting], np.intp),
+        message,
+        tuple(probe for probe in probes if probe.signals),
+    )

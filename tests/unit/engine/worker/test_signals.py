@@ -1,0 +1,164 @@
+"""Signals are what probes read and how far gates are open, once per position, in order."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rheostat_engine import Installed, Plan, Released, SignalRows, Signals
+from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, Gate
+from rheostat_engine.plan.tables import steering_table
+from rheostat_engine.plan.wire import steering_from, steering_to
+
+from ..cpu_worker import NOTHING, Worker
+from ..gated import gated, gated_plans, gates, openness
+from ..schedules import Schedule
+from ..strategies import LIMIT, plans
+
+
+@st.composite
+def signalling(draw: st.DrawFn, request_id: str) -> Plan:
+    """A plan with probes and gates, of which some leave the worker."""
+    plan = draw(gated_plans(request_id))
+    acts = [act for act in plan.acts if act.gate is None or not act.gate.late]
+    columns = 1 + max(
+        act.reading.column + len(act.rows) - 1 for act in acts if act.reading is not None
+    )
+    more = draw(st.lists(gates(columns), max_size=2))
+    extra = tuple(gate for gate in more if not gate.late)
+    signals = Signals(draw(st.integers(0, columns)), extra, draw(st.booleans()))
+    return replace(plan, acts=tuple(acts), signals=signals)
+
+
+class FromTheStart(Schedule):
+    """Nothing is cached, because tokens that are read are always computed."""
+
+    def __init__(self, data: st.DataObject, lengths: dict[str, int]) -> None:
+        super().__init__(data, lengths)
+        self.first.update(dict.fromkeys(lengths, 0))
+        self._next.update(dict.fromkeys(lengths, 0))
+
+    def _preempt(self, worker: Worker) -> None:
+        before = self.preemptions.copy()
+        super()._preempt(worker)
+        for request_id in self.preemptions - before:
+            self._next[request_id] = 0
+
+
+def columns_of(plan: Plan) -> tuple[int, tuple[Gate, ...]]:
+    """The number of readings, and the gates whose openness leaves the worker."""
+    table = plan.packed_acts.table
+    assert table is not None
+    return plan.signals.readings, table.gates if plan.signals.openness else ()
+
+
+def received(worker: Worker) -> dict[str, list[tuple[int, np.ndarray]]]:
+    """By request: (position, its readings and openness with the columns of the step)."""
+    found: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for event in worker.row_sender.events:
+        if not isinstance(event, SignalRows):
+            continue
+        assert event.values is not None
+        assert event.values.dtype == np.float32
+        row = 0
+        for name, start, count in zip(event.request_ids, event.starts, event.counts, strict=True):
+            for position in range(start, start + count):
+                values = event.values[row]
+                full = np.full(MAX_COLUMNS + MAX_GATES, np.nan)
+                full[: event.readings] = values[: event.readings]
+                full[MAX_COLUMNS:][: len(values) - event.readings] = values[event.readings :]
+                found.setdefault(name, []).append((position, full))
+                row += 1
+        assert row == len(event.values)
+    return found
+
+
+def check(plan: Plan, request_id: str, found: list[tuple[int, np.ndarray]], end: int) -> None:
+    """The signals of one request whose positions below `end` were computed."""
+    readings, its_gates = columns_of(plan)
+    if not readings and not its_gates:
+        assert not found
+        return
+    assert [position for position, _ in found] == list(range(end))
+    history = gated(plan, request_id, 0, end).history
+    for position, values in found:
+        expected = [history[position].get(column, np.nan) for column in range(readings)]
+        np.testing.assert_allclose(values[:readings], expected, rtol=1e-3, atol=1e-3)
+        for number, gate in enumerate(its_gates):
+            opened = openness(gate, history[: position + 1], 0)
+            assert abs(values[MAX_COLUMNS + number] - opened) < 1e-3
+
+
+@given(st.data())
+def test_signals_are_what_was_read_whatever_the_schedule(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 3), "requests")
+    drawn: dict[str, Plan] = {f"v{n}": data.draw(signalling(f"p{n}")) for n in range(count)}
+    by_id: Mapping[str, Plan | None] = {**drawn, "mate": data.draw(plans("mate")), "plain": None}
+    worker = Worker()
+    lengths = {i: data.draw(st.integers(1, LIMIT + 4), "length") for i in by_id}
+    schedule = FromTheStart(data, lengths)
+    schedule.run(worker, by_id)
+    found = received(worker)
+    assert found.keys() <= {plan.request_id for plan in drawn.values()}
+    for request_id, plan in drawn.items():
+        check(plan, request_id, found.get(plan.request_id, []), schedule.furthest[request_id])
+    assert worker.held() == NOTHING
+    assert worker.row_sender.kept_free == 0
+
+
+def test_signals_come_between_installed_and_released() -> None:
+    worker = Worker()
+    plan = _probing("r")
+    worker.add_request("v", plan)
+    worker.step([("v", 0, 3)])
+    worker.step([("v", 3, 1)])
+    assert worker.row_sender.kept_free > 0
+    worker.finish("v")
+    kinds = [type(event) for event in worker.row_sender.events]
+    assert kinds == [Installed, SignalRows, SignalRows, Released]
+
+
+def test_requests_that_end_want_no_signals_for_their_successors() -> None:
+    worker = Worker()
+    worker.add_request("v", _probing("r"))
+    worker.step([("v", 0, 2)])
+    worker.finish("v")
+    worker.add_request("w", replace(_probing("s"), signals=Signals()))
+    worker.step([("w", 0, 2)])
+    assert received(worker).keys() == {"r"}
+
+
+@given(signalling("r"))
+def test_a_plan_with_signals_travels(plan: Plan) -> None:
+    table = steering_table(plan.acts, plan.signals)
+    assert table is not None
+    again = steering_from(steering_to(table))
+    assert (again.gates, again.signals) == (table.gates, table.signals)
+    assert steering_to(again) == steering_to(table)
+
+
+def test_signals_of_missing_gates_are_no_plan() -> None:
+    table = _probing("r").packed_acts.table
+    assert table is not None
+    with pytest.raises(ValueError, match="a reading or a gate that is missing"):
+        steering_from(steering_to(replace(table, signals=Signals(MAX_COLUMNS + 1))))
+
+
+def test_signals_are_part_of_a_tables_digest() -> None:
+    plan = _probing("r")
+    silent = replace(plan, signals=Signals())
+    assert plan.packed_acts.encoded != silent.packed_acts.encoded
+
+
+def _probing(request_id: str) -> Plan:
+    """A plan with one probe, whose readings leave the worker."""
+    from rheostat_engine import Act, Activation, Kind, Normalise, Reading
+
+    from ..strategies import DIGESTS, EVERYWHERE
+
+    reading = Reading(Normalise.NONE, Activation.IDENTITY, 0.0, 0.0, 0)
+    act = Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), EVERYWHERE, reading=reading)
+    return Plan(request_id, (act,), signals=Signals(1))
