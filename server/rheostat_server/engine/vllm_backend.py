@@ -41,7 +41,7 @@ from rheostat_server.engine.vllm_engine import (
     remove_channel,
     what_happened,
 )
-from rheostat_server.engine.vllm_outputs import DeltaReader, TokenTexts
+from rheostat_server.engine.vllm_outputs import DeltaReader, OutputTurns, TokenTexts
 from rheostat_server.engine.warm_up import warm_up
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.model_info import ModelInfo
@@ -119,6 +119,7 @@ class VllmBackend:
         self._info = _model_info(config, loaded)
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
         self._texts = TokenTexts(loaded.llm.tokenizer)
+        self._turns = OutputTurns()
         self._watch: asyncio.Task[None] | None = None
         self._deliver: Callable[[Event], None] = lambda event: None
         self._lost: Callable[[str], None] = lambda reason: None
@@ -203,7 +204,8 @@ class VllmBackend:
             )
         except vllm.EngineDeadError as error:
             raise self._lost_engine() from error
-        receive_outputs(collector, DeltaReader(job, self._texts, receive, failed).put, failed)
+        reader = DeltaReader(job, self._texts, self._turns, receive, failed)
+        receive_outputs(collector, reader.put, failed)
 
     async def abort(self, plan_ids: Sequence[str]) -> None:
         """Aborts samples."""

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -204,6 +205,10 @@ def test_an_engine_that_does_not_come_up_leaves_no_folder(monkeypatch, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+def reader_of(job, receive, fail, turns: vllm_outputs.OutputTurns | None = None):
+    return vllm_outputs.DeltaReader(job, str, turns or vllm_outputs.OutputTurns(), receive, fail)
+
+
 @pytest.mark.parametrize(("entries", "off_the_loop"), [(1000, False), (1001, True)])
 async def test_many_prompt_logprobs_are_written_off_the_loop(
     monkeypatch, entries: int, off_the_loop: bool
@@ -216,8 +221,8 @@ async def test_many_prompt_logprobs_are_written_off_the_loop(
 
     monkeypatch.setattr(vllm_outputs, "_delta", delta)
     deltas, errors = [], []
-    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
-    outputs = vllm_outputs.DeltaReader(job, str, deltas.append, errors.append)
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1, logprobs=None))
+    outputs = reader_of(job, deltas.append, errors.append)
     outputs.put(SimpleNamespace(prompt_logprobs=[None] * entries))
     await until(lambda: bool(deltas))
     assert (deltas, errors) == ([Delta(text="x")], [])
@@ -241,8 +246,8 @@ async def test_outputs_wait_for_the_log_probabilities_before_them(monkeypatch) -
     written = threading.Event()
     monkeypatch.setattr(vllm_outputs, "_delta", delta)
     deltas: list[Delta] = []
-    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
-    reader = vllm_outputs.DeltaReader(job, str, deltas.append, print)
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1, logprobs=None))
+    reader = reader_of(job, deltas.append, print)
     reader.put(Output("a", [None] * 5000))
     reader.put(Output("b"))
     await asyncio.sleep(0.01)
@@ -261,14 +266,92 @@ async def test_an_output_that_cannot_be_read_fails_its_sample(monkeypatch, entri
 
     monkeypatch.setattr(vllm_outputs, "_delta", delta)
     errors: list[Exception] = []
-    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1))
-    reader = vllm_outputs.DeltaReader(job, str, print, errors.append)
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=1, logprobs=None))
+    reader = reader_of(job, print, errors.append)
     try:
         reader.put(Output("a", [None] * entries))
     except Defect as error:
         errors.append(error)
     await until(lambda: bool(errors))
     assert [str(one) for one in errors] == ["the engine gave the request up"]
+
+
+@dataclass
+class Ticks:
+    """Counts iterations of the event loop."""
+
+    count: int = 0
+
+    async def run(self) -> None:
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
+
+
+async def test_log_probabilities_of_many_samples_are_read_in_several_iterations(
+    monkeypatch,
+) -> None:
+    """Each sample gets its deltas in order, also those without log-probabilities."""
+    monkeypatch.setattr(vllm_outputs, "_delta", lambda job, output, text_of: output.text)
+    ticks, read = Ticks(), []
+    ticking = asyncio.ensure_future(ticks.run())
+    await asyncio.sleep(0)
+    turns = vllm_outputs.OutputTurns()
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=None, logprobs=20))
+    readers = [
+        reader_of(job, lambda delta, n=n: read.append((ticks.count, n, delta)), print, turns)
+        for n in range(64)
+    ]
+    for text, tokens in (("a", [1]), ("b", [1, 2]), ("c", [])):
+        for reader in readers:
+            output = SimpleNamespace(
+                prompt_logprobs=None, text=text, outputs=[SimpleNamespace(token_ids=tokens)]
+            )
+            reader.put(output)
+    await until(lambda: len(read) == 3 * 64)
+    ticking.cancel()
+    entries = Counter()
+    for tick, _, text in read:
+        entries[tick] += 21 * {"a": 1, "b": 2, "c": 0}[text]
+    assert sum(entries.values()) == 64 * 3 * 21
+    assert max(entries.values()) < 64 * 21
+    for n in range(64):
+        assert [text for _, other, text in read if other == n] == ["a", "b", "c"]
+
+
+async def test_however_many_log_probabilities_wait_few_iterations_read_them(monkeypatch) -> None:
+    ticks, turns = Ticks(), vllm_outputs.OutputTurns()
+    ticking = asyncio.ensure_future(ticks.run())
+    read: list[int] = []
+    assert turns.take(vllm_outputs._TURN_ENTRIES)
+    for number in range(1000):
+        assert not turns.take(1)
+        turns.wait(vllm_outputs._TURN_ENTRIES, lambda number=number: read.append(number))
+    await until(lambda: len(read) == 1000)
+    ticking.cancel()
+    assert read == list(range(1000))
+    assert ticks.count < 40
+
+
+async def test_an_output_that_cannot_be_read_in_its_turn_fails_its_sample_alone(
+    monkeypatch,
+) -> None:
+    def delta(job, output, text_of) -> str:
+        if output.text == "bad":
+            raise Defect("the engine gave the request up")
+        return output.text
+
+    monkeypatch.setattr(vllm_outputs, "_delta", delta)
+    monkeypatch.setattr(vllm_outputs, "_TURN_ENTRIES", 1)
+    deltas, errors, turns = [], [], vllm_outputs.OutputTurns()
+    job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=None, logprobs=1))
+    for text in ("a", "bad", "b"):
+        output = SimpleNamespace(
+            prompt_logprobs=None, text=text, outputs=[SimpleNamespace(token_ids=[1])]
+        )
+        reader_of(job, deltas.append, errors.append, turns).put(output)
+    await until(lambda: len(deltas) == 2)
+    assert (deltas, len(errors)) == (["a", "b"], 1)
 
 
 def test_the_text_of_a_token_is_decoded_once() -> None:

@@ -66,7 +66,7 @@ class Backend(ScriptedBackend):
         self.llm = llm
         self.vllm = object.__new__(VllmBackend)
         self.vllm._loaded = SimpleNamespace(llm=llm, loras={})
-        self.vllm._texts = None
+        self.vllm._texts = self.vllm._turns = None
         self.jobs_by_id = {}
 
     async def add_request(self, job, receive, fail) -> None:
