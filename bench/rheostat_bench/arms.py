@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from rheostat_bench.engines import ROWS, VECTOR
 from rheostat_engine import (
+    NEVER,
     OPEN_END,
     Act,
     Activation,
@@ -70,7 +71,8 @@ def act(
     return Act(kind, (VECTOR,), tuple((site, (row,)) for site in at), spans, scale, bands)
 
 
-def _alike(acts: Callable[[ModelSites], Sequence[Act]]) -> Plans:
+def alike(acts: Callable[[ModelSites], Sequence[Act]]) -> Plans:
+    """The same acts for every request."""
     return lambda sites, batch: [Plan("", tuple(acts(sites)))] * batch
 
 
@@ -97,10 +99,24 @@ def _distinct(count: int, where: Callable[[ModelSites], list[int]]) -> Plans:
     return plans
 
 
-def _gated(count: int, where: Callable[[ModelSites], list[int]], bound: float) -> Plans:
+def gated(
+    count: int,
+    where: Callable[[ModelSites], list[int]],
+    bound: float,
+    *,
+    pool: Pool = Pool.LAST,
+    hold: Hold = Hold.TOKEN,
+    decided_at: int = NEVER,
+) -> Plans:
     """Additions under one of `count` gates, which reads each token in front of all of them.
 
-    A bound far below what is read leaves the gates open; one far above, shut.
+    Args:
+        count: how many different gates there are.
+        where: the sites at which rows are added.
+        bound: far below what is read, it leaves the gates open; far above, shut.
+        pool: which of the readings so far counts.
+        hold: how long a gate stays open; `Hold.TOKENS`: eight tokens.
+        decided_at: the position that decides it once, if any.
     """
     read = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
 
@@ -110,64 +126,65 @@ def _gated(count: int, where: Callable[[ModelSites], list[int]], bound: float) -
         made: list[Plan | None] = []
         for number in range(count):
             above = bound * (1 + number / 1024)
-            condition = GateCondition((0,), Pool.LAST, Combine.ANY, above, math.inf)
-            gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
+            condition = GateCondition((0,), pool, Combine.ANY, above, math.inf, 1, decided_at)
+            gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, hold, 8)
             made.append(Plan("", (replace(act(Kind.ADD, steered), gate=gate), reading)))
         return [made[i % count] for i in range(batch)]
 
     return plans
 
 
-def _behind_the_first(sites: ModelSites) -> list[int]:
+def behind_the_first(sites: ModelSites) -> list[int]:
+    """The `resid_post` of every layer but the first."""
     return posts(sites)[1:]
 
 
 def _pull(low: float, high: float, strength: float) -> Plans:
     band = (Band(low, high, strength),)
-    return _alike(lambda sites: [act(Kind.PULL, posts(sites), bands=band)])
+    return alike(lambda sites: [act(Kind.PULL, posts(sites), bands=band)])
 
 
-_STOCK = Arm("stock", lambda sites, batch: None)
+STOCK = Arm("stock", lambda sites, batch: None)
 _IDLE = Arm("idle", lambda sites, batch: [None] * batch)
-_ADD_ALL = _alike(lambda sites: [act(Kind.ADD, posts(sites))])
+_ADD_ALL = alike(lambda sites: [act(Kind.ADD, posts(sites))])
 
 SUITES: dict[str, tuple[Arm, ...]] = {
     "serving": (
-        _STOCK,
+        STOCK,
         _IDLE,
-        Arm("steered, one layer", _alike(lambda sites: [act(Kind.ADD, middle(sites))])),
+        Arm("steered, one layer", alike(lambda sites: [act(Kind.ADD, middle(sites))])),
         Arm("steered, all layers", _ADD_ALL),
         Arm("captured, one layer", _captured(middle, EVERYWHERE)),
         Arm("captured, all layers, last prompt token", _captured(posts, ((PROMPT - 1, PROMPT),))),
         Arm("captured, all layers, generated tokens", _captured(posts, ((PROMPT, OPEN_END),))),
     ),
     "ops": (
-        _STOCK,
+        STOCK,
         Arm("add, all layers", _ADD_ALL),
         Arm(
             "norm_add, all layers",
-            _alike(lambda sites: [act(Kind.NORM_ADD, posts(sites), scale=0.01)]),
+            alike(lambda sites: [act(Kind.NORM_ADD, posts(sites), scale=0.01)]),
         ),
         Arm("ablate, all layers", _pull(0.0, 0.0, 1.0)),
         Arm("clamp, all layers", _pull(-0.5, 0.5, 1.0)),
         Arm("scale, all layers", _pull(0.0, 0.0, 0.5)),
     ),
     "configurations": (
-        _STOCK,
+        STOCK,
         *(Arm(f"{k} at one layer", _distinct(k, middle)) for k in (1, 16, 64, 256)),
         *(Arm(f"{k} at all layers", _distinct(k, posts)) for k in (1, 16, 64, 256)),
     ),
     "gates": (
-        _STOCK,
-        Arm("one layer", _alike(lambda sites: [act(Kind.ADD, middle(sites))])),
-        Arm("one layer, one gate, open", _gated(1, middle, -1e9)),
-        Arm("one layer, one gate, shut", _gated(1, middle, 1e9)),
-        Arm("one layer, 256 gates, open", _gated(256, middle, -1e9)),
+        STOCK,
+        Arm("one layer", alike(lambda sites: [act(Kind.ADD, middle(sites))])),
+        Arm("one layer, one gate, open", gated(1, middle, -1e9)),
+        Arm("one layer, one gate, shut", gated(1, middle, 1e9)),
+        Arm("one layer, 256 gates, open", gated(256, middle, -1e9)),
         Arm(
             "all layers but one",
-            _alike(lambda sites: [act(Kind.ADD, _behind_the_first(sites))]),
+            alike(lambda sites: [act(Kind.ADD, behind_the_first(sites))]),
         ),
-        Arm("all layers but one, one gate, open", _gated(1, _behind_the_first, -1e9)),
+        Arm("all layers but one, one gate, open", gated(1, behind_the_first, -1e9)),
     ),
 }
 """Arms that are measured together, by what they show; the first one is the reference."""

@@ -10,7 +10,7 @@ captures may join requests which run already. With two GPUs a model is split ove
 
 | part | engine starts | what |
 |---|---|---|
-| `kernels` | 0 | the compiled kernels against their plain twins |
+| `kernels` | 0 | the compiled kernels against their plain twins, also of gates (`gates.py`) |
 | `small`, `moe`, `8b` | 3 | all checks of a model; `8b` is a real shape |
 | `starts-small`, `starts-moe` | 2 to 8 | whether ours and stock give equal bits (`starts.py`) |
 | `points` | 2 | points of OLMo-2's and Gemma 3's blocks (`points.py`) |
@@ -52,6 +52,7 @@ from cases import (
     whole,
 )
 from forms import check_forms
+from gates import check_gate_kernels, check_gates
 from huge import check_huge
 from models import build
 from offline import OfflineEngine, Outcome, bfloat16_to_float32
@@ -163,7 +164,7 @@ def check_kernels() -> Lines:
             doses = (made.doses.numpy().T, ours.doses.cpu().numpy().T)
             for name, one, other in zip(names, *doses, strict=True):
                 results[f"{title} {name}"] = at_most(worst(one, other), 10 * SUMS)
-    return results
+    return results | check_gate_kernels()
 
 
 def expected(act: Act, vector: Any, x: Any) -> Any:
@@ -373,6 +374,12 @@ def check_model(
     results |= {f"mlp_out: {name}": verdict for name, verdict in branch.items()}
     yield results
     results |= check_raw(ours, batch[0])
+    yield results
+    read = Site(Point.RESID_POST, layers // 4).index
+    found = guarded(
+        "gates", lambda: check_gates(ours, plain, batch, read, middle, vector, sampling)
+    )
+    results |= {f"gate {name}": verdict for name, verdict in found.items()}
     yield results
     results |= check_forms(ours, VECTOR, vector, middle, batch[0], sampling)
     yield results

@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.plan.gates import MAX_TERMS, NEVER, Gate
+from rheostat_engine.plan.gates import MAX_TERMS, NEVER, Condition, Gate, Hold, Pool
 
 
 class Ints(IntEnum):
@@ -34,6 +34,11 @@ class Head(IntEnum):
     TOKENS = 4
     INVERT = 5
     LATE = 6
+    TERMS = 7
+    """Number of terms."""
+    OWN_ROW = 8
+    """Whether it follows from the readings of the token alone, if all or none of its columns were
+    read."""
 
 
 class Floats(IntEnum):
@@ -51,11 +56,13 @@ class State(IntEnum):
 
     HEAD = 0
     VALUE = 1
-    """The last value, their sum, or the largest."""
+    """The last value, their sum rounded to float32, or the largest."""
     COUNT = 2
     """Readings so far."""
     RUN = 3
     """How many of the last readings in a row lay between the bounds."""
+    LOW = 4
+    """The sum less `VALUE`, so that chunks don't change what a sum is."""
 
 
 class Held(IntEnum):
@@ -63,8 +70,8 @@ class Held(IntEnum):
 
     OPENNESS = 0
     """How far the gate is held open."""
-    REMAINING = 1
-    """At how many further positions. Of a late gate: at how many behind the decision."""
+    UNTIL = 1
+    """Up to which position."""
     DECIDED = 2
     """Of a late gate: 1 once it is decided."""
 
@@ -83,6 +90,8 @@ def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32
         gate.tokens,
         gate.invert,
         gate.late,
+        len(gate.columns),
+        _follows_from_own_row(gate),
     )
     ints[Ints.HEAD, : len(head)] = head
     floats[Floats.HEAD, :2] = gate.a, gate.b
@@ -107,3 +116,16 @@ def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32
             )
             lane += 1
     return ints, floats
+
+
+def _follows_from_own_row(gate: Gate) -> bool:
+    """See `Head.OWN_ROW`."""
+    return gate.hold is Hold.TOKEN and all(
+        one.pool is Pool.LAST and one.for_tokens == 1 and one.decided_at == NEVER and not _lags(one)
+        for one in gate.conditions
+    )
+
+
+def _lags(condition: Condition) -> bool:
+    """Whether the bounds depend on whether the value counts already."""
+    return condition.stays_above is not None or condition.stays_below is not None

@@ -68,18 +68,19 @@ def _open_gates(
         while kind == _GATE:
             gate = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
             number = tl.load(ints_ptr + step * _INTS + 5) - 1
-            openness = scan(
+            scan(
                 gate,
+                number,
                 first,
                 token + 1,
                 position,
                 states_ptr + (start + number).to(tl.int64) * _STATE,
                 readings_ptr,
+                openness_ptr,
                 gate_ints_ptr,
                 gate_floats_ptr,
                 STORE=False,
             )
-            tl.store(openness_ptr + token * _GATES + number, openness)
             step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
             kind = tl.load(ints_ptr + step * _INTS)
         tl.debug_barrier()  # so that the whole block sees them

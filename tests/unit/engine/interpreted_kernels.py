@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton.language as tl
 
 from rheostat_engine import Kind
 from rheostat_engine.plan.gate_table import State, gate_rows
@@ -27,11 +28,13 @@ from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.instructions import Compact, Instructions, expand_reference
-from rheostat_engine.worker.state.buffers import Buffers, GateBuffers, SiteBuffers
+from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers
+from rheostat_engine.worker.steering import gate_kernels
 from rheostat_engine.worker.steering.gate_kernels import launch_fold
 from rheostat_engine.worker.steering.gate_reference import fold_step
 from rheostat_engine.worker.steering.token_rules import TokenRules
 
+from .gate_chunks import any_gate, chunk_differences, reading_differences, twin
 from .instructions import MASK, Step, buffers, chains, huge_chains
 from .no_gates import no_gates
 from .strategies import packed_ids
@@ -41,14 +44,6 @@ SITES = 5
 VOCABULARY = 50
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 """Up to the order of float32 sums; the interpreter truncates to bfloat16."""
-
-
-def twin(site: SiteBuffers) -> SiteBuffers:
-    """Equal buffers, apart."""
-    gates = GateBuffers(*(one.clone() for one in site.gates))
-    tensors = site._replace(gates=None)._asdict()
-    copies = {name: one.clone() for name, one in tensors.items() if one is not None}
-    return SiteBuffers(**copies, gates=gates)
 
 
 def tensors(site: SiteBuffers) -> list[torch.Tensor]:
@@ -284,7 +279,7 @@ def gated_buffers(width: int, dtype: torch.dtype, gate: Gate) -> SiteBuffers:
     gates.states[6, State.VALUE] = torch.randn(MAX_TERMS, generator=generator)
     gates.states[6, State.COUNT] = 2
     gates.states[6, State.RUN] = 1
-    gates.states[6, State.HEAD, :3] = torch.tensor([0.5, 1.0, 1.0])  # a late gate is decided
+    gates.states[6, State.HEAD, :3] = torch.tensor([0.5, 3.0, 1.0])  # a late gate is decided
     return site
 
 
@@ -308,6 +303,19 @@ def check_gates(width: int, dtype: torch.dtype, gate: Gate) -> torch.Tensor:
     for one, two in zip(site.gates, other.gates, strict=True):
         torch.testing.assert_close(one, two, rtol=rtol, atol=10 * rtol, equal_nan=True)
     return site.gates.openness[: GATED + 2, 0]
+
+
+def check_chunks() -> None:
+    """Steps with many tokens of a prompt, and those behind them, under gates of all kinds."""
+    rng = np.random.default_rng(5)
+    for seed in range(40):
+        # Few rows at once, because the interpreter takes long for many.
+        gate_kernels._ROWS = tl.constexpr((4, 8)[seed % 2])
+        tokens = 3 + 7 * (seed % 4)
+        gate = any_gate(rng, tokens)
+        found = chunk_differences(gate, seed, tokens, programs=4)
+        assert max(found.values()) < 1e-5, (found, gate)
+    gate_kernels._ROWS = tl.constexpr(256)
 
 
 def all_buffers(tokens: int) -> Buffers:
@@ -403,6 +411,9 @@ def main() -> None:
     assert (opened == 0).sum() > 5
     assert (opened == 1).sum() > 5
     check_gates(300, torch.float16, some_gates()[1])
+    for residual, gain in product((None, torch.float32), (1.0, 0.5)):
+        assert reading_differences(300, torch.float32, residual, gain) < 1e-5
+    check_chunks()
     sys.stdout.write("kernels equal their twins\n")
 
 

@@ -22,12 +22,19 @@ aligned to 16 bytes: kernels are compiled for the alignment of the first site.""
 
 
 class GateBuffers(NamedTuple):
-    """What gates are computed from, and how far they are open."""
+    """What gates are computed from, and how far they are open.
+
+    Between the end of a step (`GateStates.end`) and the next step, the readings and the openness of
+    its tokens are complete, if any of its samples has gates or signals.
+    """
 
     readings: torch.Tensor
-    """[tokens, MAX_COLUMNS] float32: numbers read in this step; NaN where none was read."""
+    """[tokens, MAX_COLUMNS] float32: numbers read in this step; NaN where none was read, in all
+    columns that any sample of the step uses."""
     openness: torch.Tensor
-    """[tokens, MAX_GATES] float32: by the gate's number in the token's plan."""
+    """[tokens, MAX_GATES] float32: by the gate's number in the token's plan. The forward
+    pass writes it
+    where acts have the gate; the fold, at all tokens of all gates of their samples."""
     tokens: torch.Tensor
     """[3, tokens] int32; see `TokenRow`."""
     states: torch.Tensor

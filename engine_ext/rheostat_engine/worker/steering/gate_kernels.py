@@ -1,6 +1,13 @@
 """Gates in Triton; see `gate_reference`.
 
-Invariant: they equal the reference up to the order of float32 sums.
+Invariant: they equal the reference up to the order of sums. Sums of readings are float64, so that
+their order does not show.
+
+Why rows are read in blocks
+    A step may compute thousands of tokens of a prompt, and a gate may depend on all of them. Each
+    token's program reads the rows before its own, `_ROWS` at a time, and its own row last. If a
+    gate follows from the token's own readings, or is decided elsewhere, the program reads no other
+    row. The fold reads all rows once, and writes how far the gate is open at each.
 """
 
 import torch
@@ -11,13 +18,14 @@ from rheostat_engine.plan.gate_table import Floats, Head, Held, Ints, State
 from rheostat_engine.plan.gates import (
     MAX_COLUMNS,
     MAX_CONDITIONS,
+    MAX_GATES,
     MAX_TERMS,
     Combine,
     Form,
     Hold,
     Pool,
 )
-from rheostat_engine.worker.state.buffers import GateBuffers, TokenRow
+from rheostat_engine.worker.state.buffers import GateBuffers
 
 _TERMS = tl.constexpr(MAX_TERMS)
 _CONDITIONS = tl.constexpr(MAX_CONDITIONS)
@@ -35,17 +43,25 @@ _ABOVE = tl.constexpr(int(Floats.ABOVE) * MAX_TERMS)
 _BELOW = tl.constexpr(int(Floats.BELOW) * MAX_TERMS)
 _STAYS_ABOVE = tl.constexpr(int(Floats.STAYS_ABOVE) * MAX_TERMS)
 _STAYS_BELOW = tl.constexpr(int(Floats.STAYS_BELOW) * MAX_TERMS)
+_ROWS = tl.constexpr(256)
+"""Rows that are read at once."""
+_FAR = tl.constexpr(1 << 30)
+"""More than any number of readings in a row."""
+_GATES = tl.constexpr(MAX_GATES)
 _VALUE = tl.constexpr(int(State.VALUE) * MAX_TERMS)
 _COUNT = tl.constexpr(int(State.COUNT) * MAX_TERMS)
 _RUN = tl.constexpr(int(State.RUN) * MAX_TERMS)
+_LOW = tl.constexpr(int(State.LOW) * MAX_TERMS)
 _HEAD_COMBINE = tl.constexpr(int(Head.COMBINE))
 _HEAD_FORM = tl.constexpr(int(Head.FORM))
 _HEAD_HOLD = tl.constexpr(int(Head.HOLD))
 _HEAD_TOKENS = tl.constexpr(int(Head.TOKENS))
 _HEAD_INVERT = tl.constexpr(int(Head.INVERT))
 _HEAD_LATE = tl.constexpr(int(Head.LATE))
+_HEAD_TERMS = tl.constexpr(int(Head.TERMS))
+_HEAD_OWN = tl.constexpr(int(Head.OWN_ROW))
 _HELD = tl.constexpr(int(Held.OPENNESS))
-_REMAINING = tl.constexpr(int(Held.REMAINING))
+_UNTIL = tl.constexpr(int(Held.UNTIL))
 _DECIDED = tl.constexpr(int(Held.DECIDED))
 _LAST, _MEAN = tl.constexpr(int(Pool.LAST)), tl.constexpr(int(Pool.MEAN))
 _ALL, _ANY, _SUM = (
@@ -63,20 +79,53 @@ _FOR_TOKEN, _FOR_NEXT, _FOR_TOKENS_HELD, _FOR_REST = (
 
 
 @triton.jit
+def _pooled_both(x, n, pool, y, m, same_pool):
+    """Pools x, of n readings, with y, of the next m readings."""
+    both = tl.where(pool == _MEAN, x + y, tl.where(pool == _LAST, y, tl.maximum(x, y)))
+    return tl.where(m == 0, x, tl.where(n == 0, y, both)), n + m, same_pool
+
+
+@triton.jit
+def _run_both(least, more, other, least_then, more_then, other_then):
+    """A run r becomes r + `more` if r >= `least`, else `other`; and then the same once again."""
+    after = tl.where(other >= least_then, other + more_then, other_then)
+    return tl.maximum(least, least_then - more), more + more_then, after
+
+
+@triton.jit
+def _latest(index, number, later_index, later_number):
+    """The later of two numbers; one of index -1 does not count."""
+    return tl.maximum(index, later_index), tl.where(later_index >= 0, later_number, number)
+
+
+@triton.jit
+def _opened(evidence, unknown, form, a, b):
+    """How far a gate opens by its evidence; 0 if a part of the evidence is unknown."""
+    ramp = tl.minimum(tl.maximum((evidence - a) / (b - a), 0.0), 1.0)
+    sigmoid = 1.0 / (1.0 + tl.exp(-b * (evidence - a)))
+    step = (evidence > a).to(tl.float32)
+    opened = tl.where(form == _STEP, step, tl.where(form == _SIGMOID, sigmoid, ramp))
+    return tl.where(unknown != 0, 0.0, opened)
+
+
+@triton.jit
 def scan(
     gate,
+    number,  # of the gate in the plan
     first,
     end,
     position,  # of token `first`
     state_ptr,  # [rows, TERMS] float32
     readings_ptr,  # [tokens, COLUMNS] float32
+    openness_ptr,  # [tokens, GATES] float32
     gate_ints_ptr,
     gate_floats_ptr,
     STORE: tl.constexpr,
 ):
-    """Takes the readings of tokens [first, end) into a state, which is stored if `STORE`.
+    """Takes the readings of tokens [first, end) of a sample into a state; at least one.
 
-    Returns how far the gate is open at the last of them.
+    Stores how far the gate is open at the last of them. If `STORE`, also at all others, and the
+    state.
     """
     lane = tl.arange(0, _TERMS)
     ints = gate_ints_ptr + gate * (_INT_ROWS * _TERMS)
@@ -85,148 +134,268 @@ def scan(
     condition = tl.load(ints + _CONDITION + lane)
     pool = tl.load(ints + _POOL + lane)
     combine = tl.load(ints + _COMBINE + lane)
-    for_tokens = tl.load(ints + _FOR_TOKENS + lane).to(tl.float32)
+    for_tokens = tl.load(ints + _FOR_TOKENS + lane)
     decided_at = tl.load(ints + _DECIDED_AT + lane)
-    above = tl.load(floats + _ABOVE + lane)
-    below = tl.load(floats + _BELOW + lane)
-    stays_above = tl.load(floats + _STAYS_ABOVE + lane)
-    stays_below = tl.load(floats + _STAYS_BELOW + lane)
     conditions = tl.load(ints)
     gate_combine = tl.load(ints + _HEAD_COMBINE)
     form = tl.load(ints + _HEAD_FORM)
     hold = tl.load(ints + _HEAD_HOLD)
-    tokens = tl.load(ints + _HEAD_TOKENS).to(tl.float32)
     invert = tl.load(ints + _HEAD_INVERT)
     late = tl.load(ints + _HEAD_LATE)
+    terms = tl.load(ints + _HEAD_TERMS)
+    own_row = tl.load(ints + _HEAD_OWN)
     a = tl.load(floats)
     b = tl.load(floats + 1)
-    value = tl.load(state_ptr + _VALUE + lane)
-    count = tl.load(state_ptr + _COUNT + lane)
-    run = tl.load(state_ptr + _RUN + lane)
+    value = tl.load(state_ptr + _VALUE + lane).to(tl.float64)
+    value += tl.load(state_ptr + _LOW + lane).to(tl.float64)
+    count = tl.load(state_ptr + _COUNT + lane).to(tl.int32)
+    run = tl.load(state_ptr + _RUN + lane).to(tl.int32)
     held = tl.load(state_ptr + _HELD)
-    remaining = tl.load(state_ptr + _REMAINING)
+    until = tl.load(state_ptr + _UNTIL)
     was_decided = tl.load(state_ptr + _DECIDED)
-    decision = tl.max(decided_at, 0)
+    lasts = tl.where(hold == _FOR_NEXT, 1.0, float("inf"))
+    lasts = tl.where(hold == _FOR_TOKENS_HELD, tl.load(ints + _HEAD_TOKENS).to(tl.float32), lasts)
     present = condition >= 0
     once = decided_at >= 0
+    decision = tl.max(decided_at, 0)
+    # What is read in this step does not count for a late gate.
+    late_held = tl.where(was_decided != 0, held, 0.0)
+    late_until = until
+    last = end - 1
+    last_at = position + (last - first).to(tl.int32)
+    z = tl.load(readings_ptr + last * _COLUMNS + column, mask=present, other=float("nan"))
+
+    stop = last
+    if not STORE:
+        first_decision = tl.min(tl.where(present, decided_at, _FAR), 0)
+        # Behind the decision nothing is read. Before it, and of late gates, nothing counts.
+        ahead = (first_decision >= 0) & (last_at < first_decision)
+        decided = first + tl.maximum(decision - position + 1, 0)
+        stop = tl.where(first_decision >= 0, tl.minimum(stop, decided), stop)
+        missing = tl.sum((present & (z != z)).to(tl.int32), 0)
+        alone = (own_row != 0) & ((missing == 0) | (missing == terms))
+        stop = tl.where(ahead | alone | (late != 0), first, stop)
+
+    index = tl.arange(0, _ROWS)
+    row = first
+    while row < stop:
+        rows = row + index
+        within = rows < stop
+        at = position + (rows - first).to(tl.int32)
+        neutral = tl.where(gate_combine == _ANY, float("-inf"), 0.0)
+        neutral = tl.where(gate_combine == _ALL, float("inf"), neutral)
+        evidence = tl.zeros([_ROWS], tl.float32) + neutral
+        least = tl.full([_ROWS], float("inf"), tl.float32)
+        most = tl.full([_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([_ROWS], tl.float32)
+        size = tl.zeros([_ROWS], tl.float32)
+        unknown = tl.zeros([_ROWS], tl.int32)
+        event = tl.zeros([_ROWS], tl.int32)
+        term = conditions * 0
+        while term < terms:
+            its_column = tl.load(ints + _COLUMN + term)
+            its_condition = tl.load(ints + _CONDITION + term)
+            its_pool = tl.load(ints + _POOL + term)
+            its_combine = tl.load(ints + _COMBINE + term)
+            its_tokens = tl.load(ints + _FOR_TOKENS + term)
+            its_decision = tl.load(ints + _DECIDED_AT + term)
+            ends = tl.load(ints + _CONDITION + term + 1, mask=term + 1 < terms, other=-1)
+            ends = ends != its_condition
+            its_once = its_decision >= 0
+            x = tl.load(
+                readings_ptr + rows * _COLUMNS + its_column, mask=within, other=float("nan")
+            )
+            read = (x == x) & ((at <= its_decision) | (its_decision < 0))
+            x = tl.where(read, x, 0.0).to(tl.float64)
+            pools = tl.zeros([_ROWS], tl.int32) + its_pool
+            x, counted, pools = tl.associative_scan((x, read.to(tl.int32), pools), 0, _pooled_both)
+            had = tl.sum(tl.where(lane == term, count, 0), 0)
+            old = tl.sum(tl.where(lane == term, value, 0.0), 0)
+            x, counted, pools = _pooled_both(old, had, its_pool, x, counted, pools)
+            mean = tl.div_rn(x.to(tl.float32), tl.maximum(counted, 1).to(tl.float32))
+            pooled = tl.where(its_pool == _MEAN, mean, x.to(tl.float32))
+            known = counted > 0
+            strictly = known & (pooled > tl.load(floats + _ABOVE + term))
+            strictly = strictly & (pooled < tl.load(floats + _BELOW + term))
+            stays = known & (pooled > tl.load(floats + _STAYS_ABOVE + term))
+            stays = stays & (pooled < tl.load(floats + _STAYS_BELOW + term))
+            from_run = tl.where(strictly, 0, tl.where(stays, its_tokens, _FAR))
+            from_run = tl.where(read, from_run, 0)
+            more = (read & (strictly | stays)).to(tl.int32)
+            from_run, more, other = tl.associative_scan(
+                (from_run, more, tl.zeros([_ROWS], tl.int32)), 0, _run_both
+            )
+            ran = tl.sum(tl.where(lane == term, run, 0), 0)
+            ran = tl.where(ran >= from_run, ran + more, other)
+            seen = known & ((at >= its_decision) | (its_decision < 0))
+            holds = (seen & (ran >= its_tokens)).to(tl.float32)
+            summed = its_combine == _SUM
+            score = tl.where(summed, tl.where(seen, pooled, 0.0), holds)
+            unknown = unknown | (summed & (seen == 0)).to(tl.int32)
+            event = event | (within & tl.where(its_once, at == its_decision, read)).to(tl.int32)
+            least = tl.minimum(least, score)
+            most = tl.maximum(most, score)
+            total += score
+            size += 1.0
+            part = tl.where(its_combine == _ANY, most, tl.where(summed, total, total / size))
+            part = tl.where(its_combine == _ALL, least, part)
+            joined = tl.where(gate_combine == _ANY, tl.maximum(evidence, part), evidence + part)
+            joined = tl.where(gate_combine == _ALL, tl.minimum(evidence, part), joined)
+            evidence = tl.where(ends, joined, evidence)
+            least = tl.where(ends, float("inf"), least)
+            most = tl.where(ends, float("-inf"), most)
+            total = tl.where(ends, 0.0, total)
+            size = tl.where(ends, 0.0, size)
+            own_lane = lane == term
+            at_end = index == _ROWS - 1
+            value = tl.where(own_lane, tl.sum(tl.where(at_end, x, 0.0), 0), value)
+            count = tl.where(own_lane, tl.sum(tl.where(at_end, counted, 0), 0), count)
+            run = tl.where(own_lane, tl.sum(tl.where(at_end, ran, 0), 0), run)
+            term += 1
+        voted = (gate_combine != _ALL) & (gate_combine != _ANY) & (gate_combine != _SUM)
+        evidence = tl.where(voted, evidence / conditions.to(tl.float32), evidence)
+        opened = _opened(evidence, unknown, form, a, b)
+        events = event != 0
+        opens = events & ((opened > 0) | (hold > _FOR_REST) | (late != 0)) & (hold != _FOR_TOKEN)
+        # The first opening counts alone, if the gate then stays as it is.
+        alone = (hold == _FOR_REST) | (late != 0)
+        never = (tl.where(late != 0, was_decided, held) == 0).to(tl.int32)
+        earliest = tl.where(never != 0, tl.min(tl.where(opens, index, _ROWS), 0), _ROWS)
+        opens = opens & ((alone == 0) | (index == earliest))
+        latest = tl.max(tl.where(opens, index, -1), 0)
+        if STORE:
+            which, number_of = tl.associative_scan((tl.where(opens, index, -1), opened), 0, _latest)
+            open_until = (position + (row - first).to(tl.int32) + which).to(tl.float32) + lasts
+            open_until = tl.where(which >= 0, open_until, until)
+            still = tl.where(which >= 0, number_of, held)
+            # Of `Hold.NEXT_TOKEN`, each row says how far the gate is open at the next.
+            shift = (hold == _FOR_NEXT) & (late == 0)
+            there = at + shift.to(tl.int32)
+            openness = tl.where(there.to(tl.float32) <= open_until, still, 0.0)
+            openness = tl.where(hold == _FOR_TOKEN, tl.where(events, opened, 0.0), openness)
+            lately = (at > decision) & (at.to(tl.float32) <= late_until)
+            openness = tl.where(late != 0, tl.where(lately, late_held, 0.0), openness)
+            openness = tl.where(invert != 0, 1.0 - openness, openness)
+            target = openness_ptr + (rows + shift.to(tl.int64)) * _GATES + number
+            tl.store(target, openness, mask=within)
+            if shift & (row == first):
+                begins = tl.where(position.to(tl.float32) <= until, held, 0.0)
+                begins = tl.where(invert != 0, 1.0 - begins, begins)
+                tl.store(openness_ptr + row * _GATES + number, begins)
+        some = latest >= 0
+        latest_at = position + (row - first).to(tl.int32) + latest
+        held = tl.where(some, tl.sum(tl.where(index == latest, opened, 0.0), 0), held)
+        until = tl.where(some, latest_at.to(tl.float32) + lasts, until)
+        was_decided = tl.where(some & (late != 0), 1.0, was_decided)
+        row += _ROWS
+
+    # The last row, all terms at once.
+    x = z.to(tl.float64)
+    read = present & (z == z) & ((once == 0) | (last_at <= decided_at))
+    x, counted, _ = _pooled_both(value, count, pool, x, read.to(tl.int32), pool)
+    value = x
+    count = counted
+    mean = tl.div_rn(value.to(tl.float32), tl.maximum(count, 1).to(tl.float32))
+    pooled = tl.where(pool == _MEAN, mean, value.to(tl.float32))
+    counts = run >= for_tokens
+    above = tl.load(floats + _ABOVE + lane)
+    below = tl.load(floats + _BELOW + lane)
+    low = tl.where(counts, tl.load(floats + _STAYS_ABOVE + lane), above)
+    high = tl.where(counts, tl.load(floats + _STAYS_BELOW + lane), below)
+    inside = (count > 0) & (pooled > low) & (pooled < high)
+    run = tl.where(read, tl.where(inside, run + 1, 0), run)
+    seen = (count > 0) & ((once == 0) | (last_at >= decided_at))
+    holds = seen & (run >= for_tokens)
     summed = combine == _SUM
-    number_of = tl.arange(0, _CONDITIONS)
-    own = condition[None, :] == number_of[:, None]
+    score = tl.where(summed, tl.where(seen, pooled, 0.0), holds.to(tl.float32))
+    unknown = tl.max((present & summed & (seen == 0)).to(tl.int32), 0)
+    numbers = tl.arange(0, _CONDITIONS)
+    own = condition[None, :] == numbers[:, None]
     size = tl.sum(own.to(tl.float32), 1)
     how = tl.max(tl.where(own, combine[None, :], 0), 1)
-    used = number_of < conditions
-    openness = value.sum() * 0.0
-    row = first
-    if not STORE:
-        row = tl.where(late != 0, end, row)  # what is read in this step does not count
-    while row < end:
-        at = position + (row - first).to(tl.int32)
-        z = tl.load(readings_ptr + row * _COLUMNS + column, mask=present, other=float("nan"))
-        read = present & (z == z) & ((once == 0) | (at <= decided_at))
-        pooled = tl.where(pool == _MEAN, value + z, tl.maximum(value, z))
-        value = tl.where(read, tl.where((pool == _LAST) | (count == 0), z, pooled), value)
-        count += read.to(tl.float32)
-        seen = (count > 0) & ((once == 0) | (at >= decided_at))
-        number = tl.where(pool == _MEAN, value / tl.maximum(count, 1.0), value)
-        counts = run >= for_tokens
-        low = tl.where(counts, stays_above, above)
-        high = tl.where(counts, stays_below, below)
-        inside = (count > 0) & (number > low) & (number < high)
-        run = tl.where(read, tl.where(inside, run + 1, 0.0), run)
-        holds = seen & (run >= for_tokens)
-        unknown = tl.max((present & summed & (seen == 0)).to(tl.int32), 0)
-        score = tl.where(summed, tl.where(seen, number, 0.0), holds.to(tl.float32))
-        scores = tl.broadcast_to(score[None, :], (_CONDITIONS, _TERMS))
-        least = tl.min(tl.where(own, scores, float("inf")), 1)
-        most = tl.max(tl.where(own, scores, float("-inf")), 1)
-        total = tl.sum(tl.where(own, scores, 0.0), 1)
-        mean = total / tl.maximum(size, 1.0)
-        part = tl.where(how == _ALL, least, tl.where(how == _ANY, most, mean))
-        part = tl.where(how == _SUM, total, part)
-        evidence = tl.sum(tl.where(used, part, 0.0), 0)
-        if gate_combine == _ALL:
-            evidence = tl.min(tl.where(used, part, float("inf")), 0)
-        elif gate_combine == _ANY:
-            evidence = tl.max(tl.where(used, part, float("-inf")), 0)
-        elif gate_combine != _SUM:
-            evidence = evidence / conditions.to(tl.float32)
-        opened = tl.minimum(tl.maximum((evidence - a) / (b - a), 0.0), 1.0)
-        if form == _STEP:
-            opened = (evidence > a).to(tl.float32)
-        elif form == _SIGMOID:
-            opened = 1.0 / (1.0 + tl.exp(-b * (evidence - a)))
-        opened = tl.where(unknown != 0, 0.0, opened)
-        decided = present & once & (at == decided_at)
-        event = tl.max(((read & (once == 0)) | decided).to(tl.int32), 0) != 0
-        before = tl.where(remaining > 0, held, 0.0)
-        opens = event & (opened > 0)
-        lasts = tl.where(hold == _FOR_NEXT, 1.0, float("inf"))
-        lasts = tl.where(hold == _FOR_TOKENS_HELD, tokens, lasts)
-        if hold == _FOR_REST:
-            opens = opens & (before == 0)
-        elif hold > _FOR_REST:  # until the next reading
-            opens = event
-        keeps = opens & (hold != _FOR_TOKEN)
-        if late != 0:
-            keeps = event & (was_decided == 0)
-            was_decided = tl.where(event, 1.0, was_decided)
-        else:
-            remaining = tl.maximum(remaining - 1.0, 0.0)
-        held = tl.where(keeps, opened, held)
-        remaining = tl.where(keeps, lasts, remaining)
-        openness = tl.where(opens & (hold != _FOR_NEXT), opened, before)
-        openness = tl.where(hold == _FOR_TOKEN, tl.where(event, opened, 0.0), openness)
-        row += 1
-    if late != 0:
-        behind = position + (end - 1 - first).to(tl.int32) - decision
-        within = (was_decided != 0) & (behind > 0) & (behind.to(tl.float32) <= remaining)
-        openness = tl.where(within, held, 0.0)
+    used = numbers < conditions
+    scores = tl.broadcast_to(score[None, :], (_CONDITIONS, _TERMS))
+    least = tl.min(tl.where(own, scores, float("inf")), 1)
+    most = tl.max(tl.where(own, scores, float("-inf")), 1)
+    total = tl.sum(tl.where(own, scores, 0.0), 1)
+    part = tl.where(how == _SUM, total, total / tl.maximum(size, 1.0))
+    part = tl.where(how == _ALL, least, tl.where(how == _ANY, most, part))
+    sums = tl.sum(tl.where(used, part, 0.0), 0)
+    evidence = tl.where(gate_combine == _SUM, sums, sums / conditions.to(tl.float32))
+    smallest = tl.min(tl.where(used, part, float("inf")), 0)
+    largest = tl.max(tl.where(used, part, float("-inf")), 0)
+    evidence = tl.where(gate_combine == _ANY, largest, evidence)
+    evidence = tl.where(gate_combine == _ALL, smallest, evidence)
+    opened = _opened(evidence, unknown, form, a, b)
+    decides = present & once & (last_at == decided_at)
+    event = tl.max(((read & (once == 0)) | decides).to(tl.int32), 0) != 0
+    time = last_at.to(tl.float32)
+    before = tl.where(time <= until, held, 0.0)
+    opens = event & ((opened > 0) | (hold > _FOR_REST))
+    opens = opens & ((hold != _FOR_REST) | (before == 0))
+    opens = tl.where(late != 0, event & (was_decided == 0), opens)
+    openness = tl.where(opens & (hold != _FOR_NEXT), opened, before)
+    openness = tl.where(hold == _FOR_TOKEN, tl.where(event, opened, 0.0), openness)
+    opens = opens & (hold != _FOR_TOKEN)
+    lately = (last_at > decision) & (time <= late_until)
+    openness = tl.where(late != 0, tl.where(lately, late_held, 0.0), openness)
     openness = tl.where(invert != 0, 1.0 - openness, openness)
+    tl.store(openness_ptr + last * _GATES + number, openness)
     if STORE:
-        tl.store(state_ptr + _VALUE + lane, value)
-        tl.store(state_ptr + _COUNT + lane, count)
-        tl.store(state_ptr + _RUN + lane, run)
-        tl.store(state_ptr + _HELD, held)
-        tl.store(state_ptr + _REMAINING, remaining)
-        tl.store(state_ptr + _DECIDED, was_decided)
-    return openness
+        high = value.to(tl.float32)
+        rest = (value - high.to(tl.float64)).to(tl.float32)
+        tl.store(state_ptr + _VALUE + lane, high)
+        tl.store(state_ptr + _LOW + lane, tl.where(tl.abs(high) < float("inf"), rest, 0.0))
+        tl.store(state_ptr + _COUNT + lane, count.to(tl.float32))
+        tl.store(state_ptr + _RUN + lane, run.to(tl.float32))
+        tl.store(state_ptr + _HELD, tl.where(opens, opened, held))
+        tl.store(state_ptr + _UNTIL, tl.where(opens, time + lasts, until))
+        decided = (late != 0) & opens
+        tl.store(state_ptr + _DECIDED, tl.where(decided, 1.0, was_decided))
 
 
 @triton.jit
 def _fold_kernel(
     folds_ptr,  # [n, 4] int32: state, gate, first token, number of tokens
-    positions_ptr,  # [tokens] int32
+    token_rows_ptr,  # [3, tokens] int32; see `TokenRow`
     states_ptr,
     readings_ptr,
+    openness_ptr,
     gate_ints_ptr,
     gate_floats_ptr,
+    tokens,
 ):
     fold = folds_ptr + tl.program_id(0) * 4
     state = tl.load(fold).to(tl.int64)
     gate = tl.load(fold + 1).to(tl.int64)
     first = tl.load(fold + 2).to(tl.int64)
     count = tl.load(fold + 3)
-    scan(
-        gate,
-        first,
-        first + count,
-        tl.load(positions_ptr + first),
-        states_ptr + state * (_STATE_ROWS * _TERMS),
-        readings_ptr,
-        gate_ints_ptr,
-        gate_floats_ptr,
-        STORE=True,
-    )
+    if gate > 0:  # warming up has none
+        scan(
+            gate,
+            state - tl.load(token_rows_ptr + first),
+            first,
+            first + count,
+            tl.load(token_rows_ptr + 2 * tokens + first),
+            states_ptr + state * (_STATE_ROWS * _TERMS),
+            readings_ptr,
+            openness_ptr,
+            gate_ints_ptr,
+            gate_floats_ptr,
+            STORE=True,
+        )
 
 
 def launch_fold(gates: GateBuffers, folds: torch.Tensor) -> None:
     """Takes the readings of a step into the states of its samples; see `fold_step`."""
     _fold_kernel[(len(folds),)](
         folds,
-        gates.tokens[TokenRow.POSITION],
+        gates.tokens,
         gates.states,
         gates.readings,
+        gates.openness,
         gates.ints,
         gates.floats,
-        num_warps=2,
+        gates.tokens.stride(0),
+        num_warps=4,
     )

@@ -23,8 +23,8 @@ def open_gate(gates: GateBuffers, gate: int, number: int, tokens: torch.Tensor) 
         own = tokens[first[tokens] == begin]
         state = gates.states[int(start[begin]) + number].clone()
         if gates.ints[gate, Ints.HEAD, Head.LATE]:
-            late = [_late(gates.ints[gate], state, at) for at in positions[own].tolist()]
-            gates.openness[own, number] = torch.tensor(late)
+            opened = [_late(gates.ints[gate], state, at) for at in positions[own].tolist()]
+            gates.openness[own, number] = torch.tensor(opened)
             continue
         end = int(own[-1]) + 1
         found = [
@@ -39,18 +39,20 @@ def open_gate(gates: GateBuffers, gate: int, number: int, tokens: torch.Tensor) 
 def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
     """Takes the readings of a step into the states of its samples.
 
+    Stores how far each gate is open at each of its tokens, whether or not acts have it.
+
     Args:
         gates: the buffers.
         folds: [n, 4] int32: state, gate, first token, and number of tokens.
     """
     for state, gate, first, count in folds.tolist():
         number = state - int(gates.tokens[TokenRow.STATE, first])
+        ints, floats = gates.ints[gate], gates.floats[gate]
+        before, late = gates.states[state].clone(), bool(ints[Ints.HEAD, Head.LATE])
         for row in range(first, first + count):
             position = int(gates.tokens[TokenRow.POSITION, row])
-            readings = gates.readings[row]
-            gates.openness[row, number] = advance(
-                gates.ints[gate], gates.floats[gate], gates.states[state], readings, position
-            )
+            opened = advance(ints, floats, gates.states[state], gates.readings[row], position)
+            gates.openness[row, number] = _late(ints, before, position) if late else opened
 
 
 def advance(
@@ -79,12 +81,16 @@ def advance(
     z = readings[ints[Ints.COLUMN].long()]
     read = present & ~z.isnan() & (~once | (position <= decided_at))
     count, run = state[State.COUNT], state[State.RUN]
-    pool, value = ints[Ints.POOL], state[State.VALUE]
-    pooled = torch.where(pool == Pool.MEAN, value + z, torch.maximum(value, z))
-    value[:] = torch.where(read, torch.where((pool == Pool.LAST) | (count == 0), z, pooled), value)
+    pool, value = ints[Ints.POOL], state[State.VALUE].double() + state[State.LOW].double()
+    pooled = torch.where(pool == Pool.MEAN, value + z, torch.maximum(value, z.double()))
+    pooled = torch.where((pool == Pool.LAST) | (count == 0), z.double(), pooled)
+    value = torch.where(read, pooled, value)
+    state[State.VALUE] = value.float()
+    state[State.LOW] = torch.where(value.float().isfinite(), value - value.float(), 0.0).float()
     count += read
     seen = (count > 0) & (~once | (position >= decided_at))
-    number = torch.where(pool == Pool.MEAN, value / count.clamp(min=1), value)
+    number = value.float()
+    number = torch.where(pool == Pool.MEAN, number / count.clamp(min=1), number)
     inside = seen | once & (count > 0)
     counts = run >= ints[Ints.FOR_TOKENS]
     above = torch.where(counts, floats[Floats.STAYS_ABOVE], floats[Floats.ABOVE])
@@ -105,10 +111,11 @@ def advance(
         held = state[State.HEAD]
         if not held[Held.DECIDED] and bool((present & (position == decided_at)).any()):
             held[Held.DECIDED], held[Held.OPENNESS] = 1.0, opened
-            held[Held.REMAINING] = _lasts(Hold(head[Head.HOLD]), head[Head.TOKENS])
+            held[Held.UNTIL] = position + _lasts(Hold(head[Head.HOLD]), head[Head.TOKENS])
         return _late(ints, state, position)
     event = bool(((read & ~once) | (present & once & (position == decided_at))).any())
-    openness = _hold(state, Hold(head[Head.HOLD]), head[Head.TOKENS], event, opened)
+    opened = opened if event else 0.0
+    openness = _hold(state, Hold(head[Head.HOLD]), head[Head.TOKENS], position, event, opened)
     return 1.0 - openness if head[Head.INVERT] else openness
 
 
@@ -134,10 +141,9 @@ def _form(form: int, evidence: float, a: float, b: float) -> float:
 
 def _late(ints: torch.Tensor, state: torch.Tensor, position: int) -> float:
     """How far a late gate is open at a position, if it was decided before."""
-    behind = position - int(ints[Ints.DECIDED_AT].max())
     held = state[State.HEAD]
-    within = held[Held.DECIDED] and 0 < behind <= held[Held.REMAINING]
-    openness = float(held[Held.OPENNESS]) if within else 0.0
+    behind = int(ints[Ints.DECIDED_AT].max()) < position <= held[Held.UNTIL]
+    openness = float(held[Held.OPENNESS]) if held[Held.DECIDED] and behind else 0.0
     return 1.0 - openness if ints[Ints.HEAD, Head.INVERT] else openness
 
 
@@ -153,19 +159,20 @@ def _lasts(hold: Hold, tokens: int) -> float:
     return math.inf
 
 
-def _hold(state: torch.Tensor, hold: Hold, tokens: int, event: bool, opened: float) -> float:
+def _hold(
+    state: torch.Tensor, hold: Hold, tokens: int, position: int, event: bool, opened: float
+) -> float:
     """Takes a token into the held openness; returns how far the gate is open there."""
     held = state[State.HEAD]
-    before = float(held[Held.OPENNESS]) if held[Held.REMAINING] > 0 else 0.0
-    held[Held.REMAINING] = (held[Held.REMAINING] - 1).clamp(min=0)
-    opens = event and opened > 0
+    before = float(held[Held.OPENNESS]) if position <= held[Held.UNTIL] else 0.0
+    opens = opened > 0
     match hold:
         case Hold.TOKEN:
-            return opened if event else 0.0
+            return opened
         case Hold.REST:
             opens = opens and before == 0
         case Hold.UNTIL_READ:
             opens = event
     if opens:
-        held[Held.OPENNESS], held[Held.REMAINING] = opened, _lasts(hold, tokens)
+        held[Held.OPENNESS], held[Held.UNTIL] = opened, position + _lasts(hold, tokens)
     return opened if opens and hold is not Hold.NEXT_TOKEN else before

@@ -1,7 +1,8 @@
 """The states of the gates of all samples, and their part in each step.
 
 A step first clears the readings and writes which state and position each token has. The forward
-pass reads numbers and opens gates. Afterwards the readings are folded into the states.
+pass reads numbers and opens gates. Afterwards the readings are folded into the states, and how far
+each gate is open at each token is stored, also of gates that no act has; see `GateBuffers`.
 
 Invariants: a state has been folded up to the position that its sample computes next, or is zero. A
 sample that computes positions again begins with zeros, because it then computes all that its gates
