@@ -114,6 +114,12 @@ class SteeringTable:
         return self.gates if self.signals.openness else ()
 
     @cached_property
+    def columns(self) -> int:
+        """One past the last column to which it reads; 0 without readings."""
+        ends = (act.reading.column + len(act.rows) for act in self.acts if act.reading is not None)
+        return max(ends, default=0)
+
+    @cached_property
     def first_read(self) -> int:
         """The lowest position at which a token may be read; `OPEN_END` if none is."""
         reading = [number for number, act in enumerate(self.acts) if act.kind is Kind.READ]

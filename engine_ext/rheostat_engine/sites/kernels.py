@@ -17,7 +17,7 @@ from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, MAX_TERMS, Activa
 from rheostat_engine.sites.reference import limits
 from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.instructions import Instructions
-from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers
+from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers, TokenColumn
 from rheostat_engine.worker.steering.gate_kernels import launch_fold, scan
 from rheostat_engine.worker.steering.programs import INTS
 
@@ -32,6 +32,10 @@ _TANH = tl.constexpr(int(Activation.TANH))
 _COLUMNS = tl.constexpr(MAX_COLUMNS)
 _GATES = tl.constexpr(MAX_GATES)
 _STATE = tl.constexpr(len(State) * MAX_TERMS)
+_PER_TOKEN = tl.constexpr(len(TokenColumn))
+_STATE_COLUMN = tl.constexpr(int(TokenColumn.STATE))
+_FIRST = tl.constexpr(int(TokenColumn.FIRST))
+_POSITION = tl.constexpr(int(TokenColumn.POSITION))
 _REPLACE = tl.constexpr(int(Kind.REPLACE))
 _ADD_LAST = tl.constexpr(int(Kind.ADD_LAST))
 _INTS = tl.constexpr(INTS)
@@ -52,18 +56,17 @@ def _open_gates(
     ints_ptr,
     readings_ptr,  # [T, COLUMNS] float32
     openness_ptr,  # [T, GATES] float32
-    token_rows_ptr,  # [3, tokens] int32; see `TokenRow`
+    tokens_ptr,  # [tokens, 3] int32; see `TokenColumn`
     states_ptr,
     gate_ints_ptr,
     gate_floats_ptr,
-    tokens,
 ):
     """Computes how far the gates that a chain begins with are open; returns its next step."""
     kind = tl.load(ints_ptr + step * _INTS)
     if kind == _GATE:
-        start = tl.load(token_rows_ptr + token)
-        first = tl.load(token_rows_ptr + tokens + token).to(tl.int64)
-        position = tl.load(token_rows_ptr + 2 * tokens + token)
+        start = tl.load(tokens_ptr + token * _PER_TOKEN + _STATE_COLUMN)
+        first = tl.load(tokens_ptr + token * _PER_TOKEN + _FIRST).to(tl.int64)
+        position = tl.load(tokens_ptr + token * _PER_TOKEN + _POSITION)
         position -= (token - first).to(tl.int32)
         while kind == _GATE:
             gate = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
@@ -244,7 +247,7 @@ def _site_kernel(
     floats_ptr,  # [S, 4] float32
     readings_ptr,  # this and the next five: see `GateBuffers`
     openness_ptr,
-    token_rows_ptr,
+    tokens_ptr,
     states_ptr,
     gate_ints_ptr,
     gate_floats_ptr,
@@ -253,7 +256,6 @@ def _site_kernel(
     h_stride,
     residual_stride,
     ring_stride,
-    tokens,  # of `token_rows_ptr`
     gain,
     inverse,  # 1 / gain
     limit,  # see `Limits.stream`
@@ -275,11 +277,10 @@ def _site_kernel(
                 ints_ptr,
                 readings_ptr,
                 openness_ptr,
-                token_rows_ptr,
+                tokens_ptr,
                 states_ptr,
                 gate_ints_ptr,
                 gate_floats_ptr,
-                tokens,
             )
         # All loads are issued before the first use, to overlap their latencies. Row 0 is zero.
         column = tl.arange(0, BLOCK)
@@ -404,7 +405,6 @@ def launch_site(
         rows.stride(0),
         residual_rows.stride(0),
         site.ring.stride(0),
-        site.gates.tokens.stride(0),
         gain,
         1 / gain,
         *limits(rows.dtype),

@@ -104,8 +104,8 @@ def chunk_differences(
         for buffer in (site, other):
             gates = buffer.gates
             gates.readings[:count, :COLUMNS] = torch.from_numpy(read).to(gates.readings.device)
-            gates.tokens[0], gates.tokens[1] = 3, 0
-            gates.tokens[2, :count] = begins + torch.arange(count, device=gates.tokens.device)
+            gates.tokens[:, 0], gates.tokens[:, 1] = 3, 0
+            gates.tokens[:count, 2] = begins + torch.arange(count, device=gates.tokens.device)
             buffer.code[count:] = 0
         begins += count
         ones, others = torch.zeros(tokens, 4, device=device), torch.zeros(tokens, 4)

@@ -21,6 +21,10 @@ _ALIGNED = 4
 aligned to 16 bytes: kernels are compiled for the alignment of the first site."""
 
 
+FOLD = 4
+"""Integers of a fold; see `fold_step`."""
+
+
 class GateBuffers(NamedTuple):
     """What gates are computed from, and how far they are open.
 
@@ -35,8 +39,11 @@ class GateBuffers(NamedTuple):
     """[tokens, MAX_GATES] float32: by the gate's number in the token's plan. The forward
     pass writes it
     where acts have the gate; the fold, at all tokens of all gates of their samples."""
+    step: torch.Tensor
+    """[FOLD * states + 3 * tokens] int32: folds of the step, in front of `tokens`, so that one
+    copy writes both."""
     tokens: torch.Tensor
-    """[3, tokens] int32; see `TokenRow`."""
+    """[tokens, 3] int32, a view of `step`; see `TokenColumn`."""
     states: torch.Tensor
     """[states, rows of `State`, MAX_TERMS] float32: of each gate of each sample, before this step.
     State 0 belongs to none."""
@@ -51,18 +58,21 @@ class GateBuffers(NamedTuple):
     ) -> "GateBuffers":
         """Buffers for steps of up to `tokens` tokens, with `states` states beside state 0."""
         device = ints.device
+        columns = len(TokenColumn)
+        step = torch.zeros(FOLD * states + columns * tokens, dtype=torch.int32, device=device)
         return cls(
             readings=torch.full((tokens, MAX_COLUMNS), torch.nan, device=device),
             openness=torch.zeros(tokens, MAX_GATES, device=device),
-            tokens=torch.zeros(len(TokenRow), tokens, dtype=torch.int32, device=device),
+            step=step,
+            tokens=step[FOLD * states :].view(tokens, columns),
             states=torch.zeros(states + 1, len(State), MAX_TERMS, device=device),
             ints=ints,
             floats=floats,
         )
 
 
-class TokenRow(IntEnum):
-    """Rows of `GateBuffers.tokens`."""
+class TokenColumn(IntEnum):
+    """Columns of `GateBuffers.tokens`."""
 
     STATE = 0
     """The state of the sample's first gate; 0: it has no gates."""

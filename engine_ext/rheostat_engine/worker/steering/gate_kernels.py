@@ -25,7 +25,7 @@ from rheostat_engine.plan.gates import (
     Hold,
     Pool,
 )
-from rheostat_engine.worker.state.buffers import GateBuffers
+from rheostat_engine.worker.state.buffers import GateBuffers, TokenColumn
 
 _TERMS = tl.constexpr(MAX_TERMS)
 _CONDITIONS = tl.constexpr(MAX_CONDITIONS)
@@ -48,6 +48,8 @@ _ROWS = tl.constexpr(256)
 _FAR = tl.constexpr(1 << 30)
 """More than any number of readings in a row."""
 _GATES = tl.constexpr(MAX_GATES)
+_PER_TOKEN = tl.constexpr(len(TokenColumn))
+_POSITION = tl.constexpr(int(TokenColumn.POSITION))
 _VALUE = tl.constexpr(int(State.VALUE) * MAX_TERMS)
 _COUNT = tl.constexpr(int(State.COUNT) * MAX_TERMS)
 _RUN = tl.constexpr(int(State.RUN) * MAX_TERMS)
@@ -357,13 +359,12 @@ def scan(
 @triton.jit
 def _fold_kernel(
     folds_ptr,  # [n, 4] int32: state, gate, first token, number of tokens
-    token_rows_ptr,  # [3, tokens] int32; see `TokenRow`
+    tokens_ptr,  # [tokens, 3] int32; see `TokenColumn`
     states_ptr,
     readings_ptr,
     openness_ptr,
     gate_ints_ptr,
     gate_floats_ptr,
-    tokens,
 ):
     fold = folds_ptr + tl.program_id(0) * 4
     state = tl.load(fold).to(tl.int64)
@@ -373,10 +374,10 @@ def _fold_kernel(
     if gate > 0:  # warming up has none
         scan(
             gate,
-            state - tl.load(token_rows_ptr + first),
+            state - tl.load(tokens_ptr + first * _PER_TOKEN),
             first,
             first + count,
-            tl.load(token_rows_ptr + 2 * tokens + first),
+            tl.load(tokens_ptr + first * _PER_TOKEN + _POSITION),
             states_ptr + state * (_STATE_ROWS * _TERMS),
             readings_ptr,
             openness_ptr,
@@ -396,6 +397,5 @@ def launch_fold(gates: GateBuffers, folds: torch.Tensor) -> None:
         gates.openness,
         gates.ints,
         gates.floats,
-        gates.tokens.stride(0),
         num_warps=4,
     )

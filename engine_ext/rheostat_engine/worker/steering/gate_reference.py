@@ -6,7 +6,7 @@ import torch
 
 from rheostat_engine.plan.gate_table import Floats, Head, Held, Ints, State
 from rheostat_engine.plan.gates import NEVER, Combine, Form, Hold, Pool
-from rheostat_engine.worker.state.buffers import GateBuffers, TokenRow
+from rheostat_engine.worker.state.buffers import GateBuffers, TokenColumn
 
 
 def open_gate(gates: GateBuffers, gate: int, number: int, tokens: torch.Tensor) -> None:
@@ -18,7 +18,7 @@ def open_gate(gates: GateBuffers, gate: int, number: int, tokens: torch.Tensor) 
         number: the number of the gate in the tokens' plans.
         tokens: [n]: indices of the tokens in the step, ascending.
     """
-    start, first, positions = gates.tokens
+    start, first, positions = gates.tokens.T
     for begin in first[tokens].unique().tolist():
         own = tokens[first[tokens] == begin]
         state = gates.states[int(start[begin]) + number].clone()
@@ -46,11 +46,11 @@ def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
         folds: [n, 4] int32: state, gate, first token, and number of tokens.
     """
     for state, gate, first, count in folds.tolist():
-        number = state - int(gates.tokens[TokenRow.STATE, first])
+        number = state - int(gates.tokens[first, TokenColumn.STATE])
         ints, floats = gates.ints[gate], gates.floats[gate]
         before, late = gates.states[state].clone(), bool(ints[Ints.HEAD, Head.LATE])
         for row in range(first, first + count):
-            position = int(gates.tokens[TokenRow.POSITION, row])
+            position = int(gates.tokens[row, TokenColumn.POSITION])
             opened = advance(ints, floats, gates.states[state], gates.readings[row], position)
             gates.openness[row, number] = _late(ints, before, position) if late else opened
 

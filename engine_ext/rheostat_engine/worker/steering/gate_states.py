@@ -7,22 +7,54 @@ each gate is open at each token is stored, also of gates that no act has; see `G
 Invariants: a state has been folded up to the position that its sample computes next, or is zero. A
 sample that computes positions again begins with zeros, because it then computes all that its gates
 read. But what a late gate has decided stays, because the sample may compute tokens behind the
-decision in one step with it.
+decision in one step with it. A staging buffer is written again only after the device has copied it.
+
+Cost
+    A step makes one copy to the device, clears the columns in use, and launches one kernel. The
+    steps of a batch that generates have the same samples, so that only positions are new.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rheostat_engine.plan.gate_table import State
-from rheostat_engine.worker.state.buffers import GateBuffers
+from rheostat_engine.worker.state.buffers import FOLD, GateBuffers, TokenColumn
 from rheostat_engine.worker.state.device_table import to_device
 from rheostat_engine.worker.state.id_allocators import RangeAllocator
 from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.steering.gate_reference import fold_step
 from rheostat_engine.worker.steering.vectors import Exhausted
+
+_STAGES = 4
+"""Staging buffers on CUDA, so that the host may run some steps ahead."""
+
+
+class _Samples(NamedTuple):
+    """The samples of a step."""
+
+    states: Int64
+    """[n]: as in `GateStates.begin`."""
+    numbers: Int64
+    """[n]: as in `GateStates.begin`."""
+    firsts: Int64
+    """[n]: the first token of each token's sample."""
+    gated: Int64
+    """[g]: the state of the first gate of each sample with gates."""
+    begins: Int64
+    """[g]: its first token."""
+    counts: Int64
+    """[g]: its number of tokens."""
+    folds: npt.NDArray[np.int32]
+    """[m, 4]: see `fold_step`."""
+
+    def are(self, states: Int64, numbers: Int64) -> bool:
+        """Whether these are the samples of a step."""
+        return np.array_equal(states, self.states) and np.array_equal(numbers, self.numbers)
 
 
 class GateStates:
@@ -43,23 +75,40 @@ class GateStates:
         """Whether each state is that of a late gate."""
         self._stale: list[int] = []
         """States that were used by other samples before."""
+        self._columns = 0
+        """The most columns that a sample has had since the start."""
+        self._samples: _Samples | None = None
+        """Of the last step; None if states were taken or freed since."""
         self._folds: torch.Tensor | None = None
+        self._cuda = buffers.step.device.type == "cuda"
+        self._stages: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        for _ in range(_STAGES if self._cuda else 1):
+            host = torch.zeros(buffers.step.shape, dtype=torch.int32, pin_memory=self._cuda)
+            self._stages.append((host, None))
 
-    def acquire(self, gates: Sequence[int], late: Sequence[bool]) -> int:
+    @property
+    def used(self) -> int:
+        """States in use."""
+        return int(self._counts.sum())
+
+    def acquire(self, gates: Sequence[int], late: Sequence[bool], columns: int) -> int:
         """Takes states for the gates of a sample; returns the first, or 0 for no gates.
 
         Args:
             gates: the rows of their table.
             late: for each, whether it is late.
+            columns: how many columns the sample uses, also if it has no gates.
 
         Raises:
             Exhausted: too few are free.
         """
+        self._columns = max(self._columns, columns)
         if not gates:
             return 0
         start = self._ranges.take(len(gates))
         if start is None:
             raise Exhausted("every state of gates is in use")
+        self._samples = None
         self._counts[start] = len(gates)
         self._gates[start : start + len(gates)] = gates
         self._late[start : start + len(gates)] = late
@@ -70,6 +119,7 @@ class GateStates:
     def release(self, start: int) -> None:
         """Frees the states of a sample."""
         if start:
+            self._samples = None
             self._ranges.give(start, int(self._counts[start]))
             self._counts[start] = 0
 
@@ -81,33 +131,66 @@ class GateStates:
             numbers: [n]: the number of each token's request.
             positions: [n]: the position of each token.
         """
-        begins = np.flatnonzero(np.append(True, (np.diff(states) != 0) | (np.diff(numbers) != 0)))
-        counts = np.diff(np.append(begins, len(states)))
-        own = states[begins]
-        gated = own > 0
-        self._clear(own[gated], positions[begins[gated]])
-        self._next[own[gated]] = positions[begins[gated]] + counts[gated]
-        rows = np.stack([states, np.repeat(begins, counts), positions]).astype(np.int32)
-        device = self._buffers.tokens.device
-        self._buffers.tokens[:, : len(states)].copy_(to_device(torch.from_numpy(rows), device))
-        self._buffers.readings[: len(states)].fill_(torch.nan)
-        self._folds = self._folds_of(own[gated], begins[gated], counts[gated])
+        samples = self._samples
+        if samples is None or not samples.are(states, numbers):
+            self._samples = samples = self._samples_of(states, numbers)
+        if len(samples.gated):
+            firsts = positions[samples.begins]
+            self._clear(samples.gated, firsts)
+            self._next[samples.gated] = firsts + samples.counts
+        self._folds = self._write(samples, positions)
+        self._buffers.readings[: len(states), : self._columns].fill_(torch.nan)
 
     def end(self) -> None:
         """Folds the readings of the step, once its forward pass was launched."""
-        if self._folds is None:
-            return
         folds, self._folds = self._folds, None
-        if folds.device.type == "cpu":
+        if folds is None or not len(folds):
+            return
+        if not self._cuda:
             fold_step(self._buffers, folds)
             return
         from rheostat_engine.worker.steering.gate_kernels import launch_fold
 
         launch_fold(self._buffers, folds)
 
+    def _samples_of(self, states: Int64, numbers: Int64) -> _Samples:
+        changes = (states[1:] != states[:-1]) | (numbers[1:] != numbers[:-1])
+        begins = np.concatenate([[0], np.flatnonzero(changes) + 1])
+        counts = np.diff(begins, append=len(states))
+        own = states[begins]
+        gated = own > 0
+        samples = own[gated], begins[gated], counts[gated]
+        return _Samples(
+            states, numbers, np.repeat(begins, counts), *samples, self._folds_of(*samples)
+        )
+
+    def _write(self, samples: _Samples, positions: Int64) -> torch.Tensor:
+        """Copies what the step needs to the device; returns its folds there."""
+        host, copied = self._stages.popleft()
+        if copied is not None:
+            copied.synchronize()
+        folds, count = samples.folds, len(positions)
+        middle = self._buffers.step.numel() - self._buffers.tokens.numel()
+        start, end = middle - folds.size, middle + len(TokenColumn) * count
+        staged = host.numpy()
+        staged[start:middle] = folds.ravel()
+        tokens = staged[middle:end].reshape(count, len(TokenColumn))
+        tokens[:, TokenColumn.STATE] = samples.states
+        tokens[:, TokenColumn.FIRST] = samples.firsts
+        tokens[:, TokenColumn.POSITION] = positions
+        self._buffers.step[start:end].copy_(host[start:end], non_blocking=True)
+        copied = None
+        if self._cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+        self._stages.append((host, copied))
+        return self._buffers.step[start:middle].view(-1, FOLD)
+
     def _clear(self, starts: Int64, positions: Int64) -> None:
         """Clears new states, and those of samples that compute positions again."""
         again = starts[positions < self._next[starts]]
+        if not len(again) and not self._stale:
+            return
         stale, self._stale = self._stale, []
         read_again: list[int] = []
         for start in again.tolist():
@@ -118,18 +201,15 @@ class GateStates:
             if numbers:
                 rows.index_fill_(0, to_device(torch.tensor(numbers), states.device), 0.0)
 
-    def _folds_of(
-        self, starts: Int64, begins: npt.NDArray[np.intp], counts: npt.NDArray[np.intp]
-    ) -> torch.Tensor | None:
-        """[n, 4]: state, gate, first token and number of tokens of each gate in the step."""
+    def _folds_of(self, starts: Int64, begins: Int64, counts: Int64) -> npt.NDArray[np.int32]:
+        """[m, 4]: state, gate, first token and number of tokens of each gate in the step."""
         gates = self._counts[starts]
-        if not gates.sum():
-            return None
-        first = np.repeat(starts, gates)
-        index = np.arange(len(first)) - np.repeat(np.cumsum(gates) - gates, gates)
-        states = first + index
-        folds = np.stack(
-            [states, self._gates[states], np.repeat(begins, gates), np.repeat(counts, gates)], 1
-        )
-        folds = folds[folds[:, 1] > 0].astype(np.int32)
-        return to_device(torch.from_numpy(folds), self._buffers.states.device)
+        ends = np.cumsum(gates)
+        total = int(ends[-1]) if len(ends) else 0
+        states = np.repeat(starts - ends + gates, gates) + np.arange(total)
+        folds = np.empty((total, FOLD), np.int32)
+        folds[:, 0] = states
+        folds[:, 1] = self._gates[states]
+        folds[:, 2] = np.repeat(begins, gates)
+        folds[:, 3] = np.repeat(counts, gates)
+        return folds[folds[:, 1] > 0]

@@ -295,7 +295,7 @@ class Steering:
                 raise Exhausted("every interval that follows a rule about token ids is in use")
             gates = self.bank.programs.gate_numbers(built_table.table.gates)
             late = [gate.late for gate in built_table.table.gates]
-            gate_state = self.gates.acquire(gates, late)
+            gate_state = self.gates.acquire(gates, late, built_table.table.columns)
         except (BankError, ValueError):
             self.built_tables.release(built_table)
             raise
