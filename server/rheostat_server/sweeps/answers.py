@@ -135,8 +135,8 @@ def _answer(answer: sweep_pb2.Answer, vocabulary: int, path: str) -> Answer:
     sequences = []
     for index, alternative in enumerate(answer.alternatives):
         field = f"{path}[{index}].ids"
-        validation.token_ids(alternative.ids, vocabulary, field)
         validation.check_count(len(alternative.ids), ANSWER_TOKENS, field, "tokens")
+        validation.token_ids(alternative.ids, vocabulary, field)
         sequences.append(tuple(alternative.ids))
     if len(set(sequences)) < len(sequences):
         raise InvalidValue("an alternative may not be repeated", field=path)

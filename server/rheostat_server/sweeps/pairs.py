@@ -160,7 +160,12 @@ def _check_labels(request: sweep_service_pb2.SweepRequest) -> None:
 
 def _check_ranges(request: sweep_service_pb2.SweepRequest) -> None:
     selectors = [request.where]
-    for pair in request.pairs:
+    for index, pair in enumerate(request.pairs):
+        path = f"pairs[{index}]"
+        validation.text_bytes(pair.label, ID_BYTES, field_path(path, "label"))
+        validation.check_count(
+            len(pair.groups), SWEEP_COLUMNS, field_path(path, "groups"), "groups"
+        )
         selectors += [*pair.groups, pair.noise.where]
     count = sum(len(one.include) + len(one.exclude) for one in selectors)
     validation.check_count(count, SWEEP_RANGES, "pairs", "ranges in all groups")

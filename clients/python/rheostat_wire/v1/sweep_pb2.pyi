@@ -137,7 +137,7 @@ class SweepPair(_message.Message):
     run_id: _builtins.str
     """A run, as the corrupt prompt's."""
     label: _builtins.str
-    """For people."""
+    """For people. At most 128 bytes."""
     @_builtins.property
     def prompt(self) -> _types_pb2.Prompt:
         """The clean prompt. Required."""

@@ -28,6 +28,8 @@ SERVICES = {
         ("steering", "SteeringService"),
         ("capture", "CaptureService"),
         ("run", "RunService"),
+        ("sweep", "SweepService"),
+        ("lens", "LensService"),
     )
 }
 """Those that are served."""
@@ -45,8 +47,23 @@ TO_RUN = f"{SITES} prompt {{ token_ids {{ ids: [10, 11, 12] }} }}"
 TO_CONTRAST = f"{SITES} positive {{ text: 'a' }} negative {{ text: 'b' }}"
 
 
+ANSWER = "answer { alternatives { ids: 5 } }"
+PAIR = (
+    "prompt { token_ids { ids: [10, 11, 12] } } corrupt { token_ids { ids: [10, 13, 12] } } "
+    f"{ANSWER}"
+)
+GRID = f"{SITES} grades {{ token {{ metric: METRIC_LOGPROB }} }}"
+TO_SWEEP = f"{GRID} pairs {{ {PAIR} }}"
+TO_LENS = f"{SITES} prompt {{ token_ids {{ ids: [10, 11, 12] }} }}"
+TO_ATTRIBUTE = "prompt { token_ids { ids: [10, 11, 12] } } direction { token_id: 5 }"
+
+
 def steered(op: str) -> tuple[str, str]:
     return "Generate", f"{PROMPT} steering {{ interventions {{ {SITES} {op} }} }}"
+
+
+def replaced(source: str) -> tuple[str, str]:
+    return steered(f"where {{ include {{ positions {{}} }} }} replace {{ {source} }}")
 
 
 def captured(to: str, more: str = "") -> tuple[str, str]:
@@ -63,6 +80,8 @@ WHERE = "include { positions {} }"
 
 CASES: dict[str, tuple[tuple[str, str], str]] = {
     "Ablate.directions": (steered("ablate {}"), "steering.interventions.ablate.directions"),
+    "Answer.alternatives": (("Sweep", TO_SWEEP), "pairs.answer.alternatives"),
+    "AttributeRequest.lora_name": (("Attribute", TO_ATTRIBUTE), "lora_name"),
     "CaptureRunRequest.labels": (("CaptureRun", TO_RUN), "labels"),
     "CaptureRunRequest.lora_name": (("CaptureRun", TO_RUN), "lora_name"),
     "CaptureRunRequest.run_id": (("CaptureRun", TO_RUN), "run_id"),
@@ -85,6 +104,10 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
     "DeriveVectorsRequest.name": (("DeriveVectors", TO_CONTRAST), "name"),
     "DeriveVectorsRequest.negative": (("DeriveVectors", TO_CONTRAST), "negative"),
     "DeriveVectorsRequest.positive": (("DeriveVectors", TO_CONTRAST), "positive"),
+    "Dimensions.dimensions": (
+        replaced("zeros {} mask { dimensions {} }"),
+        "steering.interventions.replace.mask.dimensions.dimensions",
+    ),
     "Gate.conditions": (
         steered(f"add {{ vector {{ inline {{ {INLINE} }} }} }} gate {{}}"),
         "steering.interventions.gate.conditions",
@@ -105,10 +128,14 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
         steered("add { vector { name: 'v' } }"),
         "steering.interventions.sites.list.layers",
     ),
+    "LensRequest.lora_name": (("Lens", TO_LENS), "lora_name"),
+    "LensRequest.run_id": (("Lens", ""), "run_id"),
+    "LensRequest.token_ids": (("Lens", TO_LENS), "token_ids"),
     "ListRunsRequest.page_token": (("ListRuns", ""), "page_token"),
     "ListSinksRequest.page_token": (("ListSinks", ""), "page_token"),
     "ListVectorsRequest.name_prefix": (("ListVectors", ""), "name_prefix"),
     "ListVectorsRequest.page_token": (("ListVectors", ""), "page_token"),
+    "MeanSource.run_id": (replaced("mean {}"), "steering.interventions.replace.mean.run_id"),
     "PositionList.positions": (("ReadRun", "run_id: 'kept'"), "positions.positions"),
     "Probe.name": (("Generate", PROMPT), "probes.name"),
     "PutVectorRequest.chunk": (("PutVector", HEADER), "chunk"),
@@ -127,6 +154,7 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
     "RunHeader.token_ids": (("PutRun", RUN), "header.token_ids"),
     "RunRows.positions": (("PutRun", RUN), "rows.positions"),
     "RunRows.sites": (("PutRun", RUN), "rows.sites"),
+    "RunSource.run_id": (replaced("run {}"), "steering.interventions.replace.run.run_id"),
     "RunTarget.run_id": (captured("run {}"), "captures.run.run_id"),
     "Sampling.stop": (("Generate", PROMPT), "sampling.stop"),
     "Sampling.stop_token_ids": (("Generate", PROMPT), "sampling.stop_token_ids"),
@@ -157,6 +185,18 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
     "Steering.interventions": (("Generate", PROMPT), "steering.interventions"),
     "SubscribeOpen.captures": (subscribed("filter { every {} }"), "open.captures"),
     "SubscribeOpen.namespace": (subscribed(EVERY), "open.namespace"),
+    "SweepPair.groups": (("Sweep", TO_SWEEP), "pairs.groups"),
+    "SweepPair.label": (("Sweep", TO_SWEEP), "pairs.label"),
+    "SweepPair.run_id": (
+        ("Sweep", f"{GRID} pairs {{ prompt {{ token_ids {{ ids: 10 }} }} {ANSWER} }}"),
+        "pairs.run_id",
+    ),
+    "SweepRequest.done": (("Sweep", TO_SWEEP), "done"),
+    "SweepRequest.grades": (("Sweep", TO_SWEEP), "grades"),
+    "SweepRequest.group_labels": (("Sweep", TO_SWEEP), "group_labels"),
+    "SweepRequest.lora_name": (("Sweep", TO_SWEEP), "lora_name"),
+    "SweepRequest.pairs": (("Sweep", TO_SWEEP), "pairs"),
+    "SweepRequest.request_id": (("Sweep", TO_SWEEP), "request_id"),
     "Tensor.inline": (
         steered(f"add {{ vector {{ inline {{ {INLINE} }} }} }}"),
         "steering.interventions.add.vector.inline.inline",
@@ -315,7 +355,6 @@ async def test_a_text_that_no_context_holds_is_refused(running, name: str) -> No
 
 UNSERVED_CASES = {
     "GenerateRequest.rules": ("Generate", f"{PROMPT} rules {{}}"),
-    "Intervention.replace": steered("replace {}"),
     "Policy.probes": ("SetGlobal", "policy { probes {} }"),
     "Policy.rules": ("SetGlobal", "policy { rules {} }"),
     "Projection.matrix": captured("inline {}", "projection { matrix {} }"),
