@@ -7,7 +7,8 @@ synchronous client, ``_client/engine.py``, from this module.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Literal, Self, Unpack
 
 from rheostat._arrays import Element
@@ -37,6 +38,7 @@ from rheostat._subscriptions.aio_subscription import Subscription
 from rheostat._subscriptions.events import Cursor
 from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
 from rheostat._sweeps.accumulator import OnCell, OnProgress, SweepAccumulator
+from rheostat._sweeps.checkpoint import Checkpoint
 from rheostat._sweeps.grades import GradeLike, named_grades
 from rheostat._sweeps.pairs import Pair, answer_texts, checked_pairs
 from rheostat._sweeps.paths import PASS_LEASE, Branches, PathOptions, PathPatch, Paths
@@ -239,6 +241,7 @@ class Engine:
         progress: OnProgress | None = None,
         on_cell: OnCell | None = None,
         watch: Watch = None,
+        checkpoint: str | Path | None = None,
         timeout: float | None = None,
         **options: Unpack[SweepOptions],
     ) -> SweepResult:
@@ -258,10 +261,16 @@ class Engine:
         heatmap, unless ``watch=False``. A call that breaks is taken up with the cells that are
         left.
 
-        Raises InvalidRequest for malformed pairs, Refused with REASON_NO_CONTRAST if a recovered
-        part has no meaning, because both prompts grade alike. Method: Meng et al., "Locating and
-        Editing Factual Associations in GPT" (2022); Zhang and Nanda, "Towards Best Practices of
-        Activation Patching" (2023).
+        ``checkpoint`` is a file to which each cell is added as it comes. If the file exists, only
+        the cells that it lacks are run, so a program that was killed goes on when it is started
+        again. ``zoom``, ``baselines``, ``concurrency``, ``priority`` and ``keep_runs`` may differ
+        from those of the earlier call.
+
+        Raises InvalidRequest for malformed pairs, and for a checkpoint of another sweep or model;
+        OSError if the checkpoint can't be read or written; Refused with REASON_NO_CONTRAST if a
+        recovered part has no meaning, because both prompts grade alike. Method: Meng et al.,
+        "Locating and Editing Factual Associations in GPT" (2022); Zhang and Nanda, "Towards Best
+        Practices of Activation Patching" (2023).
         """
         check_options("sweep", options, SweepOptions)
         chosen = checked_pairs(pairs)
@@ -273,27 +282,32 @@ class Engine:
             chosen, tokens, points=points, layers=layers, grades=named, options=options
         )
         watcher = watcher_of(watch)
-        found = SweepAccumulator(
-            named,
-            pair_values=request.pair_values,
-            progress=progress,
-            on_cell=on_cell,
-            watcher=watcher,
-        )
-        failures = 0
-        while True:
-            before = found.count
-            responses = self._connection.download(calls.sweep(request, found), timeout)
-            try:
-                await Reader(responses, found).result()
-                break
-            except Unavailable:
-                failures = 1 if found.count > before else failures + 1
-                if failures > RESUMPTIONS:
-                    raise
-            del request.done[:]
-            request.done.extend(found.done)
-            await sleep(RESUME_AFTER)
+        with ExitStack() as files:
+            file = None
+            if checkpoint is not None:
+                model = await self.model()
+                file = files.enter_context(Checkpoint(checkpoint, request, model.name))
+            found = SweepAccumulator(
+                named,
+                pair_values=request.pair_values,
+                progress=progress,
+                on_cell=on_cell,
+                watcher=watcher,
+                checkpoint=file,
+            )
+            failures = 0
+            while True:
+                found.leave_out(request)
+                before = found.count
+                responses = self._connection.download(calls.sweep(request, found), timeout)
+                try:
+                    await Reader(responses, found).result()
+                    break
+                except Unavailable:
+                    failures = 1 if found.count > before else failures + 1
+                    if failures > RESUMPTIONS:
+                        raise
+                await sleep(RESUME_AFTER)
         if not request.group_labels:
             with suppress(Refused):  # a server without a tokenizer
                 pieces = (await self.tokenize(found.clean_token_ids)).pieces

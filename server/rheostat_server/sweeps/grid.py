@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rheostat_engine import ModelSites, Site
 from rheostat_server import validation
-from rheostat_server.errors import InvalidValue, MissingField
+from rheostat_server.errors import InvalidValue, MissingField, NonFinite
 from rheostat_server.limits import (
     DONE_RUNS,
     SWEEP_CELLS,
@@ -107,14 +107,26 @@ def check_size(cells: int, grades: int, requests_per_cell: int) -> None:
         )
 
 
-def resolve_done(request: sweep_service_pb2.SweepRequest, cells: int) -> npt.NDArray[np.bool_]:
-    """For each cell, whether the client has it already.
+class Done(NamedTuple):
+    """The cells that the client has already."""
+
+    cells: npt.NDArray[np.bool_]
+    """[cells]: whether the client has each."""
+    known: npt.NDArray[np.bool_]
+    """[cells]: whether the client says what it found there. Such a cell never runs again."""
+    values: npt.NDArray[np.float64]
+    """[cells]: the first grade of a known cell; NaN for a cell that failed, and for all others."""
+
+
+def resolve_done(request: sweep_service_pb2.SweepRequest, cells: int) -> Done:
+    """The cells of an earlier call.
 
     Raises:
-        InvalidValue: a run of cells is empty or beyond the grid.
+        InvalidValue: a run of cells is empty or beyond the grid, or the values do not match them.
     """
     validation.check_count(len(request.done), DONE_RUNS, "done", "runs of cells")
     done = np.zeros(cells, np.bool_)
+    order: list[range] = []
     for index, run in enumerate(request.done):
         if not run.count or run.start + run.count > cells:
             raise InvalidValue(
@@ -122,7 +134,22 @@ def resolve_done(request: sweep_service_pb2.SweepRequest, cells: int) -> npt.NDA
                 field=f"done[{index}]",
             )
         done[run.start : run.start + run.count] = True
-    return done
+        order.append(range(run.start, run.start + run.count))
+    values = np.full(cells, np.nan)
+    if not request.done_values:
+        return Done(done, np.zeros(cells, np.bool_), values)
+    listed = sum(map(len, order))
+    if len(request.done_values) != listed or listed != done.sum():
+        raise InvalidValue(
+            f"{len(request.done_values)} values for {listed} cells, {done.sum()} of which differ: "
+            "give each cell of `done` one value, once",
+            field="done_values",
+        )
+    given = np.array(request.done_values, np.float64)
+    if np.isinf(given).any():
+        raise NonFinite("must be finite, or NaN for a cell that failed", field="done_values")
+    values[[cell for run in order for cell in run]] = given
+    return Done(done, done, values)
 
 
 def cell_runs(cells: npt.NDArray[np.intp]) -> list[sweep_pb2.CellRun]:

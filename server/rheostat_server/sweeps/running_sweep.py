@@ -46,6 +46,8 @@ class _Work(NamedTuple):
     """The cell; None for an unchanged prompt."""
     pair: int
     noise: int
+    late: bool = False
+    """Whether cells are graded without waiting for this baseline."""
 
 
 @dataclass
@@ -53,13 +55,16 @@ class _Progress:
     """What a sweep knows so far."""
 
     repeats: list[list[list[Values]]]
-    """For each pair and noise, the values of its baselines."""
+    """For each pair and noise, the values of its first baselines."""
     other: list[list[Values]]
     """For each pair, the values of the prompts that rows come from."""
     waiting_baselines: int
+    """First baselines that have not answered yet."""
+    early: list[tuple[int, Values]] = field(default_factory=list)
+    """Pairs and values of late baselines that answered while first ones had not."""
     cells: dict[int, _Cell] = field(default_factory=dict)
     held_back: list[int] = field(default_factory=list)
-    """Cells that are complete, while baselines are not."""
+    """Cells that are complete, while the first baselines are not."""
 
 
 class RunningSweep:
@@ -72,12 +77,13 @@ class RunningSweep:
         self._settings = settings
         self._pairs = pairs
         self._measurements = measurements
-        self._scores = Scores(settings.grid.cells, settings.grades)
+        self._scores = Scores(settings.done.values, settings.grades)
         noises = [len(pair.bases) for pair in pairs]
+        first = settings.baselines - settings.late_baselines
         self._progress = _Progress(
             repeats=[[[] for _ in range(count)] for count in noises],
             other=[[] for _ in pairs],
-            waiting_baselines=sum(settings.baselines + count - 1 for count in noises),
+            waiting_baselines=sum(first + count - 1 for count in noises),
         )
 
     async def run(self, put: Put) -> None:
@@ -89,24 +95,27 @@ class RunningSweep:
         settings, grid = self._settings, self._settings.grid
         await self._prepare()
         first = settings.zoom.coarse(grid) if settings.zoom is not None else range(grid.cells)
-        wanted = [cell for cell in first if settings.zoom is not None or not settings.done[cell]]
-        await self._run_cells(wanted, put, self._baselines())
+        # Zoom needs the effects of all cells of the coarse grid.
+        have = settings.done.cells if settings.zoom is None else settings.done.known
+        wanted = [cell for cell in first if not have[cell]]
+        late = self._late_baselines()
+        kept = 0 if settings.zoom is None else len(late) // 2
+        await self._run_cells(wanted, put, self._first_baselines(), late[kept:])
         if settings.zoom is None:
             return
         ran = set(wanted)
         peaks = settings.zoom.peaks_of(self._scores.effects(), grid)
         added = [cell for cell in settings.zoom.fine(peaks, grid) if cell not in ran]
-        added = [cell for cell in added if not settings.done[cell]]
+        added = [cell for cell in added if not settings.done.cells[cell]]
         phase = sweep_pb2.SweepPhase(added_cell_count=len(added), around=peaks)
         await put(_pb.SweepResponse(phase=phase))
-        await self._run_cells(added, put, ())
+        await self._run_cells(added, put, (), late[:kept])
 
     def summary(self, seconds: float, run_ids: Sequence[str]) -> sweep_pb2.SweepSummary:
         """The last event."""
         grid, values = self._settings.grid, self._scores.values
         elapsed = duration_pb2.Duration()
         elapsed.FromNanoseconds(int(seconds * 1e9))
-        effects = self._scores.effects()
         peaks = np.abs(values - self._scores.base)
         grades = []
         for number, noise in enumerate(self._scores.noises()):
@@ -122,7 +131,7 @@ class RunningSweep:
             )
             if not np.isnan(corrupt):
                 grade.corrupt = corrupt
-            if not np.isnan(effects).all():
+            if not np.isnan(peaks[:, number]).all():
                 grade.peak = int(np.nanargmax(peaks[:, number]))
             grades.append(grade)
         return sweep_pb2.SweepSummary(
@@ -150,21 +159,33 @@ class RunningSweep:
             values = await self._measurements.unchanged(prompt, index)
             self._progress.other[index].append(values)
 
-    def _baselines(self) -> list[_Work]:
-        """The unchanged prompts: the first noise's again and again, and each further noise's once.
+    def _first_baselines(self) -> list[_Work]:
+        """The unchanged prompts by which cells are graded: each noise's, the first's repeatedly.
 
-        Their values differ by what batching alone does.
+        The repeats differ by what batching alone does.
         """
+        first = self._settings.baselines - self._settings.late_baselines
         return [
             _Work(None, pair, noise)
             for pair, one in enumerate(self._pairs)
             for noise in range(len(one.bases))
-            for _ in range(1 if noise else self._settings.baselines)
+            for _ in range(1 if noise else first)
         ]
 
-    async def _run_cells(self, cells: Iterable[int], put: Put, baselines: Sequence[_Work]) -> None:
-        """Runs cells, and baselines among the first of them, a few at a time."""
-        work = _alternating(baselines, self._work(cells))
+    def _late_baselines(self) -> list[_Work]:
+        """Further repeats, so that later batches contribute to the noise too."""
+        return [
+            _Work(None, pair, 0, late=True)
+            for _ in range(self._settings.late_baselines)
+            for pair in range(len(self._pairs))
+        ]
+
+    async def _run_cells(
+        self, cells: Sequence[int], put: Put, first: Sequence[_Work], late: Sequence[_Work]
+    ) -> None:
+        """Runs cells a few at a time, and baselines among the first of them and among all."""
+        count = len(cells) * sum(len(pair.bases) for pair in self._pairs)
+        work = _alternating(first, _spread(late, self._work(cells), count))
 
         async def run() -> None:
             for one in work:
@@ -185,15 +206,8 @@ class RunningSweep:
         """Runs one prompt, and puts its cell if that is complete."""
         progress, pair = self._progress, self._pairs[work.pair]
         if work.cell is None:
-            base = pair.bases[work.noise]
-            values = await self._measurements.unchanged(base, work.pair)
-            progress.repeats[work.pair][work.noise].append(values)
-            progress.waiting_baselines -= 1
-            if not progress.waiting_baselines:
-                self._set_scales()
-                for index in progress.held_back:
-                    await self._finish(index, put)
-                progress.held_back.clear()
+            values = await self._measurements.unchanged(pair.bases[work.noise], work.pair)
+            await self._take_baseline(work, values, put)
             return
         cell = progress.cells[work.cell]
         if cell.error is None:
@@ -215,10 +229,30 @@ class RunningSweep:
         else:
             await self._finish(work.cell, put)
 
+    async def _take_baseline(self, work: _Work, values: Values, put: Put) -> None:
+        """Takes what a baseline gives, and puts the cells that waited for the last first one."""
+        progress = self._progress
+        if work.late:
+            if progress.waiting_baselines:
+                progress.early.append((work.pair, values))
+            else:
+                self._scores.add_baseline(work.pair, values)
+            return
+        progress.repeats[work.pair][work.noise].append(values)
+        progress.waiting_baselines -= 1
+        if progress.waiting_baselines:
+            return
+        self._set_scales()
+        for pair, repeat in progress.early:
+            self._scores.add_baseline(pair, repeat)
+        for index in progress.held_back:
+            await self._finish(index, put)
+        progress.held_back.clear()
+
     async def _finish(self, index: int, put: Put) -> None:
         """Scores a complete cell, and puts it unless the client has it."""
         event = self._scored(index)
-        if not self._settings.done[index]:
+        if not self._settings.done.cells[index]:
             await put(event)
 
     def _set_scales(self) -> None:
@@ -260,6 +294,17 @@ def _alternating(first: Iterable[_Work], second: Iterable[_Work]) -> Iterator[_W
             yield one
         if isinstance(other, _Work):
             yield other
+
+
+def _spread(late: Sequence[_Work], work: Iterable[_Work], count: int) -> Iterator[_Work]:
+    """Puts late baselines evenly among `count` pieces of work, none of them first or last."""
+    spread = 0
+    for number, one in enumerate(work):
+        while spread < len(late) and number * (len(late) + 1) >= (spread + 1) * count:
+            yield late[spread]
+            spread += 1
+        yield one
+    yield from late[spread:]
 
 
 async def _together(work: Callable[[], Coroutine[None, None, None]], count: int) -> None:

@@ -29,16 +29,26 @@ class PairScale(NamedTuple):
     """[grades]; NaN without a corrupt prompt."""
     base: Values
     """[grades]: of the prompt that cells are run in."""
-    std: Values
-    """[grades]: standard deviation of the repeated baselines."""
-    largest: Values
-    """[grades]: largest deviation of a baseline from their mean."""
-    repeats: int
-    """Number of repeated baselines."""
+    center: Values
+    """[grades]: the mean of the first baselines, from which the others deviate."""
+    repeats: list[Values]
+    """Values of the baselines so far."""
+
+    def largest(self) -> Values:
+        """[grades]: largest deviation of a baseline."""
+        deviations: Values = np.abs(np.array(self.repeats) - self.center).max(axis=0)
+        return deviations
+
+    def std(self) -> Values:
+        """[grades]: standard deviation of the baselines."""
+        if len(self.repeats) == 1:
+            return np.zeros_like(self.base)
+        std: Values = np.std(self.repeats, axis=0, ddof=1)
+        return std
 
 
 def pair_scale(
-    repeats: Sequence[Values],
+    repeats: list[Values],
     others: Sequence[Values],
     clean: Values | None,
     corrupt: Values | None,
@@ -48,23 +58,21 @@ def pair_scale(
     """The scale of a pair.
 
     Args:
-        repeats: values of the repeated baselines.
+        repeats: values of the first baselines; further ones may be appended.
         others: values of the prompt with each of the further noises.
         clean: values of the clean prompt; None if cells are run in it.
         corrupt: values of the corrupt prompt; None if cells are run in it, or there is none.
         into_clean: whether cells are run in the clean prompt.
     """
-    first = np.mean(repeats, axis=0)
-    deviations = np.abs(np.array(repeats) - first)
-    base = np.mean([first, *others], axis=0)
+    center = np.mean(repeats, axis=0)
+    base = np.mean([center, *others], axis=0)
     missing = np.full_like(base, np.nan)
     return PairScale(
         clean=base if into_clean or clean is None else clean,
         corrupt=(missing if corrupt is None else corrupt) if into_clean else base,
         base=base,
-        std=np.std(repeats, axis=0, ddof=1) if len(repeats) > 1 else np.zeros_like(base),
-        largest=deviations.max(axis=0),
-        repeats=len(repeats),
+        center=center,
+        repeats=repeats,
     )
 
 
@@ -75,9 +83,10 @@ def check_contrast(scales: Sequence[PairScale], grades: Sequence[Grade]) -> None
         NoContrast: the clean and the corrupt prompt of a pair grade alike.
     """
     for index, scale in enumerate(scales):
+        largest = scale.largest()
         for number, grade in enumerate(grades):
             contrast = abs(scale.clean[number] - scale.corrupt[number])
-            least = max(_LEAST_CONTRAST, scale.largest[number])
+            least = max(_LEAST_CONTRAST, largest[number])
             if grade.recovered and not contrast > least:
                 raise NoContrast(
                     f"{grade.name} of the clean prompt is {scale.clean[number]:.6g}, of the "
@@ -90,17 +99,26 @@ def check_contrast(scales: Sequence[PairScale], grades: Sequence[Grade]) -> None
 class Scores:
     """The values of all cells."""
 
-    def __init__(self, cells: int, grades: Sequence[Grade]) -> None:
-        """No cell has a value."""
-        self.values = np.full((cells, len(grades)), np.nan)
-        """[cells, grades]"""
+    def __init__(self, known: Values, grades: Sequence[Grade]) -> None:
+        """No cell is scored.
+
+        Args:
+            known: [cells]: the first grade of cells that an earlier call has scored; NaN for all
+                others.
+            grades: the grades.
+        """
+        self.values = np.full((len(known), len(grades)), np.nan)
+        """[cells, grades]: of the cells that are scored here."""
+        self._known = known
         none = np.empty(len(grades))
         self.base = none
         """[grades]: the grades of the unchanged prompts that cells are run in."""
         self.noise_limit = none
-        """[grades]: the largest deviation of a baseline, averaged over the pairs."""
+        """[grades]: the largest deviation of a baseline so far, averaged over the pairs."""
         self._recovered = np.array([grade.recovered for grade in grades])
         self._scales: Sequence[PairScale] = ()
+        self._largest = none
+        """[pairs, grades]: the largest deviation of a baseline so far."""
         self._zero = self._unit = none
         """[pairs, grades]: a grade is `(metric - zero) / unit`."""
 
@@ -112,14 +130,24 @@ class Scores:
         self._zero = np.where(self._recovered, corrupt, 0.0)
         self._unit = np.where(self._recovered, clean - corrupt, 1.0)
         self.base = self._graded(np.array([scale.base for scale in scales])).mean(axis=0)
-        largest = np.array([scale.largest for scale in scales])
-        self.noise_limit = (largest / np.abs(self._unit)).mean(axis=0)
+        self._largest = np.array([scale.largest() for scale in scales])
+        self._set_noise_limit()
+
+    def add_baseline(self, pair: int, values: Values) -> None:
+        """Takes a further baseline of a pair: values [grades]. It can only widen the noise."""
+        scale = self._scales[pair]
+        scale.repeats.append(values)
+        self._largest[pair] = np.maximum(self._largest[pair], np.abs(values - scale.center))
+        self._set_noise_limit()
+
+    def _set_noise_limit(self) -> None:
+        self.noise_limit = (self._largest / np.abs(self._unit)).mean(axis=0)
 
     def noises(self) -> list[sweep_pb2.Noise]:
         """What batching alone does to each grade."""
-        stds = np.array([scale.std for scale in self._scales]) / self._unit
+        stds = np.array([scale.std() for scale in self._scales]) / self._unit
         std = np.sqrt(np.square(stds).sum(axis=0)) / len(stds)
-        count = sum(scale.repeats for scale in self._scales)
+        count = sum(len(scale.repeats) for scale in self._scales)
         return [
             sweep_pb2.Noise(mean=mean, std=spread, max=largest, sample_count=count)
             for mean, spread, largest in zip(
@@ -157,7 +185,9 @@ class Scores:
 
     def effects(self) -> Values:
         """[cells]: how far the first grade lies from that of the unchanged prompts."""
-        distances: Values = np.abs(self.values[:, 0] - self.base[0])
+        scored = self.values[:, 0]
+        values = np.where(np.isnan(scored), self._known, scored)
+        distances: Values = np.abs(values - self.base[0])
         return distances
 
     def _graded(self, metrics: Values) -> Values:

@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import BASELINES, REPLACED_ROWS, VECTOR_BYTES
@@ -17,6 +14,7 @@ from rheostat_server.steering.replacements import OpContext, resolve_mask
 from rheostat_server.sweeps.cells import Blend
 from rheostat_server.sweeps.grades import Grade, resolve_grades
 from rheostat_server.sweeps.grid import (
+    Done,
     Grid,
     ZoomPlan,
     check_size,
@@ -25,12 +23,16 @@ from rheostat_server.sweeps.grid import (
     resolve_zoom,
 )
 from rheostat_server.sweeps.pairs import Pair, column_labels, resolve_pairs
+from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
 from rheostat_wire.v1 import replace_pb2, sweep_pb2, sweep_service_pb2
 
 _DEFAULT_CONCURRENCY = 16
 _DEFAULT_BASELINES = 8
+
+_DONE_BYTES = 64
+"""Bytes that `offload` counts for a run of cells that are done, and for a value of one."""
 
 
 class Settings(NamedTuple):
@@ -40,13 +42,19 @@ class Settings(NamedTuple):
     grades: tuple[Grade, ...]
     blend: Blend
     zoom: ZoomPlan | None
-    done: npt.NDArray[np.bool_]
+    done: Done
     baselines: int
+    """Repeats of each unchanged prompt."""
     concurrency: int
     background: bool
     pair_values: bool
     lease: float | None
     """Seconds for which the sweep's runs are kept; None: not at all."""
+
+    @property
+    def late_baselines(self) -> int:
+        """How many of `baselines` run among later cells. No cell waits for them."""
+        return self.baselines // 2
 
 
 async def resolve(
@@ -88,12 +96,13 @@ async def resolve(
     each = sum(len(pair.bases) * len(pair.answers.questions) for pair in pairs)
     check_size(grid.cells, len(grades), each)
     _check_rows(grid, pairs, manager)
+    size = _DONE_BYTES * (len(request.done) + len(request.done_values))
     settings = Settings(
         grid,
         grades,
         blend,
         zoom,
-        resolve_done(request, grid.cells),
+        await offload(size, resolve_done, request, grid.cells),
         baselines,
         concurrency,
         background,

@@ -129,7 +129,7 @@ def _started(
     coarse = range(grid.cells) if zoom is None else zoom.coarse(grid)
     return sweep_pb2.SweepStarted(
         request_id=request_id,
-        cell_count=int((~settings.done[list(coarse)]).sum()),
+        cell_count=int((~settings.done.cells[list(coarse)]).sum()),
         rows=[to_wire(row.site) for row in grid.rows],
         columns=labels,
         pairs=map(_resolved_pair, pairs),

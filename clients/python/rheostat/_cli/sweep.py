@@ -155,6 +155,12 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     files.add_argument(
         "--save", type=Path, metavar="FILE.npz", help="save it for rheostat.SweepResult.load"
     )
+    files.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="add each cell as it comes; if the file exists, go on with the cells that it lacks",
+    )
     add_force(parser)
 
 
@@ -168,15 +174,19 @@ def run(args: argparse.Namespace) -> int:
             size = shutil.get_terminal_size()
             phase.show(_grid.shaded(result, size.columns, size.lines - _SPARE_LINES))
 
-        result = engine.sweep(
-            pair,
-            points=args.points,
-            layers=args.layers,
-            grades=args.grade or _grade(args),
-            progress=lambda done, total: phase.note(f"{done} of {total} cells"),
-            watch=watch if phase.terminal else False,
-            **_options(args),
-        )
+        try:
+            result = engine.sweep(
+                pair,
+                points=args.points,
+                layers=args.layers,
+                grades=args.grade or _grade(args),
+                progress=lambda done, total: phase.note(f"{done} of {total} cells"),
+                watch=watch if phase.terminal else False,
+                checkpoint=args.checkpoint,
+                **_options(args),
+            )
+        except OSError as error:
+            raise _failed(error, "use") from error
     try:
         _write(args, result)
     finally:  # what an hour has computed is shown also if the disk is full
@@ -269,7 +279,11 @@ def _write(args: argparse.Namespace, result: SweepResult) -> None:
         if args.png is not None:
             result.heatmap(args.png)
     except OSError as error:
-        raise CommandError(f"cannot write {error.filename}: {error.strerror or error}") from error
+        raise _failed(error, "write") from error
+
+
+def _failed(error: OSError, what: str) -> CommandError:
+    return CommandError(f"cannot {what} {error.filename}: {error.strerror or error}")
 
 
 def _document(result: SweepResult) -> dict[str, Plain]:

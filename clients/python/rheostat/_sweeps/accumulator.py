@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rheostat._errors import ServerError
+from rheostat._errors import RheostatError, ServerError
 from rheostat._points import read_site
 from rheostat._positions import read_ranges
+from rheostat._sweeps.checkpoint import Checkpoint
 from rheostat._sweeps.grades import NamedGrade
 from rheostat._sweeps.result import Cell, Noise, ResolvedPair, SweepResult
 from rheostat._sweeps.watching import Watcher
@@ -20,6 +21,8 @@ OnProgress = Callable[[int, int], None]
 OnCell = Callable[[Cell], None]
 """Is called with each cell that has values; the value is that of the first grade."""
 
+_DONE_RUNS = 4096
+"""Most runs of cells that a server takes as done."""
 _UNKNOWN = float("nan")
 _RUNNING = sweep_pb2.SweepGrade(
     clean=_UNKNOWN, noise=sweep_pb2.Noise(mean=_UNKNOWN, std=_UNKNOWN, max=_UNKNOWN)
@@ -38,8 +41,9 @@ class SweepAccumulator:
         progress: OnProgress | None,
         on_cell: OnCell | None,
         watcher: Watcher | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
-        """No event has come."""
+        """No event has come but those of a checkpoint."""
         self._names = tuple(grade.name for grade in grades)
         self._pair_values = pair_values
         self._progress = progress
@@ -49,19 +53,34 @@ class SweepAccumulator:
         self._summary: sweep_pb2.SweepSummary | None = None
         self._cells: dict[int, sweep_pb2.SweepCell] = {}
         self._expected = 0
+        self._checkpoint = checkpoint
+        for response in () if checkpoint is None else checkpoint.responses:
+            if response.HasField("started"):
+                self._started = response.started
+            elif response.cell.values:  # a cell that failed is tried again
+                self._cells[response.cell.index] = response.cell
         self.tokens: tuple[str, ...] = ()
         """The texts of the columns' tokens."""
 
-    @property
-    def done(self) -> list[sweep_pb2.CellRun]:
-        """The cells that need not come again."""
-        runs: list[sweep_pb2.CellRun] = []
+    def leave_out(self, request: sweep_service_pb2.SweepRequest) -> None:
+        """Says in a request which cells need not come again."""
+        runs: list[range] = []
         for index in sorted(self._cells):
-            if runs and runs[-1].start + runs[-1].count == index:
-                runs[-1].count += 1
+            if runs and runs[-1].stop == index:
+                runs[-1] = range(runs[-1].start, index + 1)
             else:
-                runs.append(sweep_pb2.CellRun(start=index, count=1))
-        return runs
+                runs.append(range(index, index + 1))
+        # The cells of all further runs come again.
+        runs = sorted(runs, key=len, reverse=True)[:_DONE_RUNS]
+        del request.done[:], request.done_values[:]
+        for run in sorted(runs, key=lambda run: run.start):
+            request.done.add(start=run.start, count=len(run))
+            if request.HasField("zoom"):
+                request.done_values.extend(map(self._first_value, run))
+
+    def _first_value(self, index: int) -> float:
+        values = self._cells[index].values
+        return values[0] if values else _UNKNOWN
 
     @property
     def count(self) -> int:
@@ -82,9 +101,7 @@ class SweepAccumulator:
         """Take the next event."""
         match message.WhichOneof("event"):
             case "started":
-                if self._cells:
-                    _check_same(self._begun(), message.started)
-                self._started = message.started
+                self._begin(message)
                 self._expected = len(self._cells) + message.started.cell_count
                 self._tell()
             case "phase":
@@ -92,6 +109,8 @@ class SweepAccumulator:
                 self._tell()
             case "cell":
                 self._cells[message.cell.index] = message.cell
+                if self._checkpoint is not None:
+                    self._checkpoint.append(message)
                 self._tell()
                 self._show(message.cell)
             case "summary":
@@ -125,7 +144,8 @@ class SweepAccumulator:
                 continue
             at = cell.row, cell.column
             values[:, *at], errors[:, *at] = cell.values, cell.standard_errors
-            top[at], below[at] = cell.top_token_id, cell.below_noise
+            top[at] = cell.top_token_id
+            below[at] = cell.below_noise if self._summary is None else _within(cell, summary)
             if pairs:
                 each[:, :, *at] = np.reshape(cell.pair_values, (pairs, shape[0]))
         return SweepResult(
@@ -151,6 +171,24 @@ class SweepAccumulator:
             seconds=summary.elapsed.ToNanoseconds() / 1e9,
         )
 
+    def _begin(self, message: sweep_service_pb2.SweepResponse) -> None:
+        before = self._started
+        self._started = message.started
+        if before is not None:
+            if not _same(before, message.started):
+                raise self._changed()
+        elif self._checkpoint is not None:
+            self._checkpoint.append(message)
+
+    def _changed(self) -> RheostatError:
+        """The error if cells of another grid would be added to those that have come."""
+        if self._checkpoint is not None:
+            return self._checkpoint.changed()
+        return ServerError(
+            "a sweep broke, and the server that took it up has other rows, columns or tokens: its "
+            "model has changed. Run the sweep again"
+        )
+
     def _begun(self) -> sweep_pb2.SweepStarted:
         if self._started is None:
             raise ServerError("the server began a sweep without saying what it runs")
@@ -168,21 +206,18 @@ class SweepAccumulator:
         self._on_cell(Cell(cell.index, site, column, cell.values[0], cell.standard_errors[0]))
 
 
-def _check_same(before: sweep_pb2.SweepStarted, now: sweep_pb2.SweepStarted) -> None:
-    """Refuses to add cells of another grid to those that have come.
-
-    Raises:
-        ServerError: the server has another model or tokenizer now.
-    """
-    same = all(
+def _same(before: sweep_pb2.SweepStarted, now: sweep_pb2.SweepStarted) -> bool:
+    """Whether two calls have the same grid and prompts."""
+    return all(
         list(getattr(before, field)) == list(getattr(now, field))
         for field in ("rows", "columns", "pairs")
     )
-    if not same:
-        raise ServerError(
-            "a sweep broke, and the server that took it up has other rows, columns or tokens: its "
-            "model has changed. Run the sweep again"
-        )
+
+
+def _within(cell: sweep_pb2.SweepCell, summary: sweep_pb2.SweepSummary) -> bool:
+    """Whether every value lies within the noise, which may be wider than when the cell came."""
+    graded = zip(cell.values, summary.grades, strict=True)
+    return all(abs(value - one.noise.mean) <= one.noise.max for value, one in graded)
 
 
 def _read_pair(pair: sweep_pb2.ResolvedPair) -> ResolvedPair:

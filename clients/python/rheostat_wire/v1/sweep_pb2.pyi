@@ -604,7 +604,9 @@ class SweepCell(_message.Message):
     log-probabilities of likely tokens, unless the answer is the most likely one.
     """
     below_noise: _builtins.bool
-    """Whether every value lies within the noise."""
+    """Whether every value lies within the noise of the baselines so far. Later baselines may widen the
+    noise: in the end a cell lies within it if for every grade |value - Noise.mean| <= Noise.max.
+    """
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """One per grade: the mean over pairs and noises. Empty where the cell failed."""
@@ -653,11 +655,11 @@ class Noise(_message.Message):
     MAX_FIELD_NUMBER: _builtins.int
     SAMPLE_COUNT_FIELD_NUMBER: _builtins.int
     mean: _builtins.float
-    """Mean."""
+    """Mean of the baselines that ran among the first cells. Cells are graded by it."""
     std: _builtins.float
-    """Standard deviation."""
+    """Standard deviation of all baselines."""
     max: _builtins.float
-    """Largest deviation from the mean."""
+    """Largest deviation of any baseline from `mean`."""
     sample_count: _builtins.int
     """Of so many."""
     def __init__(

@@ -52,6 +52,7 @@ class SweepRequest(_message.Message):
     MAX_CONCURRENT_CELLS_FIELD_NUMBER: _builtins.int
     PAIR_VALUES_FIELD_NUMBER: _builtins.int
     KEEP_RUNS_FIELD_NUMBER: _builtins.int
+    DONE_VALUES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id; as GenerateRequest.request_id."""
     direction: _sweep_pb2.SweepDirection.ValueType
@@ -69,7 +70,9 @@ class SweepRequest(_message.Message):
     ALIGNMENT_AFFIXES.
     """
     baseline_count: _builtins.int
-    """Repeats of the unchanged prompt among the cells, per pair, for the noise. 1 to 64. Default 8."""
+    """Repeats of the unchanged prompt among the cells, per pair, for the noise. 1 to 64. Default 8. Half
+    of them run among the first cells, which wait for them; the others are spread over all cells.
+    """
     lora_name: _builtins.str
     """Adapter. Empty: none."""
     priority: _sweep_pb2.SweepPriority.ValueType
@@ -118,13 +121,19 @@ class SweepRequest(_message.Message):
 
     @_builtins.property
     def done(self) -> _containers.RepeatedCompositeFieldContainer[_sweep_pb2.CellRun]:
-        """Cells that are not sent again, since the client has them from an earlier call. Without zoom they are
-        not run either.
+        """Cells that are not sent again, since the client has them from an earlier call. They are not run
+        either, but with zoom cells of the coarse grid without `done_values`.
         """
 
     @_builtins.property
     def keep_runs(self) -> _duration_pb2.Duration:
         """Present: keep the runs that the sweep makes under this lease; the summary names them."""
+
+    @_builtins.property
+    def done_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """For zoom, which looks for the largest effects: the first grade of each cell of `done`, in the order
+        of `done`, whose runs may not overlap then. NaN: the cell failed. Empty: none is known.
+        """
 
     def __init__(
         self,
@@ -149,10 +158,11 @@ class SweepRequest(_message.Message):
         max_concurrent_cells: _builtins.int | None = ...,
         pair_values: _builtins.bool = ...,
         keep_runs: _duration_pb2.Duration | None = ...,
+        done_values: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_alignment", b"_alignment", "_alpha", b"_alpha", "_baseline_count", b"_baseline_count", "_direction", b"_direction", "_layer_window", b"_layer_window", "_max_concurrent_cells", b"_max_concurrent_cells", "_priority", b"_priority", "alignment", b"alignment", "alpha", b"alpha", "baseline_count", b"baseline_count", "direction", b"direction", "keep_runs", b"keep_runs", "layer_window", b"layer_window", "mask", b"mask", "max_concurrent_cells", b"max_concurrent_cells", "priority", b"priority", "sites", b"sites", "steering", b"steering", "where", b"where", "zoom", b"zoom"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alignment", b"_alignment", "_alpha", b"_alpha", "_baseline_count", b"_baseline_count", "_direction", b"_direction", "_layer_window", b"_layer_window", "_max_concurrent_cells", b"_max_concurrent_cells", "_priority", b"_priority", "alignment", b"alignment", "alpha", b"alpha", "baseline_count", b"baseline_count", "direction", b"direction", "done", b"done", "grades", b"grades", "group_labels", b"group_labels", "keep_runs", b"keep_runs", "layer_window", b"layer_window", "lora_name", b"lora_name", "mask", b"mask", "max_concurrent_cells", b"max_concurrent_cells", "pair_values", b"pair_values", "pairs", b"pairs", "priority", b"priority", "request_id", b"request_id", "sites", b"sites", "steering", b"steering", "where", b"where", "zoom", b"zoom"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alignment", b"_alignment", "_alpha", b"_alpha", "_baseline_count", b"_baseline_count", "_direction", b"_direction", "_layer_window", b"_layer_window", "_max_concurrent_cells", b"_max_concurrent_cells", "_priority", b"_priority", "alignment", b"alignment", "alpha", b"alpha", "baseline_count", b"baseline_count", "direction", b"direction", "done", b"done", "done_values", b"done_values", "grades", b"grades", "group_labels", b"group_labels", "keep_runs", b"keep_runs", "layer_window", b"layer_window", "lora_name", b"lora_name", "mask", b"mask", "max_concurrent_cells", b"max_concurrent_cells", "pair_values", b"pair_values", "pairs", b"pairs", "priority", b"priority", "request_id", b"request_id", "sites", b"sites", "steering", b"steering", "where", b"where", "zoom", b"zoom"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alignment: _TypeAlias = _typing.Literal["alignment"]  # noqa: Y015
     _WhichOneofArgType__alignment: _TypeAlias = _typing.Literal["_alignment", b"_alignment"]  # noqa: Y015

@@ -71,6 +71,69 @@ async def test_a_cell_is_the_corrupt_prompt_with_clean_rows(starter) -> None:
     await settled(running)
 
 
+@dataclass
+class DriftingBackend(PatchedBackend):
+    """Answers unchanged prompts differently after a while."""
+
+    baselines: int = 0
+    drift_after: int = 0
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        unchanged = job.prompt == CORRUPT and not job.plan.acts
+        async for delta in super().generate(job):
+            if unchanged and job.sampling.only_token is not None:
+                self.baselines += 1
+                if self.baselines > self.drift_after:
+                    delta.logprobs[0].token.logprob += 0.01
+            yield delta
+
+
+@pytest.mark.parametrize("zoom", [None, sweep_pb2.Zoom(layer_stride=2, column_stride=2)])
+async def test_baselines_run_among_the_first_cells_and_all_others(starter, zoom) -> None:
+    backend = PatchedBackend()
+    running = await starter(backend)
+    ids = list(range(20, 60))
+    one = pair(prompt=prompt(*ids), corrupt=prompt(*ids[:5], 99, *ids[6:]))
+    request = order(one, zoom=zoom, max_concurrent_cells=2, baseline_count=9)
+    cells, summary = await swept(running, request)
+    assert summary.grades[0].noise.sample_count == 9
+    asked = [bool(job.plan.acts) for job in backend.asked if job.prompt[5] == 99]
+    baselines = [number for number, cell in enumerate(asked) if not cell]
+    assert len(baselines) == 9
+    assert baselines[4] < 12  # five are waited for
+    gaps = np.diff([*baselines[4:], len(asked)])
+    assert gaps.max() < len(cells) / 2
+    assert baselines[-1] > len(cells) / 2
+
+
+async def test_no_cell_waits_for_late_baselines(starter) -> None:
+    backend = PatchedBackend()
+    running = await starter(backend)
+    call = running.client.sweep.Sweep(order(max_concurrent_cells=1))
+    await call.read()
+    assert (await call.read()).HasField("cell")
+    assert sum(not job.plan.acts and job.prompt == CORRUPT for job in backend.asked) <= 6
+    await rest(call)
+
+
+async def test_late_baselines_widen_the_noise(starter) -> None:
+    running = await starter(DriftingBackend(drift_after=4))
+    cells, summary = await swept(running, order(max_concurrent_cells=1))
+    noise = summary.grades[0].noise
+    assert noise.mean == pytest.approx(logprob(sum(CORRUPT)))
+    assert (noise.max, noise.sample_count) == (pytest.approx(0.01), 8)
+    assert noise.std == pytest.approx(np.std([0.01] * 4 + [0] * 4, ddof=1))
+    graded = [(cell, abs(cell.values[0] - noise.mean)) for cell in cells.values()]
+    assert any(not cell.below_noise and size > noise.max for cell, size in graded)
+    assert all(size <= noise.max for cell, size in graded if cell.below_noise)
+
+
+async def test_a_single_baseline_is_waited_for(starter) -> None:
+    running = await starter(PatchedBackend())
+    _, summary = await swept(running, order(baseline_count=1))
+    assert summary.grades[0].noise.sample_count == 1
+
+
 async def test_every_metric_of_alternatives_of_several_tokens(starter) -> None:
     running = await starter(PatchedBackend())
     names = ("LOGPROB", "PROBABILITY", "LOGIT_DIFFERENCE", "RANK")
@@ -298,6 +361,55 @@ async def test_zoom_sends_no_cell_that_is_done(starter) -> None:
     (phase,) = (event.phase for event in events if event.HasField("phase"))
     assert sorted([*sent, *kept]) == indices
     assert started.started.cell_count + phase.added_cell_count == len(sent)
+
+
+async def test_zoom_runs_no_cell_whose_value_it_is_given(starter) -> None:
+    backend = PatchedBackend()
+    running = await starter(backend)
+    ids = [20 + i for i in range(9)]
+    one = pair(prompt=prompt(*ids), corrupt=prompt(*ids[:5], 99, *ids[6:]))
+    zoom = sweep_pb2.Zoom(layer_stride=2, column_stride=4, layer_radius=1, column_radius=1)
+    started, *events, _ = await rest(running.client.sweep.Sweep(order(one, zoom=zoom)))
+    cells = [event.cell for event in events if event.HasField("cell")]
+    coarse, fine = cells[: started.started.cell_count], cells[started.started.cell_count :]
+    backend.asked.clear()
+    kept = [*coarse[1:], fine[0]]  # in an order of its own
+    request = order(
+        one,
+        zoom=zoom,
+        done=[sweep_pb2.CellRun(start=cell.index, count=1) for cell in kept],
+        done_values=[cell.values[0] for cell in kept],
+    )
+    _, *events, _ = await rest(running.client.sweep.Sweep(request))
+    sent = [event.cell.index for event in events if event.HasField("cell")]
+    assert sorted(sent) == sorted(cell.index for cell in (coarse[0], *fine[1:]))
+    assert sum(bool(job.plan.acts) for job in backend.asked) == len(sent)
+
+
+async def test_zoom_goes_by_the_values_that_it_is_given(starter) -> None:
+    running = await starter(PatchedBackend())
+    zoom = sweep_pb2.Zoom(layer_stride=1, column_stride=3, layer_radius=0, column_radius=1)
+    done = [sweep_pb2.CellRun(start=8, count=1), sweep_pb2.CellRun(start=3, count=1)]
+    request = order(zoom=zoom, done=done, done_values=[math.nan, 1000.0])
+    _, *events, _ = await rest(running.client.sweep.Sweep(request))
+    (phase,) = (event.phase for event in events if event.HasField("phase"))
+    assert list(phase.around) == [3]
+
+
+@pytest.mark.parametrize(
+    ("done", "values", "reason"),
+    [
+        ([(0, 2)], [1.0], "REASON_INVALID_VALUE"),
+        ([], [1.0], "REASON_INVALID_VALUE"),
+        ([(0, 2), (1, 2)], [1.0] * 4, "REASON_INVALID_VALUE"),
+        ([(0, 1)], [math.inf], "REASON_NON_FINITE"),
+    ],
+)
+async def test_values_of_done_cells_are_one_each(starter, done, values, reason) -> None:
+    running = await starter(PatchedBackend())
+    runs = [sweep_pb2.CellRun(start=start, count=count) for start, count in done]
+    refusal = await refused(running, order(done=runs, done_values=values))
+    assert (refusal.reason, refusal.field) == (reason, "done_values")
 
 
 @dataclass
