@@ -11,7 +11,6 @@ from the client's cancellation to the first look that finds nothing, so it is an
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -171,7 +170,6 @@ def main() -> None:
         "measures": "milliseconds from the cancellation of a sweep until nothing is held",
         **described(model, served.engine.runner),
         "compiled": served.engine.compiled,
-        "cores": os.cpu_count(),
         "prompt_tokens": _TOKENS,
         "bar_ms": BAR_MS,
         "trials": arguments.trials,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from rheostat_bench.machine import circumstances
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine.backend import Backend
 from rheostat_server.serve import start
@@ -52,6 +53,8 @@ def report(outcome: Outcome, seed: int, count: int, seconds: float) -> dict[str,
         _, kind, end = name.split(" ", 2)
         kinds[f"{kind} {'OK' if end == 'OK' else 'cut' if kind == 'cut' else 'refused'}"] += number
     return {
+        "benchmark": "random calls of causal tracing",
+        **circumstances(),
         "seed": seed,
         "calls": count,
         "seconds": round(seconds, 1),

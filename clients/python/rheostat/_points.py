@@ -78,6 +78,13 @@ _TO_WIRE: dict[Point, types_pb2.Point.ValueType] = {
 }
 _FROM_WIRE = {number: point for point, number in _TO_WIRE.items()}
 
+NO_HEADS = (
+    "heads are not served, because a head's output is no point of the stream. Take attn_out of the "
+    "layer, which is the sum of its heads; then take its heads apart with TransformerLens"
+)
+_PARTS_OF_HEADS = {"z", "q", "k", "v", "result", "pattern", "attn_scores", "head", "heads"}
+"""Names of what heads compute, in TransformerLens."""
+
 
 class Site(NamedTuple):
     """A point at one layer."""
@@ -104,12 +111,19 @@ def point_of(name: PointLike) -> Point:
     alias = _ALIASES.get(name) if isinstance(name, str) else None
     if alias is not None:
         return alias
+    if names_head(name):
+        raise invalid("sites.points", f"{name!r}: {NO_HEADS}", "REASON_NOT_SUPPORTED")
     try:
         return Point(name)
     except ValueError:
         raise invalid(
             "sites.points", f"unknown point {name!r}{_advice(name)}", "REASON_UNKNOWN_ENUM"
         ) from None
+
+
+def names_head(name: object) -> bool:
+    """Whether a name is that of something within attention heads."""
+    return isinstance(name, str) and name.rpartition("hook_")[2] in _PARTS_OF_HEADS
 
 
 def _advice(name: object) -> str:

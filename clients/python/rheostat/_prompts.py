@@ -72,7 +72,8 @@ def _message(message: object, number: int) -> types_pb2.ChatMessage:
         )
     role, content = message["role"], message["content"]
     if not isinstance(role, str) or not isinstance(content, str) or not role:
-        raise invalid(f"chat.messages[{number}]", "role and content are texts")
+        media = "; images and other media are not served" if isinstance(content, list) else ""
+        raise invalid(f"chat.messages[{number}]", f"role and content are texts{media}")
     for name, text in (("role", role), ("content", content)):
         utf8_text(text, f"chat.messages[{number}].{name}", f"a {name}")
     return types_pb2.ChatMessage(role=role, content=content)

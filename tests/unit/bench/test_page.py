@@ -73,6 +73,26 @@ def test_waits_of_tokens_beside_rows_are_those_of_the_file() -> None:
         assert f"| {name} | {median} | {most} | {row['gb_per_s']:.1f} |" in PAGE
 
 
+def test_the_bounds_of_sweeps_follow_from_the_file() -> None:
+    sweeps = content("h200/sweeps-qwen3-8b.json")
+    prefill, cells, single = (
+        sweeps["summary"][arm]["200"]
+        for arm in (
+            "stock, whole prompts",
+            "sweep, 256 cells at a time",
+            "single requests, one at a time",
+        )
+    )
+    tokens, each = prefill["tokens_per_s"], cells["computed_tokens_per_cell"]
+    most, alone = tokens / each, single["cells_per_s"]
+    assert f"{tokens:,.0f} tokens/s, and a cell computes {each:.1f} of its tokens" in PAGE
+    assert f"at most {most:.0f} cells/s are possible, which is {most / alone:.1f} " in PAGE
+    assert f"{alone:.1f} single requests in a second" in PAGE
+    host = sweeps["cpu_us_per_cell"]["sweep, 256 cells at a time, 40 tokens"]
+    busy = host["VLLM::EngineCor, main thread"] / 1e3
+    assert f"works {busy:.2f} ms for a cell, so at most {1000 / busy:.0f} cells/s" in PAGE
+
+
 def test_rows_that_a_capture_lost_are_on_the_page() -> None:
     repeated = content("h200/capture.json")["repeated"]
     lost = [turn["lost_rows"] for turns in repeated.values() for turn in turns]

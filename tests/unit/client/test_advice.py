@@ -91,7 +91,7 @@ def test_tokens_in_other_words_are_answered_with_how_to_select_them(where, advic
         ("model.layers.7.mlp", 'write "mlp_out" with layers=7'),
         ("transformer.h.2.attn", 'write "attn_out" with layers=2'),
         ("resid_pots", 'did you mean "resid_post"?'),
-        ("hook_z", "there are resid_pre, "),
+        ("hook_z", "heads are not served"),
         ("q_proj", "there are resid_pre, "),
     ],
 )

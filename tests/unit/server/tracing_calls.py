@@ -297,6 +297,8 @@ def _sweep(rng: random.Random) -> list[Message]:
         message.zoom.column_stride = rng.randint(1, 4)
     if rng.random() < 0.2:
         message.done.add(start=rng.randrange(2), count=1)
+        if rng.random() < 0.5:
+            message.done_values.append(rng.choice((-12.0, -8.0, math.nan)))
     if rng.random() < 0.2:
         message.keep_runs.FromMilliseconds(rng.choice((1_000, 60_000)))
     message.pair_values = rng.random() < 0.3

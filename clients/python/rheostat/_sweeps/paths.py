@@ -17,7 +17,7 @@ import numpy as np
 
 from rheostat._errors import invalid
 from rheostat._fields import whole_number
-from rheostat._points import Point, PointLike, Site, point_of
+from rheostat._points import NO_HEADS, Point, PointLike, Site, names_head, point_of
 from rheostat._positions import show_sites
 from rheostat._prompts import Prompt
 from rheostat._responses.explanations import Explanation
@@ -49,12 +49,6 @@ Branches: TypeAlias = Branch | Iterable[Branch]
 
 Freeze: TypeAlias = PointLike | Iterable[PointLike | Branch]
 """Branches of all layers by point, or single branches."""
-
-_HEADS = (
-    "heads are not served, because a head's output is no point of the stream. Patch attn_out of "
-    "the layer, which is the sum of its heads; then take its heads apart with TransformerLens"
-)
-_PARTS_OF_HEADS = {"z", "q", "k", "v", "result", "pattern", "attn_scores", "head", "heads"}
 
 
 class PathOptions(TypedDict, total=False):
@@ -305,8 +299,8 @@ def _branch(given: object, path: str) -> Site:
     if not isinstance(given, tuple) or len(given) not in (2, 3):
         raise invalid(path, f'a branch is (point, layer), as ("attn_out", 3), not {given!r:.60}')
     name = given[0]
-    if len(given) == 3 or _names_head(name):
-        raise invalid(path, f"{given!r:.60}: {_HEADS}", "REASON_NOT_SUPPORTED")
+    if len(given) == 3 or names_head(name):
+        raise invalid(path, f"{given!r:.60}: {NO_HEADS}", "REASON_NOT_SUPPORTED")
     point = point_of(name)
     if point not in BRANCHES:
         raise invalid(
@@ -316,10 +310,6 @@ def _branch(given: object, path: str) -> Site:
             "REASON_NOT_SUPPORTED",
         )
     return Site(point, whole_number(given[1], path, "a layer"))
-
-
-def _names_head(name: object) -> bool:
-    return isinstance(name, str) and name.rpartition("hook_")[2] in _PARTS_OF_HEADS
 
 
 def _advice(given: str, path: str) -> str:
@@ -334,8 +324,8 @@ def _frozen(given: Freeze, layers: int) -> tuple[Site, ...]:
     for one in several:
         if not isinstance(one, str):
             branches.append(one)
-        elif _names_head(one):
-            raise invalid("freeze", f"{one!r}: {_HEADS}", "REASON_NOT_SUPPORTED")
+        elif names_head(one):
+            raise invalid("freeze", f"{one!r}: {NO_HEADS}", "REASON_NOT_SUPPORTED")
         else:
             branches += [(one, layer) for layer in range(layers)]
     return _branches(branches, "freeze") if branches else ()

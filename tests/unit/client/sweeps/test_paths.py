@@ -28,7 +28,7 @@ def resolved(sender: object, receiver: object = "logits", **options: object) -> 
     "head", [("attn_out", 1, 4), ("hook_z", 1), ("blocks.1.attn.hook_q", 1), ("heads", 0)]
 )
 def test_heads_are_refused_by_name_with_what_to_do_instead(head: object, receiver: object) -> None:
-    with pytest.raises(rheostat.InvalidRequest, match=r"heads are not served.*Patch attn_out") as e:
+    with pytest.raises(rheostat.InvalidRequest, match=r"heads are not served.*Take attn_out") as e:
         paths(head, receiver)
     assert (e.value.path, e.value.reason) == ("sender", "REASON_NOT_SUPPORTED")
     with pytest.raises(rheostat.InvalidRequest, match="heads are not served") as e:

@@ -360,6 +360,26 @@ def test_wrong_arguments_name_their_field(server, client, name) -> None:
     assert not any(isinstance(one, sweep_service_pb2.SweepRequest) for one in server.asked)
 
 
+@pytest.mark.parametrize("name", ["z", "hook_z", "blocks.3.attn.hook_q", "heads", "pattern"])
+def test_heads_are_refused_by_name_with_what_to_do_instead(server, client, name) -> None:
+    with pytest.raises(rheostat.InvalidRequest, match=r"heads are not served.*Take attn_out") as e:
+        sweep(client, PAIR, points=["resid_post", name])
+    assert (e.value.reason, e.value.path) == ("REASON_NOT_SUPPORTED", "sites.points")
+    assert not any(isinstance(one, sweep_service_pb2.SweepRequest) for one in server.asked)
+
+
+def test_an_image_is_no_content_of_a_message(server, client) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    seen = [{"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}]
+    for pair in (
+        rheostat.Pair(seen, corrupt=[1], answer=[7]),
+        rheostat.Pair([1], corrupt=seen, answer=[7]),
+    ):
+        with pytest.raises(rheostat.InvalidRequest, match="images and other media are not served"):
+            sweep(client, pair)
+    assert not any(isinstance(one, sweep_service_pb2.SweepRequest) for one in server.asked)
+
+
 def test_an_unknown_option_is_a_type_error(client) -> None:
     with pytest.raises(TypeError, match="window"):
         sweep(client, PAIR, windows=3)

@@ -25,6 +25,7 @@ from vllm.config import (
 )
 from vllm.forward_context import set_forward_context
 from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -392,6 +393,22 @@ def test_blocks_are_the_children_of_a_list_that_hold_layers_with_state() -> None
     assert find_blocks(model, registered(model)) == [
         Block(1, model.decoder[1], (attention[0],)),
         Block(2, model.decoder[2], (attention[1], attention[2])),
+    ]
+
+
+def test_an_encoder_of_images_is_no_decoder() -> None:
+    """Its attention keeps no state, so the blocks are the language model's: it is served for text.
+
+    vLLM's encoders have `MMEncoderAttention`, which is not in the static forward context.
+    """
+    model = nn.Module()
+    model.vision_tower = nn.ModuleList([Layer(nn.Identity()) for _ in range(2)])
+    model.language_model = nn.Module()
+    attention = Attention()
+    model.language_model.layers = nn.ModuleList([Layer(attention)])
+    assert not issubclass(MMEncoderAttention, AttentionLayerBase)
+    assert find_blocks(model, registered(model)) == [
+        Block(0, model.language_model.layers[0], (attention,))
     ]
 
 
