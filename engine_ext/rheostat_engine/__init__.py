@@ -17,6 +17,7 @@ from rheostat_engine.channel.events import (
 from rheostat_engine.channel.staging import StagingError
 from rheostat_engine.channel.worker_channel import WorkerChannel
 from rheostat_engine.front_end import (
+    keep_end_token,
     prepare_front_end,
     receive_outputs,
     stop_front_end,
@@ -134,6 +135,7 @@ __all__ = [
     "Window",
     "WorkerChannel",
     "engine_kwargs",
+    "keep_end_token",
     "largest_replaced",
     "prepare_front_end",
     "receive_outputs",

@@ -17,7 +17,12 @@ def prepare_front_end() -> None:
     # The other functions' adapters are imported here too. vLLM keeps the errors of optional
     # imports, and so every frame that was on the stack. If such a frame referred to an `AsyncLLM`,
     # it would be freed only at interpreter shutdown, and fail there.
-    from rheostat_engine.adapters import output_handler, outputs, scheduler_stats  # noqa: F401
+    from rheostat_engine.adapters import (  # noqa: F401
+        end_token,
+        output_handler,
+        outputs,
+        scheduler_stats,
+    )
     from rheostat_engine.adapters.detokenizer import decode_last_tokens
     from rheostat_engine.adapters.logprobs import leave_logprobs_undecoded
 
@@ -41,6 +46,13 @@ def watch_scheduler(llm: "Engine", record: "Record") -> None:
     from rheostat_engine.adapters import scheduler_stats
 
     scheduler_stats.watch_scheduler(llm, record)
+
+
+def keep_end_token(llm: "Engine") -> None:
+    """Makes an engine look up its tokenizer's end token only now; see `adapters.end_token`."""
+    from rheostat_engine.adapters import end_token
+
+    end_token.keep_end_token(llm)
 
 
 def receive_outputs(

@@ -222,7 +222,7 @@ async def _admit(
     request: GenerateRequest, size: int, admission: AdmissionContext, *, changeable: bool
 ) -> AdmittedRequest:
     _check_head(request, admission)
-    with_text = await offload(
+    with_text = _selects(request) and await offload(
         size, _any_needs_text, request.steering, request.captures, request.probes
     )
     prompt = await admission.prompts.resolve(request, with_text=with_text)
@@ -312,7 +312,9 @@ def admit_now(
         compared = compared_logprobs(sampling, admission.info.logprobs)
         watched = without.plan.with_captures_of(plan)
         baseline = Baseline(watched, compared, admission.info.model_tokens)
-    private_from = context.prompt_len if candidate.changeable else None
+    plan = plan.for_request(candidate.request_id, plan.epoch)
+    if candidate.changeable:
+        plan = replace(plan, private_from=context.prompt_len)
     return AdmittedRequest(
         request_id=candidate.request_id,
         labels=dict(request.labels),
@@ -322,7 +324,7 @@ def admit_now(
         interventions=(*compiled.server_wide, *own),
         captures=captures,
         observer_captures=wanted,
-        plan=replace(plan, request_id=candidate.request_id, private_from=private_from),
+        plan=plan,
         unobserved=compiled.plan,
         lora=request.lora_name,
         vectors=compiled.vectors,
@@ -350,7 +352,13 @@ def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
     _check_lora(request.lora_name, admission.info.loras)
     validation.labels(request.labels, "labels")
     _waits(request)
-    check_ranges(request.steering, request.captures, request.probes)
+    if _selects(request):
+        check_ranges(request.steering, request.captures, request.probes)
+
+
+def _selects(request: GenerateRequest) -> bool:
+    """Whether a request has parts that may have selectors."""
+    return request.HasField("steering") or bool(request.captures) or bool(request.probes)
 
 
 def _work(

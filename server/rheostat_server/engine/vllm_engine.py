@@ -14,7 +14,13 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rheostat_engine import EngineSettings, engine_kwargs, prepare_front_end, watch_scheduler
+from rheostat_engine import (
+    EngineSettings,
+    engine_kwargs,
+    keep_end_token,
+    prepare_front_end,
+    watch_scheduler,
+)
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine.backend import QueueStats
 from rheostat_server.engine.loras import Lora, lora_arguments, read_loras
@@ -180,6 +186,7 @@ def _start(
         {lora.name: lora for lora in loras},
     )
     watch_scheduler(loaded.llm, loaded.counter.add)
+    keep_end_token(loaded.llm)
     return loaded
 
 

@@ -24,6 +24,7 @@ from rheostat_server.front_ends.records import (
 )
 from rheostat_server.front_ends.remote_call import RemoteCall
 from rheostat_server.message_parts import Payload
+from rheostat_server.tasks.turns import Turns
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,6 +51,10 @@ _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """Errors of addresses that a machine does not have. `localhost` often has such a second address,
 which gRPC skips too."""
 
+_STARTS = 8
+"""Calls that start in one iteration of the event loop. If hundreds of requests that arrive together
+were admitted in one iteration, the first tokens of the earliest would wait for the last."""
+
 _SOCKET_BYTES = 4 << 20
 """Size of the socket buffers; the kernel may allow less."""
 
@@ -60,6 +65,7 @@ class FrontEnds:
     def __init__(self, count: int, answer: Answer) -> None:
         self._count = count
         self._answer = answer
+        self._starts = Turns(_STARTS)
         self._host, self._port = "", 0
         self._reserved: list[socket.socket] = []
         self._health = int(HealthCheckResponse.NOT_SERVING)
@@ -112,7 +118,7 @@ class FrontEnds:
             reserved.close()
 
     def _new(self) -> "_FrontEnd":
-        return _FrontEnd(self._host, self._port, self._answer)
+        return _FrontEnd(self._host, self._port, self._answer, self._starts)
 
     async def _restart_forever(self, index: int) -> None:
         clock = asyncio.get_running_loop().time
@@ -148,10 +154,11 @@ class FrontEnds:
 class _FrontEnd:
     """One process, and the calls that it has forwarded."""
 
-    def __init__(self, host: str, port: int, answer: Answer) -> None:
+    def __init__(self, host: str, port: int, answer: Answer, starts: Turns) -> None:
         self._host = host
         self._port = port
         self._answer = answer
+        self._starts = starts
         self._connection = RecordConnection(self._receive, self._lost)
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -266,10 +273,19 @@ class _FrontEnd:
             self._connection.send(kind, number, *body)
 
         call = RemoteCall(send, begin)
-        task = asyncio.create_task(_answer_to_end(self._answer, begin.method, call))
+        task = asyncio.create_task(self._answer_in_turn(begin.method, call))
         self._calls[number] = call, task
         self._tasks.add(task)
         task.add_done_callback(self._remove_task)
+
+    async def _answer_in_turn(self, path: str, call: RemoteCall) -> None:
+        """Answers a call, and reports its end to the front end even if answering fails."""
+        try:
+            await self._starts.turn()
+            await self._answer(path, call)
+            call.end()
+        finally:
+            call.abandon()
 
     def _remove_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -338,12 +354,3 @@ def _bind(family: int, kind: int, protocol: int, address: tuple[object, ...]) ->
         bound.close()
         raise
     return bound
-
-
-async def _answer_to_end(answer: Answer, path: str, call: RemoteCall) -> None:
-    """Answers a call, and reports its end to the front end even if answering fails."""
-    try:
-        await answer(path, call)
-        call.end()
-    finally:
-        call.abandon()

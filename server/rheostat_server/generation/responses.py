@@ -136,9 +136,10 @@ class _Stream:
 
     async def responses(self) -> AsyncIterator[Response | CapturedRows | Notice]:
         """Every message between Started and Receipt."""
-        active = self._active
+        active, rows_ready = self._active, False
         while active.pending_notices or self._open:
             item = await self._next()
+            rows_ready = rows_ready or item is Sign.ROWS
             if isinstance(item, ResponseItem):
                 for response in self._take(item):
                     yield response
@@ -156,17 +157,21 @@ class _Stream:
                 yield item
             # Rows take turns with tokens. If they waited until the queue is empty, rows of many
             # samples would never leave, and the request would fail as if its reader were slow.
-            while (rows := active.response_rows.take()) is not None:
+            while rows_ready and (rows := active.response_rows.take()) is not None:
                 yield await self._rows(rows)
                 if len(active.queue):
                     break
+            else:
+                rows_ready = False
         active.finish()  # the rows that remain come with their ends
-        while True:
-            while (rows := active.response_rows.take()) is not None:
-                yield await self._rows(rows)
-            if active.response_rows.ended:
-                break
+        while not active.response_rows.ended:
+            if rows_ready:
+                while (rows := active.response_rows.take()) is not None:
+                    yield await self._rows(rows)
+                rows_ready = False
+                continue
             item = await active.next()
+            rows_ready = item is Sign.ROWS
             if not isinstance(item, ResponseItem | Sign):
                 yield item
         if self._lost:

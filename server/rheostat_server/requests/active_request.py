@@ -29,6 +29,7 @@ from rheostat_server.requests.sequence import FINISH_REASONS, EngineSequence, Se
 from rheostat_server.requests.signals import Fired, RequestSignals
 from rheostat_server.requests.token_hold import TokenHold
 from rheostat_server.subscriptions.observer_captures import Attachment
+from rheostat_server.tasks.turns import Turns
 from rheostat_wire.v1 import types_pb2
 
 _LOG = logging.getLogger(__name__)
@@ -47,13 +48,20 @@ _NUMBERS = itertools.count()
 class ActiveRequest:
     """A running request."""
 
-    def __init__(self, admitted: AdmittedRequest, share: Share, pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        admitted: AdmittedRequest,
+        share: Share,
+        pace: Pace | None = None,
+        row_turns: Turns | None = None,
+    ) -> None:
         """The request has not started.
 
         Args:
             admitted: the request.
             share: the memory for its waiting rows and tokens.
             pace: limits how often its tokens are sent. None: every token is sent at once.
+            row_turns: limits how many requests send rows in an iteration of the event loop.
         """
         self.admitted = admitted
         self.admitted_at = time.monotonic()
@@ -81,7 +89,10 @@ class ActiveRequest:
         """Messages that wait for the reader of the response."""
         self.interrupt: Callable[[RheostatError], None] = lambda _: None
         """Ends the call, even if its client does not read."""
-        self.response_rows = ResponseRows(partial(self.queue.put, Sign.ROWS))
+        wake = partial(self.queue.put, Sign.ROWS)
+        self.response_rows = ResponseRows(
+            wake if row_turns is None else partial(row_turns.call, wake)
+        )
         """Captured rows that go into the response."""
         self.capture_lock = asyncio.Lock()
         """Held during changes of captures, so that two changes do not reserve the same capacity."""
@@ -310,7 +321,8 @@ class ActiveRequest:
 
     def close_outputs(self) -> None:
         """Closes all outputs with the finish reasons of the samples."""
-        self.outputs.close(self._reasons())
+        if self.outputs:
+            self.outputs.close(self._reasons())
 
     def discard_outputs(self, error: RheostatError) -> None:
         """Discards the outputs of a request that cannot start.

@@ -58,6 +58,7 @@ from rheostat_server.runs.store import RunStore
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tasks.shared_query import SharedQuery
+from rheostat_server.tasks.turns import Turns
 from rheostat_server.vectors.store import Vector
 
 _LOG = logging.getLogger(__name__)
@@ -69,6 +70,10 @@ _LAST_READS = 5.0
 """Seconds that clients get to read the end of requests that were aborted."""
 
 _UNHANDLED = "the server could not handle what the request's probes have read"
+
+_ROWS_TURNS = 8
+"""Requests that may send rows in an iteration of the event loop. Tokens, which come between two
+iterations, wait for no more. Rows of 36 layers take as long as ten tokens."""
 
 _ENDING = "the server is shutting down; it admits no more requests"
 
@@ -135,6 +140,7 @@ class RequestManager:
         self.worker_stats = SharedQuery(backend.worker_stats, keep=STATS_SECONDS)
         self._active_requests: dict[str, ActiveRequest] = {}
         self._pace = Pace()
+        self._row_turns = Turns(_ROWS_TURNS)
         self.background_pace = BackgroundPace()
         self._foreground = 0
         """Number of active requests that are not in the background."""
@@ -208,7 +214,7 @@ class RequestManager:
             QueueFull, BankFull, CaptureOverflow, StoreFull: the request needs too much.
         """
         self._check_open(admitted)
-        active = ActiveRequest(admitted, self.budget.share(), self._pace)
+        active = ActiveRequest(admitted, self.budget.share(), self._pace, self._row_turns)
         self._active_requests[admitted.request_id] = active
         self._empty.clear()
         self._foreground += not admitted.background

@@ -48,6 +48,10 @@ class RequestOutputs:
         """Adds the run of the capture `index`; `add_writer` adds its writer."""
         self._runs[index] = draft
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._feeds)
+
     @property
     def writing(self) -> bool:
         """Whether a sink has not published or failed yet."""

@@ -9,13 +9,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
-from rheostat_engine import OPEN_END, Act, EngineSettings, Kind, Plan
+from rheostat_engine import EXTRA_ARG, OPEN_END, Act, EngineSettings, Kind, Plan
+from rheostat_engine.plan.plan import read_plan
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine import vllm_backend, vllm_engine, vllm_outputs
-from rheostat_server.engine.backend import Delta, SteeringUpdate
+from rheostat_server.engine.backend import Delta, Job, SteeringUpdate
 from rheostat_server.engine.loras import Lora
-from rheostat_server.engine.vllm_backend import ask_workers, start_backend
+from rheostat_server.engine.sampling import SamplingSettings
+from rheostat_server.engine.vllm_backend import VllmBackend, ask_workers, start_backend
 from rheostat_server.engine.vllm_engine import LoadedEngine, QueueCounter
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.tensors import FloatType
@@ -415,3 +418,34 @@ async def test_vectors_reach_every_worker_as_float32_with_the_norms_of_their_row
     sent = ((5.0, 2.0), rows.astype("<f4").tobytes())
     told = {wide.digest.hex(): sent, narrow.digest.hex(): sent}
     assert asked == [("rheostat_load_vectors", told)]
+
+
+def job(plan_id: str, sample: int = 0, acts: tuple[Act, ...] = (), **settings: object) -> Job:
+    sampling = SamplingSettings(max_tokens=5, **settings)
+    return Job(Plan(plan_id, acts), (1, 2), sampling, sample, "")
+
+
+def test_equal_settings_share_no_parameters_that_vllm_or_a_plan_changes() -> None:
+    backend = SimpleNamespace(_llm=SimpleNamespace(tokenizer=None))
+
+    def params(job: Job) -> SamplingParams:
+        return VllmBackend._sampling_params(backend, job)
+
+    first, second = params(job("a", acts=(ACT,))), params(job("b", acts=(ACT,)))
+    assert read_plan(first.extra_args[EXTRA_ARG]).request_id == "a"
+    assert read_plan(second.extra_args[EXTRA_ARG]).request_id == "b"
+    assert params(job("c")).extra_args is None
+    taken = first.clone()  # as vLLM does, before it changes fields
+    taken.update_from_generation_config({"eos_token_id": [3, 4]}, 3)
+    assert taken.stop_token_ids == [4]
+    assert params(job("d")).stop_token_ids == []
+
+
+def test_each_sample_has_its_own_seed_and_only_the_first_has_the_prompts_log_probabilities() -> (
+    None
+):
+    backend = SimpleNamespace(_llm=SimpleNamespace(tokenizer=None))
+    settings = {"seed": 11, "samples": 2, "prompt_logprobs": 1}
+    samples = [VllmBackend._sampling_params(backend, job("a", n, **settings)) for n in range(2)]
+    assert [one.seed for one in samples] == [11, 12]
+    assert [one.prompt_logprobs for one in samples] == [1, None]
