@@ -69,6 +69,8 @@ from rheostat._responses.receipts import (
     Dose,
     Receipt,
     ReplaceSource,
+    RuleFirings,
+    RuleReceipt,
 )
 from rheostat._responses.results import (
     Divergence,
@@ -84,6 +86,7 @@ from rheostat._responses.results import (
     TokenLogprobs,
     Tokens,
 )
+from rheostat._responses.signals import SignalColumn, Signals
 from rheostat._runs import Run, RunInfo
 from rheostat._selectors import Selector, generated, positions, span, token_ids, window
 from rheostat._steering.derivations import Derivation, DerivedRow
@@ -100,6 +103,7 @@ from rheostat._steering.replacements import (
     replace,
     run_mean,
 )
+from rheostat._steering.rules import Observe, Rule, Stop
 from rheostat._steering.steering import ablate, band, clamp, norm_add, scale
 from rheostat._steering.token_directions import TokenDirection, token_direction
 from rheostat._steering.vectors import Add, Intervention, Vector, VectorInfo, inline, named
@@ -179,6 +183,7 @@ __all__ = [
     "NoisyPrompt",
     "NormAdd",
     "NotFound",
+    "Observe",
     "OutOfRange",
     "Pair",
     "PathOptions",
@@ -200,6 +205,9 @@ __all__ = [
     "ResumeOptions",
     "RheostatError",
     "Rows",
+    "Rule",
+    "RuleFirings",
+    "RuleReceipt",
     "Run",
     "RunInfo",
     "RunMean",
@@ -212,6 +220,8 @@ __all__ = [
     "Session",
     "SessionEvent",
     "Sigmoid",
+    "SignalColumn",
+    "Signals",
     "Sink",
     "SinkInfo",
     "Site",
@@ -219,6 +229,7 @@ __all__ = [
     "Started",
     "Stats",
     "Steering",
+    "Stop",
     "Stream",
     "SubscribeOptions",
     "Subscription",

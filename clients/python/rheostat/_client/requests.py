@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias, TypedDict, Unpack, cast
 
 from rheostat._capture.captures import CaptureLike, captures_of
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, did_you_mean, token_id, utf8_text
+from rheostat._fields import builds_message, did_you_mean, token_id, utf8_text, whole_number
 from rheostat._prompts import Prompt, labels_to_wire, put_prompt
-from rheostat._steering.gates import probes_to_wire
+from rheostat._steering.rules import ProbesLike, RulesLike, probes_to_wire, rules_of
 from rheostat._steering.steering import SteeringLike, interventions_of, steering_to_wire
 from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 
@@ -52,6 +52,14 @@ class GenerateOptions(TypedDict, total=False):
     """Interventions, in the order in which they act, after server-wide steering. Default: none."""
     capture: CaptureLike
     """Rows to capture, and their destinations. Default: none."""
+    probes: ProbesLike
+    """Probes whose readings are sent: `Sample.signals`. Default: none; gates and rules bring their
+    own."""
+    rules: RulesLike
+    """What happens where conditions hold. Default: none."""
+    hold_back: int | None
+    """Tokens of each running sample that the server holds back, so that a session or a rule that
+    ends the sample withholds them. Default: 0."""
     max_tokens: int | None
     """Tokens per sample. Default: as many as the context length allows after the prompt."""
     temperature: float | None
@@ -133,12 +141,14 @@ def generate_request(
     if lora == "":
         raise invalid("lora", "the adapter's name is empty")
     interventions = interventions_of(options.get("steering"))
+    rules, hold_back = rules_of(options.get("rules")), options.get("hold_back")
     labels, when_full = options.get("labels"), options.get("when_full")
     request = generation_service_pb2.GenerateRequest(
         request_id=request_id or "",
         sampling=_sampling(options),
         steering=steering_to_wire(interventions),
-        probes=probes_to_wire(interventions),
+        probes=probes_to_wire(interventions, options.get("probes"), rules),
+        rules=[rule.to_wire(f"rules[{number}]") for number, rule in enumerate(rules)],
         captures=[spec.to_wire() for spec in captures_of(options.get("capture"))],
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
         with_baseline=options.get("with_baseline", False),
@@ -146,6 +156,8 @@ def generate_request(
         return_prompt_token_ids=True,
         when_full=None if when_full is None else _when_full(when_full),
     )
+    if hold_back is not None:
+        request.hold_back = whole_number(hold_back, "hold_back", "a number of tokens", least=0)
     put_prompt(request, prompt)
     return request
 

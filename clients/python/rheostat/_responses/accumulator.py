@@ -33,6 +33,13 @@ from rheostat._responses.results import (
     TokenLogprobs,
     Tokens,
 )
+from rheostat._responses.signals import (
+    SignalColumn,
+    Signals,
+    joined,
+    read_signals,
+    read_table,
+)
 from rheostat_wire.v1 import (
     capture_pb2,
     generation_pb2,
@@ -59,10 +66,16 @@ class _Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     rows: dict[Site, list[Rows]] = field(default_factory=dict)
+    signals: list[Signals] = field(default_factory=list)
     end: Finished | None = None
     divergence: Divergence | None = None
 
-    def result(self, in_answer: bool, destinations: Sequence[str]) -> Sample:
+    def result(
+        self,
+        in_answer: bool,
+        destinations: Sequence[str],
+        columns: tuple[SignalColumn, ...],
+    ) -> Sample:
         if self.end is None:
             raise ServerError("the stream ended with a sample that never finished")
         return Sample(
@@ -75,6 +88,8 @@ class _Sample:
             first_token_after=self.end.first_token_after,
             finished_after=self.end.finished_after,
             divergence=self.divergence,
+            signals=joined(self.end.sample, self.signals, columns),
+            label=self.end.label,
         )
 
 
@@ -93,6 +108,7 @@ class GenerationAccumulator:
         self._prompt_logprobs: dict[bool, tuple[TokenLogprobs, ...]] = {}
         self._samples: dict[_Key, _Sample] = {}
         self._received: Counter[tuple[int, Site]] = Counter()
+        self._columns: tuple[SignalColumn, ...] = ()
         self._receipt: Receipt | None = None
 
     def add(self, message: _Response) -> list[Event]:
@@ -132,6 +148,13 @@ class GenerationAccumulator:
                         lost.row_count,
                     )
                 ]
+            case "signal_table":
+                self._columns = read_table(message.signal_table)
+                return []
+            case "signals":
+                signals = read_signals(message.signals, self._columns)
+                self._sample(False, signals.sample).signals.append(signals)
+                return [signals]
             case "finished":
                 end = _read_finished(message.finished)
                 self._sample(end.baseline, end.sample).end = end
@@ -174,8 +197,9 @@ class GenerationAccumulator:
     def _results(self, baseline: bool) -> tuple[Sample, ...]:
         """The samples in order, of the baseline or of the request itself."""
         destinations = list(self._destinations.values())
+        columns = () if baseline else self._columns
         return tuple(
-            sample.result(self._in_answer, destinations)
+            sample.result(self._in_answer, destinations, columns)
             for key, sample in sorted(self._samples.items())
             if key.baseline is baseline
         )
@@ -244,6 +268,7 @@ def _read_finished(message: generation_pb2.Finished) -> Finished:
         first_token_after=message.first_token_after.ToTimedelta().total_seconds(),
         finished_after=message.finished_after.ToTimedelta().total_seconds(),
         baseline=message.baseline,
+        label=message.rule_label,
     )
 
 

@@ -110,6 +110,29 @@ class CaptureReceipt:
     """Number of further sites, at points that only newer clients know."""
 
 
+@dataclass(frozen=True)
+class RuleFirings:
+    """Where a rule fired in one sample."""
+
+    sample: int
+    """Sample, from 0."""
+    positions: tuple[range, ...]
+    """The positions, as ranges; the first 1024 ranges."""
+    position_count: int
+    """Number of positions, in all."""
+    stopped: bool
+    """Whether the rule ended the sample."""
+
+
+@dataclass(frozen=True)
+class RuleReceipt:
+    """Where a rule fired."""
+
+    rule_name: str
+    samples: tuple[RuleFirings, ...]
+    """The samples in which it fired."""
+
+
 @dataclass(frozen=True, repr=False)
 class Receipt:
     """A record of the interventions and captures that were carried out. ``print`` shows a text."""
@@ -130,6 +153,8 @@ class Receipt:
     """Version of the server-wide steering that applied."""
     update_count: int = 0
     """Updates of the session's steering that were carried out; a stop does not count."""
+    rules: tuple[RuleReceipt, ...] = ()
+    """Every rule of the request."""
 
     def __repr__(self) -> str:
         parts = [
@@ -180,9 +205,22 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         intervention.origin == "global" for intervention in receipt.interventions
     ):
         rows.append(("server-wide steering", f"version {receipt.global_version}"))
+    for rule in receipt.rules:
+        rows.append((f"rule {rule.rule_name}", _rule_text(rule)))
     if receipt.update_count:
         rows.append(("updates", f"{receipt.update_count} carried out"))
     return rows
+
+
+def _rule_text(rule: RuleReceipt) -> str:
+    count = sum(firings.position_count for firings in rule.samples)
+    if not count:
+        return "did not fire"
+    text = f"fired at {count} positions in {len(rule.samples)} samples"
+    if len(rule.samples) == 1:
+        text = f"fired at positions {show_ranges(rule.samples[0].positions)}"
+    stopped = sum(firings.stopped for firings in rule.samples)
+    return text + (f", stopped {stopped} samples" if stopped else "")
 
 
 def _intervention_text(applied: AppliedIntervention) -> str:
@@ -266,6 +304,21 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
                 sum(not knows_point(site.site.point) for site in capture.sites),
             )
             for capture in message.captures
+        ),
+        rules=tuple(
+            RuleReceipt(
+                rule.rule_name,
+                tuple(
+                    RuleFirings(
+                        fired.sample,
+                        read_ranges(fired.positions),
+                        fired.position_count,
+                        fired.stopped,
+                    )
+                    for fired in rule.samples
+                ),
+            )
+            for rule in message.rules
         ),
     )
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from rheostat._capture.activations import Activations, IntArray, Rows
 from rheostat._notebook import passage, table
 from rheostat._responses.receipts import Receipt
+from rheostat._responses.signals import Signals
 from rheostat_wire.dtypes import FloatArray
 
 FinishReason: TypeAlias = Literal["stop", "length", "aborted", "rule", "error", "watch"]
@@ -84,13 +85,15 @@ class Finished:
     """Sample, from 0."""
     reason: FinishReason
     stop: str | int | None
-    """The stop text or token, if it ended the sample."""
+    """The stop text or token, or the name of the rule, if it ended the sample."""
     first_token_after: float
     """Seconds from admission to the first token."""
     finished_after: float
     """Seconds from admission to the end."""
     baseline: bool = False
     """Whether it is a sample of the baseline."""
+    label: str = ""
+    """`Stop.label` of the rule that ended the sample."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -143,7 +146,15 @@ class DroppedRows:
 
 
 Event: TypeAlias = (
-    Started | PromptLogprobs | Tokens | Rows | DroppedRows | Finished | Divergence | Receipt
+    Started
+    | PromptLogprobs
+    | Tokens
+    | Rows
+    | DroppedRows
+    | Signals
+    | Finished
+    | Divergence
+    | Receipt
 )
 """The events of a stream. The last one is the `Receipt`."""
 
@@ -160,13 +171,17 @@ class Sample:
     activations: Activations
     """Captured rows."""
     stop: str | int | None = None
-    """The stop text or token, if it ended the sample."""
+    """The stop text or token, or the name of the rule, if it ended the sample."""
     first_token_after: float = 0.0
     """Seconds from admission to the first token."""
     finished_after: float = 0.0
     """Seconds from admission to the end."""
     divergence: Divergence | None = None
     """Divergence from the baseline, if requested."""
+    signals: Signals = field(default_factory=Signals)
+    """What probes read, and where rules fired."""
+    label: str = ""
+    """`Stop.label` of the rule that ended it."""
 
     def __repr__(self) -> str:
         return (
@@ -208,6 +223,11 @@ class Samples:
     def activations(self) -> Activations:
         """Captured rows."""
         return self.samples[0].activations
+
+    @property
+    def signals(self) -> Signals:
+        """What probes read, and where rules fired."""
+        return self.samples[0].signals
 
     def __repr__(self) -> str:
         return f"Samples({', '.join(map(repr, self.samples))})"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -18,7 +17,7 @@ from rheostat._fields import whole_number, word
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
-from rheostat._steering.vectors import Intervention, Vector, finite, refuse_dose, row_ref
+from rheostat._steering.vectors import Vector, finite, refuse_dose, row_ref
 from rheostat_wire.v1 import gate_pb2, vector_pb2
 
 Normalise: TypeAlias = Literal["none", "unit", "cosine"]
@@ -46,7 +45,7 @@ ACTIVATIONS = {
     name: vector_pb2.Activation.Value(f"ACTIVATION_{name.upper()}") for name in get_args(Activation)
 }
 POOLS = {name: gate_pb2.Pool.Value(f"POOL_{name.upper()}") for name in get_args(Pool)}
-_COMBINES = {name: gate_pb2.Combine.Value(f"COMBINE_{name.upper()}") for name in get_args(Combine)}
+COMBINES = {name: gate_pb2.Combine.Value(f"COMBINE_{name.upper()}") for name in get_args(Combine)}
 _PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -213,7 +212,7 @@ class Condition:
         message = gate_pb2.Condition(
             probe_name=self.probe.name,
             pool=word(self.pool, POOLS, f"{path}.pool"),
-            combine_sites=word(self.combine, _COMBINES, f"{path}.combine_sites"),
+            combine_sites=word(self.combine, COMBINES, f"{path}.combine_sites"),
             after_prompt=bool(self.after_prompt),
         )
         if self.low is not None:
@@ -260,6 +259,8 @@ class Gate:
     """A number: 1 where the evidence is above it, else 0. None: 0.5."""
     hold: Hold = "token"
     invert: bool = False
+    signals: bool = False
+    """Whether `Signals.openness` says how far it was open."""
 
     def probes_to_wire(self) -> list[gate_pb2.Probe]:
         """The probes of its conditions, each once."""
@@ -282,8 +283,9 @@ class Gate:
                 condition.to_wire(f"{path}.conditions[{number}]")
                 for number, condition in enumerate(self.conditions)
             ],
-            combine=word(self.combine, _COMBINES, f"{path}.combine"),
+            combine=word(self.combine, COMBINES, f"{path}.combine"),
             invert=bool(self.invert),
+            signals=bool(self.signals),
         )
         match self.form:
             case None:
@@ -385,6 +387,7 @@ def gate(
     form: float | Sigmoid | Ramp | None = None,
     hold: Hold = "token",
     invert: bool = False,
+    signals: bool = False,
 ) -> Gate:
     """A gate: how far interventions act at each token, 0 (not at all) to 1.
 
@@ -399,6 +402,7 @@ def gate(
             something is summed. Default: above 0.5.
         hold: how long it stays open.
         invert: whether it is open by 1 less that.
+        signals: whether the result's `Signals.openness` says how far it was open at each token.
 
     Raises:
         InvalidRequest: there are none or too many conditions.
@@ -411,20 +415,4 @@ def gate(
                 "gate.conditions",
                 f"a gate takes conditions, such as probe.above(2), not {type(condition).__name__}",
             )
-    return Gate(conditions, combine, form, hold, invert)
-
-
-def probes_to_wire(interventions: Iterable[Intervention]) -> list[gate_pb2.Probe]:
-    """The probes of all gates, each once.
-
-    Raises InvalidRequest if two different probes have one name.
-    """
-    found: dict[str, gate_pb2.Probe] = {}
-    for intervention in interventions:
-        for message in () if intervention.gate is None else intervention.gate.probes_to_wire():
-            if found.setdefault(message.name, message) != message:
-                raise invalid(
-                    f"probes[{len(found)}].name",
-                    f"two different probes have the name {message.name!r}: give each its own",
-                )
-    return list(found.values())
+    return Gate(conditions, combine, form, hold, invert, signals)

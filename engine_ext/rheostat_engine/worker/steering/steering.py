@@ -320,7 +320,7 @@ class Steering:
             variants += len(own)
         if variants:
             self._variants[number] = np.concatenate([part.variants for part in applied.parts])
-        if any(segment.function for segment in segments):
+        if any(segment.function or segment.bases[_GATE_STATES] for segment in segments):
             self._requests.put(number, segments)
         else:
             self._requests.drop(number)

@@ -1,0 +1,163 @@
+"""Rules: what happens where conditions of the model's own activations hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rheostat._errors import invalid
+from rheostat._fields import utf8_text, word
+from rheostat._steering.gates import COMBINES, Combine, Condition, Probe
+from rheostat._steering.vectors import Intervention, finite
+from rheostat_wire.v1 import gate_pb2, monitor_pb2
+
+_RULE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+ProbesLike: TypeAlias = Probe | Sequence[Probe] | None
+"""Probes whose readings are sent: one, or several."""
+
+
+@dataclass(frozen=True)
+class Observe:
+    """Only report where the rule fired."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the sample where the rule fires, with the finish reason "rule"."""
+
+    label: str = ""
+    """Why, for people: `Finished.label`. At most 255 bytes."""
+    drop_sampled: bool = True
+    """Whether the token that was sampled from the row that was read is withheld. Tokens after it
+    are withheld in any case. If a prompt token fires, nothing is generated."""
+    all_samples: bool = False
+    """Whether the other samples end too."""
+
+
+Action: TypeAlias = Observe | Stop
+"""What a rule does."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Acts at the tokens at which conditions hold.
+
+    The server decides where the rule fires in the forward pass. No token that a rule withholds
+    reaches a client.
+
+        gloom = rheostat.probe(direction, points="resid_post", layers=12)
+        rule = rheostat.Rule("grim", gloom.above(2), rheostat.Stop("too gloomy"))
+        out = engine.generate("The weather was", rules=rule)
+        out.finish_reason, out.signals.firings["grim"]
+    """
+
+    name: str
+    """1 to 64 of [A-Za-z0-9._-], first a letter or digit."""
+    when: Condition | Sequence[Condition]
+    """1 to 16 conditions."""
+    then: Action = Stop()
+    combine: Combine = "all"
+    """Makes the evidence of the conditions."""
+    threshold: float | None = None
+    """Fires where the evidence is above this; required where something is summed. None: 0.5."""
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """The conditions, as a tuple."""
+        return tuple(self.when) if isinstance(self.when, Sequence) else (self.when,)
+
+    def to_wire(self, path: str) -> monitor_pb2.Rule:
+        """The message; ``path`` names it in errors.
+
+        Raises InvalidRequest if the name is no name, or a number is out of range.
+        """
+        if not (isinstance(self.name, str) and _RULE_NAME.fullmatch(self.name)):
+            raise invalid(
+                f"{path}.name",
+                f"{self.name!r} is no name: 1 to 64 of [A-Za-z0-9._-], first a letter or digit",
+            )
+        message = monitor_pb2.Rule(
+            name=self.name,
+            conditions=[
+                condition.to_wire(f"{path}.conditions[{number}]")
+                for number, condition in enumerate(self.conditions)
+            ],
+            combine=word(self.combine, COMBINES, f"{path}.combine"),
+        )
+        if self.threshold is not None:
+            message.threshold = finite(self.threshold, f"{path}.threshold", "a threshold")
+        match self.then:
+            case Observe():
+                message.observe.SetInParent()
+            case Stop(label, drop_sampled, all_samples):
+                message.stop.label = utf8_text(label, f"{path}.stop.label", "a label")
+                message.stop.drop_sampled = bool(drop_sampled)
+                message.stop.all_samples = bool(all_samples)
+            case other:
+                raise invalid(
+                    f"{path}.then",
+                    f"a rule's action is Observe() or Stop(), not {type(other).__name__}",
+                )
+        return message
+
+
+RulesLike: TypeAlias = Rule | Sequence[Rule] | None
+"""One rule, or several."""
+
+
+def rules_of(rules: RulesLike) -> tuple[Rule, ...]:
+    """The rules of an argument.
+
+    Raises InvalidRequest if one of them is no rule, or takes something else than conditions.
+    """
+    listed = () if rules is None else (rules,) if isinstance(rules, Rule) else tuple(rules)
+    for number, rule in enumerate(listed):
+        if not isinstance(rule, Rule):
+            raise invalid(f"rules[{number}]", f"is a rheostat.Rule, not {type(rule).__name__}")
+        for condition in rule.conditions:
+            if not isinstance(condition, Condition):
+                raise invalid(
+                    f"rules[{number}].conditions",
+                    "a rule takes conditions, such as probe.above(2), not "
+                    f"{type(condition).__name__}",
+                )
+    return listed
+
+
+def probes_to_wire(
+    interventions: Iterable[Intervention], probes: ProbesLike = None, rules: Sequence[Rule] = ()
+) -> list[gate_pb2.Probe]:
+    """The probes of a request, each once: those that are sent, then those of gates and rules.
+
+    Raises InvalidRequest if two different probes have one name.
+    """
+    sent = () if probes is None else (probes,) if isinstance(probes, Probe) else tuple(probes)
+    for number, probe in enumerate(sent):
+        if not isinstance(probe, Probe):
+            raise invalid(
+                f"probes[{number}]", f"is a rheostat.probe(...), not {type(probe).__name__}"
+            )
+    ruled = [condition.probe for rule in rules for condition in rule.conditions]
+    messages = [
+        *(probe.to_wire(f"probe {probe.name!r}") for probe in sent),
+        *(
+            message
+            for intervention in interventions
+            if intervention.gate is not None
+            for message in intervention.gate.probes_to_wire()
+        ),
+        *(probe.to_wire(f"probe {probe.name!r}") for probe in dict.fromkeys(ruled)),
+    ]
+    found: dict[str, gate_pb2.Probe] = {}
+    for message in messages:
+        if found.setdefault(message.name, message) != message:
+            raise invalid(
+                f"probes[{len(found)}].name",
+                f"two different probes have the name {message.name!r}: give each its own",
+            )
+    for probe in sent:
+        found[probe.name].signals = True
+    return list(found.values())
