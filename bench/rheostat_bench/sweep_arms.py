@@ -7,7 +7,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -24,7 +24,14 @@ from rheostat_bench.served import Stock
 from rheostat_bench.served import prompts as fresh_prompts
 from rheostat_bench.sidebyside import run_stock, spread
 from rheostat_bench.summaries import percentile
-from rheostat_bench.sweep_clients import Client, Gaps, Priority, new_prompts, singles_grid
+from rheostat_bench.sweep_clients import (
+    Client,
+    Gaps,
+    Load,
+    Priority,
+    new_prompts,
+    singles_grid,
+)
 from rheostat_bench.sweep_references import (
     Cell,
     Graded,
@@ -78,7 +85,13 @@ class Neighbours(NamedTuple):
     """Median of the streams."""
     tokens_per_s: float
     cells_per_s: float
-    """Of the sweep beside them."""
+    """Of the sweep beside them, or prompts."""
+    longer_share: float | None = None
+    """Share of these times that are more than 1.25 times the 99th percentile of streams alone. At
+    most 0.01 is the same as a 99th percentile of at most +25 %."""
+    longer_ms: float | None = None
+    """Median of them."""
+    longest_ms: float = 0.0
 
 
 class Server(NamedTuple):
@@ -128,8 +141,8 @@ class Bench:
     server: Server
     clients: Sequence[Worker[Client]]
     sweeper: Worker[Client]
-    stock: Worker[Stock]
-    hugging_face: Worker[HuggingFace]
+    stock: Worker[Stock] | None
+    hugging_face: Worker[HuggingFace] | None
     transformer_lens: Worker[TransformerLens] | None
     same_weights: bool
     limits: Limits
@@ -158,6 +171,7 @@ class Bench:
 
     def prefill(self, length: int, count: int) -> Result:
         """Whole prompts on stock vLLM, all at once, with one token each."""
+        assert self.stock is not None, "its arms were asked for"
         wanted = fresh_prompts(count, length)
         began = time.monotonic()
         self.limits.ask_one(self.stock, partial(run_stock, wanted=wanted, tokens=1), _LIMIT)
@@ -219,6 +233,7 @@ class Bench:
 
     def reference(self, prompts: Prompts, positions: Sequence[int]) -> tuple[Result, Graded]:
         """Hugging Face's model."""
+        assert self.hugging_face is not None, "its arms were asked for"
         call = partial(HuggingFace.run, prompts=prompts, positions=positions)
         graded = self.limits.ask_one(self.hugging_face, call, _REFERENCE_LIMIT)
         cells = self.layers * len(positions)
@@ -337,78 +352,148 @@ class Cells:
         bench.add(arm, self.length, swept)
 
 
+ARMS = ("sweeps", "neighbours", "singles", "references", "long-prompts")
+"""Parts of a run, in this order."""
+
+
 def measure(
-    bench: Bench, lengths: Sequence[int], amounts: Amounts, neighbours: Callable[[], None]
+    bench: Bench,
+    lengths: Sequence[int],
+    amounts: Amounts,
+    neighbours: Callable[[], None],
+    arms: Collection[str] = ARMS,
 ) -> None:
     """Takes all steps, first those that tell most: a run may be cut short.
 
     Every turn has new prompts.
     """
     every = [Cells(bench, length, amounts) for length in lengths]
-    for cells in every:
-        bench.attempt(f"sweeps, {cells.length} tokens", cells.sweeps)
-    bench.attempt("neighbours", neighbours)
-    for cells in every:
-        bench.attempt(f"single requests, {cells.length} tokens", cells.singles)
-    for cells in every:
-        bench.attempt(f"references, {cells.length} tokens", cells.references)
-    bench.attempt("long prompts", every[0].long_prompts)
+    steps: dict[str, dict[str, Callable[[], None]]] = {
+        "sweeps": {f"sweeps, {cells.length} tokens": cells.sweeps for cells in every},
+        "neighbours": {"neighbours": neighbours},
+        "singles": {f"single requests, {cells.length} tokens": cells.singles for cells in every},
+        "references": {f"references, {cells.length} tokens": cells.references for cells in every},
+        "long-prompts": {"long prompts": every[0].long_prompts},
+    }
+    for arm in ARMS:
+        for step, run in steps[arm].items() if arm in arms else ():
+            bench.attempt(step, run)
 
 
-def hear(bench: Bench, streams: int, tokens: int) -> Neighbours:
+class Hearing(NamedTuple):
+    """What streams felt, with the times themselves."""
+
+    felt: Neighbours
+    gaps_ms: list[float]
+    from_s: float
+    to_s: float
+
+
+def hear(bench: Bench, streams: int, tokens: int) -> Hearing:
     """What streams of so many tokens feel."""
     shares = spread(fresh_prompts(streams, _STREAM_PROMPT), bench.clients)
     calls = [partial(Client.stream, wanted=share, tokens=tokens) for share in shares]
     found: list[Gaps] = bench.limits.ask(bench.clients[: len(calls)], calls, _LIMIT)
     gaps = [gap for one in found for gap in one.gaps_ms]
     seconds = max(one.seconds for one in found)
-    return Neighbours(
+    felt = Neighbours(
         streams,
         statistics.median(gaps),
         percentile(gaps, 0.99),
         statistics.median(time for one in found for time in one.per_token_ms),
         sum(one.tokens for one in found) / seconds,
         0.0,
+        longest_ms=max(gaps),
     )
+    return Hearing(felt, gaps, max(one.from_s for one in found), min(one.to_s for one in found))
 
 
-def measure_neighbours(
-    bench: Bench, streams: int, tokens: int, turns: int, length: int, at_once: int
-) -> None:
-    """Streams without and with sweeps beside them, by turns."""
-    beside = f"sweep, {length} tokens, {at_once} cells at a time"
-    names: dict[str, Priority | None] = {
-        "alone": None,
-        f"beside a background {beside}": "background",
-        f"beside a normal {beside}": "normal",
-    }
-    hear(bench, streams, tokens)
-    for _ in range(turns):
-        for name, priority in names.items():
-            if priority is None:
-                felt = hear(bench, streams, tokens)
-            else:
-                felt = hear_beside(bench, streams, tokens, length, at_once, priority)
-            bench.measured.neighbours.setdefault(name, []).append(felt)
-            print(
-                f"{name:70} median {felt.median_ms:6.2f} ms, p99 {felt.p99_ms:6.2f} ms,"
-                f" {felt.cells_per_s:6.1f} cells/s",
-                flush=True,
-            )
+class Beside(NamedTuple):
+    """How much runs beside the streams."""
+
+    streams: int
+    tokens: int
+    turns: int
+    length: int
+    """Tokens of the prompt of a sweep."""
+    at_once: int
+    """Cells at a time."""
+
+
+ALONE = "alone"
+_WARM_UP_TOKENS = 64
+_SHORT = 2
+"""Tokens of a prompt whose computation takes no time, so that a longer step has other causes."""
+_BAR = 1.25
+
+
+def measure_neighbours(bench: Bench, beside: Beside, normal: bool = True) -> None:
+    """Streams alone, beside sweeps, and beside prompts at the rate of the sweep in the background.
+
+    Prompts of 2 tokens show what a step costs that computes any prompt. Prompts of the sweep's
+    length show what their tokens add. Bursts show what a step with many prompts costs.
+    """
+    sweep = f"sweep, {beside.length} tokens, {beside.at_once} cells at a time"
+    hear(bench, beside.streams, _WARM_UP_TOKENS)
+    limits: list[float] = []
+    for _ in range(beside.turns):
+        alone = hear(bench, beside.streams, beside.tokens)
+        limits.append(_BAR * alone.felt.p99_ms)
+        add = partial(_add_heard, bench, limit=statistics.median(limits))
+        add(ALONE, alone)
+        heard = hear_sweep(bench, beside, "background")
+        add(f"beside a background {sweep}", heard)
+        rate = max(1.0, heard.felt.cells_per_s)
+        for name, load in {
+            f"prompts of {beside.length} tokens one by one": Load(beside.length, rate, 1),
+            f"prompts of {_SHORT} tokens one by one": Load(_SHORT, rate, 1),
+            f"bursts of {beside.at_once} prompts of {beside.length} tokens": Load(
+                beside.length, rate, beside.at_once
+            ),
+        }.items():
+            begin = partial(Client.begin_prompts, load=load)
+            add(f"beside {name}, as many as cells", hear_beside(bench, beside, begin))
+        if normal:
+            add(f"beside a normal {sweep}", hear_sweep(bench, beside, "normal"))
         bench.save(bench.measured)
 
 
-def hear_beside(
-    bench: Bench, streams: int, tokens: int, length: int, at_once: int, priority: Priority
-) -> Neighbours:
+def _add_heard(bench: Bench, name: str, heard: Hearing, limit: float) -> None:
+    """Keeps and prints what streams felt."""
+    longer = [gap for gap in heard.gaps_ms if gap > limit]
+    felt = heard.felt._replace(
+        longer_share=len(longer) / len(heard.gaps_ms),
+        longer_ms=statistics.median(longer) if longer else None,
+    )
+    bench.measured.neighbours.setdefault(name, []).append(felt)
+    print(
+        f"{name:70} median {felt.median_ms:6.2f} ms, p99 {felt.p99_ms:6.2f} ms,"
+        f" {felt.longer_share:6.2%} above {limit:.2f} ms, longest {felt.longest_ms:6.1f} ms,"
+        f" {felt.cells_per_s:6.1f} cells/s",
+        flush=True,
+    )
+
+
+def hear_sweep(bench: Bench, beside: Beside, priority: Priority) -> Hearing:
     """What streams feel while sweeps run."""
-    begin = partial(Client.begin_sweeps, length=length, at_once=at_once, priority=priority)
+    begin = partial(
+        Client.begin_sweeps, length=beside.length, at_once=beside.at_once, priority=priority
+    )
+    return hear_beside(bench, beside, begin)
+
+
+def hear_beside(
+    bench: Bench, beside: Beside, begin: Callable[[Client], Awaitable[None]]
+) -> Hearing:
+    """What streams feel beside a load."""
     bench.limits.ask_one(bench.sweeper, begin, _LIMIT)
     try:
-        felt = hear(bench, streams, tokens)
+        heard = hear(bench, beside.streams, beside.tokens)
     finally:
-        rate = bench.limits.ask_one(bench.sweeper, Client.end_sweeps, _LIMIT)
-    return felt._replace(cells_per_s=rate)
+        arrivals = bench.limits.ask_one(bench.sweeper, Client.end_load, _LIMIT)
+    came = sum(heard.from_s <= at <= heard.to_s for at in arrivals)
+    rate = came / (heard.to_s - heard.from_s)
+    return heard._replace(felt=heard.felt._replace(cells_per_s=rate))
 
 
 def profile(bench: Bench, py_spy: Path, length: int, at_once: int, out: Path) -> None:
@@ -421,5 +506,6 @@ def profile(bench: Bench, py_spy: Path, length: int, at_once: int, out: Path) ->
     try:
         found = subprocess.run(command, capture_output=True, check=False, timeout=_LIMIT)
     finally:
-        rate = bench.limits.ask_one(bench.sweeper, Client.end_sweeps, _LIMIT)
+        arrivals = bench.limits.ask_one(bench.sweeper, Client.end_load, _LIMIT)
+    rate = len(arrivals) / (arrivals[-1] - arrivals[0]) if len(arrivals) > 1 else 0.0
     print(f"py-spy: {found.returncode}, {rate:.0f} cells/s while it recorded", flush=True)

@@ -4,8 +4,9 @@ Each runs in a process of its own.
 """
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Literal, NamedTuple
 
@@ -51,6 +52,21 @@ class Gaps(NamedTuple):
     """Times between two messages with tokens of one stream."""
     per_token_ms: list[float]
     """Of each stream, from its first token to its last."""
+    from_s: float
+    """When every stream had a token, by the clock of the machine."""
+    to_s: float
+    """When the first stream ended."""
+
+
+class Load(NamedTuple):
+    """Prompts beside streams, of one token each: not swept, not steered."""
+
+    length: int
+    """Tokens of a prompt."""
+    rate: float
+    """Prompts each second."""
+    burst: int
+    """Prompts that are sent together."""
 
 
 class Client:
@@ -59,9 +75,9 @@ class Client:
     def __init__(self, engine: rheostat.aio.Engine) -> None:
         """Uses one connection."""
         self._engine = engine
-        self._sweeping: asyncio.Task[None] | None = None
-        self._cells = 0
-        self._began = 0.0
+        self._load: asyncio.Task[None] | None = None
+        self._arrivals: list[float] = []
+        """When cells or prompts of the load came, by the clock of the machine."""
 
     async def sweep(
         self, prompts: Prompts, positions: Sequence[int], at_once: int, priority: Priority
@@ -89,7 +105,7 @@ class Client:
         )
 
     def _count(self, done: int, count: int) -> None:
-        self._cells += 1
+        self._arrivals.append(time.monotonic())
 
     async def capture(self, prompts: Prompts, run_id: str) -> None:
         """Stores the rows of the clean prompt."""
@@ -124,6 +140,8 @@ class Client:
         """Streams all prompts at the same time."""
         gaps: list[float] = []
         per_token: list[float] = []
+        firsts: list[float] = []
+        lasts: list[float] = []
         began = time.monotonic()
 
         async def one(prompt: list[int]) -> int:
@@ -139,34 +157,71 @@ class Client:
                         first = now
                     count, last = count + len(event.token_ids), now
             per_token.append(1e3 * (last - first) / max(1, count - 1))
+            firsts.append(first)
+            lasts.append(last)
             return count
 
         counts = await asyncio.gather(*map(one, wanted))
-        return Gaps(time.monotonic() - began, sum(counts), gaps, per_token)
+        seconds = time.monotonic() - began
+        return Gaps(seconds, sum(counts), gaps, per_token, max(firsts), min(lasts))
 
     async def begin_sweeps(self, length: int, at_once: int, priority: Priority) -> None:
-        """Sweeps all positions of new prompts again and again, until `end_sweeps`."""
+        """Sweeps all positions of new prompts again and again, until `end_load`.
+
+        Returns with the first cell, so that cells run beside the next streams from the beginning.
+
+        Raises:
+            RheostatError: the sweep has failed.
+        """
 
         async def sweep() -> None:
             while True:
                 await self.sweep(new_prompts(length), range(length), at_once, priority)
 
-        self._cells, self._began = 0, time.monotonic()
-        self._sweeping = asyncio.create_task(sweep())
+        await self._begin(sweep())
+        while not self._arrivals:
+            await asyncio.sleep(0.001)
+            await self._raise_failure()
 
-    async def end_sweeps(self) -> float:
-        """Ends the sweep that runs; returns how many cells came each second.
+    async def begin_prompts(self, load: Load) -> None:
+        """Sends prompts again and again, until `end_load`."""
+
+        async def one(prompt: list[int]) -> None:
+            await self._engine.generate(prompt, max_tokens=1, temperature=0)
+            self._arrivals.append(time.monotonic())
+
+        async def send() -> None:
+            began = time.monotonic()
+            async with asyncio.TaskGroup() as group:
+                for burst in itertools.count():
+                    due = began + burst * load.burst / load.rate
+                    await asyncio.sleep(max(0.0, due - time.monotonic()))
+                    for prompt in fresh_prompts(load.burst, load.length):
+                        group.create_task(one(prompt))
+
+        await self._begin(send())
+
+    async def _begin(self, load: Coroutine[None, None, None]) -> None:
+        self._arrivals = []
+        self._load = asyncio.create_task(load)
+
+    async def _raise_failure(self) -> None:
+        if self._load is not None and self._load.done():
+            await self._load
+
+    async def end_load(self) -> list[float]:
+        """Ends what runs beside the streams; when cells or prompts came.
 
         Raises:
-            RheostatError: a sweep has failed.
+            RheostatError: a sweep or a prompt has failed.
         """
-        assert self._sweeping is not None, "sweeps have begun"
-        rate = self._cells / (time.monotonic() - self._began)
-        self._sweeping.cancel()
+        assert self._load is not None, "it has begun"
+        await self._raise_failure()
+        self._load.cancel()
         with suppress(asyncio.CancelledError):
-            await self._sweeping
-        self._sweeping = None
-        return rate
+            await self._load
+        self._load = None
+        return self._arrivals
 
 
 @asynccontextmanager

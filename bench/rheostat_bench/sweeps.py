@@ -9,6 +9,7 @@ evenly spaced positions are taken. Single requests take a random part of the cel
 A cell's tokens are those of its prompt, whether the prefix cache had some or not.
 
     rheostat bench sweeps --shape qwen3-8b --out results
+    rheostat bench sweeps --shape qwen3-8b --arms neighbours --no-normal --budget 150 --out results
     rheostat bench sweeps --shape tiny --same-weights --transformer-lens --out results
 """
 
@@ -18,7 +19,7 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -31,11 +32,13 @@ from rheostat_bench.machine import add_model_arguments, chosen, described, serve
 from rheostat_bench.processes import Worker
 from rheostat_bench.served import add_client_argument, address, serving, stock
 from rheostat_bench.sweep_arms import (
+    ARMS,
     PREFILL,
     SINGLES,
     SINGLES_64,
     Amounts,
     Bench,
+    Beside,
     Measured,
     Result,
     Server,
@@ -57,6 +60,9 @@ _START = 300.0
 _REQUESTS = 256
 """Requests that run at the same time at most."""
 
+
+_WITHOUT_STOCK = frozenset({"neighbours", "singles"})
+"""Arms that don't run stock vLLM."""
 
 _BESIDE = (
     (PREFILL, "tokens_per_s", "share_of_prefill"),
@@ -120,7 +126,9 @@ def show(measured: Measured) -> None:
             statistics.median(getattr(one, key) for one in neighbours)
             for key in ("median_ms", "p99_ms", "cells_per_s")
         )
-        print(f"{name:70} median {median:6.2f} ms, p99 {p99:6.2f} ms, {rate:6.1f} cells/s")
+        shares = [one.longer_share for one in neighbours if one.longer_share is not None]
+        longer = f", {statistics.median(shares):.2%} longer" if shares else ""
+        print(f"{name:70} median {median:6.2f} ms, p99 {p99:6.2f} ms{longer}, {rate:6.1f} cells/s")
     for name, kinds in measured.cpu_us_per_cell.items():
         some = sorted(kinds.items(), key=lambda item: -item[1])[:4]
         print(f"us of CPU, {name}: " + ", ".join(f"{kind} {value:.0f}" for kind, value in some))
@@ -155,6 +163,7 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     add_model_arguments(parser, default="qwen3-8b")
     add_client_argument(parser)
     parser.add_argument("--out", type=Path, required=True, help="a folder, for the JSON")
+    parser.add_argument("--arms", choices=ARMS, nargs="+", default=ARMS, help="parts of the run")
     parser.add_argument("--lengths", type=int, nargs="+", default=[40, 200])
     parser.add_argument("--cells", type=int, default=2880, help="most cells of a grid")
     parser.add_argument("--singles", type=int, default=360, help="requests one at a time")
@@ -163,8 +172,15 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--streams", type=int, default=32, help="neighbours")
-    parser.add_argument("--tokens", type=int, default=128, help="of a neighbour's stream")
-    parser.add_argument("--turns", type=int, default=4, help="of the neighbours")
+    parser.add_argument("--tokens", type=int, default=1200, help="of a neighbour's stream")
+    parser.add_argument("--turns", type=int, default=2, help="of the neighbours")
+    parser.add_argument("--beside", type=int, default=64, help="cells at a time beside neighbours")
+    parser.add_argument(
+        "--normal",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="neighbours of a sweep that is not in the background, too",
+    )
     parser.add_argument("--front-ends", type=int)
     parser.add_argument("--same-weights", action="store_true", help="and compare the cells")
     parser.add_argument("--transformer-lens", action="store_true")
@@ -176,17 +192,21 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
 def start(
     stack: ExitStack,
     config: ServerConfig,
-    reference: Worker[HuggingFace],
+    reference: Worker[HuggingFace] | None,
     clients: int,
     limits: Limits,
+    arms: Collection[str],
 ) -> dict[str, Any]:
-    """Starts stock vLLM, the server and the clients."""
-    competitor = stack.enter_context(Worker(partial(stock, config), parent=True))
+    """Starts stock vLLM if an arm needs it, the server and the clients."""
+    competitor = None
+    if not _WITHOUT_STOCK.issuperset(arms):
+        competitor = stack.enter_context(Worker(partial(stock, config), parent=True))
     worker = stack.enter_context(Worker(partial(serving, config), parent=True))
     target = limits.ask_one(worker, address, _START)
     pid = limits.ask_one(worker, process_id, _START)
     try:
-        limits.ask_one(competitor, process_id, _START)
+        if competitor is not None:
+            limits.ask_one(competitor, process_id, _START)
     except Exception as error:  # sweeps tell something without it, too
         print(f"error: stock vLLM: {type(error).__name__}: {error}", flush=True)
     client = partial(connected, target)
@@ -210,17 +230,20 @@ def main() -> None:
         model = chosen(arguments, Path(folder))
         shape = json.loads((model.path / "config.json").read_text())
         dummy = model.load_format == "dummy"
-        reference = stack.enter_context(
-            Worker(partial(hugging_face, model.path, model.dtype, random=dummy))
-        )
         same = arguments.same_weights or not dummy
-        if same and dummy:
+        reference = None
+        if same or "references" in arguments.arms:
+            reference = stack.enter_context(
+                Worker(partial(hugging_face, model.path, model.dtype, random=dummy))
+            )
+        if reference is not None and same and dummy:
             reference.do(partial(HuggingFace.save, path=model.path))
             model = model._replace(load_format="auto")
         config = server_config(model, engines=3, requests=_REQUESTS)
         # Prompts and answers are token ids.
         config = replace(config, skip_tokenizer_init=True, front_ends=arguments.front_ends)
-        started = start(stack, config, reference, arguments.client_processes, limits)
+        clients = arguments.client_processes
+        started = start(stack, config, reference, clients, limits, arguments.arms)
         lens = None
         if arguments.transformer_lens:
             lens = stack.enter_context(Worker(partial(transformer_lens, model.path)))
@@ -253,8 +276,11 @@ def main() -> None:
             arguments.repeats,
         )
         first, at_once = arguments.lengths[0], arguments.concurrency
-        load = (arguments.streams, arguments.tokens, arguments.turns, first, at_once[0])
-        measure(bench, arguments.lengths, amounts, partial(measure_neighbours, bench, *load))
+        beside = Beside(
+            arguments.streams, arguments.tokens, arguments.turns, first, arguments.beside
+        )
+        neighbours = partial(measure_neighbours, bench, beside, normal=arguments.normal)
+        measure(bench, arguments.lengths, amounts, neighbours, arguments.arms)
         if arguments.py_spy is not None:
             out = arguments.out / f"sweeps-{model.name}-spy.txt"
             record = partial(profile, bench, arguments.py_spy, first, max(at_once), out)

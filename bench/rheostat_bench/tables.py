@@ -303,6 +303,10 @@ def _judged(summary: Mapping[str, Figures], stock: str) -> str:
     return _markdown(["", "bar", *map(_streams, counts), *heads], rows) if rows else ""
 
 
+_FELT = ("streams", "median_ms", "p99_ms", "tokens_per_s", "cells_per_s")
+"""What the table of streams shows."""
+
+
 def _sweeps(summary: Mapping[str, Table], neighbours: Mapping[str, Any]) -> list[str]:
     """Cells by arm and prompt length; what streams feel beside them."""
     lengths = list(dict.fromkeys(length for by_length in summary.values() for length in by_length))
@@ -323,7 +327,7 @@ def _sweeps(summary: Mapping[str, Table], neighbours: Mapping[str, Any]) -> list
         rows.append(cells)
     shown = [_markdown(heads, rows)]
     felt: dict[str, dict[str, float]] = {
-        name: {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+        name: {key: statistics.median(turn[key] for turn in turns) for key in _FELT}
         for name, turns in neighbours.items()
     }
     if not felt:

@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from rheostat_engine.adapters.background import BackgroundPace, BackgroundQueue
 from rheostat_engine.adapters.parent_watch import end_with_parent, leave_group
 from rheostat_engine.adapters.request_plan import request_plan
 from rheostat_engine.adapters.step_messages import share_tables
@@ -55,6 +56,7 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
     scheduler = stock(vllm_config=vllm_config, **arguments)
     limit_hits(scheduler.kv_cache_manager)
     share_tables(scheduler)
+    BackgroundQueue(scheduler, BackgroundPace())
     return scheduler
 
 

@@ -41,7 +41,9 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         row_bytes = manager.sites.width * FloatType(manager.sites.dtype).itemsize
         response = _pb.GetStatsResponse(
             running_request_count=queue.running,
-            waiting_request_count=queue.waiting + manager.admission_queue.waiting,
+            waiting_request_count=(
+                queue.waiting + queue.deferred + manager.admission_queue.waiting
+            ),
             requests=_pb.RequestCounts(
                 admitted_count=counts.admitted,
                 completed_count=counts.completed,

@@ -71,6 +71,8 @@ class Job:
     """The sample's index in the request."""
     lora: str = ""
     """Adapter; empty: none."""
+    background: bool = False
+    """Whether the engine may let it wait while it runs others."""
 
     @property
     def has_plan(self) -> bool:
@@ -107,6 +109,8 @@ class QueueStats:
 
     running: int = 0
     waiting: int = 0
+    deferred: int = 0
+    """Requests that wait although there is room, such as those in the background."""
     prefix_queried_token_count: int = 0
     prefix_hit_token_count: int = 0
 

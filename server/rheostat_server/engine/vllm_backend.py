@@ -203,6 +203,7 @@ class VllmBackend:
                 vllm.tokens_input(list(job.prompt)),
                 self._sampling_params(job),
                 lora_request=self._lora(job.lora),
+                priority=int(job.background),
             )
         except vllm.EngineDeadError as error:
             raise self._lost_engine() from error

@@ -61,6 +61,7 @@ class QueueCounter:
         self.stats = QueueStats(
             report.num_running_reqs,
             report.num_waiting_reqs,
+            report.num_skipped_waiting_reqs,
             self.stats.prefix_queried_token_count + cache.queries,
             self.stats.prefix_hit_token_count + cache.hits,
         )

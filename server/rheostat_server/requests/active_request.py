@@ -427,6 +427,7 @@ class ActiveRequest:
                     sampling,
                     sample,
                     admitted.lora,
+                    admitted.background,
                 ),
                 kind,
                 sample,

@@ -49,7 +49,6 @@ from rheostat_server.errors import (
 from rheostat_server.limits import RETRY_SECONDS, STATS_SECONDS
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.active_request import ActiveRequest
-from rheostat_server.requests.background_pace import BackgroundPace
 from rheostat_server.requests.late_attachment import LateAttachment
 from rheostat_server.requests.open_outputs import open_outputs
 from rheostat_server.requests.response_queue import Pace
@@ -141,7 +140,6 @@ class RequestManager:
         self._active_requests: dict[str, ActiveRequest] = {}
         self._pace = Pace()
         self._row_turns = Turns(_ROWS_TURNS)
-        self.background_pace = BackgroundPace()
         self._foreground = 0
         """Number of active requests that are not in the background."""
         self._samples = 0

@@ -3,7 +3,6 @@
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from rheostat_server.errors import CacheSuspect, ResourceExhausted
@@ -14,6 +13,9 @@ _TURN = 0.002
 
 _STALE = 1.0
 """Seconds after which a report of vLLM's queue is no longer believed; see `_until_nobody_waits`."""
+
+_LONGEST_STEP = 0.1
+"""Seconds after which a cell in the background no longer waits for the end of a step."""
 
 _LATER = 0.05
 """Seconds after which a cell that the engine has no room for tries again."""
@@ -29,7 +31,8 @@ class RequestStarter:
 
         Args:
             manager: runs the requests.
-            background: whether they wait while requests of others wait.
+            background: whether they wait while requests of others wait, and let the engine hold
+                them while it generates for others.
         """
         self._manager = manager
         self._background = background
@@ -52,17 +55,11 @@ class RequestStarter:
             await self._until_one_may_start()
             self._started += 1
             try:
-                with self._counted():
-                    return await ask_as(f"{self._unique}/{self._started}", self._manager)
+                return await ask_as(f"{self._unique}/{self._started}", self._manager)
             except (ResourceExhausted, CacheSuspect) as error:
                 if error.retry_after is None:
                     raise
             self._full_until = asyncio.get_running_loop().time() + _LATER
-
-    def _counted(self) -> AbstractContextManager[None]:
-        if not self._background:
-            return nullcontext()
-        return self._manager.background_pace.running(asyncio.get_running_loop().time)
 
     async def _until_one_may_start(self) -> None:
         """Returns when a request may start."""
@@ -72,7 +69,7 @@ class RequestStarter:
                 await asyncio.sleep(seconds)
             if self._background:
                 await self._until_nobody_waits()
-                await self._until_others_had_their_turn()
+                await self._until_a_step_has_passed()
 
     async def _until_nobody_waits(self) -> None:
         """Returns when no other request waits.
@@ -90,13 +87,15 @@ class RequestStarter:
                 return
             await asyncio.sleep(_TURN)
 
-    async def _until_others_had_their_turn(self) -> None:
-        """Returns when a request may start beside those for which the engine generates now.
+    async def _until_a_step_has_passed(self) -> None:
+        """Returns after a step of the engine, if it generates for others.
 
-        A cell mostly takes one step, so requests that run after a step are others.
+        So the cells of a sweep arrive in different steps, and none of these becomes much longer.
+        The engine then starts them together; see `rheostat_engine.adapters.background`.
         """
         manager, now = self._manager, asyncio.get_running_loop().time
-        while manager.foreground_requests and manager.backend.queue_stats().running:
-            if manager.background_pace.allows(now()):
-                return
+        report, latest = manager.backend.queue_stats(), now() + _LONGEST_STEP
+        while manager.foreground_requests and report.running and now() < latest:
             await asyncio.sleep(_TURN)
+            if manager.backend.queue_stats() is not report:
+                return

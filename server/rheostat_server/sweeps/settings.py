@@ -28,7 +28,7 @@ from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
 from rheostat_wire.v1 import replace_pb2, sweep_pb2, sweep_service_pb2
 
-_DEFAULT_CONCURRENCY = 16
+_DEFAULT_CONCURRENCY = 64
 _DEFAULT_BASELINES = 8
 
 _DONE_BYTES = 64

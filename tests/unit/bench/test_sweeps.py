@@ -1,8 +1,11 @@
 """The benchmark of sweeps: which cells it runs, and its figures."""
 
+import asyncio
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +15,25 @@ from rheostat_bench.sweep_arms import (
     PREFILL,
     SINGLES,
     SWEEP,
+    Amounts,
+    Beside,
     Measured,
     Neighbours,
     Result,
     cells_of,
+    measure,
+    measure_neighbours,
     positions_of,
     worst,
 )
-from rheostat_bench.sweep_clients import Single, new_prompts, singles_grid
+from rheostat_bench.sweep_clients import (
+    Client,
+    Gaps,
+    Load,
+    Single,
+    new_prompts,
+    singles_grid,
+)
 from rheostat_bench.sweep_references import Cell
 from rheostat_bench.sweeps import arguments_of, save, show, summary
 from rheostat_bench.tables import tables
@@ -115,3 +129,88 @@ def test_a_run_that_is_cut_short_can_be_written(tmp_path: Path) -> None:
 def test_the_issues_lengths_are_the_default() -> None:
     arguments = arguments_of(["--out", "results"])
     assert (arguments.shape, arguments.lengths) == ("qwen3-8b", [40, 200])
+
+
+def test_only_the_arms_that_were_asked_for_run() -> None:
+    steps: list[str] = []
+    bench: Any = SimpleNamespace(layers=2, attempt=lambda step, run: steps.append(step))
+    amounts = Amounts(8, 8, 8, 8, [16], 1)
+    measure(bench, [40, 200], amounts, lambda: None, ["neighbours"])
+    assert steps == ["neighbours"]
+    measure(bench, [40, 200], amounts, lambda: None, ["references", "sweeps"])
+    assert steps[1:] == [
+        f"{arm}, {length} tokens" for arm in ("sweeps", "references") for length in (40, 200)
+    ]
+
+
+class Machine:
+    """Stands for the processes of a run: streams feel 5 ms between tokens, and 20 ms now and then.
+
+    One in 50 gaps is long beside a load.
+    """
+
+    def __init__(self) -> None:
+        self.beside = ""
+        self.loads: list[tuple[str, object]] = []
+
+    def ask(self, workers: list[object], calls: list[partial], seconds: float) -> list[Gaps]:
+        gaps = [20.0 if self.beside and at % 50 == 0 else 5.0 for at in range(1000)]
+        return [Gaps(10.0, 1001, gaps, [5.0], 100.0, 110.0) for _ in calls]
+
+    def ask_one(self, worker: object, call: object, seconds: float) -> object:
+        if call is Client.end_load:
+            self.beside = ""
+            return [90.0, *(100.0 + number / 10 for number in range(100)), 111.0]
+        assert isinstance(call, partial)
+        self.beside = call.func.__name__
+        self.loads.append((self.beside, call.keywords.get("load")))
+        return None
+
+
+def test_streams_beside_a_sweep_stand_beside_as_many_prompts() -> None:
+    machine, measured = Machine(), Measured()
+    bench: Any = SimpleNamespace(
+        clients=[object()],
+        sweeper=object(),
+        limits=machine,
+        measured=measured,
+        save=lambda _: None,
+    )
+    measure_neighbours(bench, Beside(32, 100, 2, 40, 64), normal=False)
+    alone, background, one_by_one, short, bursts = measured.neighbours.values()
+    assert [(one.p99_ms, one.longer_share, one.cells_per_s) for one in alone] == [(5, 0, 0)] * 2
+    assert [(one.p99_ms, one.longer_share) for one in background] == [(20, 0.02)] * 2
+    assert {one.longer_ms for one in background} == {20.0}
+    assert {one.cells_per_s for one in (*background, *one_by_one, *short, *bursts)} == {10.0}
+    assert machine.loads[1:4] == [
+        ("begin_prompts", Load(40, 10.0, 1)),
+        ("begin_prompts", Load(2, 10.0, 1)),
+        ("begin_prompts", Load(40, 10.0, 64)),
+    ]
+
+
+async def test_prompts_are_sent_in_bursts_until_the_load_ends() -> None:
+    lengths: list[int] = []
+
+    async def generate(prompt: list[int], **options: object) -> None:
+        assert options == {"max_tokens": 1, "temperature": 0}
+        lengths.append(len(prompt))
+
+    engine: Any = SimpleNamespace(generate=generate)
+    client = Client(engine)
+    await client.begin_prompts(Load(7, 1000.0, 4))
+    while len(lengths) < 8:
+        await asyncio.sleep(0.001)
+    arrivals = await client.end_load()
+    assert set(lengths) == {7}
+    assert len(arrivals) % 4 == 0
+    assert arrivals == sorted(arrivals)
+
+
+async def test_a_load_that_fails_is_reported() -> None:
+    async def sweep(*_: object, **options: object) -> None:
+        raise ValueError("no sweep")
+
+    engine: Any = SimpleNamespace(sweep=sweep)
+    with pytest.raises(ValueError, match="no sweep"):
+        await Client(engine).begin_sweeps(40, 64, "background")

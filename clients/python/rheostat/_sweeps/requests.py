@@ -73,7 +73,7 @@ class SweepOptions(TypedDict, total=False):
     baselines: int
     """Repeats of each unchanged prompt, which show what batching alone does. 1 to 64; default 8."""
     concurrency: int
-    """Requests that run at a time. Default: 16."""
+    """Requests that run at a time. Default: 64."""
     priority: Literal["background", "normal"]
     """"background": cells wait while requests wait. Default."""
     pair_values: bool

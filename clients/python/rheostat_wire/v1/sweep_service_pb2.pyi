@@ -78,7 +78,7 @@ class SweepRequest(_message.Message):
     priority: _sweep_pb2.SweepPriority.ValueType
     """Cells beside requests of others. Default SWEEP_PRIORITY_BACKGROUND."""
     max_concurrent_cells: _builtins.int
-    """Requests of cells that run at once, 1 to Limits.running_requests. Default 16."""
+    """Requests of cells that run at once, 1 to Limits.running_requests. Default 64, or that limit."""
     pair_values: _builtins.bool
     """Whether each cell has the values of every pair. Default false."""
     @_builtins.property

@@ -38,7 +38,9 @@ class Llm:
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     tokenizer: None = None
 
-    async def add_request(self, request_id: str, prompt, params, lora_request) -> SimpleNamespace:
+    async def add_request(
+        self, request_id: str, prompt, params, lora_request, priority
+    ) -> SimpleNamespace:
         self.known.add(request_id)
         stuck = f"#{self.waits_for}@" in request_id
         if stuck and not self.after_sending:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.engine.backend import Delta, Job, QueueStats
 from rheostat_server.errors import QueueFull
@@ -30,22 +32,24 @@ from .patched import (
 )
 
 
+@dataclass
+class HeldBackend(PatchedBackend):
+    """Begins no cell, as opposed to a prompt without a patch, until `free` is set."""
+
+    free: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        self.room = self.free if job.plan.acts else None
+        async for delta in super().generate(job):
+            yield delta
+
+
 async def test_no_more_than_so_many_cells_run_at_once(starter) -> None:
-    free = asyncio.Event()
-
-    class Held(PatchedBackend):
-        """Begins no cell, as opposed to a prompt without a patch, until `free` is set."""
-
-        async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
-            self.room = free if job.plan.acts else None
-            async for delta in super().generate(job):
-                yield delta
-
-    backend = Held()
+    backend = HeldBackend()
     running = await starter(backend)
     sweep = asyncio.create_task(swept(running, order(max_concurrent_cells=3)))
     await until(lambda: backend.at_once == 3)
-    free.set()
+    backend.free.set()
     await sweep
     assert backend.most_at_once == 3
 
@@ -109,16 +113,32 @@ async def test_cells_in_the_background_do_not_wait_for_one_another(starter) -> N
     await settled(running)
 
 
-async def test_beside_streams_one_cell_of_all_sweeps_runs_at_a_time(starter, monkeypatch) -> None:
-    backend = PatchedBackend(running=1)
+async def test_beside_streams_a_cell_starts_in_each_step_and_the_engine_may_hold_it(
+    starter, monkeypatch
+) -> None:
+    backend = HeldBackend()
+    reports = [QueueStats(running=1)]
     running = await starter(backend)
     monkeypatch.setattr(RequestManager, "foreground_requests", property(lambda _: 1000))
+    monkeypatch.setattr(PatchedBackend, "queue_stats", lambda _: reports[-1])
+    monkeypatch.setattr(request_starter, "_LONGEST_STEP", 1000.0)
     request = order(where=selector(window(0, 2)), max_concurrent_cells=8)
-    for cells, _ in await asyncio.gather(swept(running, request), swept(running, request)):
-        assert len(cells) == LAYERS * 2
-    assert backend.most_at_once == 1
+    sweep = asyncio.create_task(swept(running, request))
+    counts = []
+    for _ in range(40):
+        await asyncio.sleep(3 * request_starter._TURN)
+        counts.append(len(backend.asked))
+        reports.append(QueueStats(running=1))
+    assert max(np.diff(counts)) == 1
+    assert backend.at_once > 2
+    monkeypatch.setattr(request_starter, "_LONGEST_STEP", 0.01)
+    backend.free.set()
+    cells, _ = await sweep
+    assert len(cells) == LAYERS * 2
+    assert all(job.background for job in backend.asked)
+    first = len(backend.asked)
     await swept(running, order(max_concurrent_cells=8, priority=sweep_pb2.SWEEP_PRIORITY_NORMAL))
-    assert backend.most_at_once > 1
+    assert not any(job.background for job in backend.asked[first:])
 
 
 async def test_alone_cells_run_together(starter) -> None:

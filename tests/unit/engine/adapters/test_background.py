@@ -1,0 +1,253 @@
+"""Background requests begin in bursts beside others, by vLLM's scheduler and a scripted clock."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from rheostat_engine.adapters.background import BackgroundPace, BackgroundQueue
+
+BLOCK = 32
+RELIES = "rheostat_engine.adapters.background relies on it"
+MODEL = Path(__file__).parents[4] / "server" / "rheostat_server" / "demo_model"
+DECODE, PROMPT, EACH = 5.0, 12.0, 0.5
+"""Milliseconds of a step that only decodes, more for one with a prompt, more for each prompt."""
+
+
+@pytest.fixture(scope="module")
+def config() -> VllmConfig:
+    return EngineArgs(
+        model=str(MODEL),
+        max_model_len=512,
+        max_num_seqs=128,
+        max_num_batched_tokens=2048,
+        async_scheduling=False,
+        block_size=BLOCK,
+        kv_cache_memory_bytes=1 << 24,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+    ).create_engine_config()
+
+
+@dataclass
+class Engine:
+    """vLLM's scheduler, and a worker whose steps take a scripted time."""
+
+    config: VllmConfig
+    after: float = 0.0
+    """Milliseconds more of the step after such a step."""
+    clock: float = 0.0
+    steps: list[tuple[float, int, int]] = field(default_factory=list)
+    """Milliseconds, prompts in the background, others that ran."""
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self.config.cache_config.num_gpu_blocks = 4000
+        self.scheduler = Scheduler(
+            self.config,
+            KVCacheConfig(4000, [], [KVCacheGroupSpec(["layer"], spec)]),
+            StructuredOutputManager(self.config),
+            BLOCK,
+            log_stats=True,
+        )
+        self.pace = BackgroundPace()
+        BackgroundQueue(self.scheduler, self.pace, lambda: self.clock / 1e3)
+
+    def add(self, count: int, *, background: bool, tokens: int, length: int = 27) -> list[str]:
+        """Sends requests."""
+        names = []
+        for _ in range(count):
+            self.number += 1
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+            prompt = [(self.number * 31 + at) % 1900 for at in range(length)]
+            name = f"{'cell' if background else 'stream'}-{self.number}"
+            self.scheduler.add_request(
+                Request(name, prompt, params, None, priority=int(background))
+            )
+            names.append(name)
+        return names
+
+    def step(self) -> list[str]:
+        """Takes a step; the requests that began in it."""
+        output = self.scheduler.schedule()
+        began = [new.req_id for new in output.scheduled_new_reqs]
+        seconds = DECODE + (PROMPT + EACH * len(began) if began else 0.0)
+        if self.steps and self.steps[-1][1]:
+            seconds += self.after
+        others = sum(one.priority <= 0 for one in self.scheduler.running)
+        cells = sum(name.startswith("cell") for name in began)
+        names = list(output.num_scheduled_tokens)
+        self.clock += seconds
+        self.steps.append((seconds, cells, others))
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: at for at, name in enumerate(names)},
+                sampled_token_ids=[[7] for _ in names],
+            ),
+        )
+        return began
+
+    def beside(self) -> list[float]:
+        """The times of all steps beside others."""
+        return [seconds for seconds, _, others in self.steps if others]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+def test_vllm_puts_requests_into_its_queue_and_counts_them_as_before() -> None:
+    source = inspect.getsource(Scheduler.add_request)
+    assert source.count("self._enqueue_waiting_request(request)") == 1, RELIES
+    assert "self.waiting" not in source, RELIES
+    for counted in (Scheduler.get_num_unfinished_requests, Scheduler.make_stats):
+        assert "self.get_request_counts()" in inspect.getsource(counted), RELIES
+    assert "num_waiting - num_deferred" in inspect.getsource(Scheduler.make_stats), RELIES
+    finish = inspect.getsource(Scheduler.finish_requests)
+    assert "self.requests.get(req_id)" in finish, RELIES
+    assert "self.deferred_waiting.difference_update(" in finish, RELIES
+
+
+@pytest.mark.parametrize("after", [0.0, 9.0])
+def test_beside_streams_few_steps_are_longer_however_many_requests_wait(
+    config: VllmConfig, after: float
+) -> None:
+    engine = Engine(config, after=after)
+    engine.add(32, background=False, tokens=480, length=8)
+    engine.step()
+    began = 0
+    for _ in range(470):
+        _, waiting = engine.scheduler.get_request_counts()
+        engine.add(64 - waiting, background=True, tokens=1)
+        began += sum(name.startswith("cell") for name in engine.step())
+    times = engine.beside()[1:]
+    assert median(times) == DECODE
+    assert percentile(times, 0.99) == DECODE
+    bursts = [cells for _, cells, _ in engine.steps if cells]
+    # Two bursts: after the first steps, and 200 or 400 steps later.
+    assert bursts == [64] * (3 if not after else 2)
+    assert began == sum(bursts)
+
+
+def test_alone_requests_in_the_background_never_wait(config: VllmConfig) -> None:
+    engine = Engine(config)
+    for _ in range(5):
+        engine.add(64, background=True, tokens=1)
+        assert len(engine.step()) == 64
+    engine.add(1, background=False, tokens=3)
+    engine.add(64, background=True, tokens=1)
+    assert len(engine.step()) == 1
+    while engine.scheduler.running:
+        engine.step()
+    assert len(engine.step()) == 64
+    assert not engine.scheduler.has_unfinished_requests()
+
+
+def test_requests_that_wait_can_be_aborted_and_count_as_deferred(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add(4, background=False, tokens=400)
+    engine.step()
+    cells = engine.add(8, background=True, tokens=1)
+    for _ in range(20):
+        assert not engine.step()
+    stats = engine.scheduler.make_stats()
+    assert stats is not None
+    assert (stats.num_waiting_reqs, stats.num_skipped_waiting_reqs) == (0, 8)
+    engine.scheduler.finish_requests(cells[::2], RequestStatus.FINISHED_ABORTED)
+    assert engine.scheduler.get_request_counts() == (4, 4)
+    assert engine.scheduler.get_num_unfinished_requests() == 8
+    began: list[str] = []
+    for _ in range(300):
+        began += engine.step()
+    assert began == cells[1::2]
+
+
+def test_what_a_burst_has_no_room_for_waits_for_the_next(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add(1, background=False, tokens=450)
+    engine.step()
+    cells = engine.add(100, background=True, tokens=1, length=50)  # a step computes 2048 tokens
+    began: list[list[str]] = []
+    for _ in range(250):
+        began.append(engine.step())
+    first, second = filter(None, began)
+    assert len(first) == 41
+    assert first + second == cells[: len(first + second)]
+
+
+def test_a_neighbours_prompt_never_waits_behind_the_background(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add(1, background=False, tokens=400)
+    engine.step()
+    engine.add(64, background=True, tokens=1)
+    engine.step()
+    (name,) = engine.add(1, background=False, tokens=2)
+    assert engine.step() == [name]
+
+
+def test_long_steps_of_others_hold_the_background_for_a_limited_time(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add(1, background=False, tokens=400)
+    for _ in range(40):
+        engine.step()
+    engine.add(1, background=True, tokens=1)
+    while not engine.steps[-1][1]:
+        engine.step()
+    began = len(engine.steps)
+    engine.add(1, background=True, tokens=1)
+    while not engine.steps[-1][1] or len(engine.steps) == began:
+        engine.add(1, background=False, tokens=2)  # a prompt in each step
+        engine.step()
+        assert len(engine.steps) < began + 1700
+    assert len(engine.steps) - began >= 1600
+
+
+def test_nothing_begins_before_the_usual_time_is_known() -> None:
+    pace = BackgroundPace()
+    for _ in range(31):
+        assert not pace.allows()
+        pace.add_step(0.005)
+    pace.add_step(0.005)
+    assert pace.allows()
+    pace.begin(beside=True)
+    for step in range(200):
+        assert not pace.allows(), step
+        pace.add_step(0.017 if step == 0 else 0.005)
+    assert pace.allows()
+
+
+def test_steps_that_vary_by_themselves_hold_nothing_longer() -> None:
+    pace = BackgroundPace()
+    for step in range(64):
+        pace.add_step(0.009 if step % 10 == 0 else 0.005)
+    pace.begin(beside=True)
+    for step in range(200):
+        assert not pace.allows(), step
+        pace.add_step(0.017 if step == 0 else 0.009 if step % 10 == 0 else 0.005)
+    assert pace.allows()
+
+
+def test_steps_that_were_long_when_nobody_else_ran_hold_nothing_longer() -> None:
+    pace = BackgroundPace()
+    for _ in range(64):
+        pace.add_step(0.005)
+    pace.begin(beside=False)
+    for step in range(200):
+        assert not pace.allows(), step
+        pace.add_step(0.08 if step < 10 else 0.005)
+    assert pace.allows()
