@@ -30,7 +30,7 @@ from rheostat_engine.channel.events import InstalledHead, RowsHead
 from rheostat_engine.worker.transport.event_sender import EventSender, Frame
 from rheostat_engine.worker.transport.row_sender import Group, RowSender
 from rheostat_engine.worker.transport.staging_area import StagingArea
-from rheostat_server.allocator import keep_freed_memory
+from rheostat_server.tasks.allocator import keep_freed_memory
 
 _SPAWNED = multiprocessing.get_context("spawn")
 _WIDTH = 4096

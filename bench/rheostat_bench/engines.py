@@ -24,7 +24,7 @@ from rheostat_engine import (
     WorkerChannel,
     engine_kwargs,
 )
-from rheostat_server.allocator import keep_freed_memory
+from rheostat_server.tasks.allocator import keep_freed_memory
 
 VECTOR = hashlib.sha256(b"bench").digest()
 """[rows, W], all different, loaded into every engine with sites."""

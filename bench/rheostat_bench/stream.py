@@ -27,7 +27,7 @@ import rheostat
 from rheostat_bench.machine import circumstances
 from rheostat_bench.summaries import Figures
 from rheostat_engine import Capacity, Event, Installed, ModelSites, Plan, Released, Rows
-from rheostat_server.config import ServerConfig
+from rheostat_server.config import ModelInfo, ServerConfig
 from rheostat_server.engine.backend import (
     Backend,
     CapturesUpdate,
@@ -41,7 +41,6 @@ from rheostat_server.engine.backend import (
     WorkerStats,
 )
 from rheostat_server.errors import Defect
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_server.serve import start
 from rheostat_server.vectors.store import Vector

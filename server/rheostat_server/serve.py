@@ -44,11 +44,11 @@ from rheostat_server.errors import (
 from rheostat_server.front_ends.grpc_server import GrpcServer, grpc_address
 from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_server.generation import responses
-from rheostat_server.open_files import raise_descriptor_limit
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
 from rheostat_server.subscriptions.shared_memory import sweep
+from rheostat_server.tasks.open_files import raise_descriptor_limit
 from rheostat_server.vectors.files import VectorFiles
 from rheostat_wire.v1 import (
     capture_service_pb2_grpc,

@@ -28,6 +28,7 @@ from rheostat_server.capture.specs import (
     direction_vectors,
     resolve_captures,
 )
+from rheostat_server.config import ModelInfo
 from rheostat_server.engine.sampling import SamplingSettings, resolve_sampling
 from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, QueueFull, Resource
 from rheostat_server.limits import (
@@ -40,7 +41,6 @@ from rheostat_server.limits import (
     RETRY_SECONDS,
     WAITING_REQUESTS,
 )
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompts.prompts import Prompts, PromptTokens
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import SelectionContext, needs_text

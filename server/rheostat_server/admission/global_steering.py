@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from rheostat_engine import ModelSites, Plan
 from rheostat_server.admission.planning import check_ranges, compile_plan
 from rheostat_server.admission.request_work import steering_work
+from rheostat_server.config import ModelInfo
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
 from rheostat_server.errors import VersionConflict
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.selectors.selection import (
     EVERYTHING,
     SelectionContext,

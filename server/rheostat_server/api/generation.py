@@ -11,9 +11,9 @@ from rheostat_server.errors import InvalidValue, MissingField, RheostatError
 from rheostat_server.generation.explain import explain
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.session import run_session
-from rheostat_server.message_parts import MessageParts
 from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.tasks.offload import offload
+from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import (
     generation_service_pb2,
     generation_service_pb2_grpc,

@@ -8,7 +8,7 @@ from google.protobuf import duration_pb2
 
 from rheostat_engine import ModelSites, Point, Site
 from rheostat_server import limits
-from rheostat_server.model_info import ModelInfo
+from rheostat_server.config import ModelInfo
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import ENGINE_POINTS, NO_STREAM
 from rheostat_server.steering.ops import SERVED

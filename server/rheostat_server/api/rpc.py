@@ -35,8 +35,8 @@ from rheostat_server.limits import (
     SUBSCRIBE_OPEN_BYTES,
     TENSOR_MESSAGE_BYTES,
 )
-from rheostat_server.message_parts import MessageParts
 from rheostat_server.tasks.interruption import Interruption
+from rheostat_wire.message_parts import MessageParts
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from rheostat_server.delivery.run_messages import run_chunks
 from rheostat_server.derivation.captured_run import capture_run
 from rheostat_server.errors import NotSupported
 from rheostat_server.limits import UNREAD_SECONDS
-from rheostat_server.message_parts import MessageParts
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.runs.positions import named_rows, named_sites
 from rheostat_server.runs.store import Run, RunStore
@@ -26,6 +25,7 @@ from rheostat_server.selectors.spans import runs as runs_of
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tasks.unread import while_read
 from rheostat_server.validation import known_enum
+from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import run_pb2, run_service_pb2, run_service_pb2_grpc, tensor_pb2
 
 _pb = run_service_pb2

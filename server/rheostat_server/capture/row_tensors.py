@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from rheostat_engine import Site
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.message_parts import Payload
 from rheostat_server.tensors import FloatType, converted, stack_rows, widened
 from rheostat_wire.dtypes import StoredArray
+from rheostat_wire.message_parts import Payload
 from rheostat_wire.v1 import tensor_pb2
 
 _COPY = 8

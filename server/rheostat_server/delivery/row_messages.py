@@ -6,10 +6,10 @@ from typing import NamedTuple
 from rheostat_engine import Spans
 from rheostat_server.capture.row_tensors import bytes_of, write_raw, write_rows
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
-from rheostat_server.message_parts import MessageParts, Payload, field_head
 from rheostat_server.selectors.sites import write_site
 from rheostat_server.selectors.spans import runs
 from rheostat_server.tasks.offload import offload
+from rheostat_wire.message_parts import MessageParts, Payload, field_head
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, types_pb2
 
 

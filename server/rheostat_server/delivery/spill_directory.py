@@ -24,7 +24,7 @@ from pathlib import Path
 import google_crc32c
 
 from rheostat_server.errors import SpoolFailed
-from rheostat_server.open_files import OpenFiles
+from rheostat_server.tasks.open_files import OpenFiles
 
 _FILES = 256
 """The limit is divided into this many files, because only whole files are deleted."""

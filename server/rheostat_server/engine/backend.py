@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Capture, Event, ModelSites, Plan
+from rheostat_server.config import ModelInfo
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.errors import Defect
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.dtypes import FloatArray

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rheostat_server import validation
+from rheostat_server.config import ModelInfo
 from rheostat_server.errors import (
     InvalidValue,
     MissingField,
@@ -19,7 +20,6 @@ from rheostat_server.limits import (
     STOP_TEXTS,
     STOP_TOKEN_IDS,
 )
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.validation import field_path
 from rheostat_wire.v1 import generation_pb2
 

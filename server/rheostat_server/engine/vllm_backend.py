@@ -22,8 +22,7 @@ from rheostat_engine import (
     receive_outputs,
     stop_front_end,
 )
-from rheostat_server.allocator import keep_freed_memory
-from rheostat_server.config import ServerConfig
+from rheostat_server.config import ModelInfo, ServerConfig
 from rheostat_server.engine.backend import (
     CapturesUpdate,
     Delta,
@@ -46,8 +45,8 @@ from rheostat_server.engine.vllm_engine import (
 from rheostat_server.engine.vllm_outputs import DeltaReader, OutputTurns, TokenTexts
 from rheostat_server.engine.warm_up import warm_up
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompts.tokenizer import HuggingFaceTokenizer, Tokenizer
+from rheostat_server.tasks.allocator import keep_freed_memory
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector

@@ -45,10 +45,10 @@ from rheostat_engine import (
     RowEncoding,
     Site,
 )
+from rheostat_server.config import ModelInfo
 from rheostat_server.engine.backend import Backend, Delta, Job
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.errors import EngineFailed, EngineLost, RheostatError
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector, make_vector
 

@@ -13,7 +13,7 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from rheostat_server.limits import STATUS_SECONDS
-from rheostat_server.message_parts import MessageParts
+from rheostat_wire.message_parts import MessageParts
 
 DETAILS_KEY = "grpc-status-details-bin"
 """Key of the trailing metadata that holds a status with its details."""

@@ -17,7 +17,6 @@ from typing import Final
 import grpc.aio
 from google.rpc import status_pb2
 
-from rheostat_server.allocator import keep_freed_memory
 from rheostat_server.errors import PortInUse
 from rheostat_server.front_ends.call import Call
 from rheostat_server.front_ends.grpc_server import GrpcServer
@@ -31,6 +30,7 @@ from rheostat_server.front_ends.records import (
     read_seconds_body,
 )
 from rheostat_server.limits import STATUS_SECONDS
+from rheostat_server.tasks.allocator import keep_freed_memory
 
 _EAGER_READS = 4
 """Calls at a time whose first message is read before the server asks for it. Only a few, because

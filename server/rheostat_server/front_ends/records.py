@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from rheostat_server.message_parts import Payload
+from rheostat_wire.message_parts import Payload
 
 _HEAD = struct.Struct("<IBI")
 """Bytes of the body, kind, number of the call."""

@@ -8,7 +8,7 @@ from google.rpc import code_pb2, status_pb2
 
 from rheostat_server.front_ends.records import CallBegin, First, Kind, read_count_body
 from rheostat_server.limits import STATUS_SECONDS
-from rheostat_server.message_parts import MessageParts, Payload
+from rheostat_wire.message_parts import MessageParts, Payload
 
 T = TypeVar("T")
 

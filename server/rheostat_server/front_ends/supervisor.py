@@ -23,8 +23,8 @@ from rheostat_server.front_ends.records import (
     seconds_body,
 )
 from rheostat_server.front_ends.remote_call import RemoteCall
-from rheostat_server.message_parts import Payload
 from rheostat_server.tasks.turns import Turns
+from rheostat_wire.message_parts import Payload
 
 _LOG = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from rheostat_server.errors.status import to_status
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.sample import Response
 from rheostat_server.limits import RETRY_SECONDS, UNREAD_ANSWERS, UPDATES, WAITING_UPDATES
-from rheostat_server.message_parts import MessageParts
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.response_queue import Notice
 from rheostat_server.requests.sequence import EngineSequence, SteeringChange
+from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import (
     generation_pb2,
     generation_service_pb2,

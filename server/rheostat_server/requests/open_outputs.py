@@ -7,13 +7,12 @@ from typing import Protocol
 
 from rheostat_engine import ModelSites
 from rheostat_server.capture.specs import ResolvedCapture, sink_groups
-from rheostat_server.config import ServerConfig
+from rheostat_server.config import ModelInfo, ServerConfig
 from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
 from rheostat_server.delivery.response_rows import ADVICE, LOSSLESS
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.errors import RheostatError
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.sink_writer import (
     Recording,

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from rheostat_engine import ModelSites, Point, Site
 from rheostat_server import validation
+from rheostat_server.config import ModelInfo
 from rheostat_server.errors import (
     Defect,
     InvalidPosition,
@@ -34,7 +35,6 @@ from rheostat_server.errors import (
     VectorShape,
 )
 from rheostat_server.limits import RUN_RANGES, RUN_SITES, RUN_TOKENS, TENSOR_MESSAGE_BYTES
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.runs.store import Run, RunDraft, RunStore
 from rheostat_server.runs.targets import RUN_ID, RunTarget, lease_seconds
 from rheostat_server.selectors.sites import NO_STREAM, from_wire, resolve_site

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, Condition, Spans
 from rheostat_server import validation
+from rheostat_server.config import ModelInfo
 from rheostat_server.errors import (
     EmptySelector,
     InvalidPosition,
@@ -22,7 +23,6 @@ from rheostat_server.errors import (
     SpanNotFound,
 )
 from rheostat_server.limits import RANGE_TOKEN_IDS, RANGES, SPAN_BYTES, SPAN_SEARCH
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.selectors.prompt_index import PromptIndex, SearchTooLong
 from rheostat_server.selectors.spans import Edges, clipped, edges, joined, subtracted, united

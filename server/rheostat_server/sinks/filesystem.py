@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from rheostat_server.open_files import OpenFiles
 from rheostat_server.sinks.disk import (
     REQUEST,
     NoFolder,
@@ -52,6 +51,7 @@ from rheostat_server.sinks.recovery import REQUESTS, TAG, recover, save_listed
 from rheostat_server.sinks.settings import only_known, size_setting
 from rheostat_server.sinks.shards import SHARDS, Shards, index_name
 from rheostat_server.sinks.tables import Table, Tables
+from rheostat_server.tasks.open_files import OpenFiles
 
 _LOG = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from threading import Lock
 
-from rheostat_server.open_files import OpenFiles
 from rheostat_server.sinks.disk import Root, Writer, collision, create_file, reopen_file, write_all
 from rheostat_server.sinks.index import ArtifactIndex, Place, Shard
 from rheostat_server.sinks.manifest import Stored, artifacts_of
 from rheostat_server.sinks.protocol import Artifact, SinkError
 from rheostat_server.sinks.tables import Table
+from rheostat_server.tasks.open_files import OpenFiles
 
 SHARDS = "shards"
 """The folder of a tag's shards."""

@@ -19,9 +19,9 @@ import google.protobuf.message
 
 from rheostat_server.errors import CursorExpired, RheostatError, Superseded
 from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS
-from rheostat_server.message_parts import MessageParts
 from rheostat_server.subscriptions.flow_control import Credit
 from rheostat_server.subscriptions.replay_window import M, ReplayWindow, Sendable, Sent
+from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import capture_service_pb2
 
 _UNACKNOWLEDGED = 256 << 10

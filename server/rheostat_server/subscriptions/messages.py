@@ -8,7 +8,6 @@ import google_crc32c
 
 from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, Loss
 from rheostat_server.delivery.row_messages import CapturedRows, dropped, encoded_rows
-from rheostat_server.message_parts import MessageParts
 from rheostat_server.subscriptions.pending_changes import to_wire
 from rheostat_server.subscriptions.shared_memory import Arena
 from rheostat_server.subscriptions.shared_payloads import (
@@ -19,6 +18,7 @@ from rheostat_server.subscriptions.shared_payloads import (
     shared_rows,
 )
 from rheostat_server.tasks.offload import offload
+from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import capture_service_pb2
 
 Response = capture_service_pb2.SubscribeResponse

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from rheostat_engine import ModelSites
 from rheostat_server import validation
+from rheostat_server.config import ModelInfo
 from rheostat_server.delivery.delivery_buffer import Deliveries
 from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
@@ -23,7 +24,6 @@ from rheostat_server.errors import (
     SubscriptionNotFound,
 )
 from rheostat_server.limits import DEFAULT_SUBSCRIPTIONS, ID_BYTES, RETRY_SECONDS, SUBSCRIPTIONS
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.selectors.selection import typical_context
 from rheostat_server.subscriptions.flow_control import check_credit, position_bytes
 from rheostat_server.subscriptions.opening import check_opening

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from rheostat_server.errors import InvalidValue
-from rheostat_server.message_parts import MessageParts
+from rheostat_wire.message_parts import MessageParts
 
 _MESSAGE_BYTES = 512
 """Memory of a message beside its payload."""

@@ -10,7 +10,6 @@ from rheostat_server.delivery.items import End, ItemSource
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.errors import CaptureOverflow, RheostatError
-from rheostat_server.message_parts import MessageParts
 from rheostat_server.subscriptions.event_stream import EventStream
 from rheostat_server.subscriptions.messages import DeliveryCounts, Message, Response
 from rheostat_server.subscriptions.observed import ObservedCaptures, ObservedRequests
@@ -20,6 +19,7 @@ from rheostat_server.subscriptions.replay_window import Sent
 from rheostat_server.subscriptions.send_queue import SendQueue
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector
+from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2
 
 _pb = capture_service_pb2

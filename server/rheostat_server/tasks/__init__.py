@@ -1,1 +1,1 @@
-"""Work beside the event loop: threads for large work, shared queries, calls that end early."""
+"""What all parts of the process share: threads for large work, turns, ends of calls, open files."""

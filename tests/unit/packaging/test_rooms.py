@@ -55,10 +55,6 @@ SERVER_LAYERS = (
     "config",
     "limits",
     "validation",
-    "model_info",
-    "open_files",
-    "allocator",
-    "message_parts",
     "tensors",
     "tasks",
     "prompts",
@@ -82,6 +78,10 @@ SERVER_LAYERS = (
     "serve",
 )
 """Folders and modules of the server, the lowest first."""
+
+
+MOST_ROOMS = 25
+"""Folders and modules of the server that a newcomer may have to know."""
 
 
 def client(root: Path) -> Iterable[Import]:
@@ -199,6 +199,11 @@ def test_every_module_has_a_layer_and_every_layer_a_module(
     modules = set(imports_by_module(root, face)) - {""}
     assert [one for one in layers if one and not {one} & {*parents(modules)}] == []
     assert [one for one in modules if not {*layers} & {*parents([one])}] == []
+
+
+def test_the_server_has_few_rooms(root: Path) -> None:
+    modules = set(imports_by_module(root, "server/rheostat_server")) - {""}
+    assert len({module.partition(".")[0] for module in modules}) <= MOST_ROOMS
 
 
 def test_plans_and_reports_need_neither_torch_nor_vllm(root: Path) -> None:

@@ -32,6 +32,7 @@ from rheostat_engine import (
 )
 from rheostat_engine.plan.row_encodings import RAW_KEY
 from rheostat_server.capture.encodings import Form
+from rheostat_server.config import ModelInfo
 from rheostat_server.engine.backend import (
     CapturesUpdate,
     Delta,
@@ -44,7 +45,6 @@ from rheostat_server.engine.backend import (
     WorkerStats,
 )
 from rheostat_server.errors import Defect, EngineLost
-from rheostat_server.model_info import ModelInfo
 from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_server.tensors import FloatType, converted
 from rheostat_server.vectors.store import Vector

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import Point, Site
-from rheostat_server.message_parts import MessageParts
+from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, generation_pb2, types_pb2
 
 from .conftest import Refusal

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from rheostat_server.allocator import keep_freed_memory
+from rheostat_server.tasks.allocator import keep_freed_memory
 
 FRAMES = """
 import resource, sys
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from rheostat_engine.channel.events import copy_arrays
-from rheostat_server.allocator import keep_freed_memory
+from rheostat_server.tasks.allocator import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 views = list(np.ones((64, 36, 1, 4096), np.uint16))

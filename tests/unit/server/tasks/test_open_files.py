@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rheostat_server.open_files import OpenFiles
+from rheostat_server.tasks.open_files import OpenFiles
 
 
 def opener(path: Path) -> Callable[[], int]:
@@ -85,7 +85,7 @@ def test_threads_never_meet_a_closed_descriptor(tmp_path: Path) -> None:
 def test_a_process_takes_the_descriptors_that_it_may_have() -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 700));"
-        "from rheostat_server.open_files import raise_descriptor_limit as r;"
+        "from rheostat_server.tasks.open_files import raise_descriptor_limit as r;"
         "print(r(), r(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run(

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_server.message_parts import MessageParts, field_head
+from rheostat_wire.message_parts import MessageParts, field_head
 from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
 
