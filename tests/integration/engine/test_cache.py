@@ -9,7 +9,7 @@ from rheostat_engine import OPEN_END, Act, Band, Kind, Plan, Spans
 
 from .models import VOCAB
 from .offline import OfflineEngine, Outcome
-from .plans import EVERYWHERE, add, prompts, steer, vector
+from .plans import EVERYWHERE, add, prompts, put, steer, vector
 
 pytestmark = pytest.mark.integration
 
@@ -97,9 +97,10 @@ def test_steering_from_the_middle_shares_what_lies_before(engine: OfflineEngine)
         steer(add(0, 4), add(1, 8)),
         steer(ablate(0, 4)),
         steer(add(0, 4, ((0, 5), (6, OPEN_END)))),
+        steer(put(0, 4, EVERYWHERE)),
         None,
     ],
-    ids=["vector", "site", "scale", "one more", "op", "one position less", "none"],
+    ids=["vector", "site", "scale", "one more", "op", "one position less", "replaced", "none"],
 )
 def test_different_steering_shares_nothing(engine: OfflineEngine, other: Plan | None) -> None:
     assert hit_rate(engine, steer(add(0, 4)), [other]) == 0
@@ -115,6 +116,7 @@ PLANS: dict[str, Plan | None] = {
     "steered": steer(add(0, 4, scale=2.0), ablate(1, 6)),
     "decode": steer(add(0, 4, ((100, OPEN_END),), 2.0)),
     "middle": steer(add(2, 3, ((40, 70),), 3.0)),
+    "replaced": steer(put(2, 3, ((40, 41),)), put(5, 3, ((41, 45), (102, 104)))),
 }
 
 
@@ -123,9 +125,13 @@ SHARING = {
     frozenset({"plain", "decode"}): 96,
     frozenset({"plain", "middle"}): 32,
     frozenset({"decode", "middle"}): 32,
+    frozenset({"plain", "replaced"}): 32,
+    frozenset({"decode", "replaced"}): 32,
+    frozenset({"middle", "replaced"}): 32,
     frozenset({"plain", "steered"}): 0,
     frozenset({"decode", "steered"}): 0,
     frozenset({"middle", "steered"}): 0,
+    frozenset({"replaced", "steered"}): 0,
 }
 """Tokens of a prompt of 100 that two plans have in common."""
 
@@ -157,7 +163,7 @@ def test_what_was_generated_under_steering_is_not_read_as_a_plain_prompt(
     (warm,) = engine.run([whole], [PLANS[second]], max_tokens=8, skip_cache=False)
     (alone,) = engine.run([whole], [PLANS[second]], max_tokens=8)
     assert close(alone, warm)
-    shared = {"plain": 96, "steered": 0, "decode": 128, "middle": 32}
+    shared = {"plain": 96, "steered": 0, "decode": 128, "middle": 32, "replaced": 32}
     assert warm.cached == shared[second]
 
 

@@ -1,6 +1,6 @@
 """Selectors are exact for every schedule: chunked prefill, preemption, a warm prefix cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from rheostat_engine import OPEN_END, Act, Band, Condition, Kind, Plan, Spans
 from .groups import COMPILED, IN_TIGHT, PLAIN, TIGHT
 from .models import VOCAB, build
 from .offline import OfflineEngine, Outcome
-from .plans import EVERYWHERE, add, as_hooks, capture, prompts, steer, vector
+from .plans import EVERYWHERE, add, as_hooks, capture, prompts, put, steer, vector
 from .reference import HfReference
 
 pytestmark = pytest.mark.integration
@@ -53,6 +53,16 @@ def phased(prompt: list[int]) -> list[Plan]:
         Plan("", (add(1, 3, ((end, OPEN_END),), 2.0),), everything),
         Plan("", (add(0, 2, ((end - 2, end + 2),)), add(2, 6, ((0, 1), (3, 7)))), everything),
         Plan("", (pulled(1, 4, ((3, end + 1),)), by_token(0, 6, ((5, OPEN_END),))), everything),
+        Plan("", (*replaced(4, range(end - 3, end + 3)), add(1, 4)), everything),
+        Plan("", (put(0, 3, ((0, 9), (end + 1, end + 60))), *replaced(8, (2, end))), everything),
+    ]
+
+
+def replaced(site: int, positions: Sequence[int]) -> list[Act]:
+    """Another vector in the place of the row of each position."""
+    return [
+        put(number % VECTORS, site, ((position, position + 1),))
+        for number, position in enumerate(positions)
     ]
 
 
@@ -79,7 +89,7 @@ def test_phases_split_exactly_at_the_prompts_end_for_every_chunk_size(
     start: Start, reference: HfReference, options: dict[str, object]
 ) -> None:
     engine = load(start(**options))
-    batch = prompts(4, 17, 40, seed=3)
+    batch = prompts(6, 17, 40, seed=3)
     plans = [phased(p)[i] for i, p in enumerate(batch)]
     outcomes = engine.run(batch, plans, max_tokens=5)
     for prompt, plan, outcome in zip(batch, plans, outcomes, strict=True):
@@ -97,7 +107,7 @@ def test_a_preempted_request_is_steered_as_if_it_had_run_through(
 ) -> None:
     engine = load(start(**options))
     batch = prompts(6, 30, 40, seed=4)
-    plans = [phased(p)[i % 4] for i, p in enumerate(batch)]
+    plans = [phased(p)[i] for i, p in enumerate(batch)]
     outcomes = engine.run(batch, plans, max_tokens=70)
     preemptions = [o.released.preemptions for o in outcomes if o.released is not None]
     assert sum(preemptions) > 0
