@@ -1,26 +1,25 @@
-"""CPU time that each process and thread of a server takes for a token, while clients stream.
+"""CPU time that a server takes for a token and for a request, by thread and by function.
 
 The arms are those of `sidebyside`. A server's throughput has an end where one of its threads is
-busy all the time. With `--py-spy`, py-spy also records the functions of each busy process, in
-further turns: a file of stacks for each arm and process, beside the JSON.
+busy all the time. Two workloads: streams of `--tokens` tokens, and requests of one token that begin
+together. Functions are those of the main thread, which runs the event loop; see `sampled_server`.
 
     rheostat bench costs --shape qwen3-8b --front-ends 1 --out results
-    rheostat bench costs --shape qwen3-8b --front-ends 1 --out results --py-spy $(which py-spy)
 """
 
 import argparse
 import json
 import os
-import subprocess
+import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rheostat_bench.machine import add_model_arguments, chosen, described, server_config
 from rheostat_bench.processes import Worker
@@ -37,12 +36,12 @@ from rheostat_bench.sidebyside import (
 from rheostat_bench.watching import watching
 
 _PROMPT = 32
-_BUSY = 0.1
-"""Share of a core from which on a process is profiled."""
-_SECONDS = 8
-"""Seconds of a profile."""
-_RATE = 400
-"""Samples of a profile in a second."""
+_LEAST_SHARE = 0.005
+"""Share of the main thread's time from which on a function is listed."""
+_WRITTEN = 30.0
+"""Seconds that a server has to write its samples."""
+MAIN = "server, main thread"
+"""The thread whose functions are sampled."""
 
 
 class ThreadTime(NamedTuple):
@@ -56,14 +55,45 @@ class ThreadTime(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """The figures of one arm."""
+    """The figures of one arm and workload."""
 
-    tokens_per_s: list[float]
-    """Of each turn."""
+    per_s: list[float]
+    """Tokens, or requests, in a second, of each turn."""
     cores: dict[str, float]
     """Cores that each kind of thread is busy on."""
-    us_per_token: dict[str, float]
-    """The same time, in microseconds for each token."""
+    us: dict[str, float]
+    """The same time, in microseconds for each token, or request."""
+    functions_us: dict[str, float]
+    """Microseconds of the server's main thread in a function and in functions that it calls."""
+    functions_alone_us: dict[str, float]
+    """The same without functions that are listed themselves."""
+
+
+class Samples:
+    """What a server samples of its functions."""
+
+    def __init__(self, pid: int, folder: Path) -> None:
+        """Reads what the process writes into the folder."""
+        self._pid = pid
+        self._folder = folder
+        self._read = 0
+
+    def take(self) -> Mapping[str, Any]:
+        """The samples since the last call; see `sampled_server.shares`.
+
+        Raises:
+            TimeoutError: the server has not written them.
+        """
+        os.kill(self._pid, signal.SIGUSR1)
+        path = self._folder / f"samples-{self._read}.json"
+        deadline = time.monotonic() + _WRITTEN
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the server has not written its samples")
+            time.sleep(0.01)
+        self._read += 1
+        found: Mapping[str, Any] = json.loads(path.read_text())
+        return found
 
 
 def thread_times(root: int) -> dict[int, ThreadTime]:
@@ -103,60 +133,42 @@ def taken(before: Mapping[int, ThreadTime], after: Mapping[int, ThreadTime]) -> 
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-def measure(run: Run, pid: int, streams: int, tokens: int, turns: int) -> Costs:
-    """Times some turns of an arm.
+class Workload(NamedTuple):
+    """Requests that begin together."""
+
+    requests: int
+    tokens: int
+    """Tokens of each."""
+
+
+def measure(run: Run, server: Samples, pid: int, load: Workload, turns: int) -> Costs:
+    """Times some turns of an arm, after one that is not counted.
 
     Args:
         run: the arm.
+        server: samples of the server's functions.
         pid: the server's process.
-        streams: streams of a turn.
-        tokens: tokens of a stream.
+        load: a turn. If its requests have one token, the costs are those of a request.
         turns: turns.
     """
-    run(prompts(streams, _PROMPT), tokens)
+    run(prompts(load.requests, _PROMPT), load.tokens)
+    server.take()
     before, began = thread_times(pid), time.monotonic()
-    speeds = [run(prompts(streams, _PROMPT), tokens).tokens_per_s for _ in range(turns)]
+    speeds = [run(prompts(load.requests, _PROMPT), load.tokens).tokens_per_s for _ in range(turns)]
     seconds, used = time.monotonic() - began, taken(before, thread_times(pid))
-    count = turns * streams * tokens
+    shares, count = server.take(), turns * load.requests * load.tokens
+    us = {kind: value / count * 1e6 for kind, value in used.items()}
     return Costs(
-        tokens_per_s=speeds,
+        per_s=speeds,
         cores={kind: value / seconds for kind, value in used.items()},
-        us_per_token={kind: value / count * 1e6 for kind, value in used.items()},
+        us=us,
+        functions_us=_listed(shares["with_callees"], us[MAIN]),
+        functions_alone_us=_listed(shares["alone"], us[MAIN]),
     )
 
 
-def profile(run: Run, pid: int, streams: int, tokens: int, py_spy: Path, out: Path) -> None:
-    """Records the functions of the server's busy processes during further turns.
-
-    Args:
-        run: the arm.
-        pid: the server's process.
-        streams: streams of a turn.
-        tokens: tokens of a stream.
-        py_spy: the program.
-        out: the beginning of the files' names.
-    """
-    before, began = _main_threads(pid), time.monotonic()
-    run(prompts(streams, _PROMPT), tokens)
-    least = _BUSY * (time.monotonic() - began)
-    after = _main_threads(pid)
-    options = ["--format=raw", "--threads", "--nonblocking", f"-r{_RATE}", f"-d{_SECONDS}"]
-    recording = [
-        subprocess.Popen(
-            [py_spy, "record", *options, f"-o{out}-{process}.txt", "-p", str(process)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for process, seconds in after.items()
-        if seconds - before.get(process, 0.0) > least
-    ]
-    while any(recorder.poll() is None for recorder in recording):
-        run(prompts(streams, _PROMPT), tokens)
-
-
-def _main_threads(root: int) -> dict[int, float]:
-    """Seconds of CPU of the main threads of a process and all its descendants, by process."""
-    return {pid: thread.seconds for pid, thread in thread_times(root).items() if thread.main}
+def _listed(shares: Mapping[str, float], us: float) -> dict[str, float]:
+    return {name: share * us for name, share in shares.items() if share >= _LEAST_SHARE}
 
 
 def main() -> None:
@@ -167,56 +179,73 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder, for the JSON")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument(
+        "--requests", type=int, default=1024, help="of one token, that begin together"
+    )
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--front-ends", type=int, default=1)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--py-spy", type=Path, help="records profiles with this program")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    loads = {
+        "token": Workload(arguments.streams, arguments.tokens),
+        "request": Workload(arguments.requests, 1),
+    }
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        model = chosen(arguments, Path(folder))
+        scratch = Path(folder)
+        model = chosen(arguments, scratch)
         if model.load_format == "dummy":
             copy_tokenizer(model.path)
         config = server_config(model, engines=1, requests=arguments.streams)
         config = replace(config, skip_tokenizer_init=False)
         flags = server_flags(config, arguments.front_ends)
         name = f"costs-{model.name}-{arguments.front_ends}"
-        server = stack.enter_context(
-            served_process(str(config.model), arguments.out / f"{name}.log", flags)
-        )
+        log = arguments.out / f"{name}.log"
+        server = stack.enter_context(served_process(str(config.model), log, flags, samples=scratch))
         served = store_vectors(server.target)
         watcher = stack.enter_context(Worker(partial(watching, server.target)))
         client = partial(streaming, server.target, served.layer_count // 2)
         clients = [stack.enter_context(Worker(client)) for _ in range(arguments.client_processes)]
         runs = runs_of_server("", clients, watcher, served, arguments.arms)
-        costs = {}
-        load = (server.pid, arguments.streams, arguments.tokens)
+        samples = Samples(server.pid, scratch)
+        costs: dict[str, dict[str, Costs]] = {arm: {} for arm in arguments.arms}
         for arm, run in zip(arguments.arms, runs.values(), strict=True):
-            costs[arm] = measure(run, *load, arguments.turns)
-            show(arm, costs[arm])
-            if arguments.py_spy is not None:
-                files = arguments.out / f"{name}-{arm.replace(',', '').replace(' ', '-')}"
-                profile(run, *load, arguments.py_spy, files)
+            for unit, load in loads.items():
+                found = measure(run, samples, server.pid, load, arguments.turns)
+                costs[arm][unit] = found
+                show(arm, unit, found)
         about = {
             "benchmark": "costs",
-            "measures": "CPU time of the server's processes and threads for each token",
+            "measures": "CPU time of the server for each token, and for each request of one token",
             **described(model, served.engine.runner),
-            "cores": os.cpu_count(),
             "streams": arguments.streams,
             "tokens": arguments.tokens,
+            "requests": arguments.requests,
             "front_ends": arguments.front_ends,
+            "turns": arguments.turns,
         }
-        by_arm = {arm: figures._asdict() for arm, figures in costs.items()}
+        by_arm = {
+            arm: {unit: figures._asdict() for unit, figures in by_unit.items()}
+            for arm, by_unit in costs.items()
+        }
         text = json.dumps({**about, "arms": by_arm}, indent=1)
         (arguments.out / f"{name}.json").write_text(text)
 
 
-def show(arm: str, costs: Costs) -> None:
-    """Prints the figures of an arm."""
-    speeds = ", ".join(f"{speed:.0f}" for speed in costs.tokens_per_s)
-    print(f"\n{arm}: {speeds} tokens/s")
-    for kind, value in costs.us_per_token.items():
-        print(f"  {value:7.1f} us per token {costs.cores[kind]:6.2f} cores  {kind}")
+_SHOWN = 40
+"""Functions that are printed."""
+
+
+def show(arm: str, unit: str, costs: Costs) -> None:
+    """Prints the figures of an arm and workload."""
+    speeds = ", ".join(f"{speed:.0f}" for speed in costs.per_s)
+    print(f"\n{arm}: {speeds} {unit}s/s")
+    for kind, value in costs.us.items():
+        print(f"  {value:7.1f} us per {unit} {costs.cores[kind]:6.2f} cores  {kind}")
+    functions: Sequence[tuple[str, float]] = [*costs.functions_us.items()][:_SHOWN]
+    for name, value in functions:
+        alone = costs.functions_alone_us.get(name, 0.0)
+        print(f"  {value:7.1f} us, {alone:7.1f} alone  {name}")
 
 
 if __name__ == "__main__":

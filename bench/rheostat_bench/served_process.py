@@ -27,6 +27,7 @@ _SAMPLE_EVERY = 0.1
 """Seconds between two looks at the processes' memory."""
 _FAULT = re.compile(r"Traceback|\bERROR\b|\bCRITICAL\b|incident")
 """What no line of a sound server's log has."""
+_SAMPLED = "from rheostat_bench.sampled_server import main; main()"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 MIB = 1 << 20
@@ -184,15 +185,28 @@ def faults(log: Path, since: int = 0) -> list[str]:
 
 @contextmanager
 def served_process(
-    model: str, log: Path, options: Sequence[str], environment: Mapping[str, str] | None = None
+    model: str,
+    log: Path,
+    options: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    samples: Path | None = None,
 ) -> Iterator[ServedProcess]:
     """A server of a model, once it serves.
+
+    Args:
+        model: its model.
+        log: gets its output.
+        options: of `rheostat serve`.
+        environment: what is added to this process's environment.
+        samples: the folder for samples of its functions; see `sampled_server`. None: takes none.
 
     Raises:
         Died: it ended before it served.
     """
     port = unused_port()
-    command = [sys.executable, "-m", "rheostat", "serve", model, "--port", str(port), *options]
+    program = ["-m", "rheostat"] if samples is None else ["-c", _SAMPLED, str(samples)]
+    command = [sys.executable, *program, "serve", model, "--port", str(port), *options]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
