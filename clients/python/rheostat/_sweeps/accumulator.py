@@ -145,7 +145,8 @@ class SweepAccumulator:
             at = cell.row, cell.column
             values[:, *at], errors[:, *at] = cell.values, cell.standard_errors
             top[at] = cell.top_token_id
-            below[at] = cell.below_noise if self._summary is None else _within(cell, summary)
+            # An earlier call's cells are marked by the noise of that call, and by that of the last.
+            below[at] = cell.below_noise or (self._summary is not None and _within(cell, summary))
             if pairs:
                 each[:, :, *at] = np.reshape(cell.pair_values, (pairs, shape[0]))
         return SweepResult(

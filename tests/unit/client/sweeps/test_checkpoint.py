@@ -108,6 +108,15 @@ def test_a_cell_that_failed_is_tried_again(scripted, client, path) -> None:
     assert [(one.start, one.count) for one in asked(scripted)[-1].done] == [(0, 1)]
 
 
+def test_a_cell_within_the_noise_of_its_own_call_stays_marked(scripted, client, path) -> None:
+    far = cell(0, 1.0, below_noise=True)  # the last call's noise is around -2
+    scripted.on("Sweep", [started(), far, GONE])
+    begun(client, path)
+    cells = [cell(index, value) for index, value in enumerate([0.0, -2.1, 4.0, 5.0, 2.0, 6.0])]
+    scripted.on("Sweep", [started(5), *cells[1:], summary()])
+    assert sweep(client, path).below_noise.tolist() == [[True, True, False], [False] * 3]
+
+
 def test_zoom_is_told_what_was_found(scripted, client, path) -> None:
     begun(client, path)
     sweep(client, path, zoom={"layer_stride": 1, "column_stride": 2})
