@@ -53,6 +53,7 @@ from rheostat_engine.plan.gates import (
     Normalise,
     Pool,
     Reading,
+    Readout,
     Signals,
 )
 from rheostat_engine.plan.gates import Condition as GateCondition
@@ -120,6 +121,7 @@ __all__ = [
     "Point",
     "Pool",
     "Reading",
+    "Readout",
     "Released",
     "Report",
     "RowEncoding",

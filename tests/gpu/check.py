@@ -108,21 +108,25 @@ def check_kernels() -> Lines:
     from rheostat_engine.sites.kernels import launch_site
     from rheostat_engine.sites.reference import run_site
     from rheostat_engine.worker.state.buffers import GateBuffers, SiteBuffers
+    from rheostat_engine.worker.steering.programs import FLOATS, INTS
 
     results: dict[str, Verdict] = {}
     tokens, width = 97, 2560
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
         for carried, gain in ((None, 1.0), (None, 0.22), (dtype, 1.0), (torch.float32, 1.0)):
-            ints = torch.zeros(64, 6, dtype=torch.int32)
+            ints = torch.zeros(64, INTS, dtype=torch.int32)
             for step in range(1, 64):
                 ends = step % 4 == 0
                 last = Kind.ADD_LAST if step % 8 else Kind.REPLACE
                 kind, following = (last, 0) if ends else (step % 3 + 1, step + 1)
-                mask = step // 4 % 3 * ends
-                ints[step] = torch.tensor([kind, step % 7 + 1, following, step % 2, mask, 0])
+                mask, write = step // 4 % 3 * ends, 0
+                if kind == Kind.PULL:  # how it reads, and along which direction it moves
+                    mask, write = step % 3 | (0, 1, 3)[step // 3 % 3] << 4, step % 5
+                numbers = [kind, step % 7 + 1, following, step % 2, mask, 0, write]
+                ints[step] = torch.tensor(numbers)
             ints[63, 2] = 0
-            floats = torch.randn(64, 4)
+            floats = torch.randn(64, FLOATS)
             floats[::4, 2] = floats[::4, 2].abs().clamp(max=1.0)
             floats[:, 0], floats[:, 1] = floats[:, :2].min(1).values, floats[:, :2].max(1).values
             made = SiteBuffers(

@@ -46,7 +46,7 @@ from rheostat._errors import (
     Unimplemented,
     Violation,
 )
-from rheostat._files import load_vector, save_vector
+from rheostat._files import load_sae_feature, load_vector, save_vector
 from rheostat._points import Point, Site
 from rheostat._prompts import ChatMessage
 from rheostat._responses.explanations import (
@@ -93,6 +93,7 @@ from rheostat._steering.derivations import Derivation, DerivedRow
 from rheostat._steering.gates import Condition, Gate, Probe, Ramp, Sigmoid, gate, probe
 from rheostat._steering.global_steering import GlobalSteering
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
+from rheostat._steering.readouts import Readout, readout
 from rheostat._steering.replacements import (
     FromRun,
     Noise,
@@ -104,6 +105,7 @@ from rheostat._steering.replacements import (
     run_mean,
 )
 from rheostat._steering.rules import Observe, Rule, Stop
+from rheostat._steering.sae_features import SaeFeature
 from rheostat._steering.steering import ablate, band, clamp, norm_add, scale
 from rheostat._steering.token_directions import TokenDirection, token_direction
 from rheostat._steering.vectors import Add, Intervention, Vector, VectorInfo, inline, named
@@ -194,6 +196,7 @@ __all__ = [
     "ProbeGrade",
     "PromptLogprobs",
     "Ramp",
+    "Readout",
     "Receipt",
     "Refused",
     "Replace",
@@ -211,6 +214,7 @@ __all__ = [
     "Run",
     "RunInfo",
     "RunMean",
+    "SaeFeature",
     "Sample",
     "Samples",
     "Scale",
@@ -264,12 +268,14 @@ __all__ = [
     "gate",
     "generated",
     "inline",
+    "load_sae_feature",
     "load_vector",
     "named",
     "norm_add",
     "positions",
     "probe",
     "projection_matrix",
+    "readout",
     "replace",
     "run_mean",
     "save_vector",

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast, overload
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.plan.gates import Gate, Reading
+from rheostat_engine.plan.gates import COORDINATE, Gate, Reading, Readout
 from rheostat_engine.plan.row_encodings import RowEncoding
 
 OPEN_END = 2**31 - 1
@@ -48,10 +48,11 @@ class Kind(IntEnum):
     NORM_ADD = 2
     """x + scale * |x| * u."""
     PULL = 3
-    """For each direction in turn: x + strength * (clip(x.u, low, high) - x.u) * u.
+    """For each band in turn: x + strength * (clip(r, low, high) - r) * w, with r read of x; see
+    `Band`.
 
-    Ablation has low = high = 0. Scaling by f along u is the same with strength 1 - f. Clamping has
-    a band."""
+    Ablation has low = high = 0. Scaling by f is the same with strength 1 - f. Clamping has a band.
+    """
     REPLACE = 4
     """x + scale * m * (v - x), where the mask m is all ones if there is no second vector. Elements
     with scale * m = 1 become those of v, bit for bit. Acts last."""
@@ -69,7 +70,11 @@ class Kind(IntEnum):
 
 
 class Band(NamedTuple):
-    """The interval into which a pull moves x.u, and the fraction of the way that it moves."""
+    """The interval for a number r that a pull reads of x, and how it moves x.
+
+    It reads with a vector v, and moves x along w: u = v / |v|, if r is in units of the stream, and
+    v / |v|^2, if r is in units of v. So r reaches the interval, unless an activation bends it.
+    """
 
     low: float
     """Lower bound, or -inf."""
@@ -77,6 +82,22 @@ class Band(NamedTuple):
     """Upper bound, or inf; at least `low`."""
     strength: float
     """Fraction of the way; finite."""
+    readout: Readout = COORDINATE
+    """How r is made of x and v."""
+    writes: bool = False
+    """Whether w is the vector that follows v in the act, as it is."""
+    only_on: bool = False
+    """Whether rows with r = 0 stay as they are."""
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors of the act belong to it."""
+        return 2 if self.writes else 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether it pulls the coordinate along a direction."""
+        return self.readout == COORDINATE and not self.writes and not self.only_on
 
 
 class Condition(NamedTuple):
@@ -168,8 +189,8 @@ class Act:
 
     kind: Kind
     vectors: tuple[bytes, ...]
-    """SHA-256 of the content of each vector: one, a pull's directions in order, or the rows of an
-    act that acts last and its mask, if it has one."""
+    """SHA-256 of the content of each vector: one, those of a pull's bands in order, or the rows of
+    an act that acts last and its mask, if it has one."""
     rows: Sequence[SiteRow]
     """Ascending by site."""
     spans: Spans
@@ -178,10 +199,10 @@ class Act:
     """ADD, NORM_ADD: factor; finite. REPLACE: part of the way to v, 0 to 1. ADD_LAST: factor, 0
     to 1."""
     bands: tuple[Band, ...] = ()
-    """PULL: one per vector."""
+    """PULL: in order; each has one vector, or two if it writes."""
     orthogonal: bool = False
     """PULL: whether each direction is first made orthogonal to the earlier ones, so that the act
-    covers their span."""
+    covers their span. All bands are plain then."""
     conditions: tuple[Condition, ...] = ()
     """Further positions, selected by token id; disjoint from `spans` and from each other."""
     reading: Reading | None = None

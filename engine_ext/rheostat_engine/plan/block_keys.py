@@ -17,7 +17,7 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from rheostat_engine.plan.acts import OPEN_END, Act, Kind
+from rheostat_engine.plan.acts import OPEN_END, Act, Band, Kind
 from rheostat_engine.plan.plan import Plan, ReceivedPlan, Window
 from rheostat_engine.plan.tables import SteeringTable
 
@@ -109,7 +109,7 @@ class SteeredBlocks:
             parts += sorted(encoded) if kind is Kind.ADD else encoded
         if not parts:
             return b""
-        digest = hashlib.sha256(b"rheostat block 3")
+        digest = hashlib.sha256(b"rheostat block 4")
         for part in parts:
             digest.update(struct.pack("<q", len(part)) + part)
         return digest.digest()
@@ -146,14 +146,21 @@ class BlockKeys:
 
 def _content(act: Act) -> bytes:
     parts = [
-        struct.pack("<qqd?", act.kind, len(act.vectors), act.scale, act.orthogonal),
+        struct.pack(
+            "<qqqd?", act.kind, len(act.vectors), len(act.bands), act.scale, act.orthogonal
+        ),
         *act.vectors,
-        *(struct.pack("<ddd", *band) for band in act.bands),
+        *map(_band, act.bands),
         struct.pack("<q", len(act.rows)),
         act.site_rows.sites.tobytes(),
         act.site_rows.rows.tobytes(),
     ]
     return b"".join(parts)
+
+
+def _band(band: Band) -> bytes:
+    bounds = struct.pack("<ddd", band.low, band.high, band.strength)
+    return bounds + struct.pack("<qqdd??", *band.readout, band.writes, band.only_on)
 
 
 def _condition(tokens: bytes, among: bool) -> bytes:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat_engine.plan.acts import Act, Kind, SiteRow
-from rheostat_engine.plan.gates import Gate, Reading, gates_of
+from rheostat_engine.plan.gates import COORDINATE, Gate, Reading, Readout, gates_of
 
 RowKey = tuple[tuple[bytes, int, float], ...]
 """A row to add: (digest, row, scale) of each addend, sorted."""
@@ -54,6 +54,12 @@ class Step(NamedTuple):
     """GATE: computes how far the gate of the number `gate` is open at the token."""
     reading: Reading | None = None
     """READ: the number that is read; `column` is that of the site."""
+    readout: Readout = COORDINATE
+    """PULL: the number that is pulled."""
+    write: Direction = ()
+    """PULL: the vector along which x moves, as it is; empty: as `Band` says."""
+    only_on: bool = False
+    """PULL: whether rows stay as they are if the number is 0."""
 
     @property
     def rows(self) -> tuple[RowKey, ...]:
@@ -254,9 +260,14 @@ def _steps(act: Act, site: int, rows: tuple[int, ...], gate: int | None) -> list
         masked = mask[0] if mask else ()
         return [Step(act.kind, row, strength=act.scale, mask=masked, gate=gate)]
     steps = []
+    first = 0
     for i, band in enumerate(act.bands):
-        direction = parts[: i + 1] if act.orthogonal else parts[i : i + 1]
+        direction = parts[: first + 1] if act.orthogonal else parts[first : first + 1]
         last = i == len(act.bands) - 1
-        step = Step(Kind.PULL, (), direction, band.low, band.high, band.strength, last)
-        steps.append(step._replace(gate=gate))
+        step = Step(Kind.PULL, (), direction, band.low, band.high, band.strength, last, gate=gate)
+        if not band.plain:
+            write = parts[first + 1 : first + band.vectors]
+            step = step._replace(readout=band.readout, write=write, only_on=band.only_on)
+        steps.append(step)
+        first += band.vectors
     return steps

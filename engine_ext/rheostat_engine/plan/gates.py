@@ -54,6 +54,20 @@ class Activation(IntEnum):
     TANH = 3
 
 
+class Readout(NamedTuple):
+    """A number that is made of a row x with a vector v: activation(normalise(x, v) + bias)."""
+
+    normalise: Normalise = Normalise.UNIT
+    activation: Activation = Activation.IDENTITY
+    bias: float = 0.0
+    theta: float = 0.0
+    """The threshold of `Activation.JUMP_RELU`."""
+
+
+COORDINATE = Readout()
+"""x.u: the coordinate of x along v."""
+
+
 class Reading(NamedTuple):
     """The number that an act of `Kind.READ` makes of a row: activation(normalise(x, v) + bias)."""
 

@@ -97,6 +97,8 @@ def _contents(combination: Combination) -> Iterator[tuple[str, object, int]]:
                 yield "bank_rows", key, 1
             if step.direction:
                 yield "directions", step.direction, 1
+            if step.write:
+                yield "directions", step.write, 1
             if step.opening is not None:
                 yield "gates", step.opening, 1
         if not only_adds(program):

@@ -5,9 +5,12 @@ size, and each is decoded alone. A worker may send any row raw, so readers must 
 """
 
 import hashlib
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+
+from rheostat_engine.plan.gates import Readout
 
 RAW_KEY = b""
 """The `RowEncoding.key` of raw rows."""
@@ -39,6 +42,8 @@ class Directions:
     vectors: tuple[bytes, ...]
     """SHA-256 of each vector's content; at least one."""
     rows: tuple[int, ...]
+    readouts: tuple[Readout, ...] = ()
+    """What number i is instead of x.d; empty: x.d for all."""
 
 
 @dataclass(frozen=True)
@@ -77,4 +82,6 @@ class RowEncoding:
         if self.directions is not None:
             digest.update(b"".join(self.directions.vectors))
             digest.update(repr(self.directions.rows).encode())
+            for readout in self.directions.readouts:
+                digest.update(struct.pack("<qqdd", *readout))
         return digest.digest()[:16]

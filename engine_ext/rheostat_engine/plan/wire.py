@@ -31,6 +31,7 @@ from rheostat_engine.plan.gates import (
     Normalise,
     Pool,
     Reading,
+    Readout,
     Signals,
 )
 from rheostat_engine.plan.intervals import Intervals
@@ -48,13 +49,25 @@ class _Intervals(msgspec.Struct):
     members: tuple[tuple[_Number, ...], ...]
 
 
+class _Band(msgspec.Struct, array_like=True):
+    low: float | None
+    high: float | None
+    strength: float
+    normalise: Normalise = Normalise.UNIT
+    activation: Activation = Activation.IDENTITY
+    bias: float = 0.0
+    theta: float = 0.0
+    writes: bool = False
+    only_on: bool = False
+
+
 class _Act(msgspec.Struct):
     kind: Kind
     vectors: tuple[_Digest, ...]
     sites: bytes
     rows: bytes
     scale: float = 1.0
-    bands: tuple[tuple[float | None, float | None, float], ...] = ()
+    bands: tuple[_Band, ...] = ()
     orthogonal: bool = False
     reading: tuple[Normalise, Activation, float, float, _Number] | None = None
     gate: _Number | None = None
@@ -100,6 +113,7 @@ class _Encoding(msgspec.Struct):
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
     vectors: tuple[_Number, ...] = ()
     rows: tuple[_Number, ...] = ()
+    readouts: tuple[tuple[Normalise, Activation, float, float], ...] = ()
 
 
 class _Captures(msgspec.Struct):
@@ -116,7 +130,15 @@ def steering_to(table: SteeringTable) -> bytes:
         sites, rows = (_bytes(part) for part in (act.site_rows.sites, act.site_rows.rows))
         plain = _Act(act.kind, act.vectors, sites, rows, act.scale, (), act.orthogonal)
         plain.bands = tuple(
-            (_finite(band.low), _finite(band.high), band.strength) for band in act.bands
+            _Band(
+                _finite(band.low),
+                _finite(band.high),
+                band.strength,
+                *band.readout,
+                band.writes,
+                band.only_on,
+            )
+            for band in act.bands
         )
         plain.reading = act.reading
         plain.gate = None if act.gate is None else table.gates.index(act.gate)
@@ -190,6 +212,7 @@ def captures_to(table: CaptureTable) -> bytes:
             vectors = encoding.directions.vectors
             wire.vectors = tuple(digests.setdefault(digest, len(digests)) for digest in vectors)
             wire.rows = encoding.directions.rows
+            wire.readouts = encoding.directions.readouts
         wires.append(wire)
     captures = tuple(
         (capture.sites, None if capture.encoding is None else numbers[capture.encoding])
@@ -311,8 +334,15 @@ def _gate_from(plain: _Gate) -> Gate:
 
 def _act_from(plain: _Act, gates: Sequence[Gate]) -> Act:
     bands = tuple(
-        Band(-math.inf if low is None else low, math.inf if high is None else high, strength)
-        for low, high, strength in plain.bands
+        Band(
+            -math.inf if one.low is None else one.low,
+            math.inf if one.high is None else one.high,
+            one.strength,
+            Readout(one.normalise, one.activation, one.bias, one.theta),
+            one.writes,
+            one.only_on,
+        )
+        for one in plain.bands
     )
     sites, rows = _int32(plain.sites, "sites"), _int32(plain.rows, "rows")
     if not plain.vectors or len(rows) != len(sites) * len(plain.vectors):
@@ -343,7 +373,11 @@ def _encoding_from(plain: _Encoding, digests: Sequence[bytes]) -> RowEncoding:
         raise ValueError(f"this is no plan: {plain.codec.name}: directions and vectors don't fit")
     directions = None
     if plain.vectors:
-        directions = Directions(tuple(digests[i] for i in plain.vectors), plain.rows)
+        readouts = tuple(Readout(*fields) for fields in plain.readouts)
+        if len(readouts) not in (0, len(plain.rows)) or not all(map(_possible_readout, readouts)):
+            raise ValueError(f"this is no plan: {plain.codec.name}: readouts are impossible")
+        vectors = tuple(digests[i] for i in plain.vectors)
+        directions = Directions(vectors, plain.rows, readouts)
     return RowEncoding(plain.codec, plain.dtype, plain.kept, plain.seed, directions)
 
 
@@ -354,8 +388,10 @@ def _finite(bound: float) -> float | None:
 def _check(act: Act) -> None:
     """Raises ValueError for an act that admission would have refused."""
     problem = ""
-    if act.kind is Kind.PULL and len(act.bands) != len(act.vectors):
+    if act.kind is Kind.PULL and sum(band.vectors for band in act.bands) != len(act.vectors):
         problem = "bands and vectors don't fit"
+    elif act.orthogonal and not all(band.plain for band in act.bands):
+        problem = "directions of a subspace are read as they are"
     elif act.kind in (Kind.ADD, Kind.NORM_ADD) and (len(act.vectors) != 1 or act.bands):
         problem = "it takes one vector and no bands"
     elif act.kind.acts_last and not _possible_replacement(act):
@@ -369,7 +405,7 @@ def _check(act: Act) -> None:
     elif not math.isfinite(act.scale):
         problem = "its scale is not finite"
     elif not all(_possible(band) for band in act.bands):
-        problem = "a band is empty or its strength not finite"
+        problem = "a band is empty, or a number of it is not finite"
     if problem:
         raise ValueError(f"this is no plan: {act.kind.name}: {problem}")
 
@@ -386,7 +422,11 @@ def _possible_reading(act: Act, reading: Reading) -> bool:
 
 def _possible(band: Band) -> bool:
     nonempty = band.low <= band.high and band.low < math.inf and band.high > -math.inf
-    return nonempty and math.isfinite(band.strength)
+    return nonempty and math.isfinite(band.strength) and _possible_readout(band.readout)
+
+
+def _possible_readout(readout: Readout) -> bool:
+    return math.isfinite(readout.bias) and math.isfinite(readout.theta)
 
 
 def _ascending(numbers: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.instructions import Instructions
 from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers, TokenColumn
 from rheostat_engine.worker.steering.gate_kernels import launch_fold, scan
-from rheostat_engine.worker.steering.programs import INTS
+from rheostat_engine.worker.steering.programs import FLOATS, INTS
 
 _ADD = tl.constexpr(int(Kind.ADD))
 _NORM_ADD = tl.constexpr(int(Kind.NORM_ADD))
@@ -39,6 +39,7 @@ _POSITION = tl.constexpr(int(TokenColumn.POSITION))
 _REPLACE = tl.constexpr(int(Kind.REPLACE))
 _ADD_LAST = tl.constexpr(int(Kind.ADD_LAST))
 _INTS = tl.constexpr(INTS)
+_FLOATS = tl.constexpr(FLOATS)
 
 
 @triton.jit
@@ -97,6 +98,21 @@ def _openness(openness_ptr, token, column):
 
 
 @triton.jit
+def _number(x, unit, settings, floats_ptr):
+    """The number that a step reads of x along a unit vector; `floats_ptr` has its floats."""
+    z = tl.sum(x * unit) * tl.load(floats_ptr + 6)
+    if (settings & 15) == _COSINE:
+        norm = tl.sqrt(tl.sum(x * x))
+        z = tl.where(norm > 0, z / norm, 0.0)
+    z += tl.load(floats_ptr + 4)
+    theta = tl.load(floats_ptr + 5)
+    activation = (settings >> 4) & 15
+    result = tl.where(activation == _RELU, tl.maximum(z, 0.0), z)
+    result = tl.where((activation == _JUMP_RELU) & (z <= theta), 0.0, result)
+    return tl.where(activation == _TANH, 2.0 / (1.0 + tl.exp(-2.0 * z)) - 1.0, result)
+
+
+@triton.jit
 def _run_chain(
     step,
     x,  # [BLOCK] float32
@@ -127,14 +143,21 @@ def _run_chain(
             delta = delta + openness * row.to(tl.float32)
         else:
             unit = tl.load(directions_ptr + number * WIDTH + column, mask=inside, other=0.0)
-            strength = tl.load(floats_ptr + step * 4 + 2) * openness
+            floats = floats_ptr + step * _FLOATS
+            strength = tl.load(floats + 2) * openness
             if kind == _NORM_ADD:
                 amount = strength * tl.sqrt(tl.sum(y * y))
             else:
-                low = tl.load(floats_ptr + step * 4)
-                high = tl.load(floats_ptr + step * 4 + 1)
-                along = tl.sum(y * unit)
+                low = tl.load(floats)
+                high = tl.load(floats + 1)
+                settings = tl.load(ints_ptr + step * _INTS + 4)
+                along = _number(y, unit, settings, floats)
                 amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
+                amount = amount * tl.load(floats + 3)
+                amount = tl.where(((settings >> 8) != 0) & (along == 0), 0.0, amount)
+                write = tl.load(ints_ptr + step * _INTS + 6).to(tl.int64)
+                if write != 0:
+                    unit = tl.load(directions_ptr + write * WIDTH + column, mask=inside, other=0.0)
             delta = delta + amount * unit
         if last != 0:
             start = x + before
@@ -182,7 +205,7 @@ def _run_replacements(
             differs = inside
         gate = tl.load(ints_ptr + step * _INTS + 5)
         openness = _openness(openness_ptr, token, gate)
-        strength = tl.load(floats_ptr + step * 4 + 2) * openness
+        strength = tl.load(floats_ptr + step * _FLOATS + 2) * openness
         weight = tl.full([BLOCK], 1.0, tl.float32) * strength
         if mask != 0:
             masked = tl.load(rows_ptr + mask * WIDTH + column, mask=inside, other=0.0)
@@ -220,16 +243,7 @@ def _run_readings(
         settings = tl.load(ints_ptr + step * _INTS + 4)
         target = tl.load(ints_ptr + step * _INTS + 5) - 1
         unit = tl.load(directions_ptr + number * WIDTH + column, mask=inside, other=0.0)
-        z = tl.sum(x * unit) * tl.load(floats_ptr + step * 4 + 2)
-        norm = tl.sqrt(tl.sum(x * x))
-        cosine = tl.where(norm > 0, z / norm, 0.0)
-        z = tl.where((settings & 15) == _COSINE, cosine, z)
-        z += tl.load(floats_ptr + step * 4)
-        theta = tl.load(floats_ptr + step * 4 + 1)
-        activation = settings >> 4
-        result = tl.where(activation == _RELU, tl.maximum(z, 0.0), z)
-        result = tl.where((activation == _JUMP_RELU) & (z <= theta), 0.0, result)
-        result = tl.where(activation == _TANH, 2.0 / (1.0 + tl.exp(-2.0 * z)) - 1.0, result)
+        result = _number(x, unit, settings, floats_ptr + step * _FLOATS)
         tl.store(readings_ptr + token * _COLUMNS + target, result)
         step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
 
@@ -243,8 +257,8 @@ def _site_kernel(
     dose_slot_ptr,  # [T] int32
     rows_ptr,  # [R, W]
     directions_ptr,  # [D, W] float32
-    ints_ptr,  # [S, 6] int32
-    floats_ptr,  # [S, 4] float32
+    ints_ptr,  # [S, INTS] int32
+    floats_ptr,  # [S, FLOATS] float32
     readings_ptr,  # this and the next five: see `GateBuffers`
     openness_ptr,
     tokens_ptr,

@@ -94,14 +94,14 @@ def _change(
     step = -code
     before = delta.clone()
     while step > 0:
-        kind, number, following, last, _, column = site.ints[step].tolist()
+        kind, number, following, last, settings, column, write = site.ints[step].tolist()
         if Kind(kind).acts_last or kind == Kind.READ:
             break
         if kind == Kind.GATE:
             open_gate(site.gates, number, column - 1, tokens)
             step = following
             continue
-        low, high, strength, _ = site.floats[step]
+        low, high, strength, written = site.floats[step, :4]
         openness = site.gates.openness[tokens, column - 1, None] if column else every
         strength = strength * openness
         y = x + delta
@@ -111,9 +111,11 @@ def _change(
             norm = y.square().sum(1, keepdim=True).sqrt()
             delta = delta + (strength * norm) * site.directions[number]
         else:
-            unit = site.directions[number]
-            along = (y * unit).sum(1, keepdim=True)
-            delta = delta + (strength * (along.clamp(low, high) - along)) * unit
+            along = _number(y, site.directions[number], settings, site.floats[step])[:, None]
+            amount = strength * (along.clamp(low, high) - along) * written
+            if settings >> 8:
+                amount = torch.where(along == 0, 0.0, amount)
+            delta = delta + amount * site.directions[write or number]
         if last:
             change = None if kind == Kind.ADD and not column else delta - before
             _measure(site.doses, dose_slots, openness, change, x + before)
@@ -136,22 +138,30 @@ def _change(
 def _read(x: torch.Tensor, tokens: torch.Tensor, step: int, site: SiteBuffers) -> None:
     """Reads numbers of rows x; `step` is the first of the readings."""
     while step > 0:
-        _, number, following, _, settings, column = site.ints[step].tolist()
-        bias, theta, factor, _ = site.floats[step]
-        z = (x * site.directions[number]).sum(1) * factor
-        if settings & 15 == Normalise.COSINE:
-            norm = x.square().sum(1).sqrt()
-            z = torch.where(norm > 0, z / norm, 0.0)
-        z = z + bias
-        match settings >> 4:
-            case Activation.RELU:
-                z = z.clamp(min=0)
-            case Activation.JUMP_RELU:
-                z = torch.where(z > theta, z, 0.0)
-            case Activation.TANH:
-                z = z.tanh()
-        site.gates.readings[tokens, column - 1] = z
+        _, number, following, _, settings, column, _ = site.ints[step].tolist()
+        read = _number(x, site.directions[number], settings, site.floats[step])
+        site.gates.readings[tokens, column - 1] = read
         step = following
+
+
+def _number(
+    x: torch.Tensor, unit: torch.Tensor, settings: int, floats: torch.Tensor
+) -> torch.Tensor:
+    """What a step reads of rows x [n, W]: [n]. Settings and floats are those of its step."""
+    bias, theta, factor, _ = floats[4:]
+    z: torch.Tensor = (x * unit).sum(1) * factor
+    if settings & 15 == Normalise.COSINE:
+        norm = x.square().sum(1).sqrt()
+        z = torch.where(norm > 0, z / norm, 0.0)
+    z = z + bias
+    match settings >> 4 & 15:
+        case Activation.RELU:
+            z = z.clamp(min=0)
+        case Activation.JUMP_RELU:
+            z = torch.where(z > theta, z, 0.0)
+        case Activation.TANH:
+            z = z.tanh()
+    return z
 
 
 def _replace(
@@ -167,7 +177,7 @@ def _replace(
     stream = value = _stream(h, residual, tokens, gain)
     every = torch.ones(len(tokens), 1)
     while step > 0:
-        kind, number, following, _, mask, column = site.ints[step].tolist()
+        kind, number, following, _, mask, column, _ = site.ints[step].tolist()
         if not Kind(kind).acts_last:
             break
         row = site.rows[number]

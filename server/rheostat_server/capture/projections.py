@@ -1,4 +1,4 @@
-"""Directions that captured rows are projected on: x.d for each, in float32.
+"""Readouts that captured rows are projected on: a number for each, in float32.
 
 Invariant: a projection is content alone. What a name meant when it was looked up stays.
 """
@@ -9,11 +9,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from rheostat_engine import Directions, ModelSites
+from rheostat_engine import Directions, ModelSites, Normalise, Readout
 from rheostat_server import validation
 from rheostat_server.errors import MissingField, NotSupported
 from rheostat_server.limits import PROJECTIONS
-from rheostat_server.steering.readouts import OF_PROJECTIONS, check_readout
+from rheostat_server.steering.readouts import check_norm, read_numbers, resolve_readout
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.tensors import widen
 from rheostat_server.validation import field_path
@@ -34,6 +34,8 @@ class Projection:
     """In the request's order."""
     rows: Mapping[int, tuple[int, ...]]
     """By layer, the row of each vector."""
+    readouts: tuple[Readout, ...] = ()
+    """One per vector; empty: x.d for all."""
 
     @property
     def numbers(self) -> int:
@@ -42,13 +44,29 @@ class Projection:
 
     def directions(self, layer: int) -> Directions:
         """What rows of a layer are projected on, as the engine knows it."""
-        return Directions(tuple(vector.digest for vector in self.vectors), self.rows[layer])
+        digests = tuple(vector.digest for vector in self.vectors)
+        return Directions(digests, self.rows[layer], self.readouts)
 
     def apply(self, rows: FloatArray, layer: int) -> FloatArray:
         """Rows [n, W] of a layer, projected: float32 [n, D]."""
         with np.errstate(over="ignore", invalid="ignore"):
             projected: FloatArray = rows @ _matrix(self, layer).T
-        return projected
+            return self._read(rows, projected, layer) if self.readouts else projected
+
+    def _read(self, rows: FloatArray, products: FloatArray, layer: int) -> FloatArray:
+        """What the readouts make of x.d [n, D] of rows [n, W]."""
+        numbers = np.empty_like(products)
+        norms = np.linalg.norm(rows.astype(np.float32), axis=1)
+        for index, (readout, vector) in enumerate(zip(self.readouts, self.vectors, strict=True)):
+            z = products[:, index]
+            if readout.normalise is not Normalise.NONE:
+                z = z * np.float32(1 / vector.norms[self.rows[layer][index]])
+            numbers[:, index] = read_numbers(readout, z, norms)
+        return numbers
+
+
+_PRODUCT = Readout(Normalise.NONE)
+"""x.d."""
 
 
 @lru_cache(maxsize=_MATRICES)
@@ -91,14 +109,20 @@ def resolve_projection(
     if not readouts:
         raise MissingField("at least one readout is required", field=field)
     validation.check_count(len(readouts), PROJECTIONS, field, "readouts")
-    found = []
+    found, settings = [], []
     for index, readout in enumerate(readouts):
         place = f"{field}[{index}]"
-        check_readout(readout, OF_PROJECTIONS, place)
+        settings.append(resolve_readout(readout, place))
         ref = readout.vector if readout.HasField("vector") else None
         found.append(find_vector(ref, vectors, model, field_path(place, "vector")))
     by_layer = [rows_by_layer(vector, layers) for vector in found]
+    for one, vector, rows in zip(settings, found, by_layer, strict=True):
+        if one.normalise is not Normalise.NONE:
+            for row in sorted(set(rows.values())):
+                check_norm(vector.vector, row, vector.path)
+    plain = all(one == _PRODUCT for one in settings)
     return Projection(
         tuple(vector.vector for vector in found),
         {layer: tuple(rows[layer] for rows in by_layer) for layer in layers},
+        () if plain else tuple(settings),
     )

@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol
 
+from rheostat_engine import Readout
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
@@ -27,6 +28,7 @@ from rheostat_server.sinks import (
     Ending,
     GuardedRecording,
     Outcome,
+    ReadoutAbout,
     RequestAbout,
     RowBlock,
     Sinks,
@@ -237,7 +239,13 @@ def about_capture(index: int, capture: ResolvedCapture) -> CaptureAbout:
         capture.form.seed,
         () if projection is None else tuple(one.digest.hex() for one in projection.vectors),
         {} if projection is None else projection.rows,
+        () if projection is None else tuple(map(_about_readout, projection.readouts)),
     )
+
+
+def _about_readout(one: Readout) -> ReadoutAbout:
+    normalise, activation = one.normalise.name.lower(), one.activation.name.lower()
+    return ReadoutAbout(normalise, activation, one.bias, one.theta)
 
 
 async def open_recording(

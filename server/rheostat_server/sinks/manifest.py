@@ -78,6 +78,11 @@ def _projections(about: RequestAbout) -> dict[str, object]:
         str(capture.capture_index): {
             "digests": list(capture.directions),
             "rows": {str(layer): list(rows) for layer, rows in capture.direction_rows.items()},
+            **(
+                {"readouts": [one._asdict() for one in capture.readouts]}
+                if capture.readouts
+                else {}
+            ),
         }
         for capture in about.captures
         if capture.directions

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -122,6 +122,18 @@ LABELS = (
 """Columns of every table: position, input token, sample, and 1 for rows of the baseline."""
 
 
+class ReadoutAbout(NamedTuple):
+    """A number that is made of a row x and a vector d: activation(normalise(x, d) + bias)."""
+
+    normalise: str
+    """"none": x.d; "unit": x.d / |d|; "cosine": x.d / (|x| |d|)."""
+    activation: str
+    """"identity", "relu", "jump_relu" or "tanh"."""
+    bias: float
+    theta: float
+    """The threshold of "jump_relu"."""
+
+
 @dataclass(frozen=True)
 class CaptureAbout:
     """One capture of a request."""
@@ -143,6 +155,8 @@ class CaptureAbout:
     """Digests of the vectors of a projection, hexadecimal; empty without a projection."""
     direction_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """The row of each of these vectors, by layer."""
+    readouts: tuple[ReadoutAbout, ...] = ()
+    """What the numbers are, one per vector; empty: the scalar products x.d."""
 
     @cached_property
     def parts(self) -> tuple[Column, ...]:

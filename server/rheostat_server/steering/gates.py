@@ -17,7 +17,6 @@ from rheostat_engine import (
     MAX_TERMS,
     NEVER,
     Act,
-    Activation,
     Combine,
     Form,
     Gate,
@@ -50,23 +49,12 @@ from rheostat_server.selectors.sites import (
     refuse_what_is_no_stream,
     resolve_sites,
 )
-from rheostat_server.steering.readouts import readout_settings
+from rheostat_server.steering.readouts import check_norm, resolve_readout
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorView
-from rheostat_wire.v1 import gate_pb2, monitor_pb2, steering_pb2, vector_pb2
+from rheostat_wire.v1 import gate_pb2, monitor_pb2, steering_pb2
 
-_NORMALISE = {
-    vector_pb2.NORMALISE_NONE: Normalise.NONE,
-    vector_pb2.NORMALISE_UNIT: Normalise.UNIT,
-    vector_pb2.NORMALISE_COSINE: Normalise.COSINE,
-}
-_ACTIVATION = {
-    vector_pb2.ACTIVATION_IDENTITY: Activation.IDENTITY,
-    vector_pb2.ACTIVATION_RELU: Activation.RELU,
-    vector_pb2.ACTIVATION_JUMP_RELU: Activation.JUMP_RELU,
-    vector_pb2.ACTIVATION_TANH: Activation.TANH,
-}
 _POOL = {
     gate_pb2.POOL_LAST: Pool.LAST,
     gate_pb2.POOL_MEAN: Pool.MEAN,
@@ -179,7 +167,7 @@ def _resolve_probe(
     if not message.HasField("read"):
         raise MissingField("a readout is required", field=field_path(path, "read"))
     read = field_path(path, "read")
-    settings = readout_settings(message.read, read)
+    readout = resolve_readout(message.read, read)
     ref = message.read.vector if message.read.HasField("vector") else None
     vector = find_vector(ref, vectors, model, field_path(read, "vector"))
     row_of = rows_by_layer(vector, sites.layers)
@@ -190,6 +178,8 @@ def _resolve_probe(
                 f"row {row} is zero, so the same number would be read of every token",
                 field=field_path(read, "vector"),
             )
+        if readout.normalise is Normalise.NONE:
+            check_norm(vector.vector, row, field_path(read, "vector"))
     selection = EVERYTHING
     if message.HasField("where"):
         selection = resolve_selector(message.where, context, field_path(path, "where"))
@@ -200,13 +190,7 @@ def _resolve_probe(
         selection,
         vector.vector,
         rows,
-        Reading(
-            _NORMALISE[settings.normalise],
-            _ACTIVATION[settings.activation],
-            settings.bias,
-            settings.theta,
-            column,
-        ),
+        Reading(*readout, column),
         message.signals,
     )
 

@@ -7,12 +7,12 @@ All its fields are checked nevertheless.
 import math
 from dataclasses import dataclass
 
-from rheostat_engine import Act, Band, Kind, Site, Spans
+from rheostat_engine import Act, Activation, Band, Kind, Readout, Site, Spans
 from rheostat_server import validation
-from rheostat_server.errors import InvalidValue, MissingField, NotSupported
+from rheostat_server.errors import InvalidValue, MissingField
 from rheostat_server.limits import DIRECTIONS
 from rheostat_server.selectors.selection import Selection
-from rheostat_server.steering.readouts import OF_OPS, check_readout
+from rheostat_server.steering.readouts import check_pulled, resolve_readout
 from rheostat_server.steering.replacements import (
     OpContext,
     Replacement,
@@ -53,9 +53,14 @@ class ResolvedOp:
     scale: float = 1.0
     """Add, NormAdd: the factor. Replace: alpha."""
     bands: tuple[Band, ...] = ()
-    """Ablate, Clamp, Scale: one per vector."""
+    """Ablate, Clamp, Scale: each has one vector, or two if it writes."""
     replacement: Replacement | None = None
     """Replace: the rows that it puts in. They are the first vector; a mask is the second."""
+
+    @property
+    def band_of(self) -> tuple[Band, ...]:
+        """Ablate, Clamp, Scale: for each vector the band to which it belongs."""
+        return tuple(band for band in self.bands for _ in range(band.vectors))
 
     @property
     def doses(self) -> tuple[float, ...]:
@@ -101,7 +106,7 @@ class ResolvedOp:
         )
 
     def _act(self, selection: Selection) -> Act:
-        used = [i for i, band in enumerate(self.bands) if band.strength != 0]
+        used = [i for i, band in enumerate(self.band_of) if band.strength != 0]
         kind = Kind.PULL
         if self.op in _ADDING:
             used, kind = [0], _ADDING[self.op]
@@ -118,7 +123,7 @@ class ResolvedOp:
             rows=sites,
             spans=selection.spans,
             scale=self.scale,
-            bands=tuple(self.bands[i] for i in used) if self.bands else (),
+            bands=tuple(band for band in self.bands if band.strength != 0),
             orthogonal=self.op == receipt_pb2.OP_ABLATE,
             conditions=selection.conditions,
         )
@@ -215,19 +220,24 @@ def vector_refs(
             return [(f"directions[{i}]", ref) for i, ref in enumerate(directions)]
         case "clamp":
             return [
-                (f"bands[{i}].read.vector", _vector_of(band.read))
+                (f"bands[{i}].{where}", ref)
                 for i, band in enumerate(intervention.clamp.bands)
+                for where, ref in _pulled_refs(band)
             ]
         case "scale":
-            return [("read.vector", _vector_of(intervention.scale.read))]
+            return _pulled_refs(intervention.scale)
         case "replace" if intervention.replace.HasField("vector"):
             return [("vector", intervention.replace.vector)]
         case _:
             return []
 
 
-def _vector_of(read: vector_pb2.Readout) -> vector_pb2.VectorRef | None:
-    return read.vector if read.HasField("vector") else None
+def _pulled_refs(
+    op: steering_pb2.Band | steering_pb2.Scale,
+) -> list[tuple[str, vector_pb2.VectorRef | None]]:
+    read = op.read.vector if op.read.HasField("vector") else None
+    refs: list[tuple[str, vector_pb2.VectorRef | None]] = [("read.vector", read)]
+    return [*refs, ("write", op.write)] if op.HasField("write") else refs
 
 
 def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float, tuple[Band, ...]]:
@@ -247,8 +257,9 @@ def _numbers(intervention: steering_pb2.Intervention, path: str) -> tuple[float,
             if not intervention.scale.HasField("factor"):
                 raise MissingField("a factor is required", field=field_path(path, "factor"))
             factor = validation.finite(intervention.scale.factor, field_path(path, "factor"))
-            _check_read(intervention.scale, path)
-            return 1.0, (Band(0.0, 0.0, 1.0 - factor),)
+            scale = intervention.scale
+            readout, writes = _read(scale, path), scale.HasField("write")
+            return 1.0, (Band(0.0, 0.0, 1.0 - factor, readout, writes),)
         case "norm_add":
             return _scale(intervention.norm_add, path), ()
         case "replace":
@@ -279,19 +290,22 @@ def _band(band: steering_pb2.Band, path: str) -> Band:
         raise InvalidValue(
             f"max is {high:g}, which is below min, {low:g}", field=field_path(path, "max")
         )
-    _check_read(band, path)
-    if band.HasField("write"):
-        raise NotSupported(
-            "writing along another vector than read is not served yet: leave write out",
-            field=field_path(path, "write"),
+    readout = _read(band, path)
+    if band.only_on and readout.activation not in (Activation.RELU, Activation.JUMP_RELU):
+        raise InvalidValue(
+            "only what ACTIVATION_RELU and ACTIVATION_JUMP_RELU read can be off",
+            field=field_path(path, "only_on"),
         )
-    return Band(low, high, _fraction(band, "strength", path))
+    strength = _fraction(band, "strength", path)
+    return Band(low, high, strength, readout, band.HasField("write"), band.only_on)
 
 
-def _check_read(op: steering_pb2.Band | steering_pb2.Scale, path: str) -> None:
+def _read(op: steering_pb2.Band | steering_pb2.Scale, path: str) -> Readout:
     if not op.HasField("read"):
         raise MissingField("a readout is required", field=field_path(path, "read"))
-    check_readout(op.read, OF_OPS, field_path(path, "read"))
+    readout = resolve_readout(op.read, field_path(path, "read"))
+    check_pulled(readout, path, writes=op.HasField("write"))
+    return readout
 
 
 def _fraction(

@@ -1,59 +1,42 @@
-"""Checks readouts: only scalar products are served.
+"""Checks readouts: numbers that are read of a row of the stream with a vector.
 
-Ops take unit vectors; projections take any vectors. The protos also define biases, cosines and
-activations. Each of them is refused with its field path and an alternative.
+Probes, bands, scales and projections share them. A step along a direction cannot bring a cosine or
+a hyperbolic tangent into a band, so bands and scales that read these say what they write.
 """
 
-from typing import NamedTuple
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_engine import Activation, Normalise, Readout
 from rheostat_server import validation
-from rheostat_server.errors import InvalidValue, MissingField, NotSupported
+from rheostat_server.errors import InvalidValue, MissingField
 from rheostat_server.validation import field_path
+from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import vector_pb2
 
+_Float = TypeVar("_Float", np.float32, np.float64)
 
-class ReadoutRules(NamedTuple):
-    """The readouts that are served in one kind of message, and advice for the others."""
+_NORMALISE = {
+    vector_pb2.NORMALISE_NONE: Normalise.NONE,
+    vector_pb2.NORMALISE_UNIT: Normalise.UNIT,
+    vector_pb2.NORMALISE_COSINE: Normalise.COSINE,
+}
+_ACTIVATION = {
+    vector_pb2.ACTIVATION_IDENTITY: Activation.IDENTITY,
+    vector_pb2.ACTIVATION_RELU: Activation.RELU,
+    vector_pb2.ACTIVATION_JUMP_RELU: Activation.JUMP_RELU,
+    vector_pb2.ACTIVATION_TANH: Activation.TANH,
+}
 
-    normalise: vector_pb2.Normalise.ValueType
-    """The normalisation that is served."""
-    other: str
-    """Advice for another normalisation."""
-    bias: str
-    """Advice for a bias."""
-    activation: str
-    """Advice for an activation."""
-
-
-OF_OPS = ReadoutRules(
-    vector_pb2.NORMALISE_UNIT,
-    "set NORMALISE_UNIT, and give numbers in units of the stream",
-    "give min and max less the bias",
-    "leave it out",
-)
-"""Bands and scales."""
-
-OF_PROJECTIONS = ReadoutRules(
-    vector_pb2.NORMALISE_NONE,
-    "leave it out, and store vectors of norm 1 for NORMALISE_UNIT",
-    "leave it out, and add it to the captured numbers",
-    "leave it out, and apply it to the captured numbers",
-)
-"""Projections of captured rows."""
+LEAST_NORM, LARGEST_NORM = 1e-18, 1e18
+"""Norms of vectors in whose units numbers are read or written. Scalar products with the largest
+rows of the stream then stay finite in float32, and so do the inverse norms."""
 
 
-class ReadoutSettings(NamedTuple):
-    """Everything of a readout but its vector."""
-
-    normalise: vector_pb2.Normalise.ValueType
-    activation: vector_pb2.Activation.ValueType
-    bias: float
-    theta: float
-    """The threshold of ACTIVATION_JUMP_RELU."""
-
-
-def readout_settings(readout: vector_pb2.Readout, path: str) -> ReadoutSettings:
-    """The settings of a readout. Its vector is not checked.
+def resolve_readout(readout: vector_pb2.Readout, path: str) -> Readout:
+    """A readout without its vector, which is not checked.
 
     Raises:
         UnknownEnum: an enum is zero or unknown.
@@ -63,43 +46,73 @@ def readout_settings(readout: vector_pb2.Readout, path: str) -> ReadoutSettings:
     normalise, activation = vector_pb2.NORMALISE_NONE, vector_pb2.ACTIVATION_IDENTITY
     if readout.HasField("normalise"):
         normalise = readout.normalise
-        validation.known_enum(
-            normalise, vector_pb2.Normalise.values(), field_path(path, "normalise")
-        )
+        validation.known_enum(normalise, _NORMALISE, field_path(path, "normalise"))
     if readout.HasField("activation"):
         activation = readout.activation
-        validation.known_enum(
-            activation, vector_pb2.Activation.values(), field_path(path, "activation")
-        )
+        validation.known_enum(activation, _ACTIVATION, field_path(path, "activation"))
     if readout.HasField("bias"):
         validation.finite(readout.bias, field_path(path, "bias"))
     _check_theta(readout, activation, path)
-    return ReadoutSettings(normalise, activation, readout.bias, readout.theta)
+    return Readout(_NORMALISE[normalise], _ACTIVATION[activation], readout.bias, readout.theta)
 
 
-def check_readout(readout: vector_pb2.Readout, rules: ReadoutRules, path: str) -> None:
-    """Refuses a readout that is not served. Its vector is not checked.
+def read_numbers(
+    readout: Readout,
+    products: npt.NDArray[_Float],  # [n]: x.v, of x.u if v is normalised
+    norms: npt.NDArray[_Float],  # [n]: |x|
+) -> npt.NDArray[_Float]:
+    """The numbers, [n], that a readout makes of rows, in the type of the products."""
+    z = products
+    if readout.normalise is Normalise.COSINE:
+        z = np.divide(z, norms, out=np.zeros_like(z), where=norms > 0)
+    z = z + z.dtype.type(readout.bias)
+    match readout.activation:
+        case Activation.RELU:
+            z = np.maximum(z, 0)
+        case Activation.JUMP_RELU:
+            z = np.where(z <= z.dtype.type(readout.theta), 0, z)
+        case Activation.TANH:
+            z = np.tanh(z)
+    return z
+
+
+def check_pulled(readout: Readout, path: str, *, writes: bool) -> None:
+    """Checks that a band or a scale can move x so that what is read changes.
+
+    Args:
+        readout: what is read.
+        path: of the message that has it.
+        writes: whether the message says along which vector x moves.
 
     Raises:
-        InvalidArgument: as `readout_settings`.
-        NotSupported: a field has a value that is not served.
+        MissingField: it must say that, and does not.
     """
-    settings = readout_settings(readout, path)
-    if settings.normalise != rules.normalise:
-        raise NotSupported(
-            f"{vector_pb2.Normalise.Name(settings.normalise)} is not served here yet: "
-            f"{rules.other}",
-            field=field_path(path, "normalise"),
+    if writes:
+        return
+    problem = ""
+    if readout.normalise is Normalise.COSINE:
+        problem = "NORMALISE_COSINE"
+    elif readout.activation is Activation.TANH:
+        problem = "ACTIVATION_TANH"
+    if problem:
+        raise MissingField(
+            f"no step along the vector brings what {problem} reads to a number: give the vector "
+            "that is written",
+            field=field_path(path, "write"),
         )
-    if settings.activation != vector_pb2.ACTIVATION_IDENTITY:
-        raise NotSupported(
-            f"{vector_pb2.Activation.Name(settings.activation)} is not served yet: "
-            f"{rules.activation}",
-            field=field_path(path, "activation"),
-        )
-    if settings.bias:
-        raise NotSupported(
-            f"a bias is not served yet: {rules.bias}", field=field_path(path, "bias")
+
+
+def check_norm(vector: Vector, row: int, path: str) -> None:
+    """Checks the norm of a row in whose units a number is read or written.
+
+    Raises:
+        InvalidValue: it is so small or large that float32 cannot hold the numbers.
+    """
+    if not LEAST_NORM <= vector.norms[row] <= LARGEST_NORM:
+        raise InvalidValue(
+            f"row {row} has the norm {vector.norms[row]:g}; {LEAST_NORM:g} to {LARGEST_NORM:g} are "
+            "allowed",
+            field=path,
         )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import ModelSites
+from rheostat_engine import ModelSites, Normalise, Readout
 from rheostat_server import validation
 from rheostat_server.derivation.prompt_rows import check_prompt_selector
 from rheostat_server.errors import (
@@ -25,7 +25,7 @@ from rheostat_server.lens.lens import refuse_without_lens
 from rheostat_server.limits import GRADES
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import resolve_sites, to_wire
-from rheostat_server.steering.readouts import ReadoutSettings, readout_settings
+from rheostat_server.steering.readouts import read_numbers, resolve_readout
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.tensors import widen
 from rheostat_server.validation import field_path
@@ -87,24 +87,13 @@ class Probe(NamedTuple):
 
     direction: Numbers
     """[W], normalised if the probe wants it so."""
-    settings: ReadoutSettings
+    settings: Readout
     pool: gate_pb2.Pool.ValueType
 
     def read(self, rows: FloatArray) -> Numbers:
         """[n] of rows [n, W]."""
-        values: Numbers = rows.astype(np.float64) @ self.direction
-        if self.settings.normalise == vector_pb2.NORMALISE_COSINE:
-            norms = np.linalg.norm(rows.astype(np.float64), axis=1)
-            values = np.divide(values, norms, out=np.zeros_like(values), where=norms != 0)
-        values += self.settings.bias
-        match self.settings.activation:
-            case vector_pb2.ACTIVATION_RELU:
-                values = np.maximum(values, 0.0)
-            case vector_pb2.ACTIVATION_JUMP_RELU:
-                values = np.where(values > self.settings.theta, values, 0.0)
-            case vector_pb2.ACTIVATION_TANH:
-                values = np.tanh(values)
-        return values
+        wide = rows.astype(np.float64)
+        return read_numbers(self.settings, wide @ self.direction, np.linalg.norm(wide, axis=1))
 
 
 class PooledReading:
@@ -254,9 +243,9 @@ def _direction(
     model: ModelSites,
     manager: RequestManager,
     path: str,
-) -> tuple[Numbers, ReadoutSettings]:
+) -> tuple[Numbers, Readout]:
     """The direction that a readout reads with, and its settings."""
-    settings = readout_settings(readout, path)
+    settings = resolve_readout(readout, path)
     field = field_path(path, "vector")
     ref = readout.vector if readout.HasField("vector") else None
     found = find_vector(ref, manager.store.view(), model, field)
@@ -264,7 +253,7 @@ def _direction(
     size = vector.width * vector.kind.itemsize
     data = vector.data[row * size : (row + 1) * size]
     direction: Numbers = widen(data, vector.kind).astype(np.float64)
-    if settings.normalise != vector_pb2.NORMALISE_NONE:
+    if settings.normalise is not Normalise.NONE:
         norm = float(np.linalg.norm(direction))
         if not norm:
             raise ZeroVector("a zero vector has no direction", field=field)

@@ -7,7 +7,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine import OPEN_END, Act, Capture, Kind, Plan, Spans
+from rheostat_engine import (
+    OPEN_END,
+    Act,
+    Activation,
+    Band,
+    Capture,
+    Kind,
+    Normalise,
+    Plan,
+    Spans,
+)
 
 from .models import VOCAB, WIDTH
 from .reference import Change, Float
@@ -95,10 +105,32 @@ def _naive(act: Act, values: dict[bytes, Float]) -> Callable[[torch.Tensor], tor
             span = rows.T @ torch.linalg.inv(rows @ rows.T) @ rows
             y = y - act.bands[0].strength * (y @ span)
         else:
-            for unit, band in zip(units, act.bands, strict=True):
-                along = y @ unit
-                wanted = along.clamp(band.low, band.high)
-                y = y + band.strength * torch.outer(wanted - along, unit)
+            at = 0
+            for band in act.bands:
+                y = y + _pull(y, band, rows[at], rows[at + band.vectors - 1])
+                at += band.vectors
         return y.to(x.dtype)
 
     return change
+
+
+def _pull(x: torch.Tensor, band: Band, read: torch.Tensor, write: torch.Tensor) -> torch.Tensor:
+    """How a band changes rows; `write` is `read` where it writes no other vector."""
+    settings = band.readout
+    number = x @ read
+    if settings.normalise is not Normalise.NONE:
+        number = number / read.norm()
+    if settings.normalise is Normalise.COSINE:
+        number = number / x.norm(dim=1)
+    number = number + settings.bias
+    match settings.activation:
+        case Activation.RELU:
+            number = number.relu()
+        case Activation.JUMP_RELU:
+            number = number * (number > settings.theta)
+        case Activation.TANH:
+            number = number.tanh()
+    if not band.writes:
+        write = read / read.norm() ** (2 if settings.normalise is Normalise.NONE else 1)
+    change = band.strength * torch.outer(number.clamp(band.low, band.high) - number, write)
+    return torch.where((number == 0)[:, None], 0.0, change) if band.only_on else change

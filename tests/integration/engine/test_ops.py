@@ -13,7 +13,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan, Spans, site_count
+from rheostat_engine import (
+    OPEN_END,
+    Act,
+    Activation,
+    Band,
+    Capture,
+    Condition,
+    Kind,
+    Normalise,
+    Plan,
+    Readout,
+    Spans,
+    site_count,
+)
 
 from ...effort import FACTOR
 from .groups import BOTH
@@ -63,6 +76,15 @@ def _spans(draw: st.DrawFn) -> Spans:
 
 
 @st.composite
+def readouts(draw: st.DrawFn) -> Readout:
+    """Any readout. Numbers of rows lie apart from its threshold, which no row meets by chance."""
+    edge = st.floats(-1, 1, width=32)
+    return Readout(
+        draw(st.sampled_from(Normalise)), draw(st.sampled_from(Activation)), draw(edge), draw(edge)
+    )
+
+
+@st.composite
 def acts(draw: st.DrawFn) -> Act:
     """Any act of the small model."""
     kind = draw(st.sampled_from([kind for kind in Kind if kind not in (Kind.READ, Kind.GATE)]))
@@ -80,8 +102,13 @@ def acts(draw: st.DrawFn) -> Act:
             low, high = sorted((draw(edge), draw(edge)))
             strength = draw(st.floats(-1, 2, width=32))
             open_low, open_high = draw(st.booleans()), draw(st.booleans())
-            one = Band(-np.inf if open_low else low, np.inf if open_high else high, strength)
+            low, high = -np.inf if open_low else low, np.inf if open_high else high
+            readout = draw(readouts())
+            on = readout.activation in (Activation.RELU, Activation.JUMP_RELU)
+            one = Band(low, high, strength, readout, False, on and draw(st.booleans()))
             bands = (one,) * count
+            if count == 2 and draw(st.booleans()):
+                bands = (one._replace(writes=True),)
     spans, conditions = _spans(draw), ()
     if draw(st.booleans()):
         ids = tuple(sorted(draw(st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=60))))

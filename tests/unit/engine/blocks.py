@@ -12,6 +12,7 @@ from rheostat_engine.plan.points import Point, site_count
 from rheostat_engine.sites.block_layout import Block, BlockLayout, Branch, StreamLayout
 from rheostat_engine.sites.probe import NOWHERE, PARALLEL
 from rheostat_engine.worker.state.buffers import Buffers
+from rheostat_engine.worker.steering.programs import FLOATS, INTS
 
 from .no_gates import no_gates
 
@@ -336,8 +337,8 @@ def buffers(
         tokens=TOKENS,
         rows=torch.arange(rows).to(dtype)[:, None].repeat(1, WIDTH),
         directions=torch.zeros(2, WIDTH),
-        ints=torch.zeros(3, 4, dtype=torch.int32),
-        floats=torch.zeros(3, 4),
+        ints=torch.zeros(3, INTS, dtype=torch.int32),
+        floats=torch.zeros(3, FLOATS),
         gates=no_gates(TOKENS),
         doses=torch.zeros(site_count(layers), 70, 4),
         ring=torch.zeros(ring, WIDTH, dtype=dtype),

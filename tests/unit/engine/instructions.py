@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rheostat_engine import Kind
+from rheostat_engine import Activation, Kind, Normalise
 from rheostat_engine.worker.state.buffers import SiteBuffers
+from rheostat_engine.worker.steering.programs import FLOATS, INTS
 
 from .no_gates import no_gates
 
@@ -28,9 +30,17 @@ class Step(NamedTuple):
     strength: float = 1.0
     last: bool = True
     mask: int = 0
-    """A reading: its normalisation, plus 16 times its activation."""
+    """Of a readout: its normalisation, plus 16 times its activation, plus 256 if it is only on."""
     column: int = 0
     """1 plus the column of a reading, or the number of a gate; 0: none."""
+    write: int = 0
+    """The direction along which a pull moves; 0: the one that it reads."""
+    written: float = 1.0
+    """The factor of this direction."""
+    bias: float = 0.0
+    theta: float = 0.0
+    factor: float = 1.0
+    """Of the coordinate that is read."""
 
 
 def chains() -> list[list[Step]]:
@@ -42,7 +52,16 @@ def chains() -> list[list[Step]]:
     added = Step(Kind.ADD, 3)
     half = Step(Kind.REPLACE, 2, strength=0.5, mask=MASK)
     last = Step(Kind.ADD_LAST, 3)
+    pulls = [
+        Step(Kind.PULL, 1, -0.25, 0.5, 0.75, mask=settings, write=write, written=1.5, **numbers)
+        for normalise, activation, only_on in product(Normalise, Activation, (0, 1))
+        for settings in [normalise | activation << 4 | only_on << 8]
+        for write in (0, 2)
+        for numbers in [{"bias": 0.5, "theta": 0.25, "factor": 2.0}]
+    ]
     return [
+        *([one] for one in pulls),
+        [added, *pulls[::7], half],
         [last],
         [added, half, last._replace(strength=0.5, mask=MASK), last._replace(number=1)],
         [ablation],
@@ -95,13 +114,17 @@ def buffers(
     rows[MASK] = torch.arange(width) % 3 / 2
     directions = torch.randn(4, width, generator=generator)
     directions /= directions.norm(dim=1, keepdim=True)
-    ints, floats, begins = [[0, 0, 0, 0, 0, 0]], [[0.0, 0.0, 0.0, 0.0]], []
+    ints, floats, begins = [[0] * INTS], [[0.0] * FLOATS], []
     for chain in programs:
         begins.append(len(ints))
         for at, one in enumerate(chain):
             following = len(ints) + 1 if at + 1 < len(chain) else 0
-            ints.append([one.kind, one.number, following, one.last, one.mask, one.column])
-            floats.append([one.low, one.high, one.strength, 0.0])
+            ints.append(
+                [one.kind, one.number, following, one.last, one.mask, one.column, one.write]
+            )
+            floats.append(
+                [one.low, one.high, one.strength, one.written, one.bias, one.theta, one.factor, 0.0]
+            )
     return SiteBuffers(
         code=torch.tensor([-begins[-c - 1] if c < 0 else c for c in codes], dtype=torch.int32),
         cap_row=torch.tensor(captured, dtype=torch.int32),
@@ -146,8 +169,8 @@ def naive(h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers) -> 
             _count(expected.doses[dose_slot], before, None)
         step = max(0, -code)
         while step:
-            kind, number, following, last, mask, _ = site.ints[step].tolist()
-            low, high, strength, _ = site.floats[step].tolist()
+            kind, number, following, last, mask, _, write = site.ints[step].tolist()
+            low, high, strength, written = site.floats[step, :4].tolist()
             if kind == Kind.ADD:
                 x = x + rows[number]
             elif kind == Kind.NORM_ADD:
@@ -157,8 +180,10 @@ def naive(h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers) -> 
                 x = x + weight * (rows[number] - x * (kind == Kind.REPLACE))
                 replaced |= weight != 0
             else:
-                along = x @ directions[number]
-                x = x + strength * (np.clip(along, low, high) - along) * directions[number]
+                along = number_of(x, directions[number], mask, site.floats[step].tolist())
+                amount = strength * (np.clip(along, low, high) - along) * written
+                if along or not mask >> 8:
+                    x = x + amount * directions[write or number]
             if last:
                 _count(expected.doses[dose_slot], before, None if kind == Kind.ADD else x - before)
                 before, dose_slot = x, dose_slot + 1
@@ -169,6 +194,23 @@ def naive(h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers) -> 
         if site.cap_row[token]:
             expected.ring[int(site.cap_row[token])] = x
     return expected
+
+
+def number_of(x: np.ndarray, unit: np.ndarray, settings: int, floats: list[float]) -> float:
+    """What a step reads of a row."""
+    bias, theta, factor, _ = floats[4:]
+    z = float(x @ unit) * factor
+    if settings & 15 == Normalise.COSINE:
+        z = z / float(np.linalg.norm(x)) if x.any() else 0.0
+    z += bias
+    match settings >> 4 & 15:
+        case Activation.RELU:
+            return max(z, 0.0)
+        case Activation.JUMP_RELU:
+            return z if z > theta else 0.0
+        case Activation.TANH:
+            return math.tanh(z)
+    return z
 
 
 def _count(dose_slot: np.ndarray, before: np.ndarray, change: np.ndarray | None) -> None:

@@ -32,6 +32,7 @@ from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers
 from rheostat_engine.worker.steering import gate_kernels
 from rheostat_engine.worker.steering.gate_kernels import launch_fold
 from rheostat_engine.worker.steering.gate_reference import fold_step
+from rheostat_engine.worker.steering.programs import FLOATS, INTS
 from rheostat_engine.worker.steering.token_rules import TokenRules
 
 from .gate_chunks import any_gate, chunk_differences, reading_differences, twin
@@ -260,7 +261,16 @@ def gated_buffers(width: int, dtype: torch.dtype, gate: Gate) -> SiteBuffers:
         Step(Kind.ADD_LAST, 1, strength=0.5, column=1),
     ]
     readings = [
-        Step(Kind.READ, 1, 0.5, 0.25, 2.0, False, normalise | activation << 4, 11 + n)
+        Step(
+            Kind.READ,
+            1,
+            last=False,
+            mask=normalise | activation << 4,
+            column=11 + n,
+            bias=0.5,
+            theta=0.25,
+            factor=2.0,
+        )
         for n, (normalise, activation) in enumerate(product(Normalise, Activation))
     ]
     programs = [[opening, *steps, *readings], [*readings], [Step(Kind.ADD, 1), *readings[:2]]]
@@ -325,8 +335,8 @@ def all_buffers(tokens: int) -> Buffers:
         tokens=tokens,
         rows=torch.randn(4, 24, generator=generator),
         directions=torch.randn(3, 24, generator=generator),
-        ints=torch.zeros(2, 4, dtype=torch.int32),
-        floats=torch.zeros(2, 4),
+        ints=torch.zeros(2, INTS, dtype=torch.int32),
+        floats=torch.zeros(2, FLOATS),
         gates=no_gates(tokens),
         doses=torch.zeros(SITES, 20, 4),
         ring=torch.randn(6, 24, generator=generator),

@@ -1,13 +1,14 @@
 """What acts do to one token at one site, step by step and row by row in float64."""
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import Act, Kind, Plan
+from rheostat_engine import Act, Activation, Band, Kind, Normalise, Plan, Readout
 from rheostat_engine.plan.composition import Program
 
 from .strategies import LAST, selects
@@ -45,9 +46,11 @@ def steps(plan: Plan, site: int, position: int, token: int) -> Steps:
         elif act.kind in LAST:
             found.append((act.kind, *parts, act.scale))
         else:
-            for number, band in enumerate(act.bands):
-                first = 0 if act.orthogonal else number
-                found.append((parts[first : number + 1], *band))
+            for at, band in banded(act):
+                read, write = parts[0 if act.orthogonal else at : at + 1], parts[at + 1 : at + 2]
+                bounds = band.low, band.high, band.strength
+                write = write if band.writes else []
+                found.append((read, *bounds, band.readout, write, band.only_on))
     return tuple(found)
 
 
@@ -63,7 +66,9 @@ def described(program: Program) -> Steps:
             rows = [(digest, row) for ((digest, row, _),) in step.rows]
             found.append((step.kind, *rows, step.strength))
         else:
-            found.append((list(step.direction), step.low, step.high, step.strength))
+            bounds = step.low, step.high, step.strength
+            write = list(step.write)
+            found.append((list(step.direction), *bounds, step.readout, write, step.only_on))
     return tuple(found)
 
 
@@ -115,8 +120,42 @@ def applied(
     if act.kind in LAST:
         mask = parts[1] if len(parts) > 1 else 1.0
         return row + scale * mask * (parts[0] - row * (act.kind is Kind.REPLACE))
-    for unit, band in zip(units(parts, orthogonal=act.orthogonal), act.bands, strict=True):
-        along = row @ unit
+    along = units(parts, orthogonal=act.orthogonal)
+    for at, band in banded(act):
+        number = read(band.readout, row, along[at], float(np.linalg.norm(parts[at])))
+        if band.only_on and number == 0:
+            continue
+        write = along[at]
+        if band.writes:
+            write = parts[at + 1]
+        elif band.readout.normalise is Normalise.NONE:
+            write = parts[at] / (parts[at] @ parts[at])
         strength = weight * band.strength
-        row = row + strength * (np.clip(along, band.low, band.high) - along) * unit
+        row = row + strength * (np.clip(number, band.low, band.high) - number) * write
     return row
+
+
+def banded(act: Act) -> Iterator[tuple[int, Band]]:
+    """The bands of an act, each with the index of the vector that it reads with."""
+    at = 0
+    for band in act.bands:
+        yield at, band
+        at += band.vectors
+
+
+def read(readout: Readout, row: Row, unit: Row, norm: float) -> float:
+    """What a readout makes of a row and a vector of a norm along `unit`."""
+    number = float(row @ unit)
+    if readout.normalise is Normalise.NONE:
+        number *= norm
+    elif readout.normalise is Normalise.COSINE:
+        number = number / float(np.linalg.norm(row)) if row.any() else 0.0
+    number += readout.bias
+    match readout.activation:
+        case Activation.RELU:
+            return max(number, 0.0)
+        case Activation.JUMP_RELU:
+            return number if number > readout.theta else 0.0
+        case Activation.TANH:
+            return math.tanh(number)
+    return number

@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from rheostat_engine import (
     OPEN_END,
     Act,
+    Activation,
     Band,
     Capture,
     Codec,
     Condition,
     Directions,
     Kind,
+    Normalise,
     Plan,
+    Readout,
     RowEncoding,
     Spans,
     TokenSet,
@@ -46,6 +49,14 @@ BANDS = (
     Band(1.0, float("inf"), 2.0),
     Band(0.0, 0.0, 0.0),
 )
+READING_BANDS = (
+    Band(0.0, 0.5, 1.0, Readout(Normalise.NONE, bias=0.25)),
+    Band(2.0, 2.0, 1.0, Readout(Normalise.NONE, Activation.RELU, -0.25), writes=True),
+    Band(1.0, 1.5, 0.5, Readout(Normalise.NONE, Activation.JUMP_RELU, 0.0, 0.5), True, True),
+    Band(0.1, 0.2, 2.0, Readout(Normalise.COSINE, Activation.TANH, 0.1), writes=True),
+    Band(0.0, 0.0, 0.5, Readout(Normalise.UNIT, Activation.RELU), only_on=True),
+)
+"""Bands that read otherwise than the coordinate along a vector, or write another vector."""
 
 
 def _merged(pairs: Sequence[tuple[int, int]]) -> Spans:
@@ -86,25 +97,33 @@ def selections(draw: st.DrawFn) -> tuple[Spans, tuple[Condition, ...]]:
     return owned("always"), conditions
 
 
+def _few_vectors(bands: list[Band]) -> bool:
+    return sum(band.vectors for band in bands) <= len(DIGESTS)
+
+
 @st.composite
 def acts(draw: st.DrawFn) -> Act:
     """Any act with known vectors."""
     kind = draw(st.sampled_from(CHANGES))
-    most = {Kind.PULL: 3, Kind.REPLACE: 2, Kind.ADD_LAST: 2}.get(kind, 1)
-    count = draw(st.integers(1, most))
+    pull, bands = kind is Kind.PULL, ()
+    orthogonal = pull and draw(st.booleans())
+    if pull:
+        some = st.sampled_from(BANDS if orthogonal else BANDS + READING_BANDS)
+        bands = tuple(draw(st.lists(some, min_size=1, max_size=3).filter(_few_vectors)))
+    most = {Kind.REPLACE: 2, Kind.ADD_LAST: 2}.get(kind, 1)
+    count = sum(band.vectors for band in bands) if pull else draw(st.integers(1, most))
     vectors = draw(st.permutations(DIGESTS))[:count]
     row = st.tuples(*[st.integers(0, ROWS - 1)] * count)
     rows = draw(st.dictionaries(st.integers(0, SITES - 1), row, max_size=3))
     where, conditions = draw(selections())
-    pull = kind is Kind.PULL
     return Act(
         kind,
         tuple(vectors),
         tuple(sorted(rows.items())),
         where,
         scale=1.0 if pull else draw(st.sampled_from(SCALES[: 3 if kind in LAST else 4])),
-        bands=tuple(draw(st.sampled_from(BANDS)) for _ in vectors) if pull else (),
-        orthogonal=pull and draw(st.booleans()),
+        bands=bands,
+        orthogonal=orthogonal,
         conditions=conditions,
     )
 

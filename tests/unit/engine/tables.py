@@ -59,6 +59,6 @@ def chain(programs: Programs, code: int) -> Iterator[tuple[list[int], list[float
     """The steps that a code runs: ints without the number of the next step, and floats."""
     step = -code
     while step > 0:
-        kind, number, following, last, mask, _ = programs.ints[step].tolist()
-        yield [kind, number, last, mask], programs.floats[step].tolist()
+        kind, number, following, last, mask, column, write = programs.ints[step].tolist()
+        yield [kind, number, last, mask, column, write], programs.floats[step].tolist()
         step = following

@@ -18,6 +18,7 @@ from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, p
 from rheostat._runs import Run
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
+from rheostat._steering.readouts import Readout
 from rheostat._steering.vectors import Vector, inline, refuse_dose, row_ref
 from rheostat_wire.v1 import capture_pb2, tensor_pb2, vector_pb2
 
@@ -42,8 +43,8 @@ _LAYOUTS: dict[str, capture_pb2.Layout.ValueType] = {
 _MOST_CAPTURES = 16
 _MOST_DIRECTIONS = 4096
 
-DirectionsLike: TypeAlias = Vector | Iterable[Vector] | ArrayLike
-"""Directions of a projection: one vector, several, or an array [directions, width]."""
+DirectionsLike: TypeAlias = Vector | Readout | Iterable[Vector | Readout] | ArrayLike
+"""What rows are projected on: one vector or readout, several, or an array [directions, width]."""
 
 _ELEMENTS: tuple[Element, ...] = ("float32", "float16", "bfloat16")
 _DTYPES: dict[str, tensor_pb2.Dtype.ValueType] = {
@@ -116,7 +117,7 @@ class Capture:
     "fail". Under "drop_oldest" and "drop_newest" the receipt counts lost rows."""
     dtype: Element | None
     """Element type of the rows. Default: the model's; of projections float32."""
-    projection: tuple[Vector, ...]
+    projection: tuple[Vector | Readout, ...]
     """Directions d. If there are any, the numbers x.d are captured instead of the rows x."""
 
     def __init__(
@@ -192,9 +193,7 @@ class Capture:
         if self.projection:
             path = "captures.projection.readouts.readouts"
             spec.projection.readouts.readouts.extend(
-                vector_pb2.Readout(
-                    vector=row_ref(direction, self.layers, f"{path}[{number}].vector")
-                )
+                _readout(direction, self.layers, f"{path}[{number}]")
                 for number, direction in enumerate(self.projection)
             )
         return spec
@@ -250,9 +249,15 @@ def _destination_of(given: object) -> Sink | Run | str | None:
     )
 
 
-def _directions_of(given: object) -> tuple[Vector, ...]:
+def _readout(item: Vector | Readout, layers: Layers, path: str) -> vector_pb2.Readout:
+    if isinstance(item, Readout):
+        return item.to_wire(layers, path)
+    return vector_pb2.Readout(vector=row_ref(item, layers, f"{path}.vector"))
+
+
+def _directions_of(given: object) -> tuple[Vector | Readout, ...]:
     """The directions as vectors; each row of an array becomes one."""
-    if isinstance(given, Vector):
+    if isinstance(given, Vector | Readout):
         return (given,)
     path = "captures.projection"
     if hasattr(given, "__array__"):
@@ -269,7 +274,7 @@ def _directions_of(given: object) -> tuple[Vector, ...]:
     directions = []
     for number, direction in enumerate(items):
         refuse_dose(direction, f"{path}[{number}]")
-        if not isinstance(direction, Vector):
+        if not isinstance(direction, Vector | Readout):
             raise invalid(
                 f"{path}[{number}]",
                 f"a direction is a vector, not {type(direction).__name__}: give vectors, e.g. "

@@ -14,10 +14,12 @@ from rheostat._errors import Refused, invalid
 from rheostat._files import _gguf, _npz, _sae, _safetensors
 from rheostat._files._errors import replacing
 from rheostat._files._runs import StoredRun, load_run, save_run
+from rheostat._steering.sae_features import SaeFeature
 from rheostat._steering.vectors import Vector, refuse_dose
 
 __all__ = [
-    "FORMATS", "StoredRun", "VectorFormat", "load_run", "load_vector", "save_run", "save_vector",
+    "FORMATS", "StoredRun", "VectorFormat", "load_run", "load_sae_feature", "load_vector",
+    "save_run", "save_vector",
 ]  # fmt: skip
 
 VectorFormat: TypeAlias = Literal["safetensors", "npz", "gguf", "sae"]
@@ -57,6 +59,18 @@ def load_vector(
             return _npz.load(path)
         case "gguf":
             return _gguf.load(path)
+
+
+def load_sae_feature(path: str | os.PathLike[str], feature: int) -> SaeFeature:
+    """A feature of a sparse autoencoder, which can be clamped, scaled and read.
+
+    ``path`` is a folder of a standard or JumpReLU SAE in SAELens format, or the ``.safetensors``
+    file in it. The feature acts at the hook that its cfg.json names.
+
+    Raises InvalidRequest, with the cause, for another file and for an SAE that reads otherwise (top
+    k, gated, transcoders, normalised inputs), and Refused if a library is missing.
+    """
+    return _sae.load_feature(Path(path), feature)
 
 
 def save_vector(

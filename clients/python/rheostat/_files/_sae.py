@@ -1,10 +1,13 @@
-"""Rows of an SAE's decoder, in the format of SAELens.
+"""Features of SAEs, and rows of their decoders, in the format of SAELens.
 
 The format is a folder with cfg.json and a safetensors file that has ``W_dec`` [d_sae, d_in]. Row f
 is the direction that feature f writes. cfg.json names the hook, at its top level or below
 "metadata", as TransformerLens does: ``blocks.8.hook_resid_post`` is ``resid_post`` of layer 8. A
 transcoder writes to another hook, ``hook_name_out``, in rows of ``d_out``. Rows are returned as
 stored: if ``normalize_activations`` is set, their scale is not that of the stream.
+
+The activation of feature f at a row x is act((x - b_dec).W_enc[:, f] + b_enc[f]), where b_dec is
+subtracted if ``apply_b_dec_to_input`` is set, and act is a ReLU, or with ``threshold`` a JumpReLU.
 """
 
 from __future__ import annotations
@@ -13,21 +16,64 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from rheostat._errors import invalid
 from rheostat._files._about import About, vector_of
 from rheostat._files._errors import bad_file, unreadable
 from rheostat._files._tensors import TensorFile
 from rheostat._points import Point
+from rheostat._steering.readouts import Activation, Readout, ReadoutSettings
+from rheostat._steering.sae_features import SaeFeature
 from rheostat._steering.vectors import Vector
 
 _CONFIG = "cfg.json"
 _WEIGHTS = "sae_weights.safetensors"
 _DECODER = "W_dec"
+_DECODER_BIAS = "b_dec"
+_ENCODER = "W_enc"
+_ENCODER_BIAS = "b_enc"
+_THRESHOLD = "threshold"
 _HOOK = re.compile(r"blocks\.([0-9]+)\.hook_([a-z_]+)")
 
 
+class _Opened(NamedTuple):
+    """An SAE's files."""
+
+    file: TensorFile
+    config: Mapping[str, object]
+    about: About
+    """Of its features; without their number in the description."""
+
+
 def load(path: Path, feature: int | None) -> Vector:
+    sae, feature = _open(path, feature)
+    return vector_of(sae.file.path, sae.file.row(_DECODER, feature), _about(sae, feature))
+
+
+def load_feature(path: Path, feature: int) -> SaeFeature:
+    """The feature with its encoder; see `load_sae_feature`."""
+    sae, feature = _open(path, feature)
+    about, file = _about(sae, feature), sae.file
+    _check_encoder(sae)
+    encoder = vector_of(file.path, file.column(_ENCODER, feature), about)
+    bias = _number(file, _ENCODER_BIAS, feature)
+    if sae.config.get("apply_b_dec_to_input", True) and _DECODER_BIAS in file.tensors:
+        subtracted = np.asarray(file.whole(_DECODER_BIAS).values, np.float64).reshape(-1)
+        column = np.asarray(file.column(_ENCODER, feature).values, np.float64).reshape(-1)
+        bias -= float(subtracted @ column)
+    activation: Activation = "relu"
+    theta = None
+    if _THRESHOLD in file.tensors:
+        activation, theta = "jump_relu", _number(file, _THRESHOLD, feature)
+    settings = ReadoutSettings(bias=bias, activation=activation, theta=theta)
+    decoder = vector_of(file.path, file.row(_DECODER, feature), about)
+    return SaeFeature(Readout(encoder, settings), decoder)
+
+
+def _open(path: Path, feature: int | None) -> tuple[_Opened, int]:
     folder, weights = (path, _weights(path)) if path.is_dir() else (path.parent, path)
     config = _config(folder / _CONFIG)
     file = TensorFile(weights)
@@ -47,9 +93,54 @@ def load(path: Path, feature: int | None) -> Vector:
     hook = config.get("hook_name_out") or config.get("hook_name")
     point, layer = _site(folder / _CONFIG, hook)
     model = config.get("model_name")
-    description = f"SAE feature {feature} of {hook}" + (f", {model}" if model else "")
-    about = About(None, description, (point,), (layer,))
-    return vector_of(weights, file.row(_DECODER, feature), about)
+    description = f"of {hook}" + (f", {model}" if model else "")
+    return _Opened(file, config, About(None, description, (point,), (layer,))), feature
+
+
+def _about(sae: _Opened, feature: int) -> About:
+    return sae.about._replace(description=f"SAE feature {feature} {sae.about.description}")
+
+
+def _check_encoder(sae: _Opened) -> None:
+    """Refuses SAEs whose features are not act(x.e + b) with a ReLU or JumpReLU."""
+    config, file = sae.config, sae.file
+    activation = config.get("activation_fn", config.get("activation_fn_str", "relu"))
+    normalise = config.get("normalize_activations") or "none"
+    count, width = file.tensors[_DECODER].shape
+    problem = ""
+    if config.get("architecture", "standard") not in ("standard", "jumprelu"):
+        problem = f"has the architecture {config['architecture']!r}"
+    elif activation != "relu":
+        problem = f"has the activation {activation!r}"
+    elif config.get("architecture") == "jumprelu" and _THRESHOLD not in file.tensors:
+        problem = f"is a JumpReLU, and has no {_THRESHOLD}"
+    elif config.get("hook_name_out"):
+        problem = "is a transcoder, which reads at another site than it writes"
+    elif normalise != "none":
+        problem = f"normalises its input ({normalise!r})"
+    elif config.get("finetuning_scaling_factor"):
+        problem = "scales its activations"
+    elif _shape(file, _ENCODER) != (width, count) or _shape(file, _ENCODER_BIAS) != (count,):
+        problem = f"has no {_ENCODER} [d_in, d_sae] with {_ENCODER_BIAS} [d_sae]"
+    elif _shape(file, _THRESHOLD) not in (None, (count,)):
+        problem = f"has no {_THRESHOLD} [d_sae]"
+    elif _shape(file, _DECODER_BIAS) not in (None, (width,)):
+        problem = f"has no {_DECODER_BIAS} [d_in]"
+    if problem:
+        raise bad_file(
+            file.path,
+            problem,
+            "features are read of standard and JumpReLU SAEs; load_vector loads rows of the "
+            "decoder of others",
+        )
+
+
+def _shape(file: TensorFile, name: str) -> tuple[int, ...] | None:
+    return file.tensors[name].shape if name in file.tensors else None
+
+
+def _number(file: TensorFile, name: str, index: int) -> float:
+    return float(np.asarray(file.whole(name).values, np.float64).reshape(-1)[index])
 
 
 def _weights(folder: Path) -> Path:

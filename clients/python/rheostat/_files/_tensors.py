@@ -73,6 +73,13 @@ class TensorFile:
         tensor = self.tensors[name]
         return self._read(name, row * tensor.shape[1], tensor.shape[1:])
 
+    def column(self, name: str, column: int) -> VectorData:
+        """One column of a tensor [width, columns]; the caller has checked its number."""
+        element: Element | None = "bfloat16" if self.tensors[name].dtype == "BF16" else None
+        tensor, dtype = self.tensors[name], self._dtype(name)
+        mapped = np.memmap(self.path, dtype, "r", tensor.offset, tensor.shape)
+        return numbers_of(self.path, np.array(mapped[:, column]), element)
+
     def array(self, name: str) -> npt.NDArray[np.generic]:
         """The numbers of a tensor. Raises InvalidRequest if they are not floats."""
         numbers = self._numbers(name, 0, self.tensors[name].shape)
@@ -84,19 +91,23 @@ class TensorFile:
 
     def _numbers(self, name: str, first: int, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
         """Elements from the ``first`` on; of bfloat16 the bits."""
-        tensor = self.tensors[name]
-        dtype = _DTYPES.get(tensor.dtype)
-        if dtype is None:
-            raise bad_file(
-                self.path,
-                f'has elements of type {tensor.dtype} in "{name}"',
-                "save it as F32, F16 or BF16",
-            )
+        tensor, dtype = self.tensors[name], self._dtype(name)
         count = int(np.prod(shape, dtype=np.int64))
         numbers = np.fromfile(
             self.path, dtype, count, offset=tensor.offset + first * dtype.itemsize
         )
         return numbers.reshape(shape)
+
+    def _dtype(self, name: str) -> np.dtype[np.generic]:
+        """The type in which elements are stored; of bfloat16 that of the bits."""
+        dtype = _DTYPES.get(self.tensors[name].dtype)
+        if dtype is None:
+            raise bad_file(
+                self.path,
+                f'has elements of type {self.tensors[name].dtype} in "{name}"',
+                "save it as F32, F16 or BF16",
+            )
+        return dtype
 
 
 def write_tensors(

@@ -17,14 +17,9 @@ from rheostat._fields import whole_number, word
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
-from rheostat._steering.vectors import Vector, finite, refuse_dose, row_ref
-from rheostat_wire.v1 import gate_pb2, vector_pb2
-
-Normalise: TypeAlias = Literal["none", "unit", "cosine"]
-"""What is read of a row x along v: x.v, x.v / |v|, or x.v / (|x| |v|)."""
-
-Activation: TypeAlias = Literal["identity", "relu", "jump_relu", "tanh"]
-"""What is made of the number. "jump_relu" is the number where it is above theta, else 0."""
+from rheostat._steering.readouts import Activation, Normalise, ReadoutSettings
+from rheostat._steering.vectors import Vector, finite, refuse_dose
+from rheostat_wire.v1 import gate_pb2
 
 Pool: TypeAlias = Literal["last", "mean", "max"]
 """Which number counts at a token, of all that its sample has read so far."""
@@ -38,44 +33,9 @@ Hold: TypeAlias = Literal["token", "next_token", "rest", "until_read"] | int
 "next_token": at the next one. An integer: at that token, and so many after it. "rest": at that
 token and the rest of the sample. "until_read": until the probe reads again."""
 
-NORMALISATIONS = {
-    name: vector_pb2.Normalise.Value(f"NORMALISE_{name.upper()}") for name in get_args(Normalise)
-}
-ACTIVATIONS = {
-    name: vector_pb2.Activation.Value(f"ACTIVATION_{name.upper()}") for name in get_args(Activation)
-}
 POOLS = {name: gate_pb2.Pool.Value(f"POOL_{name.upper()}") for name in get_args(Pool)}
 COMBINES = {name: gate_pb2.Combine.Value(f"COMBINE_{name.upper()}") for name in get_args(Combine)}
 _PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Readout:
-    """The number that is read of a row; see `Probe`."""
-
-    bias: float = 0.0
-    normalise: Normalise = "none"
-    activation: Activation = "identity"
-    theta: float | None = None
-
-    def to_wire(self, vector: Vector, layers: Layers, path: str) -> vector_pb2.Readout:
-        """The message; ``layers`` are those where it reads."""
-        refuse_dose(vector, f"{path}.vector")
-        if not isinstance(vector, Vector):
-            raise invalid(
-                f"{path}.vector",
-                f"a probe reads with a vector, not {type(vector).__name__}: give one, e.g. "
-                "rheostat.named(name) or rheostat.inline(array)",
-            )
-        message = vector_pb2.Readout(
-            vector=row_ref(vector, layers, f"{path}.vector"),
-            bias=finite(self.bias, f"{path}.bias", "a bias"),
-            normalise=word(self.normalise, NORMALISATIONS, f"{path}.normalise"),
-            activation=word(self.activation, ACTIVATIONS, f"{path}.activation"),
-        )
-        if self.theta is not None:
-            message.theta = finite(self.theta, f"{path}.theta", "a threshold")
-        return message
 
 
 @dataclass(frozen=True)
@@ -89,7 +49,7 @@ class Probe:
     points: tuple[Point, ...]
     layers: Layers
     where: Selector
-    readout: Readout
+    readout: ReadoutSettings
     given_name: str | None = None
 
     @property
@@ -377,7 +337,7 @@ def probe(
             "probe.name",
             f"{name!r} is no name: 1 to 64 of [A-Za-z0-9._-], first a letter or digit",
         )
-    readout = Readout(bias=bias, normalise=normalise, activation=activation, theta=theta)
+    readout = ReadoutSettings(bias=bias, normalise=normalise, activation=activation, theta=theta)
     return Probe(vector, at_points, at_layers, selector_of(where), readout, name)
 
 

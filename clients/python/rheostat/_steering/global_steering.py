@@ -10,6 +10,7 @@ from rheostat._notebook import table
 from rheostat._points import read_site_set
 from rheostat._selectors import from_wire as selector_from_wire
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
+from rheostat._steering.readouts import COORDINATE, Readout, read_settings
 from rheostat._steering.vectors import Add, Intervention, Vector
 from rheostat_wire.v1 import steering_pb2, steering_service_pb2, vector_pb2
 
@@ -96,26 +97,32 @@ def _read_op(message: steering_pb2.Intervention, path: str) -> Intervention:
             bands = enumerate(message.clamp.bands)
             return Clamp(tuple(_read_band(band, f"{path}.bands[{i}]") for i, band in bands))
         case "scale":
-            return Scale(_read_direction(message.scale.read, path), message.scale.factor)
+            scaled = message.scale
+            read = _read_readout(scaled.read, f"{path}.read")
+            return Scale(read, scaled.factor, _read_write(scaled))
         case op:
             raise Unimplemented(f"{path} of the server is {op}, which this client does not know")
 
 
 def _read_band(message: steering_pb2.Band, path: str) -> Band:
-    if message.HasField("write"):
-        raise Unimplemented(f"{path} of the server writes elsewhere, which this client cannot hold")
     return Band(
-        _read_direction(message.read, path),
+        _read_readout(message.read, f"{path}.read"),
         message.min if message.HasField("min") else None,
         message.max if message.HasField("max") else None,
         message.strength if message.HasField("strength") else 1.0,
+        _read_write(message),
+        message.only_on,
     )
 
 
-def _read_direction(read: vector_pb2.Readout, path: str) -> Vector:
-    if read.bias or read.HasField("activation") or read.normalise != vector_pb2.NORMALISE_UNIT:
-        raise Unimplemented(f"{path} of the server reads in a way that this client does not know")
-    return _stored_vector(read.vector)
+def _read_write(message: steering_pb2.Band | steering_pb2.Scale) -> Vector | None:
+    return _stored_vector(message.write) if message.HasField("write") else None
+
+
+def _read_readout(message: vector_pb2.Readout, path: str) -> Vector | Readout:
+    """A vector where the coordinate along it is read; otherwise a readout."""
+    vector, settings = _stored_vector(message.vector), read_settings(message, path)
+    return vector if settings == COORDINATE else Readout(vector, settings)
 
 
 def _stored_vector(ref: vector_pb2.VectorRef) -> Vector:

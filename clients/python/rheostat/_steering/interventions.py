@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rheostat._errors import invalid
 from rheostat._points import Layers
+from rheostat._steering.readouts import Readout
 from rheostat._steering.vectors import Intervention, Vector, finite, labels, row_ref
 from rheostat_wire.v1 import steering_pb2, vector_pb2
 
@@ -78,16 +79,25 @@ class Ablate(Intervention):
 
 @dataclass(frozen=True)
 class Band:
-    """Bounds for the coordinate x.u along a direction."""
+    """Bounds for the number r that is read of a row, and the vector w along which it is changed."""
 
-    direction: Vector
-    """Its norm does not matter."""
+    direction: Vector | Readout
+    """What is read. A vector: the coordinate x.u along it, so that its norm does not matter."""
     min: float | None = None
-    """Lower bound, in the units of the stream; None: no bound."""
+    """Lower bound, in the units of what is read; None: no bound."""
     max: float | None = None
-    """Upper bound; None: no bound. If it equals ``min``, the coordinate is fixed."""
+    """Upper bound; None: no bound. If it equals ``min``, the number is fixed."""
     strength: float = 1.0
     """Fraction of the correction that is applied, 0 to 1."""
+    write: Vector | None = None
+    """w, as it is. None: the shortest vector along which r changes by 1."""
+    only_on: bool = False
+    """Whether rows with r = 0 stay as they are, with the activations "relu" and "jump_relu"."""
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The vectors that are read and written."""
+        return _pulled_vectors(self.direction, self.write)
 
     def to_wire(self, path: str, layers: Layers) -> steering_pb2.Band:
         """The message. Raises InvalidRequest without bounds, and if min is above max."""
@@ -98,30 +108,34 @@ class Band:
         if low is not None and high is not None and low > high:
             raise invalid(f"{path}.max", f"max {high:.6g} is below min {low:.6g}")
         return steering_pb2.Band(
-            read=_along(self.direction, layers, f"{path}.read"),
+            read=_read(self.direction, layers, f"{path}.read"),
+            write=_write(self.write, layers, f"{path}.write"),
             min=low,
             max=high,
             strength=fraction(self.strength, f"{path}.strength", "strength"),
+            only_on=bool(self.only_on),
         )
 
     def __str__(self) -> str:
-        """As "joy to -1..2", "joy to ..2", "joy to 0"."""
+        """As "joy to -1..2", "joy to ..2", "joy to 0", "relu(joy) to 3 along calm if on"."""
         low, high = ("" if end is None else f"{end:.6g}" for end in (self.min, self.max))
         bounds = low if low == high else f"{low}..{high}"
-        return f"{self.direction.label} to {bounds}{_part(self.strength)}"
+        along = "" if self.write is None else f" along {self.write.label}"
+        on = " if on" if self.only_on else ""
+        return f"{self.direction.label} to {bounds}{along}{on}{_part(self.strength)}"
 
 
 @dataclass(frozen=True)
 class Clamp(Intervention):
-    """For each band in turn: x + strength * (clip(x.u, min, max) - x.u) * u."""
+    """For each band in turn: x + strength * (clip(r, min, max) - r) * w, with r read of x."""
 
     bands: tuple[Band, ...]
     """1 to 8. Unless directions are orthogonal, only the last band is sure to hold at the end."""
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        """The bands' directions."""
-        return tuple(band.direction for band in self.bands)
+        """The bands' vectors."""
+        return tuple(vector for band in self.bands for vector in band.vectors)
 
     def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
         path = f"{path}.clamp.bands"
@@ -141,35 +155,51 @@ class Clamp(Intervention):
 
 @dataclass(frozen=True)
 class Scale(Intervention):
-    """x + (factor - 1) * (x.u) * u."""
+    """x + (factor - 1) * r * w, with r read of x."""
 
-    direction: Vector
-    """Its norm does not matter."""
+    direction: Vector | Readout
+    """What is read, as in `Band`."""
     factor: float
-    """Multiplies the coordinate x.u: 1 changes nothing, 0 ablates, -1 mirrors."""
+    """Multiplies what is read: 1 changes nothing, 0 ablates, -1 mirrors."""
+    write: Vector | None = None
+    """w, as in `Band`."""
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        """The direction."""
-        return (self.direction,)
+        """The vectors that are read and written."""
+        return _pulled_vectors(self.direction, self.write)
 
     def _op(self, path: str, layers: Layers) -> steering_pb2.Intervention:
         return steering_pb2.Intervention(
             scale=steering_pb2.Scale(
-                read=_along(self.direction, layers, f"{path}.scale.read"),
+                read=_read(self.direction, layers, f"{path}.scale.read"),
+                write=_write(self.write, layers, f"{path}.scale.write"),
                 factor=finite(self.factor, f"{path}.scale.factor", "factor"),
             )
         )
 
     def _text(self) -> str:
-        return f"scale {self.direction.label} by {self.factor:.6g}"
+        along = "" if self.write is None else f" along {self.write.label}"
+        return f"scale {self.direction.label} by {self.factor:.6g}{along}"
 
 
-def _along(vector: Vector, layers: Layers, path: str) -> vector_pb2.Readout:
-    """The readout of the coordinate along a direction, normalised."""
+def _pulled_vectors(read: Vector | Readout, write: Vector | None) -> tuple[Vector, ...]:
+    vector = read.vector if isinstance(read, Readout) else read
+    return (vector,) if write is None else (vector, write)
+
+
+def _read(read: Vector | Readout, layers: Layers, path: str) -> vector_pb2.Readout:
+    """The message of a readout; of a vector the coordinate along it."""
+    if isinstance(read, Readout):
+        _direction(read.vector, layers, f"{path}.vector")
+        return read.to_wire(layers, path)
     return vector_pb2.Readout(
-        vector=_direction(vector, layers, f"{path}.vector"), normalise=vector_pb2.NORMALISE_UNIT
+        vector=_direction(read, layers, f"{path}.vector"), normalise=vector_pb2.NORMALISE_UNIT
     )
+
+
+def _write(vector: Vector | None, layers: Layers, path: str) -> vector_pb2.VectorRef | None:
+    return None if vector is None else _direction(vector, layers, path)
 
 
 def _direction(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:

@@ -12,6 +12,7 @@ from typing import TypeAlias, overload
 from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import builds_message
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
+from rheostat._steering.readouts import Readout
 from rheostat._steering.vectors import DOSE, Add, Intervention, Vector
 from rheostat_wire.v1 import steering_pb2
 
@@ -41,44 +42,61 @@ def ablate(*directions: Vector, strength: float = 1.0) -> Ablate:
 
 
 def band(
-    direction: Vector, min: float | None = None, max: float | None = None, strength: float = 1.0
+    direction: Vector | Readout,
+    min: float | None = None,
+    max: float | None = None,
+    strength: float = 1.0,
+    *,
+    write: Vector | None = None,
+    only_on: bool = False,
 ) -> Band:
-    """Bounds for one direction, for a `clamp` of several directions.
+    """Bounds for one number that is read, for a `clamp` of several.
 
     For example ``clamp(band(joy, min=0), band(fear, max=1))``; the arguments are those of `clamp`.
     """
-    return Band(_vector("band", direction), min, max, strength)
+    return Band(_readable("band", direction), min, max, strength, _written("band", write), only_on)
 
 
 @overload
 def clamp(
-    direction: Vector,
+    direction: Vector | Readout,
     /,
     *,
     min: float | None = None,
     max: float | None = None,
     strength: float = 1.0,
+    write: Vector | None = None,
+    only_on: bool = False,
 ) -> Clamp: ...
 @overload
 def clamp(*bands: Band) -> Clamp: ...
 def clamp(
-    *bands: Vector | Band,
+    *bands: Vector | Readout | Band,
     min: float | None = None,
     max: float | None = None,
     strength: float = 1.0,
+    write: Vector | None = None,
+    only_on: bool = False,
 ) -> Clamp:
-    """Clip a coordinate of the stream: x + strength * (clip(x.u, min, max) - x.u) * u.
+    """Clip a number that is read of the stream: x + strength * (clip(r, min, max) - r) * w.
 
-    u is v / |v|, with v a vector of one row, [1, width], or one per layer; no row may be zero.
-    ``min`` and ``max`` are in the units of the stream, and at least one is given. If they are
-    equal, they fix x.u. ``strength`` is 0 (nothing) to 1 (all). 1 to 8 bands made by `band` act in
-    turn. Unless directions are orthogonal, only the last coordinate surely ends in its band.
+    With a vector v, of one row, [1, width], or one per layer, r is the coordinate x.u and w is u,
+    with u = v / |v|. With a `readout` r is what it reads, and w is ``write`` as it is, by default
+    the shortest vector along which r changes by 1. No row may be zero. ``min`` and ``max`` are in
+    the units of r, and at least one is given. If they are equal, they fix r. ``strength`` is 0
+    (nothing) to 1 (all). With ``only_on`` rows with r = 0 stay as they are, where the activation is
+    a ReLU. 1 to 8 bands made by `band` act in turn. Unless directions are orthogonal, only the last
+    number surely ends in its band.
+
+    `load_sae_feature` makes the clamp of a feature of a sparse autoencoder.
     """
     already_bands = [item for item in bands if isinstance(item, Band)]
-    if len(already_bands) == len(bands) > 0 and min is None and max is None and strength == 1:
+    given = min is not None or max is not None or strength != 1 or write is not None or only_on
+    if len(already_bands) == len(bands) > 0 and not given:
         return Clamp(tuple(already_bands))
     if len(bands) == 1 and not already_bands:
-        return Clamp((Band(_vector("clamp", bands[0]), min, max, strength),))
+        read = _readable("clamp", bands[0])
+        return Clamp((Band(read, min, max, strength, _written("clamp", write), only_on),))
     raise invalid(
         "steering",
         "clamp takes one vector with min and max, or bands alone: "
@@ -86,12 +104,21 @@ def clamp(
     )
 
 
-def scale(direction: Vector, factor: float) -> Scale:
-    """Multiply a coordinate of the stream: x + (factor - 1) * (x.u) * u, with u = v / |v|.
+def scale(direction: Vector | Readout, factor: float, *, write: Vector | None = None) -> Scale:
+    """Multiply a number that is read of the stream: x + (factor - 1) * r * w.
 
-    ``factor`` is any finite number: 1 changes nothing, 0 ablates, -1 mirrors.
+    r and w are as in `clamp`: with a vector v the coordinate x.u and u = v / |v|. ``factor`` is any
+    finite number: 1 changes nothing, 0 ablates, -1 mirrors.
     """
-    return Scale(_vector("scale", direction), factor)
+    return Scale(_readable("scale", direction), factor, _written("scale", write))
+
+
+def _readable(op: str, given: object) -> Vector | Readout:
+    return given if isinstance(given, Readout) else _vector(op, given)
+
+
+def _written(op: str, given: object) -> Vector | None:
+    return None if given is None else _vector(op, given)
 
 
 def _vector(op: str, given: object) -> Vector:

@@ -10,7 +10,8 @@ from rheostat._errors import invalid
 from rheostat._fields import builds_message, utf8_text, word
 from rheostat._points import Point, layers_of, points_of, site_set
 from rheostat._selectors import SelectorLike, selector_of, to_wire
-from rheostat._steering.gates import POOLS, Activation, Normalise, Pool, Readout
+from rheostat._steering.gates import POOLS, Pool
+from rheostat._steering.readouts import Activation, Normalise, ReadoutSettings
 from rheostat._steering.vectors import Vector
 from rheostat_wire.v1 import gate_pb2, sweep_pb2
 
@@ -103,7 +104,7 @@ def _metric_to_wire(name: object, path: str) -> sweep_pb2.Grade:
 
 def _probe_to_wire(grade: ProbeGrade, path: str) -> sweep_pb2.Grade:
     layers = layers_of(grade.layer)
-    readout = Readout(
+    readout = ReadoutSettings(
         bias=grade.bias,
         normalise=grade.normalise,
         activation=grade.activation,

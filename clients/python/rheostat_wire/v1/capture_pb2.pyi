@@ -412,9 +412,8 @@ class ReadoutList(_message.Message):
     READOUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def readouts(self) -> _containers.RepeatedCompositeFieldContainer[_vector_pb2.Readout]:
-        """1 to 4096, each with a vector of one row, or one row per layer of the capture's sites. Served with
-        NORMALISE_NONE alone, without bias and activation: x.v. Others: REASON_NOT_SUPPORTED; they can be
-        computed from x.v and, for the cosine, from the rows. A name means what it names when the request
+        """1 to 4096, each with a vector of one row, or one row per layer of the capture's sites. Rows that
+        are normalised have norms of 1e-18 to 1e18, else REASON_INVALID_VALUE. A name means what it names when the request
         is admitted, in SubscribeOpen when the subscription is opened.
         """
 

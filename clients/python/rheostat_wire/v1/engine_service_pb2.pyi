@@ -58,7 +58,9 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_REPLACE: _Feature.ValueType  # 13
     """Replace."""
     FEATURE_READOUTS: _Feature.ValueType  # 14
-    """Biases, activations and all normalisations of Readout, and Band.write. Not sent yet."""
+    """Biases, activations and all normalisations of Readout in bands, scales and projections, and
+    Band.write.
+    """
     FEATURE_MATRICES: _Feature.ValueType  # 15
     """Projection.matrix and Projection.top_k. Not sent yet."""
     FEATURE_GATES: _Feature.ValueType  # 16
@@ -112,7 +114,9 @@ FEATURE_LORA: Feature.ValueType  # 12
 FEATURE_REPLACE: Feature.ValueType  # 13
 """Replace."""
 FEATURE_READOUTS: Feature.ValueType  # 14
-"""Biases, activations and all normalisations of Readout, and Band.write. Not sent yet."""
+"""Biases, activations and all normalisations of Readout in bands, scales and projections, and
+Band.write.
+"""
 FEATURE_MATRICES: Feature.ValueType  # 15
 """Projection.matrix and Projection.top_k. Not sent yet."""
 FEATURE_GATES: Feature.ValueType  # 16

@@ -223,9 +223,9 @@ Global___Ablate: _TypeAlias = Ablate  # noqa: Y015
 
 @_typing.final
 class Clamp(_message.Message):
-    """For each band in turn: x + strength * (clip(r, min, max) - r) * w, where r is what `read` reads of x.
-    Orthogonal directions end in their bands together. With others, a later band moves x along earlier
-    directions too: only the last one is sure to be met.
+    """For each band in turn: x + strength * (clip(r, min, max) - r) * w, where r is what `read` reads of x
+    and w is as Band.write says. Orthogonal directions end in their bands together. With others, a later
+    band moves x along earlier directions too: only the last one is sure to be met.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -259,23 +259,31 @@ class Band(_message.Message):
     MIN_FIELD_NUMBER: _builtins.int
     MAX_FIELD_NUMBER: _builtins.int
     STRENGTH_FIELD_NUMBER: _builtins.int
+    ONLY_ON_FIELD_NUMBER: _builtins.int
     min: _builtins.float
     """Lower bound. Absent: none. At least one of min and max is required: REASON_MISSING_FIELD."""
     max: _builtins.float
     """Upper bound. Absent: none. Below min: REASON_INVALID_VALUE. Equal to min: the reading is pinned."""
     strength: _builtins.float
     """0 (nothing) to 1 (all the way). Default 1."""
+    only_on: _builtins.bool
+    """Whether rows with r = 0, of which the feature is off, stay as they are. Only with ACTIVATION_RELU
+    and ACTIVATION_JUMP_RELU (REASON_INVALID_VALUE). Default false.
+    """
     @_builtins.property
     def read(self) -> _vector_pb2.Readout:
-        """What is read. Required. Served with NORMALISE_UNIT alone, without bias and activation: r = x.u.
-        Others: REASON_NOT_SUPPORTED. So that a vector's norm does not matter, say NORMALISE_UNIT.
+        """What is read. Required. So that a vector's norm does not matter, say NORMALISE_UNIT. Rows of
+        zeros: REASON_ZERO_VECTOR. With NORMALISE_NONE their norms are 1e-18 to 1e18, else
+        REASON_INVALID_VALUE.
         """
 
     @_builtins.property
     def write(self) -> _vector_pb2.VectorRef:
-        """w, used as it is. Absent: the unit vector u of `read`. With the encoder's row in `read` and the
-        decoder's row here a band clamps a feature of a sparse autoencoder. Not served yet:
-        REASON_NOT_SUPPORTED.
+        """w, used as it is; rows as in `read`. With the encoder's row in `read` and the decoder's row here a
+        band clamps a feature of a sparse autoencoder. Absent: the shortest vector along which r changes
+        by 1, which is u = v / |v| with NORMALISE_UNIT and v / |v|^2 with NORMALISE_NONE. So r ends in the
+        band; where a ReLU is shut, x moves as far as if it had just opened. Required with NORMALISE_COSINE
+        and ACTIVATION_TANH, which no step along v brings into a band (REASON_MISSING_FIELD).
         """
 
     def __init__(
@@ -286,10 +294,11 @@ class Band(_message.Message):
         min: _builtins.float | None = ...,
         max: _builtins.float | None = ...,
         strength: _builtins.float | None = ...,
+        only_on: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "_strength", b"_strength", "max", b"max", "min", b"min", "read", b"read", "strength", b"strength", "write", b"write"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "_strength", b"_strength", "max", b"max", "min", b"min", "read", b"read", "strength", b"strength", "write", b"write"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "_strength", b"_strength", "max", b"max", "min", b"min", "only_on", b"only_on", "read", b"read", "strength", b"strength", "write", b"write"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max: _TypeAlias = _typing.Literal["max"]  # noqa: Y015
     _WhichOneofArgType__max: _TypeAlias = _typing.Literal["_max", b"_max"]  # noqa: Y015
@@ -308,27 +317,33 @@ Global___Band: _TypeAlias = Band  # noqa: Y015
 
 @_typing.final
 class Scale(_message.Message):
-    """x + (factor - 1) * r * u, where r is what `read` reads of x."""
+    """x + (factor - 1) * r * w, where r is what `read` reads of x."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     READ_FIELD_NUMBER: _builtins.int
     FACTOR_FIELD_NUMBER: _builtins.int
+    WRITE_FIELD_NUMBER: _builtins.int
     factor: _builtins.float
     """Any finite number; 1 changes nothing, 0 ablates, -1 mirrors. Required."""
     @_builtins.property
     def read(self) -> _vector_pb2.Readout:
-        """What is read. Required. Served as in Band."""
+        """What is read. Required. As in Band."""
+
+    @_builtins.property
+    def write(self) -> _vector_pb2.VectorRef:
+        """w. As in Band."""
 
     def __init__(
         self,
         *,
         read: _vector_pb2.Readout | None = ...,
         factor: _builtins.float | None = ...,
+        write: _vector_pb2.VectorRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "factor", b"factor", "read", b"read"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "factor", b"factor", "read", b"read", "write", b"write"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "factor", b"factor", "read", b"read"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "factor", b"factor", "read", b"read", "write", b"write"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__factor: _TypeAlias = _typing.Literal["factor"]  # noqa: Y015
     _WhichOneofArgType__factor: _TypeAlias = _typing.Literal["_factor", b"_factor"]  # noqa: Y015

@@ -95,9 +95,9 @@ class SiteBuffers(NamedTuple):
     directions: torch.Tensor
     """[directions, W] float32."""
     ints: torch.Tensor
-    """[steps, 6] int32."""
+    """[steps, INTS] int32."""
     floats: torch.Tensor
-    """[steps, 4] float32."""
+    """[steps, FLOATS] float32."""
     gates: GateBuffers
     """The same for all sites."""
     doses: torch.Tensor

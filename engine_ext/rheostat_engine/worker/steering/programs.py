@@ -22,11 +22,17 @@ from rheostat_engine.worker.state.device_table import Table
 from rheostat_engine.worker.state.id_allocators import Full, RefCountedIds
 from rheostat_engine.worker.steering.vectors import BankError, Basis, Exhausted, Vectors, sums_of
 
-INTS = 6
+INTS = 7
 """Integers of a step."""
+
+FLOATS = 8
+"""Floats of a step."""
 
 _INFINITE = 2.0**128 - 2.0**103
 """The smallest number that float32 rounds to infinity."""
+
+_TINY = 2.0**-126
+"""The smallest normal float32."""
 
 
 @dataclass(slots=True)
@@ -34,6 +40,17 @@ class _Entry:
     code: int
     chain: tuple[int, ...] = ()
     users: int = 0
+
+
+class _Numbers(NamedTuple):
+    """What a step uses."""
+
+    first: int
+    """Its row, direction or gate."""
+    second: int = 0
+    """Its mask, or the settings of a readout."""
+    write: int = 0
+    """The direction along which it moves x, if it is another than it reads."""
 
 
 class _NewSteps(NamedTuple):
@@ -70,7 +87,7 @@ class Programs:
         )
         self._gate_floats = Table(torch.zeros(gates, len(Floats), MAX_TERMS, device=device))
         self._gate_numbers: RefCountedIds[Gate] = RefCountedIds(capacity.gates)
-        self._floats = Table(torch.zeros(steps, 4, device=device))
+        self._floats = Table(torch.zeros(steps, FLOATS, device=device))
         self._row_numbers: RefCountedIds[RowKey] = RefCountedIds(capacity.bank_rows)
         self._zeros: dict[RowKey, int] = {}
         self._direction_numbers: RefCountedIds[Direction] = RefCountedIds(capacity.directions)
@@ -89,11 +106,12 @@ class Programs:
 
     @property
     def ints(self) -> torch.Tensor:
-        """[steps, 6] int32.
+        """[steps, INTS] int32.
 
-        Kind; row, direction or gate; next step; whether it is measured; mask row, or normalisation
-        and activation of a reading; 1 plus the column of the reading or of the openness. 0 means
-        that there is no next step, no mask, or no gate.
+        Kind; row, direction or gate; next step; whether it is measured; mask row, or the settings
+        of a readout (see `settings_of`); 1 plus the column of the reading or of the openness; the
+        direction along which a pull moves x, if it is another. 0 means that there is no next step,
+        no mask, no gate, or no other direction.
         """
         return self._ints.tensor
 
@@ -109,7 +127,11 @@ class Programs:
 
     @property
     def floats(self) -> torch.Tensor:
-        """[steps, 4] float32: low, high, strength, unused. A reading: bias, theta, factor."""
+        """[steps, FLOATS] float32.
+
+        Low; high; strength; factor of the direction along which a pull moves x; of a readout the
+        bias, theta, and the factor of the coordinate along its direction; unused.
+        """
         return self._floats.tensor
 
     @property
@@ -249,9 +271,11 @@ class Programs:
             raise Exhausted("every step is in use")
         if any(step.mask in self._zeros for step in program):
             raise BankError("a mask is zero, or rounds to zero")
-        numbers: list[tuple[int, int]] = []
+        numbers: list[_Numbers] = []
+        floats: list[list[float]] = []
         try:
             for step in program:
+                floats.append(_floats(step, basis))
                 numbers.append(self._take(step, basis))
         except BankError:
             self._let_go(program[: len(numbers)])
@@ -260,22 +284,27 @@ class Programs:
         lines = zip(program, numbers, (*chain[1:], 0), strict=True)
         new.numbers.extend(chain)
         new.ints.extend(
-            [step.kind, number, following, step.last, mask, _column(step)]
-            for step, (number, mask), following in lines
+            [step.kind, used.first, following, step.last, used.second, _column(step), used.write]
+            for step, used, following in lines
         )
-        new.floats.extend(_floats(step, basis) for step in program)
+        new.floats.extend(floats)
         return _Entry(-chain[0], chain)
 
-    def _take(self, step: Step, basis: Basis) -> tuple[int, int]:
-        """Adds a use of a step's row, direction or gate, and of its mask; their numbers."""
+    def _take(self, step: Step, basis: Basis) -> _Numbers:
+        """Adds a use of a step's row, directions or gate, and of its mask; their numbers."""
         if step.opening is not None:
-            return self._take_gate(step.opening), 0
-        if step.reading is not None:
-            settings = step.reading.normalise | step.reading.activation << 4
-            return self._take_direction(step.direction, basis), settings
-        if step.direction:
-            return self._take_direction(step.direction, basis), 0
-        return self._take_row(step.addends), self._take_row(step.mask) if step.mask else 0
+            return _Numbers(self._take_gate(step.opening))
+        if not step.direction:
+            mask = self._take_row(step.mask) if step.mask else 0
+            return _Numbers(self._take_row(step.addends), mask)
+        read, write = self._take_direction(step.direction, basis), 0
+        if step.write:
+            try:
+                write = self._take_direction(step.write, basis)
+            except BankError:
+                self._direction_numbers.give(step.direction)
+                raise
+        return _Numbers(read, settings_of(step), write)
 
     def _take_direction(self, key: Direction, basis: Basis) -> int:
         """Adds a use of a direction, made if it does not exist yet; its number."""
@@ -323,8 +352,8 @@ class Programs:
         for step in taken:
             for key in step.rows:
                 self._give_row(key)
-            if step.direction:
-                self._direction_numbers.give(step.direction)
+            for direction in filter(None, (step.direction, step.write)):
+                self._direction_numbers.give(direction)
             if step.opening is not None:
                 self._gate_numbers.give(step.opening)
 
@@ -336,14 +365,28 @@ def _column(step: Step) -> int:
     return 0 if step.gate is None else 1 + step.gate
 
 
+def settings_of(step: Step) -> int:
+    """Normalisation, activation and `only_on` of what a step reads, four bits each."""
+    read = step.readout if step.reading is None else step.reading
+    return read.normalise | read.activation << 4 | step.only_on << 8
+
+
 def _floats(step: Step, basis: Basis) -> list[float]:
-    """The floats of a step."""
-    if step.reading is None:
-        return [step.low, step.high, step.strength, 0.0]
-    factor = 1.0
-    if step.reading.normalise is Normalise.NONE:
+    """The floats of a step.
+
+    Raises:
+        BankError: the norm of a vector is not finite in float32, or no vector.
+    """
+    read = step.readout if step.reading is None else step.reading
+    factor = written = 1.0
+    if step.direction and read.normalise is Normalise.NONE:
         factor = basis.norm_of(step.direction)
-    return [step.reading.bias, step.reading.theta, factor, 0.0]
+        written = 1 / max(factor, _TINY)
+    if step.write:
+        written = basis.norm_of(step.write)
+    if not max(factor, written) < _INFINITE:
+        raise BankError("the norm of a vector is not finite in float32")
+    return [step.low, step.high, step.strength, written, read.bias, read.theta, factor, 0.0]
 
 
 def _usable(step: Step) -> bool:

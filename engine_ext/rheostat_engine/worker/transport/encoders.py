@@ -7,9 +7,12 @@ finite, its scale and offset are NaN and its codes 0.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
+from rheostat_engine.plan.gates import Activation, Normalise, Readout
 
 _LARGEST_INDEX = 2**32 - 1
 
@@ -73,6 +76,49 @@ def project(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
     The precision is `torch.get_float32_matmul_precision`, which vLLM sets, by default to "highest".
     """
     return rows.float() @ directions.float().T
+
+
+class Readouts(NamedTuple):
+    """What numbers are made of scalar products x.d: [D] each."""
+
+    scales: torch.Tensor
+    """float32: 1 / |d|, or 1."""
+    cosine: torch.Tensor
+    """bool: whether the number is divided by |x|."""
+    bias: torch.Tensor
+    """float32."""
+    activation: torch.Tensor
+    """int32: an `Activation`."""
+    theta: torch.Tensor
+    """float32."""
+
+
+def readouts_of(readouts: Sequence[Readout], directions: torch.Tensor) -> Readouts:
+    """The readouts with directions d [D, W], on their device."""
+    device = directions.device
+    norms = directions.double().square().sum(1).sqrt()
+    scaled = torch.tensor([one.normalise != Normalise.NONE for one in readouts], device=device)
+    cosine = [one.normalise == Normalise.COSINE for one in readouts]
+    return Readouts(
+        torch.where(scaled & (norms > 0), 1 / norms, 1.0).float(),
+        torch.tensor(cosine, device=device),
+        torch.tensor([one.bias for one in readouts], device=device),
+        torch.tensor([one.activation for one in readouts], dtype=torch.int32, device=device),
+        torch.tensor([one.theta for one in readouts], device=device),
+    )
+
+
+def read(rows: torch.Tensor, products: torch.Tensor, readouts: Readouts) -> torch.Tensor:
+    """The numbers of rows [n, W] and their products x.d [n, D], in float32: [n, D]."""
+    z = products * readouts.scales
+    norms = rows.float().square().sum(1, keepdim=True).sqrt()
+    cosines = torch.where(norms > 0, z / norms, 0.0)
+    z = torch.where(readouts.cosine, cosines, z) + readouts.bias
+    activation = readouts.activation
+    z = torch.where(activation == Activation.RELU, z.clamp(min=0), z)
+    shut = (activation == Activation.JUMP_RELU) & (z <= readouts.theta)
+    z = torch.where(shut, 0.0, z)
+    return torch.where(activation == Activation.TANH, z.tanh(), z)
 
 
 def random_signs(kept: int, width: int, seed: int, device: torch.device) -> torch.Tensor:

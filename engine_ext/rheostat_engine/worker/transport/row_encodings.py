@@ -44,6 +44,7 @@ class RowEncoder:
         self._encoding = encoding
         self._projection = projection
         self._directions: torch.Tensor | None = None
+        self._readouts: encoders.Readouts | None = None
         self._signs: torch.Tensor | None = None
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -52,7 +53,12 @@ class RowEncoder:
         if self._projection is not None:
             if self._directions is None:
                 self._directions = torch.from_numpy(self._projection).to(rows.device)
+                if encoding.directions is not None and encoding.directions.readouts:
+                    readouts = encoding.directions.readouts
+                    self._readouts = encoders.readouts_of(readouts, self._directions)
             numbers = encoders.project(rows, self._directions)
+            if self._readouts is not None:
+                numbers = encoders.read(rows, numbers, self._readouts)
         if encoding.codec is Codec.CAST:
             return encoders.cast(numbers, getattr(torch, encoding.dtype))
         if encoding.codec is Codec.FULL8:

@@ -134,7 +134,9 @@ def test_a_plan_needs_what_its_variants_are_made_of_each_content_once(plan: Plan
     total = plan.packed_acts.needs.total
     assert {resource: total[resource] for resource in SHARED} == {
         "bank_rows": len({row for p in programs for step in p for row in step.rows}),
-        "directions": len({step.direction for p in programs for step in p if step.direction}),
+        "directions": len(
+            {one for p in programs for step in p for one in (step.direction, step.write) if one}
+        ),
         "steps": sum(len(described(program)) for program in chains),
         "slots": len(combinations),
         "token_rules": len(

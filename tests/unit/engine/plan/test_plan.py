@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from rheostat_engine import (
     OPEN_END,
     Act,
+    Activation,
     Band,
     Capture,
     Codec,
     Condition,
     Kind,
+    Normalise,
     Plan,
     RowEncoding,
 )
@@ -73,7 +75,8 @@ def test_bounds_that_are_missing_are_none_on_the_wire() -> None:
     bands = (Band(-math.inf, 1.0, 0.5), Band(-1.0, math.inf, 1.0))
     plan = Plan("r", (Act(Kind.PULL, (A, A), ((0, (0, 1)),), EVERYWHERE, bands=bands),))
     wire = inside(plan, "acts")
-    assert wire["acts"][0]["bands"] == [[None, 1.0, 0.5], [-1.0, None, 1.0]]
+    plain = [Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, False, False]
+    assert wire["acts"][0]["bands"] == [[None, 1.0, 0.5, *plain], [-1.0, None, 1.0, *plain]]
     assert plan.packed_acts.encoded is not None
     assert steering_of(plan.packed_acts.encoded).acts[0].bands == bands
 
@@ -224,8 +227,18 @@ UNFIT = "a set is not ascending, or names a missing member"
         (act_with(PULL, bands=[BAND, [NAN, 0.0, 1.0]]), "PULL: a band is empty"),
         (act_with(PULL, bands=[BAND, [INF, None, 1.0]]), "PULL: a band is empty"),
         (act_with(PULL, bands=[BAND, [None, -INF, 1.0]]), "PULL: a band is empty"),
-        (act_with(PULL, bands=[BAND, [0.0, 0.0, INF]]), "PULL: .* its strength not finite"),
-        (act_with(PULL, bands=[BAND, [0.0, 0.0, NAN]]), "PULL: .* its strength not finite"),
+        (act_with(PULL, bands=[BAND, [0.0, 0.0, INF]]), "PULL: .* a number of it is not finite"),
+        (
+            act_with(PULL, bands=[BAND, [*BAND, 1, 0, NAN]], orthogonal=False),
+            "PULL: .* a number of it is not finite",
+        ),
+        (act_with(PULL, bands=[BAND, [*BAND, 3]]), r"\$.acts\[1\].bands\[1\]\[3\]"),
+        (act_with(PULL, bands=[BAND, [*BAND, 1, 0, 0.0, 0.0, True]]), "bands and vectors"),
+        (
+            act_with(PULL, bands=[BAND, [*BAND, 0]], orthogonal=True),
+            "directions of a subspace are read as they are",
+        ),
+        (act_with(PULL, bands=[BAND, [0.0, 0.0, NAN]]), "PULL: .* a number of it is not finite"),
         (act_with(PULL, bands=[BAND, [0.0, 0.0]]), r"\$.acts\[1\].bands\[1\]"),
         (act_with(PULL, orthogonal=1), r"\$.acts\[1\].orthogonal"),
         (acts_with(clauses=[[2, None, True]]), "there is no act 2"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.instructions import Compact
 from rheostat_engine.worker.state.buffers import Buffers
+from rheostat_engine.worker.steering.programs import FLOATS, INTS
 from rheostat_engine.worker.steering.token_rules import TokenRules
 
 from ..no_gates import no_gates
@@ -46,8 +47,8 @@ def made(tokens: int = TOKENS) -> Buffers:
         tokens=tokens,
         rows=torch.zeros(9, 2),
         directions=torch.zeros(1, 2),
-        ints=torch.zeros(1, 4, dtype=torch.int32),
-        floats=torch.zeros(1, 4),
+        ints=torch.zeros(1, INTS, dtype=torch.int32),
+        floats=torch.zeros(1, FLOATS),
         gates=no_gates(tokens),
         doses=torch.zeros(SITES, 1, 4),
         ring=torch.zeros(40, 2),

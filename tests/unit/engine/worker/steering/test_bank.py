@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Kind
+from rheostat_engine import Kind, Normalise, Readout
 from rheostat_engine.plan.composition import Combination, Program, RowKey, Step
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.vectors import BankError
@@ -223,6 +223,7 @@ STEPS = st.one_of(
         [
             PULL,
             Step(Kind.PULL, (), ((A, 0), (B, 1)), -1.0, 1.0, 0.5),
+            PULL._replace(readout=Readout(Normalise.NONE, bias=0.5), write=((B, 0),)),
             Step(Kind.NORM_ADD, direction=((B, 0),), strength=0.25),
             Step(Kind.REPLACE, ((A, 1, 1.0),), strength=1.0),
             Step(Kind.REPLACE, ((B, 0, 1.0),), strength=0.5, mask=((A, 1, 1.0),)),
@@ -244,11 +245,13 @@ def said(bank: Bank, slot: int) -> list[object]:
         programs, step = bank.programs, -code
         words.append(programs.rows[max(code, 0)].tolist())
         while step > 0:
-            kind, number, following, last, mask, _ = programs.ints[step].tolist()
+            kind, number, following, last, mask, _, write = programs.ints[step].tolist()
             rows = kind in (Kind.ADD, Kind.REPLACE, Kind.ADD_LAST)
             content_of = (programs.rows if rows else programs.directions)[number].tolist()
-            masked = programs.rows[mask].tolist()
-            words.append((kind, last, programs.floats[step].tolist(), content_of, masked))
+            second = programs.rows[mask].tolist() if rows else mask
+            written = programs.directions[write].tolist()
+            floats = programs.floats[step].tolist()
+            words.append((kind, last, floats, content_of, second, written))
             step = following
     return words
 

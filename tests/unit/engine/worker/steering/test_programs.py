@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Kind
+from rheostat_engine import Activation, Kind, Normalise, Readout
 from rheostat_engine.plan.composition import Direction, Program, Step
 from rheostat_engine.worker.steering.programs import Programs
 from rheostat_engine.worker.steering.vectors import BankError, Basis
@@ -18,6 +18,9 @@ from ...strategies import DIGESTS
 from ...tables import CPU, VECTORS, WIDTH, capacity, chain
 
 A, B, C = DIGESTS
+
+PLAIN = [1.0, 0.0, 0.0, 1.0, 0.0]
+"""Floats of a step that reads nothing, or a coordinate."""
 
 
 def make(
@@ -64,10 +67,10 @@ def test_a_chain_names_what_it_uses_step_by_step() -> None:
     assert [ints[0] for ints, _ in made] == [Kind.PULL, Kind.PULL, Kind.ADD, Kind.NORM_ADD]
     assert [ints[2] for ints, _ in made] == [0, 1, 1, 1]
     assert [floats for _, floats in made] == [
-        [-math.inf, 0.5, 0.25, 0.0],
-        [-math.inf, 0.5, 0.25, 0.0],
-        [0.0, 0.0, 0.0, 0.0],
-        [-math.inf, 0.5, 0.25, 0.0],
+        [-math.inf, 0.5, 0.25, *PLAIN],
+        [-math.inf, 0.5, 0.25, *PLAIN],
+        [0.0, 0.0, 0.0, *PLAIN],
+        [-math.inf, 0.5, 0.25, *PLAIN],
     ]
     numbers = [ints[1] for ints, _ in made]
     assert numbers[0] == numbers[3] != numbers[1]
@@ -76,6 +79,42 @@ def test_a_chain_names_what_it_uses_step_by_step() -> None:
         expected = units([VECTORS[d][0].astype(np.float64) for d in parts], orthogonal=True)[-1]
         np.testing.assert_allclose(programs.directions[number], expected, rtol=0, atol=1e-7)
     assert counts(programs) == (1, 2, 4)
+
+
+def test_a_pull_that_writes_has_two_directions_and_the_numbers_of_its_readout() -> None:
+    programs = make()
+    readout = Readout(Normalise.NONE, Activation.JUMP_RELU, 0.5, 0.125)
+    one = along(A)._replace(readout=readout, write=((B, 0),), only_on=True)
+    other = one._replace(readout=readout._replace(normalise=Normalise.COSINE), write=())
+    bare = one._replace(write=())
+    code = acquire(programs, (one, other, bare))
+    programs.flush()
+    (first, numbers), (second, others), (third, bares) = chain(programs, code)
+    norm_a, norm_b = (float(np.linalg.norm(VECTORS[d][0].astype(np.float64))) for d in (A, B))
+    assert numbers[3:] == pytest.approx([norm_b, 0.5, 0.125, norm_a, 0.0])
+    assert others[3:] == pytest.approx([1.0, 0.5, 0.125, 1.0, 0.0])
+    assert bares[3:] == pytest.approx([1 / norm_a, 0.5, 0.125, norm_a, 0.0])
+    assert [ints[3] for ints in (first, second, third)] == [
+        Normalise.NONE | Activation.JUMP_RELU << 4 | 1 << 8,
+        Normalise.COSINE | Activation.JUMP_RELU << 4 | 1 << 8,
+        Normalise.NONE | Activation.JUMP_RELU << 4 | 1 << 8,
+    ]
+    assert (first[5] != first[1], second[5], third[5]) == (True, 0, 0)
+    unit = VECTORS[B][0].astype(np.float64) / norm_b
+    np.testing.assert_allclose(programs.directions[first[5]], unit, rtol=0, atol=1e-7)
+    assert counts(programs) == (0, 2, 3)
+    programs.release((one, other, bare))
+    assert counts(programs) == (0, 0, 0)
+
+
+def test_where_the_written_direction_cannot_be_made_nothing_is_taken() -> None:
+    programs = make(directions=1)
+    writing = along(A)._replace(write=((B, 0),))
+    with pytest.raises(BankError, match="every direction is in use"):
+        acquire(programs, (writing,))
+    with pytest.raises(BankError, match="is not in the worker"):
+        acquire(programs, (along(A)._replace(write=((b"?", 0),)),))
+    assert counts(programs) == (0, 0, 0)
 
 
 def test_equal_programs_are_one_until_the_last_use_ends() -> None:

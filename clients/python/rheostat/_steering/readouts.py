@@ -1,0 +1,134 @@
+"""Readouts: a number that is read of a row of the stream with a vector.
+
+Probes, bands, scales and projections of captures take them. A readout is
+activation(normalise(x, v) + bias) of a row x and a vector v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from rheostat._errors import Unimplemented, invalid
+from rheostat._fields import word
+from rheostat._points import Layers
+from rheostat._steering.vectors import Vector, finite, refuse_dose, row_ref
+from rheostat_wire.v1 import vector_pb2
+
+Normalise: TypeAlias = Literal["none", "unit", "cosine"]
+"""What is read of a row x along v: x.v, x.v / |v|, or x.v / (|x| |v|)."""
+
+Activation: TypeAlias = Literal["identity", "relu", "jump_relu", "tanh"]
+"""What is made of the number. "jump_relu" is the number where it is above theta, else 0."""
+
+NORMALISATIONS = {
+    name: vector_pb2.Normalise.Value(f"NORMALISE_{name.upper()}") for name in get_args(Normalise)
+}
+ACTIVATIONS = {
+    name: vector_pb2.Activation.Value(f"ACTIVATION_{name.upper()}") for name in get_args(Activation)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadoutSettings:
+    """Everything of a readout but its vector."""
+
+    bias: float = 0.0
+    normalise: Normalise = "none"
+    activation: Activation = "identity"
+    theta: float | None = None
+    """The threshold of "jump_relu"."""
+
+    def to_wire(self, vector: Vector, layers: Layers, path: str) -> vector_pb2.Readout:
+        """The message; ``layers`` are those where it reads."""
+        refuse_dose(vector, f"{path}.vector")
+        if not isinstance(vector, Vector):
+            raise invalid(
+                f"{path}.vector",
+                f"a number is read with a vector, not {type(vector).__name__}: give one, e.g. "
+                "rheostat.named(name) or rheostat.inline(array)",
+            )
+        message = vector_pb2.Readout(
+            vector=row_ref(vector, layers, f"{path}.vector"),
+            bias=finite(self.bias, f"{path}.bias", "a bias"),
+            normalise=word(self.normalise, NORMALISATIONS, f"{path}.normalise"),
+            activation=word(self.activation, ACTIVATIONS, f"{path}.activation"),
+        )
+        if self.theta is not None:
+            message.theta = finite(self.theta, f"{path}.theta", "a threshold")
+        return message
+
+
+COORDINATE = ReadoutSettings(normalise="unit")
+"""The coordinate x.v / |v| along a vector."""
+
+
+def read_settings(message: vector_pb2.Readout, path: str) -> ReadoutSettings:
+    """The settings of a message. Raises Unimplemented for those that this client lacks."""
+    normalise, activation = message.normalise, message.activation
+    if not message.HasField("normalise"):
+        normalise = vector_pb2.NORMALISE_NONE
+    if not message.HasField("activation"):
+        activation = vector_pb2.ACTIVATION_IDENTITY
+    names: dict[int, Normalise] = {NORMALISATIONS[name]: name for name in get_args(Normalise)}
+    kinds: dict[int, Activation] = {ACTIVATIONS[name]: name for name in get_args(Activation)}
+    if normalise not in names or activation not in kinds:
+        raise Unimplemented(f"{path} of the server reads in a way that this client does not know")
+    theta = message.theta if message.HasField("theta") else None
+    return ReadoutSettings(
+        bias=message.bias, normalise=names[normalise], activation=kinds[activation], theta=theta
+    )
+
+
+@dataclass(frozen=True)
+class Readout:
+    """The number activation(normalise(x, v) + bias) of a row x; made by `readout`."""
+
+    vector: Vector
+    """v: one row for all layers, or one per layer."""
+    settings: ReadoutSettings = ReadoutSettings()
+
+    @property
+    def label(self) -> str:
+        """As "relu(joy + 0.5)"."""
+        settings = self.settings
+        text = self.vector.label
+        if settings.normalise != "none":
+            text = f"{settings.normalise} {text}"
+        if settings.bias:
+            text += f" {settings.bias:+.6g}"
+        theta = "" if settings.theta is None else f", {settings.theta:.6g}"
+        plain = settings.activation == "identity"
+        return text if plain else f"{settings.activation}({text}{theta})"
+
+    def to_wire(self, layers: Layers, path: str) -> vector_pb2.Readout:
+        """The message; ``layers`` are those where it reads."""
+        return self.settings.to_wire(self.vector, layers, path)
+
+
+def readout(
+    vector: Vector,
+    *,
+    bias: float = 0.0,
+    normalise: Normalise = "none",
+    activation: Activation = "identity",
+    theta: float | None = None,
+) -> Readout:
+    """The number activation(normalise(x, v) + bias) of a row x, for `clamp`, `scale` and captures.
+
+    Args:
+        vector: v: one row for all layers, [1, width], or one row per layer.
+        bias: added to the number.
+        normalise: "unit" divides the number by |v|, "cosine" by |x| |v|.
+        activation: what is made of the number.
+        theta: the threshold of "jump_relu".
+    """
+    refuse_dose(vector, "readout.vector")
+    if not isinstance(vector, Vector):
+        raise invalid(
+            "readout.vector",
+            "a readout takes a vector, such as rheostat.named(name) or rheostat.inline(array), "
+            f"not {type(vector).__name__}",
+        )
+    settings = ReadoutSettings(bias=bias, normalise=normalise, activation=activation, theta=theta)
+    return Readout(vector, settings)
