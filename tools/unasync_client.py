@@ -19,6 +19,7 @@ shared between threads.
 '''
 REPLACEMENTS = {
     "aio.Engine": "Engine",
+    "aio_conditions": "conditions",
     "aio_connection": "connection",
     "aio_streams": "streams",
     "aio_subscription": "subscription",

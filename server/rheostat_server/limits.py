@@ -308,6 +308,10 @@ DERIVED_PROMPTS = 1024
 DERIVED_BYTES = 1024 * MIB
 """Bytes of rows that all contrasts together may hold."""
 
+FITTED_COMPONENTS = 1024
+"""Most prompts of both sets of which principal components are made for conditions. Each takes some
+seconds of a core at a site."""
+
 LENS_BYTES = 64 * MIB
 """Most bytes of float32 rows that one lens reads."""
 

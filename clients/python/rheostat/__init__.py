@@ -89,6 +89,7 @@ from rheostat._responses.results import (
 from rheostat._responses.signals import SignalColumn, Signals
 from rheostat._runs import Run, RunInfo
 from rheostat._selectors import Selector, generated, positions, span, token_ids, window
+from rheostat._steering.condition_fits import ConditionFit, ConditionFits
 from rheostat._steering.derivations import Derivation, DerivedRow
 from rheostat._steering.gates import Condition, Gate, Probe, Ramp, Sigmoid, gate, probe
 from rheostat._steering.global_steering import GlobalSteering
@@ -155,6 +156,8 @@ __all__ = [
     "ChatMessage",
     "Clamp",
     "Condition",
+    "ConditionFit",
+    "ConditionFits",
     "Cursor",
     "DataLoss",
     "DeadlineExceeded",

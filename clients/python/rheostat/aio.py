@@ -15,6 +15,7 @@ from rheostat._arrays import Element
 from rheostat._capture.activations import Activations
 from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._client import calls, lens_calls, run_calls
+from rheostat._client.aio_conditions import Conditions
 from rheostat._client.aio_streams import Reader, Session, Stream
 from rheostat._client.aio_vectors import Vectors
 from rheostat._client.requests import GenerateOptions, check_options
@@ -87,11 +88,13 @@ class Engine:
     """
 
     vectors: Vectors
+    conditions: Conditions
     steering: Steering
 
     def __init__(self, target: str, *, timeout: float | None = UNARY_TIMEOUT) -> None:
         self._connection = Connection(target, timeout)
         self.vectors = Vectors(self._connection)
+        self.conditions = Conditions(self._connection)
         self.steering = Steering(self._connection)
 
     async def generate(

@@ -12,8 +12,10 @@ from rheostat_server.api.paging import from_token, no_token, page_size, to_token
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.derivation.derive import Derivations
+from rheostat_server.derivation.fit_conditions import fit_conditions
+from rheostat_server.derivation.prompt_runner import PromptRunner
 from rheostat_server.engine.persistent_vectors import Naming
-from rheostat_server.errors import InvalidValue, NotSupported, RheostatError
+from rheostat_server.errors import InvalidValue, RheostatError
 from rheostat_server.limits import CHUNK_BYTES, ID_BYTES
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.steering.interventions import refuse_rules
@@ -31,7 +33,8 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     def __init__(self, readiness: Readiness) -> None:
         """A service of the server in this state."""
         self._readiness = readiness
-        self._derivations = Derivations()
+        self._runner = PromptRunner()
+        self._derivations = Derivations(self._runner)
         self._uploads = Uploads()
 
     async def PutVector(
@@ -120,22 +123,26 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
             async for response in responses:
                 yield response
 
+    async def FitConditions(
+        self, request: steering_service_pb2.FitConditionsRequest, context: Context
+    ) -> AsyncGenerator[steering_service_pb2.FitConditionsResponse, None]:
+        """Fits conditions that tell two sets of prompts apart."""
+        events = fit_conditions(request, self._readiness.manager(), self._runner)
+        async with aclosing(events) as responses:
+            async for response in responses:
+                yield response
+
     async def SetGlobal(
         self, request: steering_service_pb2.SetGlobalRequest, context: Context
     ) -> steering_service_pb2.SetGlobalResponse:
         """Replaces the server-wide steering."""
         expected = request.expected_version if request.HasField("expected_version") else None
         manager = self._readiness.manager()
-        if request.policy.probes:
-            raise NotSupported(
-                "probes are served in a GenerateRequest alone: send them with each request",
-                field="policy.probes",
-            )
         refuse_rules(request.policy, "policy")
         try:
-            after = await manager.server_wide.set(request.policy.steering, expected)
+            after = await manager.server_wide.set(request.policy, expected)
         except RheostatError as error:
-            if error.field.startswith("steering"):
+            if error.field.startswith(("steering", "probes")):
                 error.field = f"policy.{error.field}"
             raise
         return _pb.SetGlobalResponse(version=after.version)
@@ -145,9 +152,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
     ) -> steering_service_pb2.GetGlobalResponse:
         """The server-wide steering."""
         current = self._readiness.manager().server_wide.current
-        response = _pb.GetGlobalResponse(
-            policy=_pb.Policy(steering=current.steering), version=current.version
-        )
+        response = _pb.GetGlobalResponse(policy=current.policy, version=current.version)
         if current.set_time is not None:
             response.set_time.CopyFrom(_timestamp(current.set_time))
         return response

@@ -75,10 +75,10 @@ def _direction(p: _Wide, n: _Wide, method: Method) -> _Wide:
     difference: _Wide = p.mean(axis=0) - n.mean(axis=0)
     if method is Method.DIFFERENCE_OF_MEANS:
         return difference
-    return _first_principal_component(p - n, difference)
+    return first_principal_component(p - n, difference)
 
 
-def _first_principal_component(
+def first_principal_component(
     differences: _Wide,  # [n, width]
     mean: _Wide,  # [width]
 ) -> _Wide:

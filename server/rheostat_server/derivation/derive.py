@@ -1,14 +1,12 @@
 """DeriveVectors: derives vectors from two sets of prompts.
 
-Vectors are stored only after every prompt has run. A call that ends early leaves no running
-requests. The rows of all calls together take at most `DERIVED_BYTES`.
+Vectors are stored only after every prompt has run.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
@@ -16,8 +14,8 @@ from rheostat_server import validation
 from rheostat_server.derivation.contrast import Direction, Method, contrast
 from rheostat_server.derivation.prompt_means import PromptMean, read_prompt
 from rheostat_server.derivation.prompt_rows import Reading, prompt_selector
-from rheostat_server.errors import InvalidValue, MissingField, QueueFull, RheostatError, StoreFull
-from rheostat_server.limits import DERIVED_BYTES, DERIVED_PROMPTS, RETRY_SECONDS
+from rheostat_server.derivation.prompt_runner import PromptRunner, check_prompts, check_size
+from rheostat_server.errors import InvalidValue, MissingField, RheostatError, StoreFull
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import refuse_what_is_no_stream, resolve_sites, to_wire
 from rheostat_server.tasks.offload import offload
@@ -27,10 +25,6 @@ from rheostat_server.vectors.upload import check_label
 from rheostat_wire.v1 import steering_service_pb2, types_pb2
 
 _pb = steering_service_pb2
-
-_CONCURRENCY = 8
-"""Prompts of all calls that run at the same time. Prompts of one engine step end in the same
-iteration of the event loop, and each occupies it for about 10 ms at 72 sites."""
 
 _METHODS = {
     _pb.DERIVE_METHOD_DIFFERENCE_OF_MEANS: Method.DIFFERENCE_OF_MEANS,
@@ -67,21 +61,12 @@ class _Rows:
         self.norms[:, prompt] = mean.norms
 
 
-class _Job(NamedTuple):
-    """A prompt to run, and the destination of its rows."""
-
-    prompt: types_pb2.Prompt
-    path: str
-    rows: _Rows
-    prompt_index: int
-
-
 class Derivations:
     """Runs the derivations of a server."""
 
-    def __init__(self) -> None:
-        self._reserved = 0
-        self._slots = asyncio.Semaphore(_CONCURRENCY)
+    def __init__(self, runner: PromptRunner) -> None:
+        """`runner` is shared with other calls that run sets of prompts."""
+        self._runner = runner
 
     async def derive(
         self, request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager
@@ -92,32 +77,17 @@ class Derivations:
             RheostatError: the request is invalid, there is too little memory, or a prompt failed.
         """
         checked = _check(request, manager)
-        with self._reserve(checked.size):
-            async with aclosing(_derive(checked, manager, self._slots)) as events:
+        with self._runner.reserve(checked.size):
+            async with aclosing(_derive(checked, manager, self._runner)) as events:
                 async for event in events:
                     yield event
-
-    @contextmanager
-    def _reserve(self, size: int) -> Iterator[None]:
-        if self._reserved + size > DERIVED_BYTES:
-            raise QueueFull(
-                f"the rows to contrast take {size} bytes; other calls leave "
-                f"{DERIVED_BYTES - self._reserved}. Try again later",
-                field="sites",
-                retry_after=RETRY_SECONDS,
-            )
-        self._reserved += size
-        try:
-            yield
-        finally:
-            self._reserved -= size
 
 
 def _check(
     request: steering_service_pb2.DeriveVectorsRequest, manager: RequestManager
 ) -> _CheckedRequest:
-    _check_prompts(request.positive, "positive")
-    _check_prompts(request.negative, "negative")
+    check_prompts(request.positive, "positive")
+    check_prompts(request.negative, "negative")
     if not request.HasField("sites"):
         raise MissingField("sites are required", field="sites")
     selection = resolve_sites(request.sites, manager.sites, "sites")
@@ -132,12 +102,7 @@ def _check(
     checked = _CheckedRequest(
         request, reading, selection.layers, _method(request), _names(request), width
     )
-    if checked.size > DERIVED_BYTES:
-        raise InvalidValue(
-            f"the rows to contrast take {checked.size} bytes; at most {DERIVED_BYTES} are allowed. "
-            "Name fewer layers, points or prompts",
-            field="sites",
-        )
+    check_size(checked.size)
     stored = len(selection.sites) * width * FloatType.FLOAT32.itemsize
     if stored > manager.store.capacity:
         raise StoreFull(
@@ -146,15 +111,6 @@ def _check(
             field="sites",
         )
     return checked
-
-
-def _check_prompts(prompts: Sequence[types_pb2.Prompt], path: str) -> None:
-    if not prompts:
-        raise MissingField("at least one prompt is required", field=path)
-    validation.check_count(len(prompts), DERIVED_PROMPTS, path, "prompts")
-    for index, prompt in enumerate(prompts):
-        kind = prompt.WhichOneof("prompt")
-        validation.required(kind, f"{path}[{index}]", "text, token_ids and chat")
 
 
 def _method(request: steering_service_pb2.DeriveVectorsRequest) -> Method:
@@ -184,22 +140,26 @@ def _names(request: steering_service_pb2.DeriveVectorsRequest) -> tuple[str, ...
 
 
 async def _derive(
-    checked: _CheckedRequest, manager: RequestManager, slots: asyncio.Semaphore
+    checked: _CheckedRequest, manager: RequestManager, runner: PromptRunner
 ) -> AsyncGenerator[steering_service_pb2.DeriveVectorsResponse, None]:
     request, sites = checked.request, checked.reading.sites
     positive, negative = (
         _Rows(len(prompts), len(sites), checked.width)
         for prompts in (request.positive, request.negative)
     )
+
+    async def read(prompt: types_pb2.Prompt, path: str, rows: _Rows, index: int) -> None:
+        rows.set(index, await read_prompt(prompt, path, checked.reading, manager))
+
     jobs = [
-        _Job(prompt, f"{name}[{index}]", rows, index)
+        partial(read, prompt, f"{name}[{index}]", rows, index)
         for name, prompts, rows in (
             ("positive", request.positive, positive),
             ("negative", request.negative, negative),
         )
         for index, prompt in enumerate(prompts)
     ]
-    async with aclosing(_run(jobs, checked.reading, manager, slots)) as counts:
+    async with aclosing(runner.run(jobs)) as counts:
         async for done in counts:
             progress = _pb.DeriveProgress(done_prompt_count=done, total_prompt_count=len(jobs))
             yield _pb.DeriveVectorsResponse(progress=progress)
@@ -219,52 +179,6 @@ async def _derive(
     ]
     derived = await _store_vectors(checked, directions, rows, manager)
     yield _pb.DeriveVectorsResponse(derived=derived)
-
-
-async def _run(
-    jobs: Sequence[_Job], reading: Reading, manager: RequestManager, slots: asyncio.Semaphore
-) -> AsyncGenerator[int, None]:
-    """Runs prompts. Yields the number of prompts that have run, beginning with 0.
-
-    A slow reader misses numbers, but never the last. `slots` limits the prompts of all calls that
-    run at the same time.
-    """
-    waiting, done, changed = iter(jobs), 0, asyncio.Event()
-
-    async def work() -> None:
-        nonlocal done
-        for job in waiting:
-            async with slots:
-                mean = await read_prompt(job.prompt, job.path, reading, manager)
-            job.rows.set(job.prompt_index, mean)
-            done += 1
-            changed.set()
-
-    async def run_workers() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(_CONCURRENCY, len(jobs))):
-                    group.create_task(work())
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        finally:
-            changed.set()
-
-    working = asyncio.create_task(run_workers())
-    try:
-        yield (reported := 0)
-        while not working.done():
-            await changed.wait()
-            changed.clear()
-            if done > reported:
-                yield (reported := done)
-        await working
-        if done > reported:  # the last prompts ended while the reader was busy
-            yield done
-    finally:
-        working.cancel()
-        # It may fail although it was cancelled. asyncio would log an error that nothing awaits.
-        await asyncio.gather(working, return_exceptions=True)
 
 
 async def _store_vectors(

@@ -23,8 +23,9 @@ from rheostat._responses.explanations import (
 )
 from rheostat._responses.model import ModelInfo, Stats, read_model, read_stats
 from rheostat._responses.results import Event, Generation
+from rheostat._steering.gates import probes_to_wire
 from rheostat._steering.global_steering import GlobalSteering, read_global
-from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat._steering.steering import SteeringLike, interventions_of, steering_to_wire
 from rheostat._sweeps.accumulator import SweepAccumulator
 from rheostat._sweeps.result import SweepResult
 from rheostat_wire.v1 import (
@@ -165,11 +166,13 @@ def set_global(
     """Its result is the new version."""
     if expected_version is not None:
         whole_number(expected_version, "expected_version", "a version", most=UINT64)
+    interventions = interventions_of(steering)
     return UnaryCall(
         "/rheostat.v1.SteeringService/SetGlobal",
         steering_service_pb2.SetGlobalRequest(
             policy=steering_service_pb2.Policy(
-                steering=steering_to_wire(steering) or steering_pb2.Steering()
+                steering=steering_to_wire(interventions) or steering_pb2.Steering(),
+                probes=probes_to_wire(interventions),
             ),
             expected_version=expected_version,
         ),

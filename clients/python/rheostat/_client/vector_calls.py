@@ -140,8 +140,8 @@ def derive_vectors(
         )
     at_layers = layers_of(layers)
     request = steering_service_pb2.DeriveVectorsRequest(
-        positive=_prompts(positive, "positive"),
-        negative=_prompts(negative, "negative"),
+        positive=prompts_to_wire(positive, "positive"),
+        negative=prompts_to_wire(negative, "negative"),
         sites=site_set(points_of(points), at_layers),
         method=METHODS[method],
         name="" if name is None else vector_name(name),
@@ -159,7 +159,7 @@ def derive_vectors(
     )
 
 
-def _prompts(prompts: object, path: str) -> list[types_pb2.Prompt]:
+def prompts_to_wire(prompts: object, path: str) -> list[types_pb2.Prompt]:
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise invalid(path, "a set is a list of prompts, not a single prompt")
     messages: list[types_pb2.Prompt] = []

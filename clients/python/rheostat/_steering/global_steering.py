@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rheostat._errors import ServerError, Unimplemented
+from rheostat._errors import Unimplemented
 from rheostat._notebook import table
 from rheostat._points import read_site_set
 from rheostat._selectors import from_wire as selector_from_wire
+from rheostat._steering.gates import Probe
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
+from rheostat._steering.read_gates import read_gate, read_probe, stored_vector
 from rheostat._steering.readouts import COORDINATE, Readout, read_settings
 from rheostat._steering.vectors import Add, Intervention, Vector
 from rheostat_wire.v1 import steering_pb2, steering_service_pb2, vector_pb2
@@ -47,14 +50,18 @@ class GlobalSteering:
 def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteering:
     """The server-wide steering of a message.
 
-    Raises Unimplemented for gates, rules and other parts that this client lacks, because setting
-    the result again would remove them.
+    Raises Unimplemented for rules and other parts that this client lacks, because setting the
+    result again would remove them.
     """
-    if message.policy.probes or message.policy.rules:
-        raise Unimplemented("the server has probes or rules, which this client does not know")
+    if message.policy.rules:
+        raise Unimplemented("the server has rules, which this client does not know")
+    probes = {
+        probe.name: read_probe(probe, f"probes[{number}]", name=probe.name)
+        for number, probe in enumerate(message.policy.probes)
+    }
     return GlobalSteering(
         interventions=tuple(
-            _read_intervention(intervention, f"interventions[{number}]")
+            _read_intervention(intervention, probes, f"interventions[{number}]")
             for number, intervention in enumerate(message.policy.steering.interventions)
         ),
         version=message.version,
@@ -66,31 +73,34 @@ def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteeri
     )
 
 
-def _read_intervention(message: steering_pb2.Intervention, path: str) -> Intervention:
-    if message.HasField("gate"):
-        raise Unimplemented(f"{path} of the server has a gate, which this client does not know")
+def _read_intervention(
+    message: steering_pb2.Intervention, probes: Mapping[str, Probe], path: str
+) -> Intervention:
     where = read_site_set(message.sites)
     if where is None:
         raise Unimplemented(f"{path} of the server acts at sites that this client cannot name")
     points, layers = where
-    return _read_op(message, path).at(
+    op = _read_op(message, path).at(
         points=points, layers=layers, where=selector_from_wire(message.where, f"{path}.where")
     )
+    if not message.HasField("gate"):
+        return op
+    return op.when(read_gate(message.gate, probes, f"{path}.gate"))
 
 
 def _read_op(message: steering_pb2.Intervention, path: str) -> Intervention:
     match message.WhichOneof("op"):
         case "add":
             add = message.add
-            return Add(_stored_vector(add.vector), add.scale if add.HasField("scale") else 1.0)
+            return Add(stored_vector(add.vector), add.scale if add.HasField("scale") else 1.0)
         case "norm_add":
             norm_add = message.norm_add
             scale = norm_add.scale if norm_add.HasField("scale") else 1.0
-            return NormAdd(_stored_vector(norm_add.vector), scale)
+            return NormAdd(stored_vector(norm_add.vector), scale)
         case "ablate":
             ablate = message.ablate
             return Ablate(
-                tuple(_stored_vector(direction) for direction in ablate.directions),
+                tuple(stored_vector(direction) for direction in ablate.directions),
                 ablate.strength if ablate.HasField("strength") else 1.0,
             )
         case "clamp":
@@ -116,16 +126,10 @@ def _read_band(message: steering_pb2.Band, path: str) -> Band:
 
 
 def _read_write(message: steering_pb2.Band | steering_pb2.Scale) -> Vector | None:
-    return _stored_vector(message.write) if message.HasField("write") else None
+    return stored_vector(message.write) if message.HasField("write") else None
 
 
 def _read_readout(message: vector_pb2.Readout, path: str) -> Vector | Readout:
     """A vector where the coordinate along it is read; otherwise a readout."""
-    vector, settings = _stored_vector(message.vector), read_settings(message, path)
+    vector, settings = stored_vector(message.vector), read_settings(message, path)
     return vector if settings == COORDINATE else Readout(vector, settings)
-
-
-def _stored_vector(ref: vector_pb2.VectorRef) -> Vector:
-    if ref.WhichOneof("ref") != "digest":
-        raise ServerError("the server sent steering whose vectors are not resolved to digests")
-    return Vector(ref.digest.hex(), row_layers=tuple(ref.row_layers.layers) or None)

@@ -81,6 +81,8 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     """Attribute, and VectorRef.token_direction. The model's logits are linear in its final row."""
     FEATURE_SIGNALS: _Feature.ValueType  # 24
     """Probe.signals and Gate.signals."""
+    FEATURE_CONDITIONS: _Feature.ValueType  # 25
+    """FitConditions."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """A part of the contract that a server may lack. New values may come with any release."""
@@ -137,6 +139,8 @@ FEATURE_TOKEN_DIRECTIONS: Feature.ValueType  # 23
 """Attribute, and VectorRef.token_direction. The model's logits are linear in its final row."""
 FEATURE_SIGNALS: Feature.ValueType  # 24
 """Probe.signals and Gate.signals."""
+FEATURE_CONDITIONS: Feature.ValueType  # 25
+"""FitConditions."""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 
 class _Runner:

@@ -117,7 +117,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_RUN_INCOMPLETE: _Reason.ValueType  # 67
     """FAILED_PRECONDITION. The run lacks a site or position that is needed of it."""
     REASON_NO_CONTRAST: _Reason.ValueType  # 68
-    """FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover."""
+    """FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover. Or two sets of
+    prompts read alike: nothing to fit.
+    """
     REASON_NAME_CONFLICT: _Reason.ValueType  # 69
     """FAILED_PRECONDITION. The name is on another vector than was expected. Metadata "digest" is that
     vector's, in hex; empty: the name is on none.
@@ -271,7 +273,9 @@ REASON_RUN_IN_USE: Reason.ValueType  # 66
 REASON_RUN_INCOMPLETE: Reason.ValueType  # 67
 """FAILED_PRECONDITION. The run lacks a site or position that is needed of it."""
 REASON_NO_CONTRAST: Reason.ValueType  # 68
-"""FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover."""
+"""FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover. Or two sets of
+prompts read alike: nothing to fit.
+"""
 REASON_NAME_CONFLICT: Reason.ValueType  # 69
 """FAILED_PRECONDITION. The name is on another vector than was expected. Metadata "digest" is that
 vector's, in hex; empty: the name is on none.

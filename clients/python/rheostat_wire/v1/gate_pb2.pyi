@@ -244,7 +244,7 @@ class Gate(_message.Message):
     no other request. At most 64 readings in all conditions together, and 32 different gates in a
     request (REASON_INVALID_VALUE).
 
-    Served in GenerateRequest.steering. In updates of sessions, in policies, in the steering of sweeps
+    Served in GenerateRequest.steering and in policies. In updates of sessions, in the steering of sweeps
     and with pipeline parallelism: REASON_NOT_SUPPORTED.
     """
 

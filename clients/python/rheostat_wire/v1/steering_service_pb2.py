@@ -29,63 +29,74 @@ from rheostat_wire.v1 import selector_pb2 as rheostat_dot_v1_dot_selector__pb2
 from rheostat_wire.v1 import steering_pb2 as rheostat_dot_v1_dot_steering__pb2
 from rheostat_wire.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
+from rheostat_wire.v1 import vector_pb2 as rheostat_dot_v1_dot_vector__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rheostat/v1/steering_service.proto\x12\x0brheostat.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16rheostat/v1/gate.proto\x1a\x19rheostat/v1/monitor.proto\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"g\n\x10PutVectorRequest\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32\x19.rheostat.v1.VectorHeaderH\x00R\x06header\x12\x16\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00R\x05\x63hunkB\x06\n\x04part\"\xe9\x01\n\x0cVectorHeader\x12(\n\x05\x64type\x18\x01 \x01(\x0e\x32\x12.rheostat.v1.DtypeR\x05\x64type\x12\x14\n\x05shape\x18\x02 \x03(\rR\x05shape\x12\x16\n\x06\x64igest\x18\x03 \x01(\x0cR\x06\x64igest\x12\x1f\n\x0btotal_bytes\x18\x04 \x01(\x04R\ntotalBytes\x12\x12\n\x04name\x18\x05 \x01(\tR\x04name\x12 \n\x0b\x64\x65scription\x18\x06 \x01(\tR\x0b\x64\x65scription\x12*\n\x05sites\x18\x07 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\"n\n\x11PutVectorResponse\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\x12\x18\n\x07\x65xisted\x18\x02 \x01(\x08R\x07\x65xisted\x12\'\n\x0fprevious_digest\x18\x03 \x01(\x0cR\x0epreviousDigest\"q\n\x12ListVectorsRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12\x1f\n\x0bname_prefix\x18\x03 \x01(\tR\nnamePrefix\"\xb6\x01\n\x13ListVectorsResponse\x12\x31\n\x07vectors\x18\x01 \x03(\x0b\x32\x17.rheostat.v1.VectorInfoR\x07vectors\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n\nused_bytes\x18\x03 \x01(\x04R\tusedBytes\x12%\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04R\rcapacityBytes\"\xa6\x02\n\nVectorInfo\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12(\n\x05\x64type\x18\x03 \x01(\x0e\x32\x12.rheostat.v1.DtypeR\x05\x64type\x12\x14\n\x05shape\x18\x04 \x03(\rR\x05shape\x12 \n\x0b\x64\x65scription\x18\x05 \x01(\tR\x0b\x64\x65scription\x12*\n\x05sites\x18\x06 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12\x39\n\nstore_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstoreTime\x12#\n\rrequest_count\x18\x08 \x01(\rR\x0crequestCount\"I\n\x10GetVectorRequest\x12\x18\n\x06\x64igest\x18\x01 \x01(\x0cH\x00R\x06\x64igest\x12\x14\n\x04name\x18\x02 \x01(\tH\x00R\x04nameB\x05\n\x03ref\"b\n\x11GetVectorResponse\x12-\n\x04info\x18\x01 \x01(\x0b\x32\x17.rheostat.v1.VectorInfoH\x00R\x04info\x12\x16\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00R\x05\x63hunkB\x06\n\x04part\"\xe1\x01\n\x0eSetNameRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n\x06\x64igest\x18\x02 \x01(\x0cR\x06\x64igest\x12,\n\x0f\x65xpected_digest\x18\x03 \x01(\x0cH\x00R\x0e\x65xpectedDigest\x88\x01\x01\x12%\n\x0b\x64\x65scription\x18\x04 \x01(\tH\x01R\x0b\x64\x65scription\x88\x01\x01\x12*\n\x05sites\x18\x05 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sitesB\x12\n\x10_expected_digestB\x0e\n\x0c_description\":\n\x0fSetNameResponse\x12\'\n\x0fprevious_digest\x18\x01 \x01(\x0cR\x0epreviousDigest\"\'\n\x11\x44\x65leteNameRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\",\n\x12\x44\x65leteNameResponse\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\"\xe7\x02\n\x14\x44\x65riveVectorsRequest\x12/\n\x08positive\x18\x01 \x03(\x0b\x32\x13.rheostat.v1.PromptR\x08positive\x12/\n\x08negative\x18\x02 \x03(\x0b\x32\x13.rheostat.v1.PromptR\x08negative\x12*\n\x05sites\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x36\n\x06method\x18\x05 \x01(\x0e\x32\x19.rheostat.v1.DeriveMethodH\x00R\x06method\x88\x01\x01\x12\x12\n\x04name\x18\x06 \x01(\tR\x04name\x12 \n\x0b\x64\x65scription\x18\x07 \x01(\tR\x0b\x64\x65scription\x12\x1b\n\tlora_name\x18\x08 \x01(\tR\x08loraNameB\t\n\x07_method\"\x94\x01\n\x15\x44\x65riveVectorsResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.rheostat.v1.DeriveProgressH\x00R\x08progress\x12\x37\n\x07\x64\x65rived\x18\x02 \x01(\x0b\x32\x1b.rheostat.v1.DerivedVectorsH\x00R\x07\x64\x65rivedB\x07\n\x05\x65vent\"j\n\x0e\x44\x65riveProgress\x12*\n\x11\x64one_prompt_count\x18\x01 \x01(\rR\x0f\x64onePromptCount\x12,\n\x12total_prompt_count\x18\x02 \x01(\rR\x10totalPromptCount\"F\n\x0e\x44\x65rivedVectors\x12\x34\n\x07vectors\x18\x01 \x03(\x0b\x32\x1a.rheostat.v1.DerivedVectorR\x07vectors\"\x92\x01\n\rDerivedVector\x12(\n\x05point\x18\x01 \x01(\x0e\x32\x12.rheostat.v1.PointR\x05point\x12\x16\n\x06\x64igest\x18\x02 \x01(\x0cR\x06\x64igest\x12\x12\n\x04name\x18\x03 \x01(\tR\x04name\x12+\n\x04rows\x18\x04 \x03(\x0b\x32\x17.rheostat.v1.DerivedRowR\x04rows\"\xa9\x01\n\nDerivedRow\x12\x14\n\x05layer\x18\x01 \x01(\rR\x05layer\x12\x12\n\x04norm\x18\x02 \x01(\x02R\x04norm\x12\x1f\n\x0bstream_norm\x18\x03 \x01(\x02R\nstreamNorm\x12\x1c\n\texplained\x18\x04 \x01(\x02R\texplained\x12#\n\nseparation\x18\x05 \x01(\x02H\x00R\nseparation\x88\x01\x01\x42\r\n\x0b_separation\"\x90\x01\n\x06Policy\x12\x31\n\x08steering\x18\x01 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12*\n\x06probes\x18\x02 \x03(\x0b\x32\x12.rheostat.v1.ProbeR\x06probes\x12\'\n\x05rules\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.RuleR\x05rules\"\x84\x01\n\x10SetGlobalRequest\x12+\n\x06policy\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PolicyR\x06policy\x12.\n\x10\x65xpected_version\x18\x02 \x01(\x04H\x00R\x0f\x65xpectedVersion\x88\x01\x01\x42\x13\n\x11_expected_version\"-\n\x11SetGlobalResponse\x12\x18\n\x07version\x18\x01 \x01(\x04R\x07version\"\x12\n\x10GetGlobalRequest\"\x91\x01\n\x11GetGlobalResponse\x12+\n\x06policy\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PolicyR\x06policy\x12\x18\n\x07version\x18\x02 \x01(\x04R\x07version\x12\x35\n\x08set_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07setTime*{\n\x0c\x44\x65riveMethod\x12\x1d\n\x19\x44\x45RIVE_METHOD_UNSPECIFIED\x10\x00\x12%\n!DERIVE_METHOD_DIFFERENCE_OF_MEANS\x10\x01\x12%\n!DERIVE_METHOD_PRINCIPAL_COMPONENT\x10\x02\x32\x86\x05\n\x0fSteeringService\x12L\n\tPutVector\x12\x1d.rheostat.v1.PutVectorRequest\x1a\x1e.rheostat.v1.PutVectorResponse(\x01\x12P\n\x0bListVectors\x12\x1f.rheostat.v1.ListVectorsRequest\x1a .rheostat.v1.ListVectorsResponse\x12L\n\tGetVector\x12\x1d.rheostat.v1.GetVectorRequest\x1a\x1e.rheostat.v1.GetVectorResponse0\x01\x12\x44\n\x07SetName\x12\x1b.rheostat.v1.SetNameRequest\x1a\x1c.rheostat.v1.SetNameResponse\x12M\n\nDeleteName\x12\x1e.rheostat.v1.DeleteNameRequest\x1a\x1f.rheostat.v1.DeleteNameResponse\x12X\n\rDeriveVectors\x12!.rheostat.v1.DeriveVectorsRequest\x1a\".rheostat.v1.DeriveVectorsResponse0\x01\x12J\n\tSetGlobal\x12\x1d.rheostat.v1.SetGlobalRequest\x1a\x1e.rheostat.v1.SetGlobalResponse\x12J\n\tGetGlobal\x12\x1d.rheostat.v1.GetGlobalRequest\x1a\x1e.rheostat.v1.GetGlobalResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"rheostat/v1/steering_service.proto\x12\x0brheostat.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16rheostat/v1/gate.proto\x1a\x19rheostat/v1/monitor.proto\x1a\x1arheostat/v1/selector.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\x1a\x18rheostat/v1/vector.proto\"g\n\x10PutVectorRequest\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32\x19.rheostat.v1.VectorHeaderH\x00R\x06header\x12\x16\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00R\x05\x63hunkB\x06\n\x04part\"\xe9\x01\n\x0cVectorHeader\x12(\n\x05\x64type\x18\x01 \x01(\x0e\x32\x12.rheostat.v1.DtypeR\x05\x64type\x12\x14\n\x05shape\x18\x02 \x03(\rR\x05shape\x12\x16\n\x06\x64igest\x18\x03 \x01(\x0cR\x06\x64igest\x12\x1f\n\x0btotal_bytes\x18\x04 \x01(\x04R\ntotalBytes\x12\x12\n\x04name\x18\x05 \x01(\tR\x04name\x12 \n\x0b\x64\x65scription\x18\x06 \x01(\tR\x0b\x64\x65scription\x12*\n\x05sites\x18\x07 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\"n\n\x11PutVectorResponse\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\x12\x18\n\x07\x65xisted\x18\x02 \x01(\x08R\x07\x65xisted\x12\'\n\x0fprevious_digest\x18\x03 \x01(\x0cR\x0epreviousDigest\"q\n\x12ListVectorsRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12\x1f\n\x0bname_prefix\x18\x03 \x01(\tR\nnamePrefix\"\xb6\x01\n\x13ListVectorsResponse\x12\x31\n\x07vectors\x18\x01 \x03(\x0b\x32\x17.rheostat.v1.VectorInfoR\x07vectors\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x1d\n\nused_bytes\x18\x03 \x01(\x04R\tusedBytes\x12%\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04R\rcapacityBytes\"\xa6\x02\n\nVectorInfo\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12(\n\x05\x64type\x18\x03 \x01(\x0e\x32\x12.rheostat.v1.DtypeR\x05\x64type\x12\x14\n\x05shape\x18\x04 \x03(\rR\x05shape\x12 \n\x0b\x64\x65scription\x18\x05 \x01(\tR\x0b\x64\x65scription\x12*\n\x05sites\x18\x06 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12\x39\n\nstore_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstoreTime\x12#\n\rrequest_count\x18\x08 \x01(\rR\x0crequestCount\"I\n\x10GetVectorRequest\x12\x18\n\x06\x64igest\x18\x01 \x01(\x0cH\x00R\x06\x64igest\x12\x14\n\x04name\x18\x02 \x01(\tH\x00R\x04nameB\x05\n\x03ref\"b\n\x11GetVectorResponse\x12-\n\x04info\x18\x01 \x01(\x0b\x32\x17.rheostat.v1.VectorInfoH\x00R\x04info\x12\x16\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00R\x05\x63hunkB\x06\n\x04part\"\xe1\x01\n\x0eSetNameRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n\x06\x64igest\x18\x02 \x01(\x0cR\x06\x64igest\x12,\n\x0f\x65xpected_digest\x18\x03 \x01(\x0cH\x00R\x0e\x65xpectedDigest\x88\x01\x01\x12%\n\x0b\x64\x65scription\x18\x04 \x01(\tH\x01R\x0b\x64\x65scription\x88\x01\x01\x12*\n\x05sites\x18\x05 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sitesB\x12\n\x10_expected_digestB\x0e\n\x0c_description\":\n\x0fSetNameResponse\x12\'\n\x0fprevious_digest\x18\x01 \x01(\x0cR\x0epreviousDigest\"\'\n\x11\x44\x65leteNameRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\",\n\x12\x44\x65leteNameResponse\x12\x16\n\x06\x64igest\x18\x01 \x01(\x0cR\x06\x64igest\"\xe7\x02\n\x14\x44\x65riveVectorsRequest\x12/\n\x08positive\x18\x01 \x03(\x0b\x32\x13.rheostat.v1.PromptR\x08positive\x12/\n\x08negative\x18\x02 \x03(\x0b\x32\x13.rheostat.v1.PromptR\x08negative\x12*\n\x05sites\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x36\n\x06method\x18\x05 \x01(\x0e\x32\x19.rheostat.v1.DeriveMethodH\x00R\x06method\x88\x01\x01\x12\x12\n\x04name\x18\x06 \x01(\tR\x04name\x12 \n\x0b\x64\x65scription\x18\x07 \x01(\tR\x0b\x64\x65scription\x12\x1b\n\tlora_name\x18\x08 \x01(\tR\x08loraNameB\t\n\x07_method\"\x94\x01\n\x15\x44\x65riveVectorsResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.rheostat.v1.DeriveProgressH\x00R\x08progress\x12\x37\n\x07\x64\x65rived\x18\x02 \x01(\x0b\x32\x1b.rheostat.v1.DerivedVectorsH\x00R\x07\x64\x65rivedB\x07\n\x05\x65vent\"j\n\x0e\x44\x65riveProgress\x12*\n\x11\x64one_prompt_count\x18\x01 \x01(\rR\x0f\x64onePromptCount\x12,\n\x12total_prompt_count\x18\x02 \x01(\rR\x10totalPromptCount\"F\n\x0e\x44\x65rivedVectors\x12\x34\n\x07vectors\x18\x01 \x03(\x0b\x32\x1a.rheostat.v1.DerivedVectorR\x07vectors\"\x92\x01\n\rDerivedVector\x12(\n\x05point\x18\x01 \x01(\x0e\x32\x12.rheostat.v1.PointR\x05point\x12\x16\n\x06\x64igest\x18\x02 \x01(\x0cR\x06\x64igest\x12\x12\n\x04name\x18\x03 \x01(\tR\x04name\x12+\n\x04rows\x18\x04 \x03(\x0b\x32\x17.rheostat.v1.DerivedRowR\x04rows\"\xa9\x01\n\nDerivedRow\x12\x14\n\x05layer\x18\x01 \x01(\rR\x05layer\x12\x12\n\x04norm\x18\x02 \x01(\x02R\x04norm\x12\x1f\n\x0bstream_norm\x18\x03 \x01(\x02R\nstreamNorm\x12\x1c\n\texplained\x18\x04 \x01(\x02R\texplained\x12#\n\nseparation\x18\x05 \x01(\x02H\x00R\nseparation\x88\x01\x01\x42\r\n\x0b_separation\"\xf2\x03\n\x14\x46itConditionsRequest\x12/\n\x08positive\x18\x01 \x03(\x0b\x32\x13.rheostat.v1.PromptR\x08positive\x12/\n\x08negative\x18\x02 \x03(\x0b\x32\x13.rheostat.v1.PromptR\x08negative\x12*\n\x05sites\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12+\n\x05where\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\'\n\x05pools\x18\x05 \x03(\x0e\x32\x11.rheostat.v1.PoolR\x05pools\x12\x39\n\ndirections\x18\x06 \x03(\x0e\x32\x19.rheostat.v1.FitDirectionR\ndirections\x12\x30\n\x07vectors\x18\x07 \x03(\x0b\x32\x16.rheostat.v1.VectorRefR\x07vectors\x12\x36\n\nnormalises\x18\x08 \x03(\x0e\x32\x16.rheostat.v1.NormaliseR\nnormalises\x12\x12\n\x04name\x18\t \x01(\tR\x04name\x12 \n\x0b\x64\x65scription\x18\n \x01(\tR\x0b\x64\x65scription\x12\x1b\n\tlora_name\x18\x0b \x01(\tR\x08loraName\"\x94\x01\n\x15\x46itConditionsResponse\x12\x39\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.rheostat.v1.DeriveProgressH\x00R\x08progress\x12\x37\n\x06\x66itted\x18\x02 \x01(\x0b\x32\x1d.rheostat.v1.FittedConditionsH\x00R\x06\x66ittedB\x07\n\x05\x65vent\"\xcd\x01\n\x10\x46ittedConditions\x12-\n\x04\x66its\x18\x01 \x03(\x0b\x32\x19.rheostat.v1.ConditionFitR\x04\x66its\x12\x12\n\x04\x62\x65st\x18\x02 \x01(\rR\x04\x62\x65st\x12(\n\x05probe\x18\x03 \x01(\x0b\x32\x12.rheostat.v1.ProbeR\x05probe\x12\x34\n\tcondition\x18\x04 \x01(\x0b\x32\x16.rheostat.v1.ConditionR\tcondition\x12\x16\n\x06\x64igest\x18\x05 \x01(\x0cR\x06\x64igest\"\xcd\x03\n\x0c\x43onditionFit\x12%\n\x04site\x18\x01 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04site\x12%\n\x04pool\x18\x02 \x01(\x0e\x32\x11.rheostat.v1.PoolR\x04pool\x12/\n\x04made\x18\x03 \x01(\x0e\x32\x19.rheostat.v1.FitDirectionH\x00R\x04made\x12#\n\x0cvector_index\x18\x04 \x01(\rH\x00R\x0bvectorIndex\x12\x34\n\tnormalise\x18\x05 \x01(\x0e\x32\x16.rheostat.v1.NormaliseR\tnormalise\x12\x1c\n\tthreshold\x18\x06 \x01(\x02R\tthreshold\x12\x14\n\x05\x62\x65low\x18\x07 \x01(\x08R\x05\x62\x65low\x12\x0e\n\x02\x66\x31\x18\x08 \x01(\x02R\x02\x66\x31\x12\x16\n\x06margin\x18\t \x01(\x02R\x06margin\x12#\n\x0bheld_out_f1\x18\n \x01(\x02H\x01R\theldOutF1\x88\x01\x01\x12/\n\x11held_out_accuracy\x18\x0b \x01(\x02H\x02R\x0fheldOutAccuracy\x88\x01\x01\x42\x0b\n\tdirectionB\x0e\n\x0c_held_out_f1B\x14\n\x12_held_out_accuracy\"\x90\x01\n\x06Policy\x12\x31\n\x08steering\x18\x01 \x01(\x0b\x32\x15.rheostat.v1.SteeringR\x08steering\x12*\n\x06probes\x18\x02 \x03(\x0b\x32\x12.rheostat.v1.ProbeR\x06probes\x12\'\n\x05rules\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.RuleR\x05rules\"\x84\x01\n\x10SetGlobalRequest\x12+\n\x06policy\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PolicyR\x06policy\x12.\n\x10\x65xpected_version\x18\x02 \x01(\x04H\x00R\x0f\x65xpectedVersion\x88\x01\x01\x42\x13\n\x11_expected_version\"-\n\x11SetGlobalResponse\x12\x18\n\x07version\x18\x01 \x01(\x04R\x07version\"\x12\n\x10GetGlobalRequest\"\x91\x01\n\x11GetGlobalResponse\x12+\n\x06policy\x18\x01 \x01(\x0b\x32\x13.rheostat.v1.PolicyR\x06policy\x12\x18\n\x07version\x18\x02 \x01(\x04R\x07version\x12\x35\n\x08set_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07setTime*{\n\x0c\x44\x65riveMethod\x12\x1d\n\x19\x44\x45RIVE_METHOD_UNSPECIFIED\x10\x00\x12%\n!DERIVE_METHOD_DIFFERENCE_OF_MEANS\x10\x01\x12%\n!DERIVE_METHOD_PRINCIPAL_COMPONENT\x10\x02*{\n\x0c\x46itDirection\x12\x1d\n\x19\x46IT_DIRECTION_UNSPECIFIED\x10\x00\x12%\n!FIT_DIRECTION_DIFFERENCE_OF_MEANS\x10\x01\x12%\n!FIT_DIRECTION_PRINCIPAL_COMPONENT\x10\x02\x32\xe0\x05\n\x0fSteeringService\x12L\n\tPutVector\x12\x1d.rheostat.v1.PutVectorRequest\x1a\x1e.rheostat.v1.PutVectorResponse(\x01\x12P\n\x0bListVectors\x12\x1f.rheostat.v1.ListVectorsRequest\x1a .rheostat.v1.ListVectorsResponse\x12L\n\tGetVector\x12\x1d.rheostat.v1.GetVectorRequest\x1a\x1e.rheostat.v1.GetVectorResponse0\x01\x12\x44\n\x07SetName\x12\x1b.rheostat.v1.SetNameRequest\x1a\x1c.rheostat.v1.SetNameResponse\x12M\n\nDeleteName\x12\x1e.rheostat.v1.DeleteNameRequest\x1a\x1f.rheostat.v1.DeleteNameResponse\x12X\n\rDeriveVectors\x12!.rheostat.v1.DeriveVectorsRequest\x1a\".rheostat.v1.DeriveVectorsResponse0\x01\x12X\n\rFitConditions\x12!.rheostat.v1.FitConditionsRequest\x1a\".rheostat.v1.FitConditionsResponse0\x01\x12J\n\tSetGlobal\x12\x1d.rheostat.v1.SetGlobalRequest\x1a\x1e.rheostat.v1.SetGlobalResponse\x12J\n\tGetGlobal\x12\x1d.rheostat.v1.GetGlobalRequest\x1a\x1e.rheostat.v1.GetGlobalResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat_wire.v1.steering_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DERIVEMETHOD']._serialized_start=3353
-  _globals['_DERIVEMETHOD']._serialized_end=3476
-  _globals['_PUTVECTORREQUEST']._serialized_start=242
-  _globals['_PUTVECTORREQUEST']._serialized_end=345
-  _globals['_VECTORHEADER']._serialized_start=348
-  _globals['_VECTORHEADER']._serialized_end=581
-  _globals['_PUTVECTORRESPONSE']._serialized_start=583
-  _globals['_PUTVECTORRESPONSE']._serialized_end=693
-  _globals['_LISTVECTORSREQUEST']._serialized_start=695
-  _globals['_LISTVECTORSREQUEST']._serialized_end=808
-  _globals['_LISTVECTORSRESPONSE']._serialized_start=811
-  _globals['_LISTVECTORSRESPONSE']._serialized_end=993
-  _globals['_VECTORINFO']._serialized_start=996
-  _globals['_VECTORINFO']._serialized_end=1290
-  _globals['_GETVECTORREQUEST']._serialized_start=1292
-  _globals['_GETVECTORREQUEST']._serialized_end=1365
-  _globals['_GETVECTORRESPONSE']._serialized_start=1367
-  _globals['_GETVECTORRESPONSE']._serialized_end=1465
-  _globals['_SETNAMEREQUEST']._serialized_start=1468
-  _globals['_SETNAMEREQUEST']._serialized_end=1693
-  _globals['_SETNAMERESPONSE']._serialized_start=1695
-  _globals['_SETNAMERESPONSE']._serialized_end=1753
-  _globals['_DELETENAMEREQUEST']._serialized_start=1755
-  _globals['_DELETENAMEREQUEST']._serialized_end=1794
-  _globals['_DELETENAMERESPONSE']._serialized_start=1796
-  _globals['_DELETENAMERESPONSE']._serialized_end=1840
-  _globals['_DERIVEVECTORSREQUEST']._serialized_start=1843
-  _globals['_DERIVEVECTORSREQUEST']._serialized_end=2202
-  _globals['_DERIVEVECTORSRESPONSE']._serialized_start=2205
-  _globals['_DERIVEVECTORSRESPONSE']._serialized_end=2353
-  _globals['_DERIVEPROGRESS']._serialized_start=2355
-  _globals['_DERIVEPROGRESS']._serialized_end=2461
-  _globals['_DERIVEDVECTORS']._serialized_start=2463
-  _globals['_DERIVEDVECTORS']._serialized_end=2533
-  _globals['_DERIVEDVECTOR']._serialized_start=2536
-  _globals['_DERIVEDVECTOR']._serialized_end=2682
-  _globals['_DERIVEDROW']._serialized_start=2685
-  _globals['_DERIVEDROW']._serialized_end=2854
-  _globals['_POLICY']._serialized_start=2857
-  _globals['_POLICY']._serialized_end=3001
-  _globals['_SETGLOBALREQUEST']._serialized_start=3004
-  _globals['_SETGLOBALREQUEST']._serialized_end=3136
-  _globals['_SETGLOBALRESPONSE']._serialized_start=3138
-  _globals['_SETGLOBALRESPONSE']._serialized_end=3183
-  _globals['_GETGLOBALREQUEST']._serialized_start=3185
-  _globals['_GETGLOBALREQUEST']._serialized_end=3203
-  _globals['_GETGLOBALRESPONSE']._serialized_start=3206
-  _globals['_GETGLOBALRESPONSE']._serialized_end=3351
-  _globals['_STEERINGSERVICE']._serialized_start=3479
-  _globals['_STEERINGSERVICE']._serialized_end=4125
+  _globals['_DERIVEMETHOD']._serialized_start=4703
+  _globals['_DERIVEMETHOD']._serialized_end=4826
+  _globals['_FITDIRECTION']._serialized_start=4828
+  _globals['_FITDIRECTION']._serialized_end=4951
+  _globals['_PUTVECTORREQUEST']._serialized_start=268
+  _globals['_PUTVECTORREQUEST']._serialized_end=371
+  _globals['_VECTORHEADER']._serialized_start=374
+  _globals['_VECTORHEADER']._serialized_end=607
+  _globals['_PUTVECTORRESPONSE']._serialized_start=609
+  _globals['_PUTVECTORRESPONSE']._serialized_end=719
+  _globals['_LISTVECTORSREQUEST']._serialized_start=721
+  _globals['_LISTVECTORSREQUEST']._serialized_end=834
+  _globals['_LISTVECTORSRESPONSE']._serialized_start=837
+  _globals['_LISTVECTORSRESPONSE']._serialized_end=1019
+  _globals['_VECTORINFO']._serialized_start=1022
+  _globals['_VECTORINFO']._serialized_end=1316
+  _globals['_GETVECTORREQUEST']._serialized_start=1318
+  _globals['_GETVECTORREQUEST']._serialized_end=1391
+  _globals['_GETVECTORRESPONSE']._serialized_start=1393
+  _globals['_GETVECTORRESPONSE']._serialized_end=1491
+  _globals['_SETNAMEREQUEST']._serialized_start=1494
+  _globals['_SETNAMEREQUEST']._serialized_end=1719
+  _globals['_SETNAMERESPONSE']._serialized_start=1721
+  _globals['_SETNAMERESPONSE']._serialized_end=1779
+  _globals['_DELETENAMEREQUEST']._serialized_start=1781
+  _globals['_DELETENAMEREQUEST']._serialized_end=1820
+  _globals['_DELETENAMERESPONSE']._serialized_start=1822
+  _globals['_DELETENAMERESPONSE']._serialized_end=1866
+  _globals['_DERIVEVECTORSREQUEST']._serialized_start=1869
+  _globals['_DERIVEVECTORSREQUEST']._serialized_end=2228
+  _globals['_DERIVEVECTORSRESPONSE']._serialized_start=2231
+  _globals['_DERIVEVECTORSRESPONSE']._serialized_end=2379
+  _globals['_DERIVEPROGRESS']._serialized_start=2381
+  _globals['_DERIVEPROGRESS']._serialized_end=2487
+  _globals['_DERIVEDVECTORS']._serialized_start=2489
+  _globals['_DERIVEDVECTORS']._serialized_end=2559
+  _globals['_DERIVEDVECTOR']._serialized_start=2562
+  _globals['_DERIVEDVECTOR']._serialized_end=2708
+  _globals['_DERIVEDROW']._serialized_start=2711
+  _globals['_DERIVEDROW']._serialized_end=2880
+  _globals['_FITCONDITIONSREQUEST']._serialized_start=2883
+  _globals['_FITCONDITIONSREQUEST']._serialized_end=3381
+  _globals['_FITCONDITIONSRESPONSE']._serialized_start=3384
+  _globals['_FITCONDITIONSRESPONSE']._serialized_end=3532
+  _globals['_FITTEDCONDITIONS']._serialized_start=3535
+  _globals['_FITTEDCONDITIONS']._serialized_end=3740
+  _globals['_CONDITIONFIT']._serialized_start=3743
+  _globals['_CONDITIONFIT']._serialized_end=4204
+  _globals['_POLICY']._serialized_start=4207
+  _globals['_POLICY']._serialized_end=4351
+  _globals['_SETGLOBALREQUEST']._serialized_start=4354
+  _globals['_SETGLOBALREQUEST']._serialized_end=4486
+  _globals['_SETGLOBALRESPONSE']._serialized_start=4488
+  _globals['_SETGLOBALRESPONSE']._serialized_end=4533
+  _globals['_GETGLOBALREQUEST']._serialized_start=4535
+  _globals['_GETGLOBALREQUEST']._serialized_end=4553
+  _globals['_GETGLOBALRESPONSE']._serialized_start=4556
+  _globals['_GETGLOBALRESPONSE']._serialized_end=4701
+  _globals['_STEERINGSERVICE']._serialized_start=4954
+  _globals['_STEERINGSERVICE']._serialized_end=5690
 # @@protoc_insertion_point(module_scope)

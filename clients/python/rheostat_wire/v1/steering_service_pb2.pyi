@@ -15,6 +15,7 @@ from rheostat_wire.v1 import selector_pb2 as _selector_pb2
 from rheostat_wire.v1 import steering_pb2 as _steering_pb2
 from rheostat_wire.v1 import tensor_pb2 as _tensor_pb2
 from rheostat_wire.v1 import types_pb2 as _types_pb2
+from rheostat_wire.v1 import vector_pb2 as _vector_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -57,6 +58,32 @@ signed so that the mean difference has a positive coordinate on it; where that c
 zero, so that its largest element is positive. Zero where all differences are zero.
 """
 Global___DeriveMethod: _TypeAlias = DeriveMethod  # noqa: Y015
+
+class _FitDirection:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FitDirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FitDirection.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FIT_DIRECTION_UNSPECIFIED: _FitDirection.ValueType  # 0
+    """Refused with REASON_UNKNOWN_ENUM."""
+    FIT_DIRECTION_DIFFERENCE_OF_MEANS: _FitDirection.ValueType  # 1
+    """Along mean(p) - mean(n)."""
+    FIT_DIRECTION_PRINCIPAL_COMPONENT: _FitDirection.ValueType  # 2
+    """First principal component of all p[i] and n[j], counted from the middle between the two means."""
+
+class FitDirection(_FitDirection, metaclass=_FitDirectionEnumTypeWrapper):
+    """A direction that is made of the pooled rows p[i] and n[j] of the prompts, of norm 1, signed so that
+    positive prompts lie on its positive side. Computed in float64.
+    """
+
+FIT_DIRECTION_UNSPECIFIED: FitDirection.ValueType  # 0
+"""Refused with REASON_UNKNOWN_ENUM."""
+FIT_DIRECTION_DIFFERENCE_OF_MEANS: FitDirection.ValueType  # 1
+"""Along mean(p) - mean(n)."""
+FIT_DIRECTION_PRINCIPAL_COMPONENT: FitDirection.ValueType  # 2
+"""First principal component of all p[i] and n[j], counted from the middle between the two means."""
+Global___FitDirection: _TypeAlias = FitDirection  # noqa: Y015
 
 @_typing.final
 class PutVectorRequest(_message.Message):
@@ -733,6 +760,268 @@ class DerivedRow(_message.Message):
 Global___DerivedRow: _TypeAlias = DerivedRow  # noqa: Y015
 
 @_typing.final
+class FitConditionsRequest(_message.Message):
+    """Two sets of prompts to tell apart, and a grid of conditions to try: every site with every pool,
+    direction and normalisation.
+
+    Prompts run as those of DeriveVectorsRequest, and are refused as there. What a condition reads of a
+    prompt is what a gate reads that is decided with Condition.after_prompt.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITIVE_FIELD_NUMBER: _builtins.int
+    NEGATIVE_FIELD_NUMBER: _builtins.int
+    SITES_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    DIRECTIONS_FIELD_NUMBER: _builtins.int
+    VECTORS_FIELD_NUMBER: _builtins.int
+    NORMALISES_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name for the best direction, as in VectorHeader; no point is appended. Empty: none."""
+    description: _builtins.str
+    """As in VectorHeader. VectorHeader.sites becomes the site."""
+    lora_name: _builtins.str
+    """As in DeriveVectorsRequest."""
+    @_builtins.property
+    def positive(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Prompt]:
+        """1 to 1024 prompts of which the condition should hold."""
+
+    @_builtins.property
+    def negative(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Prompt]:
+        """1 to 1024 prompts of which it should not."""
+
+    @_builtins.property
+    def sites(self) -> _types_pb2.SiteSet:
+        """Sites that are tried, one at a time.
+
+        Prompts times sites times W times 4 bytes, times 3 with POOL_MEAN, are held until the call ends:
+        more than 1 GiB is REASON_INVALID_VALUE, more than other calls leave of it REASON_QUEUE_FULL.
+        """
+
+    @_builtins.property
+    def where(self) -> _selector_pb2.Selector:
+        """Which tokens of each prompt are read, as in DeriveVectorsRequest. Absent: all prompt tokens."""
+
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedScalarFieldContainer[_gate_pb2.Pool.ValueType]:
+        """POOL_LAST and POOL_MEAN, each once; POOL_MAX: REASON_NOT_SUPPORTED. Empty: both."""
+
+    @_builtins.property
+    def directions(self) -> _containers.RepeatedScalarFieldContainer[Global___FitDirection.ValueType]:
+        """Directions that are made of the prompts, each once. Empty: all, or none if there are `vectors`.
+        With FIT_DIRECTION_PRINCIPAL_COMPONENT at most 1024 prompts in both sets together, else
+        REASON_INVALID_VALUE.
+        """
+
+    @_builtins.property
+    def vectors(self) -> _containers.RepeatedCompositeFieldContainer[_vector_pb2.VectorRef]:
+        """Further directions, 0 to 8; each with one row, or one row per layer. As VectorRef; a row of zeros:
+        REASON_ZERO_VECTOR.
+        """
+
+    @_builtins.property
+    def normalises(self) -> _containers.RepeatedScalarFieldContainer[_vector_pb2.Normalise.ValueType]:
+        """NORMALISE_UNIT and NORMALISE_COSINE, each once; NORMALISE_NONE: REASON_INVALID_VALUE, because the
+        norm of a direction says nothing. Empty: both.
+        """
+
+    def __init__(
+        self,
+        *,
+        positive: _abc.Iterable[_types_pb2.Prompt] | None = ...,
+        negative: _abc.Iterable[_types_pb2.Prompt] | None = ...,
+        sites: _types_pb2.SiteSet | None = ...,
+        where: _selector_pb2.Selector | None = ...,
+        pools: _abc.Iterable[_gate_pb2.Pool.ValueType] | None = ...,
+        directions: _abc.Iterable[Global___FitDirection.ValueType] | None = ...,
+        vectors: _abc.Iterable[_vector_pb2.VectorRef] | None = ...,
+        normalises: _abc.Iterable[_vector_pb2.Normalise.ValueType] | None = ...,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        lora_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sites", b"sites", "where", b"where"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "directions", b"directions", "lora_name", b"lora_name", "name", b"name", "negative", b"negative", "normalises", b"normalises", "pools", b"pools", "positive", b"positive", "sites", b"sites", "vectors", b"vectors", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FitConditionsRequest: _TypeAlias = FitConditionsRequest  # noqa: Y015
+
+@_typing.final
+class FitConditionsResponse(_message.Message):
+    """One event of a fit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    FITTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___DeriveProgress:
+        """A prompt more has run. First, with 0 of them."""
+
+    @_builtins.property
+    def fitted(self) -> Global___FittedConditions:
+        """Last. The best direction is stored."""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___DeriveProgress | None = ...,
+        fitted: Global___FittedConditions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "fitted", b"fitted", "progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "fitted", b"fitted", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "fitted"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___FitConditionsResponse: _TypeAlias = FitConditionsResponse  # noqa: Y015
+
+@_typing.final
+class FittedConditions(_message.Message):
+    """The conditions that were tried, and the best of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FITS_FIELD_NUMBER: _builtins.int
+    BEST_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
+    CONDITION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    best: _builtins.int
+    """Index of the best: of the largest held-out F1 (F1 where no fit has it), then the widest margin,
+    then the first.
+    """
+    digest: _builtins.bytes
+    """Digest of the probe's vector, 32 bytes; float32 if it was made here."""
+    @_builtins.property
+    def fits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConditionFit]:
+        """By site, pool, direction (made ones, then vectors) and normalisation, each in the request's order.
+        Left out: where a direction is zero, or all prompts read the same. All of them left out:
+        REASON_NO_CONTRAST.
+        """
+
+    @_builtins.property
+    def probe(self) -> _gate_pb2.Probe:
+        """The best condition's probe, with a stored vector."""
+
+    @_builtins.property
+    def condition(self) -> _gate_pb2.Condition:
+        """The best condition, with after_prompt."""
+
+    def __init__(
+        self,
+        *,
+        fits: _abc.Iterable[Global___ConditionFit] | None = ...,
+        best: _builtins.int = ...,
+        probe: _gate_pb2.Probe | None = ...,
+        condition: _gate_pb2.Condition | None = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["condition", b"condition", "probe", b"probe"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "condition", b"condition", "digest", b"digest", "fits", b"fits", "probe", b"probe"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FittedConditions: _TypeAlias = FittedConditions  # noqa: Y015
+
+@_typing.final
+class ConditionFit(_message.Message):
+    """A condition that was tried, and how well it tells the sets apart. Scores are of the same arithmetic
+    as a probe's, in float64.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SITE_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    MADE_FIELD_NUMBER: _builtins.int
+    VECTOR_INDEX_FIELD_NUMBER: _builtins.int
+    NORMALISE_FIELD_NUMBER: _builtins.int
+    THRESHOLD_FIELD_NUMBER: _builtins.int
+    BELOW_FIELD_NUMBER: _builtins.int
+    F1_FIELD_NUMBER: _builtins.int
+    MARGIN_FIELD_NUMBER: _builtins.int
+    HELD_OUT_F1_FIELD_NUMBER: _builtins.int
+    HELD_OUT_ACCURACY_FIELD_NUMBER: _builtins.int
+    pool: _gate_pb2.Pool.ValueType
+    """What it makes of a prompt's readings."""
+    made: Global___FitDirection.ValueType
+    """Made of the prompts."""
+    vector_index: _builtins.int
+    """Index in FitConditionsRequest.vectors."""
+    normalise: _vector_pb2.Normalise.ValueType
+    """How the row is read."""
+    threshold: _builtins.float
+    """The middle of the gap between two prompts' scores at which F1 is largest; among equal ones of the
+    widest gap.
+    """
+    below: _builtins.bool
+    """Whether the condition holds below the threshold: of a given vector to whose negative side positive
+    prompts lie.
+    """
+    f1: _builtins.float
+    """F1, 0 to 1, of the prompts that made the condition: 2 tp / (2 tp + fp + fn)."""
+    margin: _builtins.float
+    """Lowest score of a positive prompt less the highest of a negative one (with `below` the other way
+    round), over the scores' standard deviation within the sets (as for DerivedRow.separation). Above
+    0: the threshold tells all prompts apart. At least -1e9 and at most 1e9.
+    """
+    held_out_f1: _builtins.float
+    """F1 of held-out prompts: both sets are cut into k = min(10, positive, negative) parts, prompt i into
+    part i mod k, and each part is judged by a direction and a threshold made of all others. Absent
+    where that is not defined, as with one prompt in a set.
+    """
+    held_out_accuracy: _builtins.float
+    """Fraction, 0 to 1, of held-out prompts that are judged right."""
+    @_builtins.property
+    def site(self) -> _types_pb2.Site:
+        """Where it reads."""
+
+    def __init__(
+        self,
+        *,
+        site: _types_pb2.Site | None = ...,
+        pool: _gate_pb2.Pool.ValueType = ...,
+        made: Global___FitDirection.ValueType = ...,
+        vector_index: _builtins.int = ...,
+        normalise: _vector_pb2.Normalise.ValueType = ...,
+        threshold: _builtins.float = ...,
+        below: _builtins.bool = ...,
+        f1: _builtins.float = ...,
+        margin: _builtins.float = ...,
+        held_out_f1: _builtins.float | None = ...,
+        held_out_accuracy: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_held_out_accuracy", b"_held_out_accuracy", "_held_out_f1", b"_held_out_f1", "direction", b"direction", "held_out_accuracy", b"held_out_accuracy", "held_out_f1", b"held_out_f1", "made", b"made", "site", b"site", "vector_index", b"vector_index"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_out_accuracy", b"_held_out_accuracy", "_held_out_f1", b"_held_out_f1", "below", b"below", "direction", b"direction", "f1", b"f1", "held_out_accuracy", b"held_out_accuracy", "held_out_f1", b"held_out_f1", "made", b"made", "margin", b"margin", "normalise", b"normalise", "pool", b"pool", "site", b"site", "threshold", b"threshold", "vector_index", b"vector_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__held_out_accuracy: _TypeAlias = _typing.Literal["held_out_accuracy"]  # noqa: Y015
+    _WhichOneofArgType__held_out_accuracy: _TypeAlias = _typing.Literal["_held_out_accuracy", b"_held_out_accuracy"]  # noqa: Y015
+    _WhichOneofReturnType__held_out_f1: _TypeAlias = _typing.Literal["held_out_f1"]  # noqa: Y015
+    _WhichOneofArgType__held_out_f1: _TypeAlias = _typing.Literal["_held_out_f1", b"_held_out_f1"]  # noqa: Y015
+    _WhichOneofReturnType_direction: _TypeAlias = _typing.Literal["made", "vector_index"]  # noqa: Y015
+    _WhichOneofArgType_direction: _TypeAlias = _typing.Literal["direction", b"direction"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__held_out_accuracy) -> _WhichOneofReturnType__held_out_accuracy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__held_out_f1) -> _WhichOneofReturnType__held_out_f1 | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_direction) -> _WhichOneofReturnType_direction | None: ...
+
+Global___ConditionFit: _TypeAlias = ConditionFit  # noqa: Y015
+
+@_typing.final
 class Policy(_message.Message):
     """What every request runs under."""
 
@@ -743,11 +1032,16 @@ class Policy(_message.Message):
     RULES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def steering(self) -> _steering_pb2.Steering:
-        """Acts before each request's own. Windows that a prompt does not have select nothing."""
+        """Acts before each request's own. Windows that a prompt does not have select nothing. Gates are
+        served; a session under a gated policy takes no updates of its steering (REASON_NOT_SUPPORTED).
+        """
 
     @_builtins.property
     def probes(self) -> _containers.RepeatedCompositeFieldContainer[_gate_pb2.Probe]:
-        """As GenerateRequest.probes. Not served yet here: REASON_NOT_SUPPORTED."""
+        """As GenerateRequest.probes, for gates of `steering`. Their names are apart from those of requests.
+        Their readings and gates count with a request's own: a request that no longer fits beside them is
+        refused with REASON_INVALID_VALUE, and its field.
+        """
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_monitor_pb2.Rule]:

@@ -69,6 +69,11 @@ class SteeringServiceStub(object):
                 request_serializer=rheostat_dot_v1_dot_steering__service__pb2.DeriveVectorsRequest.SerializeToString,
                 response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.DeriveVectorsResponse.FromString,
                 _registered_method=True)
+        self.FitConditions = channel.unary_stream(
+                '/rheostat.v1.SteeringService/FitConditions',
+                request_serializer=rheostat_dot_v1_dot_steering__service__pb2.FitConditionsRequest.SerializeToString,
+                response_deserializer=rheostat_dot_v1_dot_steering__service__pb2.FitConditionsResponse.FromString,
+                _registered_method=True)
         self.SetGlobal = channel.unary_unary(
                 '/rheostat.v1.SteeringService/SetGlobal',
                 request_serializer=rheostat_dot_v1_dot_steering__service__pb2.SetGlobalRequest.SerializeToString,
@@ -132,6 +137,14 @@ class SteeringServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FitConditions(self, request, context):
+        """Finds a condition that holds of one set of prompts and not of another. Progress while the prompts
+        run; the conditions last.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetGlobal(self, request, context):
         """Replaces the server-wide policy as a whole, for requests admitted from then on.
         """
@@ -178,6 +191,11 @@ def add_SteeringServiceServicer_to_server(servicer, server):
                     servicer.DeriveVectors,
                     request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.DeriveVectorsRequest.FromString,
                     response_serializer=rheostat_dot_v1_dot_steering__service__pb2.DeriveVectorsResponse.SerializeToString,
+            ),
+            'FitConditions': grpc.unary_stream_rpc_method_handler(
+                    servicer.FitConditions,
+                    request_deserializer=rheostat_dot_v1_dot_steering__service__pb2.FitConditionsRequest.FromString,
+                    response_serializer=rheostat_dot_v1_dot_steering__service__pb2.FitConditionsResponse.SerializeToString,
             ),
             'SetGlobal': grpc.unary_unary_rpc_method_handler(
                     servicer.SetGlobal,
@@ -357,6 +375,33 @@ class SteeringService(object):
             '/rheostat.v1.SteeringService/DeriveVectors',
             rheostat_dot_v1_dot_steering__service__pb2.DeriveVectorsRequest.SerializeToString,
             rheostat_dot_v1_dot_steering__service__pb2.DeriveVectorsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FitConditions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rheostat.v1.SteeringService/FitConditions',
+            rheostat_dot_v1_dot_steering__service__pb2.FitConditionsRequest.SerializeToString,
+            rheostat_dot_v1_dot_steering__service__pb2.FitConditionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

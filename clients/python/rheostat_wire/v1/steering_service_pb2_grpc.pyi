@@ -52,6 +52,10 @@ class SteeringServiceStub:
     """Makes vectors by contrasting captured rows of two sets of prompts, and stores them. Progress while
     the prompts run; the vectors last.
     """
+    FitConditions: _grpc.UnaryStreamMultiCallable[_steering_service_pb2.FitConditionsRequest, _steering_service_pb2.FitConditionsResponse]
+    """Finds a condition that holds of one set of prompts and not of another. Progress while the prompts
+    run; the conditions last.
+    """
     SetGlobal: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.SetGlobalRequest, _steering_service_pb2.SetGlobalResponse]
     """Replaces the server-wide policy as a whole, for requests admitted from then on."""
     GetGlobal: _grpc.UnaryUnaryMultiCallable[_steering_service_pb2.GetGlobalRequest, _steering_service_pb2.GetGlobalResponse]
@@ -80,6 +84,10 @@ class SteeringServiceAsyncStub(SteeringServiceStub):
     DeriveVectors: _aio.UnaryStreamMultiCallable[_steering_service_pb2.DeriveVectorsRequest, _steering_service_pb2.DeriveVectorsResponse]  # type: ignore[assignment]
     """Makes vectors by contrasting captured rows of two sets of prompts, and stores them. Progress while
     the prompts run; the vectors last.
+    """
+    FitConditions: _aio.UnaryStreamMultiCallable[_steering_service_pb2.FitConditionsRequest, _steering_service_pb2.FitConditionsResponse]  # type: ignore[assignment]
+    """Finds a condition that holds of one set of prompts and not of another. Progress while the prompts
+    run; the conditions last.
     """
     SetGlobal: _aio.UnaryUnaryMultiCallable[_steering_service_pb2.SetGlobalRequest, _steering_service_pb2.SetGlobalResponse]  # type: ignore[assignment]
     """Replaces the server-wide policy as a whole, for requests admitted from then on."""
@@ -136,6 +144,15 @@ class SteeringServiceServicer:
     ) -> _typing.Union[_abc.Iterator[_steering_service_pb2.DeriveVectorsResponse], _abc.AsyncIterator[_steering_service_pb2.DeriveVectorsResponse]]:
         """Makes vectors by contrasting captured rows of two sets of prompts, and stores them. Progress while
         the prompts run; the vectors last.
+        """
+
+    def FitConditions(
+        self,
+        request: _steering_service_pb2.FitConditionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_steering_service_pb2.FitConditionsResponse], _abc.AsyncIterator[_steering_service_pb2.FitConditionsResponse]]:
+        """Finds a condition that holds of one set of prompts and not of another. Progress while the prompts
+        run; the conditions last.
         """
 
     def SetGlobal(

@@ -10,6 +10,7 @@ import pytest
 
 from rheostat_engine import Point, Rows, Site, site_count
 from rheostat_server.derivation import derive as derivation
+from rheostat_server.derivation import prompt_runner
 from rheostat_server.derivation.contrast import Method, contrast
 from rheostat_server.engine.backend import Job
 from rheostat_server.generation import responses as generation
@@ -293,11 +294,11 @@ async def test_rows_beyond_the_budget_are_refused_at_once_or_until_others_end(
     starter, monkeypatch
 ) -> None:
     size = 4 * 1 * WIDTH * 4
-    monkeypatch.setattr(derivation, "DERIVED_BYTES", size - 1)
+    monkeypatch.setattr(prompt_runner, "DERIVED_BYTES", size - 1)
     running = await starter(TokenBackend(hold=asyncio.Event()))
     refusal = await refusal_of(derive(running, order()))
     assert refusal.brief == (Code.INVALID_ARGUMENT, "REASON_INVALID_VALUE", "sites")
-    monkeypatch.setattr(derivation, "DERIVED_BYTES", 2 * size - 1)
+    monkeypatch.setattr(prompt_runner, "DERIVED_BYTES", 2 * size - 1)
     first = asyncio.ensure_future(derive(running, order()))
     await until(lambda: len(running.backend.jobs) == 4)
     refusal = await refusal_of(derive(running, order()))
@@ -360,7 +361,7 @@ async def test_a_caller_that_leaves_while_a_prompt_fails_leaves_no_traceback(
     logged: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
     bad = order(positive=[ids(999)])
-    events = derivation.Derivations().derive(bad, running.manager)
+    events = derivation.Derivations(prompt_runner.PromptRunner()).derive(bad, running.manager)
     await anext(events)
     for _ in range(iterations):
         await asyncio.sleep(0)

@@ -1,0 +1,81 @@
+"""The calls that fit conditions, as values of `rheostat._connection.calls`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from rheostat._client.vector_calls import prompts_to_wire
+from rheostat._connection.calls import DownloadCall
+from rheostat._errors import invalid
+from rheostat._fields import builds_message, utf8_text, vector_name, word
+from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
+from rheostat._prompts import Prompt
+from rheostat._selectors import SelectorLike, selector_of, to_wire
+from rheostat._steering.condition_fits import (
+    FIT_DIRECTIONS,
+    ConditionFits,
+    ConditionFitsAccumulator,
+    FitDirection,
+)
+from rheostat._steering.gates import POOLS, Pool
+from rheostat._steering.readouts import NORMALISATIONS, Normalise
+from rheostat._steering.transfers import Progress
+from rheostat._steering.vectors import Vector, refuse_dose, row_ref
+from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
+
+
+@builds_message
+def fit_conditions(
+    positive: Iterable[Prompt],
+    negative: Iterable[Prompt],
+    *,
+    points: PointsLike,
+    layers: LayersLike,
+    where: SelectorLike,
+    pools: Iterable[Pool],
+    directions: Iterable[FitDirection] | None,
+    vectors: Iterable[Vector],
+    normalises: Iterable[Normalise],
+    name: str | None,
+    description: str,
+    lora: str | None,
+    progress: Progress | None,
+) -> DownloadCall[steering_service_pb2.FitConditionsResponse, None, ConditionFits]:
+    at_layers = layers_of(layers)
+    given = list(vectors)
+    for number, vector in enumerate(given):
+        refuse_dose(vector, f"vectors[{number}]")
+        if not isinstance(vector, Vector):
+            raise invalid(
+                f"vectors[{number}]",
+                f"a direction is a vector, not {type(vector).__name__}: give vectors, e.g. "
+                "rheostat.named(name) or rheostat.inline(array)",
+            )
+    request = steering_service_pb2.FitConditionsRequest(
+        positive=prompts_to_wire(positive, "positive"),
+        negative=prompts_to_wire(negative, "negative"),
+        sites=site_set(points_of(points), at_layers),
+        pools=[word(pool, POOLS, f"pools[{i}]") for i, pool in enumerate(pools)],
+        directions=[
+            word(direction, FIT_DIRECTIONS, f"directions[{i}]")
+            for i, direction in enumerate(directions or ())
+        ],
+        vectors=[row_ref(one, at_layers, f"vectors[{i}]") for i, one in enumerate(given)],
+        normalises=[
+            word(normalise, NORMALISATIONS, f"normalises[{i}]")
+            for i, normalise in enumerate(normalises)
+        ],
+        name="" if name is None else vector_name(name),
+        description=utf8_text(description, "description", "a description"),
+        lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
+    )
+    if where is not None:
+        every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
+        request.where.CopyFrom(to_wire(selector_of(where)) or every)
+    return DownloadCall(
+        "/rheostat.v1.SteeringService/FitConditions",
+        request,
+        steering_service_pb2.FitConditionsResponse,
+        partial(ConditionFitsAccumulator, name, progress),
+    )

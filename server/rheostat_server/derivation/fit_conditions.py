@@ -1,0 +1,408 @@
+"""FitConditions: finds a condition that tells two sets of prompts apart.
+
+Every prompt runs once, and its rows are pooled in every way that the request names. The best
+direction is stored only after every prompt has run.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from rheostat_engine import Normalise, Pool, Site
+from rheostat_server import validation
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.derivation.condition_fits import Fit, Made, PooledRows, fits_of
+from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
+from rheostat_server.derivation.prompt_runner import PromptRunner, check_prompts, check_size
+from rheostat_server.errors import (
+    InvalidValue,
+    MissingField,
+    NoContrast,
+    NonFinite,
+    NotSupported,
+    RheostatError,
+    ZeroVector,
+)
+from rheostat_server.limits import DIRECTIONS, FITTED_COMPONENTS
+from rheostat_server.requests.manager import RequestManager
+from rheostat_server.selectors.sites import (
+    refuse_double_names,
+    refuse_what_is_no_stream,
+    resolve_sites,
+    to_wire,
+)
+from rheostat_server.steering.vector_lookup import FoundVector, find_vector, rows_by_layer
+from rheostat_server.tasks.offload import offload
+from rheostat_server.tensors import FloatType, widen
+from rheostat_server.vectors.store import Name, Vector, make_vector
+from rheostat_server.vectors.token_directions import with_directions
+from rheostat_server.vectors.upload import check_label
+from rheostat_wire.dtypes import FloatArray
+from rheostat_wire.v1 import (
+    capture_pb2,
+    gate_pb2,
+    selector_pb2,
+    steering_service_pb2,
+    types_pb2,
+    vector_pb2,
+)
+
+_pb = steering_service_pb2
+
+PROBE_NAME = "fitted"
+"""Name of the probe of the best condition."""
+
+_POOLS = {gate_pb2.POOL_LAST: Pool.LAST, gate_pb2.POOL_MEAN: Pool.MEAN}
+_MADE = {
+    _pb.FIT_DIRECTION_DIFFERENCE_OF_MEANS: Made.DIFFERENCE_OF_MEANS,
+    _pb.FIT_DIRECTION_PRINCIPAL_COMPONENT: Made.PRINCIPAL_COMPONENT,
+}
+_NORMALISES = {
+    vector_pb2.NORMALISE_UNIT: Normalise.UNIT,
+    vector_pb2.NORMALISE_COSINE: Normalise.COSINE,
+}
+_WIRE_POOLS = {pool: wire for wire, pool in _POOLS.items()}
+_WIRE_MADE = {made: wire for wire, made in _MADE.items()}
+_WIRE_NORMALISES = {normalise: wire for wire, normalise in _NORMALISES.items()}
+
+Wire = TypeVar("Wire", bound=int)
+Own = TypeVar("Own")
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedRequest:
+    request: steering_service_pb2.FitConditionsRequest
+    reading: Reading
+    pools: tuple[Pool, ...]
+    made: tuple[Made, ...]
+    given: tuple[FoundVector, ...]
+    given_rows: tuple[Mapping[int, int], ...]
+    """By layer, the row of each given vector."""
+    normalises: tuple[Normalise, ...]
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the prompts' rows."""
+        prompts = len(self.request.positive) + len(self.request.negative)
+        kept = 3 if Pool.MEAN in self.pools else 1
+        sites = len(self.reading.sites)
+        return prompts * sites * kept * self.width * FloatType.FLOAT32.itemsize
+
+    def given_at(self, site: Site) -> tuple[FloatArray, ...]:
+        """The rows of the given vectors at a site, [width] each."""
+        return tuple(
+            _row(found.vector, rows[site.layer])
+            for found, rows in zip(self.given, self.given_rows, strict=True)
+        )
+
+
+class _SetRows:
+    """The pooled rows of one set of prompts, [sites, prompts, width]."""
+
+    def __init__(self, prompts: int, sites: int, width: int, *, means: bool) -> None:
+        shape = sites, prompts, width
+        self.last = np.empty(shape, np.float32)
+        self.mean = np.empty(shape, np.float32) if means else None
+        self.unit_mean = np.empty(shape, np.float32) if means else None
+
+    def at(self, site: int) -> PooledRows:
+        """The rows at the site with an index in the request."""
+        if self.mean is None or self.unit_mean is None:
+            return PooledRows(self.last[site])
+        return PooledRows(self.last[site], self.mean[site], self.unit_mean[site])
+
+
+class _PromptRows:
+    """Pools the rows of a prompt as they arrive, in float64."""
+
+    def __init__(self, sites: tuple[Site, ...], width: int, *, means: bool) -> None:
+        messages = [to_wire(site) for site in sites]
+        self._indices = {(site.point, site.layer): i for i, site in enumerate(messages)}
+        self._means = means
+        self._last = np.zeros((len(sites), width), np.float32)
+        self._last_at = np.full(len(sites), -1, np.int64)
+        self._sums = np.zeros((2, len(sites), width) if means else (2, 0, 0))
+        self._counts = np.zeros(len(sites), np.int64)
+        self._expected = 0
+
+    def begin(self, admitted: AdmittedRequest, count: int) -> None:
+        """Remembers how many rows each site gets."""
+        self._expected = count
+
+    def add(self, part: capture_pb2.Captured) -> None:
+        """Adds rows, [sites, positions, width], float32."""
+        indices = [self._indices[site.point, site.layer] for site in part.sites]
+        shape = tuple(part.tensor.shape)
+        rows = np.frombuffer(part.tensor.inline, dtype="<f4").reshape(shape)
+        last = max(run.start + run.count for run in part.positions) - 1
+        for index, values in zip(indices, rows, strict=True):
+            if last > self._last_at[index]:
+                self._last[index], self._last_at[index] = values[-1], last
+        if self._means:
+            wide = rows.astype(np.float64)
+            with np.errstate(invalid="ignore"):
+                norms = np.linalg.norm(wide, axis=2, keepdims=True)
+                units = np.divide(wide, norms, out=np.zeros_like(wide), where=norms > 0)
+            self._sums[0, indices] += wide.sum(axis=1)
+            self._sums[1, indices] += units.sum(axis=1)
+        self._counts[indices] += rows.shape[1]
+
+    def complete(self) -> bool:
+        """Whether every site got its rows."""
+        return bool((self._counts == self._expected).all())
+
+    def put(self, rows: _SetRows, prompt: int) -> None:
+        """Writes the pooled rows of a prompt. Every site must have a row."""
+        rows.last[:, prompt] = self._last
+        if rows.mean is not None and rows.unit_mean is not None:
+            rows.mean[:, prompt], rows.unit_mean[:, prompt] = self._sums / self._counts[:, None]
+
+
+async def fit_conditions(
+    request: steering_service_pb2.FitConditionsRequest,
+    manager: RequestManager,
+    runner: PromptRunner,
+) -> AsyncGenerator[steering_service_pb2.FitConditionsResponse, None]:
+    """Fits conditions. Yields progress while prompts run, then the conditions.
+
+    Raises:
+        RheostatError: the request is invalid, there is too little memory, or a prompt failed.
+    """
+
+    async def check() -> _CheckedRequest:
+        return _check(request, manager)
+
+    checked = await with_directions(manager.store.directions, request, check)
+    with runner.reserve(checked.size):
+        async with aclosing(_fit(checked, manager, runner)) as events:
+            async for event in events:
+                yield event
+
+
+def _check(
+    request: steering_service_pb2.FitConditionsRequest, manager: RequestManager
+) -> _CheckedRequest:
+    if manager.info.no_gates:
+        raise NotSupported(manager.info.no_gates)
+    check_prompts(request.positive, "positive")
+    check_prompts(request.negative, "negative")
+    if not request.HasField("sites"):
+        raise MissingField("sites are required", field="sites")
+    selection = resolve_sites(request.sites, manager.sites, "sites")
+    refuse_what_is_no_stream(selection, "sites")
+    refuse_double_names(selection, "sites")
+    check_label(request.name, request.description, "")
+    where = request.where if request.HasField("where") else _every_prompt_token()
+    reading = Reading(request.sites, selection.sites, prompt_selector(where), request.lora_name)
+    given, given_rows = _given(request.vectors, selection.layers, manager)
+    every_direction = () if given else tuple(_MADE.values())
+    made = _chosen(request.directions, _MADE, _pb.FitDirection.values(), "directions", "")
+    checked = _CheckedRequest(
+        request,
+        reading,
+        _chosen(request.pools, _POOLS, gate_pb2.Pool.values(), "pools", "POOL_LAST or POOL_MEAN")
+        or tuple(_POOLS.values()),
+        made or every_direction,
+        given,
+        given_rows,
+        _normalises(request.normalises) or tuple(_NORMALISES.values()),
+        manager.sites.width,
+    )
+    check_size(checked.size)
+    prompts = len(request.positive) + len(request.negative)
+    if Made.PRINCIPAL_COMPONENT in checked.made and prompts > FITTED_COMPONENTS:
+        raise InvalidValue(
+            f"principal components are made of at most {FITTED_COMPONENTS} prompts; there are "
+            f"{prompts}. Name FIT_DIRECTION_DIFFERENCE_OF_MEANS alone",
+            field="directions",
+        )
+    return checked
+
+
+def _every_prompt_token() -> selector_pb2.Selector:
+    every = selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)
+    return selector_pb2.Selector(include=[every])
+
+
+def _chosen(
+    values: Sequence[Wire],
+    served: Mapping[Wire, Own],
+    known: Sequence[int],
+    path: str,
+    advice: str,
+) -> tuple[Own, ...]:
+    """What a repeated enum names; each value once."""
+    validation.no_repeats(values, path, path)
+    for index, value in enumerate(values):
+        field = f"{path}[{index}]"
+        validation.known_enum(value, known, field)
+        if value not in served:
+            raise NotSupported(f"is not served here: use {advice}", field=field)
+    return tuple(served[value] for value in values)
+
+
+def _normalises(values: Sequence[vector_pb2.Normalise.ValueType]) -> tuple[Normalise, ...]:
+    for index, value in enumerate(values):
+        if value == vector_pb2.NORMALISE_NONE:
+            raise InvalidValue(
+                "the norm of a direction says nothing: use NORMALISE_UNIT",
+                field=f"normalises[{index}]",
+            )
+    return _chosen(values, _NORMALISES, vector_pb2.Normalise.values(), "normalises", "")
+
+
+def _given(
+    refs: Sequence[vector_pb2.VectorRef], layers: Sequence[int], manager: RequestManager
+) -> tuple[tuple[FoundVector, ...], tuple[Mapping[int, int], ...]]:
+    """The given vectors, and for each the row of each layer."""
+    validation.check_count(len(refs), DIRECTIONS, "vectors", "vectors")
+    found = [
+        find_vector(ref, manager.store.view(), manager.sites, f"vectors[{index}]")
+        for index, ref in enumerate(refs)
+    ]
+    rows = [rows_by_layer(vector, layers) for vector in found]
+    for vector, by_layer in zip(found, rows, strict=True):
+        for row in sorted(set(by_layer.values())):
+            if vector.vector.peaks[row] == 0:
+                raise ZeroVector(f"row {row} is zero and has no direction", field=vector.path)
+    return tuple(found), tuple(rows)
+
+
+def _row(vector: Vector, row: int) -> FloatArray:
+    size = vector.width * vector.kind.itemsize
+    return widen(vector.data[row * size : (row + 1) * size], vector.kind)
+
+
+async def _fit(
+    checked: _CheckedRequest, manager: RequestManager, runner: PromptRunner
+) -> AsyncGenerator[steering_service_pb2.FitConditionsResponse, None]:
+    request, sites, means = checked.request, checked.reading.sites, Pool.MEAN in checked.pools
+    positive, negative = (
+        _SetRows(len(prompts), len(sites), checked.width, means=means)
+        for prompts in (request.positive, request.negative)
+    )
+
+    async def read(prompt: types_pb2.Prompt, path: str, rows: _SetRows, index: int) -> None:
+        pooled = _PromptRows(sites, checked.width, means=means)
+        await read_rows(prompt, path, checked.reading, manager, pooled)
+        pooled.put(rows, index)
+        for site, row in zip(sites, rows.last[:, index], strict=True):
+            if not np.isfinite(row).all():
+                place = f"{site.point.value} {site.layer}"
+                raise NonFinite(f"the stream at {place} is not finite", field=path)
+
+    jobs = [
+        partial(read, prompt, f"{name}[{index}]", rows, index)
+        for name, prompts, rows in (
+            ("positive", request.positive, positive),
+            ("negative", request.negative, negative),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    async with aclosing(runner.run(jobs)) as counts:
+        async for done in counts:
+            progress = _pb.DeriveProgress(done_prompt_count=done, total_prompt_count=len(jobs))
+            yield _pb.FitConditionsResponse(progress=progress)
+    fits: list[tuple[Site, Fit]] = []
+    for number, site in enumerate(sites):
+        p, n = positive.at(number), negative.at(number)
+        work = p.last.nbytes + n.last.nbytes
+        found = await offload(work, _fits_at, p, n, checked, site)
+        fits += [(site, fit) for fit in found]
+    if not fits:
+        raise NoContrast("both sets of prompts read alike at every site", field="sites")
+    best = max(range(len(fits)), key=lambda index: (*fits[index][1].rank, -index))
+    fitted = await _store(checked, *fits[best], manager)
+    fitted.best = best
+    fitted.fits.extend(_to_wire(site, fit, checked) for site, fit in fits)
+    yield _pb.FitConditionsResponse(fitted=fitted)
+
+
+def _fits_at(p: PooledRows, n: PooledRows, checked: _CheckedRequest, site: Site) -> list[Fit]:
+    given = checked.given_at(site)
+    return list(fits_of(p, n, checked.pools, checked.made, given, checked.normalises))
+
+
+def _to_wire(site: Site, fit: Fit, checked: _CheckedRequest) -> steering_service_pb2.ConditionFit:
+    message = _pb.ConditionFit(
+        site=to_wire(site),
+        pool=_WIRE_POOLS[fit.pool],
+        normalise=_WIRE_NORMALISES[fit.normalise],
+        threshold=fit.threshold.bound,
+        below=fit.threshold.below,
+        f1=fit.f1,
+        margin=fit.margin,
+    )
+    if fit.direction < len(checked.made):
+        message.made = _WIRE_MADE[checked.made[fit.direction]]
+    else:
+        message.vector_index = fit.direction - len(checked.made)
+    if fit.held_out is not None:
+        message.held_out_f1 = fit.held_out.f1
+        message.held_out_accuracy = fit.held_out.accuracy
+    return message
+
+
+async def _store(
+    checked: _CheckedRequest, site: Site, fit: Fit, manager: RequestManager
+) -> steering_service_pb2.FittedConditions:
+    """Stores the direction of the best condition. Returns the condition, without the table."""
+    ref = vector_pb2.VectorRef()
+    if fit.direction < len(checked.made):
+        data = fit.row.astype("<f4").tobytes()
+        vector = await offload(
+            len(data), make_vector, FloatType.FLOAT32, 1, checked.width, data, "sites"
+        )
+        layers = [site.layer]
+    else:
+        given = fit.direction - len(checked.made)
+        vector, rows = checked.given[given].vector, checked.given_rows[given]
+        layers = list(checked.given[given].row_layers or sorted(rows))
+        if vector.rows > 1:
+            ref.row_layers.layers.extend(layers)
+    ref.digest = vector.digest
+    await _put(checked.request, site, layers if vector.rows > 1 else [site.layer], vector, manager)
+    request, where = checked.request, checked.reading.where
+    if not request.HasField("where") and fit.pool is Pool.LAST:
+        where = prompt_selector(None)  # fewer tokens of a cached prompt are computed again
+    wired = to_wire(site)
+    probe = gate_pb2.Probe(
+        name=PROBE_NAME,
+        sites=types_pb2.SiteSet(
+            points=[wired.point], list=types_pb2.LayerList(layers=[wired.layer])
+        ),
+        read=vector_pb2.Readout(vector=ref, normalise=_WIRE_NORMALISES[fit.normalise]),
+        where=where,
+    )
+    condition = gate_pb2.Condition(
+        probe_name=PROBE_NAME, pool=_WIRE_POOLS[fit.pool], after_prompt=True
+    )
+    if fit.threshold.below:
+        condition.below = fit.threshold.bound
+    else:
+        condition.above = fit.threshold.bound
+    return _pb.FittedConditions(probe=probe, condition=condition, digest=vector.digest)
+
+
+async def _put(
+    request: steering_service_pb2.FitConditionsRequest,
+    site: Site,
+    layers: Sequence[int],
+    vector: Vector,
+    manager: RequestManager,
+) -> None:
+    if not request.name:
+        await manager.persistent_vectors.put(vector)
+        return
+    sites = types_pb2.SiteSet(points=[to_wire(site).point], list=types_pb2.LayerList(layers=layers))
+    label = Name(vector.digest, request.description, sites)
+    try:
+        await manager.persistent_vectors.put_named(vector, request.name, label)
+    except RheostatError as error:
+        error.field = "name" if error.field else ""
+        raise

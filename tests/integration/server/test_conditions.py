@@ -1,0 +1,203 @@
+"""Conditions that are fitted to prompts, and what they decide, against Hugging Face's model.
+
+A condition that is decided at the prompt's end, and steers generated tokens if it holds, is
+conditional activation steering (Lee et al., 2024). Hooks in Hugging Face's model read each prompt
+alone, in float64; the server decides in batches, with a cold and a warm prefix cache.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+import rheostat
+import rheostat.aio
+from rheostat_engine import Point, Site
+
+from ...effort import FACTOR
+from ..engine.reference import Change, Float, HfReference
+from .conftest import Server
+
+pytestmark = pytest.mark.integration
+
+WIDTH, READ, LATE, ACT = 128, 2, 4, 3
+OPTIONS = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+WHO = ["Anna", "The old man", "My sister", "A small dog", "The king"]
+FELT = ["felt happy", "was sad", "laughed", "cried", "smiled", "was afraid", "sang", "was angry"]
+WHY = ["when the sun came out", "after the war", "in the garden", "at night", "because of him"]
+PROMPTS = [" ".join(parts) for parts in product(WHO, FELT, WHY)]
+"""200 prompts of different lengths, half of them glad."""
+GLAD = ("happy", "laughed", "smiled", "sang")
+SOME = PROMPTS if FACTOR > 1 else PROMPTS[::5]
+
+
+def is_glad(prompt: str) -> bool:
+    return any(word in prompt for word in GLAD)
+
+
+def unit(seed: int) -> Float:
+    vector = np.random.default_rng(seed).normal(size=WIDTH)
+    return (vector / np.linalg.norm(vector)).astype(np.float32)
+
+
+PUSH = rheostat.inline(3 * unit(2)).at(points="resid_post", layers=ACT)
+
+
+class Reader:
+    """Reads prompts with hooks in Hugging Face's model."""
+
+    def __init__(self, reference: HfReference, engine: rheostat.Engine) -> None:
+        self._reference = reference
+        self._engine = engine
+        self._rows: dict[tuple[str, int], Float] = {}
+
+    def rows(self, prompt: str, layer: int) -> Float:
+        """Rows of a prompt at resid_post, float64 [tokens, W]."""
+        if (prompt, layer) not in self._rows:
+            tokens = [*self._engine.tokenize(prompt).token_ids]
+            found: list[Float] = []
+
+            def note(x: torch.Tensor) -> torch.Tensor:
+                found.append(x.double().numpy())
+                return x
+
+            site = Site(Point.RESID_POST, layer).index
+            self._reference.run(tokens, [Change(site, note, range(len(tokens)))])
+            self._rows[prompt, layer] = found[-1]
+        return self._rows[prompt, layer]
+
+    def score(self, prompt: str, probe: rheostat.Probe, pool: str) -> float:
+        """What a probe reads of a prompt, pooled."""
+        (layer,) = probe.layers
+        vector = np.asarray(self._engine.vectors.get(digest=probe.vector.digest).values, np.float64)
+        rows = self.rows(prompt, layer)
+        numbers = rows @ vector[0] / np.linalg.norm(vector[0])
+        if probe.readout.normalise == "cosine":
+            numbers = numbers / np.linalg.norm(rows, axis=1)
+        if probe.readout.activation == "tanh":
+            numbers = np.tanh(numbers)
+        return float(numbers[-1] if pool == "last" else numbers.mean())
+
+
+@pytest.fixture(scope="module")
+def reader(reference: HfReference, server: Server):
+    with rheostat.connect(server.target) as client:
+        yield Reader(reference, client)
+
+
+def middle(scores: Sequence[float]) -> float:
+    """A threshold in the widest gap of the middle third of scores, far from each of them."""
+    ordered = np.sort(scores)
+    central = ordered[len(ordered) // 3 : 2 * len(ordered) // 3]
+    at = int(np.argmax(np.diff(central)))
+    assert central[at + 1] - central[at] > 1e-5
+    return float(central[at : at + 2].mean())
+
+
+def decisions(
+    engine: rheostat.Engine, prompts: Sequence[str], steering: rheostat.Intervention
+) -> list[rheostat.Generation]:
+    """Generates from all prompts at once, in batches as they come."""
+
+    def run(prompt: str) -> rheostat.Generation:
+        return engine.generate(prompt, steering=steering, **OPTIONS)
+
+    with ThreadPoolExecutor(24) as pool:
+        return list(pool.map(run, prompts))
+
+
+def fired(out: rheostat.Generation) -> bool:
+    return out.receipt.interventions[0].sites[0].row_count > 0
+
+
+@pytest.mark.parametrize("activation", ["identity", "tanh"])
+@pytest.mark.parametrize("layer", [READ, LATE])
+def test_a_cosine_of_the_prompt_decides_as_hooks_in_hugging_face(
+    engine: rheostat.Engine, reader: Reader, layer: int, activation: str
+) -> None:
+    stored = engine.vectors.put(unit(7)[None], points="resid_post", layers=layer)
+    probe = rheostat.probe(stored, where="prompt", normalise="cosine", activation=activation)
+    scores = {prompt: reader.score(prompt, probe, "mean") for prompt in SOME}
+    bound = middle(list(scores.values()))
+    gate = rheostat.gate(probe.above(bound, pool="mean", after_prompt=True), hold="rest")
+    steering = PUSH.when(gate)
+    shuffled = [SOME[i] for i in np.random.default_rng(1).permutation(len(SOME))]
+    cold, warm = (decisions(engine, order, steering) for order in (SOME, shuffled))
+    plain = decisions(engine, SOME, PUSH.at(where="generated", layers=ACT, points="resid_post"))
+    unsteered = decisions(engine, SOME, None)
+    expected = {prompt: score > bound for prompt, score in scores.items()}
+    assert 0.2 < np.mean(list(expected.values())) < 0.8
+    for order, outs in ((SOME, cold), (shuffled, warm)):
+        assert {p: fired(out) for p, out in zip(order, outs, strict=True)} == expected
+    always, never = (
+        {p: out.token_ids for p, out in zip(SOME, outs, strict=True)} for outs in (plain, unsteered)
+    )
+    for prompt, out in zip(SOME, cold, strict=True):
+        if not expected[prompt]:
+            assert out.token_ids == never[prompt]
+        elif layer > ACT:  # a late gate acts from the first generated token on
+            assert out.token_ids == always[prompt]
+
+
+def test_a_fitted_condition_is_that_of_hugging_faces_rows_and_decides_alike(
+    engine: rheostat.Engine, reader: Reader
+) -> None:
+    train, held = SOME[::2], SOME[1::2]
+    glad, rest = ([p for p in train if is_glad(p) == wanted] for wanted in (True, False))
+    seen: list[tuple[int, int]] = []
+    found = engine.conditions.fit(
+        glad,
+        rest,
+        points="resid_post",
+        layers=range(1, 5),
+        name="glad",
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert len(found.fits) == 4 * 2 * 2 * 2
+    assert (seen[0], seen[-1]) == ((0, len(train)), (len(train), len(train)))
+    best, probe = found.best, found.probe
+    assert best.held_out_f1 is not None
+    assert best.f1 > 0.9
+    assert "best" in str(found)
+    for fit in found.fits:
+        if fit.direction != "difference_of_means" or fit.normalise != "unit":
+            continue
+        rows = [
+            np.stack(
+                [
+                    r[-1] if fit.pool == "last" else r.mean(axis=0)
+                    for r in (reader.rows(p, fit.site.layer) for p in prompts)
+                ]
+            )
+            for prompts in (glad, rest)
+        ]
+        difference = rows[0].mean(axis=0) - rows[1].mean(axis=0)
+        scores = [one @ difference / np.linalg.norm(difference) for one in rows]
+        tp, fp = ((one > fit.threshold).sum() for one in scores)
+        assert fit.f1 == pytest.approx(2 * tp / (tp + fp + len(glad)))
+    expected = {}
+    for prompt in SOME:
+        score = reader.score(prompt, probe, best.pool)
+        expected[prompt] = score < best.threshold if best.below else score > best.threshold
+    judged = [expected[p] == is_glad(p) for p in train]
+    assert np.mean(judged) > 0.9
+    gate = rheostat.gate(found.condition, hold="rest")
+    for prompts in (train, held, train):
+        outs = decisions(engine, prompts, PUSH.when(gate))
+        assert [fired(out) for out in outs] == [expected[prompt] for prompt in prompts]
+    engine.vectors.delete("glad")
+
+
+async def test_the_asyncio_client_fits_as_the_other(
+    engine: rheostat.Engine, server: Server
+) -> None:
+    sets = PROMPTS[:3], PROMPTS[40:43]
+    options = {"points": "resid_post", "layers": [1, 2], "pools": ["last"]}
+    async with rheostat.aio.connect(server.target) as awaited:
+        found = await awaited.conditions.fit(*sets, **options)
+    again = engine.conditions.fit(*sets, **options)
+    assert found.vector.digest == again.vector.digest
+    assert [fit.threshold for fit in found.fits] == [fit.threshold for fit in again.fits]

@@ -1,0 +1,126 @@
+"""Conditions that the server fitted, over both clients."""
+
+import pytest
+from google.protobuf import text_format
+
+import rheostat
+from rheostat import ConditionFit, Point, Site
+from rheostat_wire.v1 import gate_pb2
+from rheostat_wire.v1 import steering_service_pb2 as pb
+
+POST = Point.RESID_POST
+ANSWER = text_format.Parse(
+    r"""fits {
+          site { point: POINT_RESID_POST layer: 1 } pool: POOL_LAST
+          made: FIT_DIRECTION_DIFFERENCE_OF_MEANS normalise: NORMALISE_UNIT
+          threshold: 0.5 f1: 1 margin: 2.5 held_out_f1: 0.75 held_out_accuracy: 0.875
+        }
+        fits {
+          site { point: POINT_RESID_POST layer: 2 } pool: POOL_MEAN
+          vector_index: 1 normalise: NORMALISE_COSINE
+          threshold: -0.25 below: true f1: 0.5 margin: -1 held_out_f1: 1 held_out_accuracy: 1
+        }
+        best: 1
+        probe {
+          name: "fitted" sites { points: POINT_RESID_POST list { layers: 2 } }
+          read {
+            vector {
+              digest: "0123456789abcdef0123456789abcdef" row_layers { layers: 1 layers: 2 }
+            }
+            normalise: NORMALISE_COSINE
+          }
+          where { include { phase: PHASE_PROMPT } }
+        }
+        condition { probe_name: "fitted" pool: POOL_MEAN after_prompt: true below: -0.25 }
+        digest: "0123456789abcdef0123456789abcdef" """,
+    pb.FittedConditions(),
+)
+DIGEST = b"0123456789abcdef" * 2
+FITS = (
+    ConditionFit(
+        Site(POST, 1), "last", "difference_of_means", "unit", 0.5, False, 1, 2.5, 0.75, 0.875
+    ),
+    ConditionFit(Site(POST, 2), "mean", 1, "cosine", -0.25, True, 0.5, -1, 1, 1),
+)
+TABLE = """\
+site           pool  direction            read    holds    F1     held out  margin
+resid_post[2]  mean  vector 1             cosine  < -0.25  0.500  1.000     -1.00   best
+resid_post[1]  last  difference_of_means  unit    > 0.5    1.000  0.750     2.50"""
+
+
+def test_a_fit_sends_the_grid_and_reads_a_ready_condition(client, server):
+    events = [
+        pb.FitConditionsResponse(progress=pb.DeriveProgress(total_prompt_count=3)),
+        pb.FitConditionsResponse(fitted=ANSWER),
+    ]
+    server.on("FitConditions", events)
+    seen: list[tuple[int, int]] = []
+    found = client.run(
+        lambda engine: engine.conditions.fit(
+            ["bad", [5, 6]],
+            [[{"role": "user", "content": "good"}]],
+            points="resid_post",
+            layers=[1, 2],
+            where=rheostat.positions(-1),
+            pools=["mean"],
+            directions=["principal_component"],
+            vectors=[rheostat.named("a"), rheostat.named("b")],
+            normalises=["cosine"],
+            name="refuse/when",
+            lora="french",
+            progress=lambda done, total: seen.append((done, total)),
+        )
+    )
+    assert server.asked == [
+        text_format.Parse(
+            """positive { text: "bad" } positive { token_ids { ids: 5 ids: 6 } }
+               negative { chat { messages { role: "user" content: "good" } } }
+               sites { points: POINT_RESID_POST list { layers: 1 layers: 2 } }
+               where { include { positions { start: -1 } } }
+               pools: POOL_MEAN directions: FIT_DIRECTION_PRINCIPAL_COMPONENT
+               vectors { name: "a" } vectors { name: "b" } normalises: NORMALISE_COSINE
+               name: "refuse/when" lora_name: "french" """,
+            pb.FitConditionsRequest(),
+        )
+    ]
+    assert seen == [(0, 3)]
+    assert (found.fits, found.best) == (FITS, FITS[1])
+    assert str(found) == TABLE
+    condition = found.condition
+    assert (condition.low, condition.high, condition.pool) == (None, -0.25, "mean")
+    assert condition.after_prompt
+    assert found.vector.digest == DIGEST.hex()
+    assert found.vector.name == "refuse/when"
+    message = found.probe.to_wire("probe")
+    assert message.read.vector.digest == DIGEST
+    assert list(message.read.vector.row_layers.layers) == [1, 2]
+    assert message.read.normalise == ANSWER.probe.read.normalise
+    assert message.where == ANSWER.probe.where
+    wire = condition.to_wire("condition")
+    assert (wire.below, wire.pool) == (-0.25, gate_pb2.POOL_MEAN)
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"pools": ["max", "nonsense"]}, "pools[1]"),
+        ({"directions": ["nonsense"]}, "directions[0]"),
+        ({"normalises": ["nonsense"]}, "normalises[0]"),
+        ({"vectors": ["joy"]}, "vectors[0]"),
+        ({"positive": "bad"}, "positive"),
+    ],
+)
+def test_what_is_no_grid_is_refused_before_it_is_sent(client, server, fields, path):
+    given = {"positive": ["a"], "negative": ["b"], "points": "resid_post", "layers": 1, **fields}
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.conditions.fit(**given))
+    assert raised.value.path == path
+    assert server.asked == []
+
+
+def test_a_fit_without_an_end_is_an_error(client, server):
+    server.on("FitConditions", [])
+    with pytest.raises(rheostat.ServerError, match="ended a fit without its conditions"):
+        client.run(
+            lambda engine: engine.conditions.fit(["a"], ["b"], points="resid_post", layers=1)
+        )
