@@ -284,7 +284,8 @@ def admit_now(
         known = None if key is None else compiled_before.find(key)
     lookups = Lookups(admission.store.view())
     if known is None:
-        probes = resolve_probes(request.probes, admission.sites, context, lookups)
+        columns = admission.server_wide.columns
+        probes = resolve_probes(request.probes, admission.sites, context, lookups, columns)
         own = resolve_steering(
             request.steering,
             admission.sites,
@@ -308,7 +309,9 @@ def admit_now(
     plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
     baseline = None
     if request.with_baseline:
-        without = compile_plan(candidate.request_id, compiled.server_wide, captures)
+        without = compile_plan(
+            candidate.request_id, compiled.server_wide, captures, compiled.server_wide_probes
+        )
         compared = compared_logprobs(sampling, admission.info.logprobs)
         watched = without.plan.with_captures_of(plan)
         baseline = Baseline(watched, compared, admission.info.model_tokens)
@@ -333,7 +336,9 @@ def admit_now(
         waits=_waits(request),
         baseline=baseline,
         work=candidate.work,
-        read_count=sum(act.kind is Kind.READ for act in plan.acts) if request.probes else 0,
+        read_count=sum(act.kind is Kind.READ for act in plan.acts)
+        if request.probes or admission.server_wide.probes
+        else 0,
         signals=compiled.signals,
         rule_names=tuple([rule.name for rule in request.rules]),
         hold_back=request.hold_back,
@@ -378,7 +383,9 @@ def _work(
         work += probes_work(request.probes, length, admission.sites)
     work += sum(rule.ByteSize() for rule in request.rules)
     if admission.server_wide.ops:
-        work += steering_work(admission.server_wide.steering, length, admission.sites, vectors)
+        policy = admission.server_wide.policy
+        work += steering_work(policy.steering, length, admission.sites, vectors)
+        work += probes_work(policy.probes, length, admission.sites)
     return work
 
 
@@ -445,13 +452,14 @@ def _compile(
     admission: AdmissionContext,
 ) -> CompiledRequest:
     """The plan of all that a request asks for, together with the server-wide steering."""
-    server_wide = admission.server_wide.resolve(context)
+    server_wide, always_read = admission.server_wide.resolve(context)
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
-    plan, vectors = compile_plan("", interventions, captures, probes, rules)
+    plan, vectors = compile_plan("", interventions, captures, (*always_read, *probes), rules)
     signals = signal_plan(plan, own, probes, rules)
     needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)
-    return CompiledRequest(own, captures, server_wide, plan, tuple(needed.values()), signals)
+    every = tuple(needed.values())
+    return CompiledRequest(own, captures, server_wide, always_read, plan, every, signals)
 
 
 def check_queue(
@@ -500,6 +508,12 @@ async def compile_update(
     Raises:
         InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be applied.
     """
+    if any(one.gate is not None for one in server_wide):
+        raise NotSupported(
+            "the server-wide steering of this request has gates, which an update would decide "
+            "anew: send the steering with the request",
+            field="steering",
+        )
     check_ranges(steering)
     if context.prompt.text is None and await offload(
         steering.ByteSize(), _any_needs_text, steering, (), ()

@@ -34,6 +34,7 @@ from rheostat_server.limits import (
     COMPILED_REQUESTS,
 )
 from rheostat_server.selectors.selection import SelectionContext
+from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.steering.rules import SignalPlan
 from rheostat_server.vectors.store import Lookups, Name, Vector, VectorStore
@@ -64,6 +65,8 @@ class CompiledRequest:
     """One per capture, in order."""
     server_wide: tuple[Intervention, ...]
     """The interventions of the server-wide steering."""
+    server_wide_probes: tuple[Probe, ...]
+    """Its probes."""
     plan: Plan
     """The packed plan, without an id."""
     vectors: tuple[Vector, ...]
@@ -160,6 +163,9 @@ def key_of(
     if counts is not None and server_wide.ops:
         selecting = _counts_positions(server_wide.steering.interventions)
         counts = None if selecting is None else counts or selecting
+    if counts is not None and server_wide.probes:
+        selected = (probe.where for probe in server_wide.policy.probes)
+        counts = None if any(map(_reads_tokens, selected)) else True
     if counts is None:
         return None
     length, most = (context.prompt_len, context.max_tokens) if counts else (0, 0)

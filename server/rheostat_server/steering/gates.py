@@ -88,6 +88,8 @@ class Probe:
     vector: Vector
     rows: tuple[int, ...]
     """For each site the row of the vector."""
+    row_layers: tuple[int, ...]
+    """The layer of each row of the vector; empty: neither the request nor a name says it."""
     reading: Reading
     """What is read; with the column of the first site."""
     signals: bool = False
@@ -122,8 +124,16 @@ def resolve_probes(
     model: ModelSites,
     context: SelectionContext,
     vectors: VectorView,
+    columns_taken: int = 0,
 ) -> dict[str, Probe]:
-    """Resolves the probes of a request; by name.
+    """Resolves the probes of a request or of the server-wide steering; by name.
+
+    Args:
+        probes: the messages.
+        model: the model's sites.
+        context: what selectors are resolved against.
+        vectors: where vectors are looked up.
+        columns_taken: columns of readings that the server-wide steering takes before them.
 
     Raises:
         InvalidArgument: something is malformed, or two probes have one name.
@@ -132,7 +142,8 @@ def resolve_probes(
         MessageTooLarge: an inline vector is too large.
     """
     found: dict[str, Probe] = {}
-    column = 0
+    column = columns_taken
+    beside = f", of which the server-wide steering takes {columns_taken}" if columns_taken else ""
     for index, message in enumerate(probes):
         path = f"probes[{index}]"
         probe = _resolve_probe(message, model, context, vectors, column, path)
@@ -143,7 +154,10 @@ def resolve_probes(
             )
         column += len(probe.sites)
         validation.check_count(
-            column, MAX_COLUMNS, field_path(path, "sites"), "readings (probes times their sites)"
+            column,
+            MAX_COLUMNS,
+            field_path(path, "sites"),
+            f"readings (probes times their sites{beside})",
         )
         found[probe.name] = probe
     return found
@@ -190,6 +204,7 @@ def _resolve_probe(
         selection,
         vector.vector,
         rows,
+        vector.row_layers,
         Reading(*readout, column),
         message.signals,
     )

@@ -222,8 +222,8 @@ def _resolve(
     check_served(intervention, path)
     if intervention.HasField("gate") and probes is None:
         raise NotSupported(
-            "gates are served in the steering of a GenerateRequest alone: not in updates, in "
-            "server-wide steering, or in the background of a sweep",
+            "gates are served in the steering of a GenerateRequest and of the server alone: not in "
+            "updates, or in the background of a sweep",
             field=field_path(path, "gate"),
         )
     if not intervention.HasField("sites"):

@@ -3,6 +3,7 @@
 import datetime
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf import text_format
 
@@ -109,6 +110,39 @@ def test_setting_replaces_the_whole_and_gives_the_version(
     assert server.asked == [text_format.Parse(expected, pb.SetGlobalRequest())]
 
 
+MOOD = rheostat.probe(
+    rheostat.inline(np.ones((1, 4), np.float32)), points="resid_pre", layers=1, name="mood",
+    normalise="cosine", where="prompt",
+)  # fmt: skip
+GATES = [
+    rheostat.gate(MOOD.above(0.5, pool="mean", after_prompt=True), hold="rest", invert=True),
+    rheostat.gate(MOOD.between(-1, 1, for_tokens=2), MOOD.below(3, until=4), combine="vote"),
+    rheostat.gate(MOOD.summed(), form=rheostat.Sigmoid(2.0, 1.5), hold=3),
+    rheostat.gate(MOOD.summed(), form=rheostat.Ramp(0, 1), hold="until_read"),
+    rheostat.gate(MOOD.summed(), form=2.5, hold="next_token"),
+    MOOD.above(1).as_gate(),
+]
+
+
+def test_gates_are_set_with_their_probes_and_read_again(client, server):
+    """The server answers with digests, and so does this one."""
+    server.on("SetGlobal", pb.SetGlobalResponse(version=5))
+    steering = [JOY.at(points="resid_post", layers=2).when(gate) for gate in GATES]
+    client.run(lambda engine: engine.steering.set_global(one for one in steering))
+    (asked,) = server.asked
+    assert [probe.name for probe in asked.policy.probes] == ["mood"]
+    policy = asked.policy
+    policy.probes[0].read.vector.digest = bytes.fromhex(DIGEST)
+    for intervention in policy.steering.interventions:
+        intervention.add.vector.digest = bytes.fromhex(OTHER)
+    server.on("GetGlobal", pb.GetGlobalResponse(policy=policy, version=5))
+    found = client.run(lambda engine: engine.steering.get_global())
+    client.run(lambda engine: engine.steering.set_global(found.interventions))
+    assert server.asked[-1].policy == policy
+    assert "mean" not in str(found)  # in words, a gate says what it holds for
+    assert "held for rest" in str(found)
+
+
 def test_another_version_is_a_refusal_that_names_it(client, server, refusal):
     code = grpc.StatusCode.FAILED_PRECONDITION
     conflict = refusal.of(code, "version 7 holds", "REASON_VERSION_CONFLICT", version="7")
@@ -167,9 +201,14 @@ def test_what_holds_in_words_and_in_a_notebook():
     ("text", "error", "message"),
     [
         (
-            "gate {} add { vector { DIGEST } }",
+            "gate { signals: true } add { vector { DIGEST } }",
             rheostat.Unimplemented,
-            "interventions[0] of the server has a gate, which this client does not know",
+            "interventions[0].gate of the server sends signals, which this client does not know",
+        ),
+        (
+            'gate { conditions { probe_name: "p" } } add { vector { DIGEST } }',
+            rheostat.ServerError,
+            "the server sent no probe 'p'",
         ),
         (
             "replace { vector { DIGEST } }",

@@ -16,7 +16,13 @@ from rheostat_server.admission.global_steering import GlobalSteering
 from rheostat_server.limits import COMPILED_REQUESTS
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import VectorStore, make_vector
-from rheostat_wire.v1 import generation_pb2, steering_pb2, types_pb2, vector_pb2
+from rheostat_wire.v1 import (
+    generation_pb2,
+    steering_pb2,
+    steering_service_pb2,
+    types_pb2,
+    vector_pb2,
+)
 
 from ..admissions import admission_context, admitted, named, stored
 from ..fakes import WIDTH
@@ -171,7 +177,8 @@ def test_server_wide_steering_that_changed_acts_at_once() -> None:
     vector = stored(at)
     message = asked(steer=[add(named())])
     (alone,) = admitted(message, at).interventions
-    wide = GlobalSteering(1, steering_pb2.Steering(interventions=[add(named())]), (alone.op,))
+    steering = steering_pb2.Steering(interventions=[add(named())])
+    wide = GlobalSteering(1, steering_service_pb2.Policy(steering=steering), (alone.op,))
     under = replace(at, server_wide=wide)
     assert len(admitted(message, under).plan.acts) == 2
     assert admitted(message, under).server_wide.version == 1
