@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import rheostat
 from rheostat._cli import (
     bench,
+    conditions,
     demo,
     generate,
     info,
@@ -70,7 +71,11 @@ The guide is docs/client.md of the project.""",
     )
     parser.add_argument("--version", action="version", version=f"rheostat {rheostat.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (serve, generate, sweep, vectors, runs, steering, subscribe, info, demo, bench):
+    modules = (
+        *(serve, generate, sweep, vectors, conditions, runs),
+        *(steering, subscribe, info, demo, bench),
+    )
+    for module in modules:
         module.add(commands)
     return parser
 

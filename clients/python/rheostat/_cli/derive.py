@@ -55,7 +55,7 @@ rheostat vectors derive --positive GLAD.txt --negative SAD.txt --points resid_po
 
 def run(args: argparse.Namespace) -> int:
     """Print the statistics of every row, then one line per vector."""
-    positive, negative = _prompts(args.positive), _prompts(args.negative)
+    positive, negative = read_prompts(args.positive), read_prompts(args.negative)
     with connected(args) as engine:
         before = names(engine, args.name) if args.name else {}
         with Phase(f"running {len(positive)} + {len(negative)} prompts") as phase:
@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(path: Path) -> list[str]:
-    """The lines of a file that are not blank."""
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a file that are not blank. Raises CommandError if there are none."""
     try:
         prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

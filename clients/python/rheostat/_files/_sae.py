@@ -67,7 +67,8 @@ def load_feature(path: Path, feature: int) -> SaeFeature:
     activation: Activation = "relu"
     theta = None
     if _THRESHOLD in file.tensors:
-        activation, theta = "jump_relu", _number(file, _THRESHOLD, feature)
+        # SAELens takes the ReLU first, so that a threshold below 0 cuts nothing.
+        activation, theta = "jump_relu", max(0.0, _number(file, _THRESHOLD, feature))
     settings = ReadoutSettings(bias=bias, activation=activation, theta=theta)
     decoder = vector_of(file.path, file.row(_DECODER, feature), about)
     return SaeFeature(Readout(encoder, settings), decoder)

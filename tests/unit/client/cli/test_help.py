@@ -22,7 +22,7 @@ from rheostat_wire.v1 import steering_service_pb2 as pb
 
 COMMANDS = (
     ["serve"], ["generate"], ["vectors"], ["runs"], ["global"], ["subscribe"], ["info"], ["demo"],
-    ["sweep"],
+    ["sweep"], ["conditions"], ["conditions", "fit"],
     ["vectors", "list"], ["vectors", "put"], ["vectors", "get"], ["vectors", "import"],
     ["vectors", "export"], ["vectors", "delete"], ["vectors", "derive"],
     ["runs", "list"], ["runs", "get"], ["runs", "put"], ["runs", "delete"],
@@ -36,7 +36,7 @@ def exits(capsys, *line: str) -> tuple[int, str, str]:
     return (raised.value.code, *capsys.readouterr())
 
 
-@pytest.mark.parametrize("line", [[], ["vectors"], ["runs"], ["global"]])
+@pytest.mark.parametrize("line", [[], ["vectors"], ["conditions"], ["runs"], ["global"]])
 def test_a_command_without_an_action_prints_its_help(capsys, line):
     assert main(line) == 0
     out, err = capsys.readouterr()

@@ -53,6 +53,13 @@ def test_a_feature_reads_with_a_column_and_writes_with_a_row(tmp_path, kind, sub
     assert (settings.activation, settings.theta, settings.normalise) == (*expected, "none")
 
 
+def test_a_threshold_below_zero_cuts_no_more_than_the_relu(tmp_path):
+    below = {"threshold": np.full(D_SAE, -1, np.float32)}
+    config = CONFIG | {"architecture": "jumprelu"}
+    settings = rheostat.load_sae_feature(write(tmp_path, config, WEIGHTS | below), 2).read.settings
+    assert (settings.activation, settings.theta) == ("jump_relu", 0.0)
+
+
 def test_a_feature_is_clamped_scaled_and_probed(tmp_path):
     found = rheostat.load_sae_feature(write(tmp_path), 1)
     read, write_to = found.read, found.write

@@ -5,6 +5,7 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat import ConditionFit, Point, Site
+from rheostat._cli import main
 from rheostat_wire.v1 import gate_pb2
 from rheostat_wire.v1 import steering_service_pb2 as pb
 
@@ -124,3 +125,17 @@ def test_a_fit_without_an_end_is_an_error(client, server):
         client.run(
             lambda engine: engine.conditions.fit(["a"], ["b"], points="resid_post", layers=1)
         )
+
+
+def test_the_command_prints_the_table_and_the_vector(server, tmp_path, capsys):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=ANSWER)])
+    server.on("ListVectors", pb.ListVectorsResponse())
+    for name in ("bad", "good"):
+        (tmp_path / name).write_text(f"{name}\n\nmore\n")
+    line = ["conditions", "fit", "--target", server.target, "--name", "gloom"]
+    line += ["--positive", str(tmp_path / "bad"), "--negative", str(tmp_path / "good")]
+    assert main([*line, "--points", "resid_post", "--layers", "1-2"]) == 0
+    assert capsys.readouterr().out == f"{TABLE}\n{DIGEST.hex()}  gloom\n"
+    asked = server.asked[-1]
+    assert [prompt.text for prompt in asked.positive] == ["bad", "more"]
+    assert (asked.name, len(asked.vectors)) == ("gloom", 0)

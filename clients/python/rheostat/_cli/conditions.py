@@ -1,0 +1,76 @@
+"""``rheostat conditions fit``: a condition that tells two files of prompts apart."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rheostat._cli._common import Subparsers, add_target, connected, layers, points
+from rheostat._cli._progress import Phase
+from rheostat._cli._stored import names, stored, warn_if_moved
+from rheostat._cli.derive import read_prompts
+
+
+def add(commands: Subparsers) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "conditions",
+        help="find conditions that tell prompts apart",
+        description="Find conditions that tell two sets of prompts apart, for gates.",
+        example="""\
+rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers all""",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+
+    fit = actions.add_parser(
+        "fit",
+        help="find a condition that holds of one set of prompts and not of another",
+        description="Try every site, pooling, direction and readout on two sets of prompts, and "
+        "show the conditions that tell held-out prompts apart best.",
+        example="""\
+rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers all
+rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers 2-4 \\
+    --vector joy --name gloom""",
+    )
+    for which in ("positive", "negative"):
+        fit.add_argument(
+            f"--{which}", type=Path, metavar="FILE", required=True, help="one prompt per line"
+        )
+    fit.add_argument("--points", type=points, required=True, help="e.g. resid_post")
+    fit.add_argument("--layers", type=layers, required=True, help='e.g. 3, 2-5, "all"')
+    fit.add_argument(
+        "--vector",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="try a stored vector in place of directions that are made of the prompts; repeatable",
+    )
+    fit.add_argument("--lora", metavar="NAME", help="a loaded adapter to run the prompts under")
+    fit.add_argument("--name", help="name to store the best direction under (default: none)")
+    fit.add_argument("--description", default="", help="text that is stored with the name")
+    add_target(fit)
+    fit.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the best conditions, and the digest of the best one's vector."""
+    positive, negative = read_prompts(args.positive), read_prompts(args.negative)
+    with connected(args) as engine:
+        before = names(engine, args.name) if args.name else {}
+        vectors = [stored(engine, name) for name in args.vector]
+        with Phase(f"running {len(positive)} + {len(negative)} prompts") as phase:
+            found = engine.conditions.fit(
+                positive,
+                negative,
+                points=args.points,
+                layers=args.layers,
+                vectors=vectors,
+                name=args.name,
+                description=args.description,
+                lora=args.lora,
+                progress=lambda done, total: phase.note(f"{done} of {total} done"),
+            )
+    print(found)
+    print(f"{found.vector.digest}  {found.vector.name or '-'}")
+    warn_if_moved(before, found.vector)
+    return 0
