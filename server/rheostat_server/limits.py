@@ -308,6 +308,9 @@ DERIVED_PROMPTS = 1024
 DERIVED_BYTES = 1024 * MIB
 """Bytes of rows that all contrasts together may hold."""
 
+FIT_CHOICES = 4
+"""Most values of an enum that name what a fit of conditions tries."""
+
 FITTED_COMPONENTS = 1024
 """Most prompts of both sets of which principal components are made for conditions. Each takes some
 seconds of a core at a site."""

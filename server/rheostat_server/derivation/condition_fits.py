@@ -64,7 +64,8 @@ class PooledRows(NamedTuple):
         if pool is Pool.LAST:
             rows = self.last.astype(np.float64)
             norms = np.linalg.norm(rows, axis=1, keepdims=True)
-            return np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 0)
+            units: Wide = np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 0)
+            return units
         assert self.unit_mean is not None
         return self.unit_mean.astype(np.float64)
 

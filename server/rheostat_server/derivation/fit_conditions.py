@@ -27,7 +27,7 @@ from rheostat_server.errors import (
     RheostatError,
     ZeroVector,
 )
-from rheostat_server.limits import DIRECTIONS, FITTED_COMPONENTS
+from rheostat_server.limits import DIRECTIONS, FIT_CHOICES, FITTED_COMPONENTS
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import (
     refuse_double_names,
@@ -237,6 +237,7 @@ def _chosen(
     advice: str,
 ) -> tuple[Own, ...]:
     """What a repeated enum names; each value once."""
+    validation.check_count(len(values), FIT_CHOICES, path, path)
     validation.no_repeats(values, path, path)
     for index, value in enumerate(values):
         field = f"{path}[{index}]"
@@ -247,6 +248,7 @@ def _chosen(
 
 
 def _normalises(values: Sequence[vector_pb2.Normalise.ValueType]) -> tuple[Normalise, ...]:
+    validation.check_count(len(values), FIT_CHOICES, "normalises", "normalises")
     for index, value in enumerate(values):
         if value == vector_pb2.NORMALISE_NONE:
             raise InvalidValue(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from rheostat._errors import ServerError
 from rheostat._notebook import passage
@@ -18,7 +18,7 @@ from rheostat_wire.v1 import steering_service_pb2
 FitDirection: TypeAlias = Literal["difference_of_means", "principal_component"]
 """Directions that are made of the prompts; see ``engine.conditions.fit``."""
 
-FIT_DIRECTIONS: dict[FitDirection, steering_service_pb2.FitDirection.ValueType] = {
+FIT_DIRECTIONS: dict[str, steering_service_pb2.FitDirection.ValueType] = {
     "difference_of_means": steering_service_pb2.FIT_DIRECTION_DIFFERENCE_OF_MEANS,
     "principal_component": steering_service_pb2.FIT_DIRECTION_PRINCIPAL_COMPONENT,
 }
@@ -27,7 +27,9 @@ _NORMALISES: dict[int, Normalise] = {
     NORMALISATIONS["unit"]: "unit",
     NORMALISATIONS["cosine"]: "cosine",
 }
-_DIRECTIONS: dict[int, FitDirection] = {value: name for name, value in FIT_DIRECTIONS.items()}
+_DIRECTIONS: dict[int, FitDirection] = {
+    FIT_DIRECTIONS[name]: name for name in get_args(FitDirection)
+}
 _SHOWN = 10
 """Rows of the table that are printed."""
 

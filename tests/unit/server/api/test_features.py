@@ -101,6 +101,14 @@ async def derive(running: Running) -> None:
     await rest(running.client.steering.DeriveVectors(message, timeout=10))
 
 
+async def fit(running: Running) -> None:
+    longer = types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[1, 2, 3]))
+    message = steering_service_pb2.FitConditionsRequest(
+        positive=[PROMPT], negative=[longer], sites=SITES
+    )
+    await rest(running.client.steering.FitConditions(message, timeout=10))
+
+
 async def watch(running: Running) -> None:
     await rest(running.client.monitor.Watch(iter([monitor_service_pb2.WatchRequest()]), timeout=10))
 
@@ -203,6 +211,7 @@ USES: dict[str, Use] = {
     ),
     "TOKEN_DIRECTIONS": attribute,
     "SIGNALS": generates(probes=[gate_pb2.Probe(signals=True, **SEEN)]),
+    "CONDITIONS": fit,
 }
 """How each feature is used."""
 

@@ -108,6 +108,15 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
         replaced("zeros {} mask { dimensions {} }"),
         "steering.interventions.replace.mask.dimensions.dimensions",
     ),
+    "FitConditionsRequest.description": (("FitConditions", TO_CONTRAST), "description"),
+    "FitConditionsRequest.directions": (("FitConditions", TO_CONTRAST), "directions"),
+    "FitConditionsRequest.lora_name": (("FitConditions", TO_CONTRAST), "lora_name"),
+    "FitConditionsRequest.name": (("FitConditions", TO_CONTRAST), "name"),
+    "FitConditionsRequest.negative": (("FitConditions", TO_CONTRAST), "negative"),
+    "FitConditionsRequest.normalises": (("FitConditions", TO_CONTRAST), "normalises"),
+    "FitConditionsRequest.pools": (("FitConditions", TO_CONTRAST), "pools"),
+    "FitConditionsRequest.positive": (("FitConditions", TO_CONTRAST), "positive"),
+    "FitConditionsRequest.vectors": (("FitConditions", TO_CONTRAST), "vectors"),
     "Gate.conditions": (
         steered(f"add {{ vector {{ inline {{ {INLINE} }} }} }} gate {{}}"),
         "steering.interventions.gate.conditions",
@@ -136,6 +145,7 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
     "ListVectorsRequest.name_prefix": (("ListVectors", ""), "name_prefix"),
     "ListVectorsRequest.page_token": (("ListVectors", ""), "page_token"),
     "MeanSource.run_id": (replaced("mean {}"), "steering.interventions.replace.mean.run_id"),
+    "Policy.probes": (("SetGlobal", "policy {}"), "policy.probes"),
     "PositionList.positions": (("ReadRun", "run_id: 'kept'"), "positions.positions"),
     "Probe.name": (("Generate", PROMPT), "probes.name"),
     "PutVectorRequest.chunk": (("PutVector", HEADER), "chunk"),
@@ -355,7 +365,6 @@ async def test_a_text_that_no_context_holds_is_refused(running, name: str) -> No
 
 UNSERVED_CASES = {
     "GenerateRequest.rules": ("Generate", f"{PROMPT} rules {{}}"),
-    "Policy.probes": ("SetGlobal", "policy { probes {} }"),
     "Policy.rules": ("SetGlobal", "policy { rules {} }"),
     "Projection.matrix": captured("inline {}", "projection { matrix {} }"),
     "Tensor.artifact": steered(
