@@ -48,6 +48,14 @@ SERVED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "vectors",
     ),
+    "SteeringService/FitConditions": (
+        {
+            "positive": [{"text": "I am so happy."}],
+            "negative": [{"text": "I am so sad."}],
+            "sites": {"points": ["POINT_RESID_POST"], "all": {}},
+        },
+        "condition",
+    ),
     "CaptureService/ListSinks": ({}, ""),
     "LensService/Lens": (
         {"prompt": {"text": "My day was"}, "sites": {"points": ["POINT_RESID_POST"], "all": {}}},

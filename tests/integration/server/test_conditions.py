@@ -17,7 +17,7 @@ import rheostat
 import rheostat.aio
 from rheostat_engine import Point, Site
 
-from ...effort import FACTOR
+from ...effort import FACTOR, at_length
 from ..engine.reference import Change, Float, HfReference
 from .conftest import Server
 
@@ -113,6 +113,7 @@ def fired(out: rheostat.Generation) -> bool:
     return out.receipt.interventions[0].sites[0].row_count > 0
 
 
+@at_length
 @pytest.mark.parametrize("activation", ["identity", "tanh"])
 @pytest.mark.parametrize("layer", [READ, LATE])
 def test_a_cosine_of_the_prompt_decides_as_hooks_in_hugging_face(
