@@ -209,6 +209,7 @@ class GlobalSteeringState:
         if policy.probes and self._info.no_gates:
             raise NotSupported(self._info.no_gates, field="probes")
         check_ranges(policy.steering, probes=policy.probes)
+        _refuse_signals(policy)
         context, vectors = typical_context(self._info), self._loader.store.view()
         work = steering_work(policy.steering, context.prompt_len, self._sites, vectors)
         work += probes_work(policy.probes, context.prompt_len, self._sites)
@@ -239,6 +240,18 @@ class GlobalSteeringState:
         check_sums(interventions, FloatType(self._sites.dtype))
         found = tuple(probes.values())
         return interventions, found, compile_plan("server-wide", interventions, (), found).plan
+
+
+def _refuse_signals(policy: steering_service_pb2.Policy) -> None:
+    """Refuses signals, because they would go to clients that have not asked for them."""
+    fields = [f"probes[{i}].signals" for i, probe in enumerate(policy.probes) if probe.signals]
+    fields += [
+        f"{INTERVENTION_PATH}[{index}].gate.signals"
+        for index, one in enumerate(policy.steering.interventions)
+        if one.HasField("gate") and one.gate.signals
+    ]
+    if fields:
+        raise NotSupported("signals of the server-wide steering are not sent", field=fields[0])
 
 
 def _spelled_out(

@@ -230,7 +230,8 @@ async def test_a_session_cannot_shed_a_gate_by_an_update(running) -> None:
     ("steer", "probes", "reason", "field"),
     [
         ([gated()], [], "INVALID_VALUE", "steering.interventions[0].gate.conditions[0].probe_name"),
-        ([add()], [probe()], "NOT_SUPPORTED", "probes[0]"),
+        ([add()], [probe()], "INVALID_VALUE", "probes[0]"),
+        ([gated()], [probe(signals=True)], "NOT_SUPPORTED", "probes[0].signals"),
         ([gated()], [probe(), probe()], "INVALID_VALUE", "probes[1].name"),
         ([gated()], [probe(name="/")], "INVALID_VALUE", "probes[0].name"),
         ([gated()], [probe(sites=None)], "MISSING_FIELD", "probes[0].sites"),
