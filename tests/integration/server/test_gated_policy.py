@@ -126,7 +126,7 @@ def test_calls_that_run_prompts_are_gated_too(cleared: rheostat.Engine, mean: fl
 
     def stored(prompt: str) -> Float:
         engine.capture_run(prompt, run_id="gated", **there)
-        row = engine.read_run("gated").activations["resid_post", ACT][-1]
+        row = engine.read_run("gated")["resid_post", ACT][-1]
         engine.delete_run("gated")
         return row
 
