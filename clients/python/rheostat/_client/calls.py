@@ -23,8 +23,8 @@ from rheostat._responses.explanations import (
 )
 from rheostat._responses.model import ModelInfo, Stats, read_model, read_stats
 from rheostat._responses.results import Event, Generation
-from rheostat._steering.gates import probes_to_wire
 from rheostat._steering.global_steering import GlobalSteering, read_global
+from rheostat._steering.rules import probes_to_wire
 from rheostat._steering.steering import SteeringLike, interventions_of, steering_to_wire
 from rheostat._sweeps.accumulator import SweepAccumulator
 from rheostat._sweeps.result import SweepResult
