@@ -6,6 +6,7 @@ is aborted in the engine.
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 
@@ -35,6 +36,10 @@ from rheostat_wire.v1 import generation_pb2
 
 LOG = logging.getLogger(__name__)
 """Its debug messages are those of `--enable-log-requests`."""
+
+_SPARSE = 4
+"""While many streams run, signals of a sample are sent with every fourth message of tokens, because
+a message costs more than the numbers in it."""
 
 Companion = Callable[[ActiveRequest], Coroutine[None, None, None]]
 """A coroutine that runs beside a stream until the stream ends."""
@@ -125,6 +130,8 @@ class _Stream:
         the log-probabilities of the prompt come first."""
         wanted = admitted.sampling.prompt_logprobs is not None
         self._prompt_logprobs_due = {sequence.kind for sequence in active.sequences if wanted}
+        self._signals_left: dict[EngineSequence, float] = {}
+        """When signals of each sample were sent last, while many streams run."""
         self._silence = UNSCHEDULED_GRACE
         self._lost = 0
         """Number of lost rows whose policy allows no loss."""
@@ -234,6 +241,11 @@ class _Stream:
         if signals is None or sequence.kind is not SequenceKind.OWN:
             return
         sample, prompt = self._samples[sequence], self._admitted.prompt.token_ids
+        if pause := self._active.queue.interval:
+            now = time.monotonic()
+            if not sample.ended and now < self._signals_left.get(sequence, 0.0) + _SPARSE * pause:
+                return
+            self._signals_left[sequence] = now
         while True:
             message = signals.take(sample.index, sample.row_end, prompt, sample.tokens)
             if message is None:

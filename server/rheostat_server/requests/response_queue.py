@@ -233,6 +233,11 @@ class ResponseQueue:
             )
         )
 
+    @property
+    def interval(self) -> float:
+        """Seconds between two messages of tokens; 0: every token is sent at once."""
+        return 0.0 if self._pace is None else self._pace.interval
+
     def __len__(self) -> int:
         """Number of waiting messages and events."""
         return len(self._entries)

@@ -71,18 +71,20 @@ class Firings:
 
 
 class _Chunk(NamedTuple):
-    """Waiting signals."""
+    """Waiting signals of consecutive positions."""
 
-    positions: npt.NDArray[np.int64]
-    """[n], ascending."""
+    first: int
     values: npt.NDArray[np.float32]
     """[n, columns]."""
     fired: npt.NDArray[np.bool_] | None
     """[n, rules]; None: none fired."""
+    weight: int
+    """Bytes of memory."""
 
     @property
-    def weight(self) -> int:
-        return _CHUNK_BYTES + self.values.nbytes + 8 * len(self.positions)
+    def end(self) -> int:
+        """One past the last position."""
+        return self.first + len(self.values)
 
 
 class _SampleSignals:
@@ -155,7 +157,7 @@ class RequestSignals:
                 return
             chunk = sample.chunks.popleft()
             self._byte_counter.add_tokens(-chunk.weight)
-            sample.dropped += runs(chunk.positions)
+            sample.dropped.append((chunk.first, chunk.end))
 
     def add(
         self, sample: int, first: int, values: npt.NDArray[np.float32], readings: int, opened: bool
@@ -185,8 +187,11 @@ class RequestSignals:
                 count = ends.row + 1 - first
                 values, fired = values[:count], fired[:count]
                 signals.end = ends.row + 1
-            self._note(signals, first, fired, ends)
-        self._keep(signals, np.arange(first, first + count), values, readings, fired)
+            if fired.any():
+                self._note(signals, first, fired, ends)
+            else:
+                fired = None
+        self._keep(signals, first, values, readings, fired)
         return ends
 
     def lose(self, sample: int, first: int, count: int) -> None:
@@ -207,25 +212,16 @@ class RequestSignals:
             tokens: the generated tokens that were sent.
         """
         signals, self._awake = self._samples[sample], False
-        chunks: list[_Chunk] = []
-        size = 0
-        while signals.chunks and size < CHUNK_BYTES:
-            chunk = signals.chunks[0]
-            if chunk.positions[0] >= end:
-                break
-            signals.chunks.popleft()
-            self._byte_counter.add_tokens(-chunk.weight)
-            if chunk.positions[-1] >= end:
-                kept = int(np.searchsorted(chunk.positions, end))
-                self._put_back(signals, _part(chunk, kept, None))
-                chunk = _part(chunk, 0, kept)
-            size += chunk.weight
-            chunks.append(chunk)
-        dropped = [span for span in signals.dropped if span[0] < end]
-        if not chunks and not dropped:
-            return None
-        signals.dropped = [span for span in signals.dropped if span[0] >= end]
-        return self._message(sample, chunks, dropped, prompt, tokens)
+        while True:
+            chunks = self._taken(signals, end)
+            dropped = [span for span in signals.dropped if span[0] < end]
+            if not chunks and not dropped:
+                return None
+            if dropped:
+                signals.dropped = [span for span in signals.dropped if span[0] >= end]
+            message = self._message(sample, chunks, dropped, prompt, tokens)
+            if message is not None:
+                return message
 
     def firings(self, sample: int) -> Mapping[str, Firings]:
         """Where rules fired in a sample, by the name of the rule."""
@@ -263,88 +259,119 @@ class RequestSignals:
     def _keep(
         self,
         signals: _SampleSignals,
-        positions: npt.NDArray[np.int64],
+        first: int,
         values: npt.NDArray[np.float32],
         readings: int,
         fired: npt.NDArray[np.bool_] | None,
     ) -> None:
-        """Adds signals that the client gets."""
-        some: npt.NDArray[np.bool_] | None = None
-        if fired is not None and fired.any():
-            some = np.logical_or.reduce(fired, axis=1)
-        else:
-            fired = None
+        """Adds signals that the client gets. `_message` leaves out what was not read.
+
+        The values are copied, because those of a step would keep those of all its requests.
+        """
         if not self.plan.columns:
-            if some is None:
+            if fired is None:
                 return
-            kept = some
-            values = np.zeros((len(values), 0), np.float32)
+            values = np.empty((len(values), 0), np.float32)
+        elif self._plain:
+            values = values[:, : self.plan.columns].copy()
         else:
-            if self._plain:
-                values = values[:, : len(self._readings)]
-            else:
-                values = values[:, np.concatenate([self._readings, readings + self._gates])]
-            kept = np.ones(len(values), np.bool_)
-            if not len(self._gates):
-                kept = ~np.logical_and.reduce(np.isnan(values), axis=1)
-                if some is not None:
-                    kept = kept | some
-        if not kept.any():
-            return
-        chunk = _Chunk(positions[kept], values[kept], None if fired is None else fired[kept])
-        signals.chunks.append(chunk)
-        self._byte_counter.add_tokens(chunk.weight)
-        if chunk.weight > _WAKE_BYTES and not self._awake:
+            values = values[:, np.concatenate([self._readings, readings + self._gates])]
+        weight = _CHUNK_BYTES + values.nbytes
+        signals.chunks.append(_Chunk(first, values, fired, weight))
+        self._byte_counter.add_tokens(weight)
+        if weight > _WAKE_BYTES and not self._awake:
             self._awake = True
             self._wake()
         self._share.check()
 
-    def _put_back(self, signals: _SampleSignals, chunk: _Chunk) -> None:
-        signals.chunks.appendleft(chunk)
-        self._byte_counter.add_tokens(chunk.weight)
+    def _taken(self, signals: _SampleSignals, end: int) -> list[_Chunk]:
+        """Removes and returns chunks before a position, of about `CHUNK_BYTES`."""
+        chunks: list[_Chunk] = []
+        size = 0
+        while signals.chunks and size < CHUNK_BYTES:
+            chunk = signals.chunks[0]
+            if chunk.first >= end:
+                break
+            signals.chunks.popleft()
+            self._byte_counter.add_tokens(-chunk.weight)
+            if chunk.end > end:
+                rest = _part(chunk, end - chunk.first, None)
+                signals.chunks.appendleft(rest)
+                self._byte_counter.add_tokens(rest.weight)
+                chunk = _part(chunk, 0, end - chunk.first)
+            size += chunk.weight
+            chunks.append(chunk)
+        return chunks
 
     def _message(
         self,
         sample: int,
         chunks: Sequence[_Chunk],
-        dropped: Spans | Sequence[tuple[int, int]],
+        dropped: Sequence[tuple[int, int]],
         prompt: Sequence[int],
         tokens: Sequence[int],
-    ) -> monitor_pb2.Signals:
+    ) -> monitor_pb2.Signals | None:
+        """The message of chunks; None if nothing was read or fired, and nothing is dropped."""
         message = monitor_pb2.Signals()
         if sample:
             message.sample = sample
-        add_runs(message.dropped_positions.add, united(dropped))
+        if dropped:
+            add_runs(message.dropped_positions.add, united(dropped))
         if not chunks:
             return message
-        spans = runs(np.concatenate([chunk.positions for chunk in chunks]))
-        add_runs(message.positions.add, spans)
+        values = np.concatenate([chunk.values for chunk in chunks])
+        spans: Spans = tuple([(chunk.first, chunk.end) for chunk in chunks])
+        fired = None
+        if any(chunk.fired is not None for chunk in chunks):
+            fired = np.concatenate([self._fired(chunk) for chunk in chunks])
+        kept = self._kept(values, fired)
+        if kept is not None:
+            positions = np.concatenate([np.arange(start, end) for start, end in spans])[kept]
+            spans, values = runs(positions), values[kept]
+            fired = None if fired is None else fired[kept]
+        if not spans:
+            return message if dropped else None
+        add_runs(message.positions.add, united(spans))
         count = len(prompt)
         for start, end in spans:
-            message.token_ids.extend(prompt[start:end])
-            message.token_ids.extend(tokens[max(0, start - count) : max(0, end - count)])
+            if start < count:
+                message.token_ids.extend(prompt[start:end])
+            if end > count:
+                message.token_ids.extend(tokens[max(0, start - count) : end - count])
         if self.plan.columns:
-            values = np.concatenate([chunk.values for chunk in chunks])
             tensor = message.values
             tensor.dtype = tensor_pb2.DTYPE_FLOAT32
             tensor.shape.extend(values.shape)
             tensor.encoding = tensor_pb2.ENCODING_RAW
             tensor.inline = values.tobytes()
-        for number, rule in enumerate(self.plan.rules):
-            rows: list[int] = []
-            before = 0
-            for chunk in chunks:
-                if chunk.fired is not None:
-                    rows += (before + np.flatnonzero(chunk.fired[:, number])).tolist()
-                before += len(chunk.positions)
-            if rows:
-                message.firings.add(rule_name=rule.name, rows=rows)
+        if fired is not None:
+            for number, rule in enumerate(self.plan.rules):
+                rows = np.flatnonzero(fired[:, number]).tolist()
+                if rows:
+                    message.firings.add(rule_name=rule.name, rows=rows)
         return message
+
+    def _fired(self, chunk: _Chunk) -> npt.NDArray[np.bool_]:
+        if chunk.fired is not None:
+            return chunk.fired
+        return np.zeros((len(chunk.values), len(self.plan.rules)), np.bool_)
+
+    def _kept(
+        self, values: npt.NDArray[np.float32], fired: npt.NDArray[np.bool_] | None
+    ) -> npt.NDArray[np.bool_] | None:
+        """[n]: the positions at which something was read or fired; None: all of them."""
+        if len(self._gates):
+            return None
+        unread: npt.NDArray[np.bool_] = np.logical_and.reduce(np.isnan(values), axis=1)
+        if not unread.any():
+            return None
+        if fired is not None:
+            unread &= ~fired.any(axis=1)
+        return ~unread
 
 
 def _part(chunk: _Chunk, start: int, end: int | None) -> _Chunk:
-    return _Chunk(
-        chunk.positions[start:end],
-        chunk.values[start:end],
-        None if chunk.fired is None else chunk.fired[start:end],
-    )
+    """Some positions of a chunk."""
+    values = chunk.values[start:end]
+    fired = None if chunk.fired is None else chunk.fired[start:end]
+    return _Chunk(chunk.first + start, values, fired, _CHUNK_BYTES + values.nbytes)
