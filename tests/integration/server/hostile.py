@@ -132,6 +132,27 @@ class _Sound:
             for points, layers in (("resid_post", 2), (["resid_pre", "resid_mid"], [0, 5]))
         ]
 
+        self._probes = [
+            rheostat.probe(one, points="resid_post", layers=layers, where=where, name=f"p{n}")
+            for n, (one, layers, where) in enumerate(
+                [
+                    (handles[2], 1, None),
+                    (handles[2], [0, 4], "prompt"),
+                    (handles[0], 3, "generated"),
+                ]
+            )
+        ]
+        conditions = [self._probes[n].above(bound) for n in range(3) for bound in (-1e6, 0, 1e6)]
+        conditions += [self._probes[0].below(0, pool="mean", for_tokens=2)]
+        actions = [rheostat.Observe(), rheostat.Stop("why"), rheostat.Stop(drop_sampled=False)]
+        actions += [rheostat.Stop(all_samples=True)]
+        self._rules = [
+            rheostat.Rule(f"r{n}", condition, action)
+            for n, (condition, action) in enumerate(
+                (condition, action) for condition in conditions for action in actions
+            )
+        ]
+
     def messages(self, rng: random.Random, method: str, number: int) -> list[Message]:
         """The messages of a call."""
         service = steering_service_pb2
@@ -169,6 +190,9 @@ class _Sound:
             rng.choice(["My day was", "day after day", [0, 790, 593, 282], [5] * 300]),
             steering=self._steering(rng),
             capture=capture if rng.random() < 0.3 else None,
+            probes=rng.sample(self._probes, rng.choice([0, 0, 1, 3])),
+            rules=rng.sample(self._rules, rng.choice([0, 0, 0, 1, 4])),
+            hold_back=rng.choice([None, None, 0, 1, 5]),
             max_tokens=rng.randint(1, 2),
             n=rng.choice([1, 1, 1, 2]),
             request_id=rng.choice([None, f"fuzz-{number}", f"fuzz-{number % 50}"]),

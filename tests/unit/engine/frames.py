@@ -21,6 +21,7 @@ from rheostat_engine.channel.events import (
     InstalledHead,
     ReleasedHead,
     RowsHead,
+    SignalsHead,
     decode_head,
     encode_head,
 )
@@ -69,6 +70,11 @@ def rows(
 ) -> RowsHead:
     """One block of two columns from position 5 on."""
     return RowsHead(rank, dtype, 2, [[site]], int64(number), int64(0), int64(5), int64(count))
+
+
+def signals(*, numbers: bytes = b"", readings: int = 2, gates: int = 1) -> SignalsHead:
+    """Signals of two positions from 5 on, of one request."""
+    return SignalsHead(0, readings, gates, numbers or int64(1), int64(5), int64(2))
 
 
 def payload(count: int = 2) -> bytes:

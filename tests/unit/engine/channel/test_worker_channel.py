@@ -6,6 +6,7 @@ import pytest
 from rheostat_engine import (
     Installed,
     Released,
+    SignalRows,
 )
 from rheostat_engine.channel.events import (
     RowBlocks,
@@ -27,6 +28,7 @@ from ..frames import (
     plain,
     released,
     rows,
+    signals,
 )
 
 
@@ -75,6 +77,54 @@ def test_a_frame_whose_labels_do_not_fit_its_rows_is_refused(count: int) -> None
     assert isinstance(head, RowsHead)
     with pytest.raises(ValueError, match=f"^a frame of 16 bytes labels {8 * count}$"):
         split_rows(RowBlocks(head), payload(2), {1: "r"})
+
+
+VALUES = np.arange(6, dtype="<f4").reshape(2, 3)
+
+
+def test_a_frame_of_signals_is_one_event() -> None:
+    merger = EventMerger(1)
+    merger.feed(installed())
+    head = decode_head(encode_head(signals()))
+    (event,) = merger.feed(head, VALUES.tobytes())
+    assert isinstance(event, SignalRows)
+    assert (event.request_ids, event.starts, event.counts) == (("r",), (5,), (2,))
+    assert event.readings == 2
+    assert event.values is not None
+    assert event.values.tolist() == VALUES.tolist()
+
+
+def test_signals_do_not_keep_the_staging_memory() -> None:
+    merger = EventMerger(1)
+    merger.feed(installed())
+    staged = np.frombuffer(VALUES.tobytes(), np.uint8).copy()
+    (event,) = merger.feed(signals(), staged)
+    staged[:] = 0
+    assert isinstance(event, SignalRows)
+    assert event.values is not None
+    assert event.values.tolist() == VALUES.tolist()
+
+
+def test_lost_signals_are_reported_with_their_positions() -> None:
+    merger = EventMerger(1)
+    merger.feed(installed())
+    for events in (merger.feed(signals().without_rows), merger.skip(signals())):
+        (event,) = events
+        assert isinstance(event, SignalRows)
+        assert event.values is None
+        assert (event.request_ids, event.starts, event.counts) == (("r",), (5,), (2,))
+
+
+def test_signals_that_fit_nothing_are_refused() -> None:
+    merger = EventMerger(1)
+    merger.feed(installed())
+    with pytest.raises(ValueError, match="reshape"):
+        merger.feed(signals(), VALUES[:1].tobytes())
+    with pytest.raises(KeyError):
+        merger.feed(signals(numbers=int64(9)), VALUES.tobytes())
+    with pytest.raises(ValueError, match="different lengths"):
+        merger.feed(signals(numbers=int64(1, 1)), VALUES.tobytes())
+    assert merger.skip(signals(numbers=int64(9))) == []
 
 
 def test_one_worker_is_taken_at_its_word() -> None:

@@ -141,6 +141,13 @@ async def test_steps_beyond_the_last_token_send_nothing(starter) -> None:
     assert all_signals(events)[0] == list(range(6))
 
 
+async def test_signals_of_many_streams_leave_together(running: Running) -> None:
+    running.manager._pace.add(10_000)  # as if so many streams ran
+    events = await running.client.generate(request(probes=[sent()], sampling=SAMPLING))
+    assert all_signals(events)[0] == list(range(6))
+    assert sum(event.HasField("signals") for event in events) <= 3
+
+
 async def test_lost_signals_are_reported(starter) -> None:
     running = await starter(ScriptedBackend(lost_signals=frozenset({3, 4})))
     events = await running.client.generate(request(probes=[sent()], sampling=SAMPLING))

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from rheostat_engine import Capture, Codec, Event, Installed, Plan, Released, RowEncoding, Rows
+from rheostat_engine import (
+    Capture,
+    Codec,
+    Event,
+    Installed,
+    Plan,
+    Released,
+    RowEncoding,
+    Rows,
+    SignalRows,
+)
 from rheostat_engine.channel.events import Head, RowsHead, encode_head
 from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.capture.request_progress import RequestProgress
@@ -27,7 +37,7 @@ from rheostat_engine.worker.transport.row_sender import (
 )
 
 from ...formed import check_formed
-from ...frames import DOSE, Server, installed, int64, released
+from ...frames import DOSE, Server, installed, int64, released, signals
 from ...strategies import EVERYWHERE, SITES
 from ...tables import CPU, WIDTH
 
@@ -424,3 +434,41 @@ def test_slabs_make_the_same_bytes() -> None:
         slabs = torch.zeros_like(whole)
         pack(rows, groups, slabs, scratch=scratch, copies=copies)
         assert torch.equal(slabs, whole)
+
+
+def test_signals_come_beside_rows_and_bit_for_bit(server: Server) -> None:
+    device = Device(server)
+    device.install(Capture((0, 1), EVERYWHERE))
+    values = torch.randn(2, 3)
+    device.step(0, 5)
+    device.row_sender.send_signals(signals(), values)
+    device.step(5, 2)
+    device.release()
+    events = events_of(server)
+    (event,) = [event for event in events if isinstance(event, SignalRows)]
+    assert event.values is not None
+    assert event.values.tolist() == values.tolist()
+    check([one for one in events if one is not event], {0: None, 1: None}, range(7))
+    device.row_sender.close()
+
+
+def test_signals_that_find_no_room_are_reported_as_lost(server: Server) -> None:
+    device = Device(server)
+    device.row_sender.send(Frame(installed()))
+    head = signals(readings=1 << 18, gates=0)  # two megabytes
+    device.row_sender.send_signals(head, torch.zeros(2, 1 << 18))
+    device.row_sender.send_signals(signals(), torch.ones(2, 3))
+    device.row_sender.send(Frame(released()))
+    lost, come = [event for event in events_of(server) if isinstance(event, SignalRows)]
+    assert (lost.values, lost.starts, lost.counts) == (None, (5,), (2,))
+    assert come.values is not None
+    assert device.row_sender.lost_rows == 0
+    device.row_sender.close()
+
+
+def test_rows_leave_room_for_signals(server: Server) -> None:
+    row_sender = Device(server).row_sender
+    free = row_sender.free_bytes
+    row_sender.kept_free = free // 4
+    assert row_sender.free_bytes == free - free // 4
+    row_sender.close()
