@@ -22,9 +22,11 @@ from rheostat_engine import (
     Capture,
     Codec,
     Condition,
+    Directions,
     Kind,
     Normalise,
     Plan,
+    Readout,
     RowEncoding,
 )
 from rheostat_engine.plan.plan import ReceivedPlan, read_plan, read_request_id, steering_of
@@ -337,3 +339,14 @@ def check_tables(acts: SteeringTable | None, captures: CaptureTable | None) -> N
     if captures is not None:
         assert captures_from(captures_to(captures)).captures == captures.captures
         assert captures.need(prompt_len=5, max_step_tokens=3).rows >= 0
+
+
+def test_readouts_of_a_projection_travel_and_decide_the_encoding() -> None:
+    readouts = (Readout(Normalise.COSINE, Activation.TANH, 0.5), Readout(Normalise.NONE))
+    plain = RowEncoding(Codec.CAST, "float32", directions=Directions((A, A), (0, 1)))
+    read = replace(plain, directions=Directions((A, A), (0, 1), readouts))
+    other = replace(plain, directions=Directions((A, A), (0, 1), readouts[::-1]))
+    assert len({plain.key, read.key, other.key}) == 3
+    table = Plan("r", (), (Capture((1,), EVERYWHERE, read),)).packed_captures.table
+    assert table is not None
+    assert captures_from(captures_to(table)).captures[0].encoding == read

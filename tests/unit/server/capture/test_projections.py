@@ -75,6 +75,40 @@ async def test_what_comes_is_the_scalar_product_with_each_direction(
         assert np.abs(values - expected).max() <= bound + 1e-3
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["on the device", "on the server"])
+async def test_what_comes_of_readouts_is_what_numpy_makes_of_the_rows(starter, whole) -> None:
+    running = await starter(ScriptedBackend(whole=whole))
+    flat, other = tensor(FLAT), tensor(BY_LAYER[:1])
+    unit, cosine = vector_pb2.NORMALISE_UNIT, vector_pb2.NORMALISE_COSINE
+    relu, jump, tanh = (
+        vector_pb2.Activation.Value(f"ACTIVATION_{name}") for name in ("RELU", "JUMP_RELU", "TANH")
+    )
+    rows = {position: row(site(1), position).astype(np.float64) for position in range(5)}
+    theta = float(np.median([x @ FLAT[0] for x in rows.values()])) + 1e-3
+    readouts = [
+        vector_pb2.Readout(vector=flat),
+        vector_pb2.Readout(vector=flat, normalise=unit, bias=0.5),
+        vector_pb2.Readout(vector=other, normalise=cosine, activation=tanh),
+        vector_pb2.Readout(vector=other, bias=-0.25, activation=relu),
+        vector_pb2.Readout(vector=flat, activation=jump, theta=theta),
+    ]
+    onto = capture_pb2.Projection(readouts=capture_pb2.ReadoutList(readouts=readouts))
+    spec = capture(site_set(POST, layers=[1]), projection=onto)
+    found = sent(await generate(running, "a", captures=[spec]))
+    a, b = FLAT[0].astype(np.float64), BY_LAYER[0].astype(np.float64)
+    for (_, position), values in found.items():
+        x = rows[position]
+        size = np.linalg.norm(x) * np.linalg.norm(b)
+        expected = [
+            x @ a,
+            x @ a / np.linalg.norm(a) + 0.5,
+            np.tanh(x @ b / size) if size else 0.0,
+            max(x @ b - 0.25, 0.0),
+            x @ a if x @ a > theta else 0.0,
+        ]
+        np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-3)
+
+
 async def test_numbers_are_float32_unless_another_type_is_asked_for(running) -> None:
     for dtype, kind in ((None, "DTYPE_FLOAT32"), (tensor_pb2.DTYPE_FLOAT16, "DTYPE_FLOAT16")):
         spec = capture(site_set(POST, layers=[1]), projection=along(tensor(FIRST)), dtype=dtype)
