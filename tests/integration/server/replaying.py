@@ -18,7 +18,7 @@ import numpy as np
 import rheostat
 from rheostat import generated, positions, token_ids, window
 
-from .naive import OPS, Placed
+from .naive import BY_TOKEN, Placed
 
 POINTS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 LAYERS = 6
@@ -151,7 +151,12 @@ def request_specs(seed: int, loras: Sequence[str]) -> tuple[list[RequestSpec], l
 
     def steering() -> list[Placed]:
         return [
-            Placed(OPS[rng.choice(list(OPS))], sorted(rng.sample(range(LAYERS), 2)), where, holds)
+            Placed(
+                BY_TOKEN[rng.choice(list(BY_TOKEN))],
+                sorted(rng.sample(range(LAYERS), 2)),
+                where,
+                holds,
+            )
             for where, holds in rng.sample(SELECTORS, rng.choice([0, 1, 1, 2]))
         ]
 
