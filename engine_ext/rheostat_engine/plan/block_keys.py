@@ -35,6 +35,7 @@ class SteeredBlocks:
     """Digests of the acts on blocks, shared by all requests with a table of acts."""
 
     def __init__(self, table: SteeringTable) -> None:
+        self._table = table  # the worker, often in this process, need not parse it again then
         self.first_read, self.first_gated = table.first_read, table.first_gated
         self._contents = [hashlib.sha256(_content(act)).digest() for act in table.acts]
         self._kinds = [act.kind for act in table.acts]
@@ -64,6 +65,9 @@ class SteeredBlocks:
         first = bisect_right(self._starts, start) - 1
         last = bisect_left(self._starts, end)
         if window is not None:
+            if not window.first_act:  # no act applies outside
+                first = max(first, bisect_right(self._starts, window.start) - 1)
+                last = min(last, bisect_left(self._starts, window.end))
             return self._touching(first, last, start, end, window)
         if last - first > 1:
             block = start, end

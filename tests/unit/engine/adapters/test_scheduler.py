@@ -224,6 +224,9 @@ def test_equal_tables_are_read_once_for_all_samples(monkeypatch: pytest.MonkeyPa
     wires = [Plan(f"r{number}", acts, epoch=number).to_wire() for number in range(64)]
     samples = [request(wire, request_id=f"{number}") for number, wire in enumerate(wires)]
     assert len({sample.block_hashes[0] for sample in samples}) == 64
+    encoded = read_plan(wires[0]).acts
+    assert encoded is not None
+    plan.steering_of(encoded)  # as the worker does, in the same process
     assert len(tables) == 1
 
 
