@@ -23,6 +23,7 @@ from rheostat_server.api.engine import EngineService
 from rheostat_server.api.generation import GenerationService
 from rheostat_server.api.incoming import Calls
 from rheostat_server.api.lens import LensService
+from rheostat_server.api.monitor import MonitorService
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Rpcs
 from rheostat_server.api.runs import RunService
@@ -148,10 +149,8 @@ class RunningServer:
         add(run_service_pb2_grpc.add_RunServiceServicer_to_server, RunService(readiness))
         add(sweep_service_pb2_grpc.add_SweepServiceServicer_to_server, SweepService(readiness))
         add(lens_service_pb2_grpc.add_LensServiceServicer_to_server, LensService(readiness))
-        # The rpcs of this service are not served yet. They are refused by name.
         add(
-            monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server,
-            monitor_service_pb2_grpc.MonitorServiceServicer(),
+            monitor_service_pb2_grpc.add_MonitorServiceServicer_to_server, MonitorService(readiness)
         )
 
     async def load(self, bring_up: BackendFactory) -> None:

@@ -6,9 +6,8 @@ and Explain share this path.
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from rheostat_engine import Kind, ModelSites, Plan
 from rheostat_server import validation
@@ -41,6 +40,9 @@ from rheostat_server.limits import (
     RETRY_SECONDS,
     WAITING_REQUESTS,
 )
+from rheostat_server.monitors.parts import WatchPart, refuse_unwatched, watch_parts
+from rheostat_server.monitors.registry import Watches
+from rheostat_server.monitors.watch import Watch
 from rheostat_server.prompts.prompts import Prompts, PromptTokens
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import SelectionContext, needs_text
@@ -97,6 +99,8 @@ class AdmissionContext:
     """The current server-wide steering."""
     subscriptions: Subscriptions | None = None
     """The open subscriptions. None: requests are not observed."""
+    watches: Watches | None = None
+    """The open watches. None: requests are not watched."""
     sinks: Sinks | None = None
     """The sinks. None: captures cannot name sinks."""
     spools: bool = False
@@ -155,6 +159,8 @@ class AdmittedRequest:
     """The names of its rules, in order."""
     hold_back: int = 0
     """Tokens of each running sample that are held back."""
+    watch_parts: tuple[WatchPart, ...] = ()
+    """What watches read of it."""
     background: bool = False
     """Whether it is part of work in the background, which waits while other requests wait."""
 
@@ -176,19 +182,6 @@ class AdmittedRequest:
             if one.target is Target.INLINE:
                 found.setdefault(one.overload, {})[index] = one
         return found
-
-
-class CompiledUpdate(NamedTuple):
-    """Steering for a running request."""
-
-    interventions: tuple[Intervention, ...]
-    """The server-wide ones of the request, then those of the update."""
-    plan: Plan
-    """The packed plan, without an id."""
-    vectors: tuple[Vector, ...]
-    """Every vector that the workers need, each once."""
-    work: int
-    """Bytes that `offload` counts for each pass over the steering and its plan."""
 
 
 async def admit(
@@ -223,15 +216,18 @@ async def _admit(
 ) -> AdmittedRequest:
     _check_head(request, admission)
     with_text = _selects(request) and await offload(
-        size, _any_needs_text, request.steering, request.captures, request.probes
+        size, any_needs_text, request.steering, request.captures, request.probes
     )
     prompt = await admission.prompts.resolve(request, with_text=with_text)
     request_id = request.request_id or secrets.token_hex(16)
     observers: Sequence[Subscription] = ()
     if admission.subscriptions is not None and len(admission.subscriptions):
         observers = admission.subscriptions.selecting(request_id, request.labels)
+    watches: Sequence[Watch] = ()
+    if admission.watches is not None and admission.watches.any:
+        watches = admission.watches.selecting(request_id, request.labels)
     work = _work(request, prompt, observers, admission)
-    candidate = _Candidate(request, request_id, prompt, changeable, work)
+    candidate = _Candidate(request, request_id, prompt, changeable, watches, work)
     if work <= OFFLOAD_BYTES:
         return admit_now(candidate, observers, admission, admission.compiled)
     # The cache of compiled requests is used on the event loop alone.
@@ -248,6 +244,8 @@ class _Candidate:
     prompt: PromptTokens
     changeable: bool
     """Whether its steering may change while it runs."""
+    watches: Sequence[Watch]
+    """The watches that select it."""
     work: int
     """Bytes that `offload` counts for its admission, and for each later pass over its plan."""
 
@@ -280,7 +278,7 @@ def admit_now(
     context = SelectionContext(prompt, sampling.max_tokens, admission.info.vocabulary)
     key, known = None, None
     if compiled_before is not None:
-        key = key_of(request, context, admission.server_wide)
+        key = key_of(request, context, admission.server_wide, candidate.watches)
         known = None if key is None else compiled_before.find(key)
     lookups = Lookups(admission.store.view())
     if known is None:
@@ -303,7 +301,23 @@ def admit_now(
     wanted = merged([*_directed(captures, admission), *observer_captures(observers, context)])
     compiled = known
     if compiled is None:
-        compiled = _compile(own, tuple(probes.values()), rules, captures, context, admission)
+        parts: tuple[WatchPart, ...] = ()
+        if candidate.watches:
+            gates = [one.gate for one in own if one.gate is not None]
+            gates += [rule.gate for rule in rules]
+            first = columns + sum(len(probe.sites) for probe in probes.values())
+            parts = watch_parts(candidate.watches, context, first, gates)
+            refuse_unwatched(parts, with_baseline=request.with_baseline)
+        read = tuple(probes.values())
+        try:
+            compiled = _compile(own, read, rules, captures, context, admission, parts)
+        except InvalidValue as error:
+            if not any(part.probes for part in parts):
+                raise
+            # A watch neither refuses nor changes a request, unless it must be able to stop it.
+            parts = tuple([part.without(error.message) for part in parts])
+            refuse_unwatched(parts, with_baseline=request.with_baseline)
+            compiled = _compile(own, read, rules, captures, context, admission, parts)
         if compiled_before is not None and key is not None:
             compiled_before.add(key, compiled, lookups)
     plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
@@ -336,12 +350,11 @@ def admit_now(
         waits=_waits(request),
         baseline=baseline,
         work=candidate.work,
-        read_count=sum(act.kind is Kind.READ for act in plan.acts)
-        if request.probes or admission.server_wide.probes
-        else 0,
+        read_count=sum(act.kind is Kind.READ for act in plan.acts) if compiled.reads else 0,
         signals=compiled.signals,
         rule_names=tuple([rule.name for rule in request.rules]),
         hold_back=request.hold_back,
+        watch_parts=compiled.watch_parts,
     )
 
 
@@ -450,16 +463,22 @@ def _compile(
     captures: tuple[ResolvedCapture, ...],
     context: SelectionContext,
     admission: AdmissionContext,
+    watches: tuple[WatchPart, ...],
 ) -> CompiledRequest:
-    """The plan of all that a request asks for, together with the server-wide steering."""
+    """The plan of all that a request asks for, with the server-wide steering and its watches."""
     server_wide, always_read = admission.server_wide.resolve(context)
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
-    plan, vectors = compile_plan("", interventions, captures, (*always_read, *probes), rules)
-    signals = signal_plan(plan, own, probes, rules)
+    watched = tuple(probe for part in watches for probe in part.probes)
+    rules = (*rules, *(rule for part in watches for rule in part.rules))
+    read = (*always_read, *probes, *watched)
+    plan, vectors = compile_plan("", interventions, captures, read, rules)
+    signals = signal_plan(plan, own, probes, rules, watched)
     needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)
     every = tuple(needed.values())
-    return CompiledRequest(own, captures, server_wide, always_read, plan, every, signals)
+    return CompiledRequest(
+        own, captures, server_wide, always_read, plan, every, signals, watches, reads=bool(read)
+    )
 
 
 def check_queue(
@@ -489,64 +508,6 @@ def check_queue(
         )
 
 
-async def compile_update(
-    steering: steering_pb2.Steering,
-    admission: AdmissionContext,
-    context: SelectionContext,
-    server_wide: Sequence[Intervention],
-    probes: Collection[Probe] = (),
-) -> CompiledUpdate:
-    """Compiles steering that replaces the steering of a running request.
-
-    Args:
-        steering: the message.
-        admission: what it is checked against.
-        context: the request.
-        server_wide: the server-wide interventions of the request.
-        probes: the probes that go on reading.
-
-    Raises:
-        InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be applied.
-    """
-    if any(one.gate is not None for one in server_wide):
-        raise NotSupported(
-            "the server-wide steering of this request has gates, which an update would decide "
-            "anew: send the steering with the request",
-            field="steering",
-        )
-    check_ranges(steering)
-    if context.prompt.text is None and await offload(
-        steering.ByteSize(), _any_needs_text, steering, (), ()
-    ):
-        context = replace(context, prompt=await admission.prompts.decode(context.prompt))
-    view = admission.store.view()
-    work = steering_work(steering, context.prompt_len, admission.sites, view)
-
-    def attempt() -> Awaitable[CompiledUpdate]:
-        return offload(
-            work, _compile_update, steering, view, admission, context, server_wide, probes, work
-        )
-
-    return await with_directions(admission.store.directions, steering, attempt)
-
-
-def _compile_update(
-    steering: steering_pb2.Steering,
-    vectors: VectorView,
-    admission: AdmissionContext,
-    context: SelectionContext,
-    server_wide: Sequence[Intervention],
-    probes: Collection[Probe],
-    work: int,
-) -> CompiledUpdate:
-    origin = receipt_pb2.ORIGIN_UPDATE
-    own = resolve_steering(steering, admission.sites, context, vectors, origin, admission.runs)
-    interventions = (*server_wide, *own)
-    check_sums(interventions, FloatType(admission.sites.dtype))
-    plan, needed = compile_plan("", interventions, (), probes)
-    return CompiledUpdate(interventions, plan, needed, work)
-
-
 def _directed(
     captures: Sequence[ResolvedCapture], admission: AdmissionContext
 ) -> list[ObserverCapture]:
@@ -570,7 +531,7 @@ def _directed(
     return observer_captures
 
 
-def _any_needs_text(
+def any_needs_text(
     steering: steering_pb2.Steering,
     captures: Sequence[capture_pb2.CaptureSpec],
     probes: Sequence[gate_pb2.Probe],

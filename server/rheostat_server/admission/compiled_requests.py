@@ -33,6 +33,8 @@ from rheostat_server.limits import (
     COMPILED_REQUEST_BYTES,
     COMPILED_REQUESTS,
 )
+from rheostat_server.monitors.parts import WatchPart
+from rheostat_server.monitors.watch import Watch
 from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import Intervention
@@ -48,6 +50,8 @@ class Key(NamedTuple):
     captures: tuple[bytes, ...]
     probes: tuple[bytes, ...]
     rules: tuple[bytes, ...]
+    watches: tuple[str, ...]
+    """The ids of the watches that read the request."""
     version: int
     """The version of the server-wide steering."""
     prompt_len: int
@@ -73,6 +77,10 @@ class CompiledRequest:
     """Every vector that the workers need, each once."""
     signals: SignalPlan | None = None
     """What is done with its signals; None if it has none."""
+    watch_parts: tuple[WatchPart, ...] = ()
+    """What watches read."""
+    reads: bool = False
+    """Whether probes of the request or of a watch read it."""
     observed: ObservedPlans = field(default_factory=ObservedPlans)
     """The plan with the captures of observers."""
 
@@ -146,8 +154,11 @@ def key_of(
     request: generation_service_pb2.GenerateRequest,
     context: SelectionContext,
     server_wide: GlobalSteering,
+    watches: Sequence[Watch] = (),
 ) -> Key | None:
     """The key of a request in the cache; None if it is not kept."""
+    if any(watch.settings.readings.reads_tokens for watch in watches):
+        return None
     steering = request.steering.SerializeToString() if request.HasField("steering") else b""
     captures = tuple([capture.SerializeToString() for capture in request.captures])
     probes = tuple([probe.SerializeToString() for probe in request.probes])
@@ -168,8 +179,10 @@ def key_of(
         counts = None if any(map(_reads_tokens, selected)) else True
     if counts is None:
         return None
+    counts = counts or bool(watches)
     length, most = (context.prompt_len, context.max_tokens) if counts else (0, 0)
-    return Key(steering, captures, probes, rules, server_wide.version, length, most)
+    names = tuple([watch.name for watch in watches])
+    return Key(steering, captures, probes, rules, names, server_wide.version, length, most)
 
 
 def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> bool | None:

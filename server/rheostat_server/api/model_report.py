@@ -75,6 +75,7 @@ def _features(manager: RequestManager) -> list[engine_service_pb2.Feature.ValueT
         _pb.FEATURE_RULES: not manager.info.no_gates,
         _pb.FEATURE_SIGNALS: not manager.info.no_gates,
         _pb.FEATURE_CONDITIONS: not manager.info.no_gates,
+        _pb.FEATURE_WATCHES: not manager.info.no_gates,
         _pb.FEATURE_LENS: not manager.sites.no_lens,
         _pb.FEATURE_TOKEN_DIRECTIONS: not manager.sites.no_directions,
     }

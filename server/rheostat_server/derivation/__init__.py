@@ -1,1 +1,1 @@
-"""Vectors that are derived from prompts."""
+"""What is computed of the rows of prompts: vectors, conditions, and what a lens reads."""

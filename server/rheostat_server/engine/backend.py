@@ -27,15 +27,25 @@ class Ending(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "abort"
+    WATCH = "watch"
+    """A watch stopped it. The server decides that, not the engine."""
     RULE = "rule"
     """A rule stopped it. The server decides that, not the engine."""
 
 
 class StoppedBy(NamedTuple):
-    """The rule that stopped a sample."""
+    """What stopped a sample: a rule, or a watch."""
 
     rule_name: str
+    """Empty: a message of a watch's client."""
     label: str
+    watch: str = ""
+    """The id of the watch; empty: a rule of the request."""
+
+    @property
+    def ending(self) -> Ending:
+        """How the sample ends."""
+        return Ending.WATCH if self.watch else Ending.RULE
 
 
 class Delta(NamedTuple):

@@ -239,6 +239,10 @@ class SubscriptionNotFound(NotFound):
     """There is no such subscription, open or resumable."""
 
 
+class WatchNotFound(NotFound):
+    """There is no such watch, open or resumable."""
+
+
 class SinkNotFound(NotFound):
     """The server has no such sink."""
 
@@ -357,6 +361,10 @@ class Draining(Unavailable):
 
 class EngineLost(Unavailable):
     """The engine or one of its workers is gone."""
+
+
+class WatchLost(Unavailable):
+    """A lost watch selects the request, and says that its requests stop."""
 
 
 class CacheSuspect(Unavailable):

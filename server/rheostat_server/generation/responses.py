@@ -61,7 +61,7 @@ async def run(
     async with manager.run_request(admitted) as active:
         active.interrupt = interrupter()
         yield _started(admitted, manager)
-        if admitted.signals is not None:
+        if admitted.signals is not None and admitted.signals.reported:
             yield Response(signal_table=admitted.signals.table)
         stream = _Stream(admitted, active, manager)
         beside = asyncio.create_task(companion(active)) if companion is not None else None

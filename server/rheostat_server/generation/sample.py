@@ -80,7 +80,7 @@ class Sample:
         The last token is no input, unless a rule stopped the sample at its row.
         """
         end = self._admitted.prompt_len + len(self.tokens)
-        if self.ending is Ending.RULE and self._sequence.fired_row == end - 1:
+        if self.ending in (Ending.RULE, Ending.WATCH) and self._sequence.fired_row == end - 1:
             return end
         return end - 1
 
@@ -158,7 +158,11 @@ class Sample:
         self._set_duration(message.finished_after, time.monotonic())
         stop = delta.stop
         if isinstance(stop, StoppedBy):
-            message.rule_name, message.rule_label = stop
+            if stop.watch:
+                message.watch_label = stop.label
+            else:
+                message.rule_name = stop.rule_name
+                message.rule_label = stop.label
         elif ending is Ending.STOP:
             if stop is None and self.tokens:
                 stop = self.tokens[-1]

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rheostat_engine import Plan
-from rheostat_server.admission.admit import AdmittedRequest, admit, compile_update
+from rheostat_server.admission.admit import AdmittedRequest, admit
 from rheostat_server.admission.planning import check_affordable
+from rheostat_server.admission.updates import compile_update
 from rheostat_server.delivery.row_messages import CapturedRows
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.errors import (

@@ -23,6 +23,7 @@ from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.engine.backend import Backend, Delta, Ending, Job, StoppedBy
 from rheostat_server.engine.preparations import Preparation
 from rheostat_server.errors import Defect, RheostatError, RowsLost
+from rheostat_server.monitors.parts import WatchedPart
 from rheostat_server.requests.request_outputs import RequestOutputs
 from rheostat_server.requests.response_queue import Notice, Pace, ResponseItem, ResponseQueue, Sign
 from rheostat_server.requests.sequence import FINISH_REASONS, EngineSequence, SequenceKind
@@ -40,6 +41,7 @@ _ITERATION_WORK = 16 << 10
 """The work of starting samples, in prompt tokens. A sample costs `_START_WORK` and its prompt. A
 request spends at most `_ITERATION_WORK` in an iteration of the event loop, because vLLM copies the
 prompt there for each sample: 1 ms for the longest prompt."""
+
 
 _NUMBERS = itertools.count()
 """Numbers of requests, because a later request may have the id of an earlier one."""
@@ -119,6 +121,8 @@ class ActiveRequest:
                 partial(self.queue.put, Sign.SIGNALS),
             )
         self._hold_tokens()
+        self.watched: tuple[WatchedPart, ...] = ()
+        """The watches that read it, until it ends."""
         self._closed = False
         self._backend: Backend | None = None
         self._starting: set[asyncio.Task[None]] = set()
@@ -173,7 +177,7 @@ class ActiveRequest:
 
     def never_scheduled(self, sequence: EngineSequence) -> bool:
         """Whether a sample was aborted before the engine reported anything about it."""
-        aborted = self.aborted or sequence.ending is Ending.RULE
+        aborted = self.aborted or sequence.ending in (Ending.RULE, Ending.WATCH)
         return aborted and not sequence.installed and not sequence.has_output
 
     def plan_id(self, sample: int | str, kind: SequenceKind = SequenceKind.OWN) -> str:
@@ -323,6 +327,11 @@ class ActiveRequest:
         """Closes all outputs with the finish reasons of the samples."""
         if self.outputs:
             self.outputs.close(self._reasons())
+        if self.watched:
+            reasons = self._reasons()
+            for one in self.watched:
+                one.part.watch.end(one.watched, reasons)
+            self.watched = ()
 
     def discard_outputs(self, error: RheostatError) -> None:
         """Discards the outputs of a request that cannot start.
@@ -510,7 +519,7 @@ class ActiveRequest:
         self.queue.put_delta(sequence, delta)
         if sequence.ended:
             sequence.installed_or_ended.set()
-            if sequence.ending is Ending.RULE:
+            if sequence.ending in (Ending.RULE, Ending.WATCH):
                 # The row at which the rule fired was computed, though no token after it is sent.
                 self.outputs.reach(sequence.key, sequence.fired_row + 1)
                 self._abort_running([sequence])
@@ -539,20 +548,21 @@ class ActiveRequest:
         """Stops a sample at the row at which a rule has fired."""
         stop = fired.rule.stop
         assert stop is not None
-        by = StoppedBy(fired.rule.name, stop.label)
+        by = StoppedBy(fired.rule.name, stop.label, fired.rule.watch)
         sequence.fired_row = fired.row
         for delta in hold.stop(fired.row, by, drop_sampled=stop.drop_sampled):
             self._accept(sequence, delta)
         if stop.all_samples:
-            self._stop_others(sequence, by)
+            self.stop(by, but=sequence)
 
-    def _stop_others(self, sequence: EngineSequence, by: StoppedBy) -> None:
-        """Ends the other samples with the tokens that they have sent."""
-        others = [one for one in self.own_samples if one is not sequence and not one.ended]
-        for other in others:
-            if other.token_hold is not None:
-                other.token_hold.drop()
-            self._accept(other, Delta(ending=Ending.RULE, stop=by))
+    def stop(self, by: StoppedBy, but: EngineSequence | None = None) -> None:
+        """Ends the samples that run, `but` one, with the tokens that they have sent."""
+        for sequence in self.own_samples:
+            if sequence is but or sequence.ended:
+                continue
+            if sequence.token_hold is not None:
+                sequence.token_hold.drop()
+            self._accept(sequence, Delta(ending=by.ending, stop=by))
 
     def _abort_running(self, sequences: Sequence[EngineSequence]) -> None:
         """Makes the engine abort samples, while others may still start."""

@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-import numpy as np
-
 from rheostat_engine import (
     CapacityLedger,
     Dropped,
@@ -32,7 +30,7 @@ from rheostat_server.delivery.delivery_buffer import Deliveries
 from rheostat_server.delivery.spill_directory import SpillDirectory
 from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
-from rheostat_server.engine.backend import Backend
+from rheostat_server.engine.backend import Backend, StoppedBy
 from rheostat_server.engine.persistent_vectors import PersistentVectorStore
 from rheostat_server.engine.preparations import Preparations
 from rheostat_server.engine.steering_updates import SteeringUpdates
@@ -46,15 +44,21 @@ from rheostat_server.errors import (
     Resource,
     RheostatError,
 )
-from rheostat_server.limits import RETRY_SECONDS, STATS_SECONDS
+from rheostat_server.limits import MISSED_REQUESTS, RETRY_SECONDS, STATS_SECONDS
+from rheostat_server.monitors.opening import WatchContext
+from rheostat_server.monitors.registry import Watches
+from rheostat_server.monitors.watch import Watch
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.late_attachment import LateAttachment
 from rheostat_server.requests.open_outputs import open_outputs
 from rheostat_server.requests.response_queue import Pace
 from rheostat_server.requests.sequence import RELEASE_GRACE, EngineSequence
+from rheostat_server.requests.signal_delivery import begin_watches, deliver_signals
 from rheostat_server.runs.store import RunStore
+from rheostat_server.selectors.selection import typical_context
 from rheostat_server.sinks import Sinks
+from rheostat_server.subscriptions.pending_changes import MissedRequest
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tasks.shared_query import SharedQuery
 from rheostat_server.tasks.turns import Turns
@@ -133,6 +137,14 @@ class RequestManager:
             deliveries=self.deliveries,
             spill_manager=self.spill_manager,
         )
+        self.watches = Watches(
+            WatchContext(self.sites, typical_context(self.info), self.store, self.info.no_gates),
+            self.worker_vectors,
+            self.subscriptions,
+            resume_window=config.resume_window,
+            heartbeat=config.heartbeat,
+        )
+        self.watches.stop = self._stop_watched
         self.epoch = 0
         """Part of the cache keys of every plan. Incremented when cached blocks may be wrong."""
         self.config = config
@@ -154,6 +166,7 @@ class RequestManager:
             self.store,
             self.server_wide.current,
             self.subscriptions,
+            self.watches,
             self.sinks,
             self.spill_manager is not None,
             self.runs,
@@ -226,6 +239,7 @@ class RequestManager:
         self._pace.add(streams)
         try:
             self.counts.admitted += 1
+            active.watched = begin_watches(admitted)
             await active.start(self.backend, epoch=self.epoch)
             yield active
         except Exception:
@@ -271,6 +285,27 @@ class RequestManager:
             raise
         active.pinned += pinned
 
+    def announce_running(self, watch: Watch) -> None:
+        """Names the requests that a new watch selects, and that began before it."""
+        watch.missed = [
+            MissedRequest(request_id, "it began before the watch")
+            for request_id, active in self._active_requests.items()
+            if watch.selects(request_id, active.admitted.labels)
+        ][:MISSED_REQUESTS]
+
+    def stop_watched(self, watch: Watch, request_id: str, label: str) -> bool:
+        """Ends a request that a watch reads; returns whether it ran."""
+        active = self._active_requests.get(request_id)
+        if active is None or all(one.part.watch is not watch for one in active.watched):
+            return False
+        active.stop(StoppedBy("", label, watch.name))
+        return True
+
+    def _stop_watched(self, watch: Watch) -> None:
+        """Ends all requests of a watch that was lost."""
+        for request_id in list(self._active_requests):
+            self.stop_watched(watch, request_id, "the watch was lost")
+
     def add_sequence(self, active: ActiveRequest, sequence: EngineSequence) -> None:
         """Starts one more sequence of a request. The request has reserved all that it needs."""
         active.sequences.append(sequence)
@@ -297,6 +332,7 @@ class RequestManager:
             self.subscriptions.end(
                 Draining("the server has ended, and the subscription with it: open another")
             )
+            self.watches.end(Draining("the server has ended, and the watch with it: open another"))
 
     async def _drained(self, timeout: float | None) -> Drained:
         running = len(self._active_requests)
@@ -397,7 +433,7 @@ class RequestManager:
 
     def _deliver(self, event: Event) -> None:
         if isinstance(event, SignalRows):
-            self._deliver_signals(event)
+            deliver_signals(event, self._routes)
             return
         if isinstance(event, Dropped) and isinstance(event.report, SignalRows):
             for request_id in event.report.request_ids:
@@ -417,25 +453,6 @@ class RequestManager:
                 self._release(active)  # even if its client does not read
         if isinstance(event, Installed) and event.error:
             self._invalidate_cache()
-
-    def _deliver_signals(self, event: SignalRows) -> None:
-        """Delivers the signals of a step to its requests."""
-        values, readings = event.values, event.readings
-        opened = [False] * len(event.starts)
-        if values is not None and values.shape[1] > readings:
-            begins = np.cumsum((0, *event.counts[:-1]))
-            largest = np.fmax.reduce(values[:, readings:], axis=1)
-            opened = (np.fmax.reduceat(largest, begins) > 0).tolist()
-        row = 0
-        for request_id, first, count, may_fire in zip(
-            event.request_ids, event.starts, event.counts, opened, strict=True
-        ):
-            route = self._routes.get(request_id)
-            if route is not None:
-                active, sequence = route
-                part = None if values is None else values[row : row + count]
-                active.add_signals(sequence, first, count, part, readings, opened=may_fire)
-            row += count
 
     def _invalidate_cache(self) -> None:
         """Stops the use of cached blocks, because some were computed without their plan.
@@ -462,6 +479,7 @@ class RequestManager:
         self.admission_queue.close(EngineLost(reason))
         _LOG.error("the engine is lost: %s", reason)
         self.subscriptions.lose(EngineLost(reason))
+        self.watches.lose(EngineLost(reason))
         for active in self._active_requests.values():
             active.fail(EngineLost(reason))
             for sequence in active.sequences:

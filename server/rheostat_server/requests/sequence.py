@@ -26,6 +26,7 @@ FINISH_REASONS = {
     Ending.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     Ending.ABORTED: types_pb2.FINISH_REASON_ABORTED,
     Ending.RULE: types_pb2.FINISH_REASON_RULE,
+    Ending.WATCH: types_pb2.FINISH_REASON_WATCH,
 }
 """Finish reasons in messages."""
 

@@ -125,6 +125,7 @@ class RequestSignals:
         self._gates = np.array(plan.gates, np.intp)
         self._plain = not len(self._gates) and plan.readings == tuple(range(len(plan.readings)))
         """Whether the client gets the first columns, in their order."""
+        self._own_rules = plan.own_rules
         self._stopping = [n for n, rule in enumerate(plan.rules) if rule.stop is not None]
         share.add(self)
 
@@ -187,6 +188,7 @@ class RequestSignals:
                 count = ends.row + 1 - first
                 values, fired = values[:count], fired[:count]
                 signals.end = ends.row + 1
+            fired = fired[:, : self._own_rules]
             if fired.any():
                 self._note(signals, first, fired, ends)
             else:
@@ -345,7 +347,7 @@ class RequestSignals:
             tensor.encoding = tensor_pb2.ENCODING_RAW
             tensor.inline = values.tobytes()
         if fired is not None:
-            for number, rule in enumerate(self.plan.rules):
+            for number, rule in enumerate(self.plan.rules[: self._own_rules]):
                 rows = np.flatnonzero(fired[:, number]).tolist()
                 if rows:
                     message.firings.add(rule_name=rule.name, rows=rows)
@@ -354,7 +356,7 @@ class RequestSignals:
     def _fired(self, chunk: _Chunk) -> npt.NDArray[np.bool_]:
         if chunk.fired is not None:
             return chunk.fired
-        return np.zeros((len(chunk.values), len(self.plan.rules)), np.bool_)
+        return np.zeros((len(chunk.values), self._own_rules), np.bool_)
 
     def _kept(
         self, values: npt.NDArray[np.float32], fired: npt.NDArray[np.bool_] | None

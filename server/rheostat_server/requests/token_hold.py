@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rheostat_engine import OPEN_END
-from rheostat_server.engine.backend import Delta, Ending, StoppedBy
+from rheostat_server.engine.backend import Delta, StoppedBy
 from rheostat_server.requests.delta_weight import weight
 
 
@@ -137,7 +137,7 @@ class TokenHold:
                 rest = _cut(self._deltas[0][1], max(0, stop.kept - self._released))
                 if rest is not None:
                     released.append(rest)
-            released.append(Delta(ending=Ending.RULE, stop=stop.by))
+            released.append(Delta(ending=stop.by.ending, stop=stop.by))
             self.drop()
         return released
 

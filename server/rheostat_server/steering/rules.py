@@ -39,6 +39,8 @@ class Rule(NamedTuple):
     """Open at the tokens at which it fires."""
     stop: Stop | None
     """None: it is only observed."""
+    watch: str = ""
+    """The id of the watch that it belongs to; empty: the request's own."""
 
 
 def resolve_rules(
@@ -124,7 +126,17 @@ class SignalPlan:
     table: monitor_pb2.SignalTable
     """What the columns are."""
     probes: tuple[Probe, ...]
-    """The probes whose readings the client gets."""
+    """The probes whose readings the server gets, also those of watches."""
+
+    @property
+    def own_rules(self) -> int:
+        """The number of the request's own rules, which come before those of watches."""
+        return sum(not rule.watch for rule in self.rules)
+
+    @property
+    def reported(self) -> bool:
+        """Whether the client gets signals."""
+        return bool(self.columns or self.own_rules)
 
     @property
     def columns(self) -> int:
@@ -142,14 +154,16 @@ def signal_plan(
     interventions: Sequence[Intervention],
     probes: Collection[Probe],
     rules: Sequence[Rule],
+    watched: Collection[Probe] = (),
 ) -> SignalPlan | None:
     """What is done with the signals of a packed plan; None if there are none.
 
     Args:
         plan: the plan.
         interventions: those of the request.
-        probes: its probes, in order.
-        rules: its rules, in order.
+        probes: its own probes, in order.
+        rules: its own rules, in order, then those of watches.
+        watched: the probes of watches.
     """
     if not plan.signals.any:
         return None
@@ -176,5 +190,5 @@ def signal_plan(
         tuple(acting),
         np.array([number[rule.gate] for rule in acting], np.intp),
         message,
-        tuple(probe for probe in probes if probe.signals),
+        tuple(probe for probe in (*probes, *watched) if probe.signals),
     )

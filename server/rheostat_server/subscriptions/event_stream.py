@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import google.protobuf.message
 
-from rheostat_server.errors import CursorExpired, RheostatError, Superseded
-from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS
+from rheostat_server.errors import CursorExpired, QueueFull, RheostatError, Superseded
+from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS, RETRY_SECONDS, UNREAD_ANSWERS
 from rheostat_server.subscriptions.flow_control import Credit
 from rheostat_server.subscriptions.replay_window import M, ReplayWindow, Sendable, Sent
 from rheostat_wire.message_parts import MessageParts
@@ -129,6 +130,10 @@ class EventStream(ABC, Generic[M]):
         self._interrupt_write: Callable[[RheostatError], None] = ignore_interruption
         """Ends the call at once if its client does not read."""
         self._credit = Credit()
+        self._answers: deque[Outgoing] = deque()
+        """Answers to the client of the present call, which have no number and are not replayed."""
+        self.dismissed = False
+        """Whether its client has ended it."""
         self._closing = False
         self._reason: RheostatError | None = None
 
@@ -151,6 +156,24 @@ class EventStream(ABC, Generic[M]):
     def taking(self) -> bool:
         """Whether events may still be added."""
         return not self._closing and not self.ended and self.failure is None
+
+    def answer(self, message: Outgoing) -> None:
+        """Sends an answer to a message of the client, before the events that wait.
+
+        Raises:
+            QueueFull: too many answers wait to be read.
+        """
+        if len(self._answers) >= UNREAD_ANSWERS:
+            raise QueueFull(
+                f"{UNREAD_ANSWERS} answers wait to be read; read what the {self.kind} sends",
+                retry_after=RETRY_SECONDS,
+            )
+        self._answers.append(message)
+        self._memory.news.set()
+
+    def dismiss(self) -> None:
+        """Notes that its client has ended it."""
+        self.dismissed = True
 
     def allow(self, size: int) -> None:
         """Grants credit for more payload.
@@ -249,6 +272,7 @@ class EventStream(ABC, Generic[M]):
         """
         interrupt_older, self._interrupt_write = self._interrupt_write, interrupt_write
         self._call, self._interruption = call, None
+        self._answers.clear()
         interrupt_older(self._superseded())
         self._credit.begin(credit)
         self._queue.batched = batched
@@ -260,6 +284,9 @@ class EventStream(ABC, Generic[M]):
         yield opened
         while True:
             self._check(call)
+            if self._answers:
+                yield self._answers.popleft()
+                continue
             sent = await self._after(at, call)
             self._check(call)
             if sent:

@@ -111,7 +111,7 @@ def _resolve(
     vectors: VectorView,
 ) -> tuple[list[ResolvedCapture], ObservedCaptures]:
     """Checks the filter, and resolves the captures."""
-    _check_filter(opened.filter)
+    check_filter(opened.filter)
     resolved = []
     for number, spec in enumerate(opened.captures):
         path = f"open.captures[{number}]"
@@ -126,7 +126,12 @@ def _resolve(
     return resolved, observed_captures(opened.captures, resolved)
 
 
-def _check_filter(wanted: capture_service_pb2.RequestFilter) -> None:
+def check_filter(wanted: capture_service_pb2.RequestFilter) -> None:
+    """Checks a filter of requests.
+
+    Raises:
+        InvalidArgument: it is malformed.
+    """
     path = "open.filter"
     kind = validation.required(wanted.WhichOneof("kind"), path, "requests, labels and every")
     if kind == "requests":

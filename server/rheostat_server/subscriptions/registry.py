@@ -65,6 +65,8 @@ class Subscriptions(EventStreams[Subscription]):
         """
         super().__init__(resume_window=resume_window, heartbeat=heartbeat)
         self.buffer_bytes = buffer_bytes
+        self.watched_bytes = 0
+        """Bytes of the buffers of watches, which share the memory."""
         self._sites = sites
         self._loader = loader
         self._loads: set[asyncio.Task[None]] = set()
@@ -81,6 +83,12 @@ class Subscriptions(EventStreams[Subscription]):
     def used_bytes(self) -> int:
         """Bytes of memory of their rows, including sent and unacknowledged ones."""
         return sum(subscription.buffer.total.weight for subscription in self._open.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are left for the buffers of further subscriptions and watches."""
+        limits = sum(subscription.buffer.limit for subscription in self._open.values())
+        return self.buffer_bytes - limits - self.watched_bytes
 
     async def open(self, observer_capture: capture_service_pb2.SubscribeOpen) -> Subscription:
         """Opens a subscription, which captures requests that are admitted from now on.
@@ -145,9 +153,7 @@ class Subscriptions(EventStreams[Subscription]):
                 f"a subscription has at most {self.buffer_bytes} bytes", field="open.buffer_bytes"
             )
         size = size or max(self.buffer_bytes // DEFAULT_SUBSCRIPTIONS, least)
-        free = self.buffer_bytes - sum(
-            subscription.buffer.limit for subscription in self._open.values()
-        )
+        free = self.free_bytes
         if len(self._open) >= SUBSCRIPTIONS or size > free:
             raise QueueFull(
                 f"{len(self._open)} subscriptions are open; {max(0, free)} of "

@@ -123,6 +123,7 @@ async def _read_messages(
             if action == "leave":
                 left.set()
                 if message.leave.end:
+                    stream.dismiss()
                     stream.leave(call)  # the call ends with OK, not with the error
                     discard(stream)
                 stream.interrupt(call, Superseded("its client has left"))
@@ -137,6 +138,7 @@ async def _read_messages(
                 raise MissingField("one of the actions of this message is required")
         await asyncio.sleep(_CLOSE_SECONDS)
         if stream.read_by(call):
+            stream.dismiss()
             stream.close()
     except RheostatError as error:
         stream.interrupt(call, error)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rheostat_server.lens.lens import rows_per_call
+from rheostat_server.derivation.lens import rows_per_call
 from rheostat_server.requests.manager import RequestManager
 from rheostat_wire.dtypes import FloatArray
 

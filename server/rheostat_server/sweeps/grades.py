@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rheostat_engine import ModelSites, Normalise, Readout
 from rheostat_server import validation
+from rheostat_server.derivation.lens import refuse_without_lens
 from rheostat_server.derivation.prompt_rows import check_prompt_selector
 from rheostat_server.errors import (
     Defect,
@@ -21,7 +22,6 @@ from rheostat_server.errors import (
     RheostatError,
     ZeroVector,
 )
-from rheostat_server.lens.lens import refuse_without_lens
 from rheostat_server.limits import GRADES
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import resolve_sites, to_wire

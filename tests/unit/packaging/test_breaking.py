@@ -27,7 +27,6 @@ SERVED = {
 
 UNSERVED = {
     "matrix": ("Tensor bias = 3;", "Tensor offsets = 9;"),
-    "monitor_service": ("string label = 3;", "bytes label = 4;"),
 }
 """A change in every file of what is not served yet."""
 
@@ -99,11 +98,18 @@ def test_changes_of_all_that_is_not_served_yet_pass(repository: Path) -> None:
 
 
 def test_a_file_that_was_not_served_may_go(repository: Path) -> None:
-    name = "proto/rheostat/v1/monitor_service.proto"
-    (repository / name).unlink()
+    git(repository, "checkout", "--quiet", "main")
+    name = "proto/rheostat/v1/later.proto"
+    (repository / name).write_text(
+        'syntax = "proto3";\npackage rheostat.v1;\nmessage Later {}\n', encoding="utf-8"
+    )
     config = repository / "buf.yaml"
-    text = config.read_text(encoding="utf-8")
-    config.write_text(text.replace(f"    - {name}\n", ""), encoding="utf-8")
+    before = config.read_text(encoding="utf-8")
+    config.write_text(f"{before}    - {name}\n", encoding="utf-8")
+    commit(repository, "a file that is not served yet")
+    git(repository, "checkout", "--quiet", "-B", "work")
+    (repository / name).unlink()
+    config.write_text(before, encoding="utf-8")
     done = breaking(repository)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -74,7 +74,7 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_SWEEPS: _Feature.ValueType  # 20
     """Sweep."""
     FEATURE_WATCHES: _Feature.ValueType  # 21
-    """Watch. Not sent yet."""
+    """MonitorService.Watch."""
     FEATURE_LENS: _Feature.ValueType  # 22
     """Lens. The server has found the model's final norm."""
     FEATURE_TOKEN_DIRECTIONS: _Feature.ValueType  # 23
@@ -132,7 +132,7 @@ FEATURE_RUN_TRANSFER: Feature.ValueType  # 19
 FEATURE_SWEEPS: Feature.ValueType  # 20
 """Sweep."""
 FEATURE_WATCHES: Feature.ValueType  # 21
-"""Watch. Not sent yet."""
+"""MonitorService.Watch."""
 FEATURE_LENS: Feature.ValueType  # 22
 """Lens. The server has found the model's final norm."""
 FEATURE_TOKEN_DIRECTIONS: Feature.ValueType  # 23

@@ -100,6 +100,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """NOT_FOUND. No such subscription, open or resumable."""
     REASON_ARTIFACT_NOT_FOUND: _Reason.ValueType  # 47
     """NOT_FOUND. Nothing was written for this request."""
+    REASON_WATCH_NOT_FOUND: _Reason.ValueType  # 48
+    """NOT_FOUND. No such watch, open or resumable."""
     REASON_SITE_NOT_SERVED: _Reason.ValueType  # 60
     """FAILED_PRECONDITION. The model has no such site, or it is not proven. Says which it has."""
     REASON_OP_NOT_SERVED: _Reason.ValueType  # 61
@@ -156,7 +158,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_ROWS_LOST: _Reason.ValueType  # 101
     """DATA_LOSS. Rows are gone that no policy allowed to lose. Metadata "rows"."""
     REASON_SUPERSEDED: _Reason.ValueType  # 102
-    """ABORTED. Another call took this subscription up."""
+    """ABORTED. Another call took this subscription or watch up."""
     REASON_CANCELLED: _Reason.ValueType  # 103
     """CANCELLED. The caller went away."""
     REASON_DEADLINE: _Reason.ValueType  # 104
@@ -170,6 +172,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_CACHE_SUSPECT: _Reason.ValueType  # 123
     """UNAVAILABLE, with RetryInfo. Another request's plan was not in force; this one may have read what
     that one left in the prefix cache. Sent again, it will not.
+    """
+    REASON_WATCH_LOST: _Reason.ValueType  # 124
+    """UNAVAILABLE, with RetryInfo. A watch with WATCH_LOST_STOP selects the request and was lost. Open a
+    watch with the same filter first.
     """
     REASON_UNAUTHENTICATED: _Reason.ValueType  # 140
     """UNAUTHENTICATED. No token or certificate, or one that is not known."""
@@ -256,6 +262,8 @@ REASON_SUBSCRIPTION_NOT_FOUND: Reason.ValueType  # 46
 """NOT_FOUND. No such subscription, open or resumable."""
 REASON_ARTIFACT_NOT_FOUND: Reason.ValueType  # 47
 """NOT_FOUND. Nothing was written for this request."""
+REASON_WATCH_NOT_FOUND: Reason.ValueType  # 48
+"""NOT_FOUND. No such watch, open or resumable."""
 REASON_SITE_NOT_SERVED: Reason.ValueType  # 60
 """FAILED_PRECONDITION. The model has no such site, or it is not proven. Says which it has."""
 REASON_OP_NOT_SERVED: Reason.ValueType  # 61
@@ -312,7 +320,7 @@ REASON_CURSOR_EXPIRED: Reason.ValueType  # 100
 REASON_ROWS_LOST: Reason.ValueType  # 101
 """DATA_LOSS. Rows are gone that no policy allowed to lose. Metadata "rows"."""
 REASON_SUPERSEDED: Reason.ValueType  # 102
-"""ABORTED. Another call took this subscription up."""
+"""ABORTED. Another call took this subscription or watch up."""
 REASON_CANCELLED: Reason.ValueType  # 103
 """CANCELLED. The caller went away."""
 REASON_DEADLINE: Reason.ValueType  # 104
@@ -326,6 +334,10 @@ REASON_ENGINE_LOST: Reason.ValueType  # 122
 REASON_CACHE_SUSPECT: Reason.ValueType  # 123
 """UNAVAILABLE, with RetryInfo. Another request's plan was not in force; this one may have read what
 that one left in the prefix cache. Sent again, it will not.
+"""
+REASON_WATCH_LOST: Reason.ValueType  # 124
+"""UNAVAILABLE, with RetryInfo. A watch with WATCH_LOST_STOP selects the request and was lost. Open a
+watch with the same filter first.
 """
 REASON_UNAUTHENTICATED: Reason.ValueType  # 140
 """UNAUTHENTICATED. No token or certificate, or one that is not known."""

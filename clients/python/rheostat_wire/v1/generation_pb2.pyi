@@ -377,7 +377,7 @@ class Finished(_message.Message):
     rule_name: _builtins.str
     """The rule that stopped it."""
     watch_label: _builtins.str
-    """What the watch that ended it says. Not sent yet."""
+    """What the watch that ended it says: WatchStop.label, or Stop.label of its rule."""
     token_count: _builtins.int
     """Tokens generated."""
     cumulative_logprob: _builtins.float

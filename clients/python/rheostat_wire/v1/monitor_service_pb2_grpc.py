@@ -51,8 +51,6 @@ class MonitorServiceServicer(object):
     def Watch(self, request_iterator, context):
         """Signals as tokens are computed, on Subscribe's transport: sequence, credit, acknowledgement and
         resumption mean what they mean there. Half-closing ends the watch.
-
-        Not served yet: UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

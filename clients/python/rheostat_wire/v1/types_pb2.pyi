@@ -144,7 +144,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
     """The request failed; the call's status says why."""
     FINISH_REASON_WATCH: _FinishReason.ValueType  # 6
-    """A watch stopped it. Not sent yet."""
+    """A watch stopped it."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sample ended."""
@@ -162,7 +162,7 @@ FINISH_REASON_RULE: FinishReason.ValueType  # 4
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The request failed; the call's status says why."""
 FINISH_REASON_WATCH: FinishReason.ValueType  # 6
-"""A watch stopped it. Not sent yet."""
+"""A watch stopped it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

@@ -12,7 +12,8 @@ import pytest
 from rheostat_engine import OPEN_END, Act, Kind
 from rheostat_engine.plan import tables
 from rheostat_server import errors
-from rheostat_server.admission.admit import admit, compile_update
+from rheostat_server.admission.admit import admit
+from rheostat_server.admission.updates import compile_update
 from rheostat_server.selectors.selection import typical_context
 from rheostat_server.steering import gates
 from rheostat_wire.v1 import (

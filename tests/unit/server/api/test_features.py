@@ -110,7 +110,9 @@ async def fit(running: Running) -> None:
 
 
 async def watch(running: Running) -> None:
-    await rest(running.client.monitor.Watch(iter([monitor_service_pb2.WatchRequest()]), timeout=10))
+    opened = monitor_service_pb2.WatchOpen(filter={"every": {}}, probes=[probe()])
+    messages = [monitor_service_pb2.WatchRequest(open=opened)]
+    await rest(running.client.monitor.Watch(iter(messages), timeout=10))
 
 
 async def move_runs(running: Running) -> None:

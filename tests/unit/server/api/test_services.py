@@ -271,12 +271,6 @@ async def test_control_messages_have_a_smaller_limit(running) -> None:
     )
 
 
-async def test_rpcs_that_are_not_served_yet_say_so(running) -> None:
-    refusal = await refusal_of(running.client.monitor.Watch(iter(())).read())
-    assert refusal.brief == (Code.UNIMPLEMENTED, "REASON_UNIMPLEMENTED", "")
-    assert refusal.message == "MonitorService/Watch is not served yet"
-
-
 async def test_an_unknown_method_is_grpcs_own_matter(running) -> None:
     call = running.client.channel.unary_unary(
         "/rheostat.v1.EngineService/Nothing",

@@ -120,6 +120,7 @@ def test_every_service_is_tried() -> None:
         "EngineService",
         "GenerationService",
         "LensService",
+        "MonitorService",
         "RunService",
         "SteeringService",
         "SweepService",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import Point, Site
-from rheostat_server.lens import lens as lenses
+from rheostat_server.derivation import lens as lenses
 from rheostat_server.vectors import token_directions
 from rheostat_wire.v1 import (
     lens_service_pb2,

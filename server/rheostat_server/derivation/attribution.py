@@ -8,15 +8,15 @@ added. The logit itself comes from the model's own head, and what the sum leaves
 import numpy as np
 
 from rheostat_engine import Point, Site
-from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
-from rheostat_server.errors import NotSupported
-from rheostat_server.lens.lens import (
+from rheostat_server.derivation.lens import (
     PromptRows,
     check_finite,
     check_prompt,
     raw_tensor,
     refuse_without_lens,
 )
+from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
+from rheostat_server.errors import NotSupported
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import resolve_sites, to_wire
 from rheostat_server.vectors.token_directions import checked_tokens

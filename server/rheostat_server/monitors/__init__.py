@@ -1,0 +1,1 @@
+"""Watches: readings of requests that others run, delivered live, and rules that act on them."""

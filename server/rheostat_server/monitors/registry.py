@@ -1,0 +1,170 @@
+"""The open watches, and those that were lost.
+
+A watch is lost if its reader does not come back in time, or reads too slowly. Then its requests go
+on, or end, as its client has said. If they end, requests that it selects are refused until a watch
+with the same filter is opened: what had to be watched never runs unwatched.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from rheostat_server.engine.worker_vectors import WorkerVectorCache
+from rheostat_server.errors import (
+    InvalidValue,
+    QueueFull,
+    Resource,
+    WatchLost,
+    WatchNotFound,
+)
+from rheostat_server.limits import MIB, RETRY_SECONDS, SUBSCRIPTIONS
+from rheostat_server.monitors.opening import WatchContext, check_opening
+from rheostat_server.monitors.watch import Watch
+from rheostat_server.subscriptions.registry import Subscriptions
+from rheostat_server.subscriptions.stream_registry import EventStreams
+from rheostat_wire.v1 import monitor_service_pb2
+
+_LOG = logging.getLogger(__name__)
+
+_pb = monitor_service_pb2
+
+_BUFFER_BYTES = 8 * MIB
+"""Bytes of a watch's buffer by default."""
+
+_LOST = 1024
+"""Filters of lost watches that are kept."""
+
+
+class Watches(EventStreams[Watch]):
+    """Watches that are open or can be resumed. Used on the event loop alone."""
+
+    def __init__(
+        self,
+        context: WatchContext,
+        loader: WorkerVectorCache,
+        subscriptions: Subscriptions,
+        *,
+        resume_window: float,
+        heartbeat: float,
+    ) -> None:
+        """No watch is open.
+
+        Args:
+            context: what openings are checked against.
+            loader: loads the vectors of probes into the workers.
+            subscriptions: share their memory with watches.
+            resume_window: seconds in which a reader may reconnect.
+            heartbeat: the longest silence of a watch, in seconds.
+        """
+        super().__init__(resume_window=resume_window, heartbeat=heartbeat)
+        self.stop: Callable[[Watch], None] = lambda _: None
+        """Ends the requests that a lost watch was watching."""
+        self._context = context
+        self._loader = loader
+        self._subscriptions = subscriptions
+        self._lost: dict[bytes, Watch] = {}
+        """Lost watches whose requests are refused, by their filter."""
+        self._filters: dict[str, bytes] = {}
+        """The filter of each open watch, by its id."""
+
+    @property
+    def any(self) -> bool:
+        """Whether a watch may select a request."""
+        return bool(self._open or self._lost)
+
+    async def open(self, opened: monitor_service_pb2.WatchOpen) -> Watch:
+        """Opens a watch, which reads requests that are admitted from now on.
+
+        Raises:
+            InvalidArgument, FailedPrecondition: it is malformed, or asks for what is not served.
+            NotFound: a vector is not stored, or a name not known.
+            QueueFull, StoreFull: other watches and subscriptions take all the memory.
+        """
+        settings = await check_opening(opened, self._context)
+        size = self._buffer(opened)
+        vectors = settings.readings.vectors
+        self._loader.store.retain(vectors)
+        try:
+            await self._loader.ensure(vectors)
+        except BaseException:
+            self._loader.store.release(vectors)
+            raise
+        watch = Watch(
+            self._new_name(),
+            settings,
+            buffer_bytes=size,
+            heartbeat=self._heartbeat,
+            resume_window=self.resume_window,
+            on_failed=self._on_failed,
+        )
+        key = opened.filter.SerializeToString(deterministic=True)
+        self._open[watch.name] = watch
+        self._filters[watch.name] = key
+        self._lost.pop(key, None)
+        self._subscriptions.watched_bytes += size
+        _LOG.info("watch %s: %d columns", watch.name, settings.readings.columns)
+        return watch
+
+    def selecting(self, request_id: str, labels: Mapping[str, str]) -> list[Watch]:
+        """The watches that select a request.
+
+        Raises:
+            WatchLost: a lost watch selects it, whose requests are refused.
+        """
+        for watch in self._lost.values():
+            if watch.settings.requests.hold(request_id, labels):
+                raise WatchLost(
+                    f"the watch {watch.name} selects this request, was lost, and says that its "
+                    "requests are to stop: open a watch with the same filter first",
+                    retry_after=RETRY_SECONDS,
+                )
+        return [watch for watch in self._open.values() if watch.selects(request_id, labels)]
+
+    def _buffer(self, opened: monitor_service_pb2.WatchOpen) -> int:
+        most = self._subscriptions.buffer_bytes
+        size = opened.buffer_bytes if opened.HasField("buffer_bytes") else min(_BUFFER_BYTES, most)
+        if not 1 << 16 <= size <= most:
+            raise InvalidValue(f"must be 65536 to {most} bytes", field="open.buffer_bytes")
+        free = self._subscriptions.free_bytes
+        if len(self._open) >= SUBSCRIPTIONS or size > free:
+            raise QueueFull(
+                f"{len(self._open)} watches are open; {max(0, free)} of {most} bytes are left. Ask "
+                "for fewer buffer_bytes, or wait until one ends (without a reader, after "
+                "--resume-window), or raise the server's --subscriptions-mib",
+                field="open.buffer_bytes",
+                retry_after=RETRY_SECONDS,
+            )
+        return size
+
+    @property
+    def _resume_path(self) -> str:
+        return "open.resume.watch_id"
+
+    def _not_found(self, name: str, field: str) -> WatchNotFound:
+        if self._of_another_process(name):
+            return gone_with_its_server(name)
+        return WatchNotFound(
+            "there is no such watch: it has ended, or its client did not resume it in time",
+            field=field,
+            resource=Resource("watch", name[:128]),
+        )
+
+    def _released(self, stream: Watch) -> None:
+        self._loader.store.release(stream.settings.readings.vectors)
+        self._subscriptions.watched_bytes -= stream.buffer.limit
+        key = self._filters.pop(stream.name)
+        stops = stream.settings.on_lost == _pb.WATCH_LOST_STOP
+        if stream.dismissed or not stops:
+            return
+        _LOG.warning("watch %s is lost: its requests are ended and refused", stream.name)
+        if len(self._lost) < _LOST:
+            self._lost[key] = stream
+        self.stop(stream)
+
+
+def gone_with_its_server(name: str) -> WatchNotFound:
+    """The refusal of a watch that another process of the server opened."""
+    return WatchNotFound(
+        "the server was restarted since this watch was opened, and the watch is gone: open another",
+        field="open.resume.watch_id",
+        resource=Resource("watch", name[:128]),
+    )

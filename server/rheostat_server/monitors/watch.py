@@ -1,0 +1,303 @@
+"""A watch: what probes read of requests that others run, and how each request ended."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat_server.errors import InvalidValue
+from rheostat_server.monitors.readings import WatchedReadings
+from rheostat_server.monitors.signal_buffer import SignalBuffer, SignalMessage, Step, WatchedRequest
+from rheostat_server.monitors.summaries import Summaries, Summary
+from rheostat_server.subscriptions.event_stream import EventStream
+from rheostat_server.subscriptions.observed import ObservedRequests
+from rheostat_server.subscriptions.pending_changes import MissedRequest
+from rheostat_server.subscriptions.replay_window import Sent
+from rheostat_wire.message_parts import MessageParts
+from rheostat_wire.v1 import capture_service_pb2, monitor_service_pb2, types_pb2
+
+_pb = monitor_service_pb2
+
+Response = monitor_service_pb2.WatchResponse
+
+FinishReason: TypeAlias = types_pb2.FinishReason.ValueType
+
+
+class Rows(NamedTuple):
+    """The rows of one sample in a step."""
+
+    watched: WatchedRequest
+    sample: int
+    first: int
+    """First position."""
+    rows: int
+    """Number of rows."""
+    row: int
+    """Index of the first row among those of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """What the client of a watch has asked for."""
+
+    requests: ObservedRequests
+    """Which requests are watched."""
+    readings: WatchedReadings
+    """What is read of them."""
+    report: monitor_service_pb2.WatchReport.ValueType
+    """Which tokens are reported."""
+    on_lost: monitor_service_pb2.WatchLost.ValueType
+    """What becomes of the requests when the watch is lost."""
+
+
+class Watch(EventStream[SignalMessage]):
+    """Readings of some requests for one reader. Used on the event loop alone."""
+
+    kind = "watch"
+
+    def __init__(
+        self,
+        name: str,
+        settings: WatchSettings,
+        *,
+        buffer_bytes: int,
+        heartbeat: float,
+        resume_window: float,
+        on_failed: Callable[["Watch"], None],
+    ) -> None:
+        """No call reads the watch yet.
+
+        Args:
+            name: its id.
+            settings: what its client has asked for.
+            buffer_bytes: bytes that may wait or be unacknowledged.
+            heartbeat: the longest silence, in seconds.
+            resume_window: seconds that it waits for a reader whose connection broke.
+            on_failed: called once when it fails.
+        """
+        self.settings = settings
+        self.missed: Sequence[MissedRequest] = ()
+        """Selected requests that ran before it was opened."""
+        self.buffer = SignalBuffer(buffer_bytes, self.fail)
+        super().__init__(
+            name,
+            self.buffer,
+            self.buffer,
+            heartbeat=heartbeat,
+            resume_window=resume_window,
+            on_failed=partial(on_failed, self),
+        )
+        self._columns = settings.readings.columns
+        self._summaries = Summaries(self._columns)
+        self._running: dict[WatchedRequest, None] = {}
+        self._ended: dict[int, WatchedRequest] = {}
+        """Requests whose end was not sent, by number."""
+        self._numbers = 0
+        self._last_update = 0
+
+    @property
+    def stops(self) -> bool:
+        """Whether a rule of it may end a request."""
+        return any(rule.WhichOneof("action") == "stop" for rule in self.settings.readings.rules)
+
+    def selects(self, request_id: str, labels: Mapping[str, str]) -> bool:
+        """Whether it watches a request that is admitted now."""
+        return self.taking and self.settings.requests.hold(request_id, labels)
+
+    def begin(
+        self, request_id: str, labels: Mapping[str, str], samples: int, prompt_len: int
+    ) -> WatchedRequest:
+        """Begins to read a request.
+
+        Args:
+            request_id: the request.
+            labels: its labels.
+            samples: the number of its samples.
+            prompt_len: the number of its prompt tokens.
+        """
+        self._numbers += 1
+        slots = tuple(self._summaries.acquire() for _ in range(samples))
+        watched = WatchedRequest(self._numbers, request_id, slots)
+        self._running[watched] = None
+        begun = Response()
+        begun.begun.number, begun.begun.request_id = watched.number, request_id
+        begun.begun.sample_count, begun.begun.prompt_token_count = samples, prompt_len
+        begun.begun.labels.update(labels)
+        self.buffer.add_notice(begun)
+        return watched
+
+    def add(
+        self,
+        rows: Sequence[Rows],
+        values: npt.NDArray[np.float32],
+        fired: npt.NDArray[np.bool_] | None,
+    ) -> None:
+        """Adds the readings of a step.
+
+        Args:
+            rows: the samples' rows, in order.
+            values: [rows, columns]; NaN where nothing was read.
+            fired: [rows, rules]: whether a rule fired; None: none did.
+        """
+        rows = [one for one in rows if one.watched in self._running]
+        if not rows or not self.taking:
+            return
+        index = _indices(rows, len(values))
+        if index is not None:
+            values = values[index]
+            fired = None if fired is None else fired[index]
+        slots = np.array([one.watched.slots[one.sample] for one in rows], np.int64)
+        firsts = np.array([one.first for one in rows], np.int64)
+        counts = np.array([one.rows for one in rows], np.int64)
+        self._summaries.add(slots, firsts, counts, values)
+        if self.settings.report == _pb.WATCH_REPORT_SUMMARY:
+            return
+        if self.settings.report == _pb.WATCH_REPORT_FIRED:
+            kept: npt.NDArray[np.bool_] = np.zeros(len(values), np.bool_)
+        else:
+            kept = np.any(~np.isnan(values), axis=1)
+        if fired is not None:
+            kept = np.logical_or(kept, np.any(fired, axis=1))
+        self._report(rows, values, fired, kept)
+
+    def check_update(self, number: int) -> None:
+        """Checks the id of an update.
+
+        Raises:
+            InvalidValue: it is not above the last one.
+        """
+        if number <= self._last_update:
+            raise InvalidValue(
+                f"update ids must rise; the last was {self._last_update}", field="update_id"
+            )
+        self._last_update = number
+
+    def watches(self, watched: WatchedRequest) -> bool:
+        """Whether it still reads a request."""
+        return watched in self._running
+
+    def lose(self, watched: WatchedRequest, count: int) -> None:
+        """Counts positions whose readings were lost on their way from the workers."""
+        watched.dropped_position_count += count
+        self.buffer.lost_positions += count
+
+    def end(self, watched: WatchedRequest, reasons: Sequence[FinishReason]) -> None:
+        """Reports the end of a request. Later readings of it are ignored."""
+        if watched not in self._running:
+            return
+        del self._running[watched]
+        response = Response()
+        ended = response.ended
+        ended.number, ended.request_id = watched.number, watched.request_id
+        ended.finish_reasons.extend(reasons)
+        for sample, slot in enumerate(watched.slots):
+            _write_summary(ended, sample, self._summaries.release(slot))
+        self._ended[watched.number] = watched
+        self.buffer.add_notice(response)
+
+    def miss(self, request_id: str, reason: str) -> None:
+        """Reports a request that is selected and cannot be read."""
+        response = Response()
+        response.ended.request_id, response.ended.missed_reason = request_id, reason
+        self.buffer.add_notice(response)
+
+    def release(self) -> None:
+        """Stops to read all requests."""
+        self._drop_sources()
+
+    @property
+    def _has_sources(self) -> bool:
+        return bool(self._running)
+
+    def _close_sources(self) -> None:
+        for watched in list(self._running):
+            self.end(watched, ())
+
+    def _drop_sources(self) -> None:
+        self._running.clear()
+        self._ended.clear()
+
+    def _opened(self, next_sequence: int) -> Response:
+        opened = _pb.WatchOpened(
+            watch_id=self.name, next_sequence=next_sequence, table=self.settings.readings.table
+        )
+        opened.heartbeat_interval.FromNanoseconds(int(self._heartbeat * 1e9))
+        opened.resume_window.FromNanoseconds(int(self._resume_window * 1e9))
+        for missed in self.missed:
+            opened.missed.add(request_id=missed.request_id, reason=missed.reason)
+        return Response(opened=opened)
+
+    def _silent(self, sign: capture_service_pb2.Heartbeat) -> Response:
+        return Response(heartbeat=sign)
+
+    def _response(self, sent: Sequence[Sent[SignalMessage]]) -> MessageParts:
+        events = [event.message.numbered(event.sequence) for event in sent]
+        if len(events) == 1:
+            return events[0]
+        number = _pb.WatchEventBatch.EVENTS_FIELD_NUMBER
+        batch = MessageParts(part for event in events for part in event.as_field(number))
+        return batch.as_field(Response.BATCH_FIELD_NUMBER)
+
+    def _take(self, message: SignalMessage) -> None:
+        self.buffer.take()
+        if message.response.HasField("ended"):
+            watched = self._ended.pop(message.response.ended.number, None)
+            if watched is not None:
+                ended = message.response.ended
+                ended.position_count = watched.position_count
+                ended.dropped_position_count = watched.dropped_position_count
+
+    def _report(
+        self,
+        rows: Sequence[Rows],
+        values: npt.NDArray[np.float32],
+        fired: npt.NDArray[np.bool_] | None,
+        kept: npt.NDArray[np.bool_],
+    ) -> None:
+        """Sends the rows that are `kept`."""
+        labels: list[tuple[WatchedRequest, int, int, int]] = []
+        if kept.all():
+            labels = [(one.watched, one.sample, one.first, one.rows) for one in rows]
+        else:
+            begin = 0
+            for one in rows:
+                part = np.flatnonzero(kept[begin : begin + one.rows])
+                begin += one.rows
+                for run in np.split(part, np.flatnonzero(np.diff(part) != 1) + 1):
+                    if len(run):
+                        labels.append((one.watched, one.sample, one.first + int(run[0]), len(run)))
+            values = values[kept]
+            fired = None if fired is None else fired[kept]
+        if not labels:
+            return
+        firings = [] if fired is None else [(int(r), int(c)) for r, c in np.argwhere(fired)]
+        watched, samples, firsts, counts = (list(column) for column in zip(*labels, strict=True))
+        values = np.ascontiguousarray(values, np.float32)
+        self.buffer.add_step(Step(watched, samples, firsts, counts, values, firings))
+
+
+def _indices(rows: Sequence[Rows], count: int) -> npt.NDArray[np.intp] | None:
+    """The indices of the samples' rows; None if they are all rows."""
+    if sum(one.rows for one in rows) == count:
+        return None
+    parts = [np.arange(one.row, one.row + one.rows) for one in rows]
+    indices: npt.NDArray[np.intp] = np.concatenate(parts)
+    return indices
+
+
+def _write_summary(
+    ended: monitor_service_pb2.WatchedRequestEnded, sample: int, summary: Summary
+) -> None:
+    for column in np.flatnonzero(summary.readings).tolist():
+        count = int(summary.readings[column])
+        ended.summaries.add(
+            sample=sample,
+            column=column,
+            position_count=count,
+            max=float(summary.largest[column]),
+            max_position=int(summary.largest_at[column]),
+            mean=float(summary.total[column] / count),
+        )

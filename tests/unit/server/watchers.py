@@ -1,0 +1,101 @@
+"""A watch as its client has it."""
+
+import asyncio
+
+import grpc
+import numpy as np
+
+from rheostat_wire.v1 import capture_service_pb2, gate_pb2, monitor_pb2, monitor_service_pb2
+
+from .messages import probe
+from .subscribers import EVERY, PLENTY
+
+pb = monitor_service_pb2
+Request = monitor_service_pb2.WatchRequest
+Response = monitor_service_pb2.WatchResponse
+
+
+def opening(
+    *probes: gate_pb2.Probe,
+    filter: capture_service_pb2.RequestFilter | None = EVERY,
+    credit: int = PLENTY,
+    **fields: object,
+) -> monitor_service_pb2.WatchOpen:
+    return pb.WatchOpen(filter=filter, probes=probes or [probe("a")], credit_bytes=credit, **fields)
+
+
+def rule(
+    bound: float, name: str = "high", probe_name: str = "a", **action: object
+) -> monitor_pb2.Rule:
+    condition = gate_pb2.Condition(probe_name=probe_name, above=bound)
+    return monitor_pb2.Rule(name=name, conditions=[condition], **(action or {"observe": {}}))
+
+
+class Watcher:
+    """A call of Watch."""
+
+    def __init__(self, running) -> None:
+        self.call = running.client.monitor.Watch()
+        self.events: list[Response] = []
+        self.name = ""
+
+    @classmethod
+    async def open(cls, running, message: monitor_service_pb2.WatchOpen) -> "Watcher":
+        """A watch that stands."""
+        one = cls(running)
+        await one.call.write(Request(open=message))
+        one.name = (await one.hear()).opened.watch_id
+        return one
+
+    @classmethod
+    async def resume(cls, running, name: str, after: int, credit: int = PLENTY) -> "Watcher":
+        point = pb.WatchResume(watch_id=name, after_sequence=after)
+        return await cls.open(running, pb.WatchOpen(resume=point, credit_bytes=credit))
+
+    async def say(self, **fields: object) -> None:
+        await self.call.write(Request(**fields))
+
+    async def hear(self) -> Response:
+        """The next event."""
+        event = await asyncio.wait_for(self.call.read(), 10)
+        assert event is not grpc.aio.EOF
+        self.events.append(event)
+        return event
+
+    async def until(self, kind: str, count: int = 1) -> Response:
+        """Reads until so many events of a kind have come; the last of them."""
+        while len(self.of(kind)) < count:
+            await self.hear()
+        return self.of(kind)[count - 1]
+
+    async def rest(self) -> None:
+        """Closes its side, and reads to the end."""
+        await self.call.done_writing()
+        while (event := await asyncio.wait_for(self.call.read(), 10)) is not grpc.aio.EOF:
+            self.events.append(event)
+
+    def of(self, kind: str) -> list[Response]:
+        return [event for event in self.events if event.WhichOneof("event") == kind]
+
+    def read(self, number: int = 1, sample: int = 0) -> dict[int, list[float]]:
+        """What was read of a sample, by position."""
+        found: dict[int, list[float]] = {}
+        for event in self.of("signals"):
+            signals = event.signals
+            values = np.frombuffer(signals.values.inline, "<f4")
+            values = values.reshape(tuple(signals.values.shape))
+            row = 0
+            for n, s, first, count in zip(
+                signals.numbers,
+                signals.samples,
+                signals.first_positions,
+                signals.row_counts,
+                strict=True,
+            ):
+                for position in range(first, first + count):
+                    if (n, s) == (number, sample):
+                        assert position not in found
+                        found[position] = values[row].tolist()
+                    row += 1
+            assert row == len(values)
+        return found
