@@ -31,6 +31,7 @@ from rheostat_engine import (
     Plan,
     Pool,
     Reading,
+    Signals,
 )
 
 CHUNKS = ((40, 300), (20, 1500), (4, 8192))
@@ -147,7 +148,49 @@ def check_gates(
                 [not same(gated[name][at], plain[at]) for at in steered]
             )
     results |= check_decisions(engine, batch[0], read, added, vector, sampling)
+    results |= check_signals(engine, plain, batch, read, vector, sampling)
     return results
+
+
+def check_signals(
+    engine: OfflineEngine,
+    plain: Sequence[Outcome],
+    batch: list[list[int]],
+    read: int,
+    vector: Any,
+    sampling: dict[str, Any],
+) -> Lines:
+    """What leaves the worker of requests with signals, against their captured rows."""
+    unit = vector[1].astype(np.float64) / np.linalg.norm(vector[1])
+    watch = Capture((read,), EVERYWHERE)
+    some = range(0, len(batch), 4)
+    ends = [len(prompt) + len(plain[0].token_ids) - 1 for prompt in batch]
+    (first,) = engine.run(batch[:1], [Plan("", (), (watch,))], **sampling)
+    bound = float(np.median(rows_of(first, read, ends[0]) @ unit))
+    gate = gate_above(bound)
+    signals = Plan("", (reading_at(read),), (watch,), signals=Signals(1, (gate,), True))
+    found = engine.run(
+        batch, [signals if at in some else None for at in range(len(batch))], **sampling
+    )
+    worst, fired, wrong, missing = 0.0, 0, 0, 0
+    for at in some:
+        z = rows_of(found[at], read, ends[at]) @ unit
+        missing += len(set(range(ends[at])) - found[at].signals.keys())
+        missing += found[at].duplicates
+        numbers = np.array([found[at].signals[p][0][0] for p in range(ends[at])])
+        opened = np.array([found[at].signals[p][1][0] for p in range(ends[at])])
+        worst = max(worst, float(np.abs(numbers - z).max() / np.abs(z).max()))
+        wrong += int((opened != (numbers > np.float32(bound))).sum())
+        fired += int(opened.sum())
+    return {
+        "signals: positions missing, or sent twice": at_most(missing, 0),
+        "signals: readings, worst difference from captured rows": at_most(worst, ROUNDED),
+        "signals: tokens at which a gate without acts is wrong": at_most(wrong, 0),
+        "signals: tokens at which it is open": at_least(fired, 1),
+        "signals: all requests bit-identical to stock": each(
+            [same(one, other) for one, other in zip(found, plain, strict=True)]
+        ),
+    }
 
 
 def check_decisions(

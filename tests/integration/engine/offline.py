@@ -22,6 +22,7 @@ from rheostat_engine import (
     Plan,
     Released,
     Rows,
+    SignalRows,
     WorkerChannel,
     engine_kwargs,
 )
@@ -43,8 +44,12 @@ class Outcome:
     released: Released | None = None
     rows: dict[int, dict[int, npt.NDArray[Any]]] = field(default_factory=dict)
     """Captured rows by site, then position."""
+    signals: dict[int, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = field(
+        default_factory=dict
+    )
+    """By position: the step's columns of readings, and of gates."""
     duplicates: int = 0
-    """Rows delivered more than once."""
+    """Rows and signals delivered more than once."""
 
     def logits(self, step: int = 0) -> npt.NDArray[np.float64]:
         """Log-probabilities of one generated token, [vocabulary]."""
@@ -214,6 +219,8 @@ class OfflineEngine:
                 outcome.released = event
             elif isinstance(event, Attached):
                 outcome.attached.append(event)
+            elif isinstance(event, SignalRows):
+                self._add_signals(outcome, event, request_id)
             else:
                 assert isinstance(event, Rows), event
                 self._add_rows(outcome, event)
@@ -227,9 +234,22 @@ class OfflineEngine:
                 outcome.duplicates += position in rows
                 rows[position] = row
 
+    @staticmethod
+    def _add_signals(outcome: Outcome, event: SignalRows, request_id: str) -> None:
+        assert event.values is not None, "signals are lost"
+        row = 0
+        for name, start, count in zip(event.request_ids, event.starts, event.counts, strict=True):
+            for position in range(start, start + count) if name == request_id else ():
+                values = event.values[row + position - start]
+                outcome.duplicates += position in outcome.signals
+                outcome.signals[position] = values[: event.readings], values[event.readings :]
+            row += count
+
     def _deliver(self, event: Event) -> None:
+        names = event.request_ids if isinstance(event, SignalRows) else (event.request_id,)
         with self._news:
-            self._events.setdefault(event.request_id, []).append(event)
+            for name in names:
+                self._events.setdefault(name, []).append(event)
             self._news.notify_all()
 
 
