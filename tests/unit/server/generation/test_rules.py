@@ -11,6 +11,7 @@ from rheostat_wire.v1 import (
     generation_pb2,
     generation_service_pb2,
     monitor_pb2,
+    run_service_pb2,
     steering_pb2,
     types_pb2,
 )
@@ -339,3 +340,14 @@ async def test_actions_that_are_not_served_are_refused(
         "REASON_NOT_SUPPORTED",
         field,
     )
+
+
+async def test_a_run_of_a_stopped_sample_ends_at_the_firing_row(starter) -> None:
+    running = await starter(ScriptedBackend(openness=at(4)))
+    spec = capture(run=capture_pb2.RunTarget(run_id="kept"), inline=None)
+    events = await running.client.generate(
+        request(rules=[rule()], probes=[probe()], sampling=SAMPLING, captures=[spec])
+    )
+    assert events[-1].receipt.captures[0].run_id == "kept"
+    (listed,) = (await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest())).runs
+    assert [(one.start, one.count) for one in listed.positions] == [(0, 5)]
