@@ -70,6 +70,7 @@ async def until_free(server: RunningServer) -> Freed:
     manager = server.readiness.manager()
     backend = cast("VllmBackend", manager.backend)
     async with asyncio.timeout(_PATIENCE):
+        # A sweep that has a cell keeps its runs to its end.
         while manager.open_requests or manager.ledger.requests or len(manager.runs):
             await asyncio.sleep(_LOOK)
         requests = time.monotonic()
@@ -86,7 +87,7 @@ async def trial(
     engine: rheostat.aio.Engine, server: Worker[RunningServer], at_once: int, rng: random.Random
 ) -> Trial:
     """One sweep, which is cancelled."""
-    wanted, came = rng.randrange(_CELLS), 0
+    wanted, came = rng.randint(1, _CELLS), 0
     enough = asyncio.Event()
 
     def count(done: int, total: int) -> None:

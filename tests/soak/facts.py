@@ -47,7 +47,9 @@ def of_point(found: Sequence[Zoomed]) -> dict[str, object]:
 
 def zoom(engine: rheostat.Engine, count: int | None) -> dict[str, object]:
     """Zooms on facts, at every point."""
-    pairs = [pair for fact in facts() if (pair := swapped(fact)) is not None][:count]
+    pairs = [pair for fact in facts() if (pair := swapped(fact)) is not None]
+    if count is not None:
+        pairs = [pairs[number * len(pairs) // count] for number in range(count)]
     return {
         "benchmark": "zoom",
         "measures": "facts whose top cell zoom finds, and the cells that it runs",
@@ -102,9 +104,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = ["--front-ends", "0", "--distributed-executor-backend", ONE_PROCESS]
         with serving(Path(folder), *options) as server, rheostat.connect(server.target) as engine:
-            write("zoom.json", zoom(engine, arguments.zoomed))
             picture = arguments.out / "causal-trace.png"
             write("causal-trace.json", causal_trace(engine, arguments.traced, picture))
+            write("zoom.json", zoom(engine, arguments.zoomed))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from rheostat_engine.settings import EngineSettings
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 PAGE = (DOCS / "README.md").read_text()
 RELIABILITY = (DOCS.parent / "reliability.md").read_text()
+TRACING = (DOCS.parent / "causal-tracing.md").read_text()
 
 
 def content(name: str) -> Any:
@@ -91,6 +92,20 @@ def test_the_bounds_of_sweeps_follow_from_the_file() -> None:
     host = sweeps["cpu_us_per_cell"]["sweep, 256 cells at a time, 40 tokens"]
     busy = host["VLLM::EngineCor, main thread"] / 1e3
     assert f"works {busy:.2f} ms for a cell, so at most {1000 / busy:.0f} cells/s" in PAGE
+
+
+def test_what_zoom_finds_is_that_of_the_file() -> None:
+    points = content("cpu/zoom.json")["points"]
+    for point, found in points.items():
+        (line,) = (line for line in TRACING.splitlines() if line.startswith(f"| `{point}` |"))
+        assert all(f"`{name}` {value}" in line for name, value in found["zoom"].items())
+        share = found["ran"] / found["cells"]
+        assert line.endswith(f" | {found['found']} of {found['facts']} | {share:.1%} |")
+    engine = [one["found"] for one in content("cpu/zoom-engine.json")["points"].values()]
+    assert "{}, {} and {} top cells were found".format(*engine) in TRACING
+    for point in ("resid_post", "mlp_out"):
+        assert points[point]["found"] >= 0.95 * points[point]["facts"]
+        assert points[point]["ran"] <= 0.25 * points[point]["cells"]
 
 
 def test_rows_that_a_capture_lost_are_on_the_page() -> None:
