@@ -65,7 +65,7 @@ class TokenHold:
     @property
     def stuck(self) -> bool:
         """Whether tokens wait for signals that never come."""
-        waits = self._released < self._generated or (self._complete and not self.ended)
+        waits = self._generated > self._known - self._prompt_len + 1
         return self._no_signals and waits and not self.ended and self._stop is None
 
     def add(self, delta: Delta) -> list[Delta]:

@@ -138,7 +138,7 @@ class _Sound:
                 [
                     (handles[2], 1, None),
                     (handles[2], [0, 4], "prompt"),
-                    (handles[0], 3, "generated"),
+                    (handles[3], 3, "generated"),
                 ]
             )
         ]

@@ -131,6 +131,18 @@ def test_tokens_whose_signals_never_come_are_stuck(known: int) -> None:
     assert held.hold.stuck is (known == P)
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_tokens_that_are_held_back_are_not_stuck(watched: bool) -> None:
+    held = Held(watched=watched, hold_back=2)
+    held.add(10)
+    held.known(P + 1)
+    held.hold.no_more_signals()
+    assert not held.hold.stuck  # the engine may still send the end
+    held.add(11, ending=Ending.LENGTH)
+    assert not held.hold.stuck
+    assert held.tokens == [10, 11]
+
+
 def interleaved(draw: st.DrawFn, tokens: int, rows: int) -> Iterator[str]:
     while tokens or rows:
         take = draw(st.sampled_from(["token"] * bool(tokens) + ["row"] * bool(rows)))
