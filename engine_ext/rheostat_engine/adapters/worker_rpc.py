@@ -165,6 +165,8 @@ class SiteRpc:
             "directions_used": bank.programs.directions_used,
             "steps_used": bank.programs.steps_used,
             "slots_used": bank.slots_used,
+            "gates_used": bank.programs.gates_used,
+            "gate_states_used": runtime.steering.gates.used,
             "token_rules_used": len(runtime.steering.rules),
             "requests": runtime.requests,
             **_capture_stats(runtime.captures),

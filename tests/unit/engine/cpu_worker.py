@@ -197,15 +197,16 @@ class Worker:
         self.padding_touched |= bool(self.buffers.ring[0].any())
 
     def held(self) -> tuple[int, ...]:
-        """What is held: requests, rows, directions, steps, slots, rules, cells, active sites.
+        """Requests, rows, directions, steps, slots, gates and their states, rules, cells, sites.
 
         What nobody uses any more counts for nothing, however long it stays.
         """
         self.steering.built_tables.collect(1 << 30)
         busy = int(self.doses.dose_slots.any(dim=(0, 2)).sum())
         active = int(self.buffers.active.mask.sum())
-        return (self.runtime.requests, *used(self.bank), len(self.rules), busy, active)
+        gates = self.bank.programs.gates_used, self.steering.gates.used
+        return (self.runtime.requests, *used(self.bank), *gates, len(self.rules), busy, active)
 
 
-NOTHING = (0,) * 8
+NOTHING = (0,) * 10
 """What an idle worker holds."""

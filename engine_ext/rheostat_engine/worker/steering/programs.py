@@ -145,6 +145,11 @@ class Programs:
         return len(self._direction_numbers)
 
     @property
+    def gates_used(self) -> int:
+        """Gates in use."""
+        return len(self._gate_numbers)
+
+    @property
     def steps_used(self) -> int:
         """Steps in use."""
         return self._ints.tensor.shape[0] - 1 - len(self._free_steps)

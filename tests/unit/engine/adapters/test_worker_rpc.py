@@ -244,6 +244,8 @@ def test_statistics_say_what_is_in_use_and_what_has_been() -> None:
         "directions_used": 1,
         "steps_used": 2,
         "slots_used": 1,
+        "gates_used": 0,
+        "gate_states_used": 0,
         "token_rules_used": 0,
         "requests": 1,
         "captured_rows": 3,

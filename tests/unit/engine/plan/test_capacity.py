@@ -24,7 +24,8 @@ from rheostat_engine.plan.tables import CaptureNeed
 from rheostat_engine.worker.steering.steering import RequestSteering
 from rheostat_engine.worker.steering.vectors import BankError
 
-from ..cpu_worker import Worker
+from ..cpu_worker import NOTHING, Worker
+from ..gated import gated_plans
 from ..naive import described
 from ..strategies import DIGESTS, EVERYWHERE, LIMIT, ablate, add, captured, plans
 from ..tables import capacity, used
@@ -108,6 +109,27 @@ def test_what_the_ledger_admits_the_worker_can_hold_and_both_count_the_same(
         assert {name: ledger.used(name) for name in HELD} == crowd.used()
         assert ledger.used("token_rules") >= len(crowd.worker.rules)
         assert ledger.requests == len(crowd)
+
+
+@given(st.lists(gated_plans(), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 4))
+def test_gates_and_their_states_are_admitted_as_the_worker_has_room_for_them(
+    drawn: list[Plan], gates: int, states: int
+) -> None:
+    room = replace(capacity(), gates=gates, gate_states=states)
+    ledger, crowd = CapacityLedger(room), Crowd(room)
+    for number, plan in enumerate(drawn):
+        plan = replace(plan, request_id=f"r{number}")
+        shortage = ledger.admit(plan, prompt_len=LIMIT, max_step_tokens=LIMIT)
+        if shortage is None or shortage.resource in ("gates", "gate_states"):
+            assert crowd.add_request(plan) == (shortage is None)
+        worker = crowd.worker
+        worker.steering.built_tables.collect(1 << 30)
+        held = worker.bank.programs.gates_used, worker.steering.gates.used
+        assert held == (ledger.used("gates"), ledger.used("gate_states"))
+    for number in range(len(drawn)):
+        ledger.release(f"r{number}")
+        crowd.remove_request(f"r{number}")
+    assert crowd.worker.held() == NOTHING
 
 
 def test_rows_that_come_to_nothing_are_reserved_though_the_worker_needs_none() -> None:
