@@ -11,10 +11,11 @@ cached, so it can't exceed the part of them that lies in blocks that the request
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rheostat_bench.arms import EVERYWHERE, act, posts
@@ -28,7 +29,24 @@ from rheostat_bench.machine import (
     leave,
 )
 from rheostat_bench.summaries import Figures
-from rheostat_engine import OPEN_END, Act, Band, Kind, ModelSites, Plan, Spans
+from rheostat_engine import (
+    OPEN_END,
+    Act,
+    Activation,
+    Band,
+    Combine,
+    Form,
+    Gate,
+    GateCondition,
+    Hold,
+    Kind,
+    ModelSites,
+    Normalise,
+    Plan,
+    Pool,
+    Reading,
+    Spans,
+)
 
 SHARED = 1500
 """Tokens that the prompts have in common."""
@@ -77,6 +95,17 @@ def _from(position: int) -> Callable[[ModelSites, int], Plan]:
     return lambda sites, i: Plan("", _pair(sites, 2 * i, spans))
 
 
+def _late_gate(sites: ModelSites, i: int) -> Plan:
+    """Every request with a row of its own, under a gate that its last prompt token leaves shut."""
+    last = SHARED + TAIL - 1
+    reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
+    where = ((last, last + 1),)
+    read = replace(act(Kind.READ, posts(sites)[-1:], spans=where), reading=reading)
+    condition = GateCondition((0,), Pool.LAST, Combine.ANY, 1e9 + i, math.inf, 1, last)
+    gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.REST, late=True)
+    return Plan("", (replace(act(Kind.ADD, posts(sites), i), gate=gate), read))
+
+
 ARMS = (
     Arm("stock", lambda sites, i: None, stock=True),
     Arm("unsteered", lambda sites, i: None),
@@ -87,6 +116,7 @@ ARMS = (
     ),
     Arm("decode-only, each another", _from(SHARED + TAIL)),
     Arm("from the middle, each another", _from(MIDDLE), shared=MIDDLE),
+    Arm("late gate that stays shut", _late_gate),
 )
 """The measured arms; the first is the reference."""
 
