@@ -108,6 +108,16 @@ def test_what_zoom_finds_is_that_of_the_file() -> None:
         assert points[point]["ran"] <= 0.25 * points[point]["cells"]
 
 
+def test_the_problems_of_random_calls_are_those_of_the_file() -> None:
+    found = content("cpu/tracing-fuzz.json")
+    assert found["calls"] == 20_000
+    hangs = [problem for problem in found["problems"] if "Sweep hangs" in problem]
+    full = [problem for problem in found["problems"] if "REASON_BANK_FULL" in problem]
+    assert len(hangs) + len(full) == len(found["problems"])
+    assert f"lists {len(found['problems'])} problems. Of these, {len(hangs)} are" in RELIABILITY
+    assert f"The other {len(full)} are sweeps" in RELIABILITY
+
+
 def test_rows_that_a_capture_lost_are_on_the_page() -> None:
     repeated = content("h200/capture.json")["repeated"]
     lost = [turn["lost_rows"] for turns in repeated.values() for turn in turns]
