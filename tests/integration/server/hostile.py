@@ -16,7 +16,14 @@ import rheostat
 from rheostat import generated, positions, span, token_ids, window
 from rheostat._client.requests import generate_request
 from rheostat._steering.steering import steering_to_wire
-from rheostat_wire.v1 import generation_service_pb2, selector_pb2, steering_service_pb2
+from rheostat_server.limits import BASELINES, NOISES, SWEEP_PAIRS
+from rheostat_wire.v1 import (
+    generation_service_pb2,
+    selector_pb2,
+    steering_service_pb2,
+    sweep_pb2,
+    sweep_service_pb2,
+)
 
 from .naive import OPS
 
@@ -158,9 +165,7 @@ class _Sound:
         service = steering_service_pb2
         makers: dict[str, Callable[[], list[Message]]] = {
             GENERATE: lambda: [self._request(rng, number)],
-            EXPLAIN: lambda: [
-                generation_service_pb2.ExplainRequest(request=self._request(rng, number))
-            ],
+            EXPLAIN: lambda: [explained(self._request(rng, number))],
             SESSION: lambda: self._session(rng, number),
             SET_GLOBAL: lambda: [
                 service.SetGlobalRequest(
@@ -233,6 +238,11 @@ class _Sound:
         return request
 
 
+def explained(request: generation_service_pb2.GenerateRequest) -> Message:
+    """The request to explain it."""
+    return generation_service_pb2.ExplainRequest(request=request)
+
+
 def spoilt(rng: random.Random, message: Message) -> bytes:
     """A message's bytes, usually no longer as they should be."""
     for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 4])):
@@ -257,6 +267,13 @@ def serialized(message: Message) -> bytes:
                 sampling.max_tokens = 2
             if 2 < sampling.n <= 64:
                 sampling.n = 2
+        elif isinstance(part, sweep_service_pb2.SweepRequest):
+            if len(part.pairs) <= SWEEP_PAIRS:
+                del part.pairs[2:]
+            if 2 < part.baseline_count <= BASELINES:
+                part.baseline_count = 2
+        elif isinstance(part, sweep_pb2.NoiseCorruption) and part.noise_count <= NOISES:
+            part.noise_count = min(part.noise_count or 2, 2)
     return message.SerializeToString()
 
 

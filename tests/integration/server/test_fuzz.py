@@ -12,12 +12,12 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 import rheostat
+from rheostat_bench.calls import Call
 from rheostat_wire.v1 import generation_service_pb2
 
 from ...effort import FACTOR, at_length
 from .conftest import Server, assert_empty
-from .hostile import DERIVE, GENERATE, GET, NAMES, PUT, SESSION, SHARES, Attempt, attempts
-from .hostile_captures import SUBSCRIBE
+from .hostile import GENERATE, NAMES, SHARES, Attempt, attempts
 
 pytestmark = pytest.mark.integration
 
@@ -55,13 +55,14 @@ def end_of(channel: grpc.Channel, attempt: Attempt) -> End:
     """Makes a call, and says how it ended."""
     path = f"/rheostat.v1.{attempt.method}"
     last = b""
+    client_streams, server_streams = Call(attempt.method, ()).streams
     try:
-        if attempt.method == PUT:
+        if not server_streams and client_streams:
             last = channel.stream_unary(path)(iter(attempt.messages), timeout=PATIENCE)
-        elif attempt.method not in (GENERATE, SESSION, GET, DERIVE, SUBSCRIBE):
+        elif not server_streams:
             last = channel.unary_unary(path)(attempt.messages[0], timeout=PATIENCE)
         else:
-            if attempt.method in (SESSION, SUBSCRIBE):
+            if client_streams:
                 call = channel.stream_stream(path)(iter(attempt.messages), timeout=PATIENCE)
             else:
                 call = channel.unary_stream(path)(attempt.messages[0], timeout=PATIENCE)
