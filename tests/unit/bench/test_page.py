@@ -108,6 +108,21 @@ def test_what_zoom_finds_is_that_of_the_file() -> None:
         assert points[point]["ran"] <= 0.25 * points[point]["cells"]
 
 
+def test_how_soon_a_cancelled_sweep_holds_nothing_is_that_of_the_file() -> None:
+    measured = content("cpu/cancel.json")
+    ((at_once, table),) = measured["summary"].items()
+    lines = [
+        f"| {row['median']:.0f} ms | {row['p90']:.0f} ms | {row['max']:.0f} ms |"
+        for row in table.values()
+    ]
+    section = PAGE.partition("### A cancelled sweep")[2].partition("\n###")[0]
+    shown = [line for line in section.splitlines() if line.endswith(" ms |")]
+    assert all(line.endswith(want) for line, want in zip(shown, lines, strict=True))
+    kept = int(table["blocks_ms"]["within_bar"])
+    assert f"{kept} of {measured['trials']} sweeps kept it" in section
+    assert f"{measured['trials']} sweeps of the demo model, {at_once} cells at a time" in section
+
+
 def test_the_problems_of_random_calls_are_those_of_the_file() -> None:
     found = content("cpu/tracing-fuzz.json")
     assert found["calls"] == 20_000
