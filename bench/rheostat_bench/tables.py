@@ -23,6 +23,9 @@ SHARE_BARS = {
     "all layers captured, last prompt token": 0.94,
 }
 """The least share of stock vLLM's tokens per second, by arm of `sidebyside`."""
+_LISTED_FUNCTIONS = 14
+"""Functions of a table of costs."""
+
 _PER_TOKEN_BAR = 1.01
 """The most time per token of idle requests, as a share of stock's."""
 _FIRST_TOKEN_BARS = {"32": 10.0, "256": 30.0}
@@ -48,6 +51,8 @@ def tables(path: Path) -> list[str]:
     if about == "soak":
         control = path.with_name(f"{path.stem}-control.json")
         return [_soak(content, json.loads(control.read_text()) if control.is_file() else None)]
+    if about == "costs":
+        return [_costs(content["arms"], unit) for unit in ("token", "request")]
     if about == "sidebyside":
         return _side_by_side(content["summary"])
     if about == "sweeps":
@@ -235,6 +240,21 @@ def _streamed(summary: Mapping[str, Table]) -> list[str]:
     lasts = [[arm, *(_spread(whole[arm][batch]) for batch in batches)] for arm in whole]
     shown.append(_markdown(["whole, ms", *batches], lasts))
     return shown
+
+
+def _costs(arms: Mapping[str, Any], unit: str) -> str:
+    """Microseconds of the server's main thread for a token or a request, by function and arm.
+
+    The functions are those that take the most time of the first arm, with all that they call,
+    without those that take more than half: they only call others.
+    """
+    totals = [by_unit[unit]["us"]["server, main thread"] for by_unit in arms.values()]
+    functions = [by_unit[unit]["functions_us"] for by_unit in arms.values()]
+    listed = [name for name, us in functions[0].items() if us < totals[0] / 2][:_LISTED_FUNCTIONS]
+    rows = [["all", *(f"{total:.0f}" for total in totals)]]
+    for name in listed:
+        rows.append([f"`{name}`", *(f"{by_name.get(name, 0.0):.0f}" for by_name in functions)])
+    return _markdown([f"µs for a {unit}", *arms], rows)
 
 
 def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 
 from rheostat_bench.costs import ThreadTime, taken, thread_times
 from rheostat_bench.sampled_server import Sampler, function_name, shares
+from rheostat_bench.tables import tables
 
 
 def test_threads_of_a_kind_are_summed_and_new_ones_count_whole() -> None:
@@ -45,6 +46,14 @@ def test_every_thread_of_a_process_is_found() -> None:
     assert thread.native_id is not None
     assert not times[thread.native_id].main
     assert {times[os.getpid()].process, times[thread.native_id].process} == {"server"}
+
+
+def test_the_page_shows_what_functions_cost() -> None:
+    docs = Path(__file__).parents[3] / "docs" / "benchmarks"
+    page = (docs / "README.md").read_text()
+    shown = tables(docs / "cpu" / "costs-demo.json")
+    assert len(shown) == 2
+    assert all(table in page for table in shown)
 
 
 def code(file: str, name: str) -> CodeType:
