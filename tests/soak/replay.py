@@ -2,30 +2,35 @@
 
     python -m tests.soak.replay --seeds 12
     python -m tests.soak.replay --seeds 4 --compiled
+    python -m tests.soak.replay --seeds 6 --out results
 
 Each seed is a round of concurrent sessions whose rows are compared with those of the same tokens
 alone. Prints a line per round; exits 1 if a row is wrong, missing or doubled, or if the server
-holds something at the end.
+holds something at the end. With a folder, writes `replay.json`, or `replay-compiled.json`.
 """
 
 import argparse
 import asyncio
+import json
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import rheostat
+from rheostat_bench.machine import Model, described
 from rheostat_bench.served_process import faults, served_process
 from rheostat_bench.soak import gauges, left_over
+from rheostat_server.engine.vllm_engine import DEMO_MODEL
 from tests.integration.server.adapters import write_adapter
 from tests.integration.server.replaying import Verdict, play
 
 ADAPTERS = ("ada", "bob")
 
 
-def options(scratch: Path, *, compiled: bool) -> list[str]:
+def options(*, compiled: bool) -> list[str]:
     """A KV cache for four long samples at a time, and steps that cut prompts in pieces."""
-    folders = {name: write_adapter(scratch / name, seed) for seed, name in enumerate(ADAPTERS)}
     return [
         "--dtype=float32",
         "--max-model-len=512",
@@ -35,7 +40,6 @@ def options(scratch: Path, *, compiled: bool) -> list[str]:
         "--bank-mib=4",
         "--capture-mib=16",
         *([] if compiled else ["--enforce-eager"]),
-        *(f"--lora={name}={folder}" for name, folder in folders.items()),
     ]
 
 
@@ -45,18 +49,26 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=12, help="how many rounds")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--compiled", action="store_true", help="torch.compile instead of eager")
+    parser.add_argument("--out", type=Path, help="a folder, for the result")
     arguments = parser.parse_args()
-    problems = []
+    problems: list[str] = []
+    rounds: dict[int, Verdict] = {}
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         log = scratch / "log"
-        started = options(scratch, compiled=arguments.compiled)
-        with served_process("demo", log, started) as server:
+        adapters = [
+            f"--lora={name}={write_adapter(scratch / name, seed)}"
+            for seed, name in enumerate(ADAPTERS)
+        ]
+        started = options(compiled=arguments.compiled)
+        with served_process("demo", log, [*started, *adapters]) as server:
             with rheostat.connect(server.target) as engine:
-                print(f"compiled: {engine.model().engine.compiled}", flush=True)
+                info = engine.model().engine
+            print(f"compiled: {info.compiled}", flush=True)
             before = gauges(server.target)
             for seed in range(arguments.first, arguments.first + arguments.seeds):
-                verdict = asyncio.run(play(server.target, seed, ADAPTERS))
+                verdict = rounds[seed] = asyncio.run(play(server.target, seed, ADAPTERS))
                 print(f"seed {seed}: {summary(verdict)}", flush=True)
                 problems += [f"seed {seed}: {one}" for one in verdict.problems()]
             left = left_over(server.target, before)
@@ -64,7 +76,35 @@ def main() -> None:
             problems += [f"log: {line}" for line in faults(log)]
     for problem in problems:
         print(problem)
+    if arguments.out is not None:
+        result = {
+            "benchmark": "replay",
+            "measures": "rows of requests under stress beside those of the same tokens alone",
+            **described(Model("demo", DEMO_MODEL, "float32", "auto"), info.runner),
+            "compiled": info.compiled,
+            "options": started,
+            "seconds": time.monotonic() - began,
+            "sums": sums(list(rounds.values())),
+            "rounds": {seed: figures(verdict) for seed, verdict in rounds.items()},
+            "problems": problems,
+        }
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        name = "replay-compiled" if arguments.compiled else "replay"
+        (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1))
     sys.exit(bool(problems))
+
+
+def figures(verdict: Verdict) -> dict[str, float]:
+    """The numbers of a round."""
+    return {name: value for name, value in verdict._asdict().items() if name != "examples"}
+
+
+def sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """The numbers of all rounds together; of `largest` the largest."""
+    rounds = [figures(verdict) for verdict in verdicts]
+    return {
+        name: (max if name == "largest" else sum)(one[name] for one in rounds) for name in rounds[0]
+    }
 
 
 def summary(verdict: Verdict) -> str:
@@ -73,7 +113,8 @@ def summary(verdict: Verdict) -> str:
         f"{verdict.compared} rows, {verdict.wrong} wrong, {verdict.missing} missing, "
         f"{verdict.doubled} doubled; apart by {verdict.largest:.1e} of their norm at most; "
         f"{verdict.updates} updates, {verdict.preemptions} preemptions, "
-        f"{verdict.attached} samples joined late"
+        f"{verdict.attached} samples joined late, {verdict.replaced} replaced, "
+        f"{verdict.gated} gated, {verdict.undecided} rows undecided"
     )
 
 

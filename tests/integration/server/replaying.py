@@ -4,6 +4,10 @@ Why replay: a row depends on its tokens and on the steering of every token up to
 schedule. So the tokens of a sample, given as a prompt to a quiet engine with the steering that each
 position had, have the same rows, whatever happened while the sample was generated: updates,
 preemption, chunked prefill, shared prefixes, observers that joined late, neighbours.
+
+Rows are also replaced, and steering is gated by what probes read. In the replay the same gate reads
+the same positions. Where a gate is either open or shut, a number next to its bound may fall on
+either side of it. Such a sample is compared up to this position.
 """
 
 import asyncio
@@ -17,8 +21,9 @@ import numpy as np
 
 import rheostat
 from rheostat import generated, positions, token_ids, window
+from rheostat._steering.gates import Hold, Pool
 
-from .naive import BY_TOKEN, Placed
+from .naive import BY_TOKEN, Row, row
 
 POINTS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 LAYERS = 6
@@ -27,6 +32,8 @@ OBSERVERS = 3
 TOLERANCE = 1e-4
 """Of a row's norm. Sums in another order differ by 1e-5 at most, a token that is steered in another
 way by more than 1e-2."""
+SMALLEST_NORM = 1e-3
+"""Norm that a row of zeros counts as having."""
 
 Holds = Callable[[int, int, int], bool]
 """Whether a selector selects (position, token, P)."""
@@ -45,6 +52,86 @@ SELECTORS: Sequence[tuple[rheostat.Selector | str, Holds]] = (
     (token_ids(*range(100, 900)), lambda p, token, n: 100 <= token < 900),
     ("all" - token_ids(*range(300, 1100)), lambda p, token, n: not 300 <= token < 1100),
 )
+
+FEW: Sequence[tuple[rheostat.Selector | str, Holds]] = (
+    (positions(0, -1), lambda p, token, n: p in (0, n - 1)),
+    (window(20, 60), lambda p, token, n: 20 <= p < 60),
+    (window(4, 24), lambda p, token, n: 4 <= p < 24),
+)
+"""Selectors of positions that every run has, few of them."""
+SOURCE_TOKENS = 320
+"""Positions of the run from which rows are taken: as many as the longest prompt has."""
+MASKED = tuple(range(0, 128, 3))
+"""Dimensions that a masked replacement replaces."""
+HOLDS: Sequence[Hold] = ("token", "next_token", "rest", "until_read", 1, 7)
+NEXT_TO_A_BOUND = 1e-5
+"""A cosine this close to a bound may fall on either side of it."""
+
+
+class Gated(NamedTuple):
+    """A gate that reads the cosine of the stream with a vector, after one layer."""
+
+    vector: Row
+    layer: int
+    where: rheostat.Selector | str
+    holds: Holds
+    """Which tokens it reads."""
+    bound: float | None
+    """It is open above this number. None: it is open as far as `form` says."""
+    form: rheostat.Ramp | rheostat.Sigmoid | None
+    pool: Pool
+    hold: Hold
+
+    def gate(self, where: rheostat.Selector | str) -> rheostat.Gate:
+        """The gate, for the client."""
+        probe = rheostat.probe(
+            rheostat.inline(self.vector),
+            points="resid_post",
+            layers=self.layer,
+            where=where,
+            normalise="cosine",
+        )
+        if self.bound is not None:
+            return rheostat.gate(probe.above(self.bound, pool=self.pool), hold=self.hold)
+        return rheostat.gate(probe.summed(pool=self.pool), form=self.form, hold=self.hold)
+
+    def undecided(self, all_rows: Rows, tokens: Sequence[int], length: int) -> int:
+        """The first position that it reads too close to its bound; past the tokens, if none is."""
+        if self.bound is None:
+            return len(tokens)
+        unit = self.vector[0] / np.linalg.norm(self.vector)
+        for position, token in enumerate(tokens):
+            if self.holds(position, token, length):
+                values = all_rows["resid_post", self.layer, position]
+                cosine = float(values @ unit / np.linalg.norm(values))
+                if abs(cosine - self.bound) < NEXT_TO_A_BOUND:
+                    return position
+        return len(tokens)
+
+
+class Placed(NamedTuple):
+    """An intervention at places."""
+
+    does: rheostat.Intervention
+    """Without sites."""
+    layers: Sequence[int]
+    where: rheostat.Selector | str
+    holds: Holds
+    gated: Gated | None = None
+
+    @property
+    def ours(self) -> rheostat.Intervention:
+        """For the client."""
+        return self.at(self.where, None if self.gated is None else self.gated.where)
+
+    def at(
+        self, where: rheostat.Selector | str, reads: rheostat.Selector | str | None
+    ) -> rheostat.Intervention:
+        """The intervention at other tokens, whose gate reads other tokens."""
+        placed = self.does.at(points="resid_post", layers=list(self.layers), where=where)
+        if self.gated is None or reads is None:
+            return placed
+        return placed.when(self.gated.gate(reads))
 
 
 class RequestSpec(NamedTuple):
@@ -112,6 +199,14 @@ class Verdict(NamedTuple):
     updates: int
     """Changes of steering that were carried out."""
     preemptions: int
+    requests: int
+    samples: int
+    replaced: int
+    """Samples of requests that replace rows."""
+    gated: int
+    """Samples of requests with a gate."""
+    undecided: int
+    """Rows that were not compared, because a gate read a number next to its bound."""
     largest: float
     """Difference of a row, over its norm."""
     examples: list[str]
@@ -124,7 +219,7 @@ class Verdict(NamedTuple):
             found.append(f"{self.doubled} rows came twice")
         found += [
             f"{word} is 0: the round shows less than it should"
-            for word in ("compared", "attached", "updates", "preemptions")
+            for word in ("compared", "attached", "updates", "preemptions", "replaced", "gated")
             if not getattr(self, word)
         ]
         return found
@@ -138,10 +233,30 @@ class _Doubled:
 
     def take(self, into: Rows, rows: Sequence[rheostat.Rows]) -> None:
         for one in rows:
-            for position, row in zip(one.positions.tolist(), one.values, strict=True):
+            for position, values in zip(one.positions.tolist(), one.values, strict=True):
                 key = (str(one.point), one.layer, position)
                 self.count += key in into
-                into[key] = row
+                into[key] = values
+
+
+def source_run(seed: int) -> str:
+    """The id of the run from which the requests of a seed take rows."""
+    return f"replay-{seed}-source"
+
+
+def replacements(seed: int) -> list[rheostat.Intervention]:
+    """Every kind of source, without sites."""
+    run = source_run(seed)
+    return [
+        rheostat.replace(rheostat.inline(row(30))),
+        rheostat.replace(rheostat.inline(row(31)), alpha=0.5),
+        rheostat.replace(rheostat.inline(row(32)), dimensions=MASKED),
+        rheostat.replace(rheostat.from_run(run)),
+        rheostat.replace(rheostat.from_run(run), alpha=0.25),
+        rheostat.replace(rheostat.run_mean(run)),
+        rheostat.replace(rheostat.Noise(std=0.3, seed=seed)),
+        rheostat.replace(rheostat.Zeros(), alpha=0.5),
+    ]
 
 
 def request_specs(seed: int, loras: Sequence[str]) -> tuple[list[RequestSpec], list[Watch]]:
@@ -149,16 +264,40 @@ def request_specs(seed: int, loras: Sequence[str]) -> tuple[list[RequestSpec], l
     rng = random.Random(seed)
     ids = [[rng.randrange(3, 1900) for _ in range(200)] for _ in range(2)]
 
+    def layers(least: int = 0) -> list[int]:
+        some = range(least, LAYERS)
+        return sorted(rng.sample(some, min(2, len(some))))
+
     def steering() -> list[Placed]:
-        return [
-            Placed(
-                BY_TOKEN[rng.choice(list(BY_TOKEN))],
-                sorted(rng.sample(range(LAYERS), 2)),
-                where,
-                holds,
-            )
+        placed = [
+            Placed(BY_TOKEN[rng.choice(list(BY_TOKEN))].does, layers(), where, holds)
             for where, holds in rng.sample(SELECTORS, rng.choice([0, 1, 1, 2]))
         ]
+        if rng.random() < 0.3:
+            placed.append(Placed(rng.choice(replacements(seed)), layers(), *rng.choice(FEW)))
+        rng.shuffle(placed)
+        return placed
+
+    def gated() -> Placed:
+        layer = rng.randrange(LAYERS - 1)
+        bound = rng.choice([None, 0.0, 0.03])
+        form = rng.choice([rheostat.Ramp(-0.1, 0.1), rheostat.Sigmoid(20.0, 0.0)])
+        gate = Gated(
+            row(20 + rng.randrange(8)),
+            layer,
+            *rng.choice(SELECTORS),
+            bound,
+            form if bound is None else None,
+            rng.choice(["last", "max"] if bound is not None else ["last", "mean", "max"]),
+            rng.choice(HOLDS),
+        )
+        where, holds = rng.choice(SELECTORS)
+        return Placed(
+            BY_TOKEN[rng.choice(list(BY_TOKEN))].does, layers(layer + 1), where, holds, gate
+        )
+
+    def first_steering() -> list[Placed]:
+        return [*steering(), *(gated() for _ in range(rng.choice([0, 0, 1, 2])))]
 
     def request(number: int) -> RequestSpec:
         shared = rng.choice(ids)[: rng.choice([0, 130, 200])]
@@ -173,7 +312,7 @@ def request_specs(seed: int, loras: Sequence[str]) -> tuple[list[RequestSpec], l
             rng.randrange(40, 160),
             rng.randrange(1 << 30),
             rng.choice([None, None, *loras]),
-            [steering() for _ in range(updates + 1)],
+            [first_steering(), *(steering() for _ in range(updates))],
             sorted(rng.sample(range(1, 60), updates)),
             rng.sample(POINTS, rng.choice([1, 2, 5])),
             sorted(rng.sample(range(LAYERS), rng.choice([1, 3, 6]))),
@@ -254,6 +393,9 @@ async def play(target: str, seed: int, loras: Sequence[str] = ()) -> Verdict:
     last = f"replay-{seed}-last"
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(rheostat.aio.connect(target)) for _ in range(4)]
+        source = [3 + (seed + 7 * number) % 1900 for number in range(SOURCE_TOKENS)]
+        into = rheostat.Capture("resid_post", to=rheostat.Run(source_run(seed)), where="prompt")
+        await engines[0].generate(source, capture=into, max_tokens=1, temperature=0)
         observers = [
             asyncio.create_task(_watch(engines[-1], watch, {last}, doubled)) for watch in watches
         ]
@@ -271,6 +413,7 @@ async def play(target: str, seed: int, loras: Sequence[str] = ()) -> Verdict:
             for spec, one in zip(requests, ran, strict=True)
             for sample in range(spec.samples)
         }
+        await engines[0].delete_run(source_run(seed))
     return _verdict(requests, ran, watched, replayed, doubled.count)
 
 
@@ -287,10 +430,13 @@ async def _replay(engine: rheostat.aio.Engine, spec: RequestSpec, ran: Ran, samp
     for (placed, _), start, end in zip(ran.phases, starts, [*starts[1:], len(tokens)], strict=True):
         for one in placed:
             at = [p for p in range(start, end) if one.holds(p, tokens[p], length)]
-            if at:
-                where = _windows(at)
-                act = one.op.does.at(points=one.points, layers=list(one.layers), where=where)
-                steering.append(act)
+            reads = [
+                p
+                for p, token in enumerate(tokens)
+                if one.gated is not None and one.gated.holds(p, token, length)
+            ]
+            if at and (reads or one.gated is None):  # a gate that reads nothing stays shut
+                steering.append(one.at(_windows(at), _windows(reads) if reads else None))
     out = await engine.generate(
         tokens,
         steering=steering,
@@ -334,14 +480,19 @@ def _verdict(
 
     examples: list[str] = []
 
-    def compare(name: str, found: Rows, wanted: Rows) -> None:
+    def compare(name: str, found: Rows, wanted: Rows, decided: int) -> None:
+        """Compares rows up to the position `decided`; later ones must be there, too."""
         nonlocal largest
         missing, wrong = wanted.keys() - found.keys(), found.keys() - wanted.keys()
         for key in found.keys() & wanted.keys():
-            apart = float(np.linalg.norm(found[key] - wanted[key]) / np.linalg.norm(wanted[key]))
+            if key[2] >= decided:
+                count["undecided"] += 1
+                continue
+            norm = max(float(np.linalg.norm(wanted[key])), SMALLEST_NORM)
+            apart = float(np.linalg.norm(found[key] - wanted[key])) / norm
             largest = max(largest, apart)
             count["compared"] += 1
-            if apart > TOLERANCE:
+            if not apart <= TOLERANCE:  # NaN is wrong too
                 wrong.add(key)
         count["missing"] += len(missing)
         count["wrong"] += len(wrong)
@@ -356,10 +507,20 @@ def _verdict(
         for sample in range(spec.samples):
             tokens, all_rows = _tokens(one, sample), replayed[spec.request_id, sample]
             length = len(spec.prompt)
+            steered = [placed for placed, _ in one.phases]
+            gates = [placed.gated for placed in steered[0] if placed.gated is not None]
+            decided = min(
+                [gate.undecided(all_rows, tokens, length) for gate in gates], default=len(tokens)
+            )
+            count["gated"] += bool(gates)
+            count["replaced"] += any(
+                isinstance(placed.does, rheostat.Replace) for phase in steered for placed in phase
+            )
+            count["samples"] += 1
             at = [p for p, token in enumerate(tokens) if spec.holds(p, token, length)]
             keys = [(point, n, p) for point in spec.points for n in spec.layers for p in at]
             name = f"{spec.request_id}[{sample}], {length} prompt tokens"
-            compare(name, one.rows[sample], {key: all_rows[key] for key in keys})
+            compare(name, one.rows[sample], {key: all_rows[key] for key in keys}, decided)
             for each in watched:
                 if spec.request_id in each.missed or spec.request_id not in each.ended:
                     assert (spec.request_id, sample) not in each.rows
@@ -375,7 +536,7 @@ def _verdict(
                 ]
                 rows = each.rows.get((spec.request_id, sample), {})
                 wanted = {key: all_rows[key] for key in seen}
-                compare(f"{each.watch} of {name}", rows, wanted)
+                compare(f"{each.watch} of {name}", rows, wanted, decided)
     return Verdict(
         count["compared"],
         count["wrong"],
@@ -384,6 +545,11 @@ def _verdict(
         count["attached"],
         sum(len(one.phases) - 1 for one in ran),
         sum(one.out.receipt.preemption_count for one in ran),
+        len(requests),
+        count["samples"],
+        count["replaced"],
+        count["gated"],
+        count["undecided"],
         largest,
         examples,
     )

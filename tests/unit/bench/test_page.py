@@ -194,6 +194,13 @@ def test_the_pages_say_of_a_promise_what_its_file_says(page: str, name: str) -> 
     assert said in unwrapped(page)
 
 
+@pytest.mark.parametrize("name", ["replay"])
+def test_the_page_says_of_the_replay_what_its_file_says(name: str) -> None:
+    said = statement(DOCS / "cpu" / f"{name}.json")
+    assert "0 wrong, 0 missing, 0 doubled" in said
+    assert said in unwrapped(RELIABILITY)
+
+
 def test_a_statement_names_each_missed_promise(tmp_path: Path) -> None:
     file = tmp_path / "isolation.json"
     summary = {"labels": {}, "runs": {}, "nobody else": {}}
