@@ -26,7 +26,16 @@ import numpy as np
 import rheostat
 from rheostat_bench.machine import circumstances
 from rheostat_bench.summaries import Figures
-from rheostat_engine import Capacity, Event, Installed, ModelSites, Plan, Released, Rows
+from rheostat_engine import (
+    Capacity,
+    Event,
+    GainsUpdate,
+    Installed,
+    ModelSites,
+    Plan,
+    Released,
+    Rows,
+)
 from rheostat_server.config import ModelInfo, ServerConfig
 from rheostat_server.engine.backend import (
     Backend,
@@ -182,6 +191,9 @@ class _StandIn:
         self, updates: Sequence[SteeringUpdate]
     ) -> list[list[int | None] | Defect]:
         return [[None] * len(update.plan_ids) for update in updates]
+
+    async def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
+        pass
 
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         pass

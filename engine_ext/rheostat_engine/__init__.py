@@ -8,6 +8,7 @@ from rheostat_engine.channel.events import (
     Dose,
     Dropped,
     Event,
+    Gained,
     Installed,
     Released,
     Report,
@@ -20,6 +21,7 @@ from rheostat_engine.front_end import (
     keep_end_token,
     prepare_front_end,
     receive_outputs,
+    send_gains,
     stop_front_end,
     watch_scheduler,
 )
@@ -38,6 +40,13 @@ from rheostat_engine.plan.acts import (
 from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
 from rheostat_engine.plan.capacity import Capacity, CapacityLedger, Shortage
 from rheostat_engine.plan.composition import MAX_STEPS, MAX_TOKEN_SETS
+from rheostat_engine.plan.gains import (
+    LARGEST_GAIN,
+    MAX_GAIN_CHANGES,
+    MAX_GAINS,
+    GainsUpdate,
+    merged_gains,
+)
 from rheostat_engine.plan.gates import (
     MAX_COLUMNS,
     MAX_CONDITIONS,
@@ -75,9 +84,12 @@ from rheostat_engine.settings import EngineSettings, engine_kwargs
 
 __all__ = [
     "EXTRA_ARG",
+    "LARGEST_GAIN",
     "MAX_CAPTURE_COST",
     "MAX_COLUMNS",
     "MAX_CONDITIONS",
+    "MAX_GAINS",
+    "MAX_GAIN_CHANGES",
     "MAX_GATES",
     "MAX_INTERVALS",
     "MAX_PLAN_COST",
@@ -109,6 +121,8 @@ __all__ = [
     "EngineSettings",
     "Event",
     "Form",
+    "Gained",
+    "GainsUpdate",
     "Gate",
     "GateCondition",
     "Hold",
@@ -139,8 +153,10 @@ __all__ = [
     "engine_kwargs",
     "keep_end_token",
     "largest_replaced",
+    "merged_gains",
     "prepare_front_end",
     "receive_outputs",
+    "send_gains",
     "site_count",
     "stop_front_end",
     "update_captures",

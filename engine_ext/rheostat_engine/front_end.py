@@ -1,9 +1,12 @@
 """Adapters for the process with the `AsyncLLM`, importable without vLLM."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from rheostat_engine.plan.gains import GainsUpdate
+
 if TYPE_CHECKING:
+    from rheostat_engine.adapters.gains import Client
     from rheostat_engine.adapters.output_handler import OutputReader
     from rheostat_engine.adapters.outputs import Collector, Receive
     from rheostat_engine.adapters.scheduler_stats import Engine, Record
@@ -19,6 +22,7 @@ def prepare_front_end() -> None:
     # it would be freed only at interpreter shutdown, and fail there.
     from rheostat_engine.adapters import (  # noqa: F401
         end_token,
+        gains,
         output_handler,
         outputs,
         scheduler_stats,
@@ -62,3 +66,10 @@ def receive_outputs(
     from rheostat_engine.adapters import outputs
 
     outputs.receive_outputs(collector, receive, fail)
+
+
+async def send_gains(llm: "Client", updates: Iterable[GainsUpdate]) -> None:
+    """Changes gains of running requests, each from its next step on; see `adapters.gains`."""
+    from rheostat_engine.adapters import gains
+
+    await gains.send_gains(llm, updates)

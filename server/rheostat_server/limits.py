@@ -346,6 +346,9 @@ UPDATES = 256
 WAITING_UPDATES = 16
 """Most changes of steering that may wait in a session."""
 
+WAITING_GAINS = 512
+"""Most gains of a session that may wait for their answers. A step answers all earlier ones."""
+
 UNREAD_ANSWERS = 1024
 """Most answers to a session's messages that may wait for its client to read them."""
 

@@ -36,6 +36,7 @@ from rheostat_engine.worker.state.buffers import Buffers, GateBuffers
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.doses import Doses
+from rheostat_engine.worker.steering.gain_states import GainStates
 from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.steering import Steering
 from rheostat_engine.worker.steering.token_rules import TokenRules
@@ -150,7 +151,8 @@ def assemble(
         nothing = expander.instructions(_idle_instructions(), torch.zeros(0))
         warm_up(buffers, nothing, narrow=routers.rows)
     reports = get_tensor_model_parallel_rank() == 0
-    steering = Steering(bank, rules, doses, GateStates(buffers.gates), site_slots)
+    gates, gains = GateStates(buffers.gates), GainStates(buffers.gates)
+    steering = Steering(bank, rules, doses, gates, gains, site_slots)
     row_sender, captures = None, None
     if reports:
         scratch = settings.encode_bytes // 4

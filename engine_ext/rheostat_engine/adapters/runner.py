@@ -8,6 +8,7 @@ from vllm import envs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
+from rheostat_engine.adapters.gains import gains_of
 from rheostat_engine.adapters.probing import PROBE_TOKENS
 from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG, EXTRA_ARG
 from rheostat_engine.worker.runtime import SiteRuntime
@@ -26,6 +27,8 @@ def apply_scheduler_output(runtime: SiteRuntime, scheduled: SchedulerOutput) -> 
             runtime.add_request(
                 new.req_id, extra[EXTRA_ARG], extra.get(CACHED_TOKENS_RECOMPUTED_ARG, 0)
             )
+    if gains := gains_of(scheduled):
+        runtime.set_gains(gains)
 
 
 def disable_lora(runner: LoRAModelRunnerMixin) -> None:

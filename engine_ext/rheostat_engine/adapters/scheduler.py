@@ -26,6 +26,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from rheostat_engine.adapters.background import BackgroundPace, BackgroundQueue
+from rheostat_engine.adapters.gains import carry_gains
 from rheostat_engine.adapters.parent_watch import end_with_parent, leave_group
 from rheostat_engine.adapters.request_plan import request_plan
 from rheostat_engine.adapters.step_messages import share_tables
@@ -57,6 +58,7 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
     limit_hits(scheduler.kv_cache_manager)
     share_tables(scheduler)
     BackgroundQueue(scheduler, BackgroundPace())
+    carry_gains(scheduler)
     return scheduler
 
 

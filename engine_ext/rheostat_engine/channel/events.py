@@ -1,8 +1,9 @@
 """The reports of a worker about its requests, and their serialization.
 
 Invariants: the reports of a request are Installed, then Rows and SignalRows, and Released last. An
-Attached comes between Installed and Released, after all rows of earlier steps. A frame is a msgpack
-head; its rows are in the staging area. Nothing in either is executed or unpickled.
+Attached or a Gained comes between Installed and Released, an Attached after all rows of earlier
+steps. A frame is a msgpack head; its rows are in the staging area. Nothing in either is executed or
+unpickled.
 """
 
 from collections import Counter
@@ -47,6 +48,17 @@ class Attached:
     """First updated position; `OPEN_END`: the request ended before."""
     error: str
     """Why the update failed without effect; empty if it did not fail."""
+
+
+@dataclass(frozen=True)
+class Gained:
+    """Gains of a request were changed, from the step after this report on."""
+
+    request_id: str
+    change: int
+    """The server's number of the change."""
+    first: int
+    """First changed position."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +145,7 @@ class SignalRows:
         return ", ".join(self.request_ids)
 
 
-Report = Installed | Attached | Rows | SignalRows | Released
+Report = Installed | Attached | Gained | Rows | SignalRows | Released
 """A report of a worker about a request, or about the requests of a step."""
 
 
@@ -175,6 +187,14 @@ class AttachedHead(msgspec.Struct, frozen=True, tag="attached"):
     change: int
     first: int
     error: str
+
+
+class GainsHead(msgspec.Struct, frozen=True, tag="gains"):
+    """Head of a frame of `Gained`s."""
+
+    rank: int
+    changes: list[tuple[str, int, int]]
+    """The fields of each."""
 
 
 class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
@@ -294,11 +314,11 @@ class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
     recomputed: int
 
 
-Head = InstalledHead | AttachedHead | RowsHead | SignalsHead | ReleasedHead
+Head = InstalledHead | AttachedHead | GainsHead | RowsHead | SignalsHead | ReleasedHead
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(
-    InstalledHead | AttachedHead | RowsHead | SignalsHead | ReleasedHead
+    InstalledHead | AttachedHead | GainsHead | RowsHead | SignalsHead | ReleasedHead
 )
 
 

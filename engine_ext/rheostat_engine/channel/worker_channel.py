@@ -34,6 +34,8 @@ from rheostat_engine.channel.events import (
     Dose,
     Dropped,
     Event,
+    Gained,
+    GainsHead,
     Head,
     Installed,
     InstalledHead,
@@ -92,6 +94,8 @@ class EventMerger:
         self._names: dict[int, dict[int, str]] = {}
         self._installed: dict[str, list[str]] = {}
         self._attached: dict[tuple[str, int], list[AttachedHead]] = {}
+        self._gained: Counter[tuple[str, int]] = Counter()
+        """Number of workers that have reported a change of gains."""
         self._early: dict[str, list[Rows]] = {}
         self._released: dict[str, list[ReleasedHead]] = {}
         self._lost: dict[tuple[int, int], Counter[int]] = {}
@@ -124,6 +128,8 @@ class EventMerger:
             return self._on_installed(head)
         if isinstance(head, AttachedHead):
             return self._on_attached(head)
+        if isinstance(head, GainsHead):
+            return self._on_gains(head)
         return self._on_released(head)
 
     @property
@@ -218,6 +224,15 @@ class EventMerger:
         del self._attached[key]
         error = next((head.error for head in heads if head.error), "")
         return [*rows, Attached(*key, max(head.first for head in heads), error)]
+
+    def _on_gains(self, head: GainsHead) -> list[Event]:
+        events: list[Event] = []
+        for name, change, first in head.changes:
+            self._gained[name, change] += 1
+            if self._gained[name, change] == self._ranks:  # all of them name one position
+                del self._gained[name, change]
+                events.append(Gained(name, change, first))
+        return events
 
     def _last_rows(self, head: AttachedHead | ReleasedHead) -> list[Event]:
         """The batched rows of a request, which must precede a report about it."""

@@ -209,6 +209,9 @@ class Act:
     """READ: what is read."""
     gate: Gate | None = None
     """Multiplies the strength at each token. None: 1. Not for READ."""
+    gain: int | None = None
+    """The index of the gain that multiplies the strength too; see `plan.gains`. None: 1. Not for
+    READ."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.rows, SiteRows):
@@ -227,6 +230,11 @@ class Act:
         if self.kind is Kind.PULL:
             return bool(self.rows) and any(band.strength != 0 for band in self.bands)
         return bool(self.rows) and self.scale != 0
+
+    @property
+    def constant(self) -> bool:
+        """Whether neither a gate nor a gain multiplies its strength."""
+        return self.gate is None and self.gain is None
 
     @property
     def in_force(self) -> bool:

@@ -50,6 +50,8 @@ class Step(NamedTuple):
     """REPLACE, ADD_LAST: the row of the mask; empty if there is none."""
     gate: int | None = None
     """The number of the gate by which the step's strength is multiplied; None: 1."""
+    gain: int | None = None
+    """The index of the gain by which the step's strength is multiplied; None: 1."""
     opening: Gate | None = None
     """GATE: computes how far the gate of the number `gate` is open at the token."""
     reading: Reading | None = None
@@ -62,6 +64,11 @@ class Step(NamedTuple):
     """PULL: whether rows stay as they are if the number is 0."""
 
     @property
+    def constant(self) -> bool:
+        """Whether nothing multiplies its strength."""
+        return self.gate is None and self.gain is None
+
+    @property
     def rows(self) -> tuple[RowKey, ...]:
         """The rows of the bank that it needs."""
         return tuple(key for key in (self.addends, self.mask) if key)
@@ -72,8 +79,8 @@ Program = tuple[Step, ...]
 
 
 def only_adds(program: Program) -> bool:
-    """Whether a program adds a single row, whatever was read."""
-    return len(program) == 1 and program[0].kind is Kind.ADD and program[0].gate is None
+    """Whether a program adds a single row, whatever was read, and whatever gains say."""
+    return len(program) == 1 and program[0].kind is Kind.ADD and program[0].constant
 
 
 Combination = tuple[tuple[int, Program], ...]
@@ -168,7 +175,7 @@ def combine(acts: Sequence[Act], members: Sequence[int], sites: range | None = N
         gate = None if act.gate is None else gates.index(act.gate)
         for site, rows in _rows_at(act, sites):
             steps = by_site.setdefault(site, [])
-            if act.kind is Kind.ADD and gate is None:
+            if _merges(act):
                 adding.setdefault(site, []).append((act.vectors[0], rows[0], act.scale))
                 continue
             _flush(adding, site, steps)
@@ -214,7 +221,7 @@ def ordered(acts: Sequence[Act], members: Sequence[int]) -> list[int]:
 
 def _merges(act: Act) -> bool:
     """Whether neighbours of its kind become one step with it."""
-    return act.kind is Kind.ADD and act.gate is None
+    return act.kind is Kind.ADD and act.constant
 
 
 def _openings(
@@ -252,19 +259,20 @@ def _steps(act: Act, site: int, rows: tuple[int, ...], gate: int | None) -> list
         reading = act.reading._replace(column=act.reading.column + at)
         return [Step(act.kind, direction=parts, last=False, reading=reading)]
     if act.kind is Kind.ADD:
-        return [Step(act.kind, ((*parts[0], act.scale),), gate=gate)]
+        return [Step(act.kind, ((*parts[0], act.scale),), gate=gate, gain=act.gain)]
     if act.kind is Kind.NORM_ADD:
-        return [Step(act.kind, direction=parts, strength=act.scale, gate=gate)]
+        return [Step(act.kind, direction=parts, strength=act.scale, gate=gate, gain=act.gain)]
     if act.kind.acts_last:
         row, *mask = (((*part, 1.0),) for part in parts)
         masked = mask[0] if mask else ()
-        return [Step(act.kind, row, strength=act.scale, mask=masked, gate=gate)]
+        return [Step(act.kind, row, strength=act.scale, mask=masked, gate=gate, gain=act.gain)]
     steps = []
     first = 0
     for i, band in enumerate(act.bands):
         direction = parts[: first + 1] if act.orthogonal else parts[first : first + 1]
         last = i == len(act.bands) - 1
-        step = Step(Kind.PULL, (), direction, band.low, band.high, band.strength, last, gate=gate)
+        step = Step(Kind.PULL, (), direction, band.low, band.high, band.strength, last)
+        step = step._replace(gate=gate, gain=act.gain)
         if not band.plain:
             write = parts[first + 1 : first + band.vectors]
             step = step._replace(readout=band.readout, write=write, only_on=band.only_on)

@@ -197,6 +197,9 @@ class Plan:
     without conditions about token ids. None: no act is limited."""
     signals: Signals = NO_SIGNALS
     """What of the readings and gates leaves the workers. Not for plans with a window."""
+    gained: bool = False
+    """Whether an update with this plan does not replace a request's acts, but gives them the gains
+    that the acts of the plan have."""
     _acts: PackedActs | None = field(default=None, compare=False, repr=False)
     _outside: PackedActs | None = field(default=None, compare=False, repr=False)
     _captures: PackedCaptures | None = field(default=None, compare=False, repr=False)
@@ -278,6 +281,7 @@ class Plan:
             self.measured,
             window,
             self.signals,
+            self.gained,
             self._acts,
             self._outside,
             self._captures,
@@ -309,6 +313,7 @@ class Plan:
         """Serializes the plan. vLLM passes bytes on without reading or copying them."""
         wire = _Wire(self.request_id, self.epoch, self.private_from, self.measured)
         wire.acts, wire.captures = self.packed_acts.encoded, self.packed_captures.encoded
+        wire.gained = self.gained
         if self.window is not None:
             wire.window = self.window
             wire.outside = self.packed_outside.encoded
@@ -330,6 +335,7 @@ class _Wire(_RequestId, omit_defaults=True):
     captures: EncodedTable | None = None
     window: tuple[_Number, _Number, _Number] | None = None
     outside: EncodedTable | None = None
+    gained: bool = False
 
 
 class ReceivedPlan(NamedTuple):
@@ -344,6 +350,7 @@ class ReceivedPlan(NamedTuple):
     window: Window | None = None
     outside: EncodedTable | None = None
     """The acts outside of the window."""
+    gained: bool = False
 
 
 def read_request_id(wire: object) -> str | None:
@@ -382,6 +389,7 @@ def read_plan(wire: object) -> ReceivedPlan:
         plain.measured,
         window,
         plain.outside,
+        plain.gained,
     )
 
 

@@ -120,6 +120,11 @@ class SteeringTable:
         return max(ends, default=0)
 
     @cached_property
+    def gains(self) -> int:
+        """The number of its gains: one more than the largest index."""
+        return max((1 + act.gain for act in self.acts if act.gain is not None), default=0)
+
+    @cached_property
     def first_read(self) -> int:
         """The lowest position at which a token may be read; `OPEN_END` if none is."""
         reading = [number for number, act in enumerate(self.acts) if act.kind is Kind.READ]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Band, Capture, Kind, SiteRows
 from rheostat_engine.plan.composition import Clause
+from rheostat_engine.plan.gains import MAX_GAINS
 from rheostat_engine.plan.gates import (
     MAX_COLUMNS,
     MAX_CONDITIONS,
@@ -71,6 +72,7 @@ class _Act(msgspec.Struct):
     orthogonal: bool = False
     reading: tuple[Normalise, Activation, float, float, _Number] | None = None
     gate: _Number | None = None
+    gain: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GAINS)] | None = None
 
 
 class _Condition(msgspec.Struct):
@@ -142,6 +144,7 @@ def steering_to(table: SteeringTable) -> bytes:
         )
         plain.reading = act.reading
         plain.gate = None if act.gate is None else table.gates.index(act.gate)
+        plain.gain = act.gain
         acts.append(plain)
     clauses = tuple((clause.act, clause.tokens, clause.among) for clause in table.clauses)
     intervals = _intervals_to(table.intervals)
@@ -364,6 +367,7 @@ def _act_from(plain: _Act, gates: Sequence[Gate]) -> Act:
         plain.orthogonal,
         reading=None if plain.reading is None else Reading(*plain.reading),
         gate=None if plain.gate is None else gates[plain.gate],
+        gain=plain.gain,
     )
 
 
@@ -402,7 +406,7 @@ def _check(act: Act) -> None:
     elif (act.kind is Kind.READ) != (act.reading is not None):
         problem = "only it has a reading"
     elif act.reading is not None and not _possible_reading(act, act.reading):
-        problem = "it takes one vector, no gate, and a reading of finite numbers"
+        problem = "it takes one vector, no gate, no gain, and a reading of finite numbers"
     elif not math.isfinite(act.scale):
         problem = "its scale is not finite"
     elif not all(_possible(band) for band in act.bands):
@@ -416,7 +420,7 @@ def _possible_replacement(act: Act) -> bool:
 
 
 def _possible_reading(act: Act, reading: Reading) -> bool:
-    plain = len(act.vectors) == 1 and not act.bands and act.gate is None
+    plain = len(act.vectors) == 1 and not act.bands and act.constant
     fits = reading.column + len(act.rows) <= MAX_COLUMNS
     return plain and fits and math.isfinite(reading.bias) and math.isfinite(reading.theta)
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from rheostat_engine.plan.acts import Kind
+from rheostat_engine.plan.gains import MAX_GAINS
 from rheostat_engine.plan.gate_table import State
 from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, MAX_TERMS, Activation, Normalise
 from rheostat_engine.sites.reference import limits
@@ -19,7 +20,7 @@ from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.instructions import Instructions
 from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers, TokenColumn
 from rheostat_engine.worker.steering.gate_kernels import launch_fold, scan
-from rheostat_engine.worker.steering.programs import FLOATS, INTS
+from rheostat_engine.worker.steering.programs import FLOATS, GAIN_UNIT, INTS
 
 _ADD = tl.constexpr(int(Kind.ADD))
 _NORM_ADD = tl.constexpr(int(Kind.NORM_ADD))
@@ -31,6 +32,8 @@ _JUMP_RELU = tl.constexpr(int(Activation.JUMP_RELU))
 _TANH = tl.constexpr(int(Activation.TANH))
 _COLUMNS = tl.constexpr(MAX_COLUMNS)
 _GATES = tl.constexpr(MAX_GATES)
+_GAINS = tl.constexpr(MAX_GAINS)
+_GAIN_UNIT = tl.constexpr(GAIN_UNIT)
 _STATE = tl.constexpr(len(State) * MAX_TERMS)
 _PER_TOKEN = tl.constexpr(len(TokenColumn))
 _STATE_COLUMN = tl.constexpr(int(TokenColumn.STATE))
@@ -43,8 +46,8 @@ _FLOATS = tl.constexpr(FLOATS)
 
 
 @triton.jit
-def _measure(dose_slot_ptr, openness, moved, share):
-    tl.atomic_add(dose_slot_ptr, tl.where(openness > 0, 1.0, 0.0), sem="relaxed")
+def _measure(dose_slot_ptr, factor, moved, share):
+    tl.atomic_add(dose_slot_ptr, tl.where(factor > 0, 1.0, 0.0), sem="relaxed")
     tl.atomic_add(dose_slot_ptr + 1, moved, sem="relaxed")
     tl.atomic_add(dose_slot_ptr + 2, share, sem="relaxed")
     tl.atomic_max(dose_slot_ptr + 3, share, sem="relaxed")
@@ -92,9 +95,12 @@ def _open_gates(
 
 
 @triton.jit
-def _openness(openness_ptr, token, column):
-    """How far the gate of a step is open; 1 without a gate."""
-    return tl.load(openness_ptr + token * _GATES + column - 1, mask=column > 0, other=1.0)
+def _factor(openness_ptr, gains_ptr, token, factors):
+    """By what the strength of a step is multiplied; `factors` as in `Programs.ints`."""
+    gate = factors % _GAIN_UNIT
+    gain = factors // _GAIN_UNIT
+    openness = tl.load(openness_ptr + token * _GATES + gate - 1, mask=gate > 0, other=1.0)
+    return openness * tl.load(gains_ptr + token * _GAINS + gain - 1, mask=gain > 0, other=1.0)
 
 
 @triton.jit
@@ -123,6 +129,7 @@ def _run_chain(
     ints_ptr,
     floats_ptr,
     openness_ptr,
+    gains_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -135,16 +142,16 @@ def _run_chain(
     while (step > 0) & (kind != _REPLACE) & (kind != _ADD_LAST) & (kind != _READ):
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
         last = tl.load(ints_ptr + step * _INTS + 3)
-        gate = tl.load(ints_ptr + step * _INTS + 5)
-        openness = _openness(openness_ptr, token, gate)
+        factors = tl.load(ints_ptr + step * _INTS + 5)
+        factor = _factor(openness_ptr, gains_ptr, token, factors)
         y = x + delta
         if kind == _ADD:
             row = tl.load(rows_ptr + number * WIDTH + column, mask=inside, other=0.0)
-            delta = delta + openness * row.to(tl.float32)
+            delta = delta + factor * row.to(tl.float32)
         else:
             unit = tl.load(directions_ptr + number * WIDTH + column, mask=inside, other=0.0)
             floats = floats_ptr + step * _FLOATS
-            strength = tl.load(floats + 2) * openness
+            strength = tl.load(floats + 2) * factor
             if kind == _NORM_ADD:
                 amount = strength * tl.sqrt(tl.sum(y * y))
             else:
@@ -158,16 +165,17 @@ def _run_chain(
                 write = tl.load(ints_ptr + step * _INTS + 6).to(tl.int64)
                 if write != 0:
                     unit = tl.load(directions_ptr + write * WIDTH + column, mask=inside, other=0.0)
-            delta = delta + amount * unit
+            # A norm may be infinite, and a strength of 0 must change nothing even then.
+            delta = delta + tl.where(strength != 0, amount, 0.0) * unit
         if last != 0:
             start = x + before
             norm = tl.sqrt(tl.sum(start * start))
             change = delta - before
             moved = tl.sqrt(tl.sum(change * change))
-            constant = (kind == _ADD) & (gate == 0)
+            constant = (kind == _ADD) & (factors == 0)
             share = tl.where(constant, 1.0, moved)
             moved = tl.where(constant, 0.0, moved)
-            _measure(dose_slot, openness, moved, tl.where(norm > 0, share / norm, 0.0))
+            _measure(dose_slot, factor, moved, tl.where(norm > 0, share / norm, 0.0))
             before = delta
             dose_slot += 4
         step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
@@ -185,6 +193,7 @@ def _run_replacements(
     ints_ptr,
     floats_ptr,
     openness_ptr,
+    gains_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -203,9 +212,8 @@ def _run_replacements(
             change = wanted
             wanted = stream + change
             differs = inside
-        gate = tl.load(ints_ptr + step * _INTS + 5)
-        openness = _openness(openness_ptr, token, gate)
-        strength = tl.load(floats_ptr + step * _FLOATS + 2) * openness
+        factor = _factor(openness_ptr, gains_ptr, token, tl.load(ints_ptr + step * _INTS + 5))
+        strength = tl.load(floats_ptr + step * _FLOATS + 2) * factor
         weight = tl.full([BLOCK], 1.0, tl.float32) * strength
         if mask != 0:
             masked = tl.load(rows_ptr + mask * WIDTH + column, mask=inside, other=0.0)
@@ -215,7 +223,7 @@ def _run_replacements(
         new = tl.where(changes, new, stream)
         norm = tl.sqrt(tl.sum(stream * stream))
         moved = tl.sqrt(tl.sum((new - stream) * (new - stream)))
-        _measure(dose_slot, openness, moved, tl.where(norm > 0, moved / norm, 0.0))
+        _measure(dose_slot, factor, moved, tl.where(norm > 0, moved / norm, 0.0))
         stream = new
         dose_slot += 4
         step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
@@ -259,8 +267,9 @@ def _site_kernel(
     directions_ptr,  # [D, W] float32
     ints_ptr,  # [S, INTS] int32
     floats_ptr,  # [S, FLOATS] float32
-    readings_ptr,  # this and the next five: see `GateBuffers`
+    readings_ptr,  # this and the next six: see `GateBuffers`
     openness_ptr,
+    gains_ptr,
     tokens_ptr,
     states_ptr,
     gate_ints_ptr,
@@ -321,6 +330,7 @@ def _site_kernel(
                 ints_ptr,
                 floats_ptr,
                 openness_ptr,
+                gains_ptr,
                 WIDTH,
                 BLOCK,
             )
@@ -351,6 +361,7 @@ def _site_kernel(
                 ints_ptr,
                 floats_ptr,
                 openness_ptr,
+                gains_ptr,
                 WIDTH,
                 BLOCK,
             )
@@ -410,6 +421,7 @@ def launch_site(
         site.floats,
         site.gates.readings,
         site.gates.openness,
+        site.gates.gains,
         site.gates.tokens,
         site.gates.states,
         site.gates.ints,

@@ -26,6 +26,7 @@ from rheostat_engine.plan.acts import Kind, largest_replaced
 from rheostat_engine.plan.gates import Activation, Normalise
 from rheostat_engine.worker.state.buffers import SiteBuffers
 from rheostat_engine.worker.steering.gate_reference import open_gate
+from rheostat_engine.worker.steering.programs import GAIN_UNIT
 
 
 class Limits(NamedTuple):
@@ -94,31 +95,34 @@ def _change(
     step = -code
     before = delta.clone()
     while step > 0:
-        kind, number, following, last, settings, column, write = site.ints[step].tolist()
+        kind, number, following, last, settings, factors, write = site.ints[step].tolist()
         if Kind(kind).acts_last or kind == Kind.READ:
             break
         if kind == Kind.GATE:
-            open_gate(site.gates, number, column - 1, tokens)
+            open_gate(site.gates, number, factors - 1, tokens)
             step = following
             continue
         low, high, strength, written = site.floats[step, :4]
-        openness = site.gates.openness[tokens, column - 1, None] if column else every
-        strength = strength * openness
+        factor = _factor(site, tokens, factors)
+        strength = strength * factor
         y = x + delta
         if kind == Kind.ADD:
-            delta = delta + openness * site.rows[number].float()
+            delta = delta + factor * site.rows[number].float()
         elif kind == Kind.NORM_ADD:
             norm = y.square().sum(1, keepdim=True).sqrt()
-            delta = delta + (strength * norm) * site.directions[number]
+            # A norm may be infinite, and a strength of 0 must change nothing even then.
+            amount = torch.where(strength != 0, strength * norm, 0.0)
+            delta = delta + amount * site.directions[number]
         else:
             along = _number(y, site.directions[number], settings, site.floats[step])[:, None]
             amount = strength * (along.clamp(low, high) - along) * written
+            amount = torch.where(strength != 0, amount, 0.0)
             if settings >> 8:
                 amount = torch.where(along == 0, 0.0, amount)
             delta = delta + amount * site.directions[write or number]
         if last:
-            change = None if kind == Kind.ADD and not column else delta - before
-            _measure(site.doses, dose_slots, openness, change, x + before)
+            change = None if kind == Kind.ADD and not factors else delta - before
+            _measure(site.doses, dose_slots, factor, change, x + before)
             before, dose_slots = delta, dose_slots + 1
         step = following
     limit = limits(h.dtype)
@@ -133,6 +137,17 @@ def _change(
         step = _replace(h, residual, tokens, step, dose_slots, site, gain)
     if step > 0:
         _read(_stream(h, residual, tokens, gain), tokens, step, site)
+
+
+def _factor(site: SiteBuffers, tokens: torch.Tensor, factors: int) -> torch.Tensor:
+    """[n, 1]: by what the strength of a step is multiplied; `factors` as in `Programs.ints`."""
+    factor = torch.ones(len(tokens), 1)
+    gain, gate = divmod(factors, GAIN_UNIT)
+    if gate:
+        factor = site.gates.openness[tokens, gate - 1, None]
+    if gain:
+        factor = factor * site.gates.gains[tokens, gain - 1, None]
+    return factor
 
 
 def _read(x: torch.Tensor, tokens: torch.Tensor, step: int, site: SiteBuffers) -> None:
@@ -175,22 +190,21 @@ def _replace(
 ) -> int:
     """Runs the steps that act last, the first of which is `step`; returns the next step, or 0."""
     stream = value = _stream(h, residual, tokens, gain)
-    every = torch.ones(len(tokens), 1)
     while step > 0:
-        kind, number, following, _, mask, column, _ = site.ints[step].tolist()
+        kind, number, following, _, mask, factors, _ = site.ints[step].tolist()
         if not Kind(kind).acts_last:
             break
         row = site.rows[number]
         added = kind == Kind.ADD_LAST
         wanted = value + row.float() if added else row.float()
         weight = site.floats[step, 2] * (site.rows[mask].float() if mask else torch.ones(len(row)))
-        openness = site.gates.openness[tokens, column - 1, None] if column else every
-        weight = weight * openness
+        factor = _factor(site, tokens, factors)
+        weight = weight * factor
         change = row.float() if added else wanted - value
         new = torch.where(weight == 1, wanted, value + weight * change)
         changes = (weight != 0) & ((value.to(row.dtype) != row) | added) & ~new.isnan()
         new = torch.where(changes, new, value)
-        _measure(site.doses, dose_slots, openness, new - value, value)
+        _measure(site.doses, dose_slots, factor, new - value, value)
         value, dose_slots, step = new, dose_slots + 1, following
     replaced = (value != stream) & ~value.isnan()
     limit, finite = limits(h.dtype), stream.nan_to_num(0.0, torch.inf, -torch.inf)
@@ -207,19 +221,19 @@ def _replace(
 def _measure(
     doses: torch.Tensor,
     dose_slots: torch.Tensor,
-    openness: torch.Tensor,
+    factor: torch.Tensor,
     change: torch.Tensor | None,
     x: torch.Tensor,
 ) -> None:
-    """Adds to each token's dose slot. A token whose gate is shut is not counted.
+    """Adds to each token's dose slot. A token whose factor is 0 is not counted.
 
-    The change None is that of an addition without a gate: share 1 / |x|, and no |change|.
+    The change None is that of an addition that nothing multiplies: share 1 / |x|, and no |change|.
     """
     norm = x.square().sum(1).sqrt()
     moved = torch.zeros_like(norm) if change is None else change.square().sum(1).sqrt()
     share = (torch.ones_like(norm) if change is None else moved) / norm
     share = torch.where(norm > 0, share, 0.0)
-    counts = (openness[:, 0] > 0).float()
+    counts = (factor[:, 0] > 0).float()
     doses.index_add_(
         0, dose_slots, torch.stack([counts, moved, share, torch.zeros_like(norm)], dim=1)
     )

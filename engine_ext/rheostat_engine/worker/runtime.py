@@ -15,8 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.channel.events import AttachedHead, Head, InstalledHead, ReleasedHead
+from rheostat_engine.channel.events import (
+    AttachedHead,
+    GainsHead,
+    Head,
+    InstalledHead,
+    ReleasedHead,
+)
 from rheostat_engine.plan.acts import OPEN_END
+from rheostat_engine.plan.gains import GainsUpdate
 from rheostat_engine.plan.plan import ReceivedPlan, read_plan, read_request_id
 from rheostat_engine.plan.tables import REQUEST_COST, STEP_COST
 from rheostat_engine.worker.capture.capture_sets import RequestCaptures
@@ -161,26 +168,45 @@ class SiteRuntime:
         self._store(request_id, request, problem)
 
     def update_steering(self, name: str, wire: object, not_before: int) -> UpdateResult:
-        """Replaces the acts of a running request from its next step on.
+        """Replaces the acts of a running request from its next step on, or makes its gains.
 
         Args:
             name: the server's id of the request.
-            wire: `Plan.to_wire` of a plan with the new acts.
+            wire: `Plan.to_wire` of a plan with the new acts; or with its present acts, which have
+                gains now. These are 1 until `set_gains`.
             not_before: the first position that may change.
         """
         request = self._requests.get(self._ids.get(name, ""))
         if request is None:
             return UpdateResult(-1, "")
         first = max(int(self._progress.computed_end[request.number]), not_before)
+        number, steering = request.number, request.steering
         try:
-            steering = self.steering.set_acts(
-                request.number, read_plan(wire).acts, request.steering, first
-            )
+            plan = read_plan(wire)
+            if plan.gained and plan.acts is not None:
+                steering = self.steering.make_gains(number, plan.acts, steering)
+            else:
+                steering = self.steering.set_acts(number, plan.acts, steering, first)
         except (BankError, ValueError) as error:
             return UpdateResult(first, str(error))
         request.steering = steering
         self._signals.put(request.number, *steering.signal_columns)
         return UpdateResult(first, "")
+
+    def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
+        """Changes gains of running requests from their next step on; a `GainsHead` reports it.
+
+        Requests that have ended are ignored.
+        """
+        set_gains: list[tuple[str, int, int]] = []
+        for name, change, not_before, gains in updates:
+            request = self._requests.get(self._ids.get(name, ""))
+            if request is not None:
+                first = max(int(self._progress.computed_end[request.number]), not_before)
+                first = self.steering.set_gains(request.steering, first, gains)
+                set_gains.append((name, change, first))
+        if set_gains:
+            self._send(GainsHead(self._rank, set_gains))
 
     def update_captures(self, updates: Mapping[str, CapturesUpdate | None]) -> None:
         """Replaces the captures of requests, each from its next step on.
@@ -285,6 +311,8 @@ class SiteRuntime:
         self._progress.advance(numbers, computed, computed + scheduled)
         if signals or steered.gate_states.any():
             self.steering.gates.begin(steered.gate_states, token_number, positions)
+        if steered.gained is not None:
+            self.steering.gains.write(steered.gained)
         mask = steered.sites if copies is None else steered.sites | copies.sites
         mask = mask & self._present
         if not mask.any():

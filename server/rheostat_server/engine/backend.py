@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import Capture, Event, ModelSites, Plan
+from rheostat_engine import Capture, Event, GainsUpdate, ModelSites, Plan
 from rheostat_server.config import ModelInfo
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.errors import Defect
@@ -251,6 +251,16 @@ class Backend(Protocol):
         Returns:
             For each update, the first position of each sample on which the acts apply; None for a
             sample that the engine does not run. A `Defect` if a worker could not install the acts.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
+    async def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
+        """Changes gains of samples, each from its next step on. Events report the positions.
+
+        Returns once the engine will do so. Samples that have ended are ignored, and so are those
+        whose acts have no gains; see `Plan.gained`.
 
         Raises:
             EngineLost: the engine is gone.

@@ -15,11 +15,13 @@ import zmq
 from rheostat_engine import (
     EXTRA_ARG,
     Event,
+    GainsUpdate,
     ModelSites,
     Plan,
     StagingError,
     WorkerChannel,
     receive_outputs,
+    send_gains,
     stop_front_end,
 )
 from rheostat_server.config import ModelInfo, ServerConfig
@@ -239,6 +241,14 @@ class VllmBackend:
             await self._call("rheostat_update_steering", wires),
         )
         return [_positions(workers) for workers in zip(*answers, strict=True)]
+
+    async def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
+        """Changes gains of samples, each from its next step on."""
+        try:
+            await _answered(self._llm, send_gains(self._llm, updates))
+        except EngineLost as error:
+            self._lost(error.message)
+            raise
 
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         """Changes the captures of samples, each from its next step on."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -54,6 +54,8 @@ def write_receipt(
         preemption_count=sum(released.preemptions for released in ended),
         global_version=admitted.server_wide.version,
         update_count=len({one.update_id for sample in samples for one in sample.steering_changes}),
+        # A gain goes to all samples that run, so the sample that ended last had all of them.
+        gain_count=max((sample.gain_count for sample in samples), default=0),
     )
     _add_captures(receipt, admitted, handed_over, runs)
     for record in _records(admitted, samples):
@@ -95,6 +97,8 @@ class _Part:
     intervention: Intervention
     doses: Mapping[int, Sequence[Dose]]
     """The measured doses of its acts, by index of the site."""
+    update_id: int
+    """The update that brought the list of interventions; 0: the request."""
     start: int
     end: int
 
@@ -122,8 +126,18 @@ class _Part:
 
     @cached_property
     def surplus(self) -> int:
-        """Number of rows that were computed beyond the sample's last position."""
-        return length(self._selected(self.sample.row_end, self.released.computed[1]))
+        """Number of rows that were changed beyond the sample's last position."""
+        rows = self._selected(self.sample.row_end, self.released.computed[1])
+        index = self.intervention.index
+        if self.gained and self.sample.last_gain(self.update_id, index) is not None:
+            at = partial(self.sample.gain_at, self.update_id, index)
+            return sum(at(position) != 0 for start, end in rows for position in range(start, end))
+        return length(rows)
+
+    @property
+    def gained(self) -> bool:
+        """Whether it may have gains."""
+        return self.intervention.origin != receipt_pb2.ORIGIN_GLOBAL
 
     def _selected(self, start: int, end: int) -> Spans:
         return self.sample.selected(
@@ -158,9 +172,9 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
                     record = found[key] = _Record(one, update)
                 if one.acts:
                     mine = doses[index : index + len(one.acts)]
-                    record.parts.append(
-                        _Part(sample, sample.released, one, _by_site(mine), start, end)
-                    )
+                    sites = _by_site(mine)
+                    part = _Part(sample, sample.released, one, sites, update_id, start, end)
+                    record.parts.append(part)
                     index += len(one.acts)
             index += admitted.updated_read_count if update_id else admitted.read_count
     return list(found.values())
@@ -209,6 +223,10 @@ def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
     message.digests.extend([vector.digest for vector in intervention.op.vectors])
     add_source(message, intervention)
     _add_rows(message, record.parts)
+    for part in record.parts:
+        gain = part.sample.last_gain(part.update_id, intervention.index) if part.gained else None
+        if gain is not None:
+            message.last_gain = gain
     add = message.sites.add
     for site, index in zip(intervention.op.sites, intervention.site_indices, strict=True):
         applied = add()

@@ -74,6 +74,29 @@ class Sample:
         return self._sequence.steering_changes
 
     @property
+    def gain_count(self) -> int:
+        """Number of gains that were applied to it."""
+        return self._sequence.gain_count
+
+    def gain_at(self, update_id: int, index: int, position: int) -> float:
+        """The gain of an intervention at one of the sample's last positions.
+
+        Args:
+            update_id: the update that brought the intervention; 0: the request.
+            index: its index in that list.
+            position: the position.
+        """
+        for one in reversed(self._sequence.gains):
+            if one.update_id == update_id and one.first <= position:
+                return one.gains[index]
+        return 1.0
+
+    def last_gain(self, update_id: int, index: int) -> float | None:
+        """The last gain of an intervention; None if none was set. Arguments as in `gain_at`."""
+        gains = self._sequence.last_gains.get(update_id)
+        return None if gains is None else gains[index]
+
+    @property
     def row_end(self) -> int:
         """One past the last position that was an input of the model.
 

@@ -6,7 +6,7 @@ before the last sample ended, its answer precedes the receipt. A refused update 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,16 +27,18 @@ from rheostat_server.errors import (
     RequestNotFound,
     RheostatError,
 )
-from rheostat_server.errors.status import to_status
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.sample import Response
+from rheostat_server.generation.session_gains import SessionGains, refused
 from rheostat_server.limits import RETRY_SECONDS, UNREAD_ANSWERS, UPDATES, WAITING_UPDATES
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.response_queue import Notice
 from rheostat_server.requests.sequence import EngineSequence, SteeringChange
+from rheostat_server.vectors.store import Vector
 from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import (
+    gain_pb2,
     generation_pb2,
     generation_service_pb2,
     receipt_pb2,
@@ -51,10 +53,10 @@ Answer = generation_service_pb2.SessionResponse
 
 
 class _Update(NamedTuple):
-    """An update of the steering."""
+    """An update of the steering, or of its gains."""
 
     number: int
-    steering: steering_pb2.Steering
+    change: steering_pb2.Steering | gain_pb2.Gain
 
 
 async def run_session(
@@ -124,6 +126,9 @@ class _Control:
         self._applied = 0
         self._last_number = 0
         self._updates: asyncio.Queue[_Update | None] = asyncio.Queue()
+        self._waiting = 0
+        """Updates of the steering in the queue."""
+        self._gains = SessionGains(admitted, active, manager)
 
     async def listen(self, messages: AsyncIterator[Message]) -> None:
         """Reads and applies the client's messages, until the client sends no more."""
@@ -155,7 +160,7 @@ class _Control:
         try:
             self._begin(message)
         except RheostatError as error:
-            self._active.notify(_refused(message.update_id, error))
+            self._active.notify(refused(message.update_id, error))
 
     def _begin(self, message: Message) -> None:
         """Ends the request, or queues an update.
@@ -173,35 +178,43 @@ class _Control:
                 f"update ids must rise; the last was {self._last_number}", field="update_id"
             )
         self._last_number = message.update_id
-        if action == "gain":
-            raise NotSupported(
-                "gains are not served yet: send the steering anew with other scales", field=action
-            )
         if action == "stop":
             self._active.abort()
             self._active.notify(generation_pb2.UpdateApplied(update_id=message.update_id))
+        elif action == "gain":
+            self._gains.check(message.gain)
+            self._updates.put_nowait(_Update(message.update_id, message.gain))
         else:
-            if self._updates.qsize() >= WAITING_UPDATES:
+            if self._waiting >= WAITING_UPDATES:
                 raise QueueFull(
                     f"{WAITING_UPDATES} updates wait already; try again later",
                     retry_after=RETRY_SECONDS,
                 )
+            self._waiting += 1
             self._updates.put_nowait(_Update(message.update_id, message.steering))
 
     async def _work(self) -> None:
-        """Applies updates of the steering, one after another."""
+        """Applies updates of the steering, and sends gains, one after another."""
         while (update := await self._updates.get()) is not None:
+            number, change = update
             try:
-                self._active.notify(await self._apply(update))
+                if isinstance(change, gain_pb2.Gain):
+                    await self._gains.apply(number, change, self._install)
+                else:
+                    self._waiting -= 1
+                    await self._gains.settled()
+                    self._active.notify(await self._apply(number, change))
             except (EngineLost, Defect) as error:
                 self._active.fail(error)
             except RheostatError as error:
-                self._active.notify(_refused(update.number, error))
+                self._active.notify(refused(number, error))
             except Exception as error:  # no caller awaits this, so any error fails the request
                 _LOG.error("update of %s failed", self._admitted.request_id, exc_info=error)
                 self._active.fail(Defect("the server could not carry an update out"))
 
-    async def _apply(self, update: _Update) -> generation_pb2.UpdateApplied:
+    async def _apply(
+        self, number: int, steering: steering_pb2.Steering
+    ) -> generation_pb2.UpdateApplied:
         """Applies an update.
 
         Raises:
@@ -219,22 +232,47 @@ class _Control:
             raise InvalidValue(
                 f"{UPDATES} updates were carried out; a session takes no more", field="steering"
             )
-        active, admitted = self._active, self._admitted
         compiled = await compile_update(
-            update.steering,
+            steering,
             self._manager.admission,
-            admitted.context,
+            self._admitted.context,
             self._server_wide,
             () if signals is None else signals.probes,
         )
-        length = admitted.prompt_len
-        spent = check_affordable(self._spent or admitted.plan.packed_acts.plan_cost, compiled.plan)
-        plan = replace(compiled.plan, request_id=active.plan_id(f"update{update.number}"))
+        plan = replace(compiled.plan, request_id=self._active.plan_id(f"update{number}"))
+        taken = await self._install(plan, compiled.vectors)
+        self._applied += 1
+        for sequence, first in taken:
+            sequence.steering_changes.append(
+                SteeringChange(number, first, compiled.interventions, compiled.work)
+            )
+        self._gains.begin_list(number, compiled.interventions, plan, compiled.work)
+        return generation_pb2.UpdateApplied(
+            update_id=number,
+            first_positions=[
+                generation_pb2.SamplePosition(sample=sequence.sample, position=first)
+                for sequence, first in taken
+            ],
+        )
+
+    async def _install(
+        self, plan: Plan, vectors: Sequence[Vector] = ()
+    ) -> list[tuple[EngineSequence, int]]:
+        """Reserves what a plan needs, and applies its acts to the samples; as `_put`.
+
+        Raises:
+            EngineLost, Defect: the request has failed.
+            RheostatError: the engine cannot hold the acts, or every sample has ended.
+        """
+        active, admitted = self._active, self._admitted
+        spent = check_affordable(self._spent or admitted.plan.packed_acts.plan_cost, plan)
         reservation = Reservation(plan, len(active.own_samples))
         reserved: list[str] = []
-        self._manager.admission_queue.reserve_now(reservation, prompt_len=length, reserved=reserved)
+        self._manager.admission_queue.reserve_now(
+            reservation, prompt_len=admitted.prompt_len, reserved=reserved
+        )
         try:
-            await self._manager.pin_vectors(active, compiled.vectors)
+            await self._manager.pin_vectors(active, vectors)
         except BaseException:
             self._manager.admission_queue.release(reserved)
             raise
@@ -244,18 +282,7 @@ class _Control:
         if not taken:
             raise RequestNotFound("every sample has ended")
         self._spent = spent
-        self._applied += 1
-        for sequence, first in taken:
-            sequence.steering_changes.append(
-                SteeringChange(update.number, first, compiled.interventions, compiled.work)
-            )
-        return generation_pb2.UpdateApplied(
-            update_id=update.number,
-            first_positions=[
-                generation_pb2.SamplePosition(sample=sequence.sample, position=first)
-                for sequence, first in taken
-            ],
-        )
+        return taken
 
     async def _put(self, plan: Plan) -> list[tuple[EngineSequence, int]]:
         """Applies a plan's acts to the samples, to each as soon as the engine runs it.
@@ -285,7 +312,3 @@ class _Control:
             for sequence in self._active.own_samples
             if sequence in firsts
         ]
-
-
-def _refused(number: int, error: RheostatError) -> generation_pb2.UpdateRefused:
-    return generation_pb2.UpdateRefused(update_id=number, status=to_status(error))

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import Attached, Dropped, Installed, Plan, Released, Report
+from rheostat_engine import Attached, Dropped, Gained, Installed, Plan, Released, Report
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.baseline import watched_sampling
 from rheostat_server.delivery.byte_budget import Share
@@ -237,7 +237,7 @@ class ActiveRequest:
         return item
 
     def deliver(
-        self, sequence: EngineSequence, event: Installed | Released | Attached | Dropped
+        self, sequence: EngineSequence, event: Installed | Released | Attached | Gained | Dropped
     ) -> None:
         """Handles an event of the engine, unless it is rows or signals.
 
@@ -263,6 +263,9 @@ class ActiveRequest:
         elif isinstance(event, Attached):
             sequence.on_attached(event)
             self._close_outputs()
+            return
+        elif isinstance(event, Gained):
+            sequence.on_gained(event)
             return
         else:
             self._drop(sequence, event.report)
@@ -403,6 +406,8 @@ class ActiveRequest:
             sequence.on_attached(
                 replace(report, error="the server could not handle the engine's answer")
             )
+        elif isinstance(report, Gained):
+            sequence.on_gained(report)
         self.fail(Defect("the server could not handle a report of the engine"))
         self._close_outputs()
 

@@ -31,6 +31,7 @@ from rheostat_server.delivery.spill_directory import SpillDirectory
 from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
 from rheostat_server.engine.backend import Backend, StoppedBy
+from rheostat_server.engine.gain_updates import GainUpdates
 from rheostat_server.engine.persistent_vectors import PersistentVectorStore
 from rheostat_server.engine.preparations import Preparations
 from rheostat_server.engine.steering_updates import SteeringUpdates
@@ -120,6 +121,7 @@ class RequestManager:
         )
         self.preparations = Preparations(backend, self.admission_queue)
         self.steering_updates = SteeringUpdates(backend)
+        self.gain_updates = GainUpdates(backend)
         self.server_wide = GlobalSteeringState(
             self.info,
             self.sites,

@@ -6,10 +6,12 @@ Invariant: every wait for the engine ends once, at the latest when the engine re
 import asyncio
 import contextlib
 import logging
+from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
-from rheostat_engine import OPEN_END, Attached
+from rheostat_engine import OPEN_END, Attached, Gained
 from rheostat_server.delivery.items import SequenceKey
 from rheostat_server.engine.backend import Ending, Job, WorkerStats
 from rheostat_server.errors import EngineLost
@@ -62,6 +64,30 @@ class SteeringChange(NamedTuple):
     """Bytes that `offload` counts for each pass over them."""
 
 
+class SampleGains(NamedTuple):
+    """The gains of a sample from a position on."""
+
+    first: int
+    """The position."""
+    update_id: int
+    """The update that brought the interventions that they multiply; 0: the request."""
+    gains: tuple[float, ...]
+    """The gain of each intervention of that list."""
+
+
+class _PendingGain(NamedTuple):
+    """A change of a sample's gains that the engine has not reported."""
+
+    change: int
+    resolve: "Callable[[EngineSequence, int | None], None]"
+    """Is called with the first position; None if the sample has ended."""
+
+
+_LAST_GAINS = 16
+"""Changes of gains that are kept with their positions, for the rows that the engine computes beyond
+the last token of a sample. It runs fewer steps than that."""
+
+
 class EngineSequence:
     """A sequence in the engine. Used on the event loop alone."""
 
@@ -104,6 +130,15 @@ class EngineSequence:
         """The last change that the engine has answered."""
         self.pending_changes: list[PendingChange] = []
         """The changes that other parts of the server wait for."""
+        self.gains: deque[SampleGains] = deque(maxlen=_LAST_GAINS)
+        """The last changes of its gains, in order."""
+        self.last_gains: dict[int, tuple[float, ...]] = {}
+        """The last gains of each list of interventions, by `SampleGains.update_id`."""
+        self.gain_count = 0
+        """Number of gains that were applied to it."""
+        self._gain_changes = 0
+        """Number of changes of its gains. A change is named by its number."""
+        self._pending_gains: deque[_PendingGain] = deque()
         self.installed_or_ended = asyncio.Event()
         """Set once the engine has installed its plan, or never will."""
         self.engine_done = False
@@ -138,11 +173,38 @@ class EngineSequence:
                 self.pending_changes.remove(pending)
                 pending.resolve(self.key, attached)
 
+    def await_gain(self, resolve: "Callable[[EngineSequence, int | None], None]") -> int:
+        """Returns the number of a new change of its gains.
+
+        `resolve` is called once the engine has reported the change, with its first position, or
+        with None once the engine has released the sequence.
+        """
+        self._gain_changes += 1
+        self._pending_gains.append(_PendingGain(self._gain_changes, resolve))
+        return self._gain_changes
+
+    def on_gained(self, gained: Gained) -> None:
+        """Handles the report of a change of its gains, which includes earlier changes."""
+        self._resolve_gains(gained.change, gained.first)
+
+    def note_gains(self, gains: SampleGains) -> None:
+        """Notes its gains from a position on."""
+        if self.gains and self.gains[-1].first == gains.first:
+            self.gains.pop()
+        self.gains.append(gains)
+        self.last_gains[gains.update_id] = gains.gains
+
+    def _resolve_gains(self, change: int, first: int | None) -> None:
+        while self._pending_gains and self._pending_gains[0].change <= change:
+            self.gain_count += first is not None
+            self._pending_gains.popleft().resolve(self, first)
+
     def release(self) -> None:
         """Takes the engine's report that it has released the sequence, which comes once."""
         self.engine_done = True
         self.released.set()
         self.resolve_all_changes()
+        self._resolve_gains(self._gain_changes, None)
 
     def resolve_all_changes(self) -> None:
         """Ends the wait for changes of captures, because the engine no longer has the sequence."""

@@ -8,6 +8,7 @@ import torch
 
 from rheostat_engine import Capacity, Event, Plan
 from rheostat_engine.channel.events import (
+    GainsHead,
     Head,
     RowsHead,
     SignalsHead,
@@ -23,6 +24,7 @@ from rheostat_engine.worker.state.buffers import Buffers, GateBuffers
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.doses import Doses
+from rheostat_engine.worker.steering.gain_states import GainStates
 from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.steering import Steering
 from rheostat_engine.worker.steering.token_rules import TokenRules
@@ -63,7 +65,8 @@ class RowSender:
     def send(self, frame: Frame) -> None:
         assert not callable(frame.head)
         assert not isinstance(frame.head, RowsHead | SignalsHead)
-        self.numbers.add(frame.head.number)
+        if not isinstance(frame.head, GainsHead):
+            self.numbers.add(frame.head.number)
         self.events += self._merger.feed(decode_head(encode_head(frame.head)))
 
     def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> None:
@@ -132,8 +135,8 @@ class Worker:
             ring=torch.zeros(room.capture_rows + 1, WIDTH),
         )
         self.row_sender = RowSender()
-        gates = GateStates(self.buffers.gates)
-        self.steering = Steering(self.bank, self.rules, self.doses, gates, site_slots)
+        gates, gains = GateStates(self.buffers.gates), GainStates(self.buffers.gates)
+        self.steering = Steering(self.bank, self.rules, self.doses, gates, gains, site_slots)
         self.encodings = RowEncodings(
             width=WIDTH, itemsize=4, vectors=self.steering.vectors, limit=encode_bytes
         )

@@ -1,7 +1,7 @@
 """Plans with gates, and what they do, position after position in float64."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -274,21 +274,29 @@ class Gated(NamedTuple):
 
 
 def gated(
-    plan: Plan, request_id: str, first: int, length: int, vectors: Vectors = VECTORS
+    plan: Plan,
+    request_id: str,
+    first: int,
+    length: int,
+    vectors: Vectors = VECTORS,
+    gain_at: Callable[[int, int], float] = lambda index, position: 1.0,
 ) -> Gated:
-    """One position after the other, one site after the other, one act after the other."""
+    """One position after the other, one site after the other, one act after the other.
+
+    `gain_at` returns the gain of an act, by its index, at a position.
+    """
     history: list[Columns] = []
     found = Gated({}, [], history)
     for position in range(first, length):
         columns: Columns = {}
         history.append(columns)
         token = token_at(request_id, position)
-        present = [act for act in plan.acts if selects(act, position, token)]
-        present.sort(key=lambda act: (act.kind is Kind.READ, act.kind in LAST))
+        present = [pair for pair in enumerate(plan.acts) if selects(pair[1], position, token)]
+        present.sort(key=lambda pair: (pair[1].kind is Kind.READ, pair[1].kind in LAST))
         opened: dict[Gate, float] = {}
         for site in range(SITES):
             x: npt.NDArray[np.float64] = stream_at(request_id, position, site).astype(np.float64)
-            for act in present:
+            for index, act in present:
                 rows = dict(act.rows).get(site)
                 if rows is None:
                     continue
@@ -299,7 +307,7 @@ def gated(
                 if act.gate is not None and act.gate not in opened:
                     opened[act.gate] = openness(act.gate, history, first)
                 weight = 1.0 if act.gate is None else opened[act.gate]
-                x = applied(act, x, rows, vectors, weight)
+                x = applied(act, x, rows, vectors, weight * gain_at(index, position))
             found.streams[position, site] = x
         found.opened.append(tuple(opened.values()))
     return found

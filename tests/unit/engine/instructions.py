@@ -10,7 +10,7 @@ import torch
 
 from rheostat_engine import Activation, Kind, Normalise
 from rheostat_engine.worker.state.buffers import SiteBuffers
-from rheostat_engine.worker.steering.programs import FLOATS, INTS
+from rheostat_engine.worker.steering.programs import FLOATS, GAIN_UNIT, INTS
 
 from .no_gates import no_gates
 
@@ -41,6 +41,8 @@ class Step(NamedTuple):
     theta: float = 0.0
     factor: float = 1.0
     """Of the coordinate that is read."""
+    gain: int = 0
+    """1 plus the index of a gain; 0: none."""
 
 
 def chains() -> list[list[Step]]:
@@ -119,9 +121,8 @@ def buffers(
         begins.append(len(ints))
         for at, one in enumerate(chain):
             following = len(ints) + 1 if at + 1 < len(chain) else 0
-            ints.append(
-                [one.kind, one.number, following, one.last, one.mask, one.column, one.write]
-            )
+            factors = one.column + GAIN_UNIT * one.gain
+            ints.append([one.kind, one.number, following, one.last, one.mask, factors, one.write])
             floats.append(
                 [one.low, one.high, one.strength, one.written, one.bias, one.theta, one.factor, 0.0]
             )

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from rheostat_engine import Kind
+from rheostat_engine.plan.gains import MAX_GAINS
 from rheostat_engine.plan.gate_table import State, gate_rows
 from rheostat_engine.plan.gates import (
     MAX_TERMS,
@@ -254,10 +255,10 @@ def gated_buffers(width: int, dtype: torch.dtype, gate: Gate) -> SiteBuffers:
     opening = Step(Kind.GATE, 1, last=False, column=1)
     steps = [
         Step(Kind.ADD, 3, column=1),
-        Step(Kind.NORM_ADD, 2, strength=0.5, column=1),
+        Step(Kind.NORM_ADD, 2, strength=0.5, column=1, gain=2),
         Step(Kind.PULL, 2, -0.5, 0.25, 0.75, column=1),
         Step(Kind.PULL, 1),
-        Step(Kind.REPLACE, 2, strength=0.5, mask=MASK, column=1),
+        Step(Kind.REPLACE, 2, strength=0.5, mask=MASK, column=1, gain=1),
         Step(Kind.ADD_LAST, 1, strength=0.5, column=1),
     ]
     readings = [
@@ -279,6 +280,7 @@ def gated_buffers(width: int, dtype: torch.dtype, gate: Gate) -> SiteBuffers:
     site = buffers(width, dtype=dtype, codes=codes, captured=[0] * len(codes), programs=programs)
     generator = torch.Generator().manual_seed(11)
     gates = site.gates
+    gates.gains[:, :2] = torch.rand(len(codes), 2, generator=generator)
     gates.readings[:, :3] = torch.randn(len(codes), 3, generator=generator)
     gates.readings[[0, 3, 6], [0, 1, 2]] = torch.nan
     gates.tokens[:] = torch.tensor(
@@ -326,6 +328,41 @@ def check_chunks() -> None:
         found = chunk_differences(gate, seed, tokens, programs=4)
         assert max(found.values()) < 1e-5, (found, gate)
     gate_kernels._ROWS = tl.constexpr(256)
+
+
+def check_gains(width: int, dtype: torch.dtype, residual: torch.dtype | None) -> None:
+    """Steps with gains, one of them the last that there is; gains of 1 and 0 to the bit."""
+    gained = [
+        [one._replace(gain=1 if one.kind is Kind.ADD else MAX_GAINS) for one in chain]
+        for chain in chains()
+    ]
+    codes = [0, *range(-len(gained), 0)]
+    captured = [1 + n % 11 for n in range(len(codes))]
+    h = 3 * noise(len(codes), width, dtype, 3)
+    rest = None if residual is None else noise(len(codes), width, residual, 4)
+    for gains in (None, 1.0, 0.0):
+        site = buffers(width, dtype=dtype, codes=codes, captured=captured, programs=gained)
+        if gains is None:
+            site.gates.gains.uniform_(0, 3, generator=torch.Generator().manual_seed(5))
+        else:
+            site.gates.gains.fill_(gains)
+        other = twin(site)
+        ones, others = Parts.of(h, rest), Parts.of(h, rest)
+        launch_site(*ones, site)
+        run_site(*others, other)
+        rtol, atol = TOLERANCE[dtype], 30 * TOLERANCE[dtype]
+        ones.assert_close(others, rtol=rtol, atol=atol)
+        torch.testing.assert_close(site.ring, other.ring, rtol=rtol, atol=atol)
+        torch.testing.assert_close(site.doses, other.doses, rtol=max(1e-4, rtol), atol=1e-4)
+        if gains == 0:
+            assert same_bits(ones.h, h)
+            assert not site.doses.any()
+        if gains == 1:
+            plain = buffers(width, dtype=dtype, codes=codes, captured=captured, programs=chains())
+            expected = Parts.of(h, rest)
+            launch_site(*expected, plain)
+            assert same_bits(ones.h, expected.h)
+            assert same_bits(site.ring, plain.ring)
 
 
 def all_buffers(tokens: int) -> Buffers:
@@ -406,6 +443,9 @@ def main() -> None:
         for residual in (None, dtype, torch.float32):
             check_chains(width, dtype, residual)
         check_chains(width, dtype, None, -0.22)
+    for dtype in exact:
+        for residual in (None, dtype, torch.float32):
+            check_gains(24, dtype, residual)
     for dtype in TOLERANCE:
         for residual in (None, dtype, torch.float32):
             check_idle(dtype, residual)

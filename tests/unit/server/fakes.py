@@ -17,6 +17,8 @@ from rheostat_engine import (
     Codec,
     Dose,
     Event,
+    Gained,
+    GainsUpdate,
     Installed,
     Kind,
     ModelSites,
@@ -202,6 +204,8 @@ class ScriptedBackend:
     updates: list[tuple[str, tuple[Act, ...], int]] = field(default_factory=list)
     update_calls: list[list[SteeringUpdate]] = field(default_factory=list)
     """Updates of the steering, by the call that brought them."""
+    gain_messages: list[list[GainsUpdate]] = field(default_factory=list)
+    """Gains, by the message that brought them."""
     capture_update_error: str = ""
     capture_updates: list[dict[str, CapturesUpdate | None]] = field(default_factory=list)
     """Every change of what is captured that was asked for."""
@@ -305,6 +309,16 @@ class ScriptedBackend:
             if held and computed:
                 self._release(replace(job, plan=plan), computed)
 
+    async def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
+        self.gain_messages.append(list(updates))
+        await asyncio.sleep(0)
+        if self.update_error is not None:
+            raise self.update_error
+        for name, change, not_before, _ in updates:
+            if name in self.plans:
+                first = max(self.positions.get(name, 0), not_before)
+                self.deliver(Gained(name, change, first))
+
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         self.capture_updates.append(dict(changes))
         for plan_id, change in changes.items():
@@ -367,7 +381,8 @@ class ScriptedBackend:
         if plan_id not in self.plans:
             return None
         first = max(self.positions.get(plan_id, 0), not_before)
-        self.plans[plan_id] = update_steering(self.plans[plan_id], acts, first)
+        if not plan.gained:
+            self.plans[plan_id] = update_steering(self.plans[plan_id], acts, first)
         return first
 
     def _delta(self, job: Job, token: int, *, first: bool, last: bool) -> Delta:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import grpc
 
 from rheostat_wire.v1 import (
+    gain_pb2,
     generation_pb2,
     generation_service_pb2,
     steering_pb2,
@@ -27,6 +28,11 @@ def start(**fields: object) -> generation_service_pb2.SessionRequest:
 def update(number: int, *interventions: steering_pb2.Intervention):
     steering = steering_pb2.Steering(interventions=interventions)
     return generation_service_pb2.SessionRequest(update_id=number, steering=steering)
+
+
+def gain(number: int, factor: float | None, *interventions: int):
+    message = gain_pb2.Gain(factor=factor, interventions=interventions)
+    return generation_service_pb2.SessionRequest(update_id=number, gain=message)
 
 
 def stop(number: int) -> generation_service_pb2.SessionRequest:

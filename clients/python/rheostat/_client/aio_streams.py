@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Generic, Self
 
 from rheostat._client.sessions import SessionCall, SessionEvent, Updates
@@ -62,9 +63,9 @@ class Stream(Reader[generation_service_pb2.GenerateResponse, Event, Generation])
 class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Generation]):
     """A `Stream` whose steering can be replaced while it runs, also by other threads.
 
-    Each call of `steer` gets one event, `UpdateApplied` or `UpdateRefused`, before the `Receipt`.
-    In `rheostat.aio`, `steer`, `stop` and `cancel` are not awaited, and the event loop must run
-    when a session is opened.
+    Each call of `steer` or `gain` gets one event, `UpdateApplied` or `UpdateRefused`, before the
+    `Receipt`. In `rheostat.aio`, `steer`, `gain`, `stop` and `cancel` are not awaited, and the
+    event loop must run when a session is opened.
     """
 
     def __init__(
@@ -94,6 +95,23 @@ class Session(Reader[generation_service_pb2.SessionResponse, SessionEvent, Gener
         Raises InvalidRequest if the client finds an error, Refused if the request has ended.
         """
         return self._updates.steer(steering)
+
+    def gain(self, factor: float, interventions: Sequence[int] = ()) -> int:
+        """Multiply the request's own steering by a number, and return the update's id at once.
+
+        The number replaces the one before, which is 1 at first. It acts from the server's next step
+        on, never before the first generated token, and until the next `steer`. A session may change
+        it with every token, for thousands of tokens. An event reports the outcome.
+
+        Args:
+            factor: 0 (off) to 16.
+            interventions: indices in the steering of the request or the last `steer`. Empty: all.
+
+        Raises:
+            InvalidRequest: the client finds an error.
+            Refused: the request has ended.
+        """
+        return self._updates.gain(factor, interventions)
 
     def stop(self) -> None:
         """End the request with the finish reason "aborted". The receipt still comes.

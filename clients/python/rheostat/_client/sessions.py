@@ -1,22 +1,23 @@
 """Updates of a running request.
 
-Every call of `Updates.steer` gets exactly one event: the server's answer, or a refusal from the
-client if the request ended before the server answered. Later calls raise Refused.
+Every call of `Updates.steer` and `Updates.gain` gets exactly one event: the server's answer, or a
+refusal from the client if the request ended before the server answered. Later calls raise Refused.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
 from rheostat._connection.calls import Accumulator, Answer, BidiCall, Result, Step
 from rheostat._errors import NotFound, Refused, RheostatError, from_status
+from rheostat._fields import builds_message
 from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.results import Event, Generation
 from rheostat._steering.steering import SteeringLike, steering_to_wire
-from rheostat_wire.v1 import generation_pb2, generation_service_pb2, steering_pb2
+from rheostat_wire.v1 import gain_pb2, generation_pb2, generation_service_pb2, steering_pb2
 
 _ENDED = "the request has ended"
 _NOT_FOUND = "REASON_REQUEST_NOT_FOUND"
@@ -27,7 +28,7 @@ class UpdateApplied:
     """An update was carried out."""
 
     update_id: int
-    """The id that `steer` returned."""
+    """The id that `steer` or `gain` returned."""
     first_positions: Mapping[int, int]
     """First absolute position on which it acts, by sample; finished samples have none."""
 
@@ -37,7 +38,7 @@ class UpdateRefused:
     """An update was refused; the request continues with its steering unchanged."""
 
     update_id: int
-    """The id that `steer` returned."""
+    """The id that `steer` or `gain` returned."""
     error: RheostatError
     """The error that a call would raise, e.g. `ResourceExhausted` if the bank is full."""
 
@@ -73,7 +74,7 @@ class Updates:
         self._send = send
         self._lock = threading.Lock()
         self._last_id = 0
-        self._unanswered: list[int] = []
+        self._unanswered: dict[int, None] = {}
         self._stops: set[int] = set()
         self._ended = False
         send(generation_service_pb2.SessionRequest(start=start))
@@ -81,13 +82,11 @@ class Updates:
     def steer(self, steering: SteeringLike) -> int:
         """Replace the request's steering. Raises Refused if the request has ended."""
         message = steering_to_wire(steering) or steering_pb2.Steering()
-        with self._lock:
-            if self._ended:
-                raise Refused(_ENDED, reason=_NOT_FOUND)
-            update_id = self._next_id()
-            self._unanswered.append(update_id)
-            self._send(generation_service_pb2.SessionRequest(update_id=update_id, steering=message))
-            return update_id
+        return self._update(generation_service_pb2.SessionRequest(steering=message))
+
+    def gain(self, factor: float, interventions: Sequence[int]) -> int:
+        """Multiply the request's steering by a number. Raises Refused if the request has ended."""
+        return self._update(_gain(factor, interventions))
 
     def stop(self) -> None:
         """End the request, if it has not ended."""
@@ -104,8 +103,7 @@ class Updates:
     def answered(self, update_id: int) -> bool:
         """Removes an update that the server answered. Returns False if it was a stop."""
         with self._lock:
-            if update_id in self._unanswered:
-                self._unanswered.remove(update_id)
+            self._unanswered.pop(update_id, None)
             return update_id not in self._stops
 
     def close(self) -> None:
@@ -115,10 +113,20 @@ class Updates:
                 self._ended = True
                 self._send(None)
 
+    def _update(self, message: generation_service_pb2.SessionRequest) -> int:
+        """Sends an update that gets an answer; returns its id."""
+        with self._lock:
+            if self._ended:
+                raise Refused(_ENDED, reason=_NOT_FOUND)
+            message.update_id = self._next_id()
+            self._unanswered[message.update_id] = None
+            self._send(message)
+            return message.update_id
+
     def unanswered(self) -> list[UpdateRefused]:
         """Refusals of the updates that got no answer; the next call returns none of them again."""
         with self._lock:
-            update_ids, self._unanswered = self._unanswered, []
+            update_ids, self._unanswered = self._unanswered, {}
         return [
             UpdateRefused(update_id, NotFound(_ENDED, reason=_NOT_FOUND))
             for update_id in update_ids
@@ -153,6 +161,12 @@ class SessionAccumulator:
     def result(self) -> Generation:
         """The generation, once the stream has ended with OK."""
         return self._generation.result()
+
+
+@builds_message
+def _gain(factor: float, interventions: Sequence[int]) -> generation_service_pb2.SessionRequest:
+    gain = gain_pb2.Gain(factor=factor, interventions=interventions)
+    return generation_service_pb2.SessionRequest(gain=gain)
 
 
 def _read_applied(message: generation_pb2.UpdateApplied) -> UpdateApplied:

@@ -83,6 +83,8 @@ class AppliedIntervention:
     """The rows that were put in, if ``op`` is "replace"."""
     unknown_sites: int = 0
     """Number of further sites, at points that only newer clients know."""
+    last_gain: float | None = None
+    """The last gain that a session set; None if it set none."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ class Receipt:
     """Updates of the session's steering that were carried out; a stop does not count."""
     rules: tuple[RuleReceipt, ...] = ()
     """Every rule of the request."""
+    gain_count: int = 0
+    """Gains of the session that were carried out."""
 
     def __repr__(self) -> str:
         parts = [
@@ -209,6 +213,8 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         rows.append((f"rule {rule.rule_name}", _rule_text(rule)))
     if receipt.update_count:
         rows.append(("updates", f"{receipt.update_count} carried out"))
+    if receipt.gain_count:
+        rows.append(("gains", f"{receipt.gain_count} carried out"))
     return rows
 
 
@@ -235,6 +241,8 @@ def _intervention_text(applied: AppliedIntervention) -> str:
         if means:
             text += f" ({_between(means)} % of the stream"
             text += f", at most {max(most):.3g} %)" if most else ")"
+    if applied.last_gain is not None:
+        text += f", last gain {applied.last_gain:.3g}"
     if applied.source is not None and applied.source.run_id:
         text += f", from run {applied.source.run_id}"
     samples = Counter((rows.positions, rows.cached_positions) for rows in applied.rows)
@@ -343,6 +351,7 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
             if knows_point(site.site.point)
         ),
         unknown_sites=sum(not knows_point(site.site.point) for site in message.sites),
+        last_gain=message.last_gain if message.HasField("last_gain") else None,
         rows=tuple(
             AppliedRows(
                 rows.sample, read_ranges(rows.positions), read_ranges(rows.cached_positions)

@@ -68,7 +68,7 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     FEATURE_RULES: _Feature.ValueType  # 17
     """GenerateRequest.rules with the actions `observe` and `stop`, and GenerateRequest.hold_back."""
     FEATURE_GAINS: _Feature.ValueType  # 18
-    """SessionRequest.gain. Not sent yet."""
+    """SessionRequest.gain."""
     FEATURE_RUN_TRANSFER: _Feature.ValueType  # 19
     """CaptureRun, PutRun, GetRun, ReadRun."""
     FEATURE_SWEEPS: _Feature.ValueType  # 20
@@ -126,7 +126,7 @@ FEATURE_GATES: Feature.ValueType  # 16
 FEATURE_RULES: Feature.ValueType  # 17
 """GenerateRequest.rules with the actions `observe` and `stop`, and GenerateRequest.hold_back."""
 FEATURE_GAINS: Feature.ValueType  # 18
-"""SessionRequest.gain. Not sent yet."""
+"""SessionRequest.gain."""
 FEATURE_RUN_TRANSFER: Feature.ValueType  # 19
 """CaptureRun, PutRun, GetRun, ReadRun."""
 FEATURE_SWEEPS: Feature.ValueType  # 20

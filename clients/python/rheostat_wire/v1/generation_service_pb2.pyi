@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rheostat_wire.v1 import capture_pb2 as _capture_pb2
+from rheostat_wire.v1 import gain_pb2 as _gain_pb2
 from rheostat_wire.v1 import gate_pb2 as _gate_pb2
 from rheostat_wire.v1 import generation_pb2 as _generation_pb2
 from rheostat_wire.v1 import monitor_pb2 as _monitor_pb2
@@ -313,9 +314,12 @@ class SessionRequest(_message.Message):
         """Ends it with FINISH_REASON_ABORTED; the Receipt still comes."""
 
     @_builtins.property
-    def gain(self) -> _monitor_pb2.Gain:
-        """Multiplies its own steering from the next step on; counts as no update. Not served yet:
-        REASON_NOT_SUPPORTED.
+    def gain(self) -> _gain_pb2.Gain:
+        """Multiplies its own steering, the list in force, from the next step on, but not before the first
+        generated token. A later `steering` begins with gains of 1. Counts as no update. The first gain
+        of a list needs room in the engine, as an update does; later ones need none. At most 512 may
+        wait for their answers (REASON_QUEUE_FULL). The gains of a sample may change 65,536 numbers: a
+        gain that changes k interventions changes k.
         """
 
     def __init__(
@@ -325,7 +329,7 @@ class SessionRequest(_message.Message):
         start: Global___GenerateRequest | None = ...,
         steering: _steering_pb2.Steering | None = ...,
         stop: Global___SessionStop | None = ...,
-        gain: _monitor_pb2.Gain | None = ...,
+        gain: _gain_pb2.Gain | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "gain", b"gain", "start", b"start", "steering", b"steering", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

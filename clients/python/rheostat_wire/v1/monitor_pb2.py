@@ -22,6 +22,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from rheostat_wire.v1 import gain_pb2 as rheostat_dot_v1_dot_gain__pb2
 from rheostat_wire.v1 import gate_pb2 as rheostat_dot_v1_dot_gate__pb2
 from rheostat_wire.v1 import receipt_pb2 as rheostat_dot_v1_dot_receipt__pb2
 from rheostat_wire.v1 import steering_pb2 as rheostat_dot_v1_dot_steering__pb2
@@ -29,27 +30,25 @@ from rheostat_wire.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rheostat/v1/monitor.proto\x12\x0brheostat.v1\x1a\x16rheostat/v1/gate.proto\x1a\x19rheostat/v1/receipt.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xa8\x03\n\x04Rule\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x36\n\nconditions\x18\x02 \x03(\x0b\x32\x16.rheostat.v1.ConditionR\nconditions\x12\x33\n\x07\x63ombine\x18\x03 \x01(\x0e\x32\x14.rheostat.v1.CombineH\x01R\x07\x63ombine\x88\x01\x01\x12!\n\tthreshold\x18\x04 \x01(\x02H\x02R\tthreshold\x88\x01\x01\x12\x30\n\x07observe\x18\x05 \x01(\x0b\x32\x14.rheostat.v1.ObserveH\x00R\x07observe\x12\'\n\x04stop\x18\x06 \x01(\x0b\x32\x11.rheostat.v1.StopH\x00R\x04stop\x12-\n\x05steer\x18\x07 \x01(\x0b\x32\x15.rheostat.v1.SteeringH\x00R\x05steer\x12\'\n\x04gain\x18\x08 \x01(\x0b\x32\x11.rheostat.v1.GainH\x00R\x04gain\x12%\n\x04hold\x18\t \x01(\x0b\x32\x11.rheostat.v1.HoldR\x04holdB\x08\n\x06\x61\x63tionB\n\n\x08_combineB\x0c\n\n_threshold\"\t\n\x07Observe\"v\n\x04Stop\x12&\n\x0c\x64rop_sampled\x18\x01 \x01(\x08H\x00R\x0b\x64ropSampled\x88\x01\x01\x12\x14\n\x05label\x18\x02 \x01(\tR\x05label\x12\x1f\n\x0b\x61ll_samples\x18\x03 \x01(\x08R\nallSamplesB\x0f\n\r_drop_sampled\"B\n\x0bSignalTable\x12\x33\n\x07\x63olumns\x18\x01 \x03(\x0b\x32\x19.rheostat.v1.SignalColumnR\x07\x63olumns\"\x94\x01\n\x0cSignalColumn\x12\x1f\n\nprobe_name\x18\x01 \x01(\tH\x00R\tprobeName\x12\x32\n\x04gate\x18\x02 \x01(\x0b\x32\x1c.rheostat.v1.InterventionRefH\x00R\x04gate\x12%\n\x04site\x18\x03 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04siteB\x08\n\x06source\"\xb8\x02\n\x07Signals\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x16\n\x06sample\x18\x02 \x01(\rR\x06sample\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12\x1b\n\ttoken_ids\x18\x04 \x03(\rR\x08tokenIds\x12+\n\x06values\x18\x05 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x06values\x12-\n\x07\x66irings\x18\x06 \x03(\x0b\x32\x13.rheostat.v1.FiringR\x07\x66irings\x12\x45\n\x11\x64ropped_positions\x18\x07 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\x10\x64roppedPositions\"9\n\x06\x46iring\x12\x1b\n\trule_name\x18\x01 \x01(\tR\x08ruleName\x12\x12\n\x04rows\x18\x02 \x03(\rR\x04rows\"T\n\x04Gain\x12\x1b\n\x06\x66\x61\x63tor\x18\x01 \x01(\x02H\x00R\x06\x66\x61\x63tor\x88\x01\x01\x12$\n\rinterventions\x18\x02 \x03(\rR\rinterventionsB\t\n\x07_factorb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rheostat/v1/monitor.proto\x12\x0brheostat.v1\x1a\x16rheostat/v1/gain.proto\x1a\x16rheostat/v1/gate.proto\x1a\x19rheostat/v1/receipt.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xa8\x03\n\x04Rule\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x36\n\nconditions\x18\x02 \x03(\x0b\x32\x16.rheostat.v1.ConditionR\nconditions\x12\x33\n\x07\x63ombine\x18\x03 \x01(\x0e\x32\x14.rheostat.v1.CombineH\x01R\x07\x63ombine\x88\x01\x01\x12!\n\tthreshold\x18\x04 \x01(\x02H\x02R\tthreshold\x88\x01\x01\x12\x30\n\x07observe\x18\x05 \x01(\x0b\x32\x14.rheostat.v1.ObserveH\x00R\x07observe\x12\'\n\x04stop\x18\x06 \x01(\x0b\x32\x11.rheostat.v1.StopH\x00R\x04stop\x12-\n\x05steer\x18\x07 \x01(\x0b\x32\x15.rheostat.v1.SteeringH\x00R\x05steer\x12\'\n\x04gain\x18\x08 \x01(\x0b\x32\x11.rheostat.v1.GainH\x00R\x04gain\x12%\n\x04hold\x18\t \x01(\x0b\x32\x11.rheostat.v1.HoldR\x04holdB\x08\n\x06\x61\x63tionB\n\n\x08_combineB\x0c\n\n_threshold\"\t\n\x07Observe\"v\n\x04Stop\x12&\n\x0c\x64rop_sampled\x18\x01 \x01(\x08H\x00R\x0b\x64ropSampled\x88\x01\x01\x12\x14\n\x05label\x18\x02 \x01(\tR\x05label\x12\x1f\n\x0b\x61ll_samples\x18\x03 \x01(\x08R\nallSamplesB\x0f\n\r_drop_sampled\"B\n\x0bSignalTable\x12\x33\n\x07\x63olumns\x18\x01 \x03(\x0b\x32\x19.rheostat.v1.SignalColumnR\x07\x63olumns\"\x94\x01\n\x0cSignalColumn\x12\x1f\n\nprobe_name\x18\x01 \x01(\tH\x00R\tprobeName\x12\x32\n\x04gate\x18\x02 \x01(\x0b\x32\x1c.rheostat.v1.InterventionRefH\x00R\x04gate\x12%\n\x04site\x18\x03 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04siteB\x08\n\x06source\"\xb8\x02\n\x07Signals\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x16\n\x06sample\x18\x02 \x01(\rR\x06sample\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12\x1b\n\ttoken_ids\x18\x04 \x03(\rR\x08tokenIds\x12+\n\x06values\x18\x05 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x06values\x12-\n\x07\x66irings\x18\x06 \x03(\x0b\x32\x13.rheostat.v1.FiringR\x07\x66irings\x12\x45\n\x11\x64ropped_positions\x18\x07 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\x10\x64roppedPositions\"9\n\x06\x46iring\x12\x1b\n\trule_name\x18\x01 \x01(\tR\x08ruleName\x12\x12\n\x04rows\x18\x02 \x03(\rR\x04rowsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat_wire.v1.monitor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RULE']._serialized_start=173
-  _globals['_RULE']._serialized_end=597
-  _globals['_OBSERVE']._serialized_start=599
-  _globals['_OBSERVE']._serialized_end=608
-  _globals['_STOP']._serialized_start=610
-  _globals['_STOP']._serialized_end=728
-  _globals['_SIGNALTABLE']._serialized_start=730
-  _globals['_SIGNALTABLE']._serialized_end=796
-  _globals['_SIGNALCOLUMN']._serialized_start=799
-  _globals['_SIGNALCOLUMN']._serialized_end=947
-  _globals['_SIGNALS']._serialized_start=950
-  _globals['_SIGNALS']._serialized_end=1262
-  _globals['_FIRING']._serialized_start=1264
-  _globals['_FIRING']._serialized_end=1321
-  _globals['_GAIN']._serialized_start=1323
-  _globals['_GAIN']._serialized_end=1407
+  _globals['_RULE']._serialized_start=197
+  _globals['_RULE']._serialized_end=621
+  _globals['_OBSERVE']._serialized_start=623
+  _globals['_OBSERVE']._serialized_end=632
+  _globals['_STOP']._serialized_start=634
+  _globals['_STOP']._serialized_end=752
+  _globals['_SIGNALTABLE']._serialized_start=754
+  _globals['_SIGNALTABLE']._serialized_end=820
+  _globals['_SIGNALCOLUMN']._serialized_start=823
+  _globals['_SIGNALCOLUMN']._serialized_end=971
+  _globals['_SIGNALS']._serialized_start=974
+  _globals['_SIGNALS']._serialized_end=1286
+  _globals['_FIRING']._serialized_start=1288
+  _globals['_FIRING']._serialized_end=1345
 # @@protoc_insertion_point(module_scope)

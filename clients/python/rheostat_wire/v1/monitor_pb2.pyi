@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from rheostat_wire.v1 import gain_pb2 as _gain_pb2
 from rheostat_wire.v1 import gate_pb2 as _gate_pb2
 from rheostat_wire.v1 import receipt_pb2 as _receipt_pb2
 from rheostat_wire.v1 import steering_pb2 as _steering_pb2
@@ -70,7 +71,7 @@ class Rule(_message.Message):
         """Adds steering, with ORIGIN_RULE. Not served yet: REASON_NOT_SUPPORTED."""
 
     @_builtins.property
-    def gain(self) -> Global___Gain:
+    def gain(self) -> _gain_pb2.Gain:
         """Multiplies the request's own steering. Not served yet: REASON_NOT_SUPPORTED."""
 
     @_builtins.property
@@ -89,7 +90,7 @@ class Rule(_message.Message):
         observe: Global___Observe | None = ...,
         stop: Global___Stop | None = ...,
         steer: _steering_pb2.Steering | None = ...,
-        gain: Global___Gain | None = ...,
+        gain: _gain_pb2.Gain | None = ...,
         hold: _gate_pb2.Hold | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_combine", b"_combine", "_threshold", b"_threshold", "action", b"action", "combine", b"combine", "gain", b"gain", "hold", b"hold", "observe", b"observe", "steer", b"steer", "stop", b"stop", "threshold", b"threshold"]  # noqa: Y015
@@ -324,37 +325,3 @@ class Firing(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Firing: _TypeAlias = Firing  # noqa: Y015
-
-@_typing.final
-class Gain(_message.Message):
-    """Multiplies the effect of interventions from the next step on. It is a number on the device: it takes
-    no room, compiles nothing and counts as no update.
-
-    Not served yet: refused with REASON_NOT_SUPPORTED.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FACTOR_FIELD_NUMBER: _builtins.int
-    INTERVENTIONS_FIELD_NUMBER: _builtins.int
-    factor: _builtins.float
-    """0 (off) to 16; 1: unchanged. Required."""
-    @_builtins.property
-    def interventions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices in the request's own steering. Empty: all of it."""
-
-    def __init__(
-        self,
-        *,
-        factor: _builtins.float | None = ...,
-        interventions: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "factor", b"factor"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_factor", b"_factor", "factor", b"factor", "interventions", b"interventions"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__factor: _TypeAlias = _typing.Literal["factor"]  # noqa: Y015
-    _WhichOneofArgType__factor: _TypeAlias = _typing.Literal["_factor", b"_factor"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__factor) -> _WhichOneofReturnType__factor | None: ...
-
-Global___Gain: _TypeAlias = Gain  # noqa: Y015

@@ -24,6 +24,7 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from rheostat_wire.v1 import capture_service_pb2 as rheostat_dot_v1_dot_capture__service__pb2
+from rheostat_wire.v1 import gain_pb2 as rheostat_dot_v1_dot_gain__pb2
 from rheostat_wire.v1 import gate_pb2 as rheostat_dot_v1_dot_gate__pb2
 from rheostat_wire.v1 import generation_pb2 as rheostat_dot_v1_dot_generation__pb2
 from rheostat_wire.v1 import monitor_pb2 as rheostat_dot_v1_dot_monitor__pb2
@@ -32,7 +33,7 @@ from rheostat_wire.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rheostat/v1/monitor_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!rheostat/v1/capture_service.proto\x1a\x16rheostat/v1/gate.proto\x1a\x1crheostat/v1/generation.proto\x1a\x19rheostat/v1/monitor.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xaf\x02\n\x0cWatchRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.WatchOpenH\x00R\x04open\x12-\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.CreditH\x00R\x06\x63redit\x12$\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x10.rheostat.v1.AckH\x00R\x03\x61\x63k\x12/\n\x05steer\x18\x04 \x01(\x0b\x32\x17.rheostat.v1.WatchSteerH\x00R\x05steer\x12,\n\x04stop\x18\x05 \x01(\x0b\x32\x16.rheostat.v1.WatchStopH\x00R\x04stop\x12\x33\n\x05leave\x18\x06 \x01(\x0b\x32\x1b.rheostat.v1.SubscribeLeaveH\x00R\x05leaveB\x08\n\x06\x61\x63tion\"\xc0\x03\n\tWatchOpen\x12\x32\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1a.rheostat.v1.RequestFilterR\x06\x66ilter\x12*\n\x06probes\x18\x02 \x03(\x0b\x32\x12.rheostat.v1.ProbeR\x06probes\x12\'\n\x05rules\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.RuleR\x05rules\x12\x35\n\x06report\x18\x04 \x01(\x0e\x32\x18.rheostat.v1.WatchReportH\x00R\x06report\x88\x01\x01\x12\x34\n\x07on_lost\x18\x05 \x01(\x0e\x32\x16.rheostat.v1.WatchLostH\x01R\x06onLost\x88\x01\x01\x12!\n\x0c\x63redit_bytes\x18\x06 \x01(\x04R\x0b\x63reditBytes\x12&\n\x0c\x62uffer_bytes\x18\x07 \x01(\x04H\x02R\x0b\x62ufferBytes\x88\x01\x01\x12\x30\n\x06resume\x18\x08 \x01(\x0b\x32\x18.rheostat.v1.WatchResumeR\x06resume\x12\x18\n\x07\x62\x61tches\x18\t \x01(\x08R\x07\x62\x61tchesB\t\n\x07_reportB\n\n\x08_on_lostB\x0f\n\r_buffer_bytes\"O\n\x0bWatchResume\x12\x19\n\x08watch_id\x18\x01 \x01(\tR\x07watchId\x12%\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04R\rafterSequence\"\xdd\x01\n\nWatchSteer\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12-\n\x05layer\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SteeringH\x00R\x05layer\x12\'\n\x04gain\x18\x04 \x01(\x0b\x32\x11.rheostat.v1.GainH\x00R\x04gain\x12\x31\n\x07replace\x18\x05 \x01(\x0b\x32\x15.rheostat.v1.SteeringH\x00R\x07replaceB\x08\n\x06\x63hange\"]\n\tWatchStop\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12\x14\n\x05label\x18\x03 \x01(\tR\x05label\"\xac\x04\n\rWatchResponse\x12\x1a\n\x08sequence\x18\x01 \x01(\x04R\x08sequence\x12\x32\n\x06opened\x18\x02 \x01(\x0b\x32\x18.rheostat.v1.WatchOpenedH\x00R\x06opened\x12\x38\n\x05\x62\x65gun\x18\t \x01(\x0b\x32 .rheostat.v1.WatchedRequestBegunH\x00R\x05\x62\x65gun\x12\x37\n\x07signals\x18\x03 \x01(\x0b\x32\x1b.rheostat.v1.WatchedSignalsH\x00R\x07signals\x12\x37\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x1b.rheostat.v1.SignalsDroppedH\x00R\x07\x64ropped\x12\x38\n\x05\x65nded\x18\x05 \x01(\x0b\x32 .rheostat.v1.WatchedRequestEndedH\x00R\x05\x65nded\x12\x36\n\x07\x61pplied\x18\x06 \x01(\x0b\x32\x1a.rheostat.v1.UpdateAppliedH\x00R\x07\x61pplied\x12\x36\n\x07refused\x18\x07 \x01(\x0b\x32\x1a.rheostat.v1.UpdateRefusedH\x00R\x07refused\x12\x36\n\theartbeat\x18\x08 \x01(\x0b\x32\x16.rheostat.v1.HeartbeatH\x00R\theartbeat\x12\x34\n\x05\x62\x61tch\x18\n \x01(\x0b\x32\x1c.rheostat.v1.WatchEventBatchH\x00R\x05\x62\x61tchB\x07\n\x05\x65vent\"E\n\x0fWatchEventBatch\x12\x32\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.rheostat.v1.WatchResponseR\x06\x65vents\"\xb4\x02\n\x0bWatchOpened\x12\x19\n\x08watch_id\x18\x01 \x01(\tR\x07watchId\x12#\n\rnext_sequence\x18\x02 \x01(\x04R\x0cnextSequence\x12H\n\x12heartbeat_interval\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationR\x11heartbeatInterval\x12>\n\rresume_window\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0cresumeWindow\x12.\n\x05table\x18\x05 \x01(\x0b\x32\x18.rheostat.v1.SignalTableR\x05table\x12+\n\x06missed\x18\x06 \x03(\x0b\x32\x13.rheostat.v1.MissedR\x06missed\"\x9e\x02\n\x13WatchedRequestBegun\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x16\n\x06number\x18\x02 \x01(\x04R\x06number\x12\x44\n\x06labels\x18\x03 \x03(\x0b\x32,.rheostat.v1.WatchedRequestBegun.LabelsEntryR\x06labels\x12!\n\x0csample_count\x18\x04 \x01(\rR\x0bsampleCount\x12,\n\x12prompt_token_count\x18\x05 \x01(\rR\x10promptTokenCount\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"\xef\x01\n\x0eWatchedSignals\x12\x18\n\x07numbers\x18\x01 \x03(\x04R\x07numbers\x12\x18\n\x07samples\x18\x02 \x03(\rR\x07samples\x12\'\n\x0f\x66irst_positions\x18\x03 \x03(\rR\x0e\x66irstPositions\x12\x1d\n\nrow_counts\x18\x04 \x03(\rR\trowCounts\x12+\n\x06values\x18\x05 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x06values\x12\x34\n\x07\x66irings\x18\x06 \x03(\x0b\x32\x1a.rheostat.v1.WatchedFiringR\x07\x66irings\"5\n\rWatchedFiring\x12\x10\n\x03row\x18\x01 \x01(\rR\x03row\x12\x12\n\x04rule\x18\x02 \x01(\rR\x04rule\"x\n\x0eSignalsDropped\x12\x16\n\x06number\x18\x01 \x01(\x04R\x06number\x12\x16\n\x06sample\x18\x02 \x01(\rR\x06sample\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\"\xca\x02\n\x13WatchedRequestEnded\x12\x16\n\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12%\n\x0eposition_count\x18\x03 \x01(\x04R\rpositionCount\x12\x34\n\x16\x64ropped_position_count\x18\x04 \x01(\x04R\x14\x64roppedPositionCount\x12@\n\x0e\x66inish_reasons\x18\x05 \x03(\x0e\x32\x19.rheostat.v1.FinishReasonR\rfinishReasons\x12\x38\n\tsummaries\x18\x06 \x03(\x0b\x32\x1a.rheostat.v1.SignalSummaryR\tsummaries\x12#\n\rmissed_reason\x18\x07 \x01(\tR\x0cmissedReason\"\xaf\x01\n\rSignalSummary\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x16\n\x06\x63olumn\x18\x02 \x01(\rR\x06\x63olumn\x12%\n\x0eposition_count\x18\x03 \x01(\x04R\rpositionCount\x12\x10\n\x03max\x18\x04 \x01(\x02R\x03max\x12!\n\x0cmax_position\x18\x05 \x01(\rR\x0bmaxPosition\x12\x12\n\x04mean\x18\x06 \x01(\x02R\x04mean*u\n\x0bWatchReport\x12\x1c\n\x18WATCH_REPORT_UNSPECIFIED\x10\x00\x12\x16\n\x12WATCH_REPORT_EVERY\x10\x01\x12\x16\n\x12WATCH_REPORT_FIRED\x10\x02\x12\x18\n\x14WATCH_REPORT_SUMMARY\x10\x03*j\n\tWatchLost\x12\x1a\n\x16WATCH_LOST_UNSPECIFIED\x10\x00\x12\x17\n\x13WATCH_LOST_CONTINUE\x10\x01\x12\x13\n\x0fWATCH_LOST_HOLD\x10\x02\x12\x13\n\x0fWATCH_LOST_STOP\x10\x03\x32T\n\x0eMonitorService\x12\x42\n\x05Watch\x12\x19.rheostat.v1.WatchRequest\x1a\x1a.rheostat.v1.WatchResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rheostat/v1/monitor_service.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!rheostat/v1/capture_service.proto\x1a\x16rheostat/v1/gain.proto\x1a\x16rheostat/v1/gate.proto\x1a\x1crheostat/v1/generation.proto\x1a\x19rheostat/v1/monitor.proto\x1a\x1arheostat/v1/steering.proto\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xaf\x02\n\x0cWatchRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.WatchOpenH\x00R\x04open\x12-\n\x06\x63redit\x18\x02 \x01(\x0b\x32\x13.rheostat.v1.CreditH\x00R\x06\x63redit\x12$\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x10.rheostat.v1.AckH\x00R\x03\x61\x63k\x12/\n\x05steer\x18\x04 \x01(\x0b\x32\x17.rheostat.v1.WatchSteerH\x00R\x05steer\x12,\n\x04stop\x18\x05 \x01(\x0b\x32\x16.rheostat.v1.WatchStopH\x00R\x04stop\x12\x33\n\x05leave\x18\x06 \x01(\x0b\x32\x1b.rheostat.v1.SubscribeLeaveH\x00R\x05leaveB\x08\n\x06\x61\x63tion\"\xc0\x03\n\tWatchOpen\x12\x32\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x1a.rheostat.v1.RequestFilterR\x06\x66ilter\x12*\n\x06probes\x18\x02 \x03(\x0b\x32\x12.rheostat.v1.ProbeR\x06probes\x12\'\n\x05rules\x18\x03 \x03(\x0b\x32\x11.rheostat.v1.RuleR\x05rules\x12\x35\n\x06report\x18\x04 \x01(\x0e\x32\x18.rheostat.v1.WatchReportH\x00R\x06report\x88\x01\x01\x12\x34\n\x07on_lost\x18\x05 \x01(\x0e\x32\x16.rheostat.v1.WatchLostH\x01R\x06onLost\x88\x01\x01\x12!\n\x0c\x63redit_bytes\x18\x06 \x01(\x04R\x0b\x63reditBytes\x12&\n\x0c\x62uffer_bytes\x18\x07 \x01(\x04H\x02R\x0b\x62ufferBytes\x88\x01\x01\x12\x30\n\x06resume\x18\x08 \x01(\x0b\x32\x18.rheostat.v1.WatchResumeR\x06resume\x12\x18\n\x07\x62\x61tches\x18\t \x01(\x08R\x07\x62\x61tchesB\t\n\x07_reportB\n\n\x08_on_lostB\x0f\n\r_buffer_bytes\"O\n\x0bWatchResume\x12\x19\n\x08watch_id\x18\x01 \x01(\tR\x07watchId\x12%\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04R\rafterSequence\"\xdd\x01\n\nWatchSteer\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12-\n\x05layer\x18\x03 \x01(\x0b\x32\x15.rheostat.v1.SteeringH\x00R\x05layer\x12\'\n\x04gain\x18\x04 \x01(\x0b\x32\x11.rheostat.v1.GainH\x00R\x04gain\x12\x31\n\x07replace\x18\x05 \x01(\x0b\x32\x15.rheostat.v1.SteeringH\x00R\x07replaceB\x08\n\x06\x63hange\"]\n\tWatchStop\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12\x14\n\x05label\x18\x03 \x01(\tR\x05label\"\xac\x04\n\rWatchResponse\x12\x1a\n\x08sequence\x18\x01 \x01(\x04R\x08sequence\x12\x32\n\x06opened\x18\x02 \x01(\x0b\x32\x18.rheostat.v1.WatchOpenedH\x00R\x06opened\x12\x38\n\x05\x62\x65gun\x18\t \x01(\x0b\x32 .rheostat.v1.WatchedRequestBegunH\x00R\x05\x62\x65gun\x12\x37\n\x07signals\x18\x03 \x01(\x0b\x32\x1b.rheostat.v1.WatchedSignalsH\x00R\x07signals\x12\x37\n\x07\x64ropped\x18\x04 \x01(\x0b\x32\x1b.rheostat.v1.SignalsDroppedH\x00R\x07\x64ropped\x12\x38\n\x05\x65nded\x18\x05 \x01(\x0b\x32 .rheostat.v1.WatchedRequestEndedH\x00R\x05\x65nded\x12\x36\n\x07\x61pplied\x18\x06 \x01(\x0b\x32\x1a.rheostat.v1.UpdateAppliedH\x00R\x07\x61pplied\x12\x36\n\x07refused\x18\x07 \x01(\x0b\x32\x1a.rheostat.v1.UpdateRefusedH\x00R\x07refused\x12\x36\n\theartbeat\x18\x08 \x01(\x0b\x32\x16.rheostat.v1.HeartbeatH\x00R\theartbeat\x12\x34\n\x05\x62\x61tch\x18\n \x01(\x0b\x32\x1c.rheostat.v1.WatchEventBatchH\x00R\x05\x62\x61tchB\x07\n\x05\x65vent\"E\n\x0fWatchEventBatch\x12\x32\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.rheostat.v1.WatchResponseR\x06\x65vents\"\xb4\x02\n\x0bWatchOpened\x12\x19\n\x08watch_id\x18\x01 \x01(\tR\x07watchId\x12#\n\rnext_sequence\x18\x02 \x01(\x04R\x0cnextSequence\x12H\n\x12heartbeat_interval\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationR\x11heartbeatInterval\x12>\n\rresume_window\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0cresumeWindow\x12.\n\x05table\x18\x05 \x01(\x0b\x32\x18.rheostat.v1.SignalTableR\x05table\x12+\n\x06missed\x18\x06 \x03(\x0b\x32\x13.rheostat.v1.MissedR\x06missed\"\x9e\x02\n\x13WatchedRequestBegun\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12\x16\n\x06number\x18\x02 \x01(\x04R\x06number\x12\x44\n\x06labels\x18\x03 \x03(\x0b\x32,.rheostat.v1.WatchedRequestBegun.LabelsEntryR\x06labels\x12!\n\x0csample_count\x18\x04 \x01(\rR\x0bsampleCount\x12,\n\x12prompt_token_count\x18\x05 \x01(\rR\x10promptTokenCount\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"\xef\x01\n\x0eWatchedSignals\x12\x18\n\x07numbers\x18\x01 \x03(\x04R\x07numbers\x12\x18\n\x07samples\x18\x02 \x03(\rR\x07samples\x12\'\n\x0f\x66irst_positions\x18\x03 \x03(\rR\x0e\x66irstPositions\x12\x1d\n\nrow_counts\x18\x04 \x03(\rR\trowCounts\x12+\n\x06values\x18\x05 \x01(\x0b\x32\x13.rheostat.v1.TensorR\x06values\x12\x34\n\x07\x66irings\x18\x06 \x03(\x0b\x32\x1a.rheostat.v1.WatchedFiringR\x07\x66irings\"5\n\rWatchedFiring\x12\x10\n\x03row\x18\x01 \x01(\rR\x03row\x12\x12\n\x04rule\x18\x02 \x01(\rR\x04rule\"x\n\x0eSignalsDropped\x12\x16\n\x06number\x18\x01 \x01(\x04R\x06number\x12\x16\n\x06sample\x18\x02 \x01(\rR\x06sample\x12\x36\n\tpositions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\"\xca\x02\n\x13WatchedRequestEnded\x12\x16\n\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n\nrequest_id\x18\x02 \x01(\tR\trequestId\x12%\n\x0eposition_count\x18\x03 \x01(\x04R\rpositionCount\x12\x34\n\x16\x64ropped_position_count\x18\x04 \x01(\x04R\x14\x64roppedPositionCount\x12@\n\x0e\x66inish_reasons\x18\x05 \x03(\x0e\x32\x19.rheostat.v1.FinishReasonR\rfinishReasons\x12\x38\n\tsummaries\x18\x06 \x03(\x0b\x32\x1a.rheostat.v1.SignalSummaryR\tsummaries\x12#\n\rmissed_reason\x18\x07 \x01(\tR\x0cmissedReason\"\xaf\x01\n\rSignalSummary\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x16\n\x06\x63olumn\x18\x02 \x01(\rR\x06\x63olumn\x12%\n\x0eposition_count\x18\x03 \x01(\x04R\rpositionCount\x12\x10\n\x03max\x18\x04 \x01(\x02R\x03max\x12!\n\x0cmax_position\x18\x05 \x01(\rR\x0bmaxPosition\x12\x12\n\x04mean\x18\x06 \x01(\x02R\x04mean*u\n\x0bWatchReport\x12\x1c\n\x18WATCH_REPORT_UNSPECIFIED\x10\x00\x12\x16\n\x12WATCH_REPORT_EVERY\x10\x01\x12\x16\n\x12WATCH_REPORT_FIRED\x10\x02\x12\x18\n\x14WATCH_REPORT_SUMMARY\x10\x03*j\n\tWatchLost\x12\x1a\n\x16WATCH_LOST_UNSPECIFIED\x10\x00\x12\x17\n\x13WATCH_LOST_CONTINUE\x10\x01\x12\x13\n\x0fWATCH_LOST_HOLD\x10\x02\x12\x13\n\x0fWATCH_LOST_STOP\x10\x03\x32T\n\x0eMonitorService\x12\x42\n\x05Watch\x12\x19.rheostat.v1.WatchRequest\x1a\x1a.rheostat.v1.WatchResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,40 +42,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WATCHEDREQUESTBEGUN_LABELSENTRY']._loaded_options = None
   _globals['_WATCHEDREQUESTBEGUN_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_WATCHREPORT']._serialized_start=3594
-  _globals['_WATCHREPORT']._serialized_end=3711
-  _globals['_WATCHLOST']._serialized_start=3713
-  _globals['_WATCHLOST']._serialized_end=3819
-  _globals['_WATCHREQUEST']._serialized_start=278
-  _globals['_WATCHREQUEST']._serialized_end=581
-  _globals['_WATCHOPEN']._serialized_start=584
-  _globals['_WATCHOPEN']._serialized_end=1032
-  _globals['_WATCHRESUME']._serialized_start=1034
-  _globals['_WATCHRESUME']._serialized_end=1113
-  _globals['_WATCHSTEER']._serialized_start=1116
-  _globals['_WATCHSTEER']._serialized_end=1337
-  _globals['_WATCHSTOP']._serialized_start=1339
-  _globals['_WATCHSTOP']._serialized_end=1432
-  _globals['_WATCHRESPONSE']._serialized_start=1435
-  _globals['_WATCHRESPONSE']._serialized_end=1991
-  _globals['_WATCHEVENTBATCH']._serialized_start=1993
-  _globals['_WATCHEVENTBATCH']._serialized_end=2062
-  _globals['_WATCHOPENED']._serialized_start=2065
-  _globals['_WATCHOPENED']._serialized_end=2373
-  _globals['_WATCHEDREQUESTBEGUN']._serialized_start=2376
-  _globals['_WATCHEDREQUESTBEGUN']._serialized_end=2662
-  _globals['_WATCHEDREQUESTBEGUN_LABELSENTRY']._serialized_start=2605
-  _globals['_WATCHEDREQUESTBEGUN_LABELSENTRY']._serialized_end=2662
-  _globals['_WATCHEDSIGNALS']._serialized_start=2665
-  _globals['_WATCHEDSIGNALS']._serialized_end=2904
-  _globals['_WATCHEDFIRING']._serialized_start=2906
-  _globals['_WATCHEDFIRING']._serialized_end=2959
-  _globals['_SIGNALSDROPPED']._serialized_start=2961
-  _globals['_SIGNALSDROPPED']._serialized_end=3081
-  _globals['_WATCHEDREQUESTENDED']._serialized_start=3084
-  _globals['_WATCHEDREQUESTENDED']._serialized_end=3414
-  _globals['_SIGNALSUMMARY']._serialized_start=3417
-  _globals['_SIGNALSUMMARY']._serialized_end=3592
-  _globals['_MONITORSERVICE']._serialized_start=3821
-  _globals['_MONITORSERVICE']._serialized_end=3905
+  _globals['_WATCHREPORT']._serialized_start=3618
+  _globals['_WATCHREPORT']._serialized_end=3735
+  _globals['_WATCHLOST']._serialized_start=3737
+  _globals['_WATCHLOST']._serialized_end=3843
+  _globals['_WATCHREQUEST']._serialized_start=302
+  _globals['_WATCHREQUEST']._serialized_end=605
+  _globals['_WATCHOPEN']._serialized_start=608
+  _globals['_WATCHOPEN']._serialized_end=1056
+  _globals['_WATCHRESUME']._serialized_start=1058
+  _globals['_WATCHRESUME']._serialized_end=1137
+  _globals['_WATCHSTEER']._serialized_start=1140
+  _globals['_WATCHSTEER']._serialized_end=1361
+  _globals['_WATCHSTOP']._serialized_start=1363
+  _globals['_WATCHSTOP']._serialized_end=1456
+  _globals['_WATCHRESPONSE']._serialized_start=1459
+  _globals['_WATCHRESPONSE']._serialized_end=2015
+  _globals['_WATCHEVENTBATCH']._serialized_start=2017
+  _globals['_WATCHEVENTBATCH']._serialized_end=2086
+  _globals['_WATCHOPENED']._serialized_start=2089
+  _globals['_WATCHOPENED']._serialized_end=2397
+  _globals['_WATCHEDREQUESTBEGUN']._serialized_start=2400
+  _globals['_WATCHEDREQUESTBEGUN']._serialized_end=2686
+  _globals['_WATCHEDREQUESTBEGUN_LABELSENTRY']._serialized_start=2629
+  _globals['_WATCHEDREQUESTBEGUN_LABELSENTRY']._serialized_end=2686
+  _globals['_WATCHEDSIGNALS']._serialized_start=2689
+  _globals['_WATCHEDSIGNALS']._serialized_end=2928
+  _globals['_WATCHEDFIRING']._serialized_start=2930
+  _globals['_WATCHEDFIRING']._serialized_end=2983
+  _globals['_SIGNALSDROPPED']._serialized_start=2985
+  _globals['_SIGNALSDROPPED']._serialized_end=3105
+  _globals['_WATCHEDREQUESTENDED']._serialized_start=3108
+  _globals['_WATCHEDREQUESTENDED']._serialized_end=3438
+  _globals['_SIGNALSUMMARY']._serialized_start=3441
+  _globals['_SIGNALSUMMARY']._serialized_end=3616
+  _globals['_MONITORSERVICE']._serialized_start=3845
+  _globals['_MONITORSERVICE']._serialized_end=3929
 # @@protoc_insertion_point(module_scope)

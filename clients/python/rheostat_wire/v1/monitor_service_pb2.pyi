@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rheostat_wire.v1 import capture_service_pb2 as _capture_service_pb2
+from rheostat_wire.v1 import gain_pb2 as _gain_pb2
 from rheostat_wire.v1 import gate_pb2 as _gate_pb2
 from rheostat_wire.v1 import generation_pb2 as _generation_pb2
 from rheostat_wire.v1 import monitor_pb2 as _monitor_pb2
@@ -272,7 +273,7 @@ class WatchSteer(_message.Message):
         """
 
     @_builtins.property
-    def gain(self) -> _monitor_pb2.Gain:
+    def gain(self) -> _gain_pb2.Gain:
         """Multiplies the request's own steering."""
 
     @_builtins.property
@@ -285,7 +286,7 @@ class WatchSteer(_message.Message):
         update_id: _builtins.int = ...,
         request_id: _builtins.str = ...,
         layer: _steering_pb2.Steering | None = ...,
-        gain: _monitor_pb2.Gain | None = ...,
+        gain: _gain_pb2.Gain | None = ...,
         replace: _steering_pb2.Steering | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "gain", b"gain", "layer", b"layer", "replace", b"replace"]  # noqa: Y015

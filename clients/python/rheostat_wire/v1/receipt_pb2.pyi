@@ -116,6 +116,7 @@ class Receipt(_message.Message):
     GLOBAL_VERSION_FIELD_NUMBER: _builtins.int
     UPDATE_COUNT_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
+    GAIN_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     prompt_token_count: _builtins.int
@@ -134,6 +135,8 @@ class Receipt(_message.Message):
     """Version of the server-wide steering that it ran under."""
     update_count: _builtins.int
     """Changes of steering by a session that were carried out."""
+    gain_count: _builtins.int
+    """Gains of a session that were carried out."""
     @_builtins.property
     def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppliedIntervention]:
         """Every intervention of the request and of the server, in the order of ExplainResponse.
@@ -162,10 +165,11 @@ class Receipt(_message.Message):
         global_version: _builtins.int = ...,
         update_count: _builtins.int = ...,
         rules: _abc.Iterable[Global___RuleReceipt] | None = ...,
+        gain_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "rules", b"rules", "update_count", b"update_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "gain_count", b"gain_count", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "rules", b"rules", "update_count", b"update_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -220,6 +224,9 @@ class AppliedIntervention(_message.Message):
     SITES_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    LAST_GAIN_FIELD_NUMBER: _builtins.int
+    last_gain: _builtins.float
+    """The last gain that a session set. Absent if it set none."""
     @_builtins.property
     def intervention(self) -> Global___InterventionRef:
         """Which."""
@@ -248,12 +255,15 @@ class AppliedIntervention(_message.Message):
         sites: _abc.Iterable[Global___AppliedSite] | None = ...,
         rows: _abc.Iterable[Global___AppliedRows] | None = ...,
         source: _replace_pb2.ReplaceSource | None = ...,
+        last_gain: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["intervention", b"intervention", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_gain", b"_last_gain", "intervention", b"intervention", "last_gain", b"last_gain", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "intervention", b"intervention", "rows", b"rows", "sites", b"sites", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_gain", b"_last_gain", "digests", b"digests", "intervention", b"intervention", "last_gain", b"last_gain", "rows", b"rows", "sites", b"sites", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__last_gain: _TypeAlias = _typing.Literal["last_gain"]  # noqa: Y015
+    _WhichOneofArgType__last_gain: _TypeAlias = _typing.Literal["_last_gain", b"_last_gain"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_gain) -> _WhichOneofReturnType__last_gain | None: ...
 
 Global___AppliedIntervention: _TypeAlias = AppliedIntervention  # noqa: Y015
 
@@ -267,7 +277,9 @@ class AppliedSite(_message.Message):
     ROW_COUNT_FIELD_NUMBER: _builtins.int
     DOSE_FIELD_NUMBER: _builtins.int
     row_count: _builtins.int
-    """Rows changed here, each computation of a token counted: samples and recomputation add up."""
+    """Rows changed here, each computation of a token counted: samples and recomputation add up. Rows
+    at which the gate was shut, or the gain 0, are not counted.
+    """
     @_builtins.property
     def site(self) -> _types_pb2.Site:
         """The site."""

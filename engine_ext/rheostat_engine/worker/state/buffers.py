@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from rheostat_engine.plan.gains import MAX_GAINS
 from rheostat_engine.plan.gate_table import State
 from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, MAX_TERMS
 from rheostat_engine.worker.state.active_sites import ActiveSites
@@ -26,7 +27,7 @@ FOLD = 4
 
 
 class GateBuffers(NamedTuple):
-    """What gates are computed from, and how far they are open.
+    """What gates are computed from, how far they are open, and the gains of tokens.
 
     Between the end of a step (`GateStates.end`) and the next step, the readings and the openness of
     its tokens are complete, if any of its samples has gates or signals.
@@ -39,6 +40,8 @@ class GateBuffers(NamedTuple):
     """[tokens, MAX_GATES] float32: by the gate's number in the token's plan. The forward
     pass writes it
     where acts have the gate; the fold, at all tokens of all gates of their samples."""
+    gains: torch.Tensor
+    """[tokens, MAX_GAINS] float32: by the gain's index; for tokens whose programs have gains."""
     step: torch.Tensor
     """[FOLD * states + 3 * tokens] int32: folds of the step, in front of `tokens`, so that one
     copy writes both."""
@@ -63,6 +66,7 @@ class GateBuffers(NamedTuple):
         return cls(
             readings=torch.full((tokens, MAX_COLUMNS), torch.nan, device=device),
             openness=torch.zeros(tokens, MAX_GATES, device=device),
+            gains=torch.ones(tokens, MAX_GAINS, device=device),
             step=step,
             tokens=step[FOLD * states :].view(tokens, columns),
             states=torch.zeros(states + 1, len(State), MAX_TERMS, device=device),

@@ -162,8 +162,8 @@ class Requests:
             self._last_first[number] = self._last_function[number] = 0
             self._last_bases[number] = 0
 
-    def lookup(self, numbers: Int64, positions: Int64) -> tuple[Int32, Int64]:
-        """The values, [n, columns], and the request's bases, [n, bases], at each token.
+    def find(self, numbers: Int64, positions: Int64) -> tuple[Int64, Int64]:
+        """The function, [n], and the request's bases, [n, bases], at each token.
 
         Args:
             numbers: request number of each token, [n]; a request without functions yields zeros.
@@ -176,6 +176,11 @@ class Requests:
             for number in np.unique(existing[early]).tolist():
                 tokens = early[existing[early] == number]
                 self._look_back(number, positions[tokens], tokens, functions, bases)
+        return functions, bases
+
+    def lookup(self, numbers: Int64, positions: Int64) -> tuple[Int32, Int64]:
+        """The values, [n, columns], and the bases, [n, bases], at each token; see `find`."""
+        functions, bases = self.find(numbers, positions)
         return self._functions.lookup(functions, positions), bases
 
     def _look_back(

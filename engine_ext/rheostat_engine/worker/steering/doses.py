@@ -224,7 +224,7 @@ class Measures:
         )
 
     def _factor(self, act: Act, row: int) -> float:
-        """The factor for the sums of an ungated addition; negative for any other act."""
-        if act.kind is not Kind.ADD or act.gate is not None:
+        """The factor for the sums of a constant addition; negative for any other act."""
+        if act.kind is not Kind.ADD or not act.constant:
             return -1.0
         return abs(act.scale) * float(self._norms[act.vectors[0]][row])

@@ -27,6 +27,8 @@ INTS = 7
 
 FLOATS = 8
 """Floats of a step."""
+GAIN_UNIT = 256
+"""More than the number of any gate, so that one integer names a gate and a gain."""
 
 _INFINITE = 2.0**128 - 2.0**103
 """The smallest number that float32 rounds to infinity."""
@@ -109,9 +111,9 @@ class Programs:
         """[steps, INTS] int32.
 
         Kind; row, direction or gate; next step; whether it is measured; mask row, or the settings
-        of a readout (see `settings_of`); 1 plus the column of the reading or of the openness; the
-        direction along which a pull moves x, if it is another. 0 means that there is no next step,
-        no mask, no gate, or no other direction.
+        of a readout (see `settings_of`); what `_factors` returns; the direction along which a pull
+        moves x, if it is another. 0 means that there is no next step, no mask, nothing that
+        multiplies the strength, or no other direction.
         """
         return self._ints.tensor
 
@@ -289,7 +291,7 @@ class Programs:
         lines = zip(program, numbers, (*chain[1:], 0), strict=True)
         new.numbers.extend(chain)
         new.ints.extend(
-            [step.kind, used.first, following, step.last, used.second, _column(step), used.write]
+            [step.kind, used.first, following, step.last, used.second, _factors(step), used.write]
             for step, used, following in lines
         )
         new.floats.extend(floats)
@@ -363,11 +365,16 @@ class Programs:
                 self._gate_numbers.give(step.opening)
 
 
-def _column(step: Step) -> int:
-    """1 plus the column of a step; 0: it has none."""
+def _factors(step: Step) -> int:
+    """What a step is multiplied by, or where a reading goes.
+
+    A reading: 1 plus its column. Any other step: 1 plus the number of its gate, and `GAIN_UNIT`
+    times 1 plus the index of its gain; 0 for either that it does not have.
+    """
     if step.reading is not None:
         return 1 + step.reading.column
-    return 0 if step.gate is None else 1 + step.gate
+    gate = 0 if step.gate is None else 1 + step.gate
+    return gate + (0 if step.gain is None else GAIN_UNIT * (1 + step.gain))
 
 
 def settings_of(step: Step) -> int:

@@ -3,11 +3,14 @@
 Requests with equal acts share a built table. A request of its own has only dose slots, and variants
 under rules about token ids.
 
+Once a request has gains, it has a second table of its present acts, which multiplies them by the
+gains; see `gain_states`.
+
 Invariants: a request gets all resources that its acts need, or none, and releases them once. If its
 acts are updated, it keeps the old acts for earlier positions, and their dose slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,21 +32,20 @@ from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.built_tables import BuiltTable, BuiltTables
 from rheostat_engine.worker.steering.doses import Doses, HeadDose, Norms, SlotRange
+from rheostat_engine.worker.steering.gain_states import GainedTable, GainedTokens, GainStates
 from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.token_rules import TokenRules
 from rheostat_engine.worker.steering.vectors import BankError, Exhausted, Vectors
 
 _SLOT, _DOSE_SLOT, _RULE = range(3)
-_DOSE_SLOTS, _VARIANTS, _GATE_STATES = range(3)
+_DOSE_SLOTS, _VARIANTS, _GATE_STATES, _GAIN_STATES = range(4)
 
 _NO_VARIANTS: Int32 = np.zeros(0, np.int32)
 
 
-class Part(NamedTuple):
-    """The acts of a request from a position on."""
+class Use(NamedTuple):
+    """A table that a request uses."""
 
-    first: int
-    """The position."""
     built_table: BuiltTable | None
     """None: no acts."""
     dose_slots: SlotRange | None
@@ -51,8 +53,29 @@ class Part(NamedTuple):
     slots were free."""
     variants: Int32
     """[k]: the first variant of each combination under a rule."""
+
+
+_NOTHING = Use(None, SlotRange(0, 0), _NO_VARIANTS)
+
+
+class Part(NamedTuple):
+    """The acts of a request from a position on."""
+
+    first: int
+    """The position."""
+    plain: Use
+    """Their table."""
     gate_state: int = 0
     """The state of its first gate; 0: it has none."""
+    gained: Use | None = None
+    """The same acts with gains; None: they have none."""
+    gain_state: int = 0
+    """The state of its gains; 0: it has none."""
+
+    @property
+    def uses(self) -> Sequence[Use]:
+        """Its tables."""
+        return (self.plain,) if self.gained is None else (self.plain, self.gained)
 
 
 class RequestSteering(NamedTuple):
@@ -64,17 +87,17 @@ class RequestSteering(NamedTuple):
     @property
     def measured(self) -> bool:
         """Whether every part has dose slots."""
-        return all(part.dose_slots is not None for part in self.parts)
+        return all(use.dose_slots is not None for use in self._uses)
 
     @property
     def dose_slots(self) -> list[SlotRange]:
         """All its dose slots."""
-        return [part.dose_slots for part in self.parts if part.dose_slots is not None]
+        return [use.dose_slots for use in self._uses if use.dose_slots is not None]
 
     @property
     def signal_columns(self) -> tuple[int, int]:
         """How many columns of readings and of gates the last part sends; see `Signals`."""
-        built = self.parts[-1].built_table if self.parts else None
+        built = self.parts[-1].plain.built_table if self.parts else None
         if built is None:
             return 0, 0
         signals = built.table.signals
@@ -83,20 +106,33 @@ class RequestSteering(NamedTuple):
     @property
     def plan_cost(self) -> int:
         """The cost of its tables; see `plan.tables`."""
-        return sum(part.built_table.table.plan_cost for part in self.parts if part.built_table)
+        return sum(use.built_table.table.plan_cost for use in self._uses if use.built_table)
+
+    @property
+    def variants(self) -> Sequence[Int32]:
+        """The variants of all its tables."""
+        return [use.variants for use in self._uses]
+
+    @property
+    def _uses(self) -> Iterator[Use]:
+        return (use for part in self.parts for use in part.uses)
 
     def read(self, measured: npt.NDArray[np.float32]) -> list[HeadDose]:
-        """Reads its dose slots, [sites, slots, 4], as fields of `Dose`s, by act, then site."""
+        """Reads its dose slots, [sites, slots, 4], as fields of `Dose`s.
+
+        An act with gains has two at a site: one of the tokens whose gains are all 1, and one of the
+        other tokens.
+        """
         doses: list[HeadDose] = []
         first_act = begin = 0
-        for _, built_table, dose_slots, *_ in self.parts:
-            if built_table is None:
-                continue
-            if dose_slots is not None and dose_slots.count:
-                values = measured[:, begin : begin + dose_slots.count]
-                doses += built_table.measures.read(values, first_act)
-                begin += dose_slots.count
-            first_act += len(built_table.table.acts)
+        for part in self.parts:
+            for built_table, dose_slots, _ in part.uses:
+                if built_table is not None and dose_slots is not None and dose_slots.count:
+                    values = measured[:, begin : begin + dose_slots.count]
+                    doses += built_table.measures.read(values, first_act)
+                    begin += dose_slots.count
+            if part.plain.built_table is not None:
+                first_act += len(part.plain.built_table.table.acts)
         return doses
 
 
@@ -113,6 +149,8 @@ class Instruction(NamedTuple):
     """[sites]: whether a token may change at the site."""
     gate_states: Int64
     """[n]: see `GateStates.begin`."""
+    gained: GainedTokens | None
+    """The tokens whose gains are not all 1; see `GainStates.write`."""
 
 
 class Steering:
@@ -124,19 +162,21 @@ class Steering:
         rules: TokenRules,
         doses: Doses,
         gates: GateStates,
+        gains: GainStates,
         site_slots: SiteSlots,
     ) -> None:
         """No acts are in force."""
         self.gates = gates
+        self.gains = gains
         self.bank = bank
         self.rules = rules
         self._doses = doses
         self._site_slots = site_slots
         self._vectors: dict[bytes, npt.NDArray[np.float32]] = {}
         self._norms: dict[bytes, npt.NDArray[np.float32]] = {}
-        functions = Functions(columns=3)
-        self.built_tables = BuiltTables(bank, rules, functions, self._vectors, self._norms)
-        self._requests = Requests(functions, bases=3)
+        self._functions = Functions(columns=3)
+        self.built_tables = BuiltTables(bank, rules, self._functions, self._vectors, self._norms)
+        self._requests = Requests(self._functions, bases=4)
         self._variants: dict[int, Int32] = {}
         """By request number: the first variants of all its parts, one after the other."""
 
@@ -183,12 +223,54 @@ class Steering:
         """
         old = before or RequestSteering()
         if acts is None:
-            part = Part(first, None, SlotRange(0, 0), _NO_VARIANTS)
+            part = Part(first, _NOTHING)
         else:
             part = self._part(acts, first, old, measured=measured and old.measured)
         applied = RequestSteering((*old.parts, part))
         self._put(number, applied)
         return applied
+
+    def make_gains(
+        self, number: int, acts: EncodedTable, applied: RequestSteering
+    ) -> RequestSteering:
+        """Gives the present acts of a request gains, which are 1 until `set_gains`.
+
+        Args:
+            number: the request's number.
+            acts: its present acts, with gains.
+            applied: all its acts.
+
+        Raises:
+            BankError, ValueError: they can't have gains; nothing has changed then.
+        """
+        *earlier, part = applied.parts or (Part(0, _NOTHING),)
+        if part.gained is not None:
+            return applied
+        plain, table = part.plain.built_table, steering_of(acts)
+        if plain is None or len(table.acts) != len(plain.table.acts):
+            raise ValueError("the acts with gains are not those of the request")
+        gained, _ = self._use(acts, applied, measured=applied.measured, gated=False)
+        state = self.gains.acquire(table.gains)
+        applied = RequestSteering((*earlier, part._replace(gained=gained, gain_state=state)))
+        self._put(number, applied)
+        return applied
+
+    def set_gains(self, applied: RequestSteering, first: int, gains: Mapping[int, float]) -> int:
+        """Changes the gains of a request's present acts from a position on.
+
+        Args:
+            applied: all its acts.
+            first: the position, from which on nothing is computed yet.
+            gains: by index.
+
+        Returns:
+            The first position that changes.
+        """
+        part = applied.parts[-1] if applied.parts else Part(0, _NOTHING)
+        first = max(first, part.first)
+        if part.gain_state:
+            self.gains.set(part.gain_state, first, gains)
+        return first
 
     def set_windowed_acts(
         self, number: int, acts: EncodedTable | None, window: Window, outside: EncodedTable | None
@@ -208,10 +290,10 @@ class Steering:
         try:
             for first, table in ((0, outside), (window.start, acts), (window.end, outside)):
                 if table is None:
-                    part = Part(first, None, SlotRange(0, 0), _NO_VARIANTS)
+                    part = Part(first, _NOTHING)
                 else:
                     part = self._part(table, first, applied, measured=False)
-                    if part.gate_state or len(part.variants):
+                    if part.gate_state or len(part.plain.variants):
                         applied = RequestSteering((*applied.parts, part))
                         raise ValueError("gated acts, and acts under rules, have no window")
                 applied = RequestSteering((*applied.parts, part))
@@ -229,10 +311,16 @@ class Steering:
 
     def _release(self, applied: RequestSteering) -> None:
         for part in applied.parts:
-            self.rules.remove_variants(part.variants)
             self.gates.release(part.gate_state)
-            if part.built_table is not None:
-                self.built_tables.release(part.built_table)
+            self.gains.release(part.gain_state)
+            for use in part.uses:
+                self._release_use(use)
+
+    def _release_use(self, use: Use) -> None:
+        """Ends the use of a table; its dose slots stay."""
+        self.rules.remove_variants(use.variants)
+        if use.built_table is not None:
+            self.built_tables.release(use.built_table)
 
     def take_out(self, requests: Sequence[RequestSteering]) -> torch.Tensor | None:
         """Takes the dose slots of requests that have ended, [sites, slots, 4], in their order."""
@@ -244,16 +332,20 @@ class Steering:
         Rows and programs that they need are copied to the device.
         """
         self.bank.flush()
-        values, bases = self._requests.lookup(numbers, positions)
+        functions, bases = self._requests.find(numbers, positions)
+        gained = None
+        if len(self.gains):
+            own = bases[:, _DOSE_SLOTS], bases[:, _VARIANTS]
+            gained = self.gains.choose(bases[:, _GAIN_STATES], positions, functions, own)
+        values = self._functions.lookup(functions, positions)
         slot, rule = values[:, _SLOT], values[:, _RULE]
         dose_slots = bases[:, _DOSE_SLOTS]
         measured = (values[:, _DOSE_SLOT] > 0) & (dose_slots > 0)
         dose_slot = np.where(measured, dose_slots + values[:, _DOSE_SLOT] - 1, 0).astype(np.int32)
         ruled = np.flatnonzero(rule)
         if not len(ruled):
-            return Instruction(
-                slot, dose_slot, rule, self.bank.sites_of(slot), bases[:, _GATE_STATES]
-            )
+            sites = self.bank.sites_of(slot)
+            return Instruction(slot, dose_slot, rule, sites, bases[:, _GATE_STATES], gained)
         # Under a rule the slot is the number of a combination, whose variants are the request's.
         wanted = bases[ruled, _VARIANTS] + slot[ruled]
         names, at, which = np.unique(
@@ -272,6 +364,7 @@ class Steering:
             rule,
             self.bank.sites_of(np.concatenate([plain, *variants])),
             bases[:, _GATE_STATES],
+            gained,
         )
 
     def _read(self, acts: EncodedTable) -> SteeringTable:
@@ -285,6 +378,13 @@ class Steering:
         self, acts: EncodedTable, first: int, old: RequestSteering, *, measured: bool
     ) -> Part:
         """Takes the resources that acts need."""
+        use, gate_state = self._use(acts, old, measured=measured, gated=True)
+        return Part(first, use, gate_state)
+
+    def _use(
+        self, acts: EncodedTable, old: RequestSteering, *, measured: bool, gated: bool
+    ) -> tuple[Use, int]:
+        """Takes the resources that a table needs, and if `gated` the states of its gates."""
         built_table = self.use(acts)
         try:
             if old.plan_cost + built_table.table.plan_cost > MAX_PLAN_COST:
@@ -293,9 +393,10 @@ class Steering:
             ruled = built_table.ruled
             if len(ruled.slots) > self.rules.free_intervals:
                 raise Exhausted("every interval that follows a rule about token ids is in use")
-            gates = self.bank.programs.gate_numbers(built_table.table.gates)
-            late = [gate.late for gate in built_table.table.gates]
-            gate_state = self.gates.acquire(gates, late, built_table.table.columns)
+            gates = built_table.table.gates if gated else ()
+            numbers = self.bank.programs.gate_numbers(gates)
+            late = [gate.late for gate in gates]
+            gate_state = self.gates.acquire(numbers, late, built_table.table.columns)
         except (BankError, ValueError):
             self.built_tables.release(built_table)
             raise
@@ -306,20 +407,27 @@ class Steering:
             start = dose_slots.start if dose_slots is not None else 0
             at = np.where((ruled.dose_slots > 0) & (start > 0), start + ruled.dose_slots - 1, 0)
             variants = self.rules.add_variants(ruled.slots, at.astype(np.int32))
-        return Part(first, built_table, dose_slots, variants, gate_state)
+        return Use(built_table, dose_slots, variants), gate_state
 
     def _put(self, number: int, applied: RequestSteering) -> None:
-        segments = [Segment(0, 0, (0, 0, 0))]
+        segments = [Segment(0, 0, (0, 0, 0, 0))]
         variants = 0
-        for first, built_table, dose_slots, own, gate_state in applied.parts:
-            while segments and segments[-1].first >= first:
+        for part in applied.parts:
+            while segments and segments[-1].first >= part.first:
                 segments.pop()
-            function = 0 if built_table is None else built_table.function
-            start = dose_slots.start if dose_slots is not None else 0
-            segments.append(Segment(first, function, (start, variants, gate_state)))
-            variants += len(own)
+            tables = []
+            for built_table, dose_slots, own in part.uses:
+                function = 0 if built_table is None else built_table.function
+                start = dose_slots.start if dose_slots is not None else 0
+                tables.append(GainedTable(function, start, variants))
+                variants += len(own)
+            plain, *gained = tables
+            for table in gained:
+                self.gains.set_table(part.gain_state, table)
+            states = part.gate_state, part.gain_state
+            segments.append(Segment(part.first, plain.function, (*plain[1:], *states)))
         if variants:
-            self._variants[number] = np.concatenate([part.variants for part in applied.parts])
+            self._variants[number] = np.concatenate(applied.variants)
         if any(segment.function or segment.bases[_GATE_STATES] for segment in segments):
             self._requests.put(number, segments)
         else:

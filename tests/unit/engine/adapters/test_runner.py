@@ -1,9 +1,10 @@
 """What both runners do around their steps."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rheostat_engine import EXTRA_ARG
+from rheostat_engine import EXTRA_ARG, GainsUpdate
 from rheostat_engine.adapters.probing import PROBE_TOKENS
 from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
 from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG
@@ -27,6 +28,9 @@ class Heard:
     def send_released(self) -> None:
         self.words.append(("send_released",))
 
+    def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
+        self.words.append(("set_gains", *(update.name for update in updates)))
+
 
 def test_the_runtime_hears_of_what_ends_before_what_begins() -> None:
     def new(request_id: str, extra: dict[str, object] | None) -> SimpleNamespace:
@@ -47,6 +51,7 @@ def test_the_runtime_hears_of_what_ends_before_what_begins() -> None:
     apply_scheduler_output(heard, scheduled)
     scheduled.preempted_req_ids = None
     scheduled.scheduled_new_reqs = []
+    scheduled.rheostat_gains = [GainsUpdate("a", 1, 0, {0: 2.0})]
     apply_scheduler_output(heard, scheduled)
     assert heard.words == [
         ("remove_request", "a"),
@@ -56,6 +61,7 @@ def test_the_runtime_hears_of_what_ends_before_what_begins() -> None:
         ("add_request", "f", "capture", "32"),
         ("remove_request", "a"),
         ("send_released",),
+        ("set_gains", "a"),
     ]
 
 

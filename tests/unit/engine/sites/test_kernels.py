@@ -16,7 +16,7 @@ from rheostat_engine.sites import kernels
 from rheostat_engine.worker import expand_kernel
 from rheostat_engine.worker.steering import gate_kernels
 
-GATE_FLOATS = ("readings_ptr", "openness_ptr", "states_ptr", "gate_floats_ptr")
+GATE_FLOATS = ("readings_ptr", "openness_ptr", "gains_ptr", "states_ptr", "gate_floats_ptr")
 
 
 def test_interpreted_kernels_equal_their_twins() -> None:

@@ -78,6 +78,7 @@ FIELD_LIMITS: Mapping[str, int] = {
     "FitConditionsRequest.pools": FIT_CHOICES,
     "FitConditionsRequest.positive": DERIVED_PROMPTS,
     "FitConditionsRequest.vectors": DIRECTIONS,
+    "Gain.interventions": INTERVENTIONS,
     "Gate.conditions": MAX_CONDITIONS,
     "GenerateRequest.captures": CAPTURES,
     "GenerateRequest.labels": LABELS,
@@ -166,7 +167,6 @@ UNSERVED_FIELDS: frozenset[str] = frozenset(
         "GenerateRequest.rules",
         "Policy.rules",
         "Projection.matrix",
-        "SessionRequest.gain",
         "Tensor.artifact",
         "Tensor.shm",
     }

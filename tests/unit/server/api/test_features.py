@@ -11,6 +11,7 @@ from rheostat_wire.v1 import (
     capture_pb2,
     capture_service_pb2,
     engine_service_pb2,
+    gain_pb2,
     gate_pb2,
     generation_service_pb2,
     lens_service_pb2,
@@ -68,7 +69,7 @@ def steers(**fields: object) -> Use:
 
 
 async def session(running: Running, *later: generation_service_pb2.SessionRequest) -> None:
-    messages = [start(token_ids=types_pb2.TokenIds(ids=[1, 2])), *later]
+    messages = [start(token_ids=types_pb2.TokenIds(ids=[1, 2]), steer=[add()]), *later]
     if later:
         running.backend.hold = asyncio.Event()  # no update may come after the session's end
     call = running.client.generation.Session(iter(messages), timeout=10)
@@ -158,7 +159,7 @@ UNIT = vector_pb2.Readout(vector=tensor(ONES), normalise=vector_pb2.NORMALISE_UN
 ELSEWHERE = steering_pb2.Band(read=UNIT, write=tensor(ONES), min=0.0)
 MATRIX = capture_pb2.Projection(matrix=matrix_pb2.MatrixRef(name="sae"))
 ZEROS = replace_pb2.Replace(zeros=replace_pb2.ZeroSource())
-GAIN = generation_service_pb2.SessionRequest(update_id=1, gain=monitor_pb2.Gain(factor=0.0))
+GAIN = generation_service_pb2.SessionRequest(update_id=1, gain=gain_pb2.Gain(factor=0.0))
 POLICY = steering_service_pb2.Policy(steering=steering_pb2.Steering(interventions=[add()]))
 
 SWEEP = sweep_service_pb2.SweepRequest(

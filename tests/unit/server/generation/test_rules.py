@@ -7,6 +7,7 @@ import pytest
 
 from rheostat_wire.v1 import (
     capture_pb2,
+    gain_pb2,
     gate_pb2,
     generation_pb2,
     generation_service_pb2,
@@ -328,7 +329,7 @@ async def test_rules_that_mean_nothing_are_refused(
     ("action", "field"),
     [
         ({"steer": STEERING}, "rules[0].steer"),
-        ({"gain": monitor_pb2.Gain(factor=0.0)}, "rules[0].gain"),
+        ({"gain": gain_pb2.Gain(factor=0.0)}, "rules[0].gain"),
     ],
 )
 async def test_actions_that_are_not_served_are_refused(

@@ -12,7 +12,6 @@ from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
-    monitor_pb2,
     steering_pb2,
     vector_pb2,
 )
@@ -157,11 +156,6 @@ async def test_update_ids_rise_from_one(starter, numbers) -> None:
 @pytest.mark.parametrize(
     ("message", "reason", "field"),
     [
-        (
-            generation_service_pb2.SessionRequest(update_id=1, gain=monitor_pb2.Gain(factor=0.5)),
-            "REASON_NOT_SUPPORTED",
-            "gain",
-        ),
         (
             generation_service_pb2.SessionRequest(update_id=1, start=request()),
             "REASON_INVALID_VALUE",

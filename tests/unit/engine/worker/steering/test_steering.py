@@ -105,7 +105,8 @@ def test_what_cannot_be_put_in_force_leaves_nothing_behind(
         assert worker.held() == NOTHING
     numbers, positions = np.ones(LIMIT, np.int64), np.arange(LIMIT)
     found = worker.steering.lookup(numbers, positions)
-    assert not any(one.any() for one in found)
+    assert found.gained is None
+    assert not any(one.any() for one in found if one is not None)
     applied = worker.steering.set_acts(1, RICH)
     assert applied.dose_slots[0].start == 64  # the first cells that there are
 
@@ -379,7 +380,8 @@ def test_the_sites_of_a_token_hold_all_where_one_of_its_variants_acts(one: Plan)
         assert found.slot[1] == found.dose_slot[1] == found.rule[1] == 0
         assert bool(found.rule[0]) <= bool(token_variants.sets)
     nobody = worker.steering.lookup(np.array([3]), np.array([0]))
-    assert not any(part.any() for part in nobody)
+    assert nobody.gained is None
+    assert not any(part.any() for part in nobody if part is not None)
 
 
 def test_acts_that_do_nothing_hold_nothing() -> None:
