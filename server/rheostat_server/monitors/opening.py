@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, replace
 
-from rheostat_engine import MAX_GATES, ModelSites
+from rheostat_engine import MAX_COLUMNS, MAX_GATES, ModelSites
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported, RheostatError
 from rheostat_server.limits import REQUEST_RANGES, RULES, SUBSCRIPTION_SELECTOR_BYTES
@@ -52,6 +52,7 @@ async def check_opening(
         raise NotSupported(context.no_gates, field="open.probes")
     if not opened.probes:
         raise MissingField("at least one probe is required", field="open.probes")
+    validation.check_count(len(opened.probes), MAX_COLUMNS, "open.probes", "probes")
     validation.check_count(len(opened.rules), min(RULES, MAX_GATES), "open.rules", "rules")
     _check_selectors(opened)
     report = opened.report if opened.HasField("report") else _pb.WATCH_REPORT_EVERY

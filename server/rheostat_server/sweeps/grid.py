@@ -136,6 +136,7 @@ def resolve_done(request: sweep_service_pb2.SweepRequest, cells: int) -> Done:
         done[run.start : run.start + run.count] = True
         order.append(range(run.start, run.start + run.count))
     values = np.full(cells, np.nan)
+    validation.check_count(len(request.done_values), SWEEP_CELLS, "done_values", "values")
     if not request.done_values:
         return Done(done, np.zeros(cells, np.bool_), values)
     listed = sum(map(len, order))

@@ -351,6 +351,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "isolation",
         "sidebyside-qwen3-0.6b",
         "sidebyside-qwen3-8b",
+        "sidebyside-qwen3-8b-16-cores",
         "sidebyside-qwen3-8b-openai",
         "sinks",
         "stalled",
@@ -358,6 +359,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "streamed",
         "sweeps-qwen3-0.6b",
         "sweeps-qwen3-8b",
+        "sweeps-qwen3-8b-paced",
         "sweeps-tiny",
     }
 

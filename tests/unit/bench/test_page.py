@@ -219,7 +219,13 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["h200/sweeps-qwen3-8b", "h200/sweeps-qwen3-0.6b", "cpu/sweeps-tiny"]
+    "name",
+    [
+        "h200/sweeps-qwen3-8b",
+        "h200/sweeps-qwen3-8b-paced",
+        "h200/sweeps-qwen3-0.6b",
+        "cpu/sweeps-tiny",
+    ],
 )
 def test_sweeps_are_those_of_the_files(name: str) -> None:
     for shown in tables(DOCS / f"{name}.json"):

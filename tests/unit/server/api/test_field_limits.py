@@ -30,6 +30,7 @@ SERVICES = {
         ("run", "RunService"),
         ("sweep", "SweepService"),
         ("lens", "LensService"),
+        ("monitor", "MonitorService"),
     )
 }
 """Those that are served."""
@@ -74,6 +75,11 @@ def subscribed(fields: str) -> tuple[str, str]:
     return "Subscribe", f"open {{ {fields} }}"
 
 
+def watched(fields: str) -> tuple[str, str]:
+    return "Watch", f"open {{ filter {{ every {{}} }} {fields} }}"
+
+
+RULED = ("Generate", f"{PROMPT} rules {{ name: 'a' observe {{}} }}")
 ADD = steered("add { vector { name: 'v' } }")
 EVERY = f"filter {{ every {{}} }} captures {{ {SITES} }}"
 WHERE = "include { positions {} }"
@@ -202,6 +208,11 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
         "pairs.run_id",
     ),
     "SweepRequest.done": (("Sweep", TO_SWEEP), "done"),
+    "SweepRequest.done_values": (("Sweep", TO_SWEEP), "done_values"),
+    "GenerateRequest.rules": (("Generate", PROMPT), "rules"),
+    "Rule.conditions": (RULED, "rules.conditions"),
+    "Rule.name": (("Generate", f"{PROMPT} rules {{ observe {{}} }}"), "rules.name"),
+    "Stop.label": (("Generate", f"{PROMPT} rules {{ name: 'a' stop {{}} }}"), "rules.stop.label"),
     "SweepRequest.grades": (("Sweep", TO_SWEEP), "grades"),
     "SweepRequest.group_labels": (("Sweep", TO_SWEEP), "group_labels"),
     "SweepRequest.lora_name": (("Sweep", TO_SWEEP), "lora_name"),
@@ -216,6 +227,9 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
         "steering.interventions.add.vector.inline.shape",
     ),
     "TokenIds.ids": (ADD, "steering.interventions.where.include.token_ids.ids"),
+    "WatchOpen.probes": (watched("probes {}"), "open.probes"),
+    "WatchOpen.rules": (watched("probes {} rules {}"), "open.rules"),
+    "WatchResume.watch_id": (("Watch", "open { resume {} }"), "open.resume.watch_id"),
     "VectorHeader.description": (("PutVector", HEADER), "header.description"),
     "VectorHeader.digest": (("PutVector", HEADER), "header.digest"),
     "VectorHeader.name": (("PutVector", HEADER), "header.name"),
@@ -273,8 +287,10 @@ def test_every_field_that_can_be_long_has_a_limit() -> None:
         for name in long_fields(method.input_type, seen)
     }
     assert found == {*FIELD_LIMITS, *CONTEXT_FIELDS}
-    # A session answers a gain with UpdateRefused, and goes on.
-    assert set(FIELD_LIMITS) == {*CASES, "Gain.interventions"}
+    # Sessions and watches answer these with UpdateRefused, and go on.
+    answered = {"Gain.interventions", "WatchSteer.request_id"}
+    answered |= {"WatchStop.label", "WatchStop.request_id"}
+    assert set(FIELD_LIMITS) == {*CASES, *answered}
     assert set(CONTEXT_FIELDS) == set(CONTEXT_CASES)
 
 
@@ -365,7 +381,6 @@ async def test_a_text_that_no_context_holds_is_refused(running, name: str) -> No
 
 
 UNSERVED_CASES = {
-    "GenerateRequest.rules": ("Generate", f"{PROMPT} rules {{}}"),
     "Policy.rules": ("SetGlobal", "policy { rules {} }"),
     "Projection.matrix": captured("inline {}", "projection { matrix {} }"),
     "Tensor.artifact": steered(
