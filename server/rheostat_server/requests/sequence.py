@@ -39,6 +39,14 @@ RELEASE_GRACE = 60.0
 UNSCHEDULED_GRACE = 2.0
 """Seconds after which a sequence without any event of the engine counts as never scheduled."""
 
+_ABORT_GRACE = 0.05
+"""Seconds that an aborted sequence has to be released before the workers are asked. The answer
+serves all sequences that wait for one, so a cancelled sweep asks a few times, not once for each
+cell."""
+
+_REPORT_GRACE = 0.1
+"""Seconds that a report may be on its way which a worker sent before it answered."""
+
 
 class SequenceKind(Enum):
     """The purpose of a sequence."""
@@ -220,12 +228,12 @@ class EngineSequence:
         Args:
             workers: a query that every worker answers.
         """
-        if await self._released_within(UNSCHEDULED_GRACE):
+        if await self._released_within(_ABORT_GRACE):
             return
         if not self.installed:
             with contextlib.suppress(EngineLost):
                 await workers.fresh()
-            if await self._released_within(UNSCHEDULED_GRACE) or not self.installed:
+            if await self._released_within(_REPORT_GRACE) or not self.installed:
                 return
         if not await self._released_within(RELEASE_GRACE):
             _LOG.error("the engine never released %s", self.plan_id)
