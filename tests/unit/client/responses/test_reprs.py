@@ -81,6 +81,7 @@ def test_what_prints_as_more_than_a_line_is_html_in_a_notebook():
     }
     assert results == {
         "Attribution",
+        "ConditionFits",
         "Derivation",
         "Explanation",
         "Generation",
