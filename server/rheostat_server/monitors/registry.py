@@ -6,32 +6,39 @@ with the same filter is opened: what had to be watched never runs unwatched.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
 from rheostat_server.errors import (
     InvalidValue,
     QueueFull,
     Resource,
-    WatchLost,
     WatchNotFound,
 )
 from rheostat_server.limits import MIB, RETRY_SECONDS, SUBSCRIPTIONS
 from rheostat_server.monitors.opening import WatchContext, check_opening
-from rheostat_server.monitors.watch import Watch
+from rheostat_server.monitors.watch import Watch, lost_watch_error
+from rheostat_server.subscriptions.observed import ObservedRequests
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.stream_registry import EventStreams
+from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import monitor_service_pb2
 
 _LOG = logging.getLogger(__name__)
 
-_pb = monitor_service_pb2
-
 _BUFFER_BYTES = 8 * MIB
 """Bytes of a watch's buffer by default."""
 
-_LOST = 1024
-"""Filters of lost watches that are kept."""
+_Key = tuple[frozenset[str] | None, frozenset[tuple[str, str]]]
+"""Equal for filters that select the same requests."""
+
+
+class LostWatch(NamedTuple):
+    """A lost watch, whose requests are refused."""
+
+    name: str
+    requests: ObservedRequests
 
 
 class Watches(EventStreams[Watch]):
@@ -61,10 +68,9 @@ class Watches(EventStreams[Watch]):
         self._context = context
         self._loader = loader
         self._subscriptions = subscriptions
-        self._lost: dict[bytes, Watch] = {}
-        """Lost watches whose requests are refused, by their filter."""
-        self._filters: dict[str, bytes] = {}
-        """The filter of each open watch, by its id."""
+        self._lost: dict[_Key, LostWatch] = {}
+        self._opening = 0
+        """Number of watches whose vectors are being loaded."""
 
     @property
     def any(self) -> bool:
@@ -80,14 +86,17 @@ class Watches(EventStreams[Watch]):
             QueueFull, StoreFull: other watches and subscriptions take all the memory.
         """
         settings = await check_opening(opened, self._context)
-        size = self._buffer(opened)
-        vectors = settings.readings.vectors
-        self._loader.store.retain(vectors)
+        key = _key(settings.requests)
+        size = self._buffer(opened, key)
+        self._subscriptions.watched_bytes += size
+        self._opening += 1
         try:
-            await self._loader.ensure(vectors)
+            await self._load(settings.readings.vectors)
         except BaseException:
-            self._loader.store.release(vectors)
+            self._subscriptions.watched_bytes -= size
             raise
+        finally:
+            self._opening -= 1
         watch = Watch(
             self._new_name(),
             settings,
@@ -96,11 +105,8 @@ class Watches(EventStreams[Watch]):
             resume_window=self.resume_window,
             on_failed=self._on_failed,
         )
-        key = opened.filter.SerializeToString(deterministic=True)
         self._open[watch.name] = watch
-        self._filters[watch.name] = key
         self._lost.pop(key, None)
-        self._subscriptions.watched_bytes += size
         _LOG.info("watch %s: %d columns", watch.name, settings.readings.columns)
         return watch
 
@@ -110,26 +116,33 @@ class Watches(EventStreams[Watch]):
         Raises:
             WatchLost: a lost watch selects it, whose requests are refused.
         """
-        for watch in self._lost.values():
-            if watch.settings.requests.hold(request_id, labels):
-                raise WatchLost(
-                    f"the watch {watch.name} selects this request, was lost, and says that its "
-                    "requests are to stop: open a watch with the same filter first",
-                    retry_after=RETRY_SECONDS,
-                )
+        for lost in self._lost.values():
+            if lost.requests.hold(request_id, labels):
+                raise lost_watch_error(lost.name)
         return [watch for watch in self._open.values() if watch.selects(request_id, labels)]
 
-    def _buffer(self, opened: monitor_service_pb2.WatchOpen) -> int:
+    async def _load(self, vectors: Sequence[Vector]) -> None:
+        """Loads vectors into the workers, and keeps them in the store."""
+        self._loader.store.retain(vectors)
+        try:
+            await self._loader.ensure(vectors)
+        except BaseException:
+            self._loader.store.release(vectors)
+            raise
+
+    def _buffer(self, opened: monitor_service_pb2.WatchOpen, key: _Key) -> int:
         most = self._subscriptions.buffer_bytes
         size = opened.buffer_bytes if opened.HasField("buffer_bytes") else min(_BUFFER_BYTES, most)
         if not 1 << 16 <= size <= most:
             raise InvalidValue(f"must be 65536 to {most} bytes", field="open.buffer_bytes")
         free = self._subscriptions.free_bytes
-        if len(self._open) >= SUBSCRIPTIONS or size > free:
+        count = len(self._open) + self._opening + len(self._lost) - (key in self._lost)
+        if count >= SUBSCRIPTIONS or size > free:
             raise QueueFull(
-                f"{len(self._open)} watches are open; {max(0, free)} of {most} bytes are left. Ask "
-                "for fewer buffer_bytes, or wait until one ends (without a reader, after "
-                "--resume-window), or raise the server's --subscriptions-mib",
+                f"{len(self._open)} watches are open and {len(self._lost)} are lost, of at most "
+                f"{SUBSCRIPTIONS}; {max(0, free)} of {most} bytes are left. Ask for fewer "
+                "buffer_bytes, or wait until one ends (without a reader, after --resume-window), "
+                "or raise the server's --subscriptions-mib",
                 field="open.buffer_bytes",
                 retry_after=RETRY_SECONDS,
             )
@@ -151,14 +164,16 @@ class Watches(EventStreams[Watch]):
     def _released(self, stream: Watch) -> None:
         self._loader.store.release(stream.settings.readings.vectors)
         self._subscriptions.watched_bytes -= stream.buffer.limit
-        key = self._filters.pop(stream.name)
-        stops = stream.settings.on_lost == _pb.WATCH_LOST_STOP
-        if stream.dismissed or not stops:
+        if not stream.stops_if_lost or stream.dismissed:
             return
         _LOG.warning("watch %s is lost: its requests are ended and refused", stream.name)
-        if len(self._lost) < _LOST:
-            self._lost[key] = stream
+        requests = stream.settings.requests
+        self._lost[_key(requests)] = LostWatch(stream.name, requests)
         self.stop(stream)
+
+
+def _key(requests: ObservedRequests) -> _Key:
+    return requests.ids, frozenset((requests.labels or {}).items())
 
 
 def gone_with_its_server(name: str) -> WatchNotFound:

@@ -28,6 +28,12 @@ _EVENT_BYTES = 512
 _ROW_BYTES = 32
 """Approximate memory of the labels of a sample in a step."""
 
+_FIRING_BYTES = 64
+"""Approximate memory of a firing, once it is encoded."""
+
+_ENCODED = 4
+"""Memory of a message in Python, divided by its encoded size."""
+
 
 @dataclass(eq=False)
 class WatchedRequest:
@@ -56,13 +62,13 @@ class Step(NamedTuple):
     """Numbers of rows."""
     values: npt.NDArray[np.float32]
     """[rows, columns]."""
-    firings: list[tuple[int, int]]
-    """Row and rule of each firing."""
+    firings: npt.NDArray[np.int64]
+    """[firings, 2]: row and rule of each firing."""
 
     @property
     def weight(self) -> int:
         """Bytes of memory."""
-        labels = _ROW_BYTES * (len(self.watched) + len(self.firings))
+        labels = _ROW_BYTES * len(self.watched) + _FIRING_BYTES * len(self.firings)
         return _EVENT_BYTES + labels + self.values.nbytes
 
 
@@ -71,6 +77,7 @@ class SignalMessage(NamedTuple):
 
     response: monitor_service_pb2.WatchResponse
     payload: int
+    weight: int = _EVENT_BYTES
 
     def numbered(self, sequence: int) -> MessageParts:
         """The message with a sequence number."""
@@ -78,8 +85,12 @@ class SignalMessage(NamedTuple):
         return MessageParts((self.response.SerializeToString(),))
 
 
-Notice = monitor_service_pb2.WatchResponse
-"""The beginning or the end of a request."""
+class Notice(NamedTuple):
+    """The beginning or the end of a request."""
+
+    response: monitor_service_pb2.WatchResponse
+    weight: int
+    """Bytes of memory."""
 
 
 class SignalBuffer:
@@ -99,19 +110,23 @@ class SignalBuffer:
         self.lost_positions = 0
         """Positions whose readings were dropped."""
         self._on_full = on_full
-        self._events: deque[Step | Notice] = deque()
+        self._steps: deque[tuple[int, Step]] = deque()
+        """Waiting steps. The number says which events came before."""
+        self._notices: deque[tuple[int, Notice]] = deque()
+        """Waiting notices, numbered with the steps."""
+        self._added = 0
+        """Number of events that have come."""
         self._waiting = 0
-        self._steps = 0
-        """Number of waiting steps."""
         self._lossy: dict[WatchedRequest, None] = {}
         """Requests with dropped positions that were not reported."""
         self._head: SignalMessage | None = None
         """The message of the first event, or of dropped positions before it."""
-        self._head_is_event = False
+        self._head_event: Step | Notice | None = None
+        """The event that `_head` is the message of; None: dropped positions."""
 
     def __len__(self) -> int:
         """Number of events."""
-        return len(self._events) + len(self._lossy)
+        return len(self._steps) + len(self._notices) + len(self._lossy)
 
     @property
     def waiting(self) -> int:
@@ -125,18 +140,14 @@ class SignalBuffer:
 
     def add_step(self, step: Step) -> None:
         """Adds the readings of a step."""
-        self._events.append(step)
-        self._steps += 1
-        self._waiting += step.weight
-        self._make_room()
-        self.news.set()
+        self._steps.append((self._added, step))
+        self._add(step.weight)
 
-    def add_notice(self, notice: Notice) -> None:
+    def add_notice(self, response: monitor_service_pb2.WatchResponse) -> None:
         """Adds the beginning or the end of a request."""
-        self._events.append(notice)
-        self._waiting += _EVENT_BYTES
-        self._make_room()
-        self.news.set()
+        notice = Notice(response, _EVENT_BYTES + _ENCODED * response.ByteSize())
+        self._notices.append((self._added, notice))
+        self._add(notice.weight)
 
     def prepare(self) -> None:
         """Does nothing, because messages are cheap."""
@@ -153,52 +164,53 @@ class SignalBuffer:
 
     def take(self) -> None:
         """Removes the event whose message `encoded` has returned."""
-        event, self._head = self._head, None
-        if event is None or not self._head_is_event:
+        event = self._head_event
+        self._head = self._head_event = None
+        if event is None:
             return
-        first = self._events.popleft()
-        if isinstance(first, Step):
-            self._steps -= 1
-            self._waiting -= first.weight
-            for watched, count in zip(first.watched, first.counts, strict=True):
-                watched.position_count += count
-        else:
-            self._waiting -= _EVENT_BYTES
+        self._waiting -= event.weight
+        if isinstance(event, Notice):
+            self._notices.popleft()
+            return
+        self._steps.popleft()
+        for watched, count in zip(event.watched, event.counts, strict=True):
+            watched.position_count += count
 
     def clear(self) -> None:
         """Removes all events."""
-        self._events.clear()
+        self._steps.clear()
+        self._notices.clear()
         self._lossy.clear()
-        self._waiting = self._steps = 0
-        self._head = None
+        self._waiting = 0
+        self._head = self._head_event = None
 
     def close(self) -> None:
         """Drops everything."""
         self.clear()
         self.kept = 0
 
+    def _add(self, weight: int) -> None:
+        self._added += 1
+        self._waiting += weight
+        self._make_room()
+        self.news.set()
+
     def _make_room(self) -> None:
         """Drops the oldest steps until the rest fits."""
         while self._waiting + self.kept > self.limit and self._steps:
-            index = next(
-                index for index, event in enumerate(self._events) if isinstance(event, Step)
-            )
-            self._drop(index)
+            self._drop()
         if self._waiting > self.limit:
             self._on_full(
                 CaptureOverflow(
-                    f"{len(self._events)} beginnings and ends of requests wait to be read: read "
+                    f"{len(self._notices)} beginnings and ends of requests wait to be read: read "
                     "and acknowledge faster, watch fewer requests, or ask for more buffer_bytes"
                 )
             )
 
-    def _drop(self, index: int) -> None:
-        step = self._events[index]
-        assert isinstance(step, Step)
-        del self._events[index]
-        if not index and self._head_is_event:
-            self._head = None
-        self._steps -= 1
+    def _drop(self) -> None:
+        _, step = self._steps.popleft()
+        if step is self._head_event:
+            self._head = self._head_event = None
         self._waiting -= step.weight
         for watched, sample, first, count in zip(
             step.watched, step.samples, step.firsts, step.counts, strict=True
@@ -218,14 +230,15 @@ class SignalBuffer:
             response = _pb.WatchResponse()
             response.dropped.number, response.dropped.sample = watched.number, sample
             add_runs(response.dropped.positions.add, united(spans))
-            self._head, self._head_is_event = SignalMessage(response, 0), False
-        elif self._events:
-            event = self._events[0]
-            self._head_is_event = True
-            if isinstance(event, Step):
-                self._head = SignalMessage(_signals(event), event.values.nbytes)
-            else:
-                self._head = SignalMessage(event, 0)
+            self._head = SignalMessage(response, 0)
+        elif self._steps and (not self._notices or self._steps[0][0] < self._notices[0][0]):
+            step = self._steps[0][1]
+            self._head = SignalMessage(_signals(step), step.values.nbytes, step.weight)
+            self._head_event = step
+        elif self._notices:
+            notice = self._notices[0][1]
+            self._head = SignalMessage(notice.response, 0, notice.weight)
+            self._head_event = notice
 
 
 def _signals(step: Step) -> monitor_service_pb2.WatchResponse:
@@ -239,6 +252,6 @@ def _signals(step: Step) -> monitor_service_pb2.WatchResponse:
     signals.values.encoding = tensor_pb2.ENCODING_RAW
     signals.values.shape.extend(step.values.shape)
     signals.values.inline = step.values.tobytes()
-    for row, rule in step.firings:
+    for row, rule in step.firings.tolist():
         signals.firings.add(row=row, rule=rule)
     return response

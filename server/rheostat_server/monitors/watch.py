@@ -8,7 +8,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_server.errors import InvalidValue
+from rheostat_server.errors import InvalidValue, WatchLost
+from rheostat_server.limits import RETRY_SECONDS
 from rheostat_server.monitors.readings import WatchedReadings
 from rheostat_server.monitors.signal_buffer import SignalBuffer, SignalMessage, Step, WatchedRequest
 from rheostat_server.monitors.summaries import Summaries, Summary
@@ -22,6 +23,11 @@ from rheostat_wire.v1 import capture_service_pb2, monitor_service_pb2, types_pb2
 _pb = monitor_service_pb2
 
 Response = monitor_service_pb2.WatchResponse
+
+MESSAGE_FIRINGS = 2048
+"""Most firings in a message. Encoding them takes about a millisecond."""
+
+_NONE_FIRED: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 
 FinishReason: TypeAlias = types_pb2.FinishReason.ValueType
 
@@ -103,6 +109,20 @@ class Watch(EventStream[SignalMessage]):
         """Whether a rule of it may end a request."""
         return any(rule.WhichOneof("action") == "stop" for rule in self.settings.readings.rules)
 
+    @property
+    def stops_if_lost(self) -> bool:
+        """Whether its requests end when it is lost."""
+        return self.settings.on_lost == _pb.WATCH_LOST_STOP
+
+    def check_not_lost(self) -> None:
+        """Checks that its requests may run.
+
+        Raises:
+            WatchLost: it was lost, and its requests are to end.
+        """
+        if self.failure is not None and self.stops_if_lost and not self.dismissed:
+            raise lost_watch_error(self.name)
+
     def selects(self, request_id: str, labels: Mapping[str, str]) -> bool:
         """Whether it watches a request that is admitted now."""
         return self.taking and self.settings.requests.hold(request_id, labels)
@@ -155,13 +175,24 @@ class Watch(EventStream[SignalMessage]):
         self._summaries.add(slots, firsts, counts, values)
         if self.settings.report == _pb.WATCH_REPORT_SUMMARY:
             return
+        owners = np.repeat(np.arange(len(rows)), counts)
+        positions = np.repeat(firsts + counts - np.cumsum(counts), counts) + np.arange(len(owners))
         if self.settings.report == _pb.WATCH_REPORT_FIRED:
             kept: npt.NDArray[np.bool_] = np.zeros(len(values), np.bool_)
         else:
             kept = np.any(~np.isnan(values), axis=1)
         if fired is not None:
-            kept = np.logical_or(kept, np.any(fired, axis=1))
-        self._report(rows, values, fired, kept)
+            kept |= np.any(fired, axis=1)
+        if not kept.all():
+            owners, positions, values = owners[kept], positions[kept], values[kept]
+            fired = None if fired is None else fired[kept]
+        length = len(owners)
+        if fired is not None and np.count_nonzero(fired) > MESSAGE_FIRINGS:
+            length = MESSAGE_FIRINGS // fired.shape[1]
+        for start in range(0, len(owners), max(1, length)):
+            part = slice(start, start + length)
+            firings = np.argwhere(fired[part]) if fired is not None else _NONE_FIRED
+            self.buffer.add_step(_step(rows, owners[part], positions[part], values[part], firings))
 
     def check_update(self, number: int) -> None:
         """Checks the id of an update.
@@ -250,33 +281,43 @@ class Watch(EventStream[SignalMessage]):
                 ended.position_count = watched.position_count
                 ended.dropped_position_count = watched.dropped_position_count
 
-    def _report(
-        self,
-        rows: Sequence[Rows],
-        values: npt.NDArray[np.float32],
-        fired: npt.NDArray[np.bool_] | None,
-        kept: npt.NDArray[np.bool_],
-    ) -> None:
-        """Sends the rows that are `kept`."""
-        labels: list[tuple[WatchedRequest, int, int, int]] = []
-        if kept.all():
-            labels = [(one.watched, one.sample, one.first, one.rows) for one in rows]
-        else:
-            begin = 0
-            for one in rows:
-                part = np.flatnonzero(kept[begin : begin + one.rows])
-                begin += one.rows
-                for run in np.split(part, np.flatnonzero(np.diff(part) != 1) + 1):
-                    if len(run):
-                        labels.append((one.watched, one.sample, one.first + int(run[0]), len(run)))
-            values = values[kept]
-            fired = None if fired is None else fired[kept]
-        if not labels:
-            return
-        firings = [] if fired is None else [(int(r), int(c)) for r, c in np.argwhere(fired)]
-        watched, samples, firsts, counts = (list(column) for column in zip(*labels, strict=True))
-        values = np.ascontiguousarray(values, np.float32)
-        self.buffer.add_step(Step(watched, samples, firsts, counts, values, firings))
+
+def lost_watch_error(name: str) -> WatchLost:
+    """The refusal of a request that a lost watch selects."""
+    return WatchLost(
+        f"the watch {name} selects this request, was lost, and says that its requests are to stop: "
+        "open a watch with the same filter first",
+        retry_after=RETRY_SECONDS,
+    )
+
+
+def _step(
+    rows: Sequence[Rows],
+    owners: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    values: npt.NDArray[np.float32],
+    firings: npt.NDArray[np.int64],
+) -> Step:
+    """The readings of some positions, one label for each run of positions of a sample.
+
+    Args:
+        rows: the samples.
+        owners: [n]: the index of each position's sample, ascending.
+        positions: [n].
+        values: [n, columns].
+        firings: [firings, 2]: the index of the position, and the rule.
+    """
+    breaks = (np.diff(owners) != 0) | (np.diff(positions) != 1)
+    begins = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    samples = [rows[owner] for owner in owners[begins].tolist()]
+    return Step(
+        [one.watched for one in samples],
+        [one.sample for one in samples],
+        positions[begins].tolist(),
+        np.diff(begins, append=len(owners)).tolist(),
+        np.ascontiguousarray(values, np.float32),
+        firings,
+    )
 
 
 def _indices(rows: Sequence[Rows], count: int) -> npt.NDArray[np.intp] | None:

@@ -225,8 +225,10 @@ class RequestManager:
             Draining, EngineLost: the server admits no more requests.
             DuplicateRequest: an active request has this id.
             QueueFull, BankFull, CaptureOverflow, StoreFull: the request needs too much.
+            WatchLost: a watch that had to read it was lost.
         """
         self._check_open(admitted)
+        self._announce_late(admitted)
         active = ActiveRequest(admitted, self.budget.share(), self._pace, self._row_turns)
         self._active_requests[admitted.request_id] = active
         self._empty.clear()
@@ -234,6 +236,9 @@ class RequestManager:
         self._count(active, len(active.sequences))
         try:
             await self._prepare(active)
+            active.watched = begin_watches(admitted)
+            for part in admitted.watch_parts:
+                part.watch.check_not_lost()
         except BaseException as error:
             await self._discard(active, error)
             raise
@@ -241,7 +246,6 @@ class RequestManager:
         self._pace.add(streams)
         try:
             self.counts.admitted += 1
-            active.watched = begin_watches(admitted)
             await active.start(self.backend, epoch=self.epoch)
             yield active
         except Exception:
@@ -294,6 +298,18 @@ class RequestManager:
             for request_id, active in self._active_requests.items()
             if watch.selects(request_id, active.admitted.labels)
         ][:MISSED_REQUESTS]
+
+    def _announce_late(self, admitted: AdmittedRequest) -> None:
+        """Names a request to the watches that were opened while it was admitted.
+
+        Raises:
+            WatchLost: a lost watch selects it, whose requests are refused.
+        """
+        if self.watches.any:
+            reading = {part.watch.name for part in admitted.watch_parts}
+            for watch in self.watches.selecting(admitted.request_id, admitted.labels):
+                if watch.name not in reading:
+                    watch.miss(admitted.request_id, "its admission began before the watch")
 
     def stop_watched(self, watch: Watch, request_id: str, label: str) -> bool:
         """Ends a request that a watch reads; returns whether it ran."""

@@ -25,6 +25,9 @@ Response = capture_service_pb2.SubscribeResponse
 
 _CRC32C = struct.Struct("<I")
 
+_MESSAGE_BYTES = 512
+"""Approximate memory of a message without its payload."""
+
 
 class Message(NamedTuple):
     """A message about an item, without its sequence number."""
@@ -36,6 +39,11 @@ class Message(NamedTuple):
     payload: int = 0
     """Bytes of payload, inside the message or in shared memory. Reading them from the message would
     copy them."""
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory."""
+        return self.payload + _MESSAGE_BYTES
 
     def numbered(self, sequence: int) -> MessageParts:
         """The message with a sequence number."""

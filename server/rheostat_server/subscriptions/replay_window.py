@@ -10,9 +10,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from rheostat_server.errors import InvalidValue
 from rheostat_wire.message_parts import MessageParts
 
-_MESSAGE_BYTES = 512
-"""Memory of a message beside its payload."""
-
 
 class Sendable(Protocol):
     """An event without its sequence number."""
@@ -20,6 +17,10 @@ class Sendable(Protocol):
     @property
     def payload(self) -> int:
         """Bytes of payload."""
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory while it is kept."""
 
     def numbered(self, sequence: int) -> MessageParts:
         """The event's message with a sequence number."""
@@ -37,7 +38,7 @@ class Sent(NamedTuple, Generic[M]):
     @property
     def weight(self) -> int:
         """Bytes of memory while it is kept."""
-        return self.message.payload + _MESSAGE_BYTES
+        return self.message.weight
 
 
 class ReplayWindow(Generic[M]):

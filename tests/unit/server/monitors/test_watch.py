@@ -7,6 +7,8 @@ import grpc
 import numpy as np
 import pytest
 
+from rheostat_server.api import generation
+from rheostat_server.monitors import registry, watch
 from rheostat_wire.v1 import generation_pb2, monitor_service_pb2, types_pb2
 
 from ..conftest import Refusal, Running, rest
@@ -280,6 +282,110 @@ async def test_a_lost_watch_stops_its_requests_and_refuses_new_ones(starter) -> 
     await settled(running)
 
 
+STOP = pb.WATCH_LOST_STOP
+
+
+async def lost(running: Running, watcher: Watcher) -> None:
+    """Returns once a watch without a reader is lost."""
+    watcher.call.cancel()
+    while len(running.manager.watches):
+        await asyncio.sleep(0.01)
+
+
+async def test_a_request_that_waits_while_its_watch_is_lost_is_refused(
+    starter, monkeypatch
+) -> None:
+    running = await starter(resume_window=0.05)
+    waiting, room = asyncio.Event(), asyncio.Event()
+    prepare = running.manager._prepare
+
+    async def wait_for_room(active) -> None:
+        waiting.set()
+        await room.wait()
+        await prepare(active)
+
+    monkeypatch.setattr(running.manager, "_prepare", wait_for_room)
+    watcher = await Watcher.open(running, opening(on_lost=STOP))
+    call = running.client.generation.Generate(request(sampling=SAMPLING))
+    await waiting.wait()
+    await lost(running, watcher)
+    room.set()
+    assert (await refusal_of(call.read())).reason == "REASON_WATCH_LOST"
+    await settled(running)
+
+
+async def test_a_watch_hears_of_a_request_whose_admission_began_before(
+    starter, monkeypatch
+) -> None:
+    running = await starter()
+    admitted, goes_on, admit = asyncio.Event(), asyncio.Event(), generation.admit
+
+    async def slow_admit(*args):
+        result = await admit(*args)
+        admitted.set()
+        await goes_on.wait()
+        return result
+
+    monkeypatch.setattr(generation, "admit", slow_admit)
+    call = running.client.generation.Generate(request(sampling=SAMPLING, request_id="early"))
+    await admitted.wait()
+    watcher = await Watcher.open(running, opening())
+    assert not watcher.events[0].opened.missed
+    goes_on.set()
+    await rest(call)
+    ended = (await watcher.until("ended")).ended
+    assert (ended.request_id, ended.missed_reason) == (
+        "early",
+        "its admission began before the watch",
+    )
+
+
+async def test_lost_watches_count_among_the_most(starter, monkeypatch) -> None:
+    monkeypatch.setattr(registry, "SUBSCRIPTIONS", 2)
+    running = await starter(resume_window=0.05)
+    teams = [opening(filter=by_label(team=team), on_lost=STOP) for team in "abc"]
+    for message in teams[:2]:
+        await lost(running, await Watcher.open(running, message))
+    call = running.client.monitor.Watch()
+    await call.write(Request(open=teams[2]))
+    refusal = await refusal_of(call.read())
+    assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_QUEUE_FULL", "open.buffer_bytes")
+    for team in "ab":
+        refusal = await refusal_of(
+            running.client.generation.Generate(request(labels={"team": team})).read()
+        )
+        assert refusal.reason == "REASON_WATCH_LOST"
+    await (await Watcher.open(running, teams[0])).rest()
+    await Watcher.open(running, teams[2])
+
+
+async def test_the_order_of_the_ids_of_a_filter_does_not_count(starter) -> None:
+    running = await starter(resume_window=0.05)
+    first, second = (opening(filter=by_id(*ids), on_lost=STOP) for ids in ("ab", "ba"))
+    await lost(running, await Watcher.open(running, first))
+    await Watcher.open(running, second)
+    await running.client.generate(request(request_id="a"))
+
+
+async def test_many_firings_are_split_into_messages(starter, monkeypatch) -> None:
+    monkeypatch.setattr(watch, "MESSAGE_FIRINGS", 256)
+    backend = ScriptedBackend(openness=lambda gate, position: 1.0)
+    running = await starter(backend)
+    rules = [rule(1.0 + number, name=f"rule{number}") for number in range(16)]
+    watcher = await Watcher.open(running, opening(rules=rules, report=pb.WATCH_REPORT_FIRED))
+    prompt = types_pb2.TokenIds(ids=range(10, 60))
+    await running.client.generate(request(token_ids=prompt, sampling=SAMPLING))
+    await watcher.until("ended")
+    counts = [len(event.signals.firings) for event in watcher.of("signals")]
+    assert max(counts) == 256
+    assert sum(counts) == 16 * 53
+    assert watcher.read() == {p: [reading(0, p)] for p in range(53)}
+    for event in watcher.of("signals"):
+        signals = event.signals
+        fired = {(one.row, one.rule) for one in signals.firings}
+        assert fired == {(r, rule) for r in range(sum(signals.row_counts)) for rule in range(16)}
+
+
 async def test_leaving_keeps_a_watch_and_ending_removes_it(running: Running) -> None:
     watcher = await Watcher.open(running, opening())
     await watcher.say(leave={})
@@ -377,6 +483,30 @@ async def test_watches_share_the_memory_of_subscriptions(starter) -> None:
     assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_QUEUE_FULL", "open.buffer_bytes")
     await one.rest()
     await Watcher.open(running, opening(buffer_bytes=200 << 10))
+
+
+async def test_watches_that_are_opened_together_share_the_memory(starter, monkeypatch) -> None:
+    running = await starter(subscriptions_bytes=1 << 20)
+    loading, loaded = asyncio.Event(), asyncio.Event()
+    ensure = running.manager.worker_vectors.ensure
+
+    async def slow_ensure(vectors) -> None:
+        loading.set()
+        await loaded.wait()
+        await ensure(vectors)
+
+    monkeypatch.setattr(running.manager.worker_vectors, "ensure", slow_ensure)
+    message = opening(buffer_bytes=600 << 10)
+    first = asyncio.ensure_future(Watcher.open(running, message))
+    await loading.wait()
+    call = running.client.monitor.Watch()
+    await call.write(Request(open=message))
+    loaded_later = asyncio.get_running_loop().call_later(0.2, loaded.set)
+    refusal = await refusal_of(call.read())
+    assert refusal.reason == "REASON_QUEUE_FULL"
+    loaded_later.cancel()
+    loaded.set()
+    await (await first).rest()
 
 
 async def test_a_server_that_drains_ends_watches_once_all_was_sent(starter) -> None:
