@@ -121,7 +121,7 @@ async def trial(
 async def measure(
     target: str, server: Worker[RunningServer], at_once: int, trials: int
 ) -> list[Trial]:
-    """All trials of a concurrency, after one that warms up."""
+    """Warms up with one trial, then measures all trials of a concurrency."""
     rng = random.Random(at_once)
     async with connected(target) as engine:
         return [await trial(engine, server, at_once, rng) for _ in range(1 + trials)][1:]

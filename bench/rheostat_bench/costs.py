@@ -142,7 +142,7 @@ class Workload(NamedTuple):
 
 
 def measure(run: Run, server: Samples, pid: int, load: Workload, turns: int) -> Costs:
-    """Times some turns of an arm, after one that is not counted.
+    """Times some turns of an arm, after a first turn that is not counted.
 
     Args:
         run: the arm.

@@ -33,7 +33,7 @@ ZOOMS = {
 
 
 class Fact(NamedTuple):
-    """A fact: what the model is told, and the subject whose fact it is."""
+    """A relation and the subject that the prompt names."""
 
     relation: Relation
     subject: str
@@ -140,7 +140,7 @@ class Zoomed(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether zoom found the top cell, or one that the noise does not tell from it."""
+        """Whether zoom found the top cell, or a cell that is as high within the noise."""
         return self.short <= self.noise + 1e-6
 
 

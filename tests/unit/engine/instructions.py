@@ -34,7 +34,7 @@ class Step(NamedTuple):
     column: int = 0
     """1 plus the column of a reading, or the number of a gate; 0: none."""
     write: int = 0
-    """The direction along which a pull moves; 0: the one that it reads."""
+    """The direction along which a pull moves; 0: the direction that it reads."""
     written: float = 1.0
     """The factor of this direction."""
     bias: float = 0.0

@@ -82,7 +82,7 @@ class Band:
     """Bounds for the number r that is read of a row, and the vector w along which it is changed."""
 
     direction: Vector | Readout
-    """What is read. A vector: the coordinate x.u along it, so that its norm does not matter."""
+    """Gives r. A vector gives the coordinate x.u along it, so that its norm does not matter."""
     min: float | None = None
     """Lower bound, in the units of what is read; None: no bound."""
     max: float | None = None
@@ -158,7 +158,7 @@ class Scale(Intervention):
     """x + (factor - 1) * r * w, with r read of x."""
 
     direction: Vector | Readout
-    """What is read, as in `Band`."""
+    """Gives r, as in `Band`."""
     factor: float
     """Multiplies what is read: 1 changes nothing, 0 ablates, -1 mirrors."""
     write: Vector | None = None

@@ -16,10 +16,10 @@ from rheostat._steering.vectors import Vector, finite, refuse_dose, row_ref
 from rheostat_wire.v1 import vector_pb2
 
 Normalise: TypeAlias = Literal["none", "unit", "cosine"]
-"""What is read of a row x along v: x.v, x.v / |v|, or x.v / (|x| |v|)."""
+"""The number that a row x gives along v: x.v, x.v / |v|, or x.v / (|x| |v|)."""
 
 Activation: TypeAlias = Literal["identity", "relu", "jump_relu", "tanh"]
-"""What is made of the number. "jump_relu" is the number where it is above theta, else 0."""
+"""The function of that number. "jump_relu" is the number where it is above theta, else 0."""
 
 NORMALISATIONS = {
     name: vector_pb2.Normalise.Value(f"NORMALISE_{name.upper()}") for name in get_args(Normalise)
