@@ -268,7 +268,7 @@ class RequestSignals:
     ) -> None:
         """Adds signals that the client gets. `_message` leaves out what was not read.
 
-        The values are copied, because a view would keep the array of the whole step, with all requests.
+        The values are copied, because a view would keep the array of the whole step.
         """
         if not self.plan.columns:
             if fired is None:
