@@ -91,7 +91,7 @@ def test_the_bounds_of_sweeps_follow_from_the_file() -> None:
     assert f"{alone:.1f} single requests in a second" in PAGE
     host = sweeps["cpu_us_per_cell"]["sweep, 256 cells at a time, 40 tokens"]
     busy = host["VLLM::EngineCor, main thread"] / 1e3
-    assert f"works {busy:.2f} ms for a cell, so at most {1000 / busy:.0f} cells/s" in PAGE
+    assert f"works {busy:.2f} ms for a cell. So at most {1000 / busy:.0f} cells/s" in PAGE
 
 
 def test_what_zoom_finds_is_that_of_the_file() -> None:
