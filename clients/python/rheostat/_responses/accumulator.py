@@ -258,8 +258,6 @@ def _read_finished(message: generation_pb2.Finished) -> Finished:
             stop = message.stop_token_id
         case "rule_name":
             stop = message.rule_name
-        case "watch_label":
-            stop = message.watch_label
     reason = read_word(types_pb2.FinishReason.DESCRIPTOR, message.reason, "FINISH_REASON_")
     return Finished(
         sample=message.sample,
@@ -268,7 +266,7 @@ def _read_finished(message: generation_pb2.Finished) -> Finished:
         first_token_after=message.first_token_after.ToTimedelta().total_seconds(),
         finished_after=message.finished_after.ToTimedelta().total_seconds(),
         baseline=message.baseline,
-        label=message.rule_label,
+        label=message.rule_label or message.watch_label,
     )
 
 

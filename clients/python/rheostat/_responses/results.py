@@ -93,7 +93,7 @@ class Finished:
     baseline: bool = False
     """Whether it is a sample of the baseline."""
     label: str = ""
-    """`Stop.label` of the rule that ended the sample."""
+    """Why the rule or the watch ended the sample: the label of `Stop`, or of the watch."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,7 +181,7 @@ class Sample:
     signals: Signals = field(default_factory=Signals)
     """What probes read, and where rules fired."""
     label: str = ""
-    """`Stop.label` of the rule that ended it."""
+    """As `Finished.label`."""
 
     def __repr__(self) -> str:
         return (

@@ -369,6 +369,13 @@ def test_every_reason_to_finish_has_a_word(client, server):
     assert words == ["stop", "length", "aborted", "rule", "error", "watch"]
 
 
+def test_a_sample_says_why_a_watch_ended_it(client, server):
+    end = response('finished { reason: FINISH_REASON_WATCH watch_label: "grim" token_count: 2 }')
+    server.on("Generate", [STARTED, end, response("receipt {}")])
+    (sample,) = client.run(lambda engine: engine.generate("x")).samples
+    assert (sample.finish_reason, sample.stop, sample.label) == ("watch", None, "grim")
+
+
 def test_every_op_and_origin_of_a_receipt_has_a_word(client, server):
     message = generation_service_pb2.GenerateResponse()
     for op in receipt_pb2.Op.values()[1:]:
