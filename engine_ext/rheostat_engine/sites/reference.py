@@ -60,9 +60,9 @@ def run_site(
     h = h.view(-1, width)
     residual = None if residual is None else residual.view(-1, width)
     codes = site.code[: h.shape[0]]
-    for code in codes.unique().tolist():
-        if code:
-            _change(h, residual, (codes == code).nonzero().squeeze(1), code, site, gain)
+    tokens = codes.nonzero().squeeze(1)
+    if tokens.numel():
+        _change(h, residual, tokens, codes[tokens].long(), site, gain)
     captured = site.cap_row[: h.shape[0]].nonzero().squeeze(1)
     if captured.numel():
         stream = _stream(h, residual, captured, gain)
@@ -80,51 +80,55 @@ def _change(
     h: torch.Tensor,
     residual: torch.Tensor | None,
     tokens: torch.Tensor,
-    code: int,
+    codes: torch.Tensor,
     site: SiteBuffers,
     gain: float,
 ) -> None:
-    """Runs a program on the rows of its tokens."""
+    """Runs the programs of tokens: the first step of all of them, then the second, and so on."""
     x = _stream(h, residual, tokens, gain)
     delta = torch.zeros_like(x)
     dose_slots = site.dose_slot[tokens].long()
-    every = torch.ones(len(tokens), 1)
-    if code > 0:
-        delta += site.rows[code].float()
-        _measure(site.doses, dose_slots, every, None, x)
-    step = -code
+    if len(own := (codes > 0).nonzero().squeeze(1)):
+        delta[own] += site.rows[codes[own]].float()
+        _measure(site.doses, dose_slots[own], torch.ones(len(own), 1), None, x[own])
+    steps = (-codes).clamp(min=0)
     before = delta.clone()
-    while step > 0:
-        kind, number, following, last, settings, factors, write = site.ints[step].tolist()
-        if Kind(kind).acts_last or kind == Kind.READ:
-            break
-        if kind == Kind.GATE:
-            open_gate(site.gates, number, factors - 1, tokens)
-            step = following
-            continue
-        low, high, strength, written = site.floats[step, :4]
-        factor = _factor(site, tokens, factors)
-        strength = strength * factor
-        y = x + delta
-        if kind == Kind.ADD:
-            delta = delta + factor * site.rows[number].float()
-        elif kind == Kind.NORM_ADD:
-            norm = y.square().sum(1, keepdim=True).sqrt()
-            # A norm may be infinite, and a strength of 0 must change nothing even then.
-            amount = torch.where(strength != 0, strength * norm, 0.0)
-            delta = delta + amount * site.directions[number]
-        else:
-            along = _number(y, site.directions[number], settings, site.floats[step])[:, None]
-            amount = strength * (along.clamp(low, high) - along) * written
-            amount = torch.where(strength != 0, amount, 0.0)
-            if settings >> 8:
-                amount = torch.where(along == 0, 0.0, amount)
-            delta = delta + amount * site.directions[write or number]
-        if last:
-            change = None if kind == Kind.ADD and not factors else delta - before
-            _measure(site.doses, dose_slots, factor, change, x + before)
-            before, dose_slots = delta, dose_slots + 1
-        step = following
+    while kinds := _kinds(steps, site, last=False):
+        for kind, own in kinds:
+            fields = site.ints[steps[own]].long().unbind(1)
+            _, numbers, following, measured, settings, factors, writes = fields
+            floats = site.floats[steps[own]]
+            steps[own] = following
+            if kind == Kind.GATE:
+                _open_gates(site, numbers, factors - 1, tokens[own])
+                continue
+            low, high, strength, written = floats[:, :4, None].unbind(1)
+            factor = _factor(site, tokens[own], factors)
+            strength = strength * factor
+            y = x[own] + delta[own]
+            if kind == Kind.ADD:
+                delta[own] += factor * site.rows[numbers].float()
+            elif kind == Kind.NORM_ADD:
+                norm = y.square().sum(1, keepdim=True).sqrt()
+                # A norm may be infinite, and a strength of 0 must change nothing even then.
+                amount = torch.where(strength != 0, strength * norm, 0.0)
+                delta[own] += amount * site.directions[numbers]
+            else:
+                along = _number(y, site.directions[numbers], settings, floats)[:, None]
+                amount = strength * (along.clamp(low, high) - along) * written
+                unread = (settings >> 8 != 0)[:, None] & (along == 0)
+                amount = torch.where((strength == 0) | unread, 0.0, amount)
+                delta[own] += amount * site.directions[torch.where(writes > 0, writes, numbers)]
+            for plain in (True, False) if kind == Kind.ADD else (False,):
+                ends = measured != 0
+                if kind == Kind.ADD:
+                    ends &= (factors == 0) == plain
+                if len(which := own[ends]):
+                    change = None if plain else delta[which] - before[which]
+                    at = x[which] + before[which]
+                    _measure(site.doses, dose_slots[which], factor[ends], change, at)
+                    before[which] = delta[which]
+                    dose_slots[which] += 1
     limit = limits(h.dtype)
     down, up = x.clamp(max=-limit.stream) - x, x.clamp(min=limit.stream) - x
     changed = h[tokens].float() + delta.clamp(down, up) * (1 / gain)
@@ -133,89 +137,110 @@ def _change(
     # not finite.
     changes = (delta != 0) & ~delta.isnan() & x.isfinite()
     h[tokens] = torch.where(changes, changed, h[tokens])
-    if step > 0:
-        step = _replace(h, residual, tokens, step, dose_slots, site, gain)
-    if step > 0:
-        _read(_stream(h, residual, tokens, gain), tokens, step, site)
+    if len(own := steps.nonzero().squeeze(1)):
+        tokens, steps = tokens[own], steps[own]
+        _replace(h, residual, tokens, steps, dose_slots[own], site, gain)
+        _read(_stream(h, residual, tokens, gain), tokens, steps, site)
 
 
-def _factor(site: SiteBuffers, tokens: torch.Tensor, factors: int) -> torch.Tensor:
+def _kinds(
+    steps: torch.Tensor, site: SiteBuffers, *, last: bool
+) -> list[tuple[Kind, torch.Tensor]]:
+    """The kinds of steps [n], each with the indices of its steps.
+
+    Without steps of 0, without readings, and either all that act last or all that do not.
+    """
+    kinds = torch.where(steps > 0, site.ints[steps, 0], Kind.READ)
+    return [
+        (kind, (kinds == kind).nonzero().squeeze(1))
+        for kind in map(Kind, sorted(set(kinds.tolist())))
+        if kind != Kind.READ and kind.acts_last == last
+    ]
+
+
+def _open_gates(
+    site: SiteBuffers, gates: torch.Tensor, numbers: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """Opens a gate for each token; see `open_gate`."""
+    for gate, number in torch.stack([gates, numbers], 1).unique(dim=0).tolist():
+        open_gate(site.gates, gate, number, tokens[(gates == gate) & (numbers == number)])
+
+
+def _factor(site: SiteBuffers, tokens: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """[n, 1]: by what the strength of a step is multiplied; `factors` as in `Programs.ints`."""
-    factor = torch.ones(len(tokens), 1)
-    gain, gate = divmod(factors, GAIN_UNIT)
-    if gate:
-        factor = site.gates.openness[tokens, gate - 1, None]
-    if gain:
-        factor = factor * site.gates.gains[tokens, gain - 1, None]
-    return factor
+    if not factors.any():
+        return torch.ones(len(tokens), 1)
+    gates, gains = factors % GAIN_UNIT, factors // GAIN_UNIT
+    openness = site.gates.openness[tokens, (gates - 1).clamp(min=0)]
+    factor = torch.where(gates > 0, openness, 1.0)
+    changed = site.gates.gains[tokens, (gains - 1).clamp(min=0)]
+    return torch.where(gains > 0, factor * changed, factor)[:, None]
 
 
-def _read(x: torch.Tensor, tokens: torch.Tensor, step: int, site: SiteBuffers) -> None:
-    """Reads numbers of rows x; `step` is the first of the readings."""
-    while step > 0:
-        _, number, following, _, settings, column, _ = site.ints[step].tolist()
-        read = _number(x, site.directions[number], settings, site.floats[step])
-        site.gates.readings[tokens, column - 1] = read
-        step = following
+def _read(x: torch.Tensor, tokens: torch.Tensor, steps: torch.Tensor, site: SiteBuffers) -> None:
+    """Reads numbers of rows x; `steps` are the first readings."""
+    while len(own := steps.nonzero().squeeze(1)):
+        x, tokens, steps = x[own], tokens[own], steps[own]
+        _, numbers, following, _, settings, columns, _ = site.ints[steps].long().unbind(1)
+        read = _number(x, site.directions[numbers], settings, site.floats[steps])
+        site.gates.readings[tokens, columns - 1] = read
+        steps = following
 
 
 def _number(
-    x: torch.Tensor, unit: torch.Tensor, settings: int, floats: torch.Tensor
+    x: torch.Tensor, units: torch.Tensor, settings: torch.Tensor, floats: torch.Tensor
 ) -> torch.Tensor:
-    """What a step reads of rows x [n, W]: [n]. Settings and floats are those of its step."""
-    bias, theta, factor, _ = floats[4:]
-    z: torch.Tensor = (x * unit).sum(1) * factor
-    if settings & 15 == Normalise.COSINE:
-        norm = x.square().sum(1).sqrt()
-        z = torch.where(norm > 0, z / norm, 0.0)
+    """What steps read of rows x [n, W]: [n]. Units, settings and floats are those of each row."""
+    bias, theta, factor, _ = floats[:, 4:].unbind(1)
+    z: torch.Tensor = (x * units).sum(1) * factor
+    if len(cosine := (settings & 15 == Normalise.COSINE).nonzero().squeeze(1)):
+        norm = x[cosine].square().sum(1).sqrt()
+        z[cosine] = torch.where(norm > 0, z[cosine] / norm, 0.0)
     z = z + bias
-    match settings >> 4 & 15:
-        case Activation.RELU:
-            z = z.clamp(min=0)
-        case Activation.JUMP_RELU:
-            z = torch.where(z > theta, z, 0.0)
-        case Activation.TANH:
-            z = z.tanh()
-    return z
+    activation = settings >> 4 & 15
+    z = torch.where(activation == Activation.RELU, z.clamp(min=0), z)
+    z = torch.where((activation == Activation.JUMP_RELU) & ~(z > theta), 0.0, z)
+    return torch.where(activation == Activation.TANH, z.tanh(), z)
 
 
 def _replace(
     h: torch.Tensor,
     residual: torch.Tensor | None,
     tokens: torch.Tensor,
-    step: int,
+    steps: torch.Tensor,
     dose_slots: torch.Tensor,
     site: SiteBuffers,
     gain: float,
-) -> int:
-    """Runs the steps that act last, the first of which is `step`; returns the next step, or 0."""
-    stream = value = _stream(h, residual, tokens, gain)
-    while step > 0:
-        kind, number, following, _, mask, factors, _ = site.ints[step].tolist()
-        if not Kind(kind).acts_last:
-            break
-        row = site.rows[number]
-        added = kind == Kind.ADD_LAST
-        wanted = value + row.float() if added else row.float()
-        weight = site.floats[step, 2] * (site.rows[mask].float() if mask else torch.ones(len(row)))
-        factor = _factor(site, tokens, factors)
-        weight = weight * factor
-        change = row.float() if added else wanted - value
-        new = torch.where(weight == 1, wanted, value + weight * change)
-        changes = (weight != 0) & ((value.to(row.dtype) != row) | added) & ~new.isnan()
-        new = torch.where(changes, new, value)
-        _measure(site.doses, dose_slots, factor, new - value, value)
-        value, dose_slots, step = new, dose_slots + 1, following
+) -> None:
+    """Runs the steps of tokens that act last. `steps` [n] become those that follow."""
+    stream = _stream(h, residual, tokens, gain)
+    value = stream.clone()
+    while kinds := _kinds(steps, site, last=True):
+        for kind, own in kinds:
+            _, numbers, following, _, masks, factors, _ = site.ints[steps[own]].long().unbind(1)
+            row, old = site.rows[numbers], value[own]
+            added = kind == Kind.ADD_LAST
+            wanted = old + row.float() if added else row.float()
+            weight = torch.where(masks[:, None] > 0, site.rows[masks].float(), 1.0)
+            factor = _factor(site, tokens[own], factors)
+            weight = site.floats[steps[own], 2, None] * weight * factor
+            change = row.float() if added else wanted - old
+            new = torch.where(weight == 1, wanted, old + weight * change)
+            changes = (weight != 0) & ((old.to(row.dtype) != row) | added) & ~new.isnan()
+            new = torch.where(changes, new, old)
+            _measure(site.doses, dose_slots[own], factor, new - old, old)
+            value[own] = new
+            dose_slots[own] += 1
+            steps[own] = following
     replaced = (value != stream) & ~value.isnan()
     limit, finite = limits(h.dtype), stream.nan_to_num(0.0, torch.inf, -torch.inf)
     value = value.clamp(finite.clamp(max=-limit.stream), finite.clamp(min=limit.stream))
     if residual is None:
-        own = (value * (1 / gain)).clamp(-limit.own, limit.own)
+        own_value = (value * (1 / gain)).clamp(-limit.own, limit.own)
     else:
         residual[tokens] = torch.where(replaced, value.to(residual.dtype), residual[tokens])
-        own = torch.zeros_like(value)
-    h[tokens] = torch.where(replaced, own.to(h.dtype), h[tokens])
-    return step
+        own_value = torch.zeros_like(value)
+    h[tokens] = torch.where(replaced, own_value.to(h.dtype), h[tokens])
 
 
 def _measure(
