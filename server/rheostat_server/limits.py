@@ -322,8 +322,8 @@ ALL_LENS_BYTES = 512 * MIB
 """Bytes of rows that all lenses together may hold."""
 
 LENS_LOGITS = 1 << 22
-"""Most logits that a call to the workers computes, because a step waits for the call. A single row
-is always computed."""
+"""Most logits that a call to the workers computes, because a step waits for the call. Fewer if much
+is read of each row; a single row is always computed."""
 
 LENS_TOP_K = 100
 """Most of the likeliest tokens of each row of a lens."""

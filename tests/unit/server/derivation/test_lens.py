@@ -1,6 +1,7 @@
 """Lens, Attribute and directions of tokens over a real channel, on a scripted engine."""
 
 import asyncio
+import math
 from dataclasses import replace
 
 import grpc
@@ -102,13 +103,27 @@ async def test_rows_are_read_by_site_and_position(running) -> None:
 
 async def test_few_rows_are_read_at_a_time(running, monkeypatch) -> None:
     """A step waits for each call of the workers."""
-    monkeypatch.setattr(lenses, "LENS_LOGITS", 2 * VOCABULARY)
+    cost = 1 + 1 / 16 + 5 / 64
+    monkeypatch.setattr(lenses, "LENS_LOGITS", math.ceil(2 * VOCABULARY * cost))
     _, *parts = await rest(
         running.client.lens.Lens(order(where=selector(window(start=0)), token_ids=[1]))
     )
     assert running.backend.lens_calls == [2, 1]
     assert [(part.rows.first_row, part.rows.row_count) for part in parts] == [(0, 2), (2, 1)]
     assert array(parts[0].rows.top_token_ids).shape == (2, 5)
+
+
+async def test_the_more_is_read_of_a_row_the_fewer_rows_are_read_at_a_time(
+    running, monkeypatch
+) -> None:
+    monkeypatch.setattr(lenses, "LENS_LOGITS", 6 * VOCABULARY)
+    much = {"top_k": 100, "token_ids": range(64)}
+    await rest(running.client.lens.Lens(order(where=selector(window(start=0)), **much)))
+    few = running.backend.lens_calls.copy()
+    await rest(running.client.lens.Lens(order(where=selector(window(start=0)))))
+    assert sum(few) == 3
+    assert running.backend.lens_calls[len(few) :] == [3]
+    assert max(few) < 3
 
 
 @pytest.mark.parametrize(
