@@ -114,6 +114,9 @@ def _sweep(
         else:
             pair.zeros.SetInParent()
     reads, holds = rng.choice([(0, 0.05), (1, 4.0 * size), (count(size, 200, 2), 0.0)])
+    if priority == sweep_pb2.SWEEP_PRIORITY_BACKGROUND and not holds:
+        # Its cells may wait for minutes, because others always generate.
+        reads, holds = 1, 2.0
     return Call(SWEEP, (request.SerializeToString(),), reads=reads, holds=holds)
 
 
