@@ -46,6 +46,7 @@ from rheostat._errors import (
     Unimplemented,
     Violation,
 )
+from rheostat._event_streams.state import Heartbeat
 from rheostat._files import load_sae_feature, load_vector, save_vector
 from rheostat._points import Point, Site
 from rheostat._prompts import ChatMessage
@@ -115,7 +116,6 @@ from rheostat._subscriptions.events import (
     CapturedRows,
     Cursor,
     EndOfRequest,
-    Heartbeat,
     SubscriptionEvent,
 )
 from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions

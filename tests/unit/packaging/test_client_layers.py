@@ -16,6 +16,7 @@ LAYERS = (
     "rheostat._responses",
     "rheostat._sweeps",
     "rheostat._connection",
+    "rheostat._event_streams",
     "rheostat._subscriptions",
     "rheostat._client",
     "rheostat._files",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rheostat import _errors
 from rheostat._errors import RheostatError
-from rheostat._subscriptions.reconnect import RESUME_ADVICE
+from rheostat._subscriptions.state import RESUME_ADVICE
 
 START_ONE = "start one with rheostat serve MODEL, or name one with --target"
 """What to do if no server answers."""

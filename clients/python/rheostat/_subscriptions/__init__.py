@@ -1,1 +1,1 @@
-"""Subscriptions to captured rows: state, events, and the workers of both clients."""
+"""Subscriptions to captured rows: state, events, and the subscriptions of both clients."""

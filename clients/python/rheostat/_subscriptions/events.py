@@ -24,17 +24,6 @@ class Cursor(NamedTuple):
     """Number of the last event before the place; 0 is the beginning."""
 
 
-class Heartbeat(NamedTuple):
-    """The state of a subscription at the server, sent after 5 seconds without another event."""
-
-    buffered_bytes: int
-    """Bytes that wait for credit or the network."""
-    credit_bytes: int
-    """Bytes that may be sent without further credit."""
-    last_sequence: int
-    """Number of the last event."""
-
-
 @dataclass(frozen=True, eq=False)
 class CapturedRows:
     """Rows of a request, at several sites and the same positions."""

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
 from rheostat._capture.captures import OVERLOADS, CaptureLike, Overload, captures_of
-from rheostat._connection.calls import BidiCall
 from rheostat._errors import Refused, invalid
+from rheostat._event_streams.state import DEFAULT_CREDIT, Acknowledgement
 from rheostat._fields import UINT64, builds_message, utf8_text, whole_number
 from rheostat._prompts import labels_to_wire
 from rheostat._subscriptions.events import Cursor
 from rheostat._subscriptions.payloads import Payloads
 from rheostat._subscriptions.shared_memory import namespace
-from rheostat._subscriptions.state import DEFAULT_CREDIT, Acknowledgement, SubscriptionState
+from rheostat._subscriptions.state import SubscriptionState
 from rheostat_wire.v1 import capture_service_pb2
 
 
@@ -158,6 +158,3 @@ def _payloads(shared_memory: bool | None, views: bool) -> Payloads:
     if not isinstance(views, bool):
         raise invalid("views", f"views is True or False, not {views!r}")
     return Payloads(shared_memory, views)
-
-
-SUBSCRIBE = BidiCall("/rheostat.v1.CaptureService/Subscribe", capture_service_pb2.SubscribeResponse)

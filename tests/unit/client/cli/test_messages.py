@@ -17,7 +17,8 @@ from rheostat._cli import _child, main
 from rheostat._cli._common import CommandError
 from rheostat._cli._words import error_text
 from rheostat._connection import readiness
-from rheostat._subscriptions.reconnect import ReconnectPolicy
+from rheostat._event_streams.reconnect import ReconnectPolicy
+from rheostat._subscriptions.state import RESUME_ADVICE
 from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2
 from rheostat_wire.v1 import steering_service_pb2 as pb
 
@@ -286,7 +287,10 @@ def test_an_interrupt_of_a_running_command_exits_with_130(server):
 
 
 def test_a_lost_subscription_does_not_advise_a_python_call():
-    policy = ReconnectPolicy(SimpleNamespace(id="s", reconnect_timeout=-1.0), "host:1")
+    state = SimpleNamespace(
+        id="s", kind="subscription", when_lost=RESUME_ADVICE, reconnect_timeout=-1.0
+    )
+    policy = ReconnectPolicy(state, "host:1")
     lost = rheostat.Unavailable("lost")
     policy.pause(lost)
     with pytest.raises(rheostat.Unavailable) as raised:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat._subscriptions import state
+from rheostat._event_streams import state
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, tensor_pb2, types_pb2
 
 from ..rows_server import AioSubscriber, SyncSubscriber

@@ -221,8 +221,8 @@ def test_leaving_a_server_that_is_gone_takes_no_time(kind):
 def test_a_subscription_that_is_closed_without_a_connection_ends_once_there_is_one(
     running, subscriber, monkeypatch, caplog, forgotten
 ):
-    for module in ("subscription", "aio_subscription", "worker"):
-        monkeypatch.setattr(f"rheostat._subscriptions.{module}.CLOSE_TIMEOUT", 0.2)
+    for module in ("stream", "aio_stream", "worker"):
+        monkeypatch.setattr(f"rheostat._event_streams.{module}.CLOSE_TIMEOUT", 0.2)
     subscription = subscriber.subscribe(capture=ONE, every=True, credit=ROW)
     running.generate("a")
     connection = inner(subscription)._worker._connection

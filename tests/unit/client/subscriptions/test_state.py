@@ -1,6 +1,6 @@
 """What a subscription asks of the server while its events are read."""
 
-from rheostat._subscriptions import state as module
+from rheostat._event_streams import state as module
 from rheostat._subscriptions.payloads import Payloads
 from rheostat._subscriptions.state import SubscriptionState
 from rheostat_wire.v1 import capture_service_pb2

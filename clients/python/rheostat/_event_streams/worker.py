@@ -1,6 +1,6 @@
-"""The common base of the workers of both clients: the life cycle of a subscription.
+"""The common base of the workers of both clients: the life cycle of a stream.
 
-A worker runs the calls of one subscription, one after the other. The subclasses run the calls and
+A worker runs the calls of one stream, one after the other. The subclasses run the calls and
 wait; no method here waits.
 """
 
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Generic, Protocol
 
 from google.protobuf.message import Message
 
 from rheostat._connection.channel import ConnectionBase
 from rheostat._errors import Aborted, RheostatError
-from rheostat._subscriptions.events import SubscriptionEvent
-from rheostat._subscriptions.reconnect import LOG, ReconnectPolicy
-from rheostat._subscriptions.state import CLOSE_TIMEOUT, SubscriptionState, closed_error
-from rheostat_wire.v1 import capture_service_pb2
+from rheostat._event_streams.reconnect import LOG, ReconnectPolicy
+from rheostat._event_streams.state import CLOSE_TIMEOUT, E, EventStreamState, M
 
 
 class RunningCall(Protocol):
@@ -27,27 +25,28 @@ class RunningCall(Protocol):
     def cancel(self) -> None: ...
 
 
-class BaseWorker(ABC):
-    """The life cycle of one subscription. `_lock` is held around every change of its state."""
+class BaseWorker(ABC, Generic[M, E]):
+    """The life cycle of one stream. `_lock` is held around every change of its state."""
 
+    _state: EventStreamState[M, E]
     _lock: AbstractContextManager[object]
     """Reentrant. A null context in the asyncio client, whose steps run on one event loop."""
 
-    def __init__(self, connection: ConnectionBase, state: SubscriptionState) -> None:
+    def __init__(self, connection: ConnectionBase, state: EventStreamState[M, E]) -> None:
         self._target = connection.target
         self._state = state
         self._reconnects = ReconnectPolicy(state, connection.target)
         self._responses: RunningCall | None = None
         self._finishing = False
-        """The server is asked to end the subscription, now or when the next call begins."""
+        """The server is asked to end the stream, now or when the next call begins."""
         self._leaving = False
-        """The server is asked to end the call and to keep the subscription."""
+        """The server is asked to end the call and to keep the stream."""
         self._closing = False
         """As `_finishing`, and the server drops the events that it has not sent."""
         self._stopped = False
         """The reader gets no further events."""
         self._closer: object = None
-        """The thread or task that closed the subscription before its end."""
+        """The thread or task that closed the stream before its end."""
         self._end_read = False
         """The reader got all events up to the end."""
         self._ended = False
@@ -74,7 +73,7 @@ class BaseWorker(ABC):
         for request in (*self._state.leave_requests(end=True), None):
             self._send(request)
 
-    def _receive(self, message: capture_service_pb2.SubscribeResponse) -> None:
+    def _receive(self, message: M) -> None:
         with self._lock:
             if not message.HasField("opened"):
                 self._reconnects.on_message()
@@ -82,7 +81,7 @@ class BaseWorker(ABC):
             self._send_due()
             self._notify()
 
-    def _take(self) -> SubscriptionEvent | None:
+    def _take(self) -> E | None:
         """The next event; None if it has not arrived, or if `_exhausted`."""
         if self._exhausted:
             return None
@@ -112,13 +111,13 @@ class BaseWorker(ABC):
             self._send_due()
 
     def check_open(self) -> None:
-        """Raises Refused in the thread or task that closed the subscription before its end."""
+        """Raises Refused in the thread or task that closed the stream before its end."""
         caller = self._caller()
         if caller is not None and self._closer == caller:
-            raise closed_error() from self._failure
+            raise self._state.closed_error() from self._failure
 
     def finish(self) -> None:
-        """Asks the server to end the subscription once it has sent its events."""
+        """Asks the server to end the stream once it has sent its events."""
         with self._lock:
             if not (self._finishing or self._ended):
                 self._send_due()
@@ -132,7 +131,7 @@ class BaseWorker(ABC):
         self._end(None)
 
     def _begin_close(self) -> None:
-        """Asks the server to end the subscription; without a connection, the next call asks."""
+        """Asks the server to end the stream; without a connection, the next call asks."""
         self._stop_delivery()
         self._state.discard()
         if not (self._closing or self._ended):
@@ -143,11 +142,12 @@ class BaseWorker(ABC):
         self._notify()
 
     def _warn_unless_ended(self) -> None:
-        """Logs a warning if the server has not confirmed that a closed subscription ended."""
+        """Logs a warning if the server has not confirmed that a closed stream ended."""
         if not self._ended:
             LOG.warning(
-                "subscription %s is closed, but %s has not confirmed it within %g s; trying again "
-                "in the background for %g s, after which the server drops the subscription",
+                "%s %s is closed, but %s has not confirmed it within %g s; trying again in the "
+                "background for %g s, after which the server drops it",
+                self._state.kind,
                 self._state.id,
                 self._target,
                 CLOSE_TIMEOUT,

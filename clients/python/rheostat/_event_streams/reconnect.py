@@ -1,26 +1,37 @@
-"""When a subscription reconnects after its connection broke, and when it gives up."""
+"""When a stream reconnects after its connection broke, and when it gives up."""
 
 from __future__ import annotations
 
 import logging
 import random
 import time
+from typing import Protocol
 
 from rheostat._errors import Cancelled, RheostatError, Unavailable
-from rheostat._subscriptions.state import SubscriptionState
 
 _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 2.0
 
 LOG = logging.getLogger("rheostat")
 """If the program configures no logging, Python prints its warnings on stderr."""
-RESUME_ADVICE = "; if the server still runs, continue with engine.resume(subscription.acknowledged)"
+
+
+class Reconnecting(Protocol):
+    """What the policy needs of the state of a stream."""
+
+    id: str
+    reconnect_timeout: float
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def when_lost(self) -> str: ...
 
 
 class ReconnectPolicy:
-    """Decides whether a subscription reconnects, and after which pause."""
+    """Decides whether a stream reconnects, and after which pause."""
 
-    def __init__(self, state: SubscriptionState, target: str) -> None:
+    def __init__(self, state: Reconnecting, target: str) -> None:
         self._state = state
         self._target = target
         self._since: float | None = None
@@ -31,7 +42,10 @@ class ReconnectPolicy:
         if self._since is not None:
             lasted = time.monotonic() - self._since
             LOG.warning(
-                "subscription %s continues after %.1f s; no event is lost", self._state.id, lasted
+                "%s %s continues after %.1f s; no event is lost",
+                self._state.kind,
+                self._state.id,
+                lasted,
             )
         self._since, self._pause = None, 0.0
 
@@ -46,14 +60,15 @@ class ReconnectPolicy:
         if self._since is None:
             self._since = now
             LOG.warning(
-                "the connection to %s was lost; trying for %g s to resume subscription %s",
+                "the connection to %s was lost; trying for %g s to resume %s %s",
                 self._target,
                 timeout,
+                self._state.kind,
                 self._state.id,
             )
         elif now - self._since > timeout:
             raise Unavailable(
-                f"could not connect to {self._target} within {timeout:g} s{RESUME_ADVICE}",
+                f"could not connect to {self._target} within {timeout:g} s{self._state.when_lost}",
                 details=error.details,
             ) from error
         pause = self._pause

@@ -1,0 +1,1 @@
+"""Streams of numbered events that outlive a connection: the base of subscriptions and watches."""
