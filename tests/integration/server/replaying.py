@@ -525,7 +525,9 @@ def _verdict(
                 if spec.request_id in each.missed or spec.request_id not in each.ended:
                     assert (spec.request_id, sample) not in each.rows
                     continue
-                first = each.firsts.get((spec.request_id, sample), 0)
+                joined = any(other == spec.request_id for other, _ in each.firsts)
+                # Of a request that had begun before, samples that had ended are left out.
+                first = each.firsts.get((spec.request_id, sample), None if joined else 0)
                 count["attached"] += (spec.request_id, sample) in each.firsts
                 first = len(tokens) if first is None else first
                 seen = [
