@@ -23,10 +23,11 @@ from rheostat_engine import (
     Spans,
     site_count,
 )
+from rheostat_wire.noise import normal_row
 
 from ...effort import at_length, some
 from .groups import group_of
-from .models import CONFIGS, EXPERTS, LAYERS, MIXTURES, NO_MID, WIDTH, build
+from .models import CONFIGS, EXPERTS, LAYERS, MIXTURES, NO_MID, VOCAB, WIDTH, build
 from .offline import OfflineEngine, Outcome
 from .reference import Add, Change, Float, HfReference, Run
 
@@ -82,6 +83,8 @@ class Case(NamedTuple):
     other: Run
     steered: dict[int, Run]
     replaced: dict[int, Run]
+    embedding_std: float
+    noisy: dict[int, Run]
     continued: list[Continued]
     engine: OfflineEngine
 
@@ -112,6 +115,10 @@ class Reference(NamedTuple):
     steered: dict[int, Run]
     replaced: dict[int, Run]
     """With the rows of `other` in the place of those of the touched positions, by site."""
+    embedding_std: float
+    """Standard deviation of the embedding's elements, as they enter the stream."""
+    noisy: dict[int, Run]
+    """With `noise` on the touched positions, by site."""
     continued: list[Continued]
 
 
@@ -136,6 +143,12 @@ def refer(models_root: Path) -> Callable[[str], Reference]:
             site: model.run(PROMPT, [replacing(site, other.streams[site][TOUCHED])])
             for site in steered_sites(name)
         }
+        every = model.run(range(VOCAB)).streams[Site(Point.RESID_PRE, 0).index]
+        std = float(every.std(dtype=np.float64))
+        noisy = {
+            site: model.run(PROMPT, [with_noise(site, std)])
+            for site in (Site(Point.RESID_PRE, 0).index, Site(Point.MLP_OUT, 1).index)
+        }
         middle = Site(Point.RESID_PRE, LAYERS // 2).index
         continued = []
         for site in (None, middle):
@@ -143,7 +156,7 @@ def refer(models_root: Path) -> Callable[[str], Reference]:
             token_ids = model.generate(PROMPT, GENERATED, adds)
             read = [*PROMPT, *token_ids[:-1]]
             continued.append(Continued(site, token_ids, model.run(read, adds)))
-        return Reference(plain, other, steered, replaced, continued)
+        return Reference(plain, other, steered, replaced, std, noisy, continued)
 
     return run_once
 
@@ -173,6 +186,17 @@ def case(
 def replacing(site: int, rows: Float) -> Change:
     """A hook that puts rows at the touched positions."""
     return Change(site, lambda stream: torch.from_numpy(rows).to(stream.dtype), TOUCHED)
+
+
+def noise(site: int, std: float) -> Float:
+    """Rows that `Noise(embedding_std=3, seed=5)` adds at the touched positions."""
+    rows = [3.0 * std * normal_row(5, site, position, WIDTH) for position in TOUCHED]
+    return np.array(rows, np.float32)
+
+
+def with_noise(site: int, std: float) -> Change:
+    """A hook that adds it."""
+    return Change(site, lambda stream: stream + torch.from_numpy(noise(site, std)), TOUCHED)
 
 
 def assert_adds_up(name: str, found: Mapping[int, Float]) -> None:
@@ -216,13 +240,18 @@ def run_batch(case: Case, batch: Sequence[Sequence[Act]], max_tokens: int = 1) -
 
 
 def replace_rows(
-    case: Case, site: int, rows: Float, positions: Sequence[int], alpha: float = 1.0
+    case: Case,
+    site: int,
+    rows: Float,
+    positions: Sequence[int],
+    alpha: float = 1.0,
+    kind: Kind = Kind.REPLACE,
 ) -> list[Act]:
-    """Puts rows, [n, W], at positions of a site."""
+    """Puts rows, [n, W], at positions of a site, or adds them last."""
     digest = hashlib.sha256(rows.tobytes()).digest()
     case.engine.load({digest: rows})
     return [
-        Act(Kind.REPLACE, (digest,), ((site, (n,)),), ((position, position + 1),), alpha)
+        Act(kind, (digest,), ((site, (n,)),), ((position, position + 1),), alpha)
         for n, position in enumerate(positions)
     ]
 
@@ -304,6 +333,18 @@ def test_replaced_rows_do_what_the_same_hook_does_in_hugging_face(case: Case) ->
             assert np.array_equal(outcome.stream(site)[TOUCHED], rows), site
         assert outcome.released is not None
         assert sum(dose.rows for dose in outcome.released.doses) == len(TOUCHED)
+
+
+def test_noise_does_what_the_same_hook_does_in_hugging_face(case: Case) -> None:
+    assert case.engine.sites is not None
+    assert case.engine.sites.embedding_std == pytest.approx(case.embedding_std, rel=1e-6)
+    for site, reference in case.noisy.items():
+        rows = noise(site, case.embedding_std)
+        outcome = run_acts(case, replace_rows(case, site, rows, TOUCHED, kind=Kind.ADD_LAST))
+        assert worst(outcome, reference) < ROWS, site
+        assert np.abs(outcome.logits() - reference.logprobs[-1]).max() < LOGPROBS, site
+        effect = np.abs(reference.logprobs[-1] - case.plain.logprobs[-1]).max()
+        assert effect > 1e-2, site
 
 
 def branches() -> set[int]:
