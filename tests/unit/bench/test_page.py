@@ -194,7 +194,7 @@ def test_the_pages_say_of_a_promise_what_its_file_says(page: str, name: str) -> 
     assert said in unwrapped(page)
 
 
-@pytest.mark.parametrize("name", ["replay"])
+@pytest.mark.parametrize("name", ["replay", "replay-compiled"])
 def test_the_page_says_of_the_replay_what_its_file_says(name: str) -> None:
     said = statement(DOCS / "cpu" / f"{name}.json")
     assert "0 wrong, 0 missing, 0 doubled" in said
