@@ -52,7 +52,7 @@ class Sign(Enum):
     ROWS = "rows"
     """Captured rows are ready; see `ActiveRequest.response_rows`."""
     SIGNALS = "signals"
-    """Many signals wait; see `ActiveRequest.signals`."""
+    """Signals wait that should leave at once; see `ActiveRequest.signals`."""
 
 
 Entry = ResponseItem | Notice | Sign | RheostatError

@@ -1,8 +1,10 @@
 """The signals of a request: what its probes read, and where its rules fired.
 
 Signals wait here until the tokens at their positions were sent. Then they leave in messages of
-several positions. Their memory is part of the request's. If it is full, the oldest waiting signals
-are dropped, and their positions are reported with the next ones.
+several positions. Signals that come after their tokens leave at once: if they waited for the next
+tokens, a client that steers by them would lose a step. The memory of waiting signals is part of the
+request's. If it is full, the oldest are dropped, and their positions are reported with the next
+ones.
 
 Invariants: where rules fire is decided when the signals come, so a slow client changes nothing for
 rules. No signals of a position at or behind the end of a sample leave. Work for each step is a few
@@ -90,13 +92,15 @@ class _Chunk(NamedTuple):
 class _SampleSignals:
     """The signals of one sample."""
 
-    __slots__ = ("chunks", "dropped", "end", "firings")
+    __slots__ = ("chunks", "dropped", "end", "firings", "sent")
 
     def __init__(self) -> None:
         self.chunks: deque[_Chunk] = deque()
         self.dropped: list[tuple[int, int]] = []
         self.end = OPEN_END
         """One past the last position that counts."""
+        self.sent = 0
+        """One past the last position whose signals may leave, at the last `take`."""
         self.firings: dict[str, Firings] = {}
         """By the name of the rule."""
 
@@ -113,7 +117,7 @@ class RequestSignals:
             plan: what is done with them.
             samples: the number of the request's own samples.
             share: the memory of the request.
-            wake: is called if so many signals wait that they should leave before the next token.
+            wake: is called if signals wait that should leave before the next token.
         """
         self.plan = plan
         self._samples = [_SampleSignals() for _ in range(samples)]
@@ -214,6 +218,7 @@ class RequestSignals:
             tokens: the generated tokens that were sent.
         """
         signals, self._awake = self._samples[sample], False
+        signals.sent = end
         while True:
             chunks = self._taken(signals, end)
             dropped = [span for span in signals.dropped if span[0] < end]
@@ -281,7 +286,7 @@ class RequestSignals:
         weight = _CHUNK_BYTES + values.nbytes
         signals.chunks.append(_Chunk(first, values, fired, weight))
         self._byte_counter.add_tokens(weight)
-        if weight > _WAKE_BYTES and not self._awake:
+        if (weight > _WAKE_BYTES or first < signals.sent) and not self._awake:
             self._awake = True
             self._wake()
         self._share.check()

@@ -6,6 +6,8 @@ import grpc
 import numpy as np
 import pytest
 
+from rheostat_engine import SignalRows
+from rheostat_server.engine.backend import Job
 from rheostat_wire.v1 import (
     gate_pb2,
     generation_pb2,
@@ -57,6 +59,11 @@ def all_signals(events: Events, sample: int = 0) -> tuple[list[int], np.ndarray,
     return where, values, [token for one in found for token in one.token_ids]
 
 
+def all_positions(events: Events) -> list[int]:
+    """The positions of all signals, in order."""
+    return [p for event in events if event.HasField("signals") for p in positions(event.signals)]
+
+
 async def test_a_probe_sends_what_it_reads_at_each_token(running: Running) -> None:
     wide = site_set(types_pb2.POINT_RESID_POST, layers=[0, 1])
     events = await running.client.generate(
@@ -81,6 +88,39 @@ async def test_signals_leave_with_the_token_after_them(running: Running) -> None
             known += len(event.tokens.token_ids)
         elif event.HasField("signals"):
             assert max(positions(event.signals)) < known - 1
+
+
+async def test_signals_that_come_after_their_token_do_not_wait_for_the_next_one(starter) -> None:
+    """A client that steers by signals would lose a step."""
+    late: list[SignalRows] = []
+
+    class Late(ScriptedBackend):
+        """Its signals come later than its tokens."""
+
+        def _signal(self, job: Job, start: int, end: int) -> None:
+            rows = self.signals(job.plan, start, end)
+            assert rows is not None
+            late.append(rows)
+
+    backend = Late(hold=asyncio.Event(), hold_from=2)
+    running = await starter(backend)
+    call = running.client.generation.Generate(
+        request(probes=[sent()], sampling=SAMPLING), timeout=10
+    )
+    events = []
+    while sum(len(event.tokens.token_ids) for event in events) < 2:
+        events.append(await call.read())
+    for rows in late:
+        backend.deliver(rows)
+    late.clear()
+    while len(all_positions(events)) < 4:
+        event = await call.read()
+        assert event.HasField("signals")
+        events.append(event)
+    assert all_positions(events) == [0, 1, 2, 3]
+    backend.hold.set()
+    events += await rest(call)
+    assert all_positions(events) == [0, 1, 2, 3]  # the others never came
 
 
 async def test_positions_at_which_nothing_is_read_are_left_out(running: Running) -> None:
