@@ -341,13 +341,18 @@ DIRECTIONS_PER_CALL = 32
 """Most directions of tokens that a call to the workers computes, because a step waits for it."""
 
 UPDATES = 256
-"""Most changes of steering that a session can carry out."""
+"""Most changes of steering, without gains, that can be carried out on a request."""
 
 WAITING_UPDATES = 16
-"""Most changes of steering that may wait in a session."""
+"""Most changes of a request's steering, by its session or by a watch, that may wait for their
+answers."""
 
 WAITING_GAINS = 512
-"""Most gains of a session that may wait for their answers. A step answers all earlier ones."""
+"""Most gains of a session, or of a watch for a request, that may wait for their answers. A step
+answers all earlier ones."""
+
+WATCH_CHANGES = 256
+"""Most changes by a watch that a receipt lists. It counts all of them."""
 
 UNREAD_ANSWERS = 1024
 """Most answers to a session's messages that may wait for its client to read them."""

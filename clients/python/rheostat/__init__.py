@@ -72,6 +72,8 @@ from rheostat._responses.receipts import (
     ReplaceSource,
     RuleFirings,
     RuleReceipt,
+    WatchChange,
+    WatchReceipt,
 )
 from rheostat._responses.results import (
     Divergence,
@@ -258,6 +260,8 @@ __all__ = [
     "VectorInfo",
     "Vectors",
     "Violation",
+    "WatchChange",
+    "WatchReceipt",
     "Zeros",
     "Zoom",
     "ablate",

@@ -161,8 +161,15 @@ class AdmittedRequest:
     """Tokens of each running sample that are held back."""
     watch_parts: tuple[WatchPart, ...] = ()
     """What watches read of it."""
+    in_session: bool = False
+    """Whether its client may change its steering."""
     background: bool = False
     """Whether it is part of work in the background, which waits while other requests wait."""
+
+    @property
+    def changeable(self) -> bool:
+        """Whether its client or a watch may change its steering while it runs."""
+        return self.in_session or any(part.steers for part in self.watch_parts)
 
     @property
     def updated_read_count(self) -> int:
@@ -330,7 +337,7 @@ def admit_now(
         watched = without.plan.with_captures_of(plan)
         baseline = Baseline(watched, compared, admission.info.model_tokens)
     plan = plan.for_request(candidate.request_id, plan.epoch)
-    if candidate.changeable:
+    if candidate.changeable or any(part.steers for part in compiled.watch_parts):
         plan = replace(plan, private_from=context.prompt_len)
     return AdmittedRequest(
         request_id=candidate.request_id,
@@ -355,6 +362,7 @@ def admit_now(
         rule_names=tuple([rule.name for rule in request.rules]),
         hold_back=request.hold_back,
         watch_parts=compiled.watch_parts,
+        in_session=candidate.changeable,
     )
 
 

@@ -30,7 +30,11 @@ class MonitorService(monitor_service_pb2_grpc.MonitorServiceServicer):
             await refuse_resumption(request_iterator)
             raise
         answers = watch(
-            request_iterator, manager.watches, manager.stop_watched, manager.announce_running
+            request_iterator,
+            manager.watches,
+            manager.watched.stop,
+            manager.watched.steer,
+            manager.watched.announce_running,
         )
         async with aclosing(answers) as responses:
             async for response in responses:

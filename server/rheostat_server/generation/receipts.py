@@ -137,7 +137,7 @@ class _Part:
     @property
     def gained(self) -> bool:
         """Whether it may have gains."""
-        return self.intervention.origin != receipt_pb2.ORIGIN_GLOBAL
+        return self.intervention.own
 
     def _selected(self, start: int, end: int) -> Spans:
         return self.sample.selected(

@@ -82,6 +82,8 @@ async def run(
             work, write_receipt, admitted, stream.own_samples, handed_over, runs
         )
         add_rules(receipt, admitted, active.signals, stream.own_samples)
+        if active.control is not None:
+            receipt.watches.extend(active.control.by_watches)
         yield Response(receipt=receipt)
         active.completed = True
     LOG.debug(
@@ -144,7 +146,7 @@ class _Stream:
     async def responses(self) -> AsyncIterator[Response | CapturedRows | Notice]:
         """Every message between Started and Receipt."""
         active, rows_ready = self._active, False
-        while active.pending_notices or self._open:
+        while active.unanswered or self._open:
             item = await self._next()
             rows_ready = rows_ready or item is Sign.ROWS
             if isinstance(item, ResponseItem):
@@ -194,7 +196,7 @@ class _Stream:
         samples share one wait, because their events would come within the same time.
         """
         active = self._active
-        if active.pending_notices:
+        if active.unanswered:
             return await active.next()
         for sequence in self._open:
             if not sequence.ended:

@@ -20,12 +20,20 @@ from rheostat_server.monitors.registry import Watches, gone_with_its_server
 from rheostat_server.monitors.watch import Response, Watch
 from rheostat_server.subscriptions.event_stream import Outgoing
 from rheostat_server.subscriptions.stream_call import call_events
-from rheostat_wire.v1 import monitor_service_pb2
+from rheostat_wire.v1 import generation_pb2, monitor_service_pb2
 
 Message = monitor_service_pb2.WatchRequest
 
+Answer = Callable[[generation_pb2.UpdateApplied | generation_pb2.UpdateRefused], None]
+
+SteerRequest = Callable[[Watch, monitor_service_pb2.WatchSteer, Answer], bool]
+"""Changes the steering of a request that a watch watches; returns whether it ran. The answer comes
+later, unless a `RheostatError` is raised."""
+
 StopRequest = Callable[[Watch, str, str], bool]
 """Ends a request that a watch watches, by its id and with a label; returns whether it ran."""
+
+_NOT_RUNNING = "no running request of this watch has this id"
 
 _FIRST_MESSAGE_SECONDS = 1.0
 """Seconds for the first message of a call, on a server that refuses every call."""
@@ -35,6 +43,7 @@ async def watch(
     messages: AsyncIterator[Message],
     watches: Watches,
     stop: StopRequest,
+    steer: SteerRequest,
     running: Callable[[Watch], None],
 ) -> AsyncGenerator[Outgoing, None]:
     """Answers a call of Watch.
@@ -43,6 +52,7 @@ async def watch(
         messages: the client's messages.
         watches: the open watches.
         stop: ends a request.
+        steer: changes the steering of a request.
         running: tells a new watch of the requests that already run.
 
     Raises:
@@ -69,7 +79,7 @@ async def watch(
         credit=opened.credit_bytes,
         batched=opened.batches,
         attach=attach,
-        handle=partial(_handle, stop),
+        handle=partial(_handle, stop, steer),
     )
     async with aclosing(events):
         async for event in events:
@@ -98,23 +108,18 @@ async def _opening(messages: AsyncIterator[Message]) -> monitor_service_pb2.Watc
     raise MissingField("the first message is open", field="open")
 
 
-def _handle(stop: StopRequest, found: Watch, message: Message) -> bool:
-    """Carries out a message that acts on a request, and answers it."""
-    match message.WhichOneof("action"):
-        case "stop":
-            number = message.stop.update_id
-        case "steer":
-            number = message.steer.update_id
-        case _:
-            return False
+def _handle(stop: StopRequest, steer: SteerRequest, found: Watch, message: Message) -> bool:
+    """Carries out a message that acts on a request. It is answered now or later."""
+    action = message.WhichOneof("action")
+    if action not in ("stop", "steer"):
+        return False
+    number = message.stop.update_id if action == "stop" else message.steer.update_id
     response = Response()
     try:
         found.check_update(number)
-        if message.HasField("steer"):
-            raise NotSupported(
-                "watches do not steer yet: stop the request, or steer it from its own session",
-                field="steer",
-            )
+        if action == "steer":
+            _steer(steer, found, message.steer)
+            return True
         _stop(stop, found, message.stop)
         response.applied.update_id = number
     except RheostatError as error:
@@ -124,10 +129,41 @@ def _handle(stop: StopRequest, found: Watch, message: Message) -> bool:
     return True
 
 
+def _steer(steer: SteerRequest, found: Watch, message: monitor_service_pb2.WatchSteer) -> None:
+    validation.matches(message.request_id, validation.REQUEST_ID, "steer.request_id")
+    if not found.settings.steers:
+        raise NotSupported(
+            "the watch was opened without steers, so the cache may share what its requests "
+            "generate: open one with steers",
+            field="steer",
+        )
+    change = message.WhichOneof("change")
+    if change is None:
+        raise MissingField("one of layer, gain and replace is required", field="steer")
+    if change != "gain":
+        raise NotSupported(
+            f"a watch cannot set a {change} yet: change gains of the request's own steering, or "
+            "update the steering from its session",
+            field=f"steer.{change}",
+        )
+
+    def answer(result: generation_pb2.UpdateApplied | generation_pb2.UpdateRefused) -> None:
+        if isinstance(result, generation_pb2.UpdateApplied):
+            found.answer_later(Response(applied=result))
+        else:
+            found.answer_later(Response(refused=result))
+
+    try:
+        running = steer(found, message, answer)
+    except RheostatError as error:
+        error.field = f"steer.{error.field}" if error.field else ""
+        raise
+    if not running:
+        raise RequestNotFound(_NOT_RUNNING, field="steer.request_id")
+
+
 def _stop(stop: StopRequest, found: Watch, message: monitor_service_pb2.WatchStop) -> None:
     validation.matches(message.request_id, validation.REQUEST_ID, "stop.request_id")
     validation.text_bytes(message.label, LABEL_VALUE_BYTES, "stop.label")
     if not stop(found, message.request_id, message.label):
-        raise RequestNotFound(
-            "no running request of this watch has this id", field="stop.request_id"
-        )
+        raise RequestNotFound(_NOT_RUNNING, field="stop.request_id")

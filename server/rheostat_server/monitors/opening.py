@@ -69,7 +69,7 @@ async def check_opening(
         opened,
         lambda: asyncio.to_thread(_resolve, opened, context, context.store.view()),
     )
-    return WatchSettings(observed_requests(opened.filter), readings, report, on_lost)
+    return WatchSettings(observed_requests(opened.filter), readings, report, on_lost, opened.steers)
 
 
 def _check_selectors(opened: monitor_service_pb2.WatchOpen) -> None:

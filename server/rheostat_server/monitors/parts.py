@@ -34,6 +34,11 @@ class WatchPart(NamedTuple):
     missed: str = ""
     """Why it reads nothing; empty if it does."""
 
+    @property
+    def steers(self) -> bool:
+        """Whether the watch may change the request's steering."""
+        return self.watch.settings.steers and not self.missed
+
     def without(self, reason: str) -> "WatchPart":
         """The part of a watch that reads nothing, and why."""
         return WatchPart(self.watch, self.first_column, missed=self.missed or reason)

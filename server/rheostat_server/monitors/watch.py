@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_server.errors import InvalidValue, WatchLost
+from rheostat_server.errors import InvalidValue, QueueFull, WatchLost
 from rheostat_server.limits import RETRY_SECONDS
 from rheostat_server.monitors.readings import WatchedReadings
 from rheostat_server.monitors.signal_buffer import SignalBuffer, SignalMessage, Step, WatchedRequest
@@ -57,6 +57,8 @@ class WatchSettings:
     """Which tokens are reported."""
     on_lost: monitor_service_pb2.WatchLost.ValueType
     """What becomes of the requests when the watch is lost."""
+    steers: bool
+    """Whether it may change the steering of the requests."""
 
 
 class Watch(EventStream[SignalMessage]):
@@ -193,6 +195,17 @@ class Watch(EventStream[SignalMessage]):
             part = slice(start, start + length)
             firings = np.argwhere(fired[part]) if fired is not None else _NONE_FIRED
             self.buffer.add_step(_step(rows, owners[part], positions[part], values[part], firings))
+
+    def answer_later(self, message: Response) -> None:
+        """Sends the answer to a message that was handled before, if its call still runs.
+
+        If too many answers wait to be read, the call ends.
+        """
+        if self._call is not None:
+            try:
+                self.answer(message)
+            except QueueFull as error:
+                self.interrupt(self._call, error)
 
     def check_update(self, number: int) -> None:
         """Checks the id of an update.

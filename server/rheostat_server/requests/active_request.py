@@ -14,27 +14,26 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import Attached, Dropped, Gained, Installed, Plan, Released, Report
+from rheostat_engine import Attached, Dropped, Gained, Installed, Released, Report
 from rheostat_server.admission.admit import AdmittedRequest
-from rheostat_server.admission.baseline import watched_sampling
 from rheostat_server.delivery.byte_budget import Share
 from rheostat_server.delivery.response_rows import ResponseRows
 from rheostat_server.engine.admission_queue import Reservation
-from rheostat_server.engine.backend import Backend, Delta, Ending, Job, StoppedBy
+from rheostat_server.engine.backend import Backend, Delta, Ending, StoppedBy
 from rheostat_server.engine.preparations import Preparation
 from rheostat_server.errors import Defect, RheostatError, RowsLost
 from rheostat_server.monitors.parts import WatchedPart
 from rheostat_server.requests.request_outputs import RequestOutputs
 from rheostat_server.requests.response_queue import Notice, Pace, ResponseItem, ResponseQueue, Sign
-from rheostat_server.requests.sequence import FINISH_REASONS, EngineSequence, SequenceKind
+from rheostat_server.requests.sequence import EngineSequence, SequenceKind, make_sequences
 from rheostat_server.requests.signals import Fired, RequestSignals
+from rheostat_server.requests.steering_change import Control
 from rheostat_server.requests.token_hold import TokenHold
 from rheostat_server.subscriptions.observer_captures import Attachment
 from rheostat_server.tasks.turns import Turns
 from rheostat_wire.v1 import types_pb2
 
 _LOG = logging.getLogger(__name__)
-
 
 _START_WORK = 1024
 _ITERATION_WORK = 16 << 10
@@ -76,6 +75,8 @@ class ActiveRequest:
         """Whether everything that the request needs of the engine is reserved."""
         self.pending_notices = 0
         """Number of updates whose notices `next` has not returned."""
+        self.control: Control | None = None
+        """Changes its steering; None if that cannot change."""
         self.pinned: list[bytes] = []
         """Digests of the vectors that the store must not evict while the request runs."""
         self.reserved: list[str] = []
@@ -86,8 +87,7 @@ class ActiveRequest:
         self.outputs = RequestOutputs()
         """Destinations of captured rows."""
         # A session's client reacts to its tokens, so they must not wait.
-        changeable = admitted.plan.private_from is not None
-        self.queue = ResponseQueue(share, self.overflow, None if changeable else pace)
+        self.queue = ResponseQueue(share, self.overflow, None if admitted.in_session else pace)
         """Messages that wait for the reader of the response."""
         self.interrupt: Callable[[RheostatError], None] = lambda _: None
         """Ends the call, even if its client does not read."""
@@ -103,14 +103,7 @@ class ActiveRequest:
         self.attachment_attempts: set[str] = set()
         """Ids of subscriptions that were attached, or could not be."""
         self._number = next(_NUMBERS)
-        self.sequences = [
-            *self._samples(SequenceKind.OWN, admitted.plan),
-            *(
-                self._samples(SequenceKind.BASELINE, admitted.baseline.plan)
-                if admitted.baseline
-                else ()
-            ),
-        ]
+        self.sequences = make_sequences(admitted, self.plan_id)
         self.signals: RequestSignals | None = None
         """What its probes read; None if it has no signals."""
         if admitted.signals is not None:
@@ -141,10 +134,16 @@ class ActiveRequest:
         return self._closed
 
     @property
+    def unanswered(self) -> bool:
+        """Whether a change of its steering was not answered, or its notice was not returned."""
+        return bool(self.pending_notices) or (self.control is not None and self.control.pending)
+
+    @property
     def settled(self) -> bool:
         """Whether the engine has released the started sequences, and no rows are being written."""
         return (
-            not self._starting
+            not self._changing
+            and not self._starting
             and not self._aborting
             and not self.outputs.writing
             and all(sequence.released.is_set() for sequence in self.sequences if sequence.started)
@@ -217,9 +216,15 @@ class ActiveRequest:
         return True
 
     async def stopped(self) -> None:
-        """Returns once no more samples start, and all aborts were sent to the engine."""
-        while tasks := self._starting | self._aborting:
+        """Returns once no more samples start or change, and all aborts were sent to the engine."""
+        while tasks := self._starting | self._aborting | self._changing:
             await asyncio.wait(tasks)
+
+    @property
+    def _changing(self) -> set[asyncio.Task[None]]:
+        """The task that changes its steering, if there is one."""
+        task = None if self.control is None else self.control.task
+        return set() if task is None else {task}
 
     async def next(self) -> ResponseItem | Notice | Sign:
         """Waits for the next message of the queue.
@@ -349,6 +354,11 @@ class ActiveRequest:
         """Puts the result of an update into the queue."""
         self._put(notice)
 
+    def on_answered(self) -> None:
+        """Wakes the reader, which waits for the answers to changes once all samples have ended."""
+        if all(sequence.ended for sequence in self.own_samples):
+            self._put(Sign.ANSWERED)
+
     def fail(self, error: RheostatError) -> None:
         """Ends the request with an error. After the first error, later errors are ignored."""
         self.failed = True
@@ -386,6 +396,8 @@ class ActiveRequest:
                 ]
             )
         self._closed = True
+        if self.control is not None:
+            self.control.cancel()
         self.response_rows.close()
         if self.signals is not None:
             self.signals.close()
@@ -426,28 +438,7 @@ class ActiveRequest:
             self.close_outputs()
 
     def _reasons(self) -> list[types_pb2.FinishReason.ValueType]:
-        return [_reason(sequence, failed=self.failed) for sequence in self.own_samples]
-
-    def _samples(self, kind: SequenceKind, plan: Plan) -> list[EngineSequence]:
-        admitted = self.admitted
-        sampling = admitted.sampling
-        if kind is SequenceKind.OWN and admitted.baseline is not None:
-            sampling = watched_sampling(sampling, admitted.baseline)
-        return [
-            EngineSequence(
-                Job(
-                    plan.for_request(self.plan_id(sample, kind), plan.epoch),
-                    admitted.prompt.token_ids,
-                    sampling,
-                    sample,
-                    admitted.lora,
-                    admitted.background,
-                ),
-                kind,
-                sample,
-            )
-            for sample in range(sampling.samples)
-        ]
+        return [sequence.finish_reason(failed=self.failed) for sequence in self.own_samples]
 
     def _put(self, item: ResponseItem | Notice | Sign | RheostatError) -> None:
         if not self._closed:
@@ -591,10 +582,3 @@ def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> 
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
-
-
-def _reason(sequence: EngineSequence, *, failed: bool) -> types_pb2.FinishReason.ValueType:
-    """The finish reason of a sample; aborted if it was still running."""
-    if failed:
-        return types_pb2.FINISH_REASON_ERROR
-    return FINISH_REASONS[sequence.ending or Ending.ABORTED]

@@ -30,7 +30,7 @@ from rheostat_server.delivery.delivery_buffer import Deliveries
 from rheostat_server.delivery.spill_directory import SpillDirectory
 from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
-from rheostat_server.engine.backend import Backend, StoppedBy
+from rheostat_server.engine.backend import Backend
 from rheostat_server.engine.gain_updates import GainUpdates
 from rheostat_server.engine.persistent_vectors import PersistentVectorStore
 from rheostat_server.engine.preparations import Preparations
@@ -45,10 +45,9 @@ from rheostat_server.errors import (
     Resource,
     RheostatError,
 )
-from rheostat_server.limits import MISSED_REQUESTS, RETRY_SECONDS, STATS_SECONDS
+from rheostat_server.limits import RETRY_SECONDS, STATS_SECONDS
 from rheostat_server.monitors.opening import WatchContext
 from rheostat_server.monitors.registry import Watches
-from rheostat_server.monitors.watch import Watch
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.late_attachment import LateAttachment
@@ -56,10 +55,11 @@ from rheostat_server.requests.open_outputs import open_outputs
 from rheostat_server.requests.response_queue import Pace
 from rheostat_server.requests.sequence import RELEASE_GRACE, EngineSequence
 from rheostat_server.requests.signal_delivery import begin_watches, deliver_signals
+from rheostat_server.requests.steering_control import SteeringControl
+from rheostat_server.requests.watched_requests import WatchedRequests
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import typical_context
 from rheostat_server.sinks import Sinks
-from rheostat_server.subscriptions.pending_changes import MissedRequest
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tasks.shared_query import SharedQuery
 from rheostat_server.tasks.turns import Turns
@@ -146,12 +146,12 @@ class RequestManager:
             resume_window=config.resume_window,
             heartbeat=config.heartbeat,
         )
-        self.watches.stop = self._stop_watched
         self.epoch = 0
         """Part of the cache keys of every plan. Incremented when cached blocks may be wrong."""
         self.config = config
         self.worker_stats = SharedQuery(backend.worker_stats, keep=STATS_SECONDS)
         self._active_requests: dict[str, ActiveRequest] = {}
+        self.watched = WatchedRequests(self.watches, self._active_requests)
         self._pace = Pace()
         self._row_turns = Turns(_ROWS_TURNS)
         self._foreground = 0
@@ -228,8 +228,10 @@ class RequestManager:
             WatchLost: a watch that had to read it was lost.
         """
         self._check_open(admitted)
-        self._announce_late(admitted)
+        self.watched.announce_late(admitted)
         active = ActiveRequest(admitted, self.budget.share(), self._pace, self._row_turns)
+        if admitted.changeable:
+            active.control = SteeringControl(active, self)
         self._active_requests[admitted.request_id] = active
         self._empty.clear()
         self._foreground += not admitted.background
@@ -290,39 +292,6 @@ class RequestManager:
                 self.store.unpin(digest)
             raise
         active.pinned += pinned
-
-    def announce_running(self, watch: Watch) -> None:
-        """Names the requests that a new watch selects, and that began before it."""
-        watch.missed = [
-            MissedRequest(request_id, "it began before the watch")
-            for request_id, active in self._active_requests.items()
-            if watch.selects(request_id, active.admitted.labels)
-        ][:MISSED_REQUESTS]
-
-    def _announce_late(self, admitted: AdmittedRequest) -> None:
-        """Names a request to the watches that were opened while it was admitted.
-
-        Raises:
-            WatchLost: a lost watch selects it, whose requests are refused.
-        """
-        if self.watches.any:
-            reading = {part.watch.name for part in admitted.watch_parts}
-            for watch in self.watches.selecting(admitted.request_id, admitted.labels):
-                if watch.name not in reading:
-                    watch.miss(admitted.request_id, "its admission began before the watch")
-
-    def stop_watched(self, watch: Watch, request_id: str, label: str) -> bool:
-        """Ends a request that a watch reads; returns whether it ran."""
-        active = self._active_requests.get(request_id)
-        if active is None or all(one.part.watch is not watch for one in active.watched):
-            return False
-        active.stop(StoppedBy("", label, watch.name))
-        return True
-
-    def _stop_watched(self, watch: Watch) -> None:
-        """Ends all requests of a watch that was lost."""
-        for request_id in list(self._active_requests):
-            self.stop_watched(watch, request_id, "the watch was lost")
 
     def add_sequence(self, active: ActiveRequest, sequence: EngineSequence) -> None:
         """Starts one more sequence of a request. The request has reserved all that it needs."""
@@ -518,6 +487,7 @@ class RequestManager:
         active.close_outputs()
         self._release(active)
         active.share.close()
+        active.control = None  # it refers to the request, whose memory must be freed at once
         del self._active_requests[active.admitted.request_id]
         self._foreground -= not active.admitted.background
         self._count(active, -len(active.sequences))

@@ -53,6 +53,8 @@ class Sign(Enum):
     """Captured rows are ready; see `ActiveRequest.response_rows`."""
     SIGNALS = "signals"
     """Signals wait that should leave at once; see `ActiveRequest.signals`."""
+    ANSWERED = "answered"
+    """A change that a watch asked for was answered; see `ActiveRequest.unanswered`."""
 
 
 Entry = ResponseItem | Notice | Sign | RheostatError

@@ -12,6 +12,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, Attached, Gained
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.baseline import watched_sampling
 from rheostat_server.delivery.items import SequenceKey
 from rheostat_server.engine.backend import Ending, Job, WorkerStats
 from rheostat_server.errors import EngineLost
@@ -165,6 +167,12 @@ class EngineSequence:
         """Whether its plan was installed, if it has one, so that its tokens may be sent."""
         return not self.job.has_plan or (self.installed and not self.install_failed)
 
+    def finish_reason(self, *, failed: bool) -> types_pb2.FinishReason.ValueType:
+        """How it ended, of a request that may have failed; aborted if it still runs."""
+        if failed:
+            return types_pb2.FINISH_REASON_ERROR
+        return FINISH_REASONS[self.ending or Ending.ABORTED]
+
     def on_attached(self, attached: Attached) -> None:
         """Handles the answer to a change of its captures."""
         self.answered_changes = max(self.answered_changes, attached.change)
@@ -245,3 +253,38 @@ class EngineSequence:
         except TimeoutError:
             return False
         return True
+
+
+def make_sequences(
+    admitted: AdmittedRequest, plan_id: Callable[[int, SequenceKind], str]
+) -> list[EngineSequence]:
+    """The samples of a request, then those of its baseline.
+
+    Args:
+        admitted: the request.
+        plan_id: the id of a sample's plan.
+    """
+    baseline = admitted.baseline
+    kinds = [(SequenceKind.OWN, admitted.plan, admitted.sampling)]
+    if baseline is not None:
+        watched = watched_sampling(admitted.sampling, baseline)
+        kinds = [
+            (SequenceKind.OWN, admitted.plan, watched),
+            (SequenceKind.BASELINE, baseline.plan, admitted.sampling),
+        ]
+    return [
+        EngineSequence(
+            Job(
+                plan.for_request(plan_id(sample, kind), plan.epoch),
+                admitted.prompt.token_ids,
+                sampling,
+                sample,
+                admitted.lora,
+                admitted.background,
+            ),
+            kind,
+            sample,
+        )
+        for kind, plan, sampling in kinds
+        for sample in range(sampling.samples)
+    ]

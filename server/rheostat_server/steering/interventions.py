@@ -56,6 +56,11 @@ class Intervention:
     signals: bool = False
     """Whether the client gets how far the gate is open."""
 
+    @property
+    def own(self) -> bool:
+        """Whether it belongs to the request's own steering."""
+        return self.origin in (receipt_pb2.ORIGIN_REQUEST, receipt_pb2.ORIGIN_UPDATE)
+
     @cached_property
     def acts(self) -> tuple[Act, ...]:
         """The acts for the engine; none if it would not change a bit."""

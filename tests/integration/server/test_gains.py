@@ -11,7 +11,7 @@ import torch
 import rheostat
 from rheostat import generated, window
 
-from ..engine.reference import HfReference
+from ..engine.reference import Float, HfReference
 from .conftest import Server
 from .naive import OPS, TOLERANCE, Op, Placed, Where, everywhere, expected
 
@@ -47,12 +47,20 @@ class Gains:
             update_id = session.gain(factor, interventions)
         except rheostat.Refused:
             return
+        self.note_sent(update_id, factor, *interventions)
+
+    def note_sent(self, update_id: int, factor: float, *interventions: int) -> None:
+        """Notes a gain that was sent."""
         self._sent[update_id] = factor, interventions or range(self._count)
+
+    def note_applied(self, update_id: int, firsts: Mapping[int, int]) -> None:
+        """Notes the first position of a gain, by sample."""
+        self._firsts[update_id] = firsts
 
     def note(self, event: rheostat.SessionEvent) -> None:
         """Notes answers. Only gains that find every sample ended are refused."""
         if isinstance(event, rheostat.UpdateApplied):
-            self._firsts[event.update_id] = event.first_positions
+            self.note_applied(event.update_id, event.first_positions)
         elif isinstance(event, rheostat.UpdateRefused):
             assert event.reason == "REASON_REQUEST_NOT_FOUND", event
 
@@ -73,16 +81,22 @@ class Gains:
 
     def placed(self, placed: Sequence[Placed], sample: int, length: int) -> list[Placed]:
         """The ops of a sample, each as strong as its gains say."""
-        table = np.array([self.at(sample, position) for position in range(length)])
-        found = []
-        for index, one in enumerate(placed):
-            for gain in np.unique(table[:, index]).tolist():
-                found.append(
-                    one._replace(
-                        op=as_strong(one.op, gain), holds=where(one, table[:, index] == gain)
-                    )
-                )
-        return found
+        return multiplied(placed, self.table(sample, length))
+
+    def table(self, sample: int, length: int) -> Float:
+        """The gains at positions, [length, interventions]."""
+        return np.array([self.at(sample, position) for position in range(length)])
+
+
+def multiplied(placed: Sequence[Placed], table: Float) -> list[Placed]:
+    """Ops, each as strong as its gains say, [positions, ops]."""
+    found = []
+    for index, one in enumerate(placed):
+        for gain in np.unique(table[:, index]).tolist():
+            found.append(
+                one._replace(op=as_strong(one.op, gain), holds=where(one, table[:, index] == gain))
+            )
+    return found
 
 
 def where(placed: Placed, mask: np.ndarray) -> Where:
@@ -96,12 +110,19 @@ def check(
     """Every sample's log-probabilities are those of the hooks."""
     for number, sample in enumerate(out.samples):
         length = len(out.prompt_token_ids) + len(sample.token_ids)
-        wanted = gains.placed(placed, number, length)
-        run = expected(reference, out.prompt_token_ids, sample.token_ids, wanted).run
-        first = len(out.prompt_token_ids) - 1
-        want = [run.logprobs[first + i][t] for i, t in enumerate(sample.token_ids)]
-        got = [step.token.logprob for step in sample.logprobs]
-        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+        check_sample(reference, out, number, gains.placed(placed, number, length))
+
+
+def check_sample(
+    reference: HfReference, out: rheostat.Generation, number: int, placed: Sequence[Placed]
+) -> None:
+    """The log-probabilities of a sample are those of the hooks."""
+    sample = out.samples[number]
+    run = expected(reference, out.prompt_token_ids, sample.token_ids, placed).run
+    first = len(out.prompt_token_ids) - 1
+    want = [run.logprobs[first + i][t] for i, t in enumerate(sample.token_ids)]
+    got = [step.token.logprob for step in sample.logprobs]
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 
 
 def schedule(seed: int, interventions: int) -> Iterator[tuple[float, tuple[int, ...]]]:

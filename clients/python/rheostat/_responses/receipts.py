@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rheostat._fields import equal_fields, read_word
@@ -84,7 +85,7 @@ class AppliedIntervention:
     unknown_sites: int = 0
     """Number of further sites, at points that only newer clients know."""
     last_gain: float | None = None
-    """The last gain that a session set; None if it set none."""
+    """The last gain: the product of what session and watches set. None if none was set."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,31 @@ class RuleReceipt:
     """The samples in which it fired."""
 
 
+@dataclass(frozen=True)
+class WatchChange:
+    """A change of the steering by a watch."""
+
+    update_id: int
+    """The watch's number of it."""
+    first_positions: Mapping[int, int]
+    """The first position that it acts on, by sample."""
+    factor: float | None = None
+    """The gain that it set; None if it set none."""
+    interventions: tuple[int, ...] = ()
+    """Indices of the interventions with this gain; empty: all of the request's own."""
+
+
+@dataclass(frozen=True)
+class WatchReceipt:
+    """Changes of the steering by one watch."""
+
+    watch_id: str
+    changes: tuple[WatchChange, ...]
+    """In order; the first 256."""
+    change_count: int
+    """Number of the changes, in all."""
+
+
 @dataclass(frozen=True, repr=False)
 class Receipt:
     """A record of the interventions and captures that were carried out. ``print`` shows a text."""
@@ -158,7 +184,9 @@ class Receipt:
     rules: tuple[RuleReceipt, ...] = ()
     """Every rule of the request."""
     gain_count: int = 0
-    """Gains of the session that were carried out."""
+    """Gains of the session and of watches that were carried out."""
+    watches: tuple[WatchReceipt, ...] = ()
+    """The watches that changed its steering, in the order of their first changes."""
 
     def __repr__(self) -> str:
         parts = [
@@ -215,6 +243,8 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         rows.append(("updates", f"{receipt.update_count} carried out"))
     if receipt.gain_count:
         rows.append(("gains", f"{receipt.gain_count} carried out"))
+    for watch in receipt.watches:
+        rows.append((f"watch {watch.watch_id}", f"{watch.change_count} changes"))
     return rows
 
 
@@ -296,6 +326,15 @@ def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
     )
 
 
+def _read_change(change: receipt_pb2.WatchChange) -> WatchChange:
+    firsts = {one.sample: one.position for one in change.first_positions}
+    if not change.HasField("gain"):
+        return WatchChange(change.update_id, firsts)
+    return WatchChange(
+        change.update_id, firsts, change.gain.factor, tuple(change.gain.interventions)
+    )
+
+
 def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
     return Receipt(
         **equal_fields(Receipt, message),
@@ -327,6 +366,12 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
                 ),
             )
             for rule in message.rules
+        ),
+        watches=tuple(
+            WatchReceipt(
+                watch.watch_id, tuple(map(_read_change, watch.changes)), watch.change_count
+            )
+            for watch in message.watches
         ),
     )
 

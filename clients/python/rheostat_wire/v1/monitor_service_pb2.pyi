@@ -116,7 +116,7 @@ class WatchRequest(_message.Message):
 
     @_builtins.property
     def steer(self) -> Global___WatchSteer:
-        """Changes a request's steering. Not served yet: UpdateRefused with REASON_NOT_SUPPORTED."""
+        """Changes a request's steering, if the watch has `steers`."""
 
     @_builtins.property
     def stop(self) -> Global___WatchStop:
@@ -161,6 +161,7 @@ class WatchOpen(_message.Message):
     BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     BATCHES_FIELD_NUMBER: _builtins.int
+    STEERS_FIELD_NUMBER: _builtins.int
     report: Global___WatchReport.ValueType
     """Which tokens are reported. Default WATCH_REPORT_EVERY."""
     on_lost: Global___WatchLost.ValueType
@@ -174,6 +175,10 @@ class WatchOpen(_message.Message):
     """
     batches: _builtins.bool
     """As SubscribeOpen.batches."""
+    steers: _builtins.bool
+    """Whether WatchSteer may change the requests. What they generate is then shared with no other
+    request through the prefix cache.
+    """
     @_builtins.property
     def filter(self) -> _capture_service_pb2.RequestFilter:
         """Which requests. Required for a new watch; absent when resuming."""
@@ -205,10 +210,11 @@ class WatchOpen(_message.Message):
         buffer_bytes: _builtins.int | None = ...,
         resume: Global___WatchResume | None = ...,
         batches: _builtins.bool = ...,
+        steers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_on_lost", b"_on_lost", "_report", b"_report", "buffer_bytes", b"buffer_bytes", "filter", b"filter", "on_lost", b"on_lost", "report", b"report", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_on_lost", b"_on_lost", "_report", b"_report", "batches", b"batches", "buffer_bytes", b"buffer_bytes", "credit_bytes", b"credit_bytes", "filter", b"filter", "on_lost", b"on_lost", "probes", b"probes", "report", b"report", "resume", b"resume", "rules", b"rules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes", "_on_lost", b"_on_lost", "_report", b"_report", "batches", b"batches", "buffer_bytes", b"buffer_bytes", "credit_bytes", b"credit_bytes", "filter", b"filter", "on_lost", b"on_lost", "probes", b"probes", "report", b"report", "resume", b"resume", "rules", b"rules", "steers", b"steers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__buffer_bytes: _TypeAlias = _typing.Literal["buffer_bytes"]  # noqa: Y015
     _WhichOneofArgType__buffer_bytes: _TypeAlias = _typing.Literal["_buffer_bytes", b"_buffer_bytes"]  # noqa: Y015
@@ -253,7 +259,11 @@ Global___WatchResume: _TypeAlias = WatchResume  # noqa: Y015
 
 @_typing.final
 class WatchSteer(_message.Message):
-    """Changes a running request's steering from its next step on. Not served yet."""
+    """Changes a running request's steering from the next step on, but not before the first generated
+    token. Answered by UpdateApplied, with the first positions on which the change acts, or
+    UpdateRefused; an answer whose call has ended is lost. It stays when the watch ends. The request's
+    Receipt.watches names the watch and the change. Without WatchOpen.steers: REASON_NOT_SUPPORTED.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -269,16 +279,22 @@ class WatchSteer(_message.Message):
     @_builtins.property
     def layer(self) -> _steering_pb2.Steering:
         """The watch's own layer, with ORIGIN_WATCH: what the watch has said of this request before is
-        replaced, and the request's own steering stays. Empty: none.
+        replaced, and the request's own steering stays. Empty: none. Not served yet:
+        REASON_NOT_SUPPORTED.
         """
 
     @_builtins.property
     def gain(self) -> _gain_pb2.Gain:
-        """Multiplies the request's own steering."""
+        """Multiplies the request's own steering. The gain of an intervention is the product of what its
+        session and each watch have set, at most 16 (REASON_INVALID_VALUE). A session's new steering
+        begins with gains of 1. Limits as for SessionRequest.gain.
+        """
 
     @_builtins.property
     def replace(self) -> _steering_pb2.Steering:
-        """Takes the place of the request's own steering. Empty: none."""
+        """Takes the place of the request's own steering. Empty: none. Not served yet:
+        REASON_NOT_SUPPORTED.
+        """
 
     def __init__(
         self,

@@ -8,6 +8,8 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rheostat_wire.v1 import gain_pb2 as _gain_pb2
+from rheostat_wire.v1 import generation_pb2 as _generation_pb2
 from rheostat_wire.v1 import replace_pb2 as _replace_pb2
 from rheostat_wire.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
@@ -117,6 +119,7 @@ class Receipt(_message.Message):
     UPDATE_COUNT_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
     GAIN_COUNT_FIELD_NUMBER: _builtins.int
+    WATCHES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     prompt_token_count: _builtins.int
@@ -136,7 +139,7 @@ class Receipt(_message.Message):
     update_count: _builtins.int
     """Changes of steering by a session that were carried out."""
     gain_count: _builtins.int
-    """Gains of a session that were carried out."""
+    """Gains of a session and of watches that were carried out."""
     @_builtins.property
     def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppliedIntervention]:
         """Every intervention of the request and of the server, in the order of ExplainResponse.
@@ -150,6 +153,10 @@ class Receipt(_message.Message):
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuleReceipt]:
         """Every rule of the request, in its order."""
+
+    @_builtins.property
+    def watches(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchReceipt]:
+        """The watches that changed its steering, in the order of their first changes."""
 
     def __init__(
         self,
@@ -166,10 +173,11 @@ class Receipt(_message.Message):
         update_count: _builtins.int = ...,
         rules: _abc.Iterable[Global___RuleReceipt] | None = ...,
         gain_count: _builtins.int = ...,
+        watches: _abc.Iterable[Global___WatchReceipt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "gain_count", b"gain_count", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "rules", b"rules", "update_count", b"update_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "gain_count", b"gain_count", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "rules", b"rules", "update_count", b"update_count", "watches", b"watches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -226,7 +234,7 @@ class AppliedIntervention(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     LAST_GAIN_FIELD_NUMBER: _builtins.int
     last_gain: _builtins.float
-    """The last gain that a session set. Absent if it set none."""
+    """Its last gain: the product of what its session and watches set. Absent if none was set."""
     @_builtins.property
     def intervention(self) -> Global___InterventionRef:
         """Which."""
@@ -439,6 +447,74 @@ class RuleFirings(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RuleFirings: _TypeAlias = RuleFirings  # noqa: Y015
+
+@_typing.final
+class WatchReceipt(_message.Message):
+    """What a watch changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WATCH_ID_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    CHANGE_COUNT_FIELD_NUMBER: _builtins.int
+    watch_id: _builtins.str
+    """The watch."""
+    change_count: _builtins.int
+    """Number of its changes, in all."""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchChange]:
+        """Its changes, in order; the first 256."""
+
+    def __init__(
+        self,
+        *,
+        watch_id: _builtins.str = ...,
+        changes: _abc.Iterable[Global___WatchChange] | None = ...,
+        change_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change_count", b"change_count", "changes", b"changes", "watch_id", b"watch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchReceipt: _TypeAlias = WatchReceipt  # noqa: Y015
+
+@_typing.final
+class WatchChange(_message.Message):
+    """A change of the steering by a watch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_POSITIONS_FIELD_NUMBER: _builtins.int
+    GAIN_FIELD_NUMBER: _builtins.int
+    update_id: _builtins.int
+    """The watch's update."""
+    @_builtins.property
+    def first_positions(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.SamplePosition]:
+        """The first position that it acts on, by sample; as UpdateApplied.first_positions."""
+
+    @_builtins.property
+    def gain(self) -> _gain_pb2.Gain:
+        """A gain."""
+
+    def __init__(
+        self,
+        *,
+        update_id: _builtins.int = ...,
+        first_positions: _abc.Iterable[_generation_pb2.SamplePosition] | None = ...,
+        gain: _gain_pb2.Gain | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "gain", b"gain"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "first_positions", b"first_positions", "gain", b"gain", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["gain"]  # noqa: Y015
+    _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
+
+Global___WatchChange: _TypeAlias = WatchChange  # noqa: Y015
 
 @_typing.final
 class CaptureReceipt(_message.Message):

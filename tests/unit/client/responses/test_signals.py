@@ -112,3 +112,16 @@ def test_the_receipt_says_where_rules_fired(client, server) -> None:
     )
     assert "rule grim: fired at positions 3, stopped 1 samples" in str(receipt)
     assert "rule calm: did not fire" in str(receipt)
+
+
+def test_the_receipt_says_what_watches_changed(client, server) -> None:
+    changed = generation_service_pb2.GenerateResponse()
+    changed.CopyFrom(RECEIPT)
+    watch = changed.receipt.watches.add(watch_id="w", change_count=300)
+    done = watch.changes.add(update_id=4, gain={"factor": 0.5, "interventions": [1]})
+    done.first_positions.add(sample=2, position=9)
+    server.on("Generate", [STARTED, FIRST, SECOND, FINISHED, changed])
+    receipt = client.stream("x")[1].receipt
+    change = rheostat.WatchChange(4, {2: 9}, 0.5, (1,))
+    assert receipt.watches == (rheostat.WatchReceipt("w", (change,), 300),)
+    assert "watch w: 300 changes" in str(receipt)

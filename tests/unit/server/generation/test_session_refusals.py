@@ -8,6 +8,7 @@ import pytest
 
 from rheostat_server.errors import Defect
 from rheostat_server.generation import session
+from rheostat_server.requests import steering_control
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -240,7 +241,7 @@ async def test_an_unforeseen_failure_of_an_update_fails_the_request(starter, cap
 
 
 async def test_a_session_takes_only_so_many_updates(starter, monkeypatch) -> None:
-    monkeypatch.setattr(session, "UPDATES", 2)
+    monkeypatch.setattr(steering_control, "UPDATES", 2)
     running, talk = await held(starter)
     await talk.say(*(update(number, add()) for number in (1, 2, 3)))
     for _ in range(2):
@@ -252,7 +253,7 @@ async def test_a_session_takes_only_so_many_updates(starter, monkeypatch) -> Non
 
 
 async def test_only_so_many_updates_wait(starter, monkeypatch) -> None:
-    monkeypatch.setattr(session, "WAITING_UPDATES", 1)
+    monkeypatch.setattr(steering_control, "WAITING_UPDATES", 1)
     running = await starter(ScriptedBackend(unscheduled=asyncio.Event()))
     talk = SessionCall(running)
     await talk.say(start())

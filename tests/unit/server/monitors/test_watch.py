@@ -187,7 +187,7 @@ async def test_a_watcher_stops_a_request(starter) -> None:
             "REASON_INVALID_VALUE",
             "stop.label",
         ),
-        ({"steer": pb.WatchSteer(update_id=1)}, "REASON_NOT_SUPPORTED", "steer"),
+        ({"steer": pb.WatchSteer(update_id=1, request_id="r")}, "REASON_NOT_SUPPORTED", "steer"),
     ],
 )
 async def test_a_refused_update_leaves_the_watch(running, fields, reason, field) -> None:

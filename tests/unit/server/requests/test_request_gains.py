@@ -9,7 +9,8 @@ import pytest
 
 from rheostat_engine import GainsUpdate, Plan
 from rheostat_server.errors import Defect
-from rheostat_server.generation import session, session_gains
+from rheostat_server.generation import session
+from rheostat_server.requests import request_gains, steering_control
 from rheostat_wire.v1 import generation_pb2, steering_service_pb2
 
 from ..conftest import Refusal
@@ -245,7 +246,7 @@ async def test_a_request_without_steering_has_nothing_to_multiply(starter) -> No
 
 
 async def test_a_flood_of_gains_is_refused_and_answered(starter, monkeypatch) -> None:
-    monkeypatch.setattr(session_gains, "WAITING_GAINS", 20)
+    monkeypatch.setattr(steering_control, "WAITING_GAINS", 20)
     running, talk = await held(starter, steer=[add()])
     release = asyncio.Event()
     set_gains = running.backend.set_gains
@@ -282,7 +283,7 @@ async def test_a_client_that_sends_gains_and_never_reads_ends_its_session(
 
 
 async def test_gains_change_only_so_many_numbers(starter, monkeypatch) -> None:
-    monkeypatch.setattr(session_gains, "MAX_GAIN_CHANGES", 5)
+    monkeypatch.setattr(request_gains, "MAX_GAIN_CHANGES", 5)
     running, talk = await held(starter, steer=[add(scale=2.0), add(scale=3.0)])
     await talk.say(gain(1, 2.0), gain(2, 2.0), gain(3, 3.0), gain(4, 4.0), gain(5, 5.0, 0))
     refusal = await talk.refused()

@@ -1,4 +1,7 @@
-"""The gains of a session: numbers that multiply its own steering.
+"""The gains of a request: numbers that multiply its own steering, set by its session and watches.
+
+The gain of an intervention is the product of what each of them has set. So a watch that halves the
+steering halves it whatever the session sets.
 
 The first gain of a list of interventions has a second table of the list built in the workers, with
 a gain in each program. That is an update of the steering, which needs room in the engine. All
@@ -10,7 +13,8 @@ in force when it was sent.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,26 +26,28 @@ from rheostat_engine import (
     Plan,
 )
 from rheostat_server import validation
-from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.planning import problem_of
+from rheostat_server.engine.gain_updates import GainUpdates
 from rheostat_server.errors import (
     InvalidValue,
     MissingField,
-    QueueFull,
     RequestNotFound,
     RheostatError,
 )
-from rheostat_server.errors.status import to_status
-from rheostat_server.limits import INTERVENTIONS, RETRY_SECONDS, WAITING_GAINS
+from rheostat_server.limits import INTERVENTIONS
 from rheostat_server.requests.active_request import ActiveRequest
-from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.sequence import EngineSequence, SampleGains
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.tasks.offload import offload
-from rheostat_wire.v1 import gain_pb2, generation_pb2, receipt_pb2
+from rheostat_wire.v1 import gain_pb2, generation_pb2
+
+Positions = Sequence[generation_pb2.SamplePosition]
 
 Install = Callable[[Plan], Awaitable[object]]
 """Applies a packed plan to the samples, as an update of the steering does."""
+
+Answer = Callable[[Positions], None]
+"""Is called with the first positions on which a gain acts; empty if every sample has ended."""
 
 
 class _SentGain:
@@ -51,7 +57,7 @@ class _SentGain:
         self,
         gains: SampleGains,
         samples: int,
-        done: Callable[[Sequence[generation_pb2.SamplePosition]], None],
+        done: Answer,
     ) -> None:
         """No sample has answered.
 
@@ -77,26 +83,24 @@ class _SentGain:
             self._done(sorted(self._firsts, key=lambda one: one.sample))
 
 
-class SessionGains:
-    """The gains of a session. Used on the event loop alone."""
+class RequestGains:
+    """The gains of a request. Used on the event loop alone."""
 
-    def __init__(
-        self,
-        admitted: AdmittedRequest,
-        active: ActiveRequest,
-        manager: RequestManager,
-    ) -> None:
-        """Every gain is 1."""
-        self._admitted = admitted
+    def __init__(self, active: ActiveRequest, updates: GainUpdates) -> None:
+        """Every gain is 1.
+
+        Args:
+            active: the request.
+            updates: sends the gains to the engine.
+        """
         self._active = active
-        self._manager = manager
-        self._accepted = 0
-        """Gains that have not been answered."""
+        self._updates = updates
         self._sent = 0
-        """Of these, those that were sent to the engine."""
+        """Gains that were sent to the engine and have not been answered."""
         self._settled = asyncio.Event()
         self._settled.set()
         self._changes = 0
+        admitted = active.admitted
         self.begin_list(0, admitted.interventions, admitted.plan, admitted.work)
 
     def begin_list(
@@ -114,92 +118,81 @@ class SessionGains:
         self._interventions = interventions
         self._plan = plan
         self._work = work
-        own = [one for one in interventions if one.origin != receipt_pb2.ORIGIN_GLOBAL]
-        self._gains = [1.0] * len(own)
+        self._count = sum(one.own for one in interventions)
+        self._gains = [1.0] * self._count
+        self._factors: dict[str, list[float]] = {}
+        """What each setter has set, for each intervention."""
         self._installed = False
 
-    def check(self, gain: gain_pb2.Gain) -> None:
-        """Checks a message, and accepts it. It must then be given to `apply`.
-
-        Raises:
-            MissingField, NonFinite, InvalidValue: it is malformed.
-            QueueFull: too many gains wait.
-        """
-        if not gain.HasField("factor"):
-            raise MissingField("a factor is required", field="gain.factor")
-        validation.finite(gain.factor, "gain.factor")
-        if not 0 <= gain.factor <= LARGEST_GAIN:
-            raise InvalidValue(
-                f"a gain is from 0 to {LARGEST_GAIN:g}, not {gain.factor:g}", field="gain.factor"
-            )
-        validation.check_count(
-            len(gain.interventions), INTERVENTIONS, "gain.interventions", "interventions"
-        )
-        if self._accepted >= WAITING_GAINS:
-            raise QueueFull(
-                f"{WAITING_GAINS} gains wait for their answers already; send the next once some "
-                "have been answered",
-                field="gain",
-                retry_after=RETRY_SECONDS,
-            )
-        self._accepted += 1
-
-    async def apply(self, update_id: int, gain: gain_pb2.Gain, install: Install) -> None:
-        """Sends an accepted gain to the engine. It is answered once the engine has reported it.
+    async def apply(
+        self, setter: str, update_id: int, gain: gain_pb2.Gain, install: Install, answer: Answer
+    ) -> None:
+        """Sends a checked gain to the engine. It is answered once the engine has reported it.
 
         Args:
-            update_id: its id.
-            gain: the message.
+            setter: the id of the watch that sets it; empty: the session.
+            update_id: the setter's update.
+            gain: the message; see `check_gain`.
             install: gives samples the table with gains, if they do not have it.
+            answer: is called with the first positions.
 
         Raises:
             EngineLost, Defect: the request has failed.
             RheostatError: the gain is refused.
         """
-        try:
-            changed = self._changed(gain)
-            if not self._installed:
-                await self._install_table(update_id, install)
-            self._send(update_id, changed)
-        except BaseException:
-            self._accepted -= 1
-            raise
+        factors, changed = self._changed(setter, gain)
+        if not self._installed:
+            await self._install_table(f"gains{update_id}{setter}", install)
+        self._send(changed, answer)
+        self._factors[setter] = factors
 
     async def settled(self) -> None:
         """Returns once all gains that were sent have been answered."""
         await self._settled.wait()
 
-    def _changed(self, gain: gain_pb2.Gain) -> dict[int, float]:
-        """The gains that a message changes, by intervention."""
-        if not self._gains:
+    def _changed(self, setter: str, gain: gain_pb2.Gain) -> tuple[list[float], dict[int, float]]:
+        """What the setter has set then, and the gains that change, by intervention."""
+        if not self._count:
             raise InvalidValue(
                 "the request has no steering of its own that a gain could multiply", field="gain"
             )
         for number, index in enumerate(gain.interventions):
-            if index >= len(self._gains):
+            if index >= self._count:
                 raise InvalidValue(
-                    f"the request's steering has {len(self._gains)} interventions; there is no "
+                    f"the request's steering has {self._count} interventions; there is no "
                     f"intervention {index}",
                     field=f"gain.interventions[{number}]",
                 )
-        indices = gain.interventions or range(len(self._gains))
-        changed = {index: gain.factor for index in indices if self._gains[index] != gain.factor}
+        factors = list(self._factors.get(setter, [1.0] * self._count))
+        others = [one for name, one in self._factors.items() if name != setter]
+        changed: dict[int, float] = {}
+        for index in gain.interventions or range(self._count):
+            factors[index] = gain.factor
+            product = math.prod((gain.factor, *(one[index] for one in others)))
+            if product > LARGEST_GAIN:
+                raise InvalidValue(
+                    f"with what others have set, the gain of intervention {index} would be "
+                    f"{product:g}; the largest is {LARGEST_GAIN:g}",
+                    field="gain.factor",
+                )
+            if self._gains[index] != product:
+                changed[index] = product
         if self._changes + len(changed) > MAX_GAIN_CHANGES:
             raise InvalidValue(
-                f"the gains of a session may change {MAX_GAIN_CHANGES} numbers; {self._changes} "
+                f"the gains of a request may change {MAX_GAIN_CHANGES} numbers; {self._changes} "
                 f"were changed, and this gain would change {len(changed)}",
                 field="gain",
             )
-        return changed
+        return factors, changed
 
-    async def _install_table(self, update_id: int, install: Install) -> None:
+    async def _install_table(self, name: str, install: Install) -> None:
         """Has the table with gains built, and gives it to the samples.
 
         Raises:
             EngineLost, Defect: the request has failed.
             RheostatError: the engine cannot hold it, or every sample has ended.
         """
-        plan_id = self._active.plan_id(f"gains{update_id}")
+        plan_id = self._active.plan_id(name)
         plan = await offload(self._work, _with_gains, self._interventions, self._plan, plan_id)
         try:
             await install(plan)
@@ -209,7 +202,7 @@ class SessionGains:
             raise
         self._installed = True
 
-    def _send(self, update_id: int, changed: dict[int, float]) -> None:
+    def _send(self, changed: Mapping[int, float], answer: Answer) -> None:
         """Sends changes to the samples that run.
 
         Raises:
@@ -228,28 +221,36 @@ class SessionGains:
         self._sent += 1
         self._settled.clear()
         gains = SampleGains(0, self._update_id, tuple(self._gains))
-        sent = _SentGain(gains, len(running), partial(self._answer, update_id))
+        sent = _SentGain(gains, len(running), partial(self._answered, answer))
         for sequence in running:
             change = sequence.await_gain(sent.resolve)
-            update = GainsUpdate(sequence.plan_id, change, self._admitted.prompt_len, changed)
-            self._manager.gain_updates.set(update, self._active.fail)
+            prompt_len = self._active.admitted.prompt_len
+            update = GainsUpdate(sequence.plan_id, change, prompt_len, changed)
+            self._updates.set(update, self._active.fail)
 
-    def _answer(self, update_id: int, firsts: Sequence[generation_pb2.SamplePosition]) -> None:
-        self._accepted -= 1
+    def _answered(self, answer: Answer, firsts: Positions) -> None:
         self._sent -= 1
         if not self._sent:
             self._settled.set()
-        if firsts:
-            self._active.notify(
-                generation_pb2.UpdateApplied(update_id=update_id, first_positions=firsts)
-            )
-        else:
-            self._active.notify(refused(update_id, RequestNotFound("every sample has ended")))
+        answer(firsts)
 
 
-def refused(update_id: int, error: RheostatError) -> generation_pb2.UpdateRefused:
-    """The answer to an update that is refused."""
-    return generation_pb2.UpdateRefused(update_id=update_id, status=to_status(error))
+def check_gain(gain: gain_pb2.Gain) -> None:
+    """Checks a message.
+
+    Raises:
+        MissingField, NonFinite, InvalidValue: it is malformed.
+    """
+    if not gain.HasField("factor"):
+        raise MissingField("a factor is required", field="gain.factor")
+    validation.finite(gain.factor, "gain.factor")
+    if not 0 <= gain.factor <= LARGEST_GAIN:
+        raise InvalidValue(
+            f"a gain is from 0 to {LARGEST_GAIN:g}, not {gain.factor:g}", field="gain.factor"
+        )
+    validation.check_count(
+        len(gain.interventions), INTERVENTIONS, "gain.interventions", "interventions"
+    )
 
 
 def _with_gains(interventions: Sequence[Intervention], plan: Plan, request_id: str) -> Plan:
@@ -265,8 +266,7 @@ def _with_gains(interventions: Sequence[Intervention], plan: Plan, request_id: s
     """
     acts: list[Act] = []
     for one in interventions:
-        own = one.origin != receipt_pb2.ORIGIN_GLOBAL
-        acts += (replace(act, gain=one.index) for act in one.acts) if own else one.acts
+        acts += (replace(act, gain=one.index) for act in one.acts) if one.own else one.acts
     acts += plan.acts[len(acts) :]
     try:
         return Plan(request_id, tuple(acts), signals=plan.signals, gained=True).pack()

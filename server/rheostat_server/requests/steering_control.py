@@ -1,0 +1,313 @@
+"""Changes the steering of a running request, for its session and for the watches that read it.
+
+Invariants: changes are applied one after another, in the order in which they came. Each change is
+answered once. A refused change changes nothing. Work on a change ends before the request releases
+what it has reserved.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from rheostat_engine import Plan
+from rheostat_server.admission.admit import AdmissionContext
+from rheostat_server.admission.planning import check_affordable
+from rheostat_server.admission.updates import compile_update
+from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
+from rheostat_server.engine.gain_updates import GainUpdates
+from rheostat_server.engine.preparations import Preparations
+from rheostat_server.engine.steering_updates import SteeringUpdates
+from rheostat_server.errors import (
+    Defect,
+    EngineLost,
+    InvalidValue,
+    NotSupported,
+    QueueFull,
+    RequestNotFound,
+    RheostatError,
+)
+from rheostat_server.limits import (
+    RETRY_SECONDS,
+    UPDATES,
+    WAITING_GAINS,
+    WAITING_UPDATES,
+    WATCH_CHANGES,
+)
+from rheostat_server.requests.active_request import ActiveRequest
+from rheostat_server.requests.request_gains import Positions, RequestGains, check_gain
+from rheostat_server.requests.response_queue import Notice
+from rheostat_server.requests.sequence import EngineSequence, SteeringChange
+from rheostat_server.requests.steering_change import Change
+from rheostat_server.vectors.store import Vector
+from rheostat_wire.v1 import gain_pb2, generation_pb2, receipt_pb2, steering_pb2
+
+_LOG = logging.getLogger(__name__)
+
+_ENDED = "every sample has ended"
+
+
+class EngineAccess(Protocol):
+    """What a change of the steering needs of the server."""
+
+    @property
+    def admission(self) -> AdmissionContext:
+        """Everything that a new steering is checked against."""
+
+    @property
+    def admission_queue(self) -> AdmissionQueue:
+        """The engine's capacity."""
+
+    @property
+    def preparations(self) -> Preparations:
+        """Builds tables in the workers."""
+
+    @property
+    def steering_updates(self) -> SteeringUpdates:
+        """Sends acts to the engine."""
+
+    @property
+    def gain_updates(self) -> GainUpdates:
+        """Sends gains to the engine."""
+
+    async def pin_vectors(self, active: ActiveRequest, vectors: Sequence[Vector]) -> None:
+        """Loads vectors, and keeps them until the request ends."""
+
+
+class SteeringControl:
+    """Changes the steering of one request. Used on the event loop alone."""
+
+    def __init__(self, active: ActiveRequest, engine: EngineAccess) -> None:
+        """Nothing has changed yet.
+
+        Args:
+            active: the request.
+            engine: applies the changes.
+        """
+        self._active = active
+        self._admitted = active.admitted
+        self._engine = engine
+        self._server_wide = tuple(
+            one for one in self._admitted.interventions if one.origin == receipt_pb2.ORIGIN_GLOBAL
+        )
+        self._spent = 0
+        """Cost of the plan and its updates; 0 before the first update."""
+        self._applied = 0
+        """Changes of the steering, without gains, that were carried out."""
+        self._queue: deque[Change] = deque()
+        self._unanswered: Counter[tuple[str, bool]] = Counter()
+        """Changes that were not answered, by watch, and by whether they are gains."""
+        self._gains = RequestGains(active, engine.gain_updates)
+        self._task: asyncio.Task[None] | None = None
+        self._receipts: dict[str, receipt_pb2.WatchReceipt] = {}
+        """What each watch has changed."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a change of a watch was not answered. The receipt would lack it."""
+        return any(count for (watch, _), count in self._unanswered.items() if watch)
+
+    @property
+    def by_watches(self) -> Iterable[receipt_pb2.WatchReceipt]:
+        """What watches have changed, in the order of their first changes."""
+        return self._receipts.values()
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """The task that applies changes; None if there is none."""
+        return None if self._task is None or self._task.done() else self._task
+
+    def submit(self, change: Change) -> None:
+        """Applies a change after those before it.
+
+        Raises:
+            RheostatError: it is malformed, too many wait, or the request has ended. It is not
+                answered then.
+        """
+        if all(sequence.ended for sequence in self._active.own_samples) or self._active.closed:
+            raise RequestNotFound(_ENDED)
+        most, what = WAITING_UPDATES, "updates"
+        if isinstance(change.what, gain_pb2.Gain):
+            check_gain(change.what)
+            most, what = WAITING_GAINS, "gains"
+        kind = change.watch, change.is_gain
+        if self._unanswered[kind] >= most:
+            raise QueueFull(
+                f"{most} {what} wait for their answers already; send the next once some have been "
+                "answered",
+                field="gain" if change.is_gain else "",
+                retry_after=RETRY_SECONDS,
+            )
+        self._unanswered[kind] += 1
+        self._queue.append(change._replace(answer=partial(self._answer, change)))
+        if self.task is None:
+            self._task = asyncio.create_task(self._work())
+
+    def cancel(self) -> None:
+        """Ends the work, because the request ends; changes that wait are refused."""
+        if self._task is not None:
+            self._task.cancel()
+        while self._queue:
+            self._queue.popleft().refuse(RequestNotFound(_ENDED))
+
+    def _answer(self, change: Change, notice: Notice) -> None:
+        self._unanswered[change.watch, change.is_gain] -= 1
+        if change.watch and isinstance(notice, generation_pb2.UpdateApplied):
+            self._record(change, notice)
+        change.answer(notice)
+        if change.watch:
+            self._active.on_answered()
+
+    def _record(self, change: Change, notice: generation_pb2.UpdateApplied) -> None:
+        """Notes a change of a watch for the receipt."""
+        receipt = self._receipts.setdefault(
+            change.watch, receipt_pb2.WatchReceipt(watch_id=change.watch)
+        )
+        receipt.change_count += 1
+        if len(receipt.changes) < WATCH_CHANGES:
+            done = receipt.changes.add(
+                update_id=change.number, first_positions=notice.first_positions
+            )
+            if isinstance(change.what, gain_pb2.Gain):
+                done.gain.CopyFrom(change.what)
+
+    async def _work(self) -> None:
+        """Applies changes of the steering, and sends gains, one after another."""
+        while self._queue:
+            change = self._queue.popleft()
+            try:
+                if isinstance(change.what, gain_pb2.Gain):
+                    await self._gains.apply(
+                        change.watch,
+                        change.number,
+                        change.what,
+                        self._install,
+                        partial(_answer_gain, change),
+                    )
+                else:
+                    await self._gains.settled()
+                    change.answer(await self._apply(change.number, change.what))
+            except asyncio.CancelledError:
+                change.refuse(RequestNotFound(_ENDED))
+                raise
+            except (EngineLost, Defect) as error:
+                self._active.fail(error)
+                change.refuse(error)
+            except RheostatError as error:
+                change.refuse(error)
+            except Exception as error:  # no caller awaits this, so any error fails the request
+                _LOG.error("update of %s failed", self._admitted.request_id, exc_info=error)
+                failure = Defect("the server could not carry an update out")
+                self._active.fail(failure)
+                change.refuse(failure)
+
+    async def _apply(
+        self, number: int, steering: steering_pb2.Steering
+    ) -> generation_pb2.UpdateApplied:
+        """Replaces the request's own steering.
+
+        Raises:
+            EngineLost, Defect: the request has failed.
+            RheostatError: the update is refused.
+        """
+        signals = self._admitted.signals
+        if signals is not None and (signals.rules or signals.gates):
+            raise NotSupported(
+                "the steering of a request with rules, or with signals of gates, can't be updated: "
+                "send the request anew",
+                field="steering",
+            )
+        if self._applied >= UPDATES:
+            raise InvalidValue(
+                f"{UPDATES} updates were carried out; a request takes no more", field="steering"
+            )
+        compiled = await compile_update(
+            steering,
+            self._engine.admission,
+            self._admitted.context,
+            self._server_wide,
+            () if signals is None else signals.probes,
+        )
+        plan = replace(compiled.plan, request_id=self._active.plan_id(f"update{number}"))
+        taken = await self._install(plan, compiled.vectors)
+        self._applied += 1
+        for sequence, first in taken:
+            sequence.steering_changes.append(
+                SteeringChange(number, first, compiled.interventions, compiled.work)
+            )
+        self._gains.begin_list(number, compiled.interventions, plan, compiled.work)
+        return generation_pb2.UpdateApplied(
+            update_id=number,
+            first_positions=[
+                generation_pb2.SamplePosition(sample=sequence.sample, position=first)
+                for sequence, first in taken
+            ],
+        )
+
+    async def _install(
+        self, plan: Plan, vectors: Sequence[Vector] = ()
+    ) -> list[tuple[EngineSequence, int]]:
+        """Reserves what a plan needs, and applies its acts to the samples; as `_put`.
+
+        Raises:
+            EngineLost, Defect: the request has failed.
+            RheostatError: the engine cannot hold the acts, or every sample has ended.
+        """
+        active, admitted, engine = self._active, self._admitted, self._engine
+        spent = check_affordable(self._spent or admitted.plan.packed_acts.plan_cost, plan)
+        reservation = Reservation(plan, len(active.own_samples))
+        reserved: list[str] = []
+        engine.admission_queue.reserve_now(
+            reservation, prompt_len=admitted.prompt_len, reserved=reserved
+        )
+        try:
+            await engine.pin_vectors(active, vectors)
+        except BaseException:
+            engine.admission_queue.release(reserved)
+            raise
+        active.reserved += reserved
+        active.prepared.append(await engine.preparations.prepare(plan))
+        taken = await self._put(plan)
+        if not taken:
+            raise RequestNotFound(_ENDED)
+        self._spent = spent
+        return taken
+
+    async def _put(self, plan: Plan) -> list[tuple[EngineSequence, int]]:
+        """Applies a plan's acts to the samples, to each as soon as the engine runs it.
+
+        Returns:
+            The samples that have not ended, and the first position on which the acts apply.
+        """
+        firsts: dict[EngineSequence, int] = {}
+        waiting = self._active.own_samples
+        while waiting:
+            # vLLM schedules the samples of a request in order, so the first is installed first.
+            await waiting[0].installed_or_ended.wait()
+            running = [
+                sequence for sequence in waiting if sequence.installed and not sequence.ended
+            ]
+            waiting = [sequence for sequence in waiting if not sequence.installed_or_ended.is_set()]
+            positions = await self._engine.steering_updates.apply(
+                plan, [sequence.plan_id for sequence in running], self._admitted.prompt_len
+            )
+            firsts |= {
+                sequence: first
+                for sequence, first in zip(running, positions, strict=True)
+                if first is not None
+            }
+        return [
+            (sequence, firsts[sequence])
+            for sequence in self._active.own_samples
+            if sequence in firsts
+        ]
+
+
+def _answer_gain(change: Change, firsts: Positions) -> None:
+    if firsts:
+        change.answer(generation_pb2.UpdateApplied(update_id=change.number, first_positions=firsts))
+    else:
+        change.refuse(RequestNotFound(_ENDED))

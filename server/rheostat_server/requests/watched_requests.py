@@ -1,0 +1,92 @@
+"""The running requests that watches read: named to new watches, stopped and steered by them."""
+
+from collections.abc import Callable, Mapping
+
+from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.engine.backend import StoppedBy
+from rheostat_server.limits import MISSED_REQUESTS
+from rheostat_server.monitors.registry import Watches
+from rheostat_server.monitors.watch import Watch
+from rheostat_server.requests.active_request import ActiveRequest
+from rheostat_server.requests.response_queue import Notice
+from rheostat_server.requests.steering_change import Change
+from rheostat_server.subscriptions.pending_changes import MissedRequest
+from rheostat_wire.v1 import monitor_service_pb2
+
+
+class WatchedRequests:
+    """Acts on requests for watches. Used on the event loop alone."""
+
+    def __init__(self, watches: Watches, active_requests: Mapping[str, ActiveRequest]) -> None:
+        """Acts on the running requests.
+
+        Args:
+            watches: the open watches.
+            active_requests: a live view of the running requests, by id.
+        """
+        self._watches = watches
+        self._active_requests = active_requests
+        watches.stop = self._stop_all
+
+    def announce_running(self, watch: Watch) -> None:
+        """Names the requests that a new watch selects, and that began before it."""
+        watch.missed = [
+            MissedRequest(request_id, "it began before the watch")
+            for request_id, active in self._active_requests.items()
+            if watch.selects(request_id, active.admitted.labels)
+        ][:MISSED_REQUESTS]
+
+    def announce_late(self, admitted: AdmittedRequest) -> None:
+        """Names a request to the watches that were opened while it was admitted.
+
+        Raises:
+            WatchLost: a lost watch selects it, whose requests are refused.
+        """
+        if self._watches.any:
+            reading = {part.watch.name for part in admitted.watch_parts}
+            for watch in self._watches.selecting(admitted.request_id, admitted.labels):
+                if watch.name not in reading:
+                    watch.miss(admitted.request_id, "its admission began before the watch")
+
+    def stop(self, watch: Watch, request_id: str, label: str) -> bool:
+        """Ends a request that a watch reads; returns whether it ran."""
+        active = self._read_by(watch, request_id)
+        if active is None:
+            return False
+        active.stop(StoppedBy("", label, watch.name))
+        return True
+
+    def steer(
+        self,
+        watch: Watch,
+        steer: monitor_service_pb2.WatchSteer,
+        answer: Callable[[Notice], None],
+    ) -> bool:
+        """Changes the steering of a request that a watch reads; returns whether it ran.
+
+        Args:
+            watch: the watch, which steers.
+            steer: its message, with a gain.
+            answer: is called once with the result.
+
+        Raises:
+            RheostatError: the change is refused at once.
+        """
+        active = self._read_by(watch, steer.request_id)
+        if active is None:
+            return False
+        assert active.control is not None  # because a watch that steers reads it
+        change = Change(steer.update_id, steer.gain, answer, watch=watch.name, path="steer.")
+        active.control.submit(change)
+        return True
+
+    def _read_by(self, watch: Watch, request_id: str) -> ActiveRequest | None:
+        active = self._active_requests.get(request_id)
+        if active is None or all(one.part.watch is not watch for one in active.watched):
+            return None
+        return active
+
+    def _stop_all(self, watch: Watch) -> None:
+        """Ends all requests of a watch that was lost."""
+        for request_id in list(self._active_requests):
+            self.stop(watch, request_id, "the watch was lost")
