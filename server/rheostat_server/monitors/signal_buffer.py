@@ -2,7 +2,8 @@
 
 Invariants: events leave in the order in which they came. Waiting and sent events stay within the
 memory of the watch: if it is full, the oldest waiting signals are dropped, and their positions are
-reported before the next event. Beginnings and ends of requests are never dropped.
+reported before the next event, but after the beginning of their request. Beginnings and ends of
+requests are never dropped.
 """
 
 import asyncio
@@ -91,6 +92,8 @@ class Notice(NamedTuple):
     response: monitor_service_pb2.WatchResponse
     weight: int
     """Bytes of memory."""
+    begins: WatchedRequest | None = None
+    """The request whose beginning it is."""
 
 
 class SignalBuffer:
@@ -118,7 +121,9 @@ class SignalBuffer:
         """Number of events that have come."""
         self._waiting = 0
         self._lossy: dict[WatchedRequest, None] = {}
-        """Requests with dropped positions that were not reported."""
+        """Requests with dropped positions that are to be reported next."""
+        self._unannounced: set[WatchedRequest] = set()
+        """Requests whose beginning was not sent."""
         self._head: SignalMessage | None = None
         """The message of the first event, or of dropped positions before it."""
         self._head_event: Step | Notice | None = None
@@ -143,9 +148,20 @@ class SignalBuffer:
         self._steps.append((self._added, step))
         self._add(step.weight)
 
-    def add_notice(self, response: monitor_service_pb2.WatchResponse) -> None:
-        """Adds the beginning or the end of a request."""
-        notice = Notice(response, _EVENT_BYTES + _ENCODED * response.ByteSize())
+    def add_notice(
+        self,
+        response: monitor_service_pb2.WatchResponse,
+        begins: WatchedRequest | None = None,
+    ) -> None:
+        """Adds the beginning or the end of a request.
+
+        Args:
+            response: the message.
+            begins: the request whose beginning it is; None: it is no beginning.
+        """
+        notice = Notice(response, _EVENT_BYTES + _ENCODED * response.ByteSize(), begins)
+        if begins is not None:
+            self._unannounced.add(begins)
         self._notices.append((self._added, notice))
         self._add(notice.weight)
 
@@ -171,6 +187,10 @@ class SignalBuffer:
         self._waiting -= event.weight
         if isinstance(event, Notice):
             self._notices.popleft()
+            if event.begins is not None:
+                self._unannounced.discard(event.begins)
+                if event.begins.dropped:
+                    self._lossy[event.begins] = None
             return
         self._steps.popleft()
         for watched, count in zip(event.watched, event.counts, strict=True):
@@ -181,6 +201,7 @@ class SignalBuffer:
         self._steps.clear()
         self._notices.clear()
         self._lossy.clear()
+        self._unannounced.clear()
         self._waiting = 0
         self._head = self._head_event = None
 
@@ -218,7 +239,8 @@ class SignalBuffer:
             watched.dropped.setdefault(sample, []).append((first, first + count))
             watched.dropped_position_count += count
             self.lost_positions += count
-            self._lossy[watched] = None
+            if watched not in self._unannounced:
+                self._lossy[watched] = None
 
     def _encode(self) -> None:
         if self._lossy:

@@ -148,7 +148,7 @@ class Watch(EventStream[SignalMessage]):
         begun.begun.number, begun.begun.request_id = watched.number, request_id
         begun.begun.sample_count, begun.begun.prompt_token_count = samples, prompt_len
         begun.begun.labels.update(labels)
-        self.buffer.add_notice(begun)
+        self.buffer.add_notice(begun, begins=watched)
         return watched
 
     def add(

@@ -66,6 +66,33 @@ def test_steps_between_notices_are_dropped_oldest_first(full) -> None:
     assert watched.dropped_position_count == positions.count
 
 
+def test_dropped_signals_of_a_request_are_reported_after_its_beginning(full) -> None:
+    buffer = SignalBuffer(20_000, full.append)
+    first, second = WatchedRequest(1, "a", (0,)), WatchedRequest(2, "b", (1,))
+    for watched in (first, second):
+        begun = monitor_service_pb2.WatchResponse()
+        begun.begun.number = watched.number
+        buffer.add_notice(begun, begins=watched)
+        for position in range(10):
+            buffer.add_step(step(watched, position))
+        buffer.add_notice(notice(watched.number))
+    events = []
+    while (message := buffer.encoded()) is not None:
+        kind = message.response.WhichOneof("event")
+        if kind != "signals":
+            events.append((kind, getattr(message.response, kind).number))
+        buffer.take()
+    assert events == [
+        ("begun", 1),
+        ("dropped", 1),
+        ("ended", 1),
+        ("begun", 2),
+        ("dropped", 2),
+        ("ended", 2),
+    ]
+    assert len(buffer) == 0
+
+
 def test_summaries_take_the_memory_of_the_watch(full) -> None:
     buffer = SignalBuffer(1 << 20, full.append)
     for number in range(100):
