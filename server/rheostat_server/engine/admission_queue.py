@@ -1,7 +1,12 @@
 """Admission to the engine: reserves capacity for requests, first come, first served.
 
-Invariants: a request gets everything that it needs, or nothing. While a request waits, later
-requests may share resources that others have reserved, but may not reserve new ones.
+Background requests, such as the cells of a sweep, have a queue of their own. Ordinary requests come
+before them, but only `_OVERTAKING` one after the other: then a background request is next, so that
+a sweep always gets on.
+
+Invariants: a request gets everything that it needs, or nothing. While a request waits, requests
+that come after it in this order may share resources that others have reserved, but may not reserve
+new ones.
 """
 
 import asyncio
@@ -13,6 +18,9 @@ from typing import NamedTuple
 from rheostat_engine import Capacity, CapacityLedger, CaptureNeed, Plan, Shortage
 from rheostat_server.errors import BankFull, CaptureOverflow, RheostatError
 from rheostat_server.limits import RETRY_SECONDS
+
+_OVERTAKING = 16
+"""Ordinary requests that may be admitted while a background request waits. Then it is next."""
 
 
 class Reservation(NamedTuple):
@@ -53,12 +61,15 @@ class AdmissionQueue:
         self._capacity = capacity
         self.step_tokens = step_tokens
         self.timeout = timeout
-        self._queue: deque[_QueuedRequest] = deque()
+        self._ordinary: deque[_QueuedRequest] = deque()
+        self._background: deque[_QueuedRequest] = deque()
+        self._overtaken = 0
+        """Ordinary requests admitted since a background request was, while one waited."""
 
     @property
     def waiting(self) -> int:
         """Number of requests that wait."""
-        return len(self._queue)
+        return len(self._ordinary) + len(self._background)
 
     async def reserve(
         self,
@@ -67,6 +78,7 @@ class AdmissionQueue:
         prompt_len: int,
         wait: bool,
         reserved: list[str],
+        background: bool = False,
     ) -> None:
         """Reserves capacity for a request; waits for it in turn.
 
@@ -76,14 +88,16 @@ class AdmissionQueue:
             wait: whether the request waits if the engine has too little capacity now.
             reserved: receives the ids of the new ledger entries, for `release`. A request that is
                 cancelled at the last moment has entries too.
+            background: whether ordinary requests come first.
 
         Raises:
             BankFull, CaptureOverflow: the engine has too little capacity, now or even when empty.
         """
         shortage = None
-        if not self._queue:
+        if self._is_next(background):
             shortage = self._admit(reservations, prompt_len, reserved)
             if shortage is None:
+                self._count_admitted(background)
                 return
         self.check_ever_fits(reservations, prompt_len)
         if not wait:
@@ -92,21 +106,24 @@ class AdmissionQueue:
             reservations, prompt_len, reserved, asyncio.get_running_loop().create_future()
         )
         self._note_shortage(queued, shortage)
-        self._queue.append(queued)
+        queue = self._background if background else self._ordinary
+        queue.append(queued)
         try:
             async with asyncio.timeout(self.timeout):
                 await queued.granted
         except TimeoutError as error:
             raise _no_capacity(queued.shortage) from error
         finally:
-            if queued in self._queue:
-                self._queue.remove(queued)
+            if queued in queue:
+                queue.remove(queued)
                 self._advance()
 
-    def fits_now(self, reservations: Sequence[Reservation], prompt_len: int) -> bool:
+    def fits_now(
+        self, reservations: Sequence[Reservation], prompt_len: int, *, background: bool = False
+    ) -> bool:
         """Whether `reserve` would return without waiting."""
         reserved: list[str] = []
-        fits = not self._queue and self._admit(reservations, prompt_len, reserved) is None
+        fits = self._is_next(background) and self._admit(reservations, prompt_len, reserved) is None
         for plan_id in reserved:
             self.ledger.release(plan_id)
         return fits
@@ -114,25 +131,25 @@ class AdmissionQueue:
     def reserve_now(
         self, reservation: Reservation, *, prompt_len: int, reserved: list[str]
     ) -> None:
-        """Reserves capacity without waiting. While requests wait, it may only share resources.
+        """Reserves capacity without waiting. While others come first, it may only share resources.
 
         Raises:
             BankFull, CaptureOverflow: the engine has too little capacity now.
         """
-        if self._queue:
-            lacking = self.ledger.additional_needs(reservation.plan)
-            del lacking["intervals"]  # every new plan has some of its own
-            if reservation.plan.captures or lacking.total():
-                raise _no_capacity(None)
+        acquires = bool(self.waiting) and self._acquires(reservation.plan)
+        if acquires and not self._is_next(background=False):
+            raise _no_capacity(None)
         shortage = self._admit([reservation], prompt_len, reserved)
         if shortage is not None:
             self.check_ever_fits([reservation], prompt_len)
             raise _no_capacity(shortage)
+        if acquires:
+            self._count_admitted(background=False)
 
     def reserve_captures(self, name: str, need: CaptureNeed, reserved: list[str]) -> None:
         """Changes the capacity that observers of a running request use, without waiting.
 
-        While requests wait, it may only shrink, because they came first.
+        While requests wait that come first, it may only shrink.
 
         Args:
             name: name of the ledger entry; see `CapacityLedger.observe`.
@@ -143,7 +160,8 @@ class AdmissionQueue:
             BankFull, CaptureOverflow: the engine has too little capacity now.
         """
         before = self.ledger.observed(name)
-        if self._queue and (need.rows > before.rows or need.sites > before.sites):
+        grows = need.rows > before.rows or need.sites > before.sites
+        if grows and not self._is_next(background=False):
             raise _no_capacity(None)
         shortage = self.ledger.observe(name, need, max_step_tokens=self.step_tokens)
         if shortage is not None:
@@ -152,6 +170,8 @@ class AdmissionQueue:
             reserved.remove(name)
         if need.sites:
             reserved.append(name)
+        if grows:
+            self._count_admitted(background=False)
         self._advance()
 
     def release(self, reserved: list[str]) -> None:
@@ -163,17 +183,20 @@ class AdmissionQueue:
 
     def close(self, error: RheostatError) -> None:
         """Refuses all waiting requests."""
-        for queued in self._queue:
-            if not queued.granted.done():
-                queued.granted.set_exception(error)
-        self._queue.clear()
+        for queue in (self._ordinary, self._background):
+            for queued in queue:
+                if not queued.granted.done():
+                    queued.granted.set_exception(error)
+            queue.clear()
 
     def _advance(self) -> None:
         """Admits waiting requests in order, until one does not fit."""
-        while self._queue:
-            queued = self._queue[0]
+        while self.waiting:
+            background = not self._ordinary or self._background_is_next
+            queue = self._background if background else self._ordinary
+            queued = queue[0]
             if queued.granted.done():  # its wait has ended, and it is about to leave the queue
-                self._queue.popleft()
+                queue.popleft()
                 continue
             if self._still_short(queued):
                 return
@@ -181,8 +204,37 @@ class AdmissionQueue:
             if shortage is not None:
                 self._note_shortage(queued, shortage)
                 return
-            self._queue.popleft()
+            queue.popleft()
+            self._count_admitted(background)
             queued.granted.set_result(None)
+
+    @property
+    def _background_is_next(self) -> bool:
+        """Whether enough ordinary requests came before the background requests that wait."""
+        return bool(self._background) and self._overtaken >= _OVERTAKING
+
+    def _is_next(self, background: bool) -> bool:
+        """Whether a request that comes now is next."""
+        if background:
+            return not self.waiting
+        return not self._ordinary and not self._background_is_next
+
+    def _count_admitted(self, background: bool) -> None:
+        """Counts a request that has acquired capacity, maybe before one of the other queue."""
+        overtaken = self._ordinary if background else self._background
+        if background:
+            self._overtaken = 0
+        elif overtaken:
+            self._overtaken += 1
+        if overtaken:
+            # It may share what was acquired, so `_still_short` would err.
+            overtaken[0].shortage = None
+
+    def _acquires(self, plan: Plan) -> bool:
+        """Whether a plan needs capacity that others have not reserved."""
+        lacking = self.ledger.additional_needs(plan)
+        del lacking["intervals"]  # every new plan has some of its own
+        return bool(plan.captures) or lacking.total() > 0
 
     def _note_shortage(self, queued: _QueuedRequest, shortage: Shortage | None) -> None:
         queued.shortage = shortage

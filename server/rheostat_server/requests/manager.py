@@ -399,7 +399,9 @@ class RequestManager:
         reservations = active.reservations
         if any(
             observer_capture.observed for observer_capture in active.admitted.observer_captures
-        ) and not self.admission_queue.fits_now(reservations, active.admitted.prompt_len):
+        ) and not self.admission_queue.fits_now(
+            reservations, active.admitted.prompt_len, background=active.admitted.background
+        ):
             active.unobserve()
             reservations = active.reservations
         if reservations:
@@ -408,6 +410,7 @@ class RequestManager:
                 prompt_len=active.admitted.prompt_len,
                 wait=active.admitted.waits,
                 reserved=active.reserved,
+                background=active.admitted.background,
             )
         active.capacity_reserved = True
         for sequence in active.sequences:

@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from rheostat_engine import Act, Capture, Kind, Plan
+from rheostat_server.engine import admission_queue
 from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
 from rheostat_server.errors import BankFull
 from rheostat_wire.v1 import (
@@ -301,17 +302,22 @@ class Crowd:
         )
         self.held: dict[str, list[str]] = {}
 
-    def enter(self, name: str, *vectors: int) -> asyncio.Task[None]:
+    def enter(self, name: str, *vectors: int, background: bool = False) -> asyncio.Task[None]:
         acts = tuple(
             Act(Kind.ADD, (bytes([vector]) * 32,), ((0, (0,)),), ((vector, vector + 1),))
             for vector in vectors
         )
         rooms, held = [Reservation(Plan(name, acts))], self.held.setdefault(name, [])
-        return asyncio.create_task(self.line.reserve(rooms, prompt_len=3, wait=True, reserved=held))
+        reserve = self.line.reserve(
+            rooms, prompt_len=3, wait=True, reserved=held, background=background
+        )
+        return asyncio.create_task(reserve)
 
-    async def wait_in_line(self, name: str, *vectors: int) -> asyncio.Task[None]:
+    async def wait_in_line(
+        self, name: str, *vectors: int, background: bool = False
+    ) -> asyncio.Task[None]:
         waiting = self.line.waiting
-        task = self.enter(name, *vectors)
+        task = self.enter(name, *vectors, background=background)
         await until(lambda: self.line.waiting == waiting + 1)
         return task
 
@@ -366,3 +372,60 @@ async def test_all_whose_patience_ends_at_once_hear_why() -> None:
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(one) for one in outcomes] == [BankFull] * 4
     assert crowd.line.waiting == 0
+
+
+async def test_those_in_the_background_come_after_those_who_came_later() -> None:
+    crowd = Crowd(rows=2)
+    await crowd.enter("first", 1)
+    cells = [await crowd.wait_in_line("wide cell", 2, 3, background=True)]
+    cells.append(await crowd.wait_in_line("cell", 4, background=True))
+    await asyncio.wait_for(crowd.enter("fits", 5), 10)
+    late = await crowd.wait_in_line("late", 6)
+    crowd.line.release(crowd.held["fits"])
+    await asyncio.wait_for(late, 10)
+    crowd.line.release(crowd.held["first"])
+    assert crowd.line.waiting == 2
+    crowd.line.release(crowd.held["late"])
+    await asyncio.wait_for(cells[0], 10)
+    assert not cells[1].done()
+    crowd.line.release(crowd.held["wide cell"])
+    await asyncio.wait_for(cells[1], 10)
+
+
+@pytest.mark.parametrize("in_line", [False, True])
+async def test_those_in_the_background_are_overtaken_so_many_times_and_no_more(in_line) -> None:
+    crowd = Crowd(rows=2)
+    await crowd.enter("first", 1)
+    await crowd.enter("second", 2)
+    cells = [await crowd.wait_in_line(f"cell {n}", 3, 4, background=True) for n in range(2)]
+    before = "second"
+    for number in range(admission_queue._OVERTAKING + 1):
+        name = f"ordinary {number}"
+        if in_line:
+            task = await crowd.wait_in_line(name, 5 + number)
+            crowd.line.release(crowd.held[before])
+        else:
+            crowd.line.release(crowd.held[before])
+            task = crowd.enter(name, 5 + number)
+        if number < admission_queue._OVERTAKING:
+            await asyncio.wait_for(task, 10)
+        before = name
+    await until(lambda: crowd.line.waiting == 3)
+    crowd.line.release(crowd.held["first"])
+    await asyncio.wait_for(cells[0], 10)
+    crowd.line.release(crowd.held["cell 0"])
+    await asyncio.wait_for(task, 10)
+    assert not cells[1].done()
+    cells[1].cancel()
+
+
+async def test_one_that_is_overtaken_enters_when_it_shares_what_came_before_it() -> None:
+    crowd = Crowd(rows=2)
+    await crowd.enter("first", 1)
+    await crowd.enter("second", 2)
+    cell = await crowd.wait_in_line("cell", 3, background=True)
+    ordinary = await crowd.wait_in_line("ordinary", 3)
+    crowd.line.release(crowd.held["second"])
+    await asyncio.wait_for(ordinary, 10)
+    await asyncio.wait_for(cell, 10)
+    assert crowd.line.ledger.used("bank_rows") == 2

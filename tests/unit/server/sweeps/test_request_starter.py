@@ -21,9 +21,10 @@ from rheostat_wire.v1 import (
 from ..conftest import rest
 from ..fakes import (
     LAYERS,
+    sites_with,
 )
-from ..messages import selector, window
-from ..streams import settled, until
+from ..messages import add, request, selector, window
+from ..streams import kinds, settled, until
 from .patched import (
     PatchedBackend,
     order,
@@ -194,3 +195,22 @@ async def test_cells_that_the_engine_has_no_room_for_try_again_one_by_one(
     assert 2 <= attempts["refused"] <= 5
     full = False
     assert len(await rest(call)) == LAYERS + 1
+
+
+async def test_requests_of_others_do_not_queue_behind_cells_that_wait_for_capacity(starter) -> None:
+    backend = HeldBackend(sites=sites_with(bank_rows=2))
+    running = await starter(backend)
+    sweep = asyncio.create_task(swept(running, order(max_concurrent_cells=16)))
+    queue = running.manager.admission_queue
+    await until(lambda: backend.at_once == 2 and queue.waiting > 4)
+    waiting = queue.waiting
+    steered = request(steer=[add(scale=2.0)], request_id="other")
+    other = asyncio.create_task(running.client.generate(steered))
+    await until(lambda: queue.waiting > waiting)
+    cells = running.manager.ledger.requests
+    backend.free.set()
+    assert kinds(await other)[-1] == "receipt"
+    results, _ = await sweep
+    assert len(results) == LAYERS * 4
+    patched = [job.plan.request_id.split("#")[0] for job in backend.jobs if job.plan.acts]
+    assert patched.index("other") <= cells
