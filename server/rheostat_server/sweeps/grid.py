@@ -166,10 +166,20 @@ class ZoomPlan(NamedTuple):
     layer_radius: int
     column_radius: int
     peaks: int
+    columns: Sequence[int]
+    """The columns in which cells may have an effect, ascending. Others are left out."""
+    changed: int
+    """The number of them at which the prompts begin to differ."""
 
     def coarse(self, grid: Grid) -> list[int]:
-        """The cells of the coarse grid. It has the first and the last layer and column."""
-        columns = _strided(range(grid.columns), self.column_stride)
+        """The cells of the coarse grid. It has the first and the last layer, and the last column.
+
+        Its first column is the last at which the prompts begin to differ, such as the last token of
+        a subject, where the stream holds the whole subject. It is no further from the first column
+        than half a stride, as all others are from their neighbours in the coarse grid.
+        """
+        first = max(0, min(self.changed - 1, self.column_stride // 2))
+        columns = _strided(self.columns[first:], self.column_stride)
         cells = []
         for rows in _by_point(grid):
             cells += [
@@ -186,47 +196,54 @@ class ZoomPlan(NamedTuple):
             effects: [cells]; NaN where there is none.
             grid: the grid.
         """
+        left = np.nan_to_num(effects, nan=-np.inf).reshape(len(grid.rows), grid.columns)
         found: list[int] = []
-        for cell in np.argsort(-np.nan_to_num(effects, nan=-np.inf), kind="stable").tolist():
-            if len(found) == self.peaks or np.isnan(effects[cell]):
-                break
-            if not any(cell in self._near(peak, grid) for peak in found):
-                found.append(cell)
+        while len(found) < self.peaks and np.isfinite(left).any():
+            found.append(int(left.argmax()))
+            left[self._near(found[-1], grid)] = -np.inf
         return found
 
     def fine(self, peaks: Iterable[int], grid: Grid) -> list[int]:
         """The cells around peaks, ascending."""
-        return sorted({cell for peak in peaks for cell in self._near(peak, grid)})
+        near = np.zeros((len(grid.rows), grid.columns), np.bool_)
+        for peak in peaks:
+            near |= self._near(peak, grid)
+        changing = np.isin(np.arange(grid.columns), self.columns)
+        return [int(cell) for cell in np.flatnonzero(near & changing)]
 
-    def _near(self, cell: int, grid: Grid) -> set[int]:
+    def _near(self, cell: int, grid: Grid) -> npt.NDArray[np.bool_]:
+        """[rows, columns]: whether each cell lies within the radii of a cell."""
         row, column = grid.place(cell)
-        near = range(max(0, column - self.column_radius), column + self.column_radius + 1)
-        return {
-            other * grid.columns + beside
-            for rows in _by_point(grid)
-            if row in rows
-            for other in rows
-            if abs(grid.rows[other].site.layer - grid.rows[row].site.layer) <= self.layer_radius
-            for beside in near
-            if beside < grid.columns
-        }
+        site = grid.rows[row].site
+        rows = [
+            other.site.point is site.point
+            and abs(other.site.layer - site.layer) <= self.layer_radius
+            for other in grid.rows
+        ]
+        columns = np.abs(np.arange(grid.columns) - column) <= self.column_radius
+        near: npt.NDArray[np.bool_] = np.logical_and.outer(rows, columns)
+        return near
 
 
-def resolve_zoom(request: sweep_service_pb2.SweepRequest) -> ZoomPlan | None:
-    """How a sweep's grid is refined; None if every cell is run.
+def resolve_zoom(zoom: sweep_pb2.Zoom, columns: Sequence[int], changed: int) -> ZoomPlan:
+    """How a sweep's grid is refined.
+
+    Args:
+        zoom: the message.
+        columns: see `ZoomPlan`.
+        changed: likewise.
 
     Raises:
         InvalidValue: a number is outside its limits.
     """
-    if not request.HasField("zoom"):
-        return None
-    zoom = request.zoom
     plan = ZoomPlan(
         zoom.layer_stride,
         zoom.column_stride,
         zoom.layer_radius if zoom.HasField("layer_radius") else _DEFAULT_RADIUS,
         zoom.column_radius if zoom.HasField("column_radius") else _DEFAULT_RADIUS,
         zoom.peak_count if zoom.HasField("peak_count") else 1,
+        columns,
+        changed,
     )
     for name, stride in (
         ("layer_stride", plan.layer_stride),

@@ -135,6 +135,21 @@ async def resolve_pairs(
     return tuple(pairs)
 
 
+def changing_columns(pairs: Sequence[Pair]) -> tuple[Sequence[int], int]:
+    """The columns in which cells may have an effect, and at how many of them the change begins.
+
+    The rows of all other columns are the same in both prompts of each pair. The change begins at
+    all of the first differing positions in a row.
+    """
+    each = [(pair.columns, _changed(pair)) for pair in pairs]
+    every = range(len(pairs[0].columns))
+    changing = [
+        n for n in every if any(columns[n][-1] >= changed.start for columns, changed in each)
+    ] or every
+    begins = [all(columns[n][0] < changed.stop for columns, changed in each) for n in changing]
+    return changing, sum(begins)
+
+
 def column_labels(request: sweep_service_pb2.SweepRequest, pairs: Sequence[Pair]) -> list[str]:
     """The names of the columns."""
     if request.group_labels:
@@ -278,6 +293,37 @@ def _alignment(
         shorter = min(len(tokens), len(others))
         return AlignedPrompts(shorter, 0, len(tokens), len(others))
     return align(tokens, others)
+
+
+def _changed(pair: Pair) -> range:
+    """The first positions, in a row, at which the corrupt prompt differs from the clean one.
+
+    Before them, both prompts have the same rows. `range(1)` if that is not known: the rows of
+    stored runs may come from other steering, and zeros and means differ everywhere.
+    """
+    kind, steering = pair.message.WhichOneof("corruption"), pair.clean.unobserved.acts
+    acts = [one.unobserved.acts for one in pair.corrupt]
+    own = [one[len(steering) :] for one in acts]
+    alike = all(one[: len(steering)] == steering for one in acts)
+    alignment = pair.alignment
+    if kind == "noise" and alike:
+        spans = (clipped(act.spans, 0, alignment.length) for one in own for act in one)
+        differing = {position for one in spans for position in _expanded(one)}
+    elif kind == "corrupt" and alike and not any(own):
+        clean, corrupt = pair.clean.prompt.token_ids, pair.corrupt[0].prompt.token_ids
+        both = enumerate(zip(clean, corrupt, strict=False))
+        differing = {position for position, (one, other) in both if one != other}
+    else:
+        return range(1)
+    if not differing:
+        return range(1)
+    start = end = min(differing)
+    if alignment.suffix:
+        # Positions in between have no partner. The first one after them shows the change.
+        return range(start, alignment.length - alignment.suffix + 1)
+    while end in differing:
+        end += 1
+    return range(start, end)
 
 
 async def _corrupt(

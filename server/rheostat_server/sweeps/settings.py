@@ -22,7 +22,7 @@ from rheostat_server.sweeps.grid import (
     resolve_rows,
     resolve_zoom,
 )
-from rheostat_server.sweeps.pairs import Pair, column_labels, resolve_pairs
+from rheostat_server.sweeps.pairs import Pair, changing_columns, column_labels, resolve_pairs
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
@@ -82,7 +82,6 @@ async def resolve(
     if request.HasField("keep_runs"):
         lease = lease_seconds(request.keep_runs, "keep_runs")
     blend = _blend(request, manager)
-    zoom = resolve_zoom(request)
     pairs = await resolve_pairs(request, grades, manager, background=background)
     for index, pair in enumerate(pairs):
         if not pair.corrupt and any(grade.recovered for grade in grades):
@@ -96,6 +95,9 @@ async def resolve(
     each = sum(len(pair.bases) * len(pair.answers.questions) for pair in pairs)
     check_size(grid.cells, len(grades), each)
     _check_rows(grid, pairs, manager)
+    zoom = None
+    if request.HasField("zoom"):
+        zoom = resolve_zoom(request.zoom, *changing_columns(pairs))
     size = _DONE_BYTES * (len(request.done) + len(request.done_values))
     settings = Settings(
         grid,

@@ -20,13 +20,13 @@ GROUPS = ("subject's first", "subject's last", "between", "last")
 """Groups of positions of a fact's prompt."""
 ZOOMS = {
     "resid_post": rheostat.Zoom(
-        layer_stride=3, column_stride=5, layer_radius=1, column_radius=0, peak_count=2
+        layer_stride=3, column_stride=8, layer_radius=1, column_radius=0, peak_count=2
     ),
     "mlp_out": rheostat.Zoom(
-        layer_stride=5, column_stride=3, layer_radius=0, column_radius=1, peak_count=3
+        layer_stride=4, column_stride=8, layer_radius=0, column_radius=1, peak_count=3
     ),
     "attn_out": rheostat.Zoom(
-        layer_stride=2, column_stride=8, layer_radius=1, column_radius=0, peak_count=2
+        layer_stride=5, column_stride=8, layer_radius=2, column_radius=0, peak_count=3
     ),
 }
 """How each point is zoomed on: at most a quarter of a grid of 6 layers and 5 to 9 positions."""

@@ -6,7 +6,7 @@ import pytest
 import rheostat
 
 from ...effort import FACTOR, at_length
-from .facts import GROUPS, by_point, facts, landmarks, swapped, trace, traced, zoomed
+from .facts import GROUPS, POINTS, by_point, facts, landmarks, swapped, trace, traced, zoomed
 
 pytestmark = pytest.mark.integration
 
@@ -15,7 +15,7 @@ BEFORE, SUBJECT, BETWEEN, LAST = range(4)
 
 
 @at_length
-@pytest.mark.parametrize("point", ["resid_post", "mlp_out"])
+@pytest.mark.parametrize("point", POINTS)
 def test_zoom_finds_the_top_cell_of_facts_with_a_quarter_of_the_cells(
     engine: rheostat.Engine, point: str
 ) -> None:
@@ -24,7 +24,7 @@ def test_zoom_finds_the_top_cell_of_facts_with_a_quarter_of_the_cells(
     chosen = pairs if FACTOR > 1 else pairs[6::14]
     found = [zoomed(engine, pair, point) for pair in chosen]
     missed = [one for one in found if not one.right]
-    assert len(missed) <= 0.05 * len(found), missed
+    assert len(missed) <= max(1, 0.05 * len(found)), missed
     assert sum(one.ran for one in found) <= 0.25 * sum(one.cells for one in found)
 
 

@@ -242,6 +242,9 @@ Global___NoiseCorruption: _TypeAlias = NoiseCorruption  # noqa: Y015
 class Zoom(_message.Message):
     """The grid that a sweep runs, coarse to fine. First every layer_stride-th row and column_stride-th
     column; then every cell within the radii of the largest effects, which SweepPhase announces.
+    Columns before the first position at which the prompts differ are left out: both prompts have the
+    same rows there. The first column of the coarse grid is the last of the differing ones in a row, or
+    half a stride after the first of them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
