@@ -1,6 +1,6 @@
-"""Compiles steering that replaces the steering of a running request."""
+"""Compiles steering that replaces the steering of a running request, or a watch's layer of it."""
 
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,11 +19,36 @@ from rheostat_server.vectors.token_directions import with_directions
 from rheostat_wire.v1 import receipt_pb2, steering_pb2
 
 
+class Kept(NamedTuple):
+    """What stays of a request when a part of its steering is replaced."""
+
+    before: tuple[Intervention, ...]
+    """The interventions before those of the update: server-wide ones first."""
+    after: tuple[Intervention, ...] = ()
+    """The interventions behind them."""
+    probes: tuple[Probe, ...] = ()
+    """The probes that go on reading."""
+    work: int = 0
+    """Bytes that `offload` counts for each pass over all of these."""
+
+
+class Replacing(NamedTuple):
+    """Where new steering comes from."""
+
+    origin: receipt_pb2.Origin.ValueType
+    update_id: int
+    """The update of the session, or of the watch."""
+    watch_id: str = ""
+    """The watch; empty: the session."""
+
+
 class CompiledUpdate(NamedTuple):
     """Steering for a running request."""
 
+    own: tuple[Intervention, ...]
+    """Those of the update."""
     interventions: tuple[Intervention, ...]
-    """The server-wide ones of the request, then those of the update."""
+    """All interventions, in order."""
     plan: Plan
     """The packed plan, without an id."""
     vectors: tuple[Vector, ...]
@@ -36,25 +61,25 @@ async def compile_update(
     steering: steering_pb2.Steering,
     admission: AdmissionContext,
     context: SelectionContext,
-    server_wide: Sequence[Intervention],
-    probes: Collection[Probe] = (),
+    kept: Kept,
+    replacing: Replacing,
 ) -> CompiledUpdate:
-    """Compiles steering that replaces the steering of a running request.
+    """Compiles steering that replaces a part of the steering of a running request.
 
     Args:
         steering: the message.
         admission: what it is checked against.
         context: the request.
-        server_wide: the server-wide interventions of the request.
-        probes: the probes that go on reading.
+        kept: what stays.
+        replacing: where the steering comes from.
 
     Raises:
         InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be applied.
     """
-    if any(one.gate is not None for one in server_wide):
+    if any(one.gate is not None for one in (*kept.before, *kept.after)):
         raise NotSupported(
-            "the server-wide steering of this request has gates, which an update would decide "
-            "anew: send the steering with the request",
+            "steering of this request that stays, its own or server-wide, has gates, which the "
+            "change would decide anew: send the steering with the request",
             field="steering",
         )
     check_ranges(steering)
@@ -63,11 +88,11 @@ async def compile_update(
     ):
         context = replace(context, prompt=await admission.prompts.decode(context.prompt))
     view = admission.store.view()
-    work = steering_work(steering, context.prompt_len, admission.sites, view)
+    work = kept.work + steering_work(steering, context.prompt_len, admission.sites, view)
 
     def attempt() -> Awaitable[CompiledUpdate]:
         return offload(
-            work, _compile_update, steering, view, admission, context, server_wide, probes, work
+            work, _compile_update, steering, view, admission, context, kept, replacing, work
         )
 
     return await with_directions(admission.store.directions, steering, attempt)
@@ -78,13 +103,14 @@ def _compile_update(
     vectors: VectorView,
     admission: AdmissionContext,
     context: SelectionContext,
-    server_wide: Sequence[Intervention],
-    probes: Collection[Probe],
+    kept: Kept,
+    replacing: Replacing,
     work: int,
 ) -> CompiledUpdate:
-    origin = receipt_pb2.ORIGIN_UPDATE
-    own = resolve_steering(steering, admission.sites, context, vectors, origin, admission.runs)
-    interventions = (*server_wide, *own)
+    origin, update_id, watch_id = replacing
+    resolved = resolve_steering(steering, admission.sites, context, vectors, origin, admission.runs)
+    own = tuple(replace(one, update_id=update_id, watch_id=watch_id) for one in resolved)
+    interventions = (*kept.before, *own, *kept.after)
     check_sums(interventions, FloatType(admission.sites.dtype))
-    plan, needed = compile_plan("", interventions, (), probes)
-    return CompiledUpdate(interventions, plan, needed, work)
+    plan, needed = compile_plan("", interventions, (), kept.probes)
+    return CompiledUpdate(own, interventions, plan, needed, work)

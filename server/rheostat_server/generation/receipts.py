@@ -53,7 +53,9 @@ def write_receipt(
         recomputed_token_count=sum(released.recomputed for released in ended),
         preemption_count=sum(released.preemptions for released in ended),
         global_version=admitted.server_wide.version,
-        update_count=len({one.update_id for sample in samples for one in sample.steering_changes}),
+        update_count=len(
+            {one.update_id for sample in samples for one in sample.steering_changes} - {0}
+        ),
         # A gain goes to all samples that run, so the sample that ended last had all of them.
         gain_count=max((sample.gain_count for sample in samples), default=0),
     )
@@ -97,8 +99,6 @@ class _Part:
     intervention: Intervention
     doses: Mapping[int, Sequence[Dose]]
     """The measured doses of its acts, by index of the site."""
-    update_id: int
-    """The update that brought the list of interventions; 0: the request."""
     start: int
     end: int
 
@@ -129,8 +129,9 @@ class _Part:
         """Number of rows that were changed beyond the sample's last position."""
         rows = self._selected(self.sample.row_end, self.released.computed[1])
         index = self.intervention.index
-        if self.gained and self.sample.last_gain(self.update_id, index) is not None:
-            at = partial(self.sample.gain_at, self.update_id, index)
+        update_id = self.intervention.update_id
+        if self.gained and self.sample.last_gain(update_id, index) is not None:
+            at = partial(self.sample.gain_at, update_id, index)
             return sum(at(position) != 0 for start, end in rows for position in range(start, end))
         return length(rows)
 
@@ -150,34 +151,36 @@ class _Record:
     """An intervention in all samples."""
 
     intervention: Intervention
-    update_id: int
-    """The update that made it active; 0 if it was active from the start."""
     parts: list[_Part] = field(default_factory=list)
 
 
 def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Record]:
     """Every intervention, in the order in which they became active."""
-    found = {(one.origin, one.index, 0): _Record(one, 0) for one in admitted.interventions}
+    found = {_key(one): _Record(one) for one in admitted.interventions}
     for sample in samples:
         if sample.released is None:
             continue
         doses = _by_act(sample.released.doses)
         index = 0
-        for acting, update_id, start, end in _periods(admitted, sample):
+        for acting, changed, start, end in _periods(admitted, sample):
             for one in acting:
-                update = update_id if one.origin == receipt_pb2.ORIGIN_UPDATE else 0
-                key = (one.origin, one.index, update)
-                record = found.get(key)
+                record = found.get(_key(one))
                 if record is None:
-                    record = found[key] = _Record(one, update)
+                    record = found[_key(one)] = _Record(one)
                 if one.acts:
                     mine = doses[index : index + len(one.acts)]
                     sites = _by_site(mine)
-                    part = _Part(sample, sample.released, one, sites, update_id, start, end)
+                    part = _Part(sample, sample.released, one, sites, start, end)
                     record.parts.append(part)
                     index += len(one.acts)
-            index += admitted.updated_read_count if update_id else admitted.read_count
+            index += admitted.updated_read_count if changed else admitted.read_count
     return list(found.values())
+
+
+def _key(intervention: Intervention) -> tuple[object, ...]:
+    """Equal for an intervention in several lists."""
+    one = intervention
+    return one.origin, one.index, one.update_id, one.watch_id
 
 
 def _by_act(doses: Sequence[Dose]) -> Sequence[Sequence[Dose]]:
@@ -199,7 +202,8 @@ class _Period(NamedTuple):
     """The interventions that acted on a range of positions of a sample."""
 
     acting: Sequence[Intervention]
-    update_id: int
+    changed: bool
+    """Whether the sample's steering has been changed before."""
     start: int
     end: int
 
@@ -207,26 +211,24 @@ class _Period(NamedTuple):
 def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
     """The periods of a sample, in the order of the acts in its last plan."""
     ends = [change.first for change in sample.steering_changes]
-    yield _Period(admitted.interventions, 0, 0, min(ends, default=OPEN_END))
+    yield _Period(admitted.interventions, False, 0, min(ends, default=OPEN_END))
     for index, change in enumerate(sample.steering_changes):
         end = min(ends[index + 1 :], default=OPEN_END)
-        yield _Period(change.interventions, change.update_id, change.first, end)
+        yield _Period(change.interventions, True, change.first, end)
 
 
 def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
     """Writes what an intervention did. It has no rows if it would not have changed a bit."""
     intervention = record.intervention
-    ref = message.intervention
-    ref.origin, ref.index, ref.op = intervention.origin, intervention.index, intervention.op.op
-    if record.update_id:
-        ref.update_id = record.update_id
+    message.intervention.CopyFrom(intervention.ref)
     message.digests.extend([vector.digest for vector in intervention.op.vectors])
     add_source(message, intervention)
     _add_rows(message, record.parts)
     for part in record.parts:
-        gain = part.sample.last_gain(part.update_id, intervention.index) if part.gained else None
-        if gain is not None:
-            message.last_gain = gain
+        if part.gained:
+            gain = part.sample.last_gain(intervention.update_id, intervention.index)
+            if gain is not None:
+                message.last_gain = gain
     add = message.sites.add
     for site, index in zip(intervention.op.sites, intervention.site_indices, strict=True):
         applied = add()

@@ -140,11 +140,10 @@ def _steer(steer: SteerRequest, found: Watch, message: monitor_service_pb2.Watch
     change = message.WhichOneof("change")
     if change is None:
         raise MissingField("one of layer, gain and replace is required", field="steer")
-    if change != "gain":
+    if change == "replace":
         raise NotSupported(
-            f"a watch cannot set a {change} yet: change gains of the request's own steering, or "
-            "update the steering from its session",
-            field=f"steer.{change}",
+            "a watch cannot replace the request's own steering yet: set a layer, then gains of 0",
+            field="steer.replace",
         )
 
     def answer(result: generation_pb2.UpdateApplied | generation_pb2.UpdateRefused) -> None:

@@ -115,14 +115,26 @@ class RequestGains:
             work: bytes that `offload` counts for a pass over them.
         """
         self._update_id = update_id
-        self._interventions = interventions
-        self._plan = plan
-        self._work = work
         self._count = sum(one.own for one in interventions)
         self._gains = [1.0] * self._count
         self._factors: dict[str, list[float]] = {}
         """What each setter has set, for each intervention."""
+        self.begin_plan(interventions, plan, work)
+
+    def begin_plan(self, interventions: Sequence[Intervention], plan: Plan, work: int) -> None:
+        """Begins with another plan of the same own interventions, whose gains are all 1.
+
+        Arguments as in `begin_list`.
+        """
+        self._interventions = interventions
+        self._plan = plan
+        self._work = work
         self._installed = False
+
+    @property
+    def multiply(self) -> bool:
+        """Whether a gain is not 1."""
+        return any(gain != 1 for gain in self._gains)
 
     async def apply(
         self, setter: str, update_id: int, gain: gain_pb2.Gain, install: Install, answer: Answer

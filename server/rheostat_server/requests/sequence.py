@@ -65,7 +65,7 @@ class SteeringChange(NamedTuple):
     """A change of a sample's steering while it ran."""
 
     update_id: int
-    """The update."""
+    """The session's update; 0: a watch changed its layer."""
     first: int
     """The first position on which it acts."""
     interventions: tuple[Intervention, ...]

@@ -16,13 +16,11 @@ class Change(NamedTuple):
     number: int
     """The client's number of it."""
     what: steering_pb2.Steering | gain_pb2.Gain
-    """New steering, or a gain."""
+    """New steering of its own or, of a watch, its layer; or a gain."""
     answer: Callable[[Notice], None]
     """Is called once, with the result."""
     watch: str = ""
     """The id of the watch that asks for it; empty: the session."""
-    path: str = ""
-    """Precedes the paths of fields in errors."""
 
     @property
     def is_gain(self) -> bool:
@@ -31,9 +29,17 @@ class Change(NamedTuple):
 
     def refuse(self, error: RheostatError) -> None:
         """Answers that it is refused."""
-        if error.field:
-            error.field = self.path + error.field
+        if error.field and self.watch:
+            error.field = field_in_watch(error.field)
         self.answer(refused(self.number, error))
+
+
+def field_in_watch(field: str) -> str:
+    """The path of a field of a change in the message of a watch."""
+    steering = "steering"
+    if field.startswith(steering):
+        field = f"layer{field[len(steering) :]}"
+    return f"steer.{field}"
 
 
 def refused(number: int, error: RheostatError) -> generation_pb2.UpdateRefused:

@@ -11,12 +11,12 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rheostat_engine import Plan
 from rheostat_server.admission.admit import AdmissionContext
 from rheostat_server.admission.planning import check_affordable
-from rheostat_server.admission.updates import compile_update
+from rheostat_server.admission.updates import Kept, Replacing, compile_update
 from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
 from rheostat_server.engine.gain_updates import GainUpdates
 from rheostat_server.engine.preparations import Preparations
@@ -42,6 +42,7 @@ from rheostat_server.requests.request_gains import Positions, RequestGains, chec
 from rheostat_server.requests.response_queue import Notice
 from rheostat_server.requests.sequence import EngineSequence, SteeringChange
 from rheostat_server.requests.steering_change import Change
+from rheostat_server.steering.interventions import Intervention
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import gain_pb2, generation_pb2, receipt_pb2, steering_pb2
 
@@ -77,6 +78,14 @@ class EngineAccess(Protocol):
         """Loads vectors, and keeps them until the request ends."""
 
 
+class _Part(NamedTuple):
+    """A part of the steering that is replaced as a whole."""
+
+    interventions: tuple[Intervention, ...] = ()
+    work: int = 0
+    """Bytes that `offload` counts for each pass over them."""
+
+
 class SteeringControl:
     """Changes the steering of one request. Used on the event loop alone."""
 
@@ -90,9 +99,12 @@ class SteeringControl:
         self._active = active
         self._admitted = active.admitted
         self._engine = engine
-        self._server_wide = tuple(
-            one for one in self._admitted.interventions if one.origin == receipt_pb2.ORIGIN_GLOBAL
-        )
+        every = self._admitted.interventions
+        self._server_wide = tuple(one for one in every if one.origin == receipt_pb2.ORIGIN_GLOBAL)
+        self._own = _Part(every[len(self._server_wide) :], self._admitted.work)
+        """The request's own interventions that are in force."""
+        self._layers: dict[str, _Part] = {}
+        """The layers of watches, which act in the order of their first changes."""
         self._spent = 0
         """Cost of the plan and its updates; 0 before the first update."""
         self._applied = 0
@@ -173,6 +185,8 @@ class SteeringControl:
             )
             if isinstance(change.what, gain_pb2.Gain):
                 done.gain.CopyFrom(change.what)
+            else:
+                done.layer.intervention_count = len(change.what.interventions)
 
     async def _work(self) -> None:
         """Applies changes of the steering, and sends gains, one after another."""
@@ -189,7 +203,7 @@ class SteeringControl:
                     )
                 else:
                     await self._gains.settled()
-                    change.answer(await self._apply(change.number, change.what))
+                    change.answer(await self._apply(change, change.what))
             except asyncio.CancelledError:
                 change.refuse(RequestNotFound(_ENDED))
                 raise
@@ -205,13 +219,54 @@ class SteeringControl:
                 change.refuse(failure)
 
     async def _apply(
-        self, number: int, steering: steering_pb2.Steering
+        self, change: Change, steering: steering_pb2.Steering
     ) -> generation_pb2.UpdateApplied:
-        """Replaces the request's own steering.
+        """Replaces the request's own steering, or the layer of a watch.
 
         Raises:
             EngineLost, Defect: the request has failed.
             RheostatError: the update is refused.
+        """
+        number, watch = change.number, change.watch
+        self._check_replaceable(change)
+        kept = self._kept(watch)
+        origin = receipt_pb2.ORIGIN_WATCH if watch else receipt_pb2.ORIGIN_UPDATE
+        compiled = await compile_update(
+            steering,
+            self._engine.admission,
+            self._admitted.context,
+            kept,
+            Replacing(origin, number, watch),
+        )
+        plan = replace(compiled.plan, request_id=self._active.plan_id(f"update{number}{watch}"))
+        taken = await self._install(plan, compiled.vectors)
+        self._applied += 1
+        every, work = compiled.interventions, compiled.work
+        for sequence, first in taken:
+            sequence.steering_changes.append(
+                SteeringChange(0 if watch else number, first, every, work)
+            )
+        part = _Part(compiled.own, work - kept.work)
+        if watch:
+            self._layers[watch] = part
+            self._gains.begin_plan(every, plan, work)
+        else:
+            self._own = part
+            self._gains.begin_list(number, every, plan, work)
+        return generation_pb2.UpdateApplied(
+            update_id=number,
+            first_positions=[
+                generation_pb2.SamplePosition(sample=sequence.sample, position=first)
+                for sequence, first in taken
+            ],
+        )
+
+    def _check_replaceable(self, change: Change) -> None:
+        """Checks that steering can be replaced now.
+
+        Raises:
+            NotSupported: gates, rules or gains would be lost.
+            InvalidValue: too much was replaced already.
         """
         signals = self._admitted.signals
         if signals is not None and (signals.rules or signals.gates):
@@ -220,31 +275,32 @@ class SteeringControl:
                 "send the request anew",
                 field="steering",
             )
+        if change.watch and self._gains.multiply:
+            raise NotSupported(
+                "a layer would begin with gains of 1, and gains of this request are others: set "
+                "them to 1 first",
+                field="steering",
+            )
         if self._applied >= UPDATES:
             raise InvalidValue(
                 f"{UPDATES} updates were carried out; a request takes no more", field="steering"
             )
-        compiled = await compile_update(
-            steering,
-            self._engine.admission,
-            self._admitted.context,
-            self._server_wide,
-            () if signals is None else signals.probes,
-        )
-        plan = replace(compiled.plan, request_id=self._active.plan_id(f"update{number}"))
-        taken = await self._install(plan, compiled.vectors)
-        self._applied += 1
-        for sequence, first in taken:
-            sequence.steering_changes.append(
-                SteeringChange(number, first, compiled.interventions, compiled.work)
-            )
-        self._gains.begin_list(number, compiled.interventions, plan, compiled.work)
-        return generation_pb2.UpdateApplied(
-            update_id=number,
-            first_positions=[
-                generation_pb2.SamplePosition(sample=sequence.sample, position=first)
-                for sequence, first in taken
-            ],
+
+    def _kept(self, watch: str) -> Kept:
+        """What stays when the layer of a watch, or the request's own steering, is replaced."""
+        signals = self._admitted.signals
+        probes = () if signals is None else signals.probes
+        before = [_Part(self._server_wide)]
+        after = list(self._layers.values())
+        if watch:
+            place = [*self._layers, watch].index(watch)
+            before += [self._own, *after[:place]]
+            after = after[place + 1 :]
+        return Kept(
+            tuple(one for part in before for one in part.interventions),
+            tuple(one for part in after for one in part.interventions),
+            probes,
+            sum(part.work for part in (*before, *after)),
         )
 
     async def _install(

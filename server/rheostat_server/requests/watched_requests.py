@@ -66,7 +66,7 @@ class WatchedRequests:
 
         Args:
             watch: the watch, which steers.
-            steer: its message, with a gain.
+            steer: its message, with a gain or a layer.
             answer: is called once with the result.
 
         Raises:
@@ -76,8 +76,8 @@ class WatchedRequests:
         if active is None:
             return False
         assert active.control is not None  # because a watch that steers reads it
-        change = Change(steer.update_id, steer.gain, answer, watch=watch.name, path="steer.")
-        active.control.submit(change)
+        what = steer.gain if steer.HasField("gain") else steer.layer
+        active.control.submit(Change(steer.update_id, what, answer, watch.name))
         return True
 
     def _read_by(self, watch: Watch, request_id: str) -> ActiveRequest | None:

@@ -55,6 +55,10 @@ class Intervention:
     """Multiplies its effect; None: 1."""
     signals: bool = False
     """Whether the client gets how far the gate is open."""
+    update_id: int = 0
+    """The update of a session or of a watch that brought it; 0: none did."""
+    watch_id: str = ""
+    """The watch whose layer it belongs to; empty: it belongs to none."""
 
     @property
     def own(self) -> bool:
@@ -82,7 +86,13 @@ class Intervention:
     @property
     def ref(self) -> receipt_pb2.InterventionRef:
         """The reference to it in receipts."""
-        return receipt_pb2.InterventionRef(origin=self.origin, index=self.index, op=self.op.op)
+        return receipt_pb2.InterventionRef(
+            origin=self.origin,
+            index=self.index,
+            op=self.op.op,
+            update_id=self.update_id,
+            watch_id=self.watch_id,
+        )
 
 
 def resolve_steering(

@@ -1,6 +1,6 @@
 """What watches change of requests, against hooks in Hugging Face's model that do the same."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Self
@@ -11,12 +11,13 @@ import pytest
 
 import rheostat
 from rheostat._steering.rules import probes_to_wire
+from rheostat._steering.steering import steering_to_wire
 from rheostat_wire.v1 import gain_pb2, monitor_service_pb2, monitor_service_pb2_grpc
 
 from ..engine.reference import HfReference
 from .conftest import Server
 from .naive import OPS, Placed, everywhere
-from .test_gains import OPTIONS, PROMPT, Gains, check, check_sample, multiplied, schedule
+from .test_gains import OPTIONS, PROMPT, Gains, check, check_sample, multiplied, schedule, where
 from .test_gates import probe
 
 pytestmark = pytest.mark.integration
@@ -44,34 +45,51 @@ class Steerer:
         stub = monitor_service_pb2_grpc.MonitorServiceStub(self._channel)
         self._events: Iterator[pb.WatchResponse] = stub.Watch(messages)
         self.watch_id = next(self._events).opened.watch_id
-        self.answered = 0
+        self._number = 0
 
-    def run(self, request_id: str, gains: Gains, factors: Iterator[tuple[float, tuple[int, ...]]]):
+    def run(
+        self, request_id: str, gains: Gains, factors: Iterator[tuple[float, tuple[int, ...]]]
+    ) -> None:
         """Sets a gain for each step of a request until it ends."""
-        number = 0
-        for event in self._events:
-            if event.HasField("signals"):
-                number += 1
+        unanswered, ended = 0, False
+        while unanswered or not ended:
+            event = next(self._events)
+            ended = ended or event.HasField("ended")
+            if event.HasField("signals") and not ended:
                 factor, chosen = next(factors)
-                gains.note_sent(number, factor, *chosen)
                 gain = gain_pb2.Gain(factor=factor, interventions=chosen)
-                steer = pb.WatchSteer(update_id=number, request_id=request_id, gain=gain)
-                self._requests.put(pb.WatchRequest(steer=steer))
+                gains.note_sent(self._steer(request_id, gain=gain), factor, *chosen)
+                unanswered += 1
             elif event.HasField("applied"):
                 firsts = {one.sample: one.position for one in event.applied.first_positions}
                 gains.note_applied(event.applied.update_id, firsts)
-                self.answered += 1
+                unanswered -= 1
             elif event.HasField("refused"):
                 assert event.refused.status.code == grpc.StatusCode.NOT_FOUND.value[0]
-                self.answered += 1
-            if event.HasField("ended"):
-                break
-        while self.answered < number:
+                unanswered -= 1
+
+    def _steer(self, request_id: str, **change: object) -> int:
+        """Sends a change; its number."""
+        self._number += 1
+        steer = pb.WatchSteer(update_id=self._number, request_id=request_id, **change)
+        self._requests.put(pb.WatchRequest(steer=steer))
+        return self._number
+
+    def until(self, kind: str, count: int = 1) -> list[pb.WatchResponse]:
+        """Reads until so many events of a kind have come; these."""
+        found: list[pb.WatchResponse] = []
+        while len(found) < count:
             event = next(self._events)
-            if event.HasField("applied"):
-                firsts = {one.sample: one.position for one in event.applied.first_positions}
-                gains.note_applied(event.applied.update_id, firsts)
-            self.answered += event.HasField("applied") or event.HasField("refused")
+            if event.HasField(kind):
+                found.append(event)
+        return found
+
+    def set_layer(self, request_id: str, layer: Sequence[Placed]) -> int:
+        """Sets the layer of a request of one sample; the first position on which it acts."""
+        number = self._steer(request_id, layer=steering_to_wire([one.ours for one in layer]) or {})
+        (answer,) = self.until("applied")
+        assert answer.applied.update_id == number
+        return answer.applied.first_positions[0].position
 
     def __enter__(self) -> Self:
         return self
@@ -149,3 +167,50 @@ def test_gains_of_a_session_and_a_watch_multiply_each_other(
     table = own.table(0, length) * watched.table(0, length)
     check_sample(reference, out, 0, multiplied(steering, table))
     assert np.unique(table).size > 5
+
+
+def test_a_layer_of_a_watch_is_that_of_hugging_faces_hooks(
+    server: Server, engine: rheostat.Engine, reference: HfReference
+) -> None:
+    own = [everywhere(OPS["add"], [1])]
+    layers = [[everywhere(OPS["ablate"], [1, 3])], [everywhere(OPS["norm_add"], [2])], []]
+    firsts: list[int] = []
+    gains = Gains(1)
+
+    def steer(watch: Steerer) -> None:
+        for layer in layers:
+            watch.until("signals", 8)
+            firsts.append(watch.set_layer("red", layer))
+        watch.run("red", gains, schedule(6, 1))
+
+    with Steerer(server) as watch, ThreadPoolExecutor(1) as threads:
+        future = threads.submit(steer, watch)
+        out = engine.generate(
+            PROMPT,
+            request_id="red",
+            labels=RED,
+            steering=[one.ours for one in own],
+            max_tokens=120,
+            **OPTIONS,
+        )
+        future.result()
+    length = len(out.prompt_token_ids) + len(out.token_ids)
+    assert firsts == sorted(set(firsts))
+    assert len(out.prompt_token_ids) < firsts[0] < firsts[-1] < length - 10
+    assert gains.applied > 5  # of the request's own steering, behind the last layer
+    wanted = gains.placed(own, 0, length)
+    for layer, start, end in zip(layers, firsts, [*firsts[1:], length], strict=True):
+        within = np.arange(length)
+        within = (within >= start) & (within < end)
+        wanted += [one._replace(holds=where(one, within)) for one in layer]
+    check_sample(reference, out, 0, wanted)
+    origins = [(one.origin, one.update_id, one.watch_id) for one in out.receipt.interventions]
+    of = watch.watch_id
+    assert origins == [("request", None, ""), ("watch", 1, of), ("watch", 2, of)]
+    for done, start, end in zip(out.receipt.interventions[1:], firsts, firsts[1:], strict=False):
+        assert [rows.positions for rows in done.rows] == [(range(start, end),)]
+        assert {site.row_count for site in done.sites} == {end - start}
+    (by,) = out.receipt.watches
+    sizes = [one.layer_size for one in by.changes]
+    assert sizes[:3] == [1, 1, 0]
+    assert [one.first_positions[0] for one in by.changes[:3]] == firsts

@@ -5,10 +5,22 @@ import asyncio
 import grpc
 import numpy as np
 
-from rheostat_wire.v1 import capture_service_pb2, gate_pb2, monitor_pb2, monitor_service_pb2
+from rheostat_wire.v1 import (
+    capture_service_pb2,
+    gate_pb2,
+    generation_pb2,
+    monitor_pb2,
+    monitor_service_pb2,
+)
 
-from .messages import probe
+from .conftest import Refusal
+from .fakes import ScriptedBackend
+from .messages import probe, request
+from .streams import settled, until
 from .subscribers import EVERY, PLENTY
+from .talks import P
+
+SAMPLING = generation_pb2.Sampling(max_tokens=6)
 
 pb = monitor_service_pb2
 Request = monitor_service_pb2.WatchRequest
@@ -99,3 +111,30 @@ class Watcher:
                     row += 1
             assert row == len(values)
         return found
+
+
+async def watched(starter, *interventions, rules=(), backend=None, **fields: object):
+    """A server, a watch that steers, and a call whose samples wait after two tokens."""
+    backend = backend or ScriptedBackend(hold=asyncio.Event(), hold_from=2)
+    running = await starter(backend)
+    watcher = await Watcher.open(running, opening(steers=True, rules=rules))
+    fields.setdefault("sampling", SAMPLING)
+    call = running.client.generation.Generate(
+        request(request_id="r", steer=interventions, **fields)
+    )
+    await until(lambda: bool(backend.jobs) and len(backend.positions) == len(backend.jobs))
+    await until(lambda: set(backend.positions.values()) == {P + 1})
+    return running, watcher, call
+
+
+async def refused(watcher: Watcher, count: int = 1) -> tuple[int, Refusal]:
+    """The id and the refusal of the update that was refused as the `count`th."""
+    message = (await watcher.until("refused", count)).refused
+    refusal = Refusal.of_status(message.status, grpc.StatusCode.OK, message.status.message)
+    return message.update_id, refusal
+
+
+async def clean(running) -> bool:
+    """Whether nothing is held once all requests have ended."""
+    stats = await settled(running)
+    return (stats.leaked_count, running.manager.ledger.requests) == (0, 0)

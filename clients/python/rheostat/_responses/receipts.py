@@ -79,7 +79,9 @@ class AppliedIntervention:
     rule_name: str = ""
     """The rule, if ``origin`` is "rule"."""
     update_id: int | None = None
-    """The session's update, if ``origin`` is "update"."""
+    """The update of the session or the watch, if ``origin`` is "update" or "watch"."""
+    watch_id: str = ""
+    """The watch, if ``origin`` is "watch"."""
     source: ReplaceSource | None = None
     """The rows that were put in, if ``op`` is "replace"."""
     unknown_sites: int = 0
@@ -145,9 +147,11 @@ class WatchChange:
     first_positions: Mapping[int, int]
     """The first position that it acts on, by sample."""
     factor: float | None = None
-    """The gain that it set; None if it set none."""
+    """The gain that it set; None if it set its layer."""
     interventions: tuple[int, ...] = ()
     """Indices of the interventions with this gain; empty: all of the request's own."""
+    layer_size: int | None = None
+    """The number of interventions of the layer that it set; None if it set a gain."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,12 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     ]
     for applied in receipt.interventions:
         reference = Reference(
-            applied.origin, applied.index, applied.op, applied.rule_name, applied.update_id
+            applied.origin,
+            applied.index,
+            applied.op,
+            applied.rule_name,
+            applied.update_id,
+            applied.watch_id,
         )
         rows.append((str(reference), _intervention_text(applied)))
     for capture in receipt.captures:
@@ -309,10 +318,12 @@ class Reference:
     op: str
     rule_name: str = ""
     update_id: int | None = None
+    watch_id: str = ""
 
     def __str__(self) -> str:
-        """As "add (request 0)", "clamp (update 3, 1)"."""
+        """As "add (request 0)", "clamp (update 3, 1)", "add (watch w 3, 0)"."""
         of = self.rule_name if self.update_id is None else str(self.update_id)
+        of = f"{self.watch_id} {of}" if self.watch_id else of
         return f"{self.op} ({self.origin} {f'{of}, ' if of else ''}{self.index})"
 
 
@@ -323,13 +334,14 @@ def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
         read_word(receipt_pb2.Op.DESCRIPTOR, message.op, "OP_"),
         message.rule_name,
         message.update_id or None,
+        message.watch_id,
     )
 
 
 def _read_change(change: receipt_pb2.WatchChange) -> WatchChange:
     firsts = {one.sample: one.position for one in change.first_positions}
     if not change.HasField("gain"):
-        return WatchChange(change.update_id, firsts)
+        return WatchChange(change.update_id, firsts, layer_size=change.layer.intervention_count)
     return WatchChange(
         change.update_id, firsts, change.gain.factor, tuple(change.gain.interventions)
     )
@@ -384,6 +396,7 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
         op=reference.op,
         rule_name=reference.rule_name,
         update_id=reference.update_id,
+        watch_id=reference.watch_id,
         digests=tuple(digest.hex() for digest in message.digests),
         source=read_source(message),
         sites=tuple(

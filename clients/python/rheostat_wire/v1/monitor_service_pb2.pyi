@@ -279,8 +279,10 @@ class WatchSteer(_message.Message):
     @_builtins.property
     def layer(self) -> _steering_pb2.Steering:
         """The watch's own layer, with ORIGIN_WATCH: what the watch has said of this request before is
-        replaced, and the request's own steering stays. Empty: none. Not served yet:
-        REASON_NOT_SUPPORTED.
+        replaced, and the request's own steering stays. Empty: none. It acts behind the request's own
+        steering, has no gates, and no gain multiplies it. Needs room in the engine like an update of a
+        session, with the same limits: REASON_BANK_FULL. If the request has rules, of its own or of
+        watches, or gates, or gains other than 1: REASON_NOT_SUPPORTED.
         """
 
     @_builtins.property

@@ -40,7 +40,7 @@ class _OriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Origin.ValueTy
     ORIGIN_UPDATE: _Origin.ValueType  # 4
     """Steering that a session set."""
     ORIGIN_WATCH: _Origin.ValueType  # 5
-    """Steering that a watch set. Not sent yet."""
+    """The layer of a watch."""
 
 class Origin(_Origin, metaclass=_OriginEnumTypeWrapper):
     """Where an intervention came from."""
@@ -56,7 +56,7 @@ ORIGIN_RULE: Origin.ValueType  # 3
 ORIGIN_UPDATE: Origin.ValueType  # 4
 """Steering that a session set."""
 ORIGIN_WATCH: Origin.ValueType  # 5
-"""Steering that a watch set. Not sent yet."""
+"""The layer of a watch."""
 Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 class _Op:
@@ -194,6 +194,7 @@ class InterventionRef(_message.Message):
     OP_FIELD_NUMBER: _builtins.int
     RULE_NAME_FIELD_NUMBER: _builtins.int
     UPDATE_ID_FIELD_NUMBER: _builtins.int
+    WATCH_ID_FIELD_NUMBER: _builtins.int
     origin: Global___Origin.ValueType
     """Where it came from."""
     index: _builtins.int
@@ -203,7 +204,9 @@ class InterventionRef(_message.Message):
     rule_name: _builtins.str
     """The rule's name, for ORIGIN_RULE."""
     update_id: _builtins.int
-    """The update's id, for ORIGIN_UPDATE."""
+    """The update's id, for ORIGIN_UPDATE and ORIGIN_WATCH."""
+    watch_id: _builtins.str
+    """The watch, for ORIGIN_WATCH."""
     def __init__(
         self,
         *,
@@ -212,10 +215,11 @@ class InterventionRef(_message.Message):
         op: Global___Op.ValueType = ...,
         rule_name: _builtins.str = ...,
         update_id: _builtins.int = ...,
+        watch_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "op", b"op", "origin", b"origin", "rule_name", b"rule_name", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "op", b"op", "origin", b"origin", "rule_name", b"rule_name", "update_id", b"update_id", "watch_id", b"watch_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -489,6 +493,7 @@ class WatchChange(_message.Message):
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     FIRST_POSITIONS_FIELD_NUMBER: _builtins.int
     GAIN_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
     update_id: _builtins.int
     """The watch's update."""
     @_builtins.property
@@ -499,22 +504,49 @@ class WatchChange(_message.Message):
     def gain(self) -> _gain_pb2.Gain:
         """A gain."""
 
+    @_builtins.property
+    def layer(self) -> Global___LayerChange:
+        """A layer. Receipt.interventions has its interventions."""
+
     def __init__(
         self,
         *,
         update_id: _builtins.int = ...,
         first_positions: _abc.Iterable[_generation_pb2.SamplePosition] | None = ...,
         gain: _gain_pb2.Gain | None = ...,
+        layer: Global___LayerChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "gain", b"gain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "gain", b"gain", "layer", b"layer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "first_positions", b"first_positions", "gain", b"gain", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "first_positions", b"first_positions", "gain", b"gain", "layer", b"layer", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["gain"]  # noqa: Y015
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["gain", "layer"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 
 Global___WatchChange: _TypeAlias = WatchChange  # noqa: Y015
+
+@_typing.final
+class LayerChange(_message.Message):
+    """A layer that a watch set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVENTION_COUNT_FIELD_NUMBER: _builtins.int
+    intervention_count: _builtins.int
+    """Number of its interventions; 0 took the layer away."""
+    def __init__(
+        self,
+        *,
+        intervention_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["intervention_count", b"intervention_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerChange: _TypeAlias = LayerChange  # noqa: Y015
 
 @_typing.final
 class CaptureReceipt(_message.Message):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat_wire.v1 import generation_service_pb2
+from rheostat_wire.v1 import generation_service_pb2, receipt_pb2
 
 from .test_accumulator import FIRST, SECOND, response
 
@@ -118,10 +118,18 @@ def test_the_receipt_says_what_watches_changed(client, server) -> None:
     changed = generation_service_pb2.GenerateResponse()
     changed.CopyFrom(RECEIPT)
     watch = changed.receipt.watches.add(watch_id="w", change_count=300)
+    added = changed.receipt.interventions.add()
+    added.intervention.origin = receipt_pb2.ORIGIN_WATCH
+    added.intervention.op = receipt_pb2.OP_ADD
+    added.intervention.watch_id, added.intervention.update_id = "w", 5
     done = watch.changes.add(update_id=4, gain={"factor": 0.5, "interventions": [1]})
     done.first_positions.add(sample=2, position=9)
+    watch.changes.add(update_id=5, layer={"intervention_count": 1})
     server.on("Generate", [STARTED, FIRST, SECOND, FINISHED, changed])
     receipt = client.stream("x")[1].receipt
     change = rheostat.WatchChange(4, {2: 9}, 0.5, (1,))
-    assert receipt.watches == (rheostat.WatchReceipt("w", (change,), 300),)
+    layer = rheostat.WatchChange(5, {}, layer_size=1)
+    assert receipt.watches == (rheostat.WatchReceipt("w", (change, layer), 300),)
+    assert receipt.interventions[-1].watch_id == "w"
+    assert "add (watch w 5, 0): 0 rows" in str(receipt)
     assert "watch w: 300 changes" in str(receipt)

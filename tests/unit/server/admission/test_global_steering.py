@@ -13,7 +13,7 @@ from rheostat_engine import OPEN_END, Act, Kind
 from rheostat_engine.plan import tables
 from rheostat_server import errors
 from rheostat_server.admission.admit import admit
-from rheostat_server.admission.updates import compile_update
+from rheostat_server.admission.updates import Kept, Replacing, compile_update
 from rheostat_server.selectors.selection import typical_context
 from rheostat_server.steering import gates
 from rheostat_wire.v1 import (
@@ -223,7 +223,13 @@ async def test_a_session_cannot_shed_a_gate_by_an_update(running) -> None:
     server_wide = running.manager.server_wide.current.resolve(context).interventions
     update = steering_pb2.Steering(interventions=[add()])
     with pytest.raises(errors.NotSupported, match="has gates") as raised:
-        await compile_update(update, running.manager.admission, context, server_wide)
+        await compile_update(
+            update,
+            running.manager.admission,
+            context,
+            Kept(server_wide),
+            Replacing(receipt_pb2.ORIGIN_UPDATE, 1),
+        )
     assert raised.value.field == "steering"
 
 

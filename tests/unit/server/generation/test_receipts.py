@@ -174,7 +174,8 @@ def test_steering_that_was_changed_is_told_by_update() -> None:
     before = admitted(request(steer=[add(), norm_add()], sampling=Sampling(max_tokens=8)))
     after = admitted(request(steer=[scaled(1.0), scaled(2.0)])).interventions
     after = tuple(
-        type(one)(receipt_pb2.ORIGIN_UPDATE, one.index, one.op, one.selection) for one in after
+        type(one)(receipt_pb2.ORIGIN_UPDATE, one.index, one.op, one.selection, update_id=7)
+        for one in after
     )
     sequence = EngineSequence(
         Job(before.plan, before.prompt.token_ids, before.sampling, 0), SequenceKind.OWN, 0

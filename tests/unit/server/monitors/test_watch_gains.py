@@ -2,53 +2,25 @@
 
 import asyncio
 
-import grpc
 import pytest
 
 from rheostat_server.requests import steering_control
 from rheostat_wire.v1 import gain_pb2, generation_pb2, monitor_service_pb2, receipt_pb2
 
-from ..conftest import Refusal, rest
+from ..conftest import rest
 from ..fakes import ScriptedBackend
 from ..messages import add, request
-from ..streams import settled, until
+from ..streams import until
 from ..talks import P, SessionCall, applied, start, update
 from ..talks import gain as own_gain
-from ..watchers import Watcher, opening, rule
+from ..watchers import SAMPLING, Watcher, clean, opening, refused, rule, watched
 
 pb = monitor_service_pb2
-Code = grpc.StatusCode
-SAMPLING = generation_pb2.Sampling(max_tokens=6)
 
 
 def gain(number: int, factor: float | None, *interventions: int, of: str = "r") -> pb.WatchSteer:
     message = gain_pb2.Gain(factor=factor, interventions=interventions)
     return pb.WatchSteer(update_id=number, request_id=of, gain=message)
-
-
-async def watched(starter, *interventions, rules=(), backend=None, **fields: object):
-    """A server, a watch that steers, and a call whose samples wait after two tokens."""
-    backend = backend or ScriptedBackend(hold=asyncio.Event(), hold_from=2)
-    running = await starter(backend)
-    watcher = await Watcher.open(running, opening(steers=True, rules=rules))
-    fields.setdefault("sampling", SAMPLING)
-    call = running.client.generation.Generate(
-        request(request_id="r", steer=interventions, **fields)
-    )
-    await until(lambda: bool(backend.jobs) and len(backend.positions) == len(backend.jobs))
-    await until(lambda: set(backend.positions.values()) == {P + 1})
-    return running, watcher, call
-
-
-async def refused(watcher: Watcher, count: int = 1) -> tuple[int, Refusal]:
-    """The id and the refusal of the update that was refused as the `count`th."""
-    message = (await watcher.until("refused", count)).refused
-    return message.update_id, Refusal.of_status(message.status, Code.OK, message.status.message)
-
-
-async def clean(running) -> bool:
-    stats = await settled(running)
-    return (stats.leaked_count, running.manager.ledger.requests) == (0, 0)
 
 
 async def test_a_watch_multiplies_the_steering_of_a_request(starter) -> None:
