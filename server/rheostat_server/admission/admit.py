@@ -161,6 +161,8 @@ class AdmittedRequest:
     """Tokens of each running sample that are held back."""
     watch_parts: tuple[WatchPart, ...] = ()
     """What watches read of it."""
+    unwatched: bool = False
+    """Whether watches pass it over, because they were told of the work that it belongs to."""
     in_session: bool = False
     """Whether its client may change its steering."""
     background: bool = False
@@ -362,6 +364,7 @@ def admit_now(
         rule_names=tuple([rule.name for rule in request.rules]),
         hold_back=request.hold_back,
         watch_parts=compiled.watch_parts,
+        unwatched=admission.watches is None,
         in_session=candidate.changeable,
     )
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.engine.backend import StoppedBy
+from rheostat_server.errors import NotSupported
 from rheostat_server.limits import MISSED_REQUESTS
 from rheostat_server.monitors.registry import Watches
 from rheostat_server.monitors.watch import Watch
@@ -42,11 +43,26 @@ class WatchedRequests:
         Raises:
             WatchLost: a lost watch selects it, whose requests are refused.
         """
-        if self._watches.any:
+        if self._watches.any and not admitted.unwatched:
             reading = {part.watch.name for part in admitted.watch_parts}
             for watch in self._watches.selecting(admitted.request_id, admitted.labels):
                 if watch.name not in reading:
                     watch.miss(admitted.request_id, "its admission began before the watch")
+
+    def pass_over(self, request_id: str, why: str) -> None:
+        """Names work to the watches that select it and do not read it.
+
+        Raises:
+            WatchLost: a lost watch selects it, whose requests are refused.
+            NotSupported: a rule of a watch may stop what it selects.
+        """
+        if not self._watches.any:
+            return
+        selecting = self._watches.selecting(request_id, {})
+        if any(watch.stops for watch in selecting):
+            raise NotSupported(f"a watch may stop this request, but {why}")
+        for watch in selecting:
+            watch.miss(request_id, why)
 
     def stop(self, watch: Watch, request_id: str, label: str) -> bool:
         """Ends a request that a watch reads; returns whether it ran."""

@@ -237,7 +237,7 @@ async def _admit(
 ) -> AdmittedRequest:
     """Admits a prompt. Lets the event loop go on in between, because there may be thousands."""
     await asyncio.sleep(0)
-    admitted = await admit(run, context.manager.admission)
+    admitted = await admit(run, replace(context.manager.admission, watches=None))
     context.room.take_prompt(admitted, path)
     return replace(admitted, background=context.background)
 

@@ -392,7 +392,7 @@ async def _capturing(
                 run=target,
             )
         )
-    admitted = await admit(request, manager.admission)
+    admitted = await admit(request, replace(manager.admission, watches=None))
     held.expect(ids)
     # The prompt keeps the steering under which its pair was admitted.
     plan = replace(prompt.unobserved, captures=admitted.unobserved.captures).pack()

@@ -49,6 +49,7 @@ class Sweeps:
         """
         with self._registered(request) as request_id:
             began = time.monotonic()
+            manager.watched.pass_over(request_id, "watches do not read sweeps")
             settings, pairs, labels = await resolve(request, manager)
             runs = HeldRuns(manager.runs, settings.lease)
             sweep = RunningSweep(settings, pairs, Measurements(settings, pairs, runs, manager))

@@ -27,6 +27,7 @@ from ..fakes import (
 from ..messages import selector, site_set, token_range, window
 from ..streams import settled, until
 from ..uploads import refusal_of
+from ..watchers import Watcher, opening, rule
 from .patched import (
     CLEAN,
     CORRUPT,
@@ -71,6 +72,34 @@ async def test_a_cell_is_the_corrupt_prompt_with_clean_rows(starter) -> None:
     runs = await running.client.runs.ListRuns(run_service_pb2.ListRunsRequest())
     assert not runs.runs
     await settled(running)
+
+
+async def test_watches_pass_a_sweep_over_and_are_told_once(starter) -> None:
+    running = await starter(PatchedBackend())
+    watchers = [
+        await Watcher.open(running, opening(rules=[rule(1e9)])),
+        await Watcher.open(running, opening(steers=True)),
+    ]
+    events = await rest(running.client.sweep.Sweep(order()))
+    assert events[-1].HasField("summary")
+    assert {job.plan.private_from for job in running.backend.jobs} == {None}
+    for watcher in watchers:
+        await watcher.rest()
+        (told,) = [event.ended for event in watcher.of("ended")]
+        assert told.request_id == events[0].started.request_id
+        assert told.missed_reason == "watches do not read sweeps"
+        assert not watcher.of("begun")
+    await settled(running)
+
+
+async def test_a_sweep_is_refused_where_a_watch_may_stop_it(starter) -> None:
+    running = await starter(PatchedBackend())
+    watcher = await Watcher.open(running, opening(rules=[rule(1e9, stop={})]))
+    refusal = await refusal_of(running.client.sweep.Sweep(order()).read())
+    assert refusal.reason == "REASON_NOT_SUPPORTED"
+    assert not running.backend.jobs
+    await watcher.rest()
+    await rest(running.client.sweep.Sweep(order()))
 
 
 @dataclass
