@@ -1,6 +1,7 @@
 """Every code block of the pages, and every example, on a real server."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -100,6 +101,53 @@ def test_the_live_probe_example_reads_the_tone(
     assert "watching layer" in done.stdout
     happy = [line for line in done.stdout.splitlines() if line.startswith("happy-")]
     assert any("+" in line for line in happy)
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("tidy")
+def test_the_tone_guard_steers_back_only_what_turns_gloomy(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    module = example("tone_guard")
+    monkeypatch.setattr(module, "NEUTRAL", module.NEUTRAL[:6])
+    for constant, value in (("SAMPLES", 4), ("SHOWN", 3)):
+        monkeypatch.setattr(module, constant, value)
+    picture, numbers = tmp_path / "picture.png", tmp_path / "numbers.json"
+    command = ["tone_guard.py", "--target", server.target, "--out", str(picture)]
+    monkeypatch.setattr(sys, "argv", [*command, "--json", str(numbers)])
+    module.main()
+    found = json.loads(numbers.read_text())
+    assert found["unchanged"] == found["of"]  # no bit of a cheerful text or a fact
+    arms = found["arms"]
+    without, guarded, stopped = (arms[name] for name in ("without", "guarded", "stopped"))
+    assert without["gloomy_later"] > 0.95 * without["tonal_later"] > 10
+    assert guarded["gloomy_later"] < 0.15 * guarded["tonal_later"]
+    assert without["cued_gloomy"] > 0.95 * without["cued_tonal"]
+    assert guarded["cued_gloomy"] < 0.3 * guarded["cued_tonal"]
+    assert stopped["gloomy_later"] < 0.3 * without["gloomy_later"]
+    assert stopped["stopped"] > 0
+    assert arms["the vector at every token"]["facts"] < guarded["facts"] == found["facts"]
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("tidy")
+def test_the_controller_holds_its_set_points(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    module = example("hold_set_point")
+    picture, numbers = tmp_path / "picture.png", tmp_path / "numbers.json"
+    command = ["hold_set_point.py", "--target", server.target, "--out", str(picture)]
+    monkeypatch.setattr(sys, "argv", [*command, "--json", str(numbers)])
+    module.main()
+    found = json.loads(numbers.read_text())
+    free = found.pop("no controller")["mean"]
+    for name, row in found.items():
+        # Far from the mean without a controller. On a busy machine gains come late.
+        assert abs(row["mean"] - float(name)) < 1.2
+        assert row["gains"] > 200
+    assert abs(free) < 2
     assert picture.stat().st_size > 10_000
 
 

@@ -13,6 +13,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 PAGE = (DOCS / "README.md").read_text()
 RELIABILITY = (DOCS.parent / "reliability.md").read_text()
 TRACING = (DOCS.parent / "causal-tracing.md").read_text()
+DYNAMIC = (DOCS.parent / "dynamic-steering.md").read_text()
 
 
 def content(name: str) -> Any:
@@ -121,6 +122,22 @@ def test_how_soon_a_cancelled_sweep_holds_nothing_is_that_of_the_file() -> None:
     kept = int(table["blocks_ms"]["within_bar"])
     assert f"{kept} of {measured['trials']} sweeps kept it" in section
     assert f"{measured['trials']} sweeps of the demo model, {at_once} cells at a time" in section
+
+
+def test_the_guarded_texts_are_those_of_the_file() -> None:
+    found = content("cpu/tone-guard.json")
+    assert f"{found['unchanged']} of {found['of']} cheerful texts and facts keep every" in DYNAMIC
+    for name, row in found["arms"].items():
+        pairs = [("gloomy", "tonal"), ("gloomy_later", "tonal_later")]
+        pairs += [("cued_gloomy", "cued_tonal")]
+        cells = " | ".join(f"{row[part]} of {row[whole]}" for part, whole in pairs)
+        rest = f"{row['facts']} of {found['facts']} | {row['stopped']} of {row['texts']}"
+        assert f"| {name} | {cells} | {rest} |" in DYNAMIC
+
+
+def test_the_set_points_are_those_of_the_file() -> None:
+    for name, row in content("cpu/set-point.json").items():
+        assert f"| {name} | {row['mean']:+.2f} | {row['joyful']} | " in DYNAMIC
 
 
 def test_the_problems_of_random_calls_are_those_of_the_file() -> None:
