@@ -6,7 +6,8 @@ without acts gets no key, so blocks before the first act keep vLLM's own hashes.
 grows with the acts that begin or end in its block. Requests with equal acts share their keys.
 
 Invariant: two requests with equal tokens share blocks if, and only if, equal acts apply in equal
-order at equal positions. Blocks whose acts depend on when the request runs are private.
+order at equal positions. Blocks whose acts depend on when the request runs are private. So are
+blocks in which a gate may be open. Before it, a gated act has no part in a key.
 """
 
 import hashlib
@@ -49,11 +50,14 @@ class SteeredBlocks:
             )
             for number, clause in enumerate(table.clauses)
         ]
-        strong = {clause.act for clause in table.clauses if table.acts[clause.act].strong}
+        # A gated act changes nothing before `first_gated`, and blocks behind it are private.
+        acting = {
+            number for number, act in enumerate(table.acts) if act.strong and act.gate is None
+        }
         self._starts = table.intervals.starts.tolist()
         self._sets = table.intervals.sets.tolist()
         self._members = [
-            tuple(clauses[i] for i in members if clauses[i].act in strong)
+            tuple(clauses[i] for i in members if clauses[i].act in acting)
             for members in table.intervals.members
         ]
         self._whole: dict[tuple[int, int], bytes] = {}
@@ -113,7 +117,7 @@ class SteeredBlocks:
             parts += sorted(encoded) if kind is Kind.ADD else encoded
         if not parts:
             return b""
-        digest = hashlib.sha256(b"rheostat block 4")
+        digest = hashlib.sha256(b"rheostat block 5")
         for part in parts:
             digest.update(struct.pack("<q", len(part)) + part)
         return digest.digest()

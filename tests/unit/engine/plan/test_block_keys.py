@@ -1,5 +1,6 @@
 """A block's key says what touches the block, all of it and nothing else."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import groupby
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
 from rheostat_engine.plan import block_keys as block_keys_module
+from rheostat_engine.plan import gates
 from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
 from rheostat_engine.plan.plan import read_plan, steering_of
 
@@ -222,6 +224,22 @@ def test_from_the_private_position_on_nobody_else_reads(first: int) -> None:
     for (_, end), plain, one, other in zip(BLOCKS, shared, ones, others, strict=True):
         assert (one == plain) == (other == plain) == (one == other) == (end <= first)
     assert ones == keys(Plan("a", (add(0),), private_from=first))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_before_a_gate_is_decided_the_blocks_are_those_of_a_plain_request(late: bool) -> None:
+    """They are not those of the same act without a gate, because this act changes them."""
+    decided = gates.Condition((0,), gates.Pool.LAST, gates.Combine.ANY, 0.0, math.inf, 1, 8)
+    gate = gates.Gate(
+        (decided,), gates.Combine.ALL, gates.Form.STEP, 0.5, 0.0, gates.Hold.REST, late=late
+    )
+    reading = gates.Reading(gates.Normalise.NONE, gates.Activation.IDENTITY, 0.0, 0.0, 0)
+    read = replace(add(0, where=((8, 9),)), kind=Kind.READ, reading=reading)
+    other = add(1, where=((0, 4),))
+    found = keys(Plan("r", (read, replace(add(0), gate=gate), other)))
+    assert found[:2] == keys(Plan("plain", (other,)))[:2]
+    assert found[2:] == ["private r"] * len(found[2:])
+    assert not {*found} & {*keys(Plan("s", (add(0), other)))}
 
 
 def test_a_private_plan_without_acts_is_private_too() -> None:
