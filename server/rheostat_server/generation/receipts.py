@@ -124,16 +124,37 @@ class _Part:
         start, end = self.released.computed
         return self._selected(0, min(start, end, self.sample.row_end))
 
-    @cached_property
-    def surplus(self) -> int:
-        """Number of rows that were changed beyond the sample's last position."""
-        rows = self._selected(self.sample.row_end, self.released.computed[1])
+    def surplus(self, rows: int) -> int:
+        """Of `rows` changed rows at a site, the number beyond the sample's last position.
+
+        A sample that ends with a stop text, or is aborted, may have computed tokens that the server
+        never received. If the selection depends on such a token, the row is beyond the end as well.
+        Without recomputation there are no more rows than selected positions, which shows how many.
+        """
+        after = self._selected(self.sample.row_end, self.released.computed[1])
         index = self.intervention.index
         update_id = self.intervention.update_id
         if self.gained and self.sample.last_gain(update_id, index) is not None:
             at = partial(self.sample.gain_at, update_id, index)
-            return sum(at(position) != 0 for start, end in rows for position in range(start, end))
-        return length(rows)
+            known = sum(at(position) != 0 for start, end in after for position in range(start, end))
+        else:
+            known = length(after)
+        unknown = 0
+        if self.released.recomputed == 0:
+            unknown = min(rows - known - self.computed_rows, self._unknown)
+        return known + max(0, unknown)
+
+    @property
+    def _unknown(self) -> int:
+        """Number of computed positions whose token decides, but never reached the server."""
+        start, end = (
+            max(self.sample.token_end, self.start),
+            min(self.released.computed[1], self.end),
+        )
+        selection = self.intervention.selection
+        return length(clipped(selection.reach, start, end)) - length(
+            clipped(selection.spans, start, end)
+        )
 
     @property
     def gained(self) -> bool:
@@ -239,8 +260,8 @@ def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
 def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]) -> None:
     """Writes how often and how strongly an intervention acted at a site.
 
-    The scheduler may run one step past the sample's end. The measured doses include its rows, so
-    they are subtracted here, unless a gate decides whether they are counted.
+    The scheduler may run some steps past the sample's end. The measured doses include their rows,
+    so they are subtracted here, unless a gate decides whether they are counted.
     """
     acting = [part for part in parts if site in part.sites]
     for part in acting:
@@ -250,10 +271,12 @@ def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]
     rows = surplus = 0
     change = relative = relative_max = 0.0
     for part in acting:
+        doses = part.doses.get(site, ())
+        mine = sum(dose.rows for dose in doses)
+        rows += mine
         if part.intervention.gate is None:
-            surplus += part.surplus
-        for dose in part.doses.get(site, ()):
-            rows += dose.rows
+            surplus += part.surplus(mine)
+        for dose in doses:
             change += dose.change
             relative += dose.relative
             relative_max = max(relative_max, dose.relative_max)

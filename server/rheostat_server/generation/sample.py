@@ -102,10 +102,15 @@ class Sample:
 
         The last token is no input, unless a rule stopped the sample at its row.
         """
-        end = self._admitted.prompt_len + len(self.tokens)
+        end = self.token_end
         if self.ending in (Ending.RULE, Ending.WATCH) and self._sequence.fired_row == end - 1:
             return end
         return end - 1
+
+    @property
+    def token_end(self) -> int:
+        """One past the position of the last token."""
+        return self._admitted.prompt_len + len(self.tokens)
 
     def selected(self, selection: Selection, start: int, end: int) -> Spans:
         """The positions in [start, end) that a selection selects in this sample."""

@@ -141,6 +141,20 @@ async def test_rows_beyond_the_last_token_are_not_counted(starter) -> None:
     assert [one.sites[0].dose for one in got.interventions] == [dose(STREAM_NORM)] * 2
 
 
+async def test_rows_of_tokens_that_never_came_are_not_counted(starter) -> None:
+    # The engine goes on to compute the rows of 14 to 17 at positions 4 to 7. Only 13 and 14 come.
+    steer = [
+        norm_add(where=selector(token_range(13, 15, 17))),
+        norm_add(where=selector(token_range(14, 15, 16))),
+        norm_add(where=selector(GENERATED, exclude=[token_range(14, 16)])),
+    ]
+    got = await receipt(await starter(ScriptedBackend(overrun=4)), steer=steer)
+    assert [one.sites[0].row_count for one in got.interventions] == [1, 0, 1]
+    got = await receipt(await starter(ScriptedBackend(overrun=4, recomputed=1)), steer=steer)
+    counts = [one.sites[0].row_count for one in got.interventions]
+    assert counts == [3, 2, 3], "which of these rows were computed twice is not known"
+
+
 async def test_captures_by_token_id_bring_the_rows_of_these_tokens(running) -> None:
     specs = [
         capture(where=selector(token_range(11, 13, 16))),
