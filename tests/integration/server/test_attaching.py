@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -108,20 +110,28 @@ def test_every_sample_is_joined(engine: rheostat.Engine) -> None:
 
 def test_a_full_server_is_joined_and_every_request_ends(engine: rheostat.Engine) -> None:
     """More requests than run at a time: those that wait are captured from their beginnings."""
+    subscribed = Event()
 
-    def run(number: int) -> rheostat.Generation:
-        return engine.generate(
-            prompt(number, 24), request_id=f"crowd-{number}", max_tokens=60, **OPTIONS
-        )
+    def run(number: int) -> dict[str, rheostat.Generation]:
+        """Requests one after the other, until the subscription is open."""
+        found: dict[str, rheostat.Generation] = {}
+        while not found or not subscribed.is_set():
+            name = f"crowd-{number}-{len(found)}"
+            found[name] = engine.generate(
+                prompt(number, 24), request_id=name, max_tokens=60, **OPTIONS
+            )
+        return found
 
-    with ThreadPoolExecutor(48) as pool:
+    with ThreadPoolExecutor(48) as pool, ExitStack() as stack:
+        stack.callback(subscribed.set)
         runs = [pool.submit(run, number) for number in range(48)]
         with engine.stream(prompt(99, 20), request_id="sign", max_tokens=4, **OPTIONS) as stream:
             until_token(stream, 1)
             with engine.subscribe(
                 every=True, capture=rheostat.Capture("resid_post", layers=[0])
             ) as subscription:
-                outs = {f"crowd-{n}": one.result() for n, one in enumerate(runs)}
+                subscribed.set()
+                outs = {name: out for one in runs for name, out in one.result().items()}
                 late = engine.generate(prompt(3, 10), request_id="late", max_tokens=3, **OPTIONS)
                 events = []
                 while not any(
