@@ -24,6 +24,7 @@ REPLACEMENTS = {
     "aio_streams": "streams",
     "aio_subscription": "subscription",
     "aio_vectors": "vectors",
+    "aio_watch": "watch",
     "anext": "next",
 }
 

@@ -25,7 +25,7 @@ from rheostat._capture.projections import back_projected, projection_matrix
 from rheostat._client.engine import Engine, Session, Steering, Stream, Vectors, connect
 from rheostat._client.requests import GenerateOptions
 from rheostat._client.run_calls import CapturedRun
-from rheostat._client.sessions import SessionEvent, UpdateApplied, UpdateRefused
+from rheostat._client.sessions import SessionEvent
 from rheostat._errors import (
     Aborted,
     AlreadyExists,
@@ -90,6 +90,7 @@ from rheostat._responses.results import (
     Tokens,
 )
 from rheostat._responses.signals import SignalColumn, Signals
+from rheostat._responses.updates import UpdateApplied, UpdateRefused
 from rheostat._runs import Run, RunInfo
 from rheostat._selectors import Selector, generated, positions, span, token_ids, window
 from rheostat._steering.condition_fits import ConditionFit, ConditionFits
@@ -127,6 +128,18 @@ from rheostat._sweeps.pairs import NoisyPrompt, Pair
 from rheostat._sweeps.paths import PathOptions, PathPatch
 from rheostat._sweeps.requests import SweepOptions, Zoom
 from rheostat._sweeps.result import Cell, SweepResult
+from rheostat._watches.events import (
+    Readings,
+    SignalsDropped,
+    SignalSummary,
+    WatchedRequestBegun,
+    WatchedRequestEnded,
+    WatchedSignals,
+    WatchEvent,
+)
+from rheostat._watches.requests import WatchOptions
+from rheostat._watches.table import WatchTable
+from rheostat._watches.watch import Watch
 
 try:
     __version__ = version("rheostat")
@@ -201,6 +214,7 @@ __all__ = [
     "ProbeGrade",
     "PromptLogprobs",
     "Ramp",
+    "Readings",
     "Readout",
     "Receipt",
     "Refused",
@@ -230,7 +244,9 @@ __all__ = [
     "SessionEvent",
     "Sigmoid",
     "SignalColumn",
+    "SignalSummary",
     "Signals",
+    "SignalsDropped",
     "Sink",
     "SinkInfo",
     "Site",
@@ -260,8 +276,15 @@ __all__ = [
     "VectorInfo",
     "Vectors",
     "Violation",
+    "Watch",
     "WatchChange",
+    "WatchEvent",
+    "WatchOptions",
     "WatchReceipt",
+    "WatchTable",
+    "WatchedRequestBegun",
+    "WatchedRequestEnded",
+    "WatchedSignals",
     "Zeros",
     "Zoom",
     "ablate",

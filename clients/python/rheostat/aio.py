@@ -45,9 +45,12 @@ from rheostat._sweeps.pairs import Pair, answer_texts, checked_pairs
 from rheostat._sweeps.paths import PASS_LEASE, Branches, PathOptions, PathPatch, Paths
 from rheostat._sweeps.requests import SweepOptions, sweep_request
 from rheostat._sweeps.result import SweepResult
-from rheostat._sweeps.watching import Watch, watcher_of
+from rheostat._sweeps.watching import WatchLike, watcher_of
+from rheostat._watches import requests as watch_requests
+from rheostat._watches.aio_watch import Watch
+from rheostat._watches.requests import WatchOptions
 
-__all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "connect"]
+__all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "Watch", "connect"]
 
 RESUMPTIONS = 3
 """Attempts, one after the other, to take up a sweep that broke before a further cell came."""
@@ -161,6 +164,19 @@ class Engine:
         check_options("resume", options, ResumeOptions)
         return Subscription(self._connection, subscribe_requests.resuming(cursor, **options))
 
+    def watch(self, **options: Unpack[WatchOptions]) -> Watch:
+        """Read other clients' requests with probes while they run, and stop them.
+
+        ``options`` are those of `WatchOptions`. Requests that are admitted later are read from
+        their first token; running requests are not read (`Watch.missed`). Their owners get the same
+        answers as unwatched, unless the watch stops them.
+
+        The returned watch is open. In `rheostat.aio` it opens when it is entered with ``async
+        with``, and the event loop must run when the method is called.
+        """
+        check_options("watch", options, WatchOptions)
+        return Watch(self._connection, watch_requests.opening(**options))
+
     async def explain(
         self,
         prompt: Prompt,
@@ -243,7 +259,7 @@ class Engine:
         grades: GradeLike | Iterable[GradeLike] = "logprob",
         progress: OnProgress | None = None,
         on_cell: OnCell | None = None,
-        watch: Watch = None,
+        watch: WatchLike = None,
         checkpoint: str | Path | None = None,
         timeout: float | None = None,
         **options: Unpack[SweepOptions],

@@ -71,6 +71,10 @@ class RowsServer:
         """What the host's subscriptions answer."""
         return self.do(lambda: question(self._server.readiness.manager().subscriptions))
 
+    def ask_watches(self, question: Callable) -> object:
+        """What the host's watches answer."""
+        return self.do(lambda: question(self._server.readiness.manager().watches))
+
     def kept(self, name: str) -> int:
         """Bytes of a subscription that were sent and are not acknowledged."""
         return self.ask(lambda them: them.named(name, "").buffer.kept)
@@ -115,7 +119,10 @@ class SyncSubscriber:
     def resume(self, cursor: rheostat.Cursor, **options: object) -> rheostat.Subscription:
         return self.engine.resume(cursor, **options)
 
-    def cut(self, subscription: rheostat.Subscription) -> None:
+    def watch(self, **options: object) -> rheostat.Watch:
+        return self.engine.watch(**options)
+
+    def cut(self, subscription: "rheostat.Subscription | rheostat.Watch") -> None:
         """Break its connection."""
         subscription._worker._responses.cancel()
 
@@ -124,9 +131,11 @@ class SyncSubscriber:
 
 
 class _Driven:
-    """A subscription of the asyncio client with the face of the synchronous one."""
+    """A subscription or watch of the asyncio client with the face of the synchronous one."""
 
-    def __init__(self, thread: LoopThread, subscription: rheostat.aio.Subscription) -> None:
+    def __init__(
+        self, thread: LoopThread, subscription: "rheostat.aio.Subscription | rheostat.aio.Watch"
+    ) -> None:
         self.thread, self.inner = thread, subscription
 
     def __getattr__(self, name: str) -> object:
@@ -146,6 +155,9 @@ class _Driven:
 
     def ack(self) -> None:
         self.thread.do(self.inner.ack)
+
+    def stop(self, request_id: str, label: str = "") -> int:
+        return self.thread.do(lambda: self.inner.stop(request_id, label))
 
     def finish(self) -> None:
         self.thread.do(self.inner.finish)
@@ -180,6 +192,9 @@ class AioSubscriber:
 
     def resume(self, cursor: rheostat.Cursor, **options: object) -> _Driven:
         return self._entered(lambda: self.engine.resume(cursor, **options))
+
+    def watch(self, **options: object) -> _Driven:
+        return self._entered(lambda: self.engine.watch(**options))
 
     def _entered(self, make: Callable) -> _Driven:
         async def enter() -> _Driven:

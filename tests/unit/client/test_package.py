@@ -57,6 +57,7 @@ def test_both_clients_have_the_same_methods():
                 module.Stream,
                 module.Session,
                 module.Subscription,
+                module.Watch,
             )
             for name in dir(owner)
             if not name.startswith("_")

@@ -18,6 +18,7 @@ LAYERS = (
     "rheostat._connection",
     "rheostat._event_streams",
     "rheostat._subscriptions",
+    "rheostat._watches",
     "rheostat._client",
     "rheostat._files",
     "rheostat.captures",

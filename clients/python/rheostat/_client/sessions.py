@@ -7,55 +7,21 @@ refusal from the client if the request ended before the server answered. Later c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
 from rheostat._connection.calls import Accumulator, Answer, BidiCall, Result, Step
-from rheostat._errors import NotFound, Refused, RheostatError, from_status
+from rheostat._errors import NotFound, Refused
 from rheostat._fields import builds_message
 from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.results import Event, Generation
+from rheostat._responses.updates import UpdateApplied, UpdateRefused, read_applied, read_refused
 from rheostat._steering.steering import SteeringLike, steering_to_wire
-from rheostat_wire.v1 import gain_pb2, generation_pb2, generation_service_pb2, steering_pb2
+from rheostat_wire.v1 import gain_pb2, generation_service_pb2, steering_pb2
 
 _ENDED = "the request has ended"
 _NOT_FOUND = "REASON_REQUEST_NOT_FOUND"
-
-
-@dataclass(frozen=True)
-class UpdateApplied:
-    """An update was carried out."""
-
-    update_id: int
-    """The id that `steer` or `gain` returned."""
-    first_positions: Mapping[int, int]
-    """First absolute position on which it acts, by sample; finished samples have none."""
-
-
-@dataclass(frozen=True)
-class UpdateRefused:
-    """An update was refused; the request continues with its steering unchanged."""
-
-    update_id: int
-    """The id that `steer` or `gain` returned."""
-    error: RheostatError
-    """The error that a call would raise, e.g. `ResourceExhausted` if the bank is full."""
-
-    @property
-    def reason(self) -> str:
-        """The reason of the error, e.g. "REASON_BANK_FULL"."""
-        return self.error.reason
-
-    @property
-    def message(self) -> str:
-        """The message of the error."""
-        return self.error.message
-
-    @property
-    def field(self) -> str:
-        """Path of the wrong field, e.g. "steering.interventions[2].where"; "" if there is none."""
-        return self.error.path
 
 
 SessionEvent: TypeAlias = Event | UpdateApplied | UpdateRefused
@@ -149,10 +115,10 @@ class SessionAccumulator:
         match message.WhichOneof("event"):
             case "applied":
                 is_update = self._updates.answered(message.applied.update_id)
-                return [_read_applied(message.applied)] if is_update else []
+                return [read_applied(message.applied)] if is_update else []
             case "refused":
                 self._updates.answered(message.refused.update_id)
-                return [_read_refused(message.refused)]
+                return [read_refused(message.refused)]
             case "receipt":
                 self._updates.close()
                 return [*self._updates.unanswered(), *self._generation.add(message)]
@@ -167,16 +133,6 @@ class SessionAccumulator:
 def _gain(factor: float, interventions: Sequence[int]) -> generation_service_pb2.SessionRequest:
     gain = gain_pb2.Gain(factor=factor, interventions=interventions)
     return generation_service_pb2.SessionRequest(gain=gain)
-
-
-def _read_applied(message: generation_pb2.UpdateApplied) -> UpdateApplied:
-    return UpdateApplied(
-        message.update_id, {sample.sample: sample.position for sample in message.first_positions}
-    )
-
-
-def _read_refused(message: generation_pb2.UpdateRefused) -> UpdateRefused:
-    return UpdateRefused(message.update_id, from_status(message.status))
 
 
 @dataclass(frozen=True)

@@ -199,8 +199,14 @@ class EventStreamState(ABC, Generic[M, E]):
                 reason="REASON_ROWS_LOST",
             )
         self._received = message.sequence
+        self._append(message, size)
+
+    def _append(self, message: M, size: int) -> None:
         self._queued_bytes += size
         self._queue.append(_QueuedEvent(message, size))
+
+    def end(self) -> None:
+        """Called once no further message arrives."""
 
     def pop(self) -> E | None:
         """The next event; None if none has arrived. Raises the errors of damaged events."""

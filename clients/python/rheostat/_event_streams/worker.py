@@ -7,8 +7,9 @@ wait; no method here waits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Generic, Protocol
+from typing import Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
@@ -16,6 +17,8 @@ from rheostat._connection.channel import ConnectionBase
 from rheostat._errors import Aborted, RheostatError
 from rheostat._event_streams.reconnect import LOG, ReconnectPolicy
 from rheostat._event_streams.state import CLOSE_TIMEOUT, E, EventStreamState, M
+
+T = TypeVar("T")
 
 
 class RunningCall(Protocol):
@@ -64,6 +67,7 @@ class BaseWorker(ABC, Generic[M, E]):
     def _begin_call(self, responses: RunningCall) -> None:
         self._responses = responses
         responses.send(self._state.opening_request())
+        self._send_due()
         if self._closing:
             self._send_end()
         elif self._finishing:
@@ -109,6 +113,15 @@ class BaseWorker(ABC, Generic[M, E]):
             self._state.mark_processed()
             self._state.flush()
             self._send_due()
+
+    def act(self, act: Callable[[], T]) -> T:
+        """Changes the state, and sends what is due then. Raises Refused if nothing can be sent."""
+        with self._lock:
+            if self._finishing or self._leaving or self._ended or self._stopped:
+                raise self._state.closed_error() from self._failure
+            result = act()
+            self._send_due()
+            return result
 
     def check_open(self) -> None:
         """Raises Refused in the thread or task that closed the stream before its end."""
@@ -173,6 +186,8 @@ class BaseWorker(ABC, Generic[M, E]):
 
     def _end(self, failure: RheostatError | None) -> None:
         with self._lock:
+            if not self._ended:
+                self._state.end()
             self._ended = True
             self._failure = self._failure or failure
             if isinstance(failure, Aborted):  # the call that resumed gets these events

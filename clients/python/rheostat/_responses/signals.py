@@ -59,13 +59,7 @@ class Signals:
         return len(self.positions)
 
     def __getitem__(self, probe: Probe | str) -> FloatArray:
-        name = probe.name if isinstance(probe, Probe) else probe
-        where = [number for number, column in enumerate(self.columns) if column.probe == name]
-        if not where:
-            names = ", ".join(sorted({column.probe for column in self.columns} - {""})) or "none"
-            raise KeyError(f"no signals of a probe {name!r}; there are those of {names}")
-        values: FloatArray = self.values[:, where]
-        return values[:, 0] if len(where) == 1 else values
+        return readings_of(probe, self.columns, self.values)
 
     def openness(self, index: int) -> FloatArray:
         """How far the gate of intervention ``index`` was open, 0 to 1: float32 [positions].
@@ -87,6 +81,28 @@ class Signals:
             + (f", fired={fired}" if fired else "")
             + ")"
         )
+
+
+def column_numbers(probe: Probe | str, columns: Sequence[SignalColumn]) -> list[int]:
+    """The indices of a probe's columns. Raises KeyError if there are none."""
+    name = probe.name if isinstance(probe, Probe) else probe
+    where = [number for number, column in enumerate(columns) if column.probe == name]
+    if not where:
+        names = ", ".join(sorted({column.probe for column in columns} - {""})) or "none"
+        raise KeyError(f"no signals of a probe {name!r}; there are those of {names}")
+    return where
+
+
+def readings_of(
+    probe: Probe | str, columns: Sequence[SignalColumn], values: FloatArray
+) -> FloatArray:
+    """The numbers of a probe: float32 [positions], or [positions, sites] at several sites.
+
+    Raises KeyError if it has no columns in ``values``, [positions, columns].
+    """
+    where = column_numbers(probe, columns)
+    found: FloatArray = values[:, where]
+    return found[:, 0] if len(where) == 1 else found
 
 
 def read_table(message: monitor_pb2.SignalTable) -> tuple[SignalColumn, ...]:

@@ -8,9 +8,9 @@ from typing import TypedDict
 
 from rheostat._capture.captures import OVERLOADS, CaptureLike, Overload, captures_of
 from rheostat._errors import Refused, invalid
+from rheostat._event_streams.filters import request_filter
 from rheostat._event_streams.state import DEFAULT_CREDIT, Acknowledgement
 from rheostat._fields import UINT64, builds_message, utf8_text, whole_number
-from rheostat._prompts import labels_to_wire
 from rheostat._subscriptions.events import Cursor
 from rheostat._subscriptions.payloads import Payloads
 from rheostat._subscriptions.shared_memory import namespace
@@ -80,36 +80,21 @@ def opening(
                 f"open.captures[{number}].subscription_id",
                 "rows of a subscription's captures are sent to it: leave out to=",
             )
-    given = [requests is not None, labels is not None, every]
-    if sum(given) > 1 or (captures and not any(given)):
+    selected = request_filter(requests, labels, every)
+    if captures and selected is None:
         raise invalid("open.filter", "give one of requests=, labels= and every=True")
-    if any(given) and not captures:
+    if selected is not None and not captures:
         raise invalid(
             "open.captures",
             "these requests are selected, but nothing is captured of them: add capture=, or "
             "select none if the requests themselves send rows to the subscription",
         )
     message = capture_service_pb2.SubscribeOpen(captures=[spec.to_spec() for spec in captures])
-    if labels is not None:
-        path = "open.filter.labels.labels"
-        texts = labels_to_wire(labels, path)
-        if not texts:
-            raise invalid(
-                path,
-                "labels= is empty: name at least one label, or select every request by every=True",
-                "REASON_MISSING_FIELD",
-            )
-        message.filter.labels.labels.update(texts)
-    elif every:
-        message.filter.every.SetInParent()
-    else:
+    if selected is None:
         # The server requires a filter. Without captures it has no effect, so a random id will do.
-        ids = [uuid.uuid4().hex] if requests is None else requests
-        path = "open.filter.requests.request_ids"
-        message.filter.requests.request_ids.extend(
-            utf8_text(request_id, f"{path}[{number}]", "a request id")
-            for number, request_id in enumerate([ids] if isinstance(ids, str) else ids)
-        )
+        message.filter.requests.request_ids.append(uuid.uuid4().hex)
+    else:
+        message.filter.CopyFrom(selected)
     if overload is not None:
         if overload not in OVERLOADS:
             policies = ", ".join(map(repr, OVERLOADS))

@@ -14,7 +14,7 @@ from rheostat._sweeps.result import SweepResult, png
 OnUpdate: TypeAlias = Callable[[SweepResult], None]
 """Is called with the cells so far: a result in which all other cells are NaN."""
 
-Watch: TypeAlias = OnUpdate | Literal[False] | None
+WatchLike: TypeAlias = OnUpdate | Literal[False] | None
 """None: a heatmap in a notebook, and nothing elsewhere. False: nothing."""
 
 _INTERVAL = 0.4
@@ -48,7 +48,7 @@ class Watcher:
         self._update(result)
 
 
-def watcher_of(watch: Watch) -> Watcher | None:
+def watcher_of(watch: WatchLike) -> Watcher | None:
     """The watcher of the argument of `Engine.sweep`, if there is anything to call."""
     update = _notebook() if watch is None else watch
     return Watcher(update) if update else None

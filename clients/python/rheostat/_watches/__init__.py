@@ -1,0 +1,1 @@
+"""Watches: what probes read of requests that others run, and stops of these requests."""

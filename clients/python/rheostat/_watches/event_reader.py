@@ -1,0 +1,163 @@
+"""Reads the events of a watch, and checks that no readings are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from rheostat._capture.activations import positions_of
+from rheostat._capture.encodings import read_tensor
+from rheostat._errors import DataLoss, ServerError
+from rheostat._fields import read_word
+from rheostat._responses.results import FinishReason
+from rheostat._responses.signals import SignalColumn
+from rheostat._watches.events import (
+    SignalsDropped,
+    SignalSummary,
+    WatchedRequestBegun,
+    WatchedRequestEnded,
+    WatchedSignals,
+    WatchEvent,
+)
+from rheostat_wire.v1 import monitor_service_pb2, types_pb2
+
+
+@dataclass
+class _Watched:
+    """A request that is read."""
+
+    request_id: str
+    position_count: int = 0
+    dropped_position_count: int = 0
+
+
+class WatchReader:
+    """Reads events in the order of their numbers, and counts the positions of each request."""
+
+    def __init__(self, rules: Iterable[str]) -> None:
+        """``rules`` are the names of the watch's rules."""
+        self.columns: tuple[SignalColumn, ...] = ()
+        self._rules = tuple(rules)
+        self._watched: dict[int, _Watched] = {}
+        """By the numbers by which events name them."""
+
+    def read(self, message: monitor_service_pb2.WatchResponse) -> WatchEvent | None:
+        """The event of a numbered message; None if this client does not know its kind.
+
+        Raises DataLoss if readings are missing, ServerError if the message cannot be read.
+        """
+        match message.WhichOneof("event"):
+            case "begun":
+                return self._begun(message.sequence, message.begun)
+            case "signals":
+                return self._signals(message.sequence, message.signals)
+            case "dropped":
+                return self._dropped(message.sequence, message.dropped)
+            case "ended":
+                return self._ended(message.sequence, message.ended)
+        return None
+
+    def _begun(
+        self, sequence: int, message: monitor_service_pb2.WatchedRequestBegun
+    ) -> WatchedRequestBegun:
+        self._watched[message.number] = _Watched(message.request_id)
+        return WatchedRequestBegun(
+            sequence,
+            message.request_id,
+            dict(message.labels),
+            message.sample_count,
+            message.prompt_token_count,
+        )
+
+    def _signals(
+        self, sequence: int, message: monitor_service_pb2.WatchedSignals
+    ) -> WatchedSignals:
+        values = read_tensor(message.values).values
+        runs = len(message.numbers)
+        counts = np.array(message.row_counts, np.int64)
+        fired = np.array([(one.row, one.rule) for one in message.firings], np.int64).reshape(-1, 2)
+        if (
+            values.shape != (counts.sum(), len(self.columns))
+            or not runs == len(message.samples) == len(message.first_positions) == len(counts)
+            or np.any(fired >= (len(values), len(self._rules)))
+        ):
+            raise ServerError("the server sent readings whose parts do not fit together")
+        watched = [self._of(number) for number in message.numbers]
+        for one, count in zip(watched, message.row_counts, strict=True):
+            one.position_count += count
+        return WatchedSignals(
+            sequence,
+            self.columns,
+            self._rules,
+            tuple(one.request_id for one in watched),
+            np.array(message.samples, np.int64),
+            np.array(message.first_positions, np.int64),
+            counts,
+            values,
+            fired,
+        )
+
+    def _dropped(
+        self, sequence: int, message: monitor_service_pb2.SignalsDropped
+    ) -> SignalsDropped:
+        watched, positions = self._of(message.number), positions_of(message.positions)
+        watched.dropped_position_count += len(positions)
+        return SignalsDropped(sequence, watched.request_id, message.sample, positions)
+
+    def _ended(
+        self, sequence: int, message: monitor_service_pb2.WatchedRequestEnded
+    ) -> WatchedRequestEnded:
+        if message.number:
+            self._check(self._of(message.number), message)
+            del self._watched[message.number]
+        if any(one.column >= len(self.columns) for one in message.summaries):
+            raise ServerError("the server sent a summary of a column that the watch lacks")
+        return WatchedRequestEnded(
+            sequence,
+            message.request_id,
+            message.position_count,
+            message.dropped_position_count,
+            tuple(_finish_reason(reason) for reason in message.finish_reasons),
+            tuple(
+                SignalSummary(
+                    one.sample,
+                    self.columns[one.column],
+                    one.position_count,
+                    one.max,
+                    one.max_position,
+                    one.mean,
+                )
+                for one in message.summaries
+            ),
+            message.missed_reason,
+        )
+
+    def _check(self, came: _Watched, sent: monitor_service_pb2.WatchedRequestEnded) -> None:
+        """Compares the positions that came with those that the server counts.
+
+        Readings that the workers lost are counted by the server, and have no event.
+        """
+        missing = sent.position_count - came.position_count
+        if missing or came.dropped_position_count > sent.dropped_position_count:
+            raise DataLoss(
+                f"of {came.request_id} came the readings of {came.position_count} positions, with "
+                f"{came.dropped_position_count} dropped, of {sent.position_count} that were sent "
+                f"and {sent.dropped_position_count} that were dropped",
+                reason="REASON_ROWS_LOST",
+                metadata={"rows": str(max(0, missing))},
+            )
+
+    def _of(self, number: int) -> _Watched:
+        watched = self._watched.get(number)
+        if watched is None:
+            raise ServerError("the server sent an event of a request that it did not announce")
+        return watched
+
+
+def _finish_reason(number: types_pb2.FinishReason.ValueType) -> FinishReason:
+    return cast(
+        FinishReason, read_word(types_pb2.FinishReason.DESCRIPTOR, number, "FINISH_REASON_")
+    )

@@ -1,0 +1,117 @@
+"""Builds the state of a watch from the arguments of watch, and its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, TypeAlias, TypedDict
+
+from rheostat._errors import invalid
+from rheostat._event_streams.filters import request_filter
+from rheostat._event_streams.state import DEFAULT_CREDIT
+from rheostat._fields import UINT64, builds_message, utf8_text, whole_number, word
+from rheostat._steering.rules import ProbesLike, RulesLike, probes_to_wire, rules_of
+from rheostat._watches.state import WatchState
+from rheostat_wire.v1 import monitor_service_pb2
+
+Report: TypeAlias = Literal["every", "fired", "summary"]
+"""Which tokens a watch reports: every token that a probe reads, those at which a rule fired, or
+none; the end of each request has summaries in any case."""
+
+OnLost: TypeAlias = Literal["continue", "hold", "stop"]
+"""What becomes of the requests of a watch whose client is gone for longer than the server's resume
+window: they go on unwatched, are held until a watch with the same filter is opened, or end. With
+"stop", the server also refuses new ones until then. "hold" is not served yet."""
+
+_REPORTS = {
+    "every": monitor_service_pb2.WATCH_REPORT_EVERY,
+    "fired": monitor_service_pb2.WATCH_REPORT_FIRED,
+    "summary": monitor_service_pb2.WATCH_REPORT_SUMMARY,
+}
+_ON_LOST = {
+    "continue": monitor_service_pb2.WATCH_LOST_CONTINUE,
+    "hold": monitor_service_pb2.WATCH_LOST_HOLD,
+    "stop": monitor_service_pb2.WATCH_LOST_STOP,
+}
+
+
+class WatchOptions(TypedDict, total=False):
+    """Arguments of watch.
+
+    One of ``requests``, ``labels`` and ``every`` is needed, and a probe, of ``probes`` or of a
+    rule.
+    """
+
+    probes: ProbesLike
+    """Probes that read every selected request, up to 256 readings. Default: none; rules bring their
+    own."""
+    rules: RulesLike
+    """What the server does by itself where conditions hold, up to 16: `Observe` or `Stop`. Default:
+    none."""
+    requests: str | Iterable[str] | None
+    """Ids of requests, up to 4096. Default: none."""
+    labels: Mapping[str, str] | None
+    """Requests that carry all of these labels, up to 16. Default: none."""
+    every: bool
+    """Every request. Default: False."""
+    report: Report | None
+    """Which tokens are reported: "every" that a probe reads, those where a rule "fired", or none,
+    with a "summary" at each request's end. Default: "every"."""
+    on_lost: OnLost | None
+    """What becomes of the requests if this client is gone for longer than the server's resume
+    window: "continue", or "stop". Default: "continue"."""
+    buffer_bytes: int | None
+    """Size of the server's buffer, 64 KiB or more. If it is full, the oldest readings are dropped
+    and reported. Default: 8 MiB."""
+    credit: int
+    """Bytes of readings that may wait in the client until the loop reads them. Default: 64 MiB."""
+
+
+@builds_message
+def opening(
+    *,
+    probes: ProbesLike = None,
+    rules: RulesLike = None,
+    requests: str | Iterable[str] | None = None,
+    labels: Mapping[str, str] | None = None,
+    every: bool = False,
+    report: Report | None = None,
+    on_lost: OnLost | None = None,
+    buffer_bytes: int | None = None,
+    credit: int = DEFAULT_CREDIT,
+) -> WatchState:
+    """The state of a new watch. Raises InvalidRequest for errors that the client finds."""
+    selected = request_filter(requests, labels, every)
+    if selected is None:
+        raise invalid(
+            "open.filter",
+            "give one of requests=, labels= and every=True",
+            "REASON_MISSING_FIELD",
+        )
+    listed = rules_of(rules)
+    message = monitor_service_pb2.WatchOpen(
+        filter=selected,
+        probes=probes_to_wire((), probes, listed),
+        rules=[rule.to_wire(f"open.rules[{number}]") for number, rule in enumerate(listed)],
+    )
+    if not message.probes:
+        raise invalid("open.probes", "give probes= or rules=", "REASON_MISSING_FIELD")
+    if report is not None:
+        message.report = word(report, _REPORTS, "open.report")
+    if on_lost is not None:
+        message.on_lost = word(on_lost, _ON_LOST, "open.on_lost")
+    if buffer_bytes is not None:
+        message.buffer_bytes = whole_number(
+            buffer_bytes, "open.buffer_bytes", "a buffer", least=1, most=UINT64
+        )
+    return WatchState(message, [rule.name for rule in listed], credit)
+
+
+@builds_message
+def stop_request(request_id: str, label: str) -> monitor_service_pb2.WatchRequest:
+    """The update that ends a request."""
+    return monitor_service_pb2.WatchRequest(
+        stop=monitor_service_pb2.WatchStop(
+            request_id=utf8_text(request_id, "stop.request_id", "a request id"),
+            label=utf8_text(label, "stop.label", "a label"),
+        )
+    )

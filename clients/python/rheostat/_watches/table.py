@@ -1,0 +1,141 @@
+"""All readings of a watch, by request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rheostat._errors import missing_library
+from rheostat._responses.signals import SignalColumn
+from rheostat._watches.events import (
+    Readings,
+    SignalsDropped,
+    WatchedRequestEnded,
+    WatchedSignals,
+    WatchEvent,
+)
+
+if TYPE_CHECKING:
+    import pandas
+
+_Key = tuple[str, int]
+
+
+class WatchTable(Mapping[tuple[str, int], Readings]):
+    """The readings of a watch, by request and sample: made of its events.
+
+        table = rheostat.WatchTable()
+        for event in watch:
+            table.add(event)
+        table["r1", 0][mood]  # float32 [positions]
+        table.ended["r1"].finish_reasons
+
+    It keeps all that was added; `drop` forgets a request.
+    """
+
+    def __init__(self) -> None:
+        self.ended: dict[str, WatchedRequestEnded] = {}
+        """The ends of requests, by id."""
+        self._parts: dict[_Key, list[Readings]] = {}
+
+    def add(self, event: WatchEvent) -> None:
+        """Add the readings of an event; events of other kinds change nothing."""
+        match event:
+            case WatchedSignals():
+                for part in event:
+                    self._parts.setdefault((part.request_id, part.sample), []).append(part)
+            case SignalsDropped():
+                empty = np.zeros(0, np.int64)
+                part = Readings(
+                    event.request_id,
+                    event.sample,
+                    (),
+                    empty,
+                    np.zeros((0, 0), np.float32),
+                    dropped=event.positions,
+                )
+                self._parts.setdefault((part.request_id, part.sample), []).append(part)
+            case WatchedRequestEnded():
+                self.ended[event.request_id] = event
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request, if it is there."""
+        self.ended.pop(request_id, None)
+        for key in [key for key in self._parts if key[0] == request_id]:
+            del self._parts[key]
+
+    def __getitem__(self, key: tuple[str, int]) -> Readings:
+        parts = self._parts[key]
+        if len(parts) > 1:
+            parts[:] = [_joined(parts)]
+        return parts[0]
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self._parts)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """A table with a line for each position of each sample.
+
+        Its columns are "request_id", "sample", "position", one for each column of the readings,
+        and "fired": the names of the rules that fired there, separated by spaces. A column has the
+        name of its probe, and of its site if the probe reads at several.
+
+        Raises Refused if pandas is not installed.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise missing_library("a table of readings", error, "tables") from error
+        frames = []
+        for (request_id, sample), readings in self.items():
+            fired = np.full(len(readings), "", object)
+            for rule, positions in readings.firings.items():
+                for row in np.searchsorted(readings.positions, positions).tolist():
+                    fired[row] = f"{fired[row]} {rule}".strip()
+            frame = pandas.DataFrame(readings.values, columns=column_names(readings.columns))
+            frame.insert(0, "request_id", request_id)
+            frame.insert(1, "sample", sample)
+            frame.insert(2, "position", readings.positions)
+            frame["fired"] = fired
+            frames.append(frame)
+        if not frames:
+            return pandas.DataFrame(columns=["request_id", "sample", "position", "fired"])
+        return pandas.concat(frames, ignore_index=True)
+
+    def __repr__(self) -> str:
+        return f"WatchTable(samples={len(self)}, ended={len(self.ended)})"
+
+
+def column_names(columns: tuple[SignalColumn, ...]) -> list[str]:
+    """The name of each column: its probe, and its site if the probe reads at several."""
+    probes = [column.probe for column in columns]
+    return [
+        column.probe if probes.count(column.probe) == 1 else f"{column.probe} {column.site}"
+        for column in columns
+    ]
+
+
+def _joined(parts: list[Readings]) -> Readings:
+    """The readings of a sample, from its parts in order."""
+    read = [part for part in parts if len(part)]
+    columns = read[0].columns if read else ()
+    width = len(columns)
+    rules = dict.fromkeys(name for part in parts for name in part.firings)
+    return Readings(
+        parts[0].request_id,
+        parts[0].sample,
+        columns,
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([part.values for part in read] or [np.zeros((0, width), np.float32)]),
+        {
+            name: np.concatenate([part.firings[name] for part in parts if name in part.firings])
+            for name in rules
+        },
+        np.concatenate([part.dropped for part in parts]),
+    )
