@@ -60,6 +60,8 @@ soak: setup ## Hours: hostile calls, rows compared with a replay, front ends kil
 	$(BIN)/python -m tests.soak.replay --seeds 4 --compiled
 	$(BIN)/python -m tests.soak.tracing --calls 20000
 	$(BIN)/python -m tests.soak.tracing --calls 2000 --front-ends 2
+	$(BIN)/python -m tests.soak.watching --cuts 1000
+	$(BIN)/python -m tests.soak.watching --cuts 1000 --client aio
 
 generate: ## Make the generated code from proto/
 	$(PYTHON) tools/generate

@@ -159,6 +159,9 @@ class _Driven:
     def stop(self, request_id: str, label: str = "") -> int:
         return self.thread.do(lambda: self.inner.stop(request_id, label))
 
+    def gain(self, request_id: str, factor: float) -> int:
+        return self.thread.do(lambda: self.inner.gain(request_id, factor))
+
     def finish(self) -> None:
         self.thread.do(self.inner.finish)
 

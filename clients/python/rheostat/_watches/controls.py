@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from rheostat._errors import Refused
 from rheostat._responses.signals import SignalColumn
-from rheostat._watches.requests import stop_request
+from rheostat._watches.requests import gain_request, stop_request
 from rheostat._watches.state import WatchState
 from rheostat_wire.v1 import monitor_service_pb2
 
@@ -56,6 +57,26 @@ class WatchControls(ABC):
             Refused: the watch has ended or is closed, or the answers to 1024 updates were not read.
         """
         return self._update(stop_request(request_id, label))
+
+    def gain(self, request_id: str, factor: float, interventions: Sequence[int] = ()) -> int:
+        """Multiply a request's own steering by a number, and return the update's id at once.
+
+        The number replaces what this watch has set before, which is 1 at first. It acts from the
+        server's next step on, also after the watch has ended. The gain of an intervention is the
+        product of what its session and all watches have set. An event reports the outcome, as for
+        `stop`; `UpdateApplied.first_positions` has the first position of each sample. If the
+        connection breaks before the answer arrives, the number is set again.
+
+        Args:
+            request_id: the request; the watch must have been opened with ``steers=True``.
+            factor: 0 (off) to 16.
+            interventions: indices in the request's steering. Empty: all.
+
+        Raises:
+            InvalidRequest: an argument is malformed.
+            Refused: as for `stop`.
+        """
+        return self._update(gain_request(request_id, factor, interventions))
 
     @abstractmethod
     def _update(self, message: monitor_service_pb2.WatchRequest) -> int:

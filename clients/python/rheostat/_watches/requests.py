@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
 from rheostat._errors import invalid
@@ -11,7 +11,7 @@ from rheostat._event_streams.state import DEFAULT_CREDIT
 from rheostat._fields import UINT64, builds_message, utf8_text, whole_number, word
 from rheostat._steering.rules import ProbesLike, RulesLike, probes_to_wire, rules_of
 from rheostat._watches.state import WatchState
-from rheostat_wire.v1 import monitor_service_pb2
+from rheostat_wire.v1 import gain_pb2, monitor_service_pb2
 
 Report: TypeAlias = Literal["every", "fired", "summary"]
 """Which tokens a watch reports: every token that a probe reads, those at which a rule fired, or
@@ -56,6 +56,9 @@ class WatchOptions(TypedDict, total=False):
     report: Report | None
     """Which tokens are reported: "every" that a probe reads, those where a rule "fired", or none,
     with a "summary" at each request's end. Default: "every"."""
+    steers: bool
+    """Whether `Watch.gain` may change the steering of the requests. Then the prefix cache shares
+    what they generate with no other request. Default: False."""
     on_lost: OnLost | None
     """What becomes of the requests if this client is gone for longer than the server's resume
     window: "continue", or "stop". Default: "continue"."""
@@ -75,6 +78,7 @@ def opening(
     labels: Mapping[str, str] | None = None,
     every: bool = False,
     report: Report | None = None,
+    steers: bool = False,
     on_lost: OnLost | None = None,
     buffer_bytes: int | None = None,
     credit: int = DEFAULT_CREDIT,
@@ -92,6 +96,7 @@ def opening(
         filter=selected,
         probes=probes_to_wire((), probes, listed),
         rules=[rule.to_wire(f"open.rules[{number}]") for number, rule in enumerate(listed)],
+        steers=steers,
     )
     if not message.probes:
         raise invalid("open.probes", "give probes= or rules=", "REASON_MISSING_FIELD")
@@ -113,5 +118,18 @@ def stop_request(request_id: str, label: str) -> monitor_service_pb2.WatchReques
         stop=monitor_service_pb2.WatchStop(
             request_id=utf8_text(request_id, "stop.request_id", "a request id"),
             label=utf8_text(label, "stop.label", "a label"),
+        )
+    )
+
+
+@builds_message
+def gain_request(
+    request_id: str, factor: float, interventions: Sequence[int]
+) -> monitor_service_pb2.WatchRequest:
+    """The update that multiplies a request's steering."""
+    return monitor_service_pb2.WatchRequest(
+        steer=monitor_service_pb2.WatchSteer(
+            request_id=utf8_text(request_id, "steer.request_id", "a request id"),
+            gain=gain_pb2.Gain(factor=factor, interventions=interventions),
         )
     )

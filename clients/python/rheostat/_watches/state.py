@@ -3,7 +3,8 @@
 Updates end or change requests. Each gets one event: the server's answer, or a refusal if the watch
 ends before. Answers have no number and are not sent again, so after a broken connection the client
 sends the updates again that were not answered, with new numbers. So an update may act twice, which
-changes nothing: the second stop of a request is refused, because it does not run any more.
+changes nothing: the second stop of a request is refused, because it does not run any more, and the
+gains of a request are set again in their order.
 """
 
 from __future__ import annotations

@@ -134,6 +134,29 @@ def test_a_watcher_stops_a_request_and_gets_an_answer(starter, kind) -> None:
         watch.stop("a")
 
 
+def test_a_watcher_changes_the_gain_of_a_request(starter, kind) -> None:
+    running = starter(ScriptedBackend(hold=asyncio.Event(), hold_from=2))
+    with kind(running.target).watch(probes=MOOD, every=True, steers=True) as watch:
+        stream = running.engine.stream(
+            [10, 11, 12],
+            request_id="a",
+            steering=2 * ALONG.at(points="resid_post", layers=0),
+            max_tokens=6,
+            temperature=0,
+        )
+        until(lambda: set(running.backend.positions.values()) == {4})
+        sent = watch.gain("a", 0.5)
+        while not isinstance(applied := next(watch), rheostat.UpdateApplied):
+            pass
+        running.do(running.backend.hold.set)
+        receipt = stream.result().receipt
+        with pytest.raises(rheostat.InvalidRequest):
+            watch.gain("a", "half")
+    assert (applied.update_id, applied.first_positions) == (sent, {0: 4})
+    assert receipt.interventions[0].last_gain == 0.5
+    assert [one.watch_id for one in receipt.watches] == [watch.id]
+
+
 def test_an_update_whose_answer_was_lost_is_sent_again(starter, kind) -> None:
     """The connection breaks as soon as the stop is sent; it still gets one answer."""
     running = starter(ScriptedBackend(hold=asyncio.Event()))
