@@ -23,6 +23,7 @@ from rheostat._cli import (
     subscribe,
     sweep,
     vectors,
+    watch,
 )
 from rheostat._cli._common import CommandError, Parser
 from rheostat._cli._words import error_text
@@ -73,7 +74,7 @@ The guide is docs/client.md of the project.""",
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     modules = (
         *(serve, generate, sweep, vectors, conditions, runs),
-        *(steering, subscribe, info, demo, bench),
+        *(steering, subscribe, watch, info, demo, bench),
     )
     for module in modules:
         module.add(commands)

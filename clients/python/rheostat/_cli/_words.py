@@ -5,6 +5,7 @@ from __future__ import annotations
 from rheostat import _errors
 from rheostat._errors import RheostatError
 from rheostat._subscriptions.state import RESUME_ADVICE
+from rheostat._watches.state import WatchState
 
 START_ONE = "start one with rheostat serve MODEL, or name one with --target"
 """What to do if no server answers."""
@@ -16,6 +17,7 @@ _FLAGS = {
     "once engine.wait_until_ready() has returned": "with --wait, which waits for the server",
     "with .at(points=, layers=)": "with --points and --layers",
     RESUME_ADVICE: "",
+    WatchState.when_lost: "",
 }
 """Python calls that errors advise, and the words to type instead."""
 

@@ -17,13 +17,13 @@ from rheostat._cli._common import (
     add_force,
     add_target,
     connected,
-    label,
     layers,
     may_write,
     points,
 )
+from rheostat._cli._filters import add_filter, add_limit, add_where, selected
+from rheostat._cli._readings import shown
 from rheostat._responses.results import DroppedRows
-from rheostat._selectors import PhaseName, Selector, positions
 from rheostat._subscriptions.events import CapturedRows, EndOfRequest, SubscriptionEvent
 from rheostat._subscriptions.subscription import Subscription
 
@@ -41,35 +41,16 @@ def add(commands: Subparsers) -> None:
 rheostat subscribe --every --points resid_post --layers 3 --limit 10 --out rows.npz
 rheostat subscribe --label team=red --points resid_post --where -1""",
     )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--request", action="append", metavar="ID", help="watch this request; may be repeated"
-    )
-    which.add_argument(
-        "--label",
-        action="append",
-        type=label,
-        metavar="KEY=VALUE",
-        help="watch requests with this label; if repeated, requests with all of them",
-    )
-    which.add_argument("--every", action="store_true", help="watch every request")
+    add_filter(parser)
     parser.add_argument("--points", type=points, required=True, help="e.g. resid_post")
     parser.add_argument("--layers", type=layers, default="all", help="e.g. 3, 2-5 (default: all)")
-    parser.add_argument(
-        "--where",
-        type=_where,
-        default="all",
-        help="prompt, generated, all, or positions: -1 is the last prompt token; write several "
-        "as --where=0,-1 (default: all)",
-    )
+    add_where(parser)
     parser.add_argument(
         "--overload",
         choices=get_args(Overload),
         help="what happens if rows arrive faster than they are printed (default: fail)",
     )
-    parser.add_argument(
-        "--limit", type=_count, metavar="N", help="end after N requests (default: never)"
-    )
+    add_limit(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE.npz", help="also save the rows, as float32"
     )
@@ -89,10 +70,8 @@ def run(args: argparse.Namespace) -> int:
         connected(args) as engine,
         engine.subscribe(
             capture=Capture(args.points, args.layers, args.where),
-            requests=args.request,
-            labels=None if args.label is None else dict(args.label),
-            every=args.every,
             overload=args.overload,
+            **selected(args),
         ) as subscription,
     ):
         for missed, reason in subscription.missed.items():
@@ -136,9 +115,9 @@ def _line(event: SubscriptionEvent) -> str:
         case CapturedRows():
             norm = float(np.linalg.norm(event.values, axis=-1).mean())
             sites = " ".join(map(str, event.sites))
-            return f"{_whose(event)} {sites} at {_shown(event.positions)}: mean norm {norm:.4g}"
+            return f"{_whose(event)} {sites} at {shown(event.positions)}: mean norm {norm:.4g}"
         case DroppedRows():
-            return f"{_whose(event)} lost {event.row_count} rows at {_shown(event.positions)}"
+            return f"{_whose(event)} lost {event.row_count} rows at {shown(event.positions)}"
         case EndOfRequest():
             lost = f", {event.dropped_row_count} lost" if event.dropped_row_count else ""
             how = ", ".join(event.finish_reasons) or "still running"
@@ -147,13 +126,6 @@ def _line(event: SubscriptionEvent) -> str:
 
 def _whose(event: CapturedRows | DroppedRows) -> str:
     return f"{event.request_id} {'baseline' if event.baseline else 'sample'} {event.sample}"
-
-
-def _shown(positions: npt.NDArray[np.int64]) -> str:
-    """As "0-4, 7"."""
-    ends = np.flatnonzero(np.diff(positions) > 1) + 1
-    runs = [(int(run[0]), int(run[-1])) for run in np.split(positions, ends) if len(run)]
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _keep(event: CapturedRows, columns: _Columns) -> None:
@@ -169,20 +141,3 @@ def _keep(event: CapturedRows, columns: _Columns) -> None:
             ("baseline", np.full(count, rows.baseline, np.uint8)),
         ):
             columns.setdefault(f"{table}.{name}", []).append(column)
-
-
-def _where(text: str) -> Selector | str:
-    if text in get_args(PhaseName):
-        return text
-    try:
-        return positions(*(int(number) for number in text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither prompt, generated, all nor positions such as -1 or 0,5"
-        ) from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests")
-    return int(text)

@@ -22,7 +22,7 @@ from rheostat_wire.v1 import steering_service_pb2 as pb
 
 COMMANDS = (
     ["serve"], ["generate"], ["vectors"], ["runs"], ["global"], ["subscribe"], ["info"], ["demo"],
-    ["sweep"], ["conditions"], ["conditions", "fit"],
+    ["sweep"], ["watch"], ["conditions"], ["conditions", "fit"],
     ["vectors", "list"], ["vectors", "put"], ["vectors", "get"], ["vectors", "import"],
     ["vectors", "export"], ["vectors", "delete"], ["vectors", "derive"],
     ["runs", "list"], ["runs", "get"], ["runs", "put"], ["runs", "delete"],

@@ -1,0 +1,75 @@
+"""Flags that select other clients' requests, of subscribe and watch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from typing import TypedDict, get_args
+
+from rheostat._cli._common import label
+from rheostat._selectors import PhaseName, Selector, positions
+
+
+class Selected(TypedDict):
+    """The arguments of subscribe and watch that select requests."""
+
+    requests: Iterable[str] | None
+    labels: Mapping[str, str] | None
+    every: bool
+
+
+def add_filter(parser: argparse.ArgumentParser) -> None:
+    """Add ``--request``, ``--label`` and ``--every``, of which one is required."""
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--request", action="append", metavar="ID", help="watch this request; may be repeated"
+    )
+    which.add_argument(
+        "--label",
+        action="append",
+        type=label,
+        metavar="KEY=VALUE",
+        help="watch requests with this label; if repeated, requests with all of them",
+    )
+    which.add_argument("--every", action="store_true", help="watch every request")
+
+
+def selected(args: argparse.Namespace) -> Selected:
+    """The requests that the flags of `add_filter` select."""
+    labels = None if args.label is None else dict(args.label)
+    return {"requests": args.request, "labels": labels, "every": args.every}
+
+
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Add ``--where``, the tokens that are read."""
+    parser.add_argument(
+        "--where",
+        type=_where,
+        default="all",
+        help="prompt, generated, all, or positions: -1 is the last prompt token; write several "
+        "as --where=0,-1 (default: all)",
+    )
+
+
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    """Add ``--limit``, the number of requests after which the command ends."""
+    parser.add_argument(
+        "--limit", type=_count, metavar="N", help="end after N requests (default: never)"
+    )
+
+
+def _where(text: str) -> Selector | str:
+    if text in get_args(PhaseName):
+        return text
+    try:
+        return positions(*(int(number) for number in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither prompt, generated, all nor positions such as -1 or 0,5"
+        ) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of requests")
+    return int(text)

@@ -1,0 +1,197 @@
+"""The events of a watch as text: lines for a log, JSON for programs, and curves on a terminal."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rheostat._cli._listing import Plain, plain
+from rheostat._responses.signals import SignalColumn
+from rheostat._responses.updates import UpdateApplied, UpdateRefused
+from rheostat._watches.events import (
+    Readings,
+    SignalsDropped,
+    WatchedRequestBegun,
+    WatchedRequestEnded,
+    WatchedSignals,
+    WatchEvent,
+)
+from rheostat._watches.table import column_names
+from rheostat_wire.dtypes import FloatArray
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+"""From the smallest number of a curve to the largest."""
+_KEPT = 512
+"""Numbers of a curve that are kept: more than a terminal is wide."""
+_LEAST_CURVE = 8
+"""Characters of a curve on a narrow terminal."""
+
+
+def lines(event: WatchEvent) -> list[str]:
+    """Lines for a log: one for each sample of a step, and one for each other event."""
+    match event:
+        case WatchedSignals():
+            return [_readings_line(readings) for readings in event]
+        case WatchedRequestBegun():
+            return [f"{event.request_id} begins: {event.prompt_token_count} prompt tokens"]
+        case SignalsDropped():
+            where = shown(event.positions)
+            return [f"{event.request_id} sample {event.sample} lost its readings at {where}"]
+        case WatchedRequestEnded():
+            return [_end_line(event)]
+        case UpdateApplied() | UpdateRefused():
+            return []
+
+
+def _readings_line(readings: Readings) -> str:
+    numbers = ", ".join(
+        f"{name} {_numbers(readings.values[:, number])}"
+        for number, name in enumerate(column_names(readings.columns))
+        if not np.isnan(readings.values[:, number]).all()
+    )
+    fired = "".join(f"; {rule} fired at {shown(at)}" for rule, at in readings.firings.items())
+    where = shown(readings.positions)
+    return f"{readings.request_id} sample {readings.sample} at {where}: {numbers}{fired}"
+
+
+def _numbers(values: FloatArray) -> str:
+    """As "0.25", or the range of several numbers, "0.1 to 0.5"."""
+    low, high = f"{np.nanmin(values):.4g}", f"{np.nanmax(values):.4g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _end_line(event: WatchedRequestEnded) -> str:
+    if event.missed_reason:
+        return f"{event.request_id} is not read: {event.missed_reason}"
+    columns = tuple(dict.fromkeys(one.column for one in event.summaries))
+    names = dict(zip(columns, column_names(columns), strict=True))
+    several = len({one.sample for one in event.summaries}) > 1
+    parts = [
+        (f"sample {one.sample} " if several else "")
+        + f"{names[one.column]} mean {one.mean:.4g}, "
+        + f"largest {one.max:.4g} at {one.max_position}"
+        for one in event.summaries
+    ]
+    lost = event.dropped_position_count
+    parts += [f"{lost} positions lost"] if lost else []
+    how = ", ".join(event.finish_reasons) or "still running"
+    return f"{event.request_id} end: {'; '.join([how, *parts])}"
+
+
+def documents(event: WatchEvent) -> list[dict[str, Plain]]:
+    """JSON objects: one for each sample of a step, and one for each other event."""
+    match event:
+        case WatchedSignals():
+            return [
+                {
+                    "event": "readings",
+                    "request_id": readings.request_id,
+                    "sample": readings.sample,
+                    "positions": plain(readings.positions.tolist()),
+                    "values": {
+                        name: plain(readings.values[:, number].tolist())
+                        for number, name in enumerate(column_names(readings.columns))
+                    },
+                    "firings": {rule: plain(at.tolist()) for rule, at in readings.firings.items()},
+                }
+                for readings in event
+            ]
+        case WatchedRequestBegun():
+            return [_document("begun", event)]
+        case SignalsDropped():
+            found = _document("dropped", event)
+            return [found | {"positions": plain(event.positions.tolist())}]
+        case WatchedRequestEnded():
+            summaries: list[Plain] = [
+                {
+                    "sample": one.sample,
+                    "probe": one.column.probe,
+                    "site": plain(one.column.site),
+                    "position_count": one.position_count,
+                    "max": plain(one.max),
+                    "max_position": one.max_position,
+                    "mean": plain(one.mean),
+                }
+                for one in event.summaries
+            ]
+            return [_document("ended", event) | {"summaries": summaries}]
+        case UpdateApplied() | UpdateRefused():
+            return []
+
+
+def _document(name: str, event: WatchEvent) -> dict[str, Plain]:
+    fields = plain(event)
+    assert isinstance(fields, dict)
+    return {"event": name} | fields
+
+
+class Curves:
+    """The newest readings of the newest samples, as one curve for each sample and column."""
+
+    def __init__(self, columns: Sequence[SignalColumn]) -> None:
+        """``columns`` are those of the watch."""
+        self._names = column_names(tuple(columns))
+        self._numbers: dict[tuple[str, int], list[deque[float]]] = {}
+        """By request and sample, oldest first: the numbers of each column."""
+        self._ends: dict[str, str] = {}
+
+    def add(self, event: WatchEvent) -> None:
+        """Take the readings or the end of an event."""
+        match event:
+            case WatchedSignals():
+                for readings in event:
+                    self._extend(readings)
+            case WatchedRequestEnded() if not event.missed_reason:
+                self._ends[event.request_id] = ", ".join(event.finish_reasons) or "still running"
+
+    def _extend(self, readings: Readings) -> None:
+        key = readings.request_id, readings.sample
+        if key not in self._numbers:
+            self._numbers[key] = [deque(maxlen=_KEPT) for _ in self._names]
+        for number, curve in enumerate(self._numbers[key]):
+            values = readings.values[:, number]
+            curve.extend(values[~np.isnan(values)].tolist())
+
+    def lines(self, width: int, height: int) -> list[str]:
+        """At most ``height`` lines of at most ``width`` characters, and forgets what is not shown.
+
+        Samples that have ended give way first, the oldest before the others.
+        """
+        most = max(height // max(len(self._names), 1), 1)
+        ended = [key for key in self._numbers if key[0] in self._ends]
+        running = [key for key in self._numbers if key[0] not in self._ends]
+        for key in (ended + running)[: max(0, len(self._numbers) - most)]:
+            del self._numbers[key]
+        kept = {request_id for request_id, _ in self._numbers}
+        self._ends = {name: how for name, how in self._ends.items() if name in kept}
+        return [
+            self._line(key, name, curve, width)
+            for key, curves in self._numbers.items()
+            for name, curve in zip(self._names, curves, strict=True)
+        ][:height]
+
+    def _line(self, key: tuple[str, int], name: str, curve: deque[float], width: int) -> str:
+        request_id, sample = key
+        last = f"{curve[-1]:9.3g}" if curve else " " * 9
+        head = f"{request_id[-20:]:>20}/{sample} {name[-20:]:<20} {last} "
+        end = f" {self._ends[request_id]}" if request_id in self._ends else ""
+        room = max(_LEAST_CURVE, width - len(head) - len(end) - 1)
+        return f"{head}{_curve(list(curve)[-room:])}{end}"[: max(width - 1, 1)]
+
+
+def _curve(numbers: Sequence[float]) -> str:
+    if not numbers:
+        return ""
+    low, high = min(numbers), max(numbers)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((number - low) * scale)] for number in numbers)
+
+
+def shown(positions: npt.NDArray[np.int64]) -> str:
+    """As "0-4, 7"."""
+    ends = np.flatnonzero(np.diff(positions) > 1) + 1
+    runs = [(int(run[0]), int(run[-1])) for run in np.split(positions, ends) if len(run)]
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
