@@ -102,7 +102,7 @@ def _late_gate(sites: ModelSites, i: int) -> Plan:
     where = ((last, last + 1),)
     read = replace(act(Kind.READ, posts(sites)[-1:], spans=where), reading=reading)
     condition = GateCondition((0,), Pool.LAST, Combine.ANY, 1e9 + i, math.inf, 1, last)
-    gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.REST, late=True)
+    gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.REST, late=last + 1)
     return Plan("", (replace(act(Kind.ADD, posts(sites), i), gate=gate), read))
 
 

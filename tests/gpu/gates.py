@@ -77,7 +77,7 @@ def gate_above(bound: float, **fields: Any) -> Gate:
 def decided_by_prompt(bound: float, end: int, *, late: bool = False) -> Gate:
     """Decided by the mean over the prompt, at its last token, and then open."""
     condition = GateCondition((0,), Pool.MEAN, Combine.ANY, bound, math.inf, 1, end - 1)
-    return gate_above(bound, conditions=(condition,), hold=Hold.REST, late=late)
+    return gate_above(bound, conditions=(condition,), hold=Hold.REST, late=end if late else 0)
 
 
 def check_gates(

@@ -109,7 +109,7 @@ from rheostat._steering.replacements import (
     replace,
     run_mean,
 )
-from rheostat._steering.rules import Observe, Rule, Stop
+from rheostat._steering.rules import Observe, Rule, Steer, Stop
 from rheostat._steering.sae_features import SaeFeature
 from rheostat._steering.steering import ablate, band, clamp, norm_add, scale
 from rheostat._steering.token_directions import TokenDirection, token_direction
@@ -253,6 +253,7 @@ __all__ = [
     "SiteGroup",
     "Started",
     "Stats",
+    "Steer",
     "Steering",
     "Stop",
     "Stream",

@@ -41,7 +41,7 @@ class Capacity:
     gates: int = 1024
     """Distinct gates."""
     gate_states: int = 4096
-    """Gates, summed over running samples. Not shared."""
+    """Gates and their records, summed over running samples. Not shared."""
     ruled_intervals: int = 4096
     """Combinations that depend on token ids, summed over running samples. Not shared."""
     intervals: int = 1 << 21
@@ -99,7 +99,7 @@ class CapacityLedger:
         for part in (plan.packed_acts, plan.packed_outside):
             amounts.update(self._shared.added_by(part.needs))
         amounts["ruled_intervals"] = plan.packed_acts.ruled
-        amounts["gate_states"] = plan.packed_acts.gates
+        amounts["gate_states"] = plan.packed_acts.gate_states
         return amounts
 
     def admit(
@@ -128,7 +128,7 @@ class CapacityLedger:
         unshared = {
             "capture_rows": samples * need.rows,
             "ruled_intervals": samples * acts.ruled,
-            "gate_states": samples * acts.gates,
+            "gate_states": samples * acts.gate_states,
         }
         added = dict(unshared)
         for part in needs:

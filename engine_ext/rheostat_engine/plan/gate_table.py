@@ -34,11 +34,14 @@ class Head(IntEnum):
     TOKENS = 4
     INVERT = 5
     LATE = 6
+    """As `Gate.late`."""
     TERMS = 7
     """Number of terms."""
     OWN_ROW = 8
     """Whether it follows from the readings of the token alone, if all or none of its columns were
     read."""
+    END = 9
+    """As `Gate.end`; 0: it is not recorded."""
 
 
 class Floats(IntEnum):
@@ -72,8 +75,20 @@ class Held(IntEnum):
     """How far the gate is held open."""
     UNTIL = 1
     """Up to which position."""
-    DECIDED = 2
-    """Of a late gate: 1 once it is decided."""
+    FOLDED = 2
+    """The first position that was not taken into the state yet."""
+    RECORD = 3
+    """Of a recorded gate: how many states behind this one its record begins. A record has a bit for
+    each position from `Gate.late` on: whether the gate was open there."""
+
+
+RECORDED = len(State) * MAX_TERMS * 32
+"""Positions of a record for which a state has room."""
+
+
+def states_of(gate: Gate) -> int:
+    """How many states each sample needs for a gate: one, and those of its record."""
+    return 1 + (-(-max(0, gate.end - gate.late) // RECORDED) if gate.recorded else 0)
 
 
 def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
@@ -92,6 +107,7 @@ def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32
         gate.late,
         len(gate.columns),
         _follows_from_own_row(gate),
+        gate.end if gate.recorded else 0,
     )
     ints[Ints.HEAD, : len(head)] = head
     floats[Floats.HEAD, :2] = gate.a, gate.b

@@ -4,9 +4,10 @@ A reading is a number that an act of `Kind.READ` makes of a row x. It goes to a 
 A gate is a function of the readings of one sample, in the order of positions. At each token it is
 open by a number from 0 to 1, by which the strength of its acts is multiplied there.
 
-A late gate also acts at sites that are not behind all that it reads. So it is decided once, at a
-token, and open from the next token on. Its acts then need no reading of their own forward pass. A
-sample that computes positions again keeps what was decided.
+A late gate also acts at sites that are not behind all that it reads. So what is read of a token
+counts from the next token on, and the gate is open at generated tokens alone, each of which has a
+step of its own. Its acts then need no reading of their own forward pass. A sample that computes
+positions again keeps what was decided.
 
 Invariants: a gate depends on positions and readings alone, so chunking and batching can't change
 it. All sites that are read for a gate that is not late come before all sites at which it acts, so
@@ -28,6 +29,9 @@ MAX_GATES = 32
 
 MAX_COLUMNS = 256
 """The most readings of a token."""
+
+MAX_RECORDED = 1 << 24
+"""The largest end of a recorded gate, because states have positions in float32."""
 
 NEVER = -1
 """As `Condition.decided_at`: the condition is decided at each token that is read."""
@@ -166,9 +170,19 @@ class Gate(NamedTuple):
     """Of `Hold.TOKENS`."""
     invert: bool = False
     """Whether it is open by 1 less the number."""
-    late: bool = False
-    """Whether it is late. All its conditions are then decided once, at one position. Not for
-    `Hold.TOKEN`. With `Hold.UNTIL_READ` as with `Hold.REST`, because nothing is read later."""
+    late: int = 0
+    """Of a late gate: the first position at which it may be open, not before the first generated
+    token. 0: it is not late. Not for `Hold.TOKEN`."""
+    end: int = 0
+    """Of a recorded gate: one past the last position of its samples."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a sample keeps at which positions it was open, to compute them again.
+
+        It does so for late gates that are decided more than once. They have `Form.STEP`.
+        """
+        return self.late > 0 and any(one.decided_at == NEVER for one in self.conditions)
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -179,9 +193,11 @@ class Gate(NamedTuple):
     def opens_from(self) -> int:
         """The lowest position at which it may be open."""
         decided = min(condition.decided_at for condition in self.conditions)
-        if decided == NEVER or self.invert:
+        if self.invert:
             return 0
-        return decided + (self.late or self.hold is Hold.NEXT_TOKEN)
+        if self.late:
+            return self.late
+        return 0 if decided == NEVER else decided + (self.hold is Hold.NEXT_TOKEN)
 
 
 def gates_of(gates: Sequence[Gate | None]) -> tuple[Gate, ...]:

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Capture
+from rheostat_engine.plan.gate_table import states_of
 from rheostat_engine.plan.gates import NO_SIGNALS, Signals
 from rheostat_engine.plan.needs import Needs, contents_of, needs_of
 from rheostat_engine.plan.tables import (
@@ -107,9 +108,9 @@ class PackedActs:
         return 0 if self.table is None else self.table.ruled
 
     @cached_property
-    def gates(self) -> int:
-        """Number of distinct gates. Each sample needs a state of each."""
-        return 0 if self.table is None else len(self.table.gates)
+    def gate_states(self) -> int:
+        """The states of gates that each sample needs."""
+        return 0 if self.table is None else sum(map(states_of, self.table.gates))
 
     @property
     def plan_cost(self) -> int:
@@ -304,7 +305,7 @@ class Plan:
         """
         acts, outside = self.packed_acts.build(), self.packed_outside.build()
         if self.window is not None and (
-            self.measured or acts.ruled or acts.gates or self.signals.any
+            self.measured or acts.ruled or acts.gate_states or self.signals.any
         ):
             raise ValueError("acts that are measured, gated, or depend on token ids have no window")
         return replace(self, _acts=acts, _outside=outside, _captures=self.packed_captures.build())

@@ -258,10 +258,10 @@ def steering_table(acts: tuple[Act, ...], signals: Signals = NO_SIGNALS) -> Stee
     spans: list[Spans] = []
     for index, act in enumerate(acts):
         clauses.append(Clause(index, None, among=True))
-        spans.append(act.spans)
+        spans.append(_open_spans(act, act.spans))
         for condition in act.conditions:
             clauses.append(Clause(index, number[condition.tokens], condition.among))
-            spans.append(condition.spans)
+            spans.append(_open_spans(act, condition.spans))
     intervals = cut_intervals(
         spans,
         cost_of=_clause_cost(acts, clauses),
@@ -295,6 +295,15 @@ def capture_table(captures: tuple[Capture, ...]) -> CaptureTable | None:
     )
     bare = tuple(Capture(capture.sites, (), capture.encoding) for capture in used)
     return _affordable(CaptureTable(bare, intervals), MAX_CAPTURE_COST)
+
+
+def _open_spans(act: Act, spans: Spans) -> Spans:
+    """The part of spans in which an act's gate may be open.
+
+    The prefix cache then shares the positions before it with requests that do not have the act.
+    """
+    first = 0 if act.gate is None else act.gate.opens_from
+    return tuple([(max(start, first), end) for start, end in spans if end > first])
 
 
 def _affordable(table: _Table, most: int) -> _Table:

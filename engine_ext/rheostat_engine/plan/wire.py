@@ -21,6 +21,7 @@ from rheostat_engine.plan.gates import (
     MAX_COLUMNS,
     MAX_CONDITIONS,
     MAX_GATES,
+    MAX_RECORDED,
     MAX_TERMS,
     NEVER,
     Activation,
@@ -96,7 +97,8 @@ class _Gate(msgspec.Struct):
     hold: Hold
     tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     invert: bool
-    late: bool = False
+    late: _Number = 0
+    end: _Number = 0
 
 
 class _Steering(msgspec.Struct):
@@ -321,6 +323,7 @@ def _gate_from(plain: _Gate) -> Gate:
         plain.tokens,
         plain.invert,
         plain.late,
+        plain.end,
     )
     numbers = [gate.a, gate.b]
     if not 1 <= len(conditions) <= MAX_CONDITIONS or not 1 <= len(gate.columns) <= MAX_TERMS:
@@ -329,10 +332,15 @@ def _gate_from(plain: _Gate) -> Gate:
         raise ValueError("this is no plan: a gate names a reading that is missing")
     if not all(map(math.isfinite, numbers)) or (gate.form is Form.RAMP and not gate.a < gate.b):
         raise ValueError("this is no plan: the form of a gate is impossible")
-    decisions = {one.decided_at for one in conditions}
-    if gate.late and (NEVER in decisions or len(decisions) > 1 or gate.hold is Hold.TOKEN):
-        raise ValueError("this is no plan: a late gate is not decided once, or not held")
+    if gate.late and (gate.hold is Hold.TOKEN or max(_decisions(gate)) >= gate.late):
+        raise ValueError("this is no plan: a late gate is decided too late, or not held")
+    if gate.recorded and (gate.form is not Form.STEP or gate.end > MAX_RECORDED):
+        raise ValueError("this is no plan: a gate can't be recorded")
     return gate
+
+
+def _decisions(gate: Gate) -> list[int]:
+    return [one.decided_at for one in gate.conditions]
 
 
 def _act_from(plain: _Act, gates: Sequence[Gate]) -> Act:

@@ -57,6 +57,7 @@ from rheostat_server.steering.rules import (
     Rule,
     SignalPlan,
     check_rule_count,
+    resolve_rule_steering,
     resolve_rules,
     signal_plan,
 )
@@ -225,7 +226,7 @@ async def _admit(
 ) -> AdmittedRequest:
     _check_head(request, admission)
     with_text = _selects(request) and await offload(
-        size, any_needs_text, request.steering, request.captures, request.probes
+        size, any_needs_text, steerings_of(request), request.captures, request.probes
     )
     prompt = await admission.prompts.resolve(request, with_text=with_text)
     request_id = request.request_id or secrets.token_hex(16)
@@ -302,7 +303,10 @@ def admit_now(
             admission.runs,
             probes,
         )
-        rules = resolve_rules(request.rules, probes, context)
+        rules = resolve_rules(request.rules, probes, context, steer=True)
+        own += resolve_rule_steering(
+            request.rules, rules, probes, admission.sites, context, lookups, admission.runs
+        )
         refuse_unused_probes(probes, [*(one.gate for one in own), *(rule.gate for rule in rules)])
         captures = _resolve_captures(request, context, sampling.samples, lookups, admission)
     else:
@@ -382,12 +386,18 @@ def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
     validation.labels(request.labels, "labels")
     _waits(request)
     if _selects(request):
-        check_ranges(request.steering, request.captures, request.probes)
+        check_ranges(request.steering, request.captures, request.probes, request.rules)
 
 
 def _selects(request: GenerateRequest) -> bool:
     """Whether a request has parts that may have selectors."""
-    return request.HasField("steering") or bool(request.captures) or bool(request.probes)
+    parts = request.captures, request.probes, request.rules
+    return request.HasField("steering") or any(map(bool, parts))
+
+
+def steerings_of(request: GenerateRequest) -> list[steering_pb2.Steering]:
+    """The steering of a request, and what its rules steer."""
+    return [request.steering, *(rule.steer for rule in request.rules if rule.HasField("steer"))]
 
 
 def _work(
@@ -399,8 +409,8 @@ def _work(
     """Bytes that `offload` counts for `admit_now`."""
     length, vectors = len(prompt.token_ids), admission.store.view()
     work = observers_work(observers, length)
-    if request.HasField("steering"):
-        work += steering_work(request.steering, length, admission.sites, vectors)
+    for steering in steerings_of(request):
+        work += steering_work(steering, length, admission.sites, vectors)
     if request.captures:
         work += captures_work(request.captures, length, admission.sites)
     if request.probes:
@@ -543,12 +553,12 @@ def _directed(
 
 
 def any_needs_text(
-    steering: steering_pb2.Steering,
+    steerings: Sequence[steering_pb2.Steering],
     captures: Sequence[capture_pb2.CaptureSpec],
     probes: Sequence[gate_pb2.Probe],
 ) -> bool:
     """Whether a selector looks for text."""
-    selectors = [intervention.where for intervention in steering.interventions]
+    selectors = [one.where for steering in steerings for one in steering.interventions]
     selectors += [capture.where for capture in captures]
     selectors += [probe.where for probe in probes]
     return any(map(needs_text, selectors))

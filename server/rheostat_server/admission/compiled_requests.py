@@ -166,6 +166,9 @@ def key_of(
     if len(steering) + sum(map(len, (*captures, *probes, *rules))) > COMPILED_REQUEST_BYTES:
         return None
     counts = _counts_positions(request.steering.interventions) if steering else False
+    for rule in request.rules:
+        steered = _counts_positions(rule.steer.interventions)
+        counts = None if counts is None or steered is None else counts or steered
     if counts is not None and captures:
         counts = _count_positions_too(request.captures, counts)
     if counts is not None and probes:

@@ -21,7 +21,7 @@ from rheostat_server.steering.rules import Rule, signals_of
 from rheostat_server.subscriptions.observer_captures import FRAGMENTED, ObserverCapture
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.vectors.store import Vector
-from rheostat_wire.v1 import capture_pb2, gate_pb2, receipt_pb2, steering_pb2
+from rheostat_wire.v1 import capture_pb2, gate_pb2, monitor_pb2, receipt_pb2, steering_pb2
 
 _OBSERVED_PLANS = 8
 """The most plans with captures of observers that are kept for a request and a first observer."""
@@ -206,6 +206,7 @@ def check_ranges(
     steering: steering_pb2.Steering,
     captures: Sequence[capture_pb2.CaptureSpec] = (),
     probes: Sequence[gate_pb2.Probe] = (),
+    rules: Sequence[monitor_pb2.Rule] = (),
 ) -> None:
     """Limits the interventions, captures and probes, and the ranges of all selectors.
 
@@ -218,6 +219,9 @@ def check_ranges(
     validation.check_count(
         len(steering.interventions), INTERVENTIONS, INTERVENTION_PATH, "interventions"
     )
+    for index, rule in enumerate(rules):
+        field = f"rules[{index}].steer.interventions"
+        validation.check_count(len(rule.steer.interventions), INTERVENTIONS, field, "interventions")
     validation.check_count(len(captures), CAPTURES, "captures", "captures")
     validation.check_count(len(probes), MAX_COLUMNS, "probes", "probes")
     selecting: Sequence[
@@ -226,6 +230,10 @@ def check_ranges(
         (INTERVENTION_PATH, steering.interventions),
         ("captures", captures),
         ("probes", probes),
+        *(
+            (f"rules[{index}].steer.interventions", rule.steer.interventions)
+            for index, rule in enumerate(rules)
+        ),
     )
     total = 0
     for path, parts in selecting:

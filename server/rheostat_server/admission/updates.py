@@ -84,7 +84,7 @@ async def compile_update(
         )
     check_ranges(steering)
     if context.prompt.text is None and await offload(
-        steering.ByteSize(), any_needs_text, steering, (), ()
+        steering.ByteSize(), any_needs_text, [steering], (), ()
     ):
         context = replace(context, prompt=await admission.prompts.decode(context.prompt))
     view = admission.store.view()

@@ -201,7 +201,7 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
 def _key(intervention: Intervention) -> tuple[object, ...]:
     """Equal for an intervention in several lists."""
     one = intervention
-    return one.origin, one.index, one.update_id, one.watch_id
+    return one.origin, one.rule, one.index, one.update_id, one.watch_id
 
 
 def _by_act(doses: Sequence[Dose]) -> Sequence[Sequence[Dose]]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rheostat_engine import (
     MAX_COLUMNS,
@@ -74,6 +74,14 @@ _BOUNDS = ("above", "below", "for_tokens", "stays_above", "stays_below")
 
 _PER_LAYER = 4
 """Sites of a layer; see `rheostat_engine.plan.points`."""
+
+
+class Held(NamedTuple):
+    """How long what opened or fired acts."""
+
+    kind: Hold
+    tokens: int = 0
+    """Of `Hold.TOKENS`."""
 
 
 @dataclass(frozen=True)
@@ -233,29 +241,12 @@ def resolve_gate(
         NotSupported: something is not served yet.
     """
     message, path = intervention.gate, field_path(path, "gate")
-    field = field_path(path, "conditions")
-    if not message.conditions:
-        raise MissingField("at least one condition is required", field=field)
-    validation.check_count(len(message.conditions), MAX_CONDITIONS, field, "conditions")
-    hold, tokens = _hold(message, path)
-    conditions, terms, late = [], 0, False
-    for index, condition in enumerate(message.conditions):
-        place = f"{field}[{index}]"
-        probe = _probe_of(condition, probes, place)
-        if not _reads_before(probe, sites, model):
-            late = True
-            _check_late(message, probe, sites, hold, path, place)
-        terms += len(probe.sites)
-        validation.check_count(
-            terms, MAX_TERMS, field_path(place, "probe_name"), "readings of one gate"
-        )
-        conditions.append(_condition(condition, probe, context, place))
-    combine = Combine.ALL
-    if message.HasField("combine"):
-        combine = _enum(message.combine, _COMBINE, field_path(path, "combine"))
-    summed = combine is Combine.SUM or any(one.combine is Combine.SUM for one in conditions)
-    form, a, b = _form(message, path, summed=summed)
-    return Gate(tuple(conditions), combine, form, a, b, hold, tokens, message.invert, late)
+    hold = resolve_hold(message, path, Hold.TOKEN)
+    evidence = _evidence(message, probes, context, path, "gate")
+    form, a, b = _form(message, path, summed=evidence.summed)
+    conditions, combine, _ = evidence
+    gate = Gate(conditions, combine, form, a, b, hold.kind, hold.tokens, message.invert)
+    return _placed(gate, message, probes, sites, model, context, path)
 
 
 def resolve_rule_gate(
@@ -272,6 +263,56 @@ def resolve_rule_gate(
     Raises:
         InvalidArgument: something is malformed.
     """
+    conditions, combine, summed = _evidence(message, probes, context, path, "rule")
+    threshold = _threshold(message, path, required=summed)
+    return Gate(conditions, combine, Form.STEP, threshold, 0.0, Hold.TOKEN)
+
+
+def held_gate(
+    fires: Gate,
+    hold: Held,
+    message: monitor_pb2.Rule,
+    sites: Sequence[Site],
+    probes: Mapping[str, Probe],
+    model: ModelSites,
+    context: SelectionContext,
+    path: str,
+) -> Gate:
+    """The gate of an intervention of a rule.
+
+    Args:
+        fires: the gate that is open at the tokens at which the rule fires.
+        hold: how long the rule acts.
+        message: the rule.
+        sites: the sites at which the intervention acts.
+        probes: the probes of the rule's request.
+        model: the model's sites.
+        context: the request.
+        path: the rule's path.
+
+    Raises:
+        GateOrder: a probe is read too late for its sites.
+    """
+    gate = fires._replace(hold=hold.kind, tokens=hold.tokens)
+    return _placed(gate, message, probes, sites, model, context, path)
+
+
+class _Evidence(NamedTuple):
+    """What a gate or a rule reads."""
+
+    conditions: tuple[GateCondition, ...]
+    combine: Combine
+    summed: bool
+    """Whether it may be any number."""
+
+
+def _evidence(
+    message: gate_pb2.Gate | monitor_pb2.Rule,
+    probes: Mapping[str, Probe],
+    context: SelectionContext,
+    path: str,
+    what: str,
+) -> _Evidence:
     field = field_path(path, "conditions")
     if not message.conditions:
         raise MissingField("at least one condition is required", field=field)
@@ -282,15 +323,14 @@ def resolve_rule_gate(
         probe = _probe_of(condition, probes, place)
         terms += len(probe.sites)
         validation.check_count(
-            terms, MAX_TERMS, field_path(place, "probe_name"), "readings of one rule"
+            terms, MAX_TERMS, field_path(place, "probe_name"), f"readings of one {what}"
         )
         conditions.append(_condition(condition, probe, context, place))
     combine = Combine.ALL
     if message.HasField("combine"):
         combine = _enum(message.combine, _COMBINE, field_path(path, "combine"))
     summed = combine is Combine.SUM or any(one.combine is Combine.SUM for one in conditions)
-    threshold = _threshold(message, path, required=summed)
-    return Gate(tuple(conditions), combine, Form.STEP, threshold, 0.0, Hold.TOKEN)
+    return _Evidence(tuple(conditions), combine, summed)
 
 
 def refuse_unused_probes(probes: Mapping[str, Probe], gates: Sequence[Gate | None]) -> None:
@@ -341,38 +381,48 @@ def _reads_before(probe: Probe, sites: Sequence[Site], model: ModelSites) -> boo
     return last.index < first.index and not parallel
 
 
-def _check_late(
-    message: gate_pb2.Gate,
-    probe: Probe,
+def _placed(
+    gate: Gate,
+    message: gate_pb2.Gate | monitor_pb2.Rule,
+    probes: Mapping[str, Probe],
     sites: Sequence[Site],
-    hold: Hold,
+    model: ModelSites,
+    context: SelectionContext,
     path: str,
-    place: str,
-) -> None:
-    """Checks a gate whose probe reads too late for the token that is read.
+) -> Gate:
+    """A gate that multiplies what acts at some sites; late if a probe is not read before them.
 
     Raises:
-        GateOrder: it is not decided by the prompt, or is not open for later tokens.
+        GateOrder: a probe is read too late for the token that is read, and the gate acts there, or
+            is not open or shut at each token.
     """
-    last, first = _last(probe.sites), _first(sites)
-    problem = (
-        f"the probe {probe.name!r} reads at {last.point.value} {last.layer}, which is not before "
-        f"{first.point.value} {first.layer}, where the intervention acts"
-    )
-    advice = "read earlier sites, or act at later ones"
-    if hold is Hold.TOKEN:
-        raise GateOrder(
-            f"{problem}, and the gate is open at the token that is read: {advice}; or decide by "
-            "the prompt (after_prompt), and hold the gate open for later tokens",
-            field=field_path(place, "probe_name"),
-        )
     for index, condition in enumerate(message.conditions):
-        if not condition.after_prompt:
+        probe = probes[condition.probe_name]
+        if _reads_before(probe, sites, model):
+            continue
+        last, first = _last(probe.sites), _first(sites)
+        problem = (
+            f"the probe {probe.name!r} reads at {last.point.value} {last.layer}, which is not "
+            f"before {first.point.value} {first.layer}, where the intervention acts"
+        )
+        advice = "read earlier sites, or act at later ones"
+        field = field_path(path, f"conditions[{index}].probe_name")
+        if gate.hold is Hold.TOKEN:
             raise GateOrder(
-                f"{problem}, so the gate can only be decided by the prompt: set after_prompt; or "
-                f"{advice}",
-                field=field_path(path, f"conditions[{index}].after_prompt"),
+                f"{problem}, at the token that is read: {advice}; or hold it for later tokens",
+                field=field,
             )
+        late = gate._replace(late=context.prompt_len)
+        if not late.recorded:
+            return late
+        if gate.form is not Form.STEP:
+            raise GateOrder(
+                f"{problem}. Such a gate is open or shut: use the form `step`, or decide once by "
+                f"the prompt (after_prompt); or {advice}",
+                field=field,
+            )
+        return late._replace(end=context.row_end)
+    return gate
 
 
 def _last(sites: Sequence[Site]) -> Site:
@@ -490,23 +540,28 @@ def _required_number(message: gate_pb2.Sigmoid | gate_pb2.Ramp, name: str, path:
     return validation.finite(getattr(message, name), field)
 
 
-def _hold(message: gate_pb2.Gate, path: str) -> tuple[Hold, int]:
-    """How long a gate stays open, and for how many tokens with `Hold.TOKENS`."""
+def resolve_hold(message: gate_pb2.Gate | monitor_pb2.Rule, path: str, default: Hold) -> Held:
+    """How long a gate stays open, or a rule acts.
+
+    Raises:
+        MissingField: the message says it in part.
+        InvalidValue: the number of tokens is out of range.
+    """
     if not message.HasField("hold"):
-        return Hold.TOKEN, 0
+        return Held(default)
     path = field_path(path, "hold")
     options = "token, next_token, tokens, rest and until_read"
     match validation.required(message.hold.WhichOneof("kind"), path, options):
         case "token":
-            return Hold.TOKEN, 0
+            return Held(Hold.TOKEN)
         case "next_token":
-            return Hold.NEXT_TOKEN, 0
+            return Held(Hold.NEXT_TOKEN)
         case "tokens":
-            return Hold.TOKENS, _tokens(message.hold.tokens, field_path(path, "tokens"))
+            return Held(Hold.TOKENS, _tokens(message.hold.tokens, field_path(path, "tokens")))
         case "rest":
-            return Hold.REST, 0
+            return Held(Hold.REST)
         case _:
-            return Hold.UNTIL_READ, 0
+            return Held(Hold.UNTIL_READ)
 
 
 def _tokens(count: int, path: str) -> int:

@@ -1,6 +1,6 @@
 """Resolves steering to interventions, each of which has an act for the engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rheostat_engine import Act, Gate, ModelSites, Site
 from rheostat_server import validation
-from rheostat_server.errors import MissingField, NonFinite, NotSupported
+from rheostat_server.errors import InvalidValue, MissingField, NonFinite, NotSupported
 from rheostat_server.limits import INTERVENTIONS
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import (
@@ -53,6 +53,8 @@ class Intervention:
     selection: Selection
     gate: Gate | None = None
     """Multiplies its effect; None: 1."""
+    rule: str = ""
+    """The name of the rule that it belongs to, of `ORIGIN_RULE`."""
     signals: bool = False
     """Whether the client gets how far the gate is open."""
     update_id: int = 0
@@ -91,8 +93,19 @@ class Intervention:
             index=self.index,
             op=self.op.op,
             update_id=self.update_id,
+            rule_name=self.rule,
             watch_id=self.watch_id,
         )
+
+
+class RuleSteering(NamedTuple):
+    """The rule to which a steering belongs."""
+
+    name: str
+    path: str
+    """The path of the rule."""
+    gate_at: Callable[[Sequence[Site]], Gate]
+    """The gate of an intervention that acts at some sites."""
 
 
 def resolve_steering(
@@ -103,6 +116,7 @@ def resolve_steering(
     origin: receipt_pb2.Origin.ValueType,
     runs: RunStore | None = None,
     probes: Mapping[str, Probe] | None = None,
+    rule: RuleSteering | None = None,
 ) -> tuple[Intervention, ...]:
     """Resolves a steering. Each intervention is checked alone; see `check_sums` for their sums.
 
@@ -114,6 +128,7 @@ def resolve_steering(
         origin: the origin of the interventions.
         runs: the stored runs. None: they cannot be used here.
         probes: the probes of the request, by name. None: gates cannot be used here.
+        rule: the rule that it belongs to, whose gates its interventions have; None: to none.
 
     Raises:
         InvalidArgument: something is malformed.
@@ -122,9 +137,22 @@ def resolve_steering(
         MessageTooLarge: an inline vector is too large.
     """
     path = INTERVENTION_PATH
+    if rule is not None:
+        path = field_path(rule.path, "steer.interventions")
     validation.check_count(len(steering.interventions), INTERVENTIONS, path, "interventions")
     return tuple(
-        _resolve(intervention, model, context, vectors, origin, index, runs, probes)
+        _resolve(
+            intervention,
+            model,
+            context,
+            vectors,
+            origin,
+            index,
+            f"{path}[{index}]",
+            runs,
+            probes,
+            rule,
+        )
         for index, intervention in enumerate(steering.interventions)
     )
 
@@ -230,11 +258,17 @@ def _resolve(
     vectors: VectorView,
     origin: receipt_pb2.Origin.ValueType,
     index: int,
+    path: str,
     runs: RunStore | None,
     probes: Mapping[str, Probe] | None,
+    rule: RuleSteering | None,
 ) -> Intervention:
-    path = f"{INTERVENTION_PATH}[{index}]"
     check_served(intervention, path)
+    if intervention.HasField("gate") and rule is not None:
+        raise InvalidValue(
+            "what a rule steers has no gate of its own: the rule decides when it acts",
+            field=field_path(path, "gate"),
+        )
     if intervention.HasField("gate") and probes is None:
         raise NotSupported(
             "gates are served in the steering of a GenerateRequest and of the server alone: not in "
@@ -252,9 +286,15 @@ def _resolve(
     op = resolve_op(intervention, OpContext(sites, selection, context, model, vectors, runs), path)
     paths = [field_path(op.path, where) for where, _ in vector_refs(intervention)]
     check_directions(op, paths)
-    gate = None
+    gate = None if rule is None else rule.gate_at(op.sites)
     if probes is not None and intervention.HasField("gate"):
         gate = resolve_gate(intervention, op.sites, probes, model, context, path)
     return Intervention(
-        origin, index, op, selection, gate, gate is not None and intervention.gate.signals
+        origin,
+        index,
+        op,
+        selection,
+        gate,
+        "" if rule is None else rule.name,
+        signals=gate is not None and intervention.gate.signals,
     )

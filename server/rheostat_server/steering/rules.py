@@ -1,7 +1,8 @@
 """Resolves rules, and what the client and the server get of a request's probes, gates and rules.
 
 A rule is a gate that multiplies nothing: it is open at the tokens at which the rule fires. So the
-engine decides where rules fire, as it decides gates, and the server acts on what it decides.
+engine decides where rules fire, as it decides gates, and the server acts on what it decides. What a
+rule steers are interventions under gates with the rule's conditions, which the engine holds open.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,16 +12,24 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import Gate, Kind, Plan, Signals
+from rheostat_engine import Gate, Hold, Kind, ModelSites, Plan, Signals, Site
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import LABEL_VALUE_BYTES, RULES
+from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.selectors.sites import write_site
-from rheostat_server.steering.gates import Probe, resolve_rule_gate
-from rheostat_server.steering.interventions import Intervention
+from rheostat_server.steering.gates import (
+    Held,
+    Probe,
+    held_gate,
+    resolve_hold,
+    resolve_rule_gate,
+)
+from rheostat_server.steering.interventions import Intervention, RuleSteering, resolve_steering
 from rheostat_server.validation import field_path
-from rheostat_wire.v1 import monitor_pb2
+from rheostat_server.vectors.store import VectorView
+from rheostat_wire.v1 import monitor_pb2, receipt_pb2
 
 
 class Stop(NamedTuple):
@@ -44,9 +53,19 @@ class Rule(NamedTuple):
 
 
 def resolve_rules(
-    rules: Sequence[monitor_pb2.Rule], probes: Mapping[str, Probe], context: SelectionContext
+    rules: Sequence[monitor_pb2.Rule],
+    probes: Mapping[str, Probe],
+    context: SelectionContext,
+    *,
+    steer: bool = False,
 ) -> tuple[Rule, ...]:
     """Resolves the rules of a request.
+
+    Args:
+        rules: the messages.
+        probes: the probes that they may read, by name.
+        context: the request.
+        steer: whether rules may steer; see `resolve_rule_steering`.
 
     Raises:
         InvalidArgument: something is malformed, or two rules have one name.
@@ -61,9 +80,67 @@ def resolve_rules(
                 f"another rule has the name {name!r}: give each its own",
                 field=field_path(path, "name"),
             )
-        stop = _stop(message, path)
+        stop = _stop(message, path, steer=steer)
         found[name] = Rule(name, resolve_rule_gate(message, probes, context, path), stop)
     return tuple(found.values())
+
+
+def resolve_rule_steering(
+    messages: Sequence[monitor_pb2.Rule],
+    rules: Sequence[Rule],
+    probes: Mapping[str, Probe],
+    model: ModelSites,
+    context: SelectionContext,
+    vectors: VectorView,
+    runs: RunStore | None,
+) -> tuple[Intervention, ...]:
+    """Resolves what the rules of a request steer.
+
+    Args:
+        messages: the rules.
+        rules: the same, resolved.
+        probes: the probes of the request, by name.
+        model: the model's sites.
+        context: the request.
+        vectors: where vectors are looked up.
+        runs: the stored runs. None: they cannot be used here.
+
+    Raises:
+        RheostatError: as `resolve_steering`.
+        GateOrder: a rule acts at the token that was read, and not behind it.
+    """
+    found: list[Intervention] = []
+    for index, (message, rule) in enumerate(zip(messages, rules, strict=True)):
+        if not message.HasField("steer"):
+            continue
+        path = f"rules[{index}]"
+        hold = resolve_hold(message, path, Hold.REST)
+        if not message.steer.interventions:
+            raise MissingField(
+                "at least one intervention is required",
+                field=field_path(path, "steer.interventions"),
+            )
+
+        def gate_at(
+            sites: Sequence[Site],
+            fires: Gate = rule.gate,
+            hold: Held = hold,
+            message: monitor_pb2.Rule = message,
+            path: str = path,
+        ) -> Gate:
+            return held_gate(fires, hold, message, sites, probes, model, context, path)
+
+        found += resolve_steering(
+            message.steer,
+            model,
+            context,
+            vectors,
+            receipt_pb2.ORIGIN_RULE,
+            runs,
+            probes,
+            RuleSteering(rule.name, path, gate_at),
+        )
+    return tuple(found)
 
 
 def check_rule_count(rules: Sequence[monitor_pb2.Rule]) -> None:
@@ -75,14 +152,20 @@ def check_rule_count(rules: Sequence[monitor_pb2.Rule]) -> None:
     validation.check_count(len(rules), RULES, "rules", "rules")
 
 
-def _stop(message: monitor_pb2.Rule, path: str) -> Stop | None:
+def _stop(message: monitor_pb2.Rule, path: str, *, steer: bool) -> Stop | None:
     action = message.WhichOneof("action")
     if action is None:
-        raise MissingField("one of observe and stop is required", field=path)
-    if action in ("steer", "gain"):
+        raise MissingField("one of observe, stop and steer is required", field=path)
+    if action == "steer" and steer:
+        return None
+    if action == "steer":
         raise NotSupported(
-            f"rules that {action} are not served yet: observe and stop are. To steer, give the "
-            "intervention a gate with these conditions",
+            "only the rules of a GenerateRequest steer", field=field_path(path, action)
+        )
+    if action == "gain":
+        raise NotSupported(
+            "rules that change a gain are not served yet: observe, stop and steer are. To weaken "
+            "an intervention, give it a gate with these conditions",
             field=field_path(path, action),
         )
     if message.HasField("hold"):

@@ -12,10 +12,11 @@ import pytest
 import rheostat
 from rheostat import Point, Site, generated, window
 
-from ..engine.reference import HfReference
+from ..engine.reference import Add, HfReference
 from .conftest import Server
 from .naive import (
     OPS,
+    TOLERANCE,
     Op,
     Placed,
     compare,
@@ -125,3 +126,40 @@ def test_preempted_samples_that_capture_deliver_each_row_once(
             if "projection" in form:
                 slack = 1e-3 * np.linalg.norm(stream, axis=1, keepdims=True)
             assert (np.abs(rows["resid_post", 2] - wanted) <= coded + slack).all()
+
+
+def test_a_late_rule_steers_tokens_that_are_computed_again_as_it_did(
+    small_server: Server, small: rheostat.Engine, reference: HfReference
+) -> None:
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(3, 1900, LENGTH).tolist() for _ in range(REQUESTS)]
+    mood, push = rng.normal(size=(2, 1, 128)).astype(np.float32)
+    push /= np.linalg.norm(push) / 3
+    read = rheostat.probe(
+        rheostat.inline(mood), points="resid_post", layers=4, where="generated", name="mood"
+    )
+    plain = small.generate(prompts[0], probes=read, max_tokens=64, ignore_eos=True, seed=1)
+    steer = rheostat.Steer(rheostat.inline(push).at(points="resid_post", layers=1))
+    when = read.above(float(np.median(plain.signals["mood"])))
+    rule = rheostat.Rule("cheer", when, steer, hold="next_token")
+
+    async def run() -> list[rheostat.Generation]:
+        async with rheostat.aio.connect(small_server.target) as client:
+            return await asyncio.gather(
+                *(client.generate(prompt, rules=rule, **OPTIONS) for prompt in prompts)
+            )
+
+    outs = asyncio.run(run())
+    assert sum(out.receipt.preemption_count for out in outs) > 0
+    assert sum(out.receipt.recomputed_token_count for out in outs) > 0
+    for prompt, out in zip(prompts, outs, strict=True):
+        for sample in out.samples:
+            tokens = [*prompt, *sample.token_ids[:-1]]
+            fired = sample.signals.firings["cheer"]
+            steered = [position + 1 for position in fired.tolist() if position + 1 < len(tokens)]
+            assert 0 < len(steered) < len(sample.token_ids) - 1
+            add = Add(number_of(Site(Point.RESID_POST, 1)), push[0], steered)
+            logprobs = reference.run(tokens, [add]).logprobs[LENGTH - 1 :]
+            want = [row[token] for row, token in zip(logprobs, sample.token_ids, strict=True)]
+            got = [step.token.logprob for step in sample.logprobs]
+            np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rheostat_engine import Kind
-from rheostat_engine.plan.gate_table import gate_rows
+from rheostat_engine.plan.gate_table import Held, State, gate_rows
 from rheostat_engine.plan.gates import (
     NEVER,
     Activation,
@@ -45,7 +45,8 @@ def twin(site: SiteBuffers, device: str = "cpu") -> SiteBuffers:
 def any_gate(rng: np.random.Generator, tokens: int) -> Gate:
     """Any gate for a sample of which `chunk_differences` computes so many tokens at once."""
     hold, decision = Hold(rng.integers(len(Hold))), BEGINS + int(rng.integers(tokens + 2))
-    late = hold is not Hold.TOKEN and rng.uniform() < 0.3
+    late = hold is not Hold.TOKEN and rng.uniform() < 0.4
+    recorded = late and rng.uniform() < 0.5
     simple = rng.uniform() < 0.3
     conditions = []
     for _ in range(rng.integers(1, 4)):
@@ -60,20 +61,25 @@ def any_gate(rng: np.random.Generator, tokens: int) -> Gate:
             -math.inf if summed else above,
             math.inf if summed else below,
             1 if summed or simple else int(rng.integers(1, 5)),
-            decision if late or (not simple and rng.uniform() < 0.3) else NEVER,
+            NEVER if recorded or (not late and (simple or rng.uniform() < 0.7)) else decision,
             above - 0.4 if lags and not summed else None,
             below + 0.4 if lags and not summed else None,
         )
         conditions.append(condition)
     form, invert = Form(rng.integers(len(Form))), bool(rng.uniform() < 0.2)
+    form = Form.STEP if recorded else form
+    late_from = decision + 1 if late else 0
+    end = BEGINS + tokens + 3 if recorded else 0
     combine, held = Combine(rng.integers(len(Combine))), int(rng.integers(1, 9))
-    return Gate(tuple(conditions), combine, form, 0.27, 1.31, hold, held, invert, late)
+    return Gate(tuple(conditions), combine, form, 0.27, 1.31, hold, held, invert, late_from, end)
 
 
 def chunk_differences(
     gate: Gate, seed: int, tokens: int, device: str = "cpu", programs: int = 0
 ) -> dict[str, float]:
-    """The largest differences between kernels and references, over three steps of one sample.
+    """The largest differences between kernels and references, over the steps of one sample.
+
+    Under a late gate the last step computes two positions again.
 
     Args:
         gate: all tokens of the sample have it.
@@ -90,6 +96,7 @@ def chunk_differences(
     other = buffers(4, dtype=torch.float32, codes=codes, captured=none, programs=[chain])
     ints, floats = gate_rows(gate)
     other.gates.ints[1], other.gates.floats[1] = torch.from_numpy(ints), torch.from_numpy(floats)
+    other.gates.states[4, State.HEAD, Held.RECORD] = 1
     site = twin(other, device)
     begins, differences = BEGINS, dict.fromkeys(("stream", "openness", "fold", "states"), 0.0)
 
@@ -98,7 +105,8 @@ def chunk_differences(
         apart = torch.where(equal_infinity, 0.0, (one.cpu() - two.cpu()).abs())
         differences[name] = max(differences[name], float(apart.max()))
 
-    for count in (tokens, 1, 2):
+    for count in (tokens, 1, 2, 3)[: 4 if gate.late else 3]:
+        begins -= 2 * (count == 3 and count != tokens)
         read = rng.normal(size=(count, COLUMNS)).astype(np.float32)
         read[rng.uniform(size=read.shape) < rng.choice([0.0, 0.3, 0.95])] = np.nan
         for buffer in (site, other):

@@ -97,20 +97,25 @@ def gates(draw: st.DrawFn, columns: int, holds: Sequence[Hold] = tuple(Hold)) ->
     a = draw(st.sampled_from((0.1, 0.6, -0.7)))
     hold = draw(st.sampled_from(holds))
     chosen = draw(st.lists(conditions(columns), min_size=1, max_size=3))
-    late = hold is not Hold.TOKEN and draw(st.booleans())
+    late = 0 if hold is Hold.TOKEN else draw(st.just(0) | st.integers(1, LIMIT + 1))
+    once = late > 0 and draw(st.booleans())
     if late:
-        decided_at = draw(st.integers(0, LIMIT))
-        chosen = [one._replace(decided_at=decided_at) for one in chosen]
+        chosen = [
+            one._replace(decided_at=late - 1 if once else min(one.decided_at, late - 1))
+            for one in chosen
+        ]
+    recorded = late > 0 and any(one.decided_at == NEVER for one in chosen)
     return Gate(
         tuple(chosen),
         draw(st.sampled_from(Combine)),
-        draw(st.sampled_from(Form)),
+        Form.STEP if recorded else draw(st.sampled_from(Form)),
         a,
         a + draw(st.sampled_from((0.5, 2.0))),
         hold,
         draw(st.integers(1, 4)) if hold is Hold.TOKENS else 0,
         draw(st.booleans()),
         late,
+        LIMIT + 4 if recorded else 0,
     )
 
 
@@ -224,8 +229,9 @@ def openness(gate: Gate, history: Sequence[Columns], first: int) -> float:
         )
         if event:
             opened[position] = _opened(gate, history[: position - first + 1], first)
-    if gate.late:  # it is decided at one token, and open behind it alone
+    if gate.late:  # what is read of a token counts behind it alone
         opened = {position: one for position, one in opened.items() if position < last}
+        opened = opened if last >= gate.late else {}
     some = {position: one for position, one in opened.items() if one > 0}
     match gate.hold:
         case Hold.TOKEN:

@@ -241,8 +241,11 @@ def some_gates() -> list[Gate]:
     for n, (hold, decided_at) in enumerate(product(list(Hold)[1:], (2, 12))):
         once = Condition((0, 1), next(pools), Combine.ANY, -0.5, math.inf, 1, decided_at, -1.0)
         found.append(
-            Gate((once,), Combine.ALL, Form.RAMP, 0.0, 2.0, hold, 1, n % 3 == 2, late=True)
+            Gate((once,), Combine.ALL, Form.RAMP, 0.0, 2.0, hold, 1, n % 3 == 2, decided_at + 1)
         )
+    for n, (hold, late) in enumerate(product(list(Hold)[1:], (3, 11))):
+        anew = Condition((0, 1), next(pools), Combine.ANY, -0.5, math.inf, 1, NEVER, -1.0)
+        found.append(Gate((anew,), Combine.ALL, Form.STEP, 0.5, 0.0, hold, 1, n % 3 == 2, late, 13))
     return found
 
 
@@ -291,7 +294,9 @@ def gated_buffers(width: int, dtype: torch.dtype, gate: Gate) -> SiteBuffers:
     gates.states[6, State.VALUE] = torch.randn(MAX_TERMS, generator=generator)
     gates.states[6, State.COUNT] = 2
     gates.states[6, State.RUN] = 1
-    gates.states[6, State.HEAD, :3] = torch.tensor([0.5, 3.0, 1.0])  # a late gate is decided
+    gates.states[6, State.HEAD, :4] = torch.tensor([0.5, 3.0, 3.0, 1.0])  # held up to 3
+    gates.states[4, State.HEAD, :4] = torch.tensor([1.0, 12.0, 12.0, 4.0])  # computed up to 12
+    gates.states.view(torch.int32)[8, 0, 0] = 0b10000001  # open at a position of its record
     return site
 
 

@@ -262,28 +262,32 @@ class Gate:
                 message.ramp.high = finite(high, f"{path}.ramp.high", "a bound")
             case threshold:
                 message.step.threshold = finite(threshold, f"{path}.step.threshold", "a threshold")
-        self._put_hold(message.hold, f"{path}.hold")
+        message.hold.CopyFrom(hold_to_wire(self.hold, f"{path}.hold"))
         return message
 
-    def _put_hold(self, hold: gate_pb2.Hold, path: str) -> None:
-        match self.hold:
-            case "token":
-                hold.token.SetInParent()
-            case "next_token":
-                hold.next_token.SetInParent()
-            case "rest":
-                hold.rest.SetInParent()
-            case "until_read":
-                hold.until_read.SetInParent()
-            case str() as other:
-                raise invalid(
-                    path,
-                    "is 'token', 'next_token', 'rest', 'until_read' or a number of tokens, not "
-                    f"{other!r}",
-                    "REASON_UNKNOWN_ENUM",
-                )
-            case count:
-                hold.tokens = whole_number(count, f"{path}.tokens", "a number of tokens", least=1)
+
+def hold_to_wire(held: Hold, path: str) -> gate_pb2.Hold:
+    """The message; ``path`` names it in errors."""
+    hold = gate_pb2.Hold()
+    match held:
+        case "token":
+            hold.token.SetInParent()
+        case "next_token":
+            hold.next_token.SetInParent()
+        case "rest":
+            hold.rest.SetInParent()
+        case "until_read":
+            hold.until_read.SetInParent()
+        case str() as other:
+            raise invalid(
+                path,
+                "is 'token', 'next_token', 'rest', 'until_read' or a number of tokens, not "
+                f"{other!r}",
+                "REASON_UNKNOWN_ENUM",
+            )
+        case count:
+            hold.tokens = whole_number(count, f"{path}.tokens", "a number of tokens", least=1)
+    return hold
 
 
 def probe(
@@ -351,9 +355,10 @@ def gate(
 ) -> Gate:
     """A gate: how far interventions act at each token, 0 (not at all) to 1.
 
-    All its conditions must be read at sites before those where the interventions act. Only a gate
-    whose conditions have ``after_prompt``, and that is held, may read anywhere: it then opens at
-    the first generated token. A gate is shut until its first condition is decided.
+    If all its conditions are read at sites before those where the interventions act, it acts at the
+    token that was read. Otherwise it must be held for later tokens, opens at the first generated
+    token at the earliest, and has ``form`` as a number unless the prompt decides it
+    (``after_prompt``). A gate is shut until its first condition is decided.
 
     Args:
         conditions: 1 to 16.

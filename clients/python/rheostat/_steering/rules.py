@@ -9,9 +9,10 @@ from typing import TypeAlias
 
 from rheostat._errors import invalid
 from rheostat._fields import utf8_text, word
-from rheostat._steering.gates import COMBINES, Combine, Condition, Probe
+from rheostat._steering.gates import COMBINES, Combine, Condition, Hold, Probe, hold_to_wire
+from rheostat._steering.steering import SteeringLike, steering_to_wire
 from rheostat._steering.vectors import Intervention, finite
-from rheostat_wire.v1 import gate_pb2, monitor_pb2
+from rheostat_wire.v1 import gate_pb2, monitor_pb2, steering_pb2
 
 _RULE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -37,7 +38,19 @@ class Stop:
     """Whether the other samples end too."""
 
 
-Action: TypeAlias = Observe | Stop
+@dataclass(frozen=True)
+class Steer:
+    """Steer the sample while the rule holds: from where it fired, as long as `Rule.hold` says.
+
+    An intervention whose sites are all behind those that are read acts on the token at which the
+    rule fires, too. Any other acts from the next token on, and on generated tokens alone.
+    """
+
+    steering: SteeringLike
+    """Interventions without gates of their own: the rule decides when they act."""
+
+
+Action: TypeAlias = Observe | Stop | Steer
 """What a rule does."""
 
 
@@ -52,6 +65,7 @@ class Rule:
         rule = rheostat.Rule("grim", gloom.above(2), rheostat.Stop("too gloomy"))
         out = engine.generate("The weather was", rules=rule)
         out.finish_reason, out.signals.firings["grim"]
+        cheer = rheostat.Rule("cheer", gloom.above(2), rheostat.Steer(4 * calm), hold=8)
     """
 
     name: str
@@ -63,6 +77,8 @@ class Rule:
     """Makes the evidence of the conditions."""
     threshold: float | None = None
     """Fires where the evidence is above this; required where something is summed. None: 0.5."""
+    hold: Hold | None = None
+    """How long it steers; only with `Steer`. None: the rest of the sample."""
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
@@ -96,12 +112,30 @@ class Rule:
                 message.stop.label = utf8_text(label, f"{path}.stop.label", "a label")
                 message.stop.drop_sampled = bool(drop_sampled)
                 message.stop.all_samples = bool(all_samples)
+            case Steer(steering):
+                message.steer.CopyFrom(_steering_to_wire(steering, f"{path}.steer.interventions"))
             case other:
                 raise invalid(
                     f"{path}.then",
-                    f"a rule's action is Observe() or Stop(), not {type(other).__name__}",
+                    f"a rule's action is Observe(), Stop() or Steer(...), not "
+                    f"{type(other).__name__}",
                 )
+        if self.hold is not None:
+            message.hold.CopyFrom(hold_to_wire(self.hold, f"{path}.hold"))
         return message
+
+
+def _steering_to_wire(steering: SteeringLike, path: str) -> steering_pb2.Steering:
+    message = steering_to_wire(steering, path)
+    if message is None:
+        raise invalid(path, "at least one intervention is required", "REASON_MISSING_FIELD")
+    for number, one in enumerate(message.interventions):
+        if one.HasField("gate"):
+            raise invalid(
+                f"{path}[{number}].gate",
+                "what a rule steers has no gate of its own: the rule decides when it acts",
+            )
+    return message
 
 
 RulesLike: TypeAlias = Rule | Sequence[Rule] | None

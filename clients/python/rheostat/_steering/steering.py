@@ -141,19 +141,21 @@ def _wrong_type(path: str, what: str, given: object) -> InvalidRequest:
 
 
 @builds_message
-def steering_to_wire(steering: SteeringLike) -> steering_pb2.Steering | None:
-    """The message, in the caller's order; None for none."""
+def steering_to_wire(
+    steering: SteeringLike, path: str = "steering.interventions"
+) -> steering_pb2.Steering | None:
+    """The message, in the caller's order; None for none. ``path`` names the list in errors."""
     interventions = interventions_of(steering)
     if not interventions:
         return None
     if len(interventions) > _MOST_INTERVENTIONS:
         raise invalid(
-            "steering.interventions",
+            path,
             f"{len(interventions)} interventions; at most {_MOST_INTERVENTIONS} go together",
         )
     return steering_pb2.Steering(
         interventions=[
-            intervention.to_wire(f"steering.interventions[{number}]")
+            intervention.to_wire(f"{path}[{number}]")
             for number, intervention in enumerate(interventions)
         ]
     )

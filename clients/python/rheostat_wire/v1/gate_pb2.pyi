@@ -237,11 +237,11 @@ class Gate(_message.Message):
     """Multiplies the effect of an intervention by how far it is open, 0 to 1.
 
     Every site that is read for it comes before every site at which the intervention acts, in the
-    order of the forward pass. Otherwise the gate is late: it is open from the first generated token
-    on, at every site. A late gate has conditions with `after_prompt` alone, and is held beyond the
-    token that was read (REASON_GATE_ORDER). Before its first condition is decided, a gate is shut. What a gated
-    request computes depends on run-time state, so its KV from the first gated token on is shared with
-    no other request. At most 64 readings in all conditions together, and 32 different gates in a
+    order of the forward pass. Otherwise the gate is late: what is read of a token counts from the next
+    token on, and the gate is open at generated tokens alone. A late gate is held beyond the token that
+    was read, and its form is `step` unless all its conditions have `after_prompt` (REASON_GATE_ORDER).
+    Before its first condition is decided, a gate is shut. What a gated request computes depends on
+    run-time state, so its KV from the first gated token on is shared with no other request. At most 64 readings in all conditions together, and 32 different gates in a
     request (REASON_INVALID_VALUE).
 
     Served in GenerateRequest.steering and in policies. In updates of sessions, in the steering of sweeps
@@ -406,8 +406,9 @@ class Hold(_message.Message):
     """How long what opened or fired acts on. It opened at position p, at a site of layer L.
 
     Where it acts is defined by position, never by step: on positions above p at every site, and on p
-    itself at the sites behind the one that was read. With several sites the last of them counts. So
-    chunking, batching and preemption change nothing.
+    itself at the sites behind the one that was read. With several sites the last of them counts. If a
+    site of an intervention is not behind it, the gate is late; see Gate. So chunking, batching and
+    preemption change nothing.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -31,8 +31,9 @@ class Rule(_message.Message):
     A rule fires at each token that one of its probes reads and at which its evidence is above the
     threshold; if all its conditions are decided after the prompt, at the last prompt token alone. That
     is decided in the forward pass, by positions and readings alone: so chunking, batching and
-    preemption change nothing. A rule counts as a gate in the limits of gates. A rule reads at any site.
-    Server-wide rules, and with pipeline parallelism: REASON_NOT_SUPPORTED.
+    preemption change nothing. A rule counts as a gate in the limits of gates, and a rule that steers as
+    up to three. A rule reads at any site. Server-wide rules, and with pipeline parallelism:
+    REASON_NOT_SUPPORTED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -68,7 +69,11 @@ class Rule(_message.Message):
 
     @_builtins.property
     def steer(self) -> _steering_pb2.Steering:
-        """Adds steering, with ORIGIN_RULE. Not served yet: REASON_NOT_SUPPORTED."""
+        """Adds steering, with ORIGIN_RULE, behind the request's own. Each intervention acts as under a
+        gate with these conditions, which is held as `hold` says. At least one is required
+        (REASON_MISSING_FIELD), and none has a gate of its own (REASON_INVALID_VALUE). In rules of
+        watches: REASON_NOT_SUPPORTED.
+        """
 
     @_builtins.property
     def gain(self) -> _gain_pb2.Gain:
@@ -77,7 +82,8 @@ class Rule(_message.Message):
     @_builtins.property
     def hold(self) -> _gate_pb2.Hold:
         """How long `steer` and `gain` act. With other actions: REASON_INVALID_VALUE. Default: the rest of
-        the sample. `token` needs sites that are not before the probe's (REASON_GATE_ORDER).
+        the sample. An intervention acts on the token that was read only if all its sites are behind the
+        probes'; `token` requires that (REASON_GATE_ORDER). Any other acts on generated tokens alone.
         """
 
     def __init__(

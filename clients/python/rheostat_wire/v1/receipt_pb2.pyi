@@ -36,7 +36,7 @@ class _OriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Origin.ValueTy
     ORIGIN_REQUEST: _Origin.ValueType  # 2
     """The request's steering."""
     ORIGIN_RULE: _Origin.ValueType  # 3
-    """Steering of a rule. Not sent yet."""
+    """Steering of a rule."""
     ORIGIN_UPDATE: _Origin.ValueType  # 4
     """Steering that a session set."""
     ORIGIN_WATCH: _Origin.ValueType  # 5
@@ -52,7 +52,7 @@ ORIGIN_GLOBAL: Origin.ValueType  # 1
 ORIGIN_REQUEST: Origin.ValueType  # 2
 """The request's steering."""
 ORIGIN_RULE: Origin.ValueType  # 3
-"""Steering of a rule. Not sent yet."""
+"""Steering of a rule."""
 ORIGIN_UPDATE: Origin.ValueType  # 4
 """Steering that a session set."""
 ORIGIN_WATCH: Origin.ValueType  # 5

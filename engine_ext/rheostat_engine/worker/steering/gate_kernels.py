@@ -62,9 +62,13 @@ _HEAD_INVERT = tl.constexpr(int(Head.INVERT))
 _HEAD_LATE = tl.constexpr(int(Head.LATE))
 _HEAD_TERMS = tl.constexpr(int(Head.TERMS))
 _HEAD_OWN = tl.constexpr(int(Head.OWN_ROW))
+_HEAD_END = tl.constexpr(int(Head.END))
+_WORD = tl.constexpr(32)
+"""Positions of a record in a number."""
 _HELD = tl.constexpr(int(Held.OPENNESS))
 _UNTIL = tl.constexpr(int(Held.UNTIL))
-_DECIDED = tl.constexpr(int(Held.DECIDED))
+_FOLDED = tl.constexpr(int(Held.FOLDED))
+_RECORD = tl.constexpr(int(Held.RECORD))
 _LAST, _MEAN = tl.constexpr(int(Pool.LAST)), tl.constexpr(int(Pool.MEAN))
 _ALL, _ANY, _SUM = (
     tl.constexpr(int(Combine.ALL)),
@@ -111,6 +115,17 @@ def _opened(evidence, unknown, form, a, b):
 
 
 @triton.jit
+def _late_openness(at, held, until, folded, late, end, record, within):
+    """How far a late gate is open at positions, by its state before the step."""
+    openness = tl.where(at.to(tl.float32) <= until, held, 0.0)
+    kept = within & (at >= late) & (at < folded) & (at < end)
+    word = tl.load(record + (at - late) // _WORD, mask=kept, other=0.0).to(tl.int32, bitcast=True)
+    bit = (word >> ((at - late) % _WORD)) & 1
+    openness = tl.where(kept, bit.to(tl.float32), openness)
+    return tl.where(at >= late, openness, 0.0)
+
+
+@triton.jit
 def scan(
     gate,
     number,  # of the gate in the plan
@@ -144,6 +159,7 @@ def scan(
     hold = tl.load(ints + _HEAD_HOLD)
     invert = tl.load(ints + _HEAD_INVERT)
     late = tl.load(ints + _HEAD_LATE)
+    record_end = tl.load(ints + _HEAD_END)
     terms = tl.load(ints + _HEAD_TERMS)
     own_row = tl.load(ints + _HEAD_OWN)
     a = tl.load(floats)
@@ -154,15 +170,15 @@ def scan(
     run = tl.load(state_ptr + _RUN + lane).to(tl.int32)
     held = tl.load(state_ptr + _HELD)
     until = tl.load(state_ptr + _UNTIL)
-    was_decided = tl.load(state_ptr + _DECIDED)
+    folded = tl.load(state_ptr + _FOLDED).to(tl.int32)
+    record = state_ptr + tl.load(state_ptr + _RECORD).to(tl.int64) * (_STATE_ROWS * _TERMS)
     lasts = tl.where(hold == _FOR_NEXT, 1.0, float("inf"))
     lasts = tl.where(hold == _FOR_TOKENS_HELD, tl.load(ints + _HEAD_TOKENS).to(tl.float32), lasts)
     present = condition >= 0
     once = decided_at >= 0
     decision = tl.max(decided_at, 0)
     # What is read in this step does not count for a late gate.
-    late_held = tl.where(was_decided != 0, held, 0.0)
-    late_until = until
+    late_held, late_until = held, until
     last = end - 1
     last_at = position + (last - first).to(tl.int32)
     z = tl.load(readings_ptr + last * _COLUMNS + column, mask=present, other=float("nan"))
@@ -207,7 +223,8 @@ def scan(
             x = tl.load(
                 readings_ptr + rows * _COLUMNS + its_column, mask=within, other=float("nan")
             )
-            read = (x == x) & ((at <= its_decision) | (its_decision < 0))
+            fresh = (late == 0) | (at >= folded)
+            read = fresh & (x == x) & ((at <= its_decision) | (its_decision < 0))
             x = tl.where(read, x, 0.0).to(tl.float64)
             pools = tl.zeros([_ROWS], tl.int32) + its_pool
             x, counted, pools = tl.associative_scan((x, read.to(tl.int32), pools), 0, _pooled_both)
@@ -234,7 +251,8 @@ def scan(
             summed = its_combine == _SUM
             score = tl.where(summed, tl.where(seen, pooled, 0.0), holds)
             unknown = unknown | (summed & (seen == 0)).to(tl.int32)
-            event = event | (within & tl.where(its_once, at == its_decision, read)).to(tl.int32)
+            decides = fresh & tl.where(its_once, at == its_decision, read)
+            event = event | (within & decides).to(tl.int32)
             least = tl.minimum(least, score)
             most = tl.maximum(most, score)
             total += score
@@ -258,10 +276,10 @@ def scan(
         evidence = tl.where(voted, evidence / conditions.to(tl.float32), evidence)
         opened = _opened(evidence, unknown, form, a, b)
         events = event != 0
-        opens = events & ((opened > 0) | (hold > _FOR_REST) | (late != 0)) & (hold != _FOR_TOKEN)
+        opens = events & ((opened > 0) | (hold > _FOR_REST)) & (hold != _FOR_TOKEN)
         # The first opening counts alone, if the gate then stays as it is.
-        alone = (hold == _FOR_REST) | (late != 0)
-        never = (tl.where(late != 0, was_decided, held) == 0).to(tl.int32)
+        alone = hold == _FOR_REST
+        never = (held == 0).to(tl.int32)
         earliest = tl.where(never != 0, tl.min(tl.where(opens, index, _ROWS), 0), _ROWS)
         opens = opens & ((alone == 0) | (index == earliest))
         latest = tl.max(tl.where(opens, index, -1), 0)
@@ -275,8 +293,10 @@ def scan(
             there = at + shift.to(tl.int32)
             openness = tl.where(there.to(tl.float32) <= open_until, still, 0.0)
             openness = tl.where(hold == _FOR_TOKEN, tl.where(events, opened, 0.0), openness)
-            lately = (at > decision) & (at.to(tl.float32) <= late_until)
-            openness = tl.where(late != 0, tl.where(lately, late_held, 0.0), openness)
+            lately = _late_openness(
+                at, late_held, late_until, folded, late, record_end, record, within
+            )
+            openness = tl.where(late != 0, lately, openness)
             openness = tl.where(invert != 0, 1.0 - openness, openness)
             target = openness_ptr + (rows + shift.to(tl.int64)) * _GATES + number
             tl.store(target, openness, mask=within)
@@ -288,12 +308,12 @@ def scan(
         latest_at = position + (row - first).to(tl.int32) + latest
         held = tl.where(some, tl.sum(tl.where(index == latest, opened, 0.0), 0), held)
         until = tl.where(some, latest_at.to(tl.float32) + lasts, until)
-        was_decided = tl.where(some & (late != 0), 1.0, was_decided)
         row += _ROWS
 
     # The last row, all terms at once.
     x = z.to(tl.float64)
-    read = present & (z == z) & ((once == 0) | (last_at <= decided_at))
+    fresh_last = (late == 0) | (last_at >= folded)
+    read = fresh_last & present & (z == z) & ((once == 0) | (last_at <= decided_at))
     x, counted, _ = _pooled_both(value, count, pool, x, read.to(tl.int32), pool)
     value = x
     count = counted
@@ -329,18 +349,19 @@ def scan(
     evidence = tl.where(gate_combine == _ANY, largest, evidence)
     evidence = tl.where(gate_combine == _ALL, smallest, evidence)
     opened = _opened(evidence, unknown, form, a, b)
-    decides = present & once & (last_at == decided_at)
-    event = tl.max(((read & (once == 0)) | decides).to(tl.int32), 0) != 0
+    decides_last = fresh_last & present & once & (last_at == decided_at)
+    event = tl.max(((read & (once == 0)) | decides_last).to(tl.int32), 0) != 0
     time = last_at.to(tl.float32)
     before = tl.where(time <= until, held, 0.0)
     opens = event & ((opened > 0) | (hold > _FOR_REST))
     opens = opens & ((hold != _FOR_REST) | (before == 0))
-    opens = tl.where(late != 0, event & (was_decided == 0), opens)
     openness = tl.where(opens & (hold != _FOR_NEXT), opened, before)
     openness = tl.where(hold == _FOR_TOKEN, tl.where(event, opened, 0.0), openness)
     opens = opens & (hold != _FOR_TOKEN)
-    lately = (last_at > decision) & (time <= late_until)
-    openness = tl.where(late != 0, tl.where(lately, late_held, 0.0), openness)
+    lately = _late_openness(
+        last_at, late_held, late_until, folded, late, record_end, record, late != 0
+    )
+    openness = tl.where(late != 0, lately, openness)
     openness = tl.where(invert != 0, 1.0 - openness, openness)
     tl.store(openness_ptr + last * _GATES + number, openness)
     if STORE:
@@ -352,8 +373,19 @@ def scan(
         tl.store(state_ptr + _RUN + lane, run.to(tl.float32))
         tl.store(state_ptr + _HELD, tl.where(opens, opened, held))
         tl.store(state_ptr + _UNTIL, tl.where(opens, time + lasts, until))
-        decided = (late != 0) & opens
-        tl.store(state_ptr + _DECIDED, tl.where(decided, 1.0, was_decided))
+        tl.store(state_ptr + _FOLDED, tl.maximum(folded, last_at + 1).to(tl.float32))
+        # The positions of this step enter the record, a word at a time.
+        begin = tl.maximum(tl.maximum(folded, position), late) - late
+        behind = tl.minimum(last_at + 1, record_end) - late
+        word = begin // _WORD
+        while word * _WORD < behind:
+            place = word * _WORD + tl.arange(0, _WORD)
+            there_open = tl.where((place + late).to(tl.float32) <= late_until, late_held, 0.0)
+            is_open = (there_open > 0) & (place >= begin) & (place < behind)
+            bits = tl.sum(is_open.to(tl.int32) << tl.arange(0, _WORD), 0)
+            bits = bits | tl.load(record + word).to(tl.int32, bitcast=True)
+            tl.store(record + word, bits.to(tl.float32, bitcast=True))
+            word += 1
 
 
 @triton.jit

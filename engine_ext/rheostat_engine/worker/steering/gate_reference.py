@@ -21,11 +21,13 @@ def open_gate(gates: GateBuffers, gate: int, number: int, tokens: torch.Tensor) 
     start, first, positions = gates.tokens.T
     for begin in first[tokens].unique().tolist():
         own = tokens[first[tokens] == begin]
-        state = gates.states[int(start[begin]) + number].clone()
+        its_state = int(start[begin]) + number
         if gates.ints[gate, Ints.HEAD, Head.LATE]:
-            opened = [_late(gates.ints[gate], state, at) for at in positions[own].tolist()]
+            states = gates.states[its_state:]
+            opened = [_late(gates.ints[gate], states, at) for at in positions[own].tolist()]
             gates.openness[own, number] = torch.tensor(opened)
             continue
+        state = gates.states[its_state].clone()
         end = int(own[-1]) + 1
         found = [
             advance(gates.ints[gate], gates.floats[gate], state, readings, position)
@@ -47,12 +49,21 @@ def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
     """
     for state, gate, first, count in folds.tolist():
         number = state - int(gates.tokens[first, TokenColumn.STATE])
-        ints, floats = gates.ints[gate], gates.floats[gate]
-        before, late = gates.states[state].clone(), bool(ints[Ints.HEAD, Head.LATE])
-        for row in range(first, first + count):
-            position = int(gates.tokens[row, TokenColumn.POSITION])
-            opened = advance(ints, floats, gates.states[state], gates.readings[row], position)
-            gates.openness[row, number] = _late(ints, before, position) if late else opened
+        ints, floats, states = gates.ints[gate], gates.floats[gate], gates.states[state:]
+        at = gates.tokens[first : first + count, TokenColumn.POSITION].tolist()
+        opened = gates.openness[first : first + count, number]
+        late, folded = bool(ints[Ints.HEAD, Head.LATE]), states[0, State.HEAD, Held.FOLDED].item()
+        if late:
+            opened[:] = torch.tensor([_late(ints, states, position) for position in at])
+            for position in at:
+                if position >= folded:
+                    _record(ints, states, position)
+        for row, position in enumerate(at):
+            if late and position < folded:
+                continue
+            now = advance(ints, floats, states[0], gates.readings[first + row], position)
+            if not late:
+                opened[row] = now
 
 
 def advance(
@@ -72,9 +83,10 @@ def advance(
         position: its position.
 
     Returns:
-        How far the gate is open at the token.
+        How far the gate is open at the token, if the step computes no earlier one.
     """
     head = ints[Ints.HEAD].tolist()
+    lately = _late(ints, state[None], position) if head[Head.LATE] else 0.0
     present = ints[Ints.CONDITION] >= 0
     decided_at = ints[Ints.DECIDED_AT]
     once = decided_at != NEVER
@@ -107,15 +119,12 @@ def advance(
         parts.append(_combined(score[own], int(ints[Ints.COMBINE][own][0])))
     evidence = float(_combined(torch.stack(parts), head[Head.COMBINE]))
     opened = _form(head[Head.FORM], evidence, *floats[Floats.HEAD, :2].tolist()) if known else 0.0
-    if head[Head.LATE]:
-        held = state[State.HEAD]
-        if not held[Held.DECIDED] and bool((present & (position == decided_at)).any()):
-            held[Held.DECIDED], held[Held.OPENNESS] = 1.0, opened
-            held[Held.UNTIL] = position + _lasts(Hold(head[Head.HOLD]), head[Head.TOKENS])
-        return _late(ints, state, position)
     event = bool(((read & ~once) | (present & once & (position == decided_at))).any())
     opened = opened if event else 0.0
     openness = _hold(state, Hold(head[Head.HOLD]), head[Head.TOKENS], position, event, opened)
+    state[State.HEAD, Held.FOLDED] = position + 1
+    if head[Head.LATE]:
+        return lately
     return 1.0 - openness if head[Head.INVERT] else openness
 
 
@@ -139,12 +148,45 @@ def _form(form: int, evidence: float, a: float, b: float) -> float:
     return min(max((evidence - a) / (b - a), 0.0), 1.0)
 
 
-def _late(ints: torch.Tensor, state: torch.Tensor, position: int) -> float:
-    """How far a late gate is open at a position, if it was decided before."""
-    held = state[State.HEAD]
-    behind = int(ints[Ints.DECIDED_AT].max()) < position <= held[Held.UNTIL]
-    openness = float(held[Held.OPENNESS]) if held[Held.DECIDED] and behind else 0.0
-    return 1.0 - openness if ints[Ints.HEAD, Head.INVERT] else openness
+def _late(ints: torch.Tensor, states: torch.Tensor, position: int) -> float:
+    """How far a late gate is open at a position, by its state before the step.
+
+    Args:
+        ints: of the gate.
+        states: its state and those behind it.
+        position: the position.
+    """
+    head, held = ints[Ints.HEAD].tolist(), states[0, State.HEAD].tolist()
+    openness = 0.0
+    if head[Head.LATE] <= position < min(held[Held.FOLDED], head[Head.END]):
+        word, bit = _recorded(head, states, position)
+        openness = float(bool(int(word) & bit))
+    elif position >= head[Head.LATE]:
+        openness = _held_open(held, position)
+    return 1.0 - openness if head[Head.INVERT] else openness
+
+
+def _record(ints: torch.Tensor, states: torch.Tensor, position: int) -> None:
+    """Records whether a late gate is open at a position, by its state before the step."""
+    head = ints[Ints.HEAD].tolist()
+    if not head[Head.LATE] <= position < head[Head.END]:
+        return
+    if _held_open(states[0, State.HEAD].tolist(), position) > 0:
+        word, bit = _recorded(head, states, position)
+        word |= bit
+
+
+def _recorded(head: list[int], states: torch.Tensor, position: int) -> tuple[torch.Tensor, int]:
+    """The word of a record that has a position's bit, as a view, and the bit."""
+    first = int(states[0, State.HEAD, Held.RECORD])
+    words = states[first:].view(torch.int32).view(-1)
+    word, bit = divmod(position - head[Head.LATE], 32)
+    return words[word], 1 << bit if bit < 31 else -(1 << 31)
+
+
+def _held_open(held: list[float], position: int) -> float:
+    """How far a gate is held open at a position by what was read before it."""
+    return held[Held.OPENNESS] if position <= held[Held.UNTIL] else 0.0
 
 
 def _lasts(hold: Hold, tokens: int) -> float:

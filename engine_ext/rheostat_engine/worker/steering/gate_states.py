@@ -6,8 +6,15 @@ each gate is open at each token is stored, also of gates that no act has; see `G
 
 Invariants: a state has been folded up to the position that its sample computes next, or is zero. A
 sample that computes positions again begins with zeros, because it then computes all that its gates
-read. But what a late gate has decided stays, because the sample may compute tokens behind the
-decision in one step with it. A staging buffer is written again only after the device has copied it.
+read. But the state of a late gate stays, and the fold skips these positions, because the sample may
+compute tokens behind a decision in one step with it. A staging buffer is written again only after
+the device has copied it.
+
+Why a record
+    Tokens that a late gate acts on are computed one by one, and the state before each says how far
+    the gate is open. If they are computed again in one step, the state has been folded beyond them.
+    So a bit for each position says whether the gate was open there. States that follow those of the
+    sample's gates have room for it.
 
 Cost
     A step makes one copy to the device, clears the columns in use, and launches one kernel. The
@@ -22,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.plan.gate_table import State
+from rheostat_engine.plan.gate_table import Held, State, states_of
+from rheostat_engine.plan.gates import Gate
 from rheostat_engine.worker.state.buffers import FOLD, GateBuffers, TokenColumn
 from rheostat_engine.worker.state.device_table import to_device
 from rheostat_engine.worker.state.id_allocators import RangeAllocator
@@ -67,6 +75,8 @@ class GateStates:
         self._ranges = RangeAllocator(1, count)
         self._counts = np.zeros(count, np.int64)
         """Number of gates, by the state of a sample's first gate."""
+        self._sizes = np.zeros(count, np.int64)
+        """Number of states, records included, by the state of a sample's first gate."""
         self._gates = np.zeros(count, np.int32)
         """The gate of each state, as a row of its table."""
         self._next = np.zeros(count, np.int64)
@@ -75,6 +85,8 @@ class GateStates:
         """Whether each state is that of a late gate."""
         self._stale: list[int] = []
         """States that were used by other samples before."""
+        self._records: dict[int, int] = {}
+        """By the state of a gate among them: how many states behind it its record begins."""
         self._columns = 0
         """The most columns that a sample has had since the start."""
         self._samples: _Samples | None = None
@@ -89,14 +101,14 @@ class GateStates:
     @property
     def used(self) -> int:
         """States in use."""
-        return int(self._counts.sum())
+        return int(self._sizes.sum())
 
-    def acquire(self, gates: Sequence[int], late: Sequence[bool], columns: int) -> int:
+    def acquire(self, numbers: Sequence[int], gates: Sequence[Gate], columns: int) -> int:
         """Takes states for the gates of a sample; returns the first, or 0 for no gates.
 
         Args:
-            gates: the rows of their table.
-            late: for each, whether it is late.
+            numbers: the rows of their table.
+            gates: the gates.
             columns: how many columns the sample uses, also if it has no gates.
 
         Raises:
@@ -105,23 +117,31 @@ class GateStates:
         self._columns = max(self._columns, columns)
         if not gates:
             return 0
-        start = self._ranges.take(len(gates))
+        sizes = list(map(states_of, gates))
+        start = self._ranges.take(sum(sizes))
         if start is None:
             raise Exhausted("every state of gates is in use")
         self._samples = None
-        self._counts[start] = len(gates)
-        self._gates[start : start + len(gates)] = gates
-        self._late[start : start + len(gates)] = late
+        self._counts[start], self._sizes[start] = len(gates), sum(sizes)
+        self._gates[start : start + len(gates)] = numbers
+        self._late[start : start + len(gates)] = [gate.late > 0 for gate in gates]
         self._next[start] = 0
-        self._stale += range(start, start + len(gates))
+        self._stale += range(start, start + sum(sizes))
+        record = start + len(gates)
+        for state, (gate, size) in enumerate(zip(gates, sizes, strict=True), start):
+            if gate.recorded:
+                self._records[state] = record - state
+                record += size - 1
         return start
 
     def release(self, start: int) -> None:
         """Frees the states of a sample."""
         if start:
             self._samples = None
-            self._ranges.give(start, int(self._counts[start]))
-            self._counts[start] = 0
+            for state in range(start, start + int(self._counts[start])):
+                self._records.pop(state, None)
+            self._ranges.give(start, int(self._sizes[start]))
+            self._counts[start] = self._sizes[start] = 0
 
     def begin(self, states: Int64, numbers: Int64, positions: Int64) -> None:
         """Prepares a step, before its forward pass.
@@ -192,14 +212,17 @@ class GateStates:
         if not len(again) and not self._stale:
             return
         stale, self._stale = self._stale, []
-        read_again: list[int] = []
         for start in again.tolist():
-            for state in range(start, start + int(self._counts[start])):
-                (read_again if self._late[state] else stale).append(state)
-        states = self._buffers.states
-        for rows, numbers in ((states, stale), (states[:, State.VALUE :], read_again)):
-            if numbers:
-                rows.index_fill_(0, to_device(torch.tensor(numbers), states.device), 0.0)
+            states = range(start, start + int(self._counts[start]))
+            stale += [state for state in states if not self._late[state]]
+        buffer = self._buffers.states
+        if stale:
+            buffer.index_fill_(0, to_device(torch.tensor(stale), buffer.device), 0.0)
+        records, self._records = self._records, {}
+        if records:
+            numbers, behind = torch.tensor([*records.items()]).T.contiguous()
+            where, values = to_device(numbers, buffer.device), to_device(behind, buffer.device)
+            buffer[where, State.HEAD, Held.RECORD] = values.to(buffer.dtype)
 
     def _folds_of(self, starts: Int64, begins: Int64, counts: Int64) -> npt.NDArray[np.int32]:
         """[m, 4]: state, gate, first token and number of tokens of each gate in the step."""

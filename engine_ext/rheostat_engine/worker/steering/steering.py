@@ -395,8 +395,7 @@ class Steering:
                 raise Exhausted("every interval that follows a rule about token ids is in use")
             gates = built_table.table.gates if gated else ()
             numbers = self.bank.programs.gate_numbers(gates)
-            late = [gate.late for gate in gates]
-            gate_state = self.gates.acquire(numbers, late, built_table.table.columns)
+            gate_state = self.gates.acquire(numbers, gates, built_table.table.columns)
         except (BankError, ValueError):
             self.built_tables.release(built_table)
             raise

@@ -1,5 +1,6 @@
 """Rules: what fires, and what a rule that stops withholds, over gRPC with a scripted engine."""
 
+import math
 from collections.abc import Callable
 
 import grpc
@@ -286,6 +287,8 @@ async def test_a_sink_and_a_subscriber_see_no_withheld_row(starter) -> None:
 
 
 STEERING = steering_pb2.Steering(interventions=[add()])
+GATED = add()
+GATED.gate.CopyFrom(gate_pb2.Gate(conditions=[above(1.0)]))
 SUMMED = gate_pb2.Condition(probe_name="mood", combine_sites=gate_pb2.COMBINE_SUM)
 
 
@@ -316,30 +319,58 @@ SUMMED = gate_pb2.Condition(probe_name="mood", combine_sites=gate_pb2.COMBINE_SU
         ),
         ([rule(stop=monitor_pb2.Stop(label="x" * 256))], "INVALID_VALUE", "rules[0].stop.label"),
         ([rule(f"r{n}") for n in range(17)], "INVALID_VALUE", "rules"),
+        (
+            [rule(steer=steering_pb2.Steering())],
+            "MISSING_FIELD",
+            "rules[0].steer.interventions",
+        ),
+        (
+            [rule(steer=STEERING, hold=gate_pb2.Hold(tokens=0))],
+            "INVALID_VALUE",
+            "rules[0].hold.tokens",
+        ),
+        (
+            [rule(steer=STEERING, hold=gate_pb2.Hold())],
+            "MISSING_FIELD",
+            "rules[0].hold",
+        ),
+        (
+            [rule(steer=steering_pb2.Steering(interventions=[add(scale=math.inf)]))],
+            "NON_FINITE",
+            "rules[0].steer.interventions[0].add.scale",
+        ),
+        (
+            [rule(steer=steering_pb2.Steering(interventions=[GATED]))],
+            "INVALID_VALUE",
+            "rules[0].steer.interventions[0].gate",
+        ),
+        (
+            [rule(steer=STEERING, hold=gate_pb2.Hold(token=gate_pb2.HoldToken()))],
+            "GATE_ORDER",
+            "rules[0].conditions[0].probe_name",
+        ),
+        (
+            [rule(steer=steering_pb2.Steering(interventions=[add()] * 257))],
+            "INVALID_VALUE",
+            "rules[0].steer.interventions",
+        ),
     ],
 )
 async def test_rules_that_mean_nothing_are_refused(
     running: Running, rules: list[monitor_pb2.Rule], reason: str, field: str
 ) -> None:
-    refusal = await running.client.refusal(request(rules=rules, probes=[probe()]))
+    last = probe(sites=site_set(types_pb2.POINT_RESID_POST, layers=[2]))
+    refusal = await running.client.refusal(request(rules=rules, probes=[last]))
     assert refusal.brief == (grpc.StatusCode.INVALID_ARGUMENT, f"REASON_{reason}", field)
 
 
-@pytest.mark.parametrize(
-    ("action", "field"),
-    [
-        ({"steer": STEERING}, "rules[0].steer"),
-        ({"gain": gain_pb2.Gain(factor=0.0)}, "rules[0].gain"),
-    ],
-)
-async def test_actions_that_are_not_served_are_refused(
-    running: Running, action: dict[str, object], field: str
-) -> None:
-    refusal = await running.client.refusal(request(rules=[rule(**action)], probes=[probe()]))
+async def test_gains_of_rules_are_refused(running: Running) -> None:
+    gain = rule(gain=gain_pb2.Gain(factor=0.0))
+    refusal = await running.client.refusal(request(rules=[gain], probes=[probe()]))
     assert refusal.brief == (
         grpc.StatusCode.FAILED_PRECONDITION,
         "REASON_NOT_SUPPORTED",
-        field,
+        "rules[0].gain",
     )
 
 

@@ -1,14 +1,29 @@
 """Gates open at each token as the readings up to it say, whatever the schedule."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Plan
-from rheostat_engine.plan.gate_table import State, gate_rows
-from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_TERMS, Hold
+from rheostat_engine import Act, Kind, Plan
+from rheostat_engine.plan.gate_table import RECORDED, State, gate_rows, states_of
+from rheostat_engine.plan.gates import (
+    MAX_COLUMNS,
+    MAX_TERMS,
+    Activation,
+    Combine,
+    Condition,
+    Form,
+    Gate,
+    Hold,
+    Normalise,
+    Pool,
+    Reading,
+)
 from rheostat_engine.plan.tables import steering_table
 from rheostat_engine.plan.wire import steering_from, steering_to
 from rheostat_engine.worker.steering.gate_reference import advance
@@ -16,13 +31,15 @@ from rheostat_engine.worker.steering.gate_reference import advance
 from ...cpu_worker import NOTHING, TOKENS, Worker
 from ...gated import gated, gated_plans, gates, openness
 from ...schedules import check_stream
-from ...strategies import LIMIT, plans
+from ...strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, add, plans
 
 
 def undecided(plan: Plan, done: int) -> int:
-    """The end of the first step that decides late gates: later tokens are sampled after it."""
-    decided = [act.gate.conditions[0].decided_at for act in plan.acts if act.gate and act.gate.late]
-    return min((position + 1 for position in decided if position >= done), default=LIMIT + 99)
+    """The end of the next step under late gates: later tokens are sampled after it."""
+    late = [act.gate for act in plan.acts if act.gate and act.gate.late]
+    ends = [gate.late for gate in late if gate.late > done]
+    ends += [done + 1 for gate in late if gate.recorded and gate.late <= done]
+    return min(ends, default=LIMIT + 99)
 
 
 @given(st.data())
@@ -67,6 +84,64 @@ def test_gates_open_as_the_readings_up_to_a_token_say_whatever_the_schedule(
         if request_id == "mate":
             check_stream(by_id["mate"], request_id, position, site, stream)
     worker.finish(*by_id)
+    assert worker.held() == NOTHING
+
+
+@pytest.mark.parametrize("hold", [hold for hold in Hold if hold is not Hold.TOKEN])
+@given(invert=st.booleans())
+def test_tokens_that_are_computed_again_get_the_openness_that_they_had(
+    hold: Hold, invert: bool
+) -> None:
+    prompt, length = 6, 80
+    reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
+    read = Act(Kind.READ, (DIGESTS[0],), ((2, (0,)),), EVERYWHERE, reading=reading)
+    condition = Condition((0,), Pool.LAST, Combine.ANY, 0.8, math.inf, 2)
+    gate = Gate(
+        (condition,), Combine.ALL, Form.STEP, 0.5, 0.0, hold, 3, invert, late=prompt, end=length
+    )
+    plan = Plan("p", (replace(add(0, digest=DIGESTS[1]), gate=gate), read))
+    worker = Worker()
+    worker.add_request("p", plan)
+    worker.step([("p", 0, 4)])
+    worker.step([("p", 4, prompt - 4)])
+    for position in range(prompt, length - 3):
+        worker.step([("p", position, 1)])
+    expected = gated(plan, "p", 0, length)
+    opened = [one[0] for one in expected.opened[prompt:]]
+    assert set(opened) == ({float(not invert)} if hold is Hold.REST else {0.0, 1.0})
+    for begin in (0, prompt + 30):  # the second keeps blocks, as if they came from a cache
+        worker.runtime.preempt("p")
+        worker.step([("p", begin, 40)])
+        worker.step([("p", begin + 40, length - 2 - begin - 40)])
+        for (position, site), stream in expected.streams.items():
+            if begin <= position < length - 2:
+                found = worker.streams["p", position, site]
+                np.testing.assert_allclose(found, stream, rtol=1e-3, atol=1e-3)
+    for position in range(length - 2, length):
+        worker.step([("p", position, 1)])
+        for site in range(SITES):
+            found, stream = worker.streams["p", position, site], expected.streams[position, site]
+            np.testing.assert_allclose(found, stream, rtol=1e-3, atol=1e-3)
+    worker.finish("p")
+    assert worker.held() == NOTHING
+
+
+def test_records_are_those_of_their_samples_alone() -> None:
+    worker, capacity_used = Worker(), []
+    gate = Gate(
+        (Condition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf),),
+        Combine.ALL, Form.STEP, 0.5, 0.0, Hold.REST, late=4, end=4 + RECORDED + 1,
+    )  # fmt: skip
+    assert states_of(gate) == 3
+    reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
+    read = Act(Kind.READ, (DIGESTS[0],), ((2, (0,)),), EVERYWHERE, reading=reading)
+    plan = Plan("p", (replace(add(0, digest=DIGESTS[1]), gate=gate), read))
+    assert plan.packed_acts.gate_states == 3
+    for request_id in ("a", "b"):
+        worker.add_request(request_id, plan)
+        capacity_used.append(worker.steering.gates.used)
+    assert capacity_used == [3, 6]
+    worker.finish("a", "b")
     assert worker.held() == NOTHING
 
 
