@@ -165,7 +165,7 @@ def test_a_rule_waits_for_several_tokens_and_takes_any_op(
     engine: rheostat.Engine, reference: HfReference, bound: float
 ) -> None:
     when = probe(layers=LATE).below(bound, for_tokens=2)
-    away = rheostat.clamp(rheostat.inline(PUSH).at(points="resid_post", layers=ACT), min=4.0)
+    away = rheostat.clamp(rheostat.inline(PUSH), min=4.0).at(points="resid_post", layers=ACT)
     rule = rheostat.Rule("cheer", when, rheostat.Steer(away), hold=2)
     out = engine.generate(PROMPT, rules=rule, capture=EVERY_LAYER, **OPTIONS)
     unit = (PUSH / np.linalg.norm(PUSH)).ravel()
@@ -227,7 +227,7 @@ def test_a_prompt_is_shared_and_what_a_rule_changed_is_not(
     prompt = " ".join(["Yesterday", *[PROMPT] * 30])
     read = probe(layers=LATE, where="generated")
     rule = rheostat.Rule("cheer", read.above(-1e6), rheostat.Steer(push()))
-    options = {**OPTIONS, "max_tokens": 300, "logprobs": 0}
+    options = {**OPTIONS, "max_tokens": 150, "logprobs": 0}
     cold = engine.generate(prompt, **OPTIONS)
     steered = engine.generate(prompt, rules=rule, **options)
     assert cold.receipt.cached_prompt_token_count == 0
