@@ -178,12 +178,8 @@ class _Method:
         """Writes all responses."""
         async with aclosing(responses):
             interruption = Interruption()
-            begun = False
             async for response in responses:
                 message = response if isinstance(response, MessageParts) else self._encode(response)
-                if not begun:
-                    await call.send_headers()
-                    begun = True
                 with interruption:
                     await call.write(message)
             with interruption:

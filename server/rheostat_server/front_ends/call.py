@@ -20,6 +20,10 @@ DETAILS_KEY = "grpc-status-details-bin"
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
+_WITH_HEADERS = 16 << 10
+"""Bytes of the longest first message that is sent with the headers. By default HTTP/2 lets a server
+send 64 KiB before the client reads, so the headers do not wait for that."""
+
 
 class Call(Protocol):
     """A call. If its client disconnects, the task that answers it is cancelled."""
@@ -35,16 +39,6 @@ class Call(Protocol):
 
     async def read(self) -> bytes | None:
         """The client's next message; None once the client has closed its side of the stream.
-
-        Raises:
-            CancelledError: the client has disconnected.
-        """
-
-    async def send_headers(self) -> None:
-        """Sends the headers of the response, once before the first message.
-
-        gRPC would send them with the first message. While headers are being sent, gRPC cannot end a
-        call with an error. So the task may not be cancelled here in order to call `fail`.
 
         Raises:
             CancelledError: the client has disconnected.
@@ -86,6 +80,8 @@ class GrpcCall:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._headers: asyncio.Future[None] | None = None
+        """Sends the headers of the response; None before the first message."""
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has set none."""
@@ -110,15 +106,25 @@ class GrpcCall:
             raise asyncio.CancelledError
         return None
 
-    async def send_headers(self) -> None:
-        """Sends the headers of the response, once before the first message."""
-        await _sent(self._context.send_initial_metadata(()))
-
     async def write(self, message: bytes | MessageParts) -> None:
-        """Sends a message. Returns when gRPC has taken it."""
-        await _sent(
-            self._context.write(message if isinstance(message, bytes) else message.joined())
-        )
+        """Sends a message. Returns when gRPC has taken it.
+
+        gRPC sends the headers with the first message, unless they were sent before. That is faster:
+        a separate write takes a fifth of a front end's time for a call.
+        """
+        joined = message if isinstance(message, bytes) else message.joined()
+        if self._headers is None:
+            with_headers = len(joined) <= _WITH_HEADERS
+            sending = (
+                self._context.write(joined)
+                if with_headers
+                else self._context.send_initial_metadata(())
+            )
+            self._headers = asyncio.ensure_future(_sent(sending))
+            await asyncio.shield(self._headers)  # a cancelled write would never send the headers
+            if with_headers:
+                return
+        await _sent(self._context.write(joined))
 
     async def flush(self) -> None:
         """Does nothing, because `write` waits for every message."""
@@ -127,10 +133,11 @@ class GrpcCall:
         """Ends the call. gRPC keeps the status until the client reads it."""
         code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
         details = ((DETAILS_KEY, status.SerializeToString()),)
-        sending = self._context.abort(code, status.message, trailing_metadata=details)
         try:
             async with asyncio.timeout(STATUS_SECONDS):
-                await _sent(sending)
+                if self._headers is not None:
+                    await self._headers  # while they are being sent, gRPC cannot send a status
+                await _sent(self._context.abort(code, status.message, trailing_metadata=details))
         except TimeoutError:
             raise asyncio.CancelledError from None
         raise AssertionError("gRPC's abort always raises")

@@ -175,16 +175,11 @@ class _ForwardedCall:
 
     async def run(self) -> status_pb2.Status | None:
         """Writes the server's messages until it ends the call; returns the status, None for OK."""
-        headers = False
         while True:
             await self._changed.wait()
             self._changed.clear()
             while self._messages:
-                if headers:
-                    await self._write()
-                else:
-                    await self._call.send_headers()
-                    headers = True
+                await self._write()
             if self._end is not None:
                 if self._timer is not None:
                     self._timer.cancel()

@@ -78,9 +78,6 @@ class RemoteCall:
         self._reading = False
         return await self._read
 
-    async def send_headers(self) -> None:
-        """Does nothing, because the front end sends the headers before the first message."""
-
     async def write(self, message: bytes | MessageParts) -> None:
         """Sends a message. Returns when the front end's gRPC has taken all but a few of the last.
 

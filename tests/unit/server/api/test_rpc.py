@@ -204,6 +204,7 @@ class Interrupted(grpc.GenericRpcHandler):
             ending.cancel()
 
     async def end(self, interrupt: Callable[[RheostatError], None]) -> None:
+        await asyncio.sleep(0.05)  # until the headers were sent, so that the message blocks
         while not self.left.is_set():
             interrupt(ResponseOverflow("too slow"))
             self.failed.set()
