@@ -75,6 +75,10 @@ class ByteCounter:
         self.add_tokens(-self.token_bytes)
         self._closed = True
 
+    def ignore_rows(self) -> None:
+        """Does not call `on_rows` any more."""
+        self._on_rows = None
+
     @property
     def weight(self) -> int:
         """Approximate bytes of memory."""
@@ -193,9 +197,11 @@ class Share:
         return self._budget is not None and self._budget.leaving > self._budget.slack
 
     def close(self) -> None:
-        """The request has ended."""
+        """The request has ended. Nothing that the share refers to refers to the share any more."""
         if self._budget is not None:
             self._budget.remove(self)
+        self._holders.clear()
+        self.byte_counter.ignore_rows()
 
     def _changed(self) -> None:
         """Notes that `leaving` may have changed."""

@@ -330,6 +330,7 @@ class CaptureRows:
             for batch in batches:
                 batch.give_up()
         self._queues.clear()
+        self._tail = None  # it refers to these rows
 
     def positions(self) -> list[Positions]:
         """The waiting positions of each site, ascending."""

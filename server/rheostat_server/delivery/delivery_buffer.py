@@ -225,6 +225,7 @@ class DeliveryBuffer:
         self._arrivals.clear()
         self._last = ()
         self.kept = 0
+        self._on_full = lambda _, __: None  # it refers to the request, which refers to this buffer
         if self.spill is not None:
             self.spill.close()
 

@@ -6,6 +6,7 @@ earlier messages.
 """
 
 import asyncio
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 
@@ -21,7 +22,7 @@ class Interruption:
         self._writing = False
         task = asyncio.current_task()
         assert task is not None, "calls are answered by tasks"
-        self._task = task
+        self._task = weakref.ref(task)  # the task refers to its context, which refers to this
         _CURRENT.set(self)
 
     def __enter__(self) -> None:
@@ -32,15 +33,17 @@ class Interruption:
     ) -> None:
         """Raises the error of `interrupt` if the call was interrupted."""
         self._writing = False
-        if self._error is not None and isinstance(error, asyncio.CancelledError):
-            self._task.uncancel()
+        task = self._task()
+        if self._error is not None and isinstance(error, asyncio.CancelledError) and task:
+            task.uncancel()
             raise self._error from None
 
     def interrupt(self, error: RheostatError) -> None:
         """Ends the call with an error, if it is writing a message."""
-        if self._writing and self._error is None:
+        task = self._task()
+        if self._writing and self._error is None and task is not None:
             self._error = error
-            self._task.cancel()
+            task.cancel()
 
 
 _CURRENT: ContextVar[Interruption | None] = ContextVar("rheostat call", default=None)

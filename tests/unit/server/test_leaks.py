@@ -169,6 +169,11 @@ async def storm(running: Running, rng: random.Random, name: str, count: int) -> 
 def objects() -> Counter:
     """How many objects of each class of the server there are."""
     gc.collect()
+    return counted()
+
+
+def counted() -> Counter:
+    """The same without a collection of garbage."""
     names = (f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
     return Counter(name for name in names if name.startswith("rheostat_server."))
 
@@ -247,3 +252,32 @@ async def test_nothing_of_a_request_stays_whatever_its_client_does(
     more -= Counter({name: count for name, count in more.items() if ".sinks." in name})
     # Sinks remember what they wrote, within a limit of their own.
     assert {name: count for name, count in more.items() if count > 20} == {}
+
+
+@pytest.mark.parametrize("what", ["plain", "steered", "captured", "two samples"])
+async def test_an_ended_request_leaves_no_cycles(running, what: str) -> None:
+    async def generate(number: int) -> None:
+        message = request(request_id=f"r{number}")
+        if what == "steered":
+            message.steering.interventions.append(add())
+        elif what == "captured":
+            message.captures.append(capture())
+        elif what == "two samples":
+            message.sampling.MergeFrom(generation_pb2.Sampling(n=2, temperature=1.0))
+        await running.client.generate(message)
+        await settled(running)
+
+    await generate(0)  # its steering and captures stay compiled
+    running.backend.jobs.clear()
+    before = objects()
+    gc.disable()
+    try:
+        for number in range(1, 6):
+            await generate(number)
+        running.backend.jobs.clear()  # it remembers all samples
+        left = counted() - before
+        if what != "plain":  # the workers' statistics and preparations have timers
+            del left["rheostat_server.tasks.interruption.Interruption"]
+        assert left == {}
+    finally:
+        gc.enable()
