@@ -98,24 +98,26 @@ def turn(streams: Sequence[Streamed], wanted_rows: int, watched_rows: int) -> Tu
     )
 
 
+def options_of_arms(layer: int) -> dict[str, dict[str, Any]]:
+    """What the requests of each arm ask for; single layers are `layer`. See `store_vectors`."""
+    one = rheostat.named("one", points="resid_post", layers=layer)
+    every = rheostat.named("all", points="resid_post", layers="all")
+    last = rheostat.positions(-1)
+    return {
+        STEERED_ONE: {"steering": [one * 0.05]},
+        STEERED_ALL: {"steering": [every * 0.05]},
+        CAPTURED: {"capture": rheostat.Capture("resid_post", layers=layer)},
+        LAST_PROMPT: {"capture": rheostat.Capture("resid_post", layers="all", where=last)},
+    }
+
+
 class Client:
     """A process's client of one server. Its methods are orders."""
 
     def __init__(self, engine: rheostat.aio.Engine, layer: int) -> None:
         """Streams from `engine`; single layers are `layer`."""
         self._engine = engine
-        one = rheostat.named("one", points="resid_post", layers=layer)
-        every = rheostat.named("all", points="resid_post", layers="all")
-        self._options: dict[str, dict[str, Any]] = {
-            STEERED_ONE: {"steering": [one * 0.05]},
-            STEERED_ALL: {"steering": [every * 0.05]},
-            CAPTURED: {"capture": rheostat.Capture("resid_post", layers=layer)},
-            LAST_PROMPT: {
-                "capture": rheostat.Capture(
-                    "resid_post", layers="all", where=rheostat.positions(-1)
-                )
-            },
-        }
+        self._options = options_of_arms(layer)
 
     async def run(self, arm: str, wanted: Sequence[list[int]], tokens: int) -> list[Streamed]:
         """Streams all prompts at the same time."""

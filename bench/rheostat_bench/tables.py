@@ -53,6 +53,8 @@ def tables(path: Path) -> list[str]:
         return [_soak(content, json.loads(control.read_text()) if control.is_file() else None)]
     if about == "costs":
         return [_costs(content["arms"], unit) for unit in ("token", "request")]
+    if about == "bursts":
+        return [_bursts(content["bursts"])]
     if about == "sidebyside":
         return _side_by_side(content["summary"])
     if about == "sweeps":
@@ -207,6 +209,27 @@ def _soak(hostile: Mapping[str, Any], control: Mapping[str, Any] | None) -> str:
         for client in clients
     ]
     rows.append(["answers that differ or failed", *wrong])
+    return _markdown(heads, rows)
+
+
+_BURST = ("first_token", "last_first_token", "last_added")
+"""The figures of a burst that the table shows."""
+
+
+def _bursts(bursts: Mapping[str, Any]) -> str:
+    """Medians of bursts, in milliseconds."""
+    rows = [
+        [
+            streams,
+            limits,
+            arm,
+            *(f"{statistics.median(one[name] for one in turns):.0f}" for name in _BURST),
+        ]
+        for streams, by_limits in bursts.items()
+        for limits, arms in by_limits.items()
+        for arm, turns in arms.items()
+    ]
+    heads = ["requests", "in an iteration", "", "first token, median", "last", "last in the engine"]
     return _markdown(heads, rows)
 
 
