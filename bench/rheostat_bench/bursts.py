@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from rheostat._client.requests import generate_request
@@ -62,9 +63,6 @@ from rheostat_server.serve import SWITCH_INTERVAL, bring_up, start
 from rheostat_server.tasks.turns import Turns
 from rheostat_wire.v1 import generation_service_pb2
 
-if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-
 ARMS = (IDLE, STEERED_ONE, STEERED_ALL, CAPTURED, LAST_PROMPT)
 """Kinds of requests."""
 _PATH = "/rheostat.v1.GenerationService/Generate"
@@ -72,6 +70,8 @@ _PROMPT = 32
 _ROW_STEPS = 12
 """Steps whose rows arrive together."""
 _TOKEN = 1000
+_LENGTH = 1
+"""vLLM's number of the finish reason "length"."""
 
 
 class Clock:
@@ -106,12 +106,12 @@ class Step(NamedTuple):
 class _Sequence:
     """A request in the engine core."""
 
-    def __init__(self, request: "EngineCoreRequest", job: Job | None, arrived: float) -> None:
-        assert request.sampling_params is not None
-        self.id = request.request_id
+    def __init__(self, request: Any, job: Job | None, arrived: float) -> None:
+        """Makes a request that has not run, from vLLM's own `EngineCoreRequest`."""
+        self.id: str = request.request_id
         self.job = job if job is not None and job.has_plan else None
         self.arrived = arrived
-        self.left = request.sampling_params.max_tokens or 1
+        self.left: int = request.sampling_params.max_tokens
         self.computed = 0
         self.sent = 0
         """Positions whose rows were sent."""
@@ -122,8 +122,7 @@ class Core:
 
     def __init__(self, real: Any, clock: Clock, step: Step, width: int) -> None:
         """Replaces `real`, whose process then does nothing."""
-        from vllm.v1.serial_utils import MsgpackEncoder
-
+        real.core_engine = b"nobody"  # the socket has no such peer, and drops what it gets
         self.jobs: dict[str, Job] = {}
         """The samples of the server, by the ids of their plans."""
         self.arrivals: list[float] = []
@@ -132,8 +131,7 @@ class Core:
         self._clock = clock
         self._step = step
         self._width = width
-        self._encoder = MsgpackEncoder()
-        self._outputs: asyncio.Queue[Sequence[Any]] = asyncio.Queue()
+        self._outputs: asyncio.Queue[bytes] = asyncio.Queue()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._end: float | None = None
@@ -144,27 +142,21 @@ class Core:
         """All other attributes are those of the real core."""
         return getattr(self._real, name)
 
-    async def add_request_async(self, request: "EngineCoreRequest") -> None:
-        """Costs what sending to another process costs: the socket has no such peer."""
-        from vllm.v1.engine import EngineCoreRequestType
-
-        request.client_index = self._real.client_index
-        await self._real._send_input(EngineCoreRequestType.ADD, request, b"nobody")
+    async def add_request_async(self, request: Any) -> None:
+        """Encodes and sends a request, as the real core does."""
+        await self._real.add_request_async(request)
         with self._clock.stopped():
             now = self._clock.now()
             job = self.jobs.pop(request.external_req_id or "", None)
             self._waiting.append(_Sequence(request, job, now))
             self.arrivals.append(now)
 
-    async def get_output_async(self) -> "EngineCoreOutputs":
+    async def get_output_async(self) -> Any:
         """The outputs of the next step."""
-        outputs: EngineCoreOutputs = self._real.decoder.decode(await self._outputs.get())
-        return outputs
+        return self._real.decoder.decode(await self._outputs.get())
 
     def advance(self) -> list[Event]:
         """Ends the steps that have ended by now; returns the events of their workers."""
-        from vllm.v1.engine import EngineCoreOutputs
-
         now = self._clock.now()
         events: list[Event] = []
         while self._end is not None and self._end <= now:
@@ -172,8 +164,8 @@ class Core:
             self._steps += 1
             outputs = [self._token(one, events) for one in self._running]
             self._running = [one for one in self._running if one.left]
-            message = EngineCoreOutputs(outputs=outputs, timestamp=time.monotonic())
-            self._outputs.put_nowait(self._encoder.encode(message))
+            message = [0, outputs, None, time.monotonic()]  # vLLM's `EngineCoreOutputs`
+            self._outputs.put_nowait(msgspec.msgpack.encode(message))
             self._begin(end, events)
         if self._end is None and self._waiting:
             self._begin(now, events)
@@ -193,9 +185,8 @@ class Core:
             seconds = step.base + step.stream * len(self._running) + step.prompt * new
             self._end = now + seconds
 
-    def _token(self, one: _Sequence, events: list[Event]) -> Any:
-        from vllm.v1.engine import EngineCoreOutput, FinishReason
-
+    def _token(self, one: _Sequence, events: list[Event]) -> list[object]:
+        """The next token: vLLM's `EngineCoreOutput`."""
         first = not one.computed
         one.computed = _PROMPT if first else one.computed + 1
         one.left -= 1
@@ -204,8 +195,8 @@ class Core:
                 events += self._rows(one)
             if not one.left:
                 events.append(_released(one.job, one.computed))
-        reason = None if one.left else FinishReason.LENGTH
-        return EngineCoreOutput(one.id, [_TOKEN + one.computed % 100], finish_reason=reason)
+        reason = None if one.left else _LENGTH
+        return [one.id, [_TOKEN + one.computed % 100], None, None, None, reason]
 
     def _rows(self, one: _Sequence) -> Iterator[Rows]:
         """Rows of the positions since the last rows."""
