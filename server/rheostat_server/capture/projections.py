@@ -120,7 +120,7 @@ def resolve_projection(
         if one.normalise is not Normalise.NONE:
             for row in sorted(set(rows.values())):
                 check_norm(vector.vector, row, vector.path)
-    plain = all(one == _PRODUCT for one in settings)
+    plain = all(readout == _PRODUCT for readout in settings)
     return Projection(
         tuple(vector.vector for vector in found),
         {layer: tuple(rows[layer] for rows in by_layer) for layer in layers},

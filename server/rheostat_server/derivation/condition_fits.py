@@ -192,7 +192,7 @@ def _folds(rows: _Sets, make: _Make) -> list[_Fold]:
     count = min(_FOLDS, *map(len, rows))
     folds = []
     for fold in range(count if count > 1 else 0):
-        p, n = (np.arange(len(one)) % count == fold for one in rows)
+        p, n = (np.arange(len(set_rows)) % count == fold for set_rows in rows)
         folds.append(_Fold((p, n), make(rows[0][~p], rows[1][~n])))
     return folds if all(fold.direction.any() for fold in folds) else []
 
@@ -201,7 +201,7 @@ def _fit(
     scored: _Sets, row: FloatArray, folds: Sequence[_Fold]
 ) -> tuple[Threshold, float, float, Counts | None] | None:
     """Threshold, F1, margin and held-out counts of a direction; None if all scores are equal."""
-    on_p, on_n = (_scores(one, row) for one in scored)
+    on_p, on_n = (_scores(set_rows, row) for set_rows in scored)
     threshold = best_threshold(on_p, on_n)
     if threshold is None:
         return None
@@ -256,7 +256,7 @@ def _margin(threshold: Threshold, on_p: Wide, on_n: Wide) -> float:
 def _held_out(scored: _Sets, folds: Sequence[_Fold]) -> Counts | None:
     total = np.zeros(4, np.int64)
     for (held_p, held_n), direction in folds:
-        p, n = (_scores(one, direction) for one in scored)
+        p, n = (_scores(set_rows, direction) for set_rows in scored)
         threshold = best_threshold(p[~held_p], n[~held_n])
         if threshold is None:
             return None

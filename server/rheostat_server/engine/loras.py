@@ -82,7 +82,7 @@ def _read(name: str, number: int, folder: Path) -> Lora:
 
 def _check_weights(name: str, folder: Path) -> tuple[str, ...]:
     """Returns the names of the weights; empty if only vLLM may read them."""
-    weights = next((folder / one for one in _WEIGHTS if (folder / one).is_file()), None)
+    weights = next((folder / file for file in _WEIGHTS if (folder / file).is_file()), None)
     if weights is None:
         raise ModelNotFound(f"the adapter {name}: {folder} holds none of {', '.join(_WEIGHTS)}")
     if weights.suffix != ".safetensors":

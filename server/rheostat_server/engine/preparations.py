@@ -101,7 +101,7 @@ class Preparations:
         if plan.plan_cost <= SMALL_PLAN_COST:
             return None
         encoded = plan.packed_acts.encoded, plan.packed_captures.encoded
-        acts, captures = (b"" if one is None else one.digest for one in encoded)
+        acts, captures = (b"" if table is None else table.digest for table in encoded)
         key = acts, captures
         one = self._held.get(key)
         if one is None:
@@ -199,8 +199,8 @@ class Preparations:
         elif not isinstance(error, EngineLost):
             _LOG.error("the workers did not prepare plans", exc_info=error)
         known = error if isinstance(error, RheostatError) else Defect("a plan was not prepared")
-        for one in self._building:
-            self._end(one, known)
+        for preparation in self._building:
+            self._end(preparation, known)
         self._building.clear()
 
     def _end(self, one: Preparation, error: RheostatError | None) -> None:

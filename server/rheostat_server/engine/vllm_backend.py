@@ -235,7 +235,9 @@ class VllmBackend:
         self, updates: Sequence[SteeringUpdate]
     ) -> list[list[int | None] | Defect]:
         """Replaces the acts of running samples, each from its next step on, in one call."""
-        wires = [(one.plan.to_wire(), list(one.plan_ids), one.not_before) for one in updates]
+        wires = [
+            (update.plan.to_wire(), list(update.plan_ids), update.not_before) for update in updates
+        ]
         answers = cast(
             list[list[list[tuple[int, str]]]],
             await self._call("rheostat_update_steering", wires),
@@ -253,7 +255,7 @@ class VllmBackend:
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         """Changes the captures of samples, each from its next step on."""
         changed = [change for change in changes.values() if change is not None]
-        spans = sum(len(one.spans) for change in changed for one in change.captures)
+        spans = sum(len(capture.spans) for change in changed for capture in change.captures)
         wires = await offload(spans * _SPAN_BYTES, _capture_updates, changes)
         await self._call("rheostat_update_captures", wires)
 

@@ -48,8 +48,8 @@ def _explain(admitted: AdmittedRequest, plan: Plan) -> generation_service_pb2.Ex
         global_version=admitted.server_wide.version,
     )
     end = admitted.context.row_end
-    for one in admitted.interventions:
-        _add_intervention(answer, one, end)
+    for intervention in admitted.interventions:
+        _add_intervention(answer, intervention, end)
     for index, capture in enumerate(admitted.captures):
         message = answer.captures.add(
             capture_index=index,
@@ -76,7 +76,9 @@ def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
     digest = b""
     if table is not None:
         keys = BlockKeys(replace(plan, private_from=None), SteeredBlocks(table))
-        holding = [sorted({table.clauses[i].act for i in one}) for one in table.intervals.members]
+        holding = [
+            sorted({table.clauses[i].act for i in members}) for members in table.intervals.members
+        ]
         starts, sets = table.intervals.starts.tolist(), table.intervals.sets.tolist()
         for start, end, number in zip(starts, [*starts[1:], OPEN_END], sets, strict=True):
             key = keys.key(start, min(end, shared_end)) if start < shared_end else None
@@ -113,7 +115,7 @@ def _select(
     """Adds the selected tokens before position `end` to a message."""
     message.SetInParent()
     add_runs(message.positions.add, clipped(selection.known, 0, end))
-    for one in selection.conditions:
-        if clipped(one.spans, 0, end):
-            ids = message.token_ids if one.among else message.excluded_token_ids
-            ids.extend(one.tokens)
+    for condition in selection.conditions:
+        if clipped(condition.spans, 0, end):
+            ids = message.token_ids if condition.among else message.excluded_token_ids
+            ids.extend(condition.tokens)

@@ -274,7 +274,7 @@ class _Stream:
 
     def _release_held(self) -> Iterator[Response]:
         """Yields the responses of tokens that were held back and may be sent now."""
-        for sequence in sorted(self._held_back, key=lambda one: one.sample):
+        for sequence in sorted(self._held_back, key=lambda sequence: sequence.sample):
             if self._may_go(sequence):
                 for delta in self._held_back.pop(sequence).take_all():
                     yield from self._said(sequence, delta)

@@ -86,9 +86,9 @@ class Sample:
             index: its index in that list.
             position: the position.
         """
-        for one in reversed(self._sequence.gains):
-            if one.update_id == update_id and one.first <= position:
-                return one.gains[index]
+        for applied in reversed(self._sequence.gains):
+            if applied.update_id == update_id and applied.first <= position:
+                return applied.gains[index]
         return 1.0
 
     def last_gain(self, update_id: int, index: int) -> float | None:

@@ -30,5 +30,5 @@ def weight(delta: Delta) -> int:
 
 def readings_weight(readings: Sequence[generation_pb2.TokenLogprobs]) -> int:
     """Bytes that log-probabilities take in memory, approximately."""
-    alternatives = sum(len(one.alternatives) for one in readings)
+    alternatives = sum(len(reading.alternatives) for reading in readings)
     return _READING_BYTES * len(readings) + _ALTERNATIVE_BYTES * alternatives

@@ -276,7 +276,7 @@ class LateAttachment:
         """Stops all captures for a subscription that takes no more rows."""
         subscription.on_left = lambda: None
         for active in self._active_requests.values():
-            if all(one.subscription is not subscription for one in _observing(active)):
+            if all(observer.subscription is not subscription for observer in _observing(active)):
                 continue
             detached = [
                 attachment
@@ -383,7 +383,7 @@ def _observing(active: ActiveRequest) -> list[ObserverCapture]:
     observed = () if active.unobserved else active.admitted.observer_captures
     return [
         *(observer_capture for observer_capture in observed if observer_capture.observed),
-        *(one.observer_capture for one in active.attachments),
+        *(attachment.observer_capture for attachment in active.attachments),
     ]
 
 
@@ -446,8 +446,8 @@ def _need_beside(
     together = Plan("", (), _captures_from(captures, first))
     try:
         own, total = (
-            one.packed_captures.need(prompt_len=prompt_len, max_step_tokens=step_tokens)
-            for one in (plan, together)
+            captured.packed_captures.need(prompt_len=prompt_len, max_step_tokens=step_tokens)
+            for captured in (plan, together)
         )
     except PlanTooLarge:
         return CaptureNeed(0, 0), _FRAGMENTED

@@ -37,7 +37,7 @@ class RequestOutputs:
     def remove(self, feed: RowFeed) -> None:
         """Removes a feed, which takes no more rows."""
         # Another list, because `feed` may be going over the old one.
-        self._feeds = [one for one in self._feeds if one[0] is not feed]
+        self._feeds = [entry for entry in self._feeds if entry[0] is not feed]
 
     def add_writer(self, writer: SinkWriter) -> None:
         """Adds a writer to a sink or a run."""

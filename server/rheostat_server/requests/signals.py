@@ -157,7 +157,7 @@ class RequestSignals:
         """Drops the oldest waiting signals of the samples that hold most."""
         target = self.held - size
         while self.held > target:
-            sample = max(self._samples, key=lambda one: len(one.chunks))
+            sample = max(self._samples, key=lambda sample: len(sample.chunks))
             if not sample.chunks:
                 return
             chunk = sample.chunks.popleft()

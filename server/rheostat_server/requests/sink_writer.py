@@ -237,7 +237,7 @@ def about_capture(index: int, capture: ResolvedCapture) -> CaptureAbout:
         encoding_of(capture.form.encoding, ""),
         capture.form.kept or None,
         capture.form.seed,
-        () if projection is None else tuple(one.digest.hex() for one in projection.vectors),
+        () if projection is None else tuple(vector.digest.hex() for vector in projection.vectors),
         {} if projection is None else projection.rows,
         () if projection is None else tuple(map(_about_readout, projection.readouts)),
     )

@@ -79,7 +79,7 @@ def _projections(about: RequestAbout) -> dict[str, object]:
             "digests": list(capture.directions),
             "rows": {str(layer): list(rows) for layer, rows in capture.direction_rows.items()},
             **(
-                {"readouts": [one._asdict() for one in capture.readouts]}
+                {"readouts": [readout._asdict() for readout in capture.readouts]}
                 if capture.readouts
                 else {}
             ),

@@ -125,7 +125,7 @@ def observed_captures(
             key = spec.where.SerializeToString(deterministic=True)
             selector = prepared.get(key) or prepared.setdefault(key, PreparedSelector(spec.where))
         selectors.append(selector)
-    templates = tuple(one.with_selection(EVERYTHING) for one in resolved)
+    templates = tuple(capture.with_selection(EVERYTHING) for capture in resolved)
     for template in templates:
         _ = template.indices, template.site_forms.alike  # computed here, not while a request waits
     return ObservedCaptures(templates, tuple(selectors), cost)

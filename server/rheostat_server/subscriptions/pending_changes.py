@@ -67,7 +67,7 @@ class PendingAttachment(PendingChange):
 
 def to_wire(feeds: Iterable[ItemSource]) -> list[capture_service_pb2.Attached]:
     """The sequences to which feeds were attached while they ran."""
-    attached = ((feed, *one) for feed in feeds for one in feed.first_positions.items())
+    attached = ((feed, *first) for feed in feeds for first in feed.first_positions.items())
     return [
         _pb.Attached(
             request_id=feed.request_id,
