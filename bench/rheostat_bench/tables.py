@@ -217,20 +217,19 @@ _BURST = ("first_token", "last_first_token", "last_added")
 
 
 def _bursts(bursts: Mapping[str, Any]) -> str:
-    """Medians of bursts, in milliseconds."""
+    """Medians of the largest bursts, in milliseconds."""
     rows = [
         [
-            streams,
             limits,
             arm,
-            *(f"{statistics.median(one[name] for one in turns):.0f}" for name in _BURST),
+            *(f"{statistics.median(turn[name] for turn in turns):.0f}" for name in _BURST),
         ]
-        for streams, by_limits in bursts.items()
-        for limits, arms in by_limits.items()
+        for limits, arms in bursts[max(bursts, key=int)].items()
         for arm, turns in arms.items()
     ]
-    heads = ["requests", "in an iteration", "", "first token, median", "last", "last in the engine"]
-    return _markdown(heads, rows)
+    return _markdown(
+        ["in an iteration", "", "first token, median", "last", "last in the engine"], rows
+    )
 
 
 def _streamed(summary: Mapping[str, Table]) -> list[str]:
