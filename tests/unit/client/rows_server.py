@@ -159,6 +159,9 @@ class _Driven:
     def stop(self, request_id: str, label: str = "") -> int:
         return self.thread.do(lambda: self.inner.stop(request_id, label))
 
+    def steer(self, request_id: str, steering: object) -> int:
+        return self.thread.do(lambda: self.inner.steer(request_id, steering))
+
     def gain(self, request_id: str, factor: float) -> int:
         return self.thread.do(lambda: self.inner.gain(request_id, factor))
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from rheostat._errors import Refused
 from rheostat._responses.signals import SignalColumn
-from rheostat._watches.requests import gain_request, stop_request
+from rheostat._steering.steering import SteeringLike
+from rheostat._watches.requests import gain_request, steer_request, stop_request
 from rheostat._watches.state import WatchState
 from rheostat_wire.v1 import monitor_service_pb2
 
@@ -57,6 +58,23 @@ class WatchControls(ABC):
             Refused: the watch has ended or is closed, or the answers to 1024 updates were not read.
         """
         return self._update(stop_request(request_id, label))
+
+    def steer(self, request_id: str, steering: SteeringLike) -> int:
+        """Set the watch's own layer of a request's steering, and return the update's id at once.
+
+        The layer acts behind the request's own steering, which stays, and replaces the layer that
+        this watch has set before; ``None`` or ``[]`` removes it. It acts from the server's next
+        step on, also after the watch has ended. An event reports the outcome, as for `gain`.
+
+        Args:
+            request_id: the request; the watch must have been opened with ``steers=True``.
+            steering: interventions without gates, in the order in which they act.
+
+        Raises:
+            InvalidRequest: an argument is malformed.
+            Refused: as for `stop`.
+        """
+        return self._update(steer_request(request_id, steering))
 
     def gain(self, request_id: str, factor: float, interventions: Sequence[int] = ()) -> int:
         """Multiply a request's own steering by a number, and return the update's id at once.

@@ -10,8 +10,9 @@ from rheostat._event_streams.filters import request_filter
 from rheostat._event_streams.state import DEFAULT_CREDIT
 from rheostat._fields import UINT64, builds_message, utf8_text, whole_number, word
 from rheostat._steering.rules import ProbesLike, RulesLike, probes_to_wire, rules_of
+from rheostat._steering.steering import SteeringLike, steering_to_wire
 from rheostat._watches.state import WatchState
-from rheostat_wire.v1 import gain_pb2, monitor_service_pb2
+from rheostat_wire.v1 import gain_pb2, monitor_service_pb2, steering_pb2
 
 Report: TypeAlias = Literal["every", "fired", "summary"]
 """Which tokens a watch reports: every token that a probe reads, those at which a rule fired, or
@@ -57,8 +58,8 @@ class WatchOptions(TypedDict, total=False):
     """Which tokens are reported: "every" that a probe reads, those where a rule "fired", or none,
     with a "summary" at each request's end. Default: "every"."""
     steers: bool
-    """Whether `Watch.gain` may change the steering of the requests. Then the prefix cache shares
-    what they generate with no other request. Default: False."""
+    """Whether `Watch.steer` and `Watch.gain` may change the steering of the requests. Then the
+    prefix cache shares what they generate with no other request. Default: False."""
     on_lost: OnLost | None
     """What becomes of the requests if this client is gone for longer than the server's resume
     window: "continue", or "stop". Default: "continue"."""
@@ -131,5 +132,16 @@ def gain_request(
         steer=monitor_service_pb2.WatchSteer(
             request_id=utf8_text(request_id, "steer.request_id", "a request id"),
             gain=gain_pb2.Gain(factor=factor, interventions=interventions),
+        )
+    )
+
+
+@builds_message
+def steer_request(request_id: str, steering: SteeringLike) -> monitor_service_pb2.WatchRequest:
+    """The update that sets the watch's layer of a request's steering."""
+    return monitor_service_pb2.WatchRequest(
+        steer=monitor_service_pb2.WatchSteer(
+            request_id=utf8_text(request_id, "steer.request_id", "a request id"),
+            layer=steering_to_wire(steering) or steering_pb2.Steering(),
         )
     )

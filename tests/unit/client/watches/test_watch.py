@@ -157,6 +157,29 @@ def test_a_watcher_changes_the_gain_of_a_request(starter, kind) -> None:
     assert [one.watch_id for one in receipt.watches] == [watch.id]
 
 
+def test_a_watcher_adds_a_layer_to_the_steering_of_a_request(starter, kind) -> None:
+    running = starter(ScriptedBackend(hold=asyncio.Event(), hold_from=2))
+    added = ALONG.at(points="resid_post", layers=0)
+    with kind(running.target).watch(probes=MOOD, every=True, steers=True) as watch:
+        stream = running.engine.stream(
+            [10, 11, 12], request_id="a", steering=2 * added, max_tokens=6, temperature=0
+        )
+        until(lambda: set(running.backend.positions.values()) == {4})
+        sent = [watch.steer("a", [3 * added, added]), watch.steer("a", None)]
+        answers = []
+        while len(answers) < 2:
+            event = next(watch)
+            if isinstance(event, rheostat.UpdateApplied):
+                answers.append(event.update_id)
+        running.do(running.backend.hold.set)
+        receipt = stream.result().receipt
+        with pytest.raises(rheostat.InvalidRequest):
+            watch.steer("a", "joy")
+    assert answers == sent
+    (by,) = receipt.watches
+    assert [one.layer_size for one in by.changes] == [2, 0]
+
+
 def test_an_update_whose_answer_was_lost_is_sent_again(starter, kind) -> None:
     """The connection breaks as soon as the stop is sent; it still gets one answer."""
     running = starter(ScriptedBackend(hold=asyncio.Event()))
