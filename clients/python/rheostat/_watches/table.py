@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rheostat._errors import missing_library
-from rheostat._responses.signals import SignalColumn
+from rheostat._errors import Refused, missing_library
+from rheostat._responses.signals import SignalColumn, column_numbers
+from rheostat._steering.gates import Probe
+from rheostat._sweeps.result import png
 from rheostat._watches.events import (
     Readings,
     SignalsDropped,
@@ -19,8 +23,13 @@ from rheostat._watches.events import (
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
+
+_MOST_LABELS = 12
+"""Lines of a plot beyond which they are not named."""
 
 _Key = tuple[str, int]
+_NONE = np.zeros(0, np.int64)
 
 
 class WatchTable(Mapping[tuple[str, int], Readings]):
@@ -107,6 +116,41 @@ class WatchTable(Mapping[tuple[str, int], Readings]):
         if not frames:
             return pandas.DataFrame(columns=["request_id", "sample", "position", "fired"])
         return pandas.concat(frames, ignore_index=True)
+
+    def plot(self, path: str | Path | None = None, probe: Probe | str | None = None) -> Figure:
+        """Draw the readings of a probe, or of all: a line for each sample and column.
+
+        Dots are positions at which a rule fired. ``path`` is a file to write; its suffix chooses
+        the format. Returns the figure, which a notebook shows. Needs matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise Refused("drawing readings needs matplotlib: pip install matplotlib") from error
+        figure = Figure(figsize=(8, 4), layout="constrained")
+        axes = figure.add_subplot()
+        for (request_id, sample), readings in self.items():
+            names = column_names(readings.columns)
+            columns = [*range(len(names))]
+            if probe is not None:
+                columns = column_numbers(probe, readings.columns)
+            for number in columns:
+                values = readings.values[:, number]
+                label = f"{request_id}/{sample} {names[number]}"
+                (line,) = axes.plot(readings.positions, values, label=label)
+                fired = np.isin(
+                    readings.positions, np.concatenate([_NONE, *readings.firings.values()])
+                )
+                axes.plot(readings.positions[fired], values[fired], "o", color=line.get_color())
+        axes.set_xlabel("position")
+        axes.set_ylabel("reading")
+        if 0 < len(axes.lines) <= 2 * _MOST_LABELS:
+            axes.legend(fontsize="small")
+        if path is not None:
+            figure.savefig(path)
+        # matplotlib.pyplot teaches a notebook to show figures, and is not imported here.
+        vars(figure)["_repr_png_"] = partial(png, figure)
+        return figure
 
     def __repr__(self) -> str:
         return f"WatchTable(samples={len(self)}, ended={len(self.ended)})"

@@ -286,6 +286,28 @@ def test_a_table_becomes_a_dataframe(starter, kind) -> None:
     ]
 
 
+def test_a_table_is_drawn(starter, kind, tmp_path) -> None:
+    running = starter(high(4))
+    rule = rheostat.Rule("seen", MOOD.above(1), rheostat.Observe())
+    with kind(running.target).watch(probes=WIDE, rules=rule, every=True) as watch:
+        running.generate("a", tokens=4)
+        running.generate("b", tokens=4)
+        table = table_of(events_of(watch, 2))
+    file = tmp_path / "readings.png"
+    figure = table.plot(file, probe=MOOD)
+    (axes,) = figure.axes
+    curve, dots, *_ = axes.lines
+    assert curve.get_label() == "a/0 mood"
+    assert curve.get_xdata().tolist() == list(range(6))
+    assert curve.get_ydata().tolist() == [reading(2, p) for p in range(6)]
+    assert dots.get_xdata().tolist() == [4]
+    assert len(axes.lines) == 4
+    assert len(table.plot().axes[0].lines) == 12
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert rheostat.WatchTable().plot().axes[0].lines[:] == []
+
+
 @pytest.mark.parametrize(
     ("options", "path"),
     [
