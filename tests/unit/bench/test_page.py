@@ -247,3 +247,12 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
 def test_sweeps_are_those_of_the_files(name: str) -> None:
     for shown in tables(DOCS / f"{name}.json"):
         assert shown in PAGE
+
+
+def test_what_cut_watches_lost_is_that_of_the_files() -> None:
+    for name in ("watch-cuts", "watch-cuts-aio"):
+        found = content(f"cpu/{name}.json")
+        assert found["cuts"] == 1000
+        assert found["lost"] == found["repeated"] == found["wrong"] == 0
+        for key in ("readings", "requests", "updates"):
+            assert f"{found[key]:,}" in RELIABILITY
