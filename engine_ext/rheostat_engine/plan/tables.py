@@ -298,10 +298,7 @@ def capture_table(captures: tuple[Capture, ...]) -> CaptureTable | None:
 
 
 def _open_spans(act: Act, spans: Spans) -> Spans:
-    """The part of spans in which an act's gate may be open.
-
-    The prefix cache then shares the positions before it with requests that do not have the act.
-    """
+    """The part of spans in which an act's gate may be open. Other tokens need no program for it."""
     first = 0 if act.gate is None else act.gate.opens_from
     return tuple([(max(start, first), end) for start, end in spans if end > first])
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, GateCondition, Kind, Plan
+from rheostat_engine import OPEN_END, Act, Band, Capture, Condition, Kind, Plan
 from rheostat_engine.plan import block_keys as block_keys_module
 from rheostat_engine.plan import gates
 from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
-from rheostat_engine.plan.gates import Combine, Form, Gate, Hold, Pool
 from rheostat_engine.plan.plan import read_plan, steering_of
 
 from ..naive import steps
@@ -144,15 +143,6 @@ def test_steering_of_generated_tokens_leaves_the_prompts_blocks_alone() -> None:
     assert len(set(found[2:])) == 2  # the block in which it begins, and those that it fills
 
 
-def test_before_a_gate_can_be_open_blocks_are_those_of_a_request_without_its_act() -> None:
-    condition = GateCondition((0,), Pool.LAST, Combine.ANY, 0.5, math.inf, 1, 2 * BLOCK - 1)
-    gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.REST, late=2 * BLOCK)
-    gated = block_keys(Plan("r", (replace(add(1), gate=gate),)))
-    assert block_keys(Plan("s", (add(1),))).key(0, BLOCK) is not None
-    assert [gated.key(start, start + BLOCK) for start in (0, BLOCK)] == [None, None]
-    assert gated.key(2 * BLOCK, 3 * BLOCK) == "private r"
-
-
 def test_prompts_of_different_length_share_what_is_steered_at_every_token() -> None:
     prompt_only = [keys(Plan("r", (add(0, where=((0, end),)),))) for end in (8, 12)]
     assert prompt_only[0][:2] == prompt_only[1][:2]
@@ -241,7 +231,7 @@ def test_before_a_gate_is_decided_the_blocks_are_those_of_a_plain_request(late: 
     """They are not those of the same act without a gate, because this act changes them."""
     decided = gates.Condition((0,), gates.Pool.LAST, gates.Combine.ANY, 0.0, math.inf, 1, 8)
     gate = gates.Gate(
-        (decided,), gates.Combine.ALL, gates.Form.STEP, 0.5, 0.0, gates.Hold.REST, late=late
+        (decided,), gates.Combine.ALL, gates.Form.STEP, 0.5, 0.0, gates.Hold.REST, late=9 * late
     )
     reading = gates.Reading(gates.Normalise.NONE, gates.Activation.IDENTITY, 0.0, 0.0, 0)
     read = replace(add(0, where=((8, 9),)), kind=Kind.READ, reading=reading)
