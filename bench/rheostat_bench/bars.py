@@ -158,6 +158,19 @@ def _isolation(content: Mapping[str, Any]) -> tuple[Panel, ...]:
     )
 
 
+def _latency(content: Mapping[str, Any]) -> tuple[Panel, ...]:
+    bars = {}
+    for arm, by_streams in content["summary"].items():
+        for streams, row in by_streams.items():
+            shares = dict[str, float]()
+            for position, count in row["positions"].items():
+                name = position if int(position) < _LATE else f"{_LATE} and more"
+                shares[name] = shares.get(name, 0.0) + 100 * count / row["changes"]
+            name = f"{arm}, {streams} stream{'s' * (streams != '1')}"
+            bars[name] = {f"{late}": _exact(share) for late, share in shares.items()}
+    return (Panel("changes that act so many positions after their reading, %", bars),)
+
+
 def _side_by_side(content: Mapping[str, Any]) -> tuple[Panel, ...]:
     summary = content["summary"]
     measures = {
@@ -203,8 +216,12 @@ def _sweeps(content: Mapping[str, Any]) -> tuple[Panel, ...]:
     )
 
 
+_LATE = 5
+"""Positions from which on a picture of latencies counts changes together."""
+
 _PANELS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Panel, ...]]] = {
     "isolation": _isolation,
+    "latency": _latency,
     "sidebyside": _side_by_side,
     "stream": _stream,
     "sweeps": _sweeps,
