@@ -102,9 +102,10 @@ def test_what_zoom_finds_is_that_of_the_file() -> None:
         assert all(f"`{name}` {value}" in line for name, value in found["zoom"].items())
         share = found["ran"] / found["cells"]
         assert line.endswith(f" | {found['found']} of {found['facts']} | {share:.1%} |")
-    engine = [one["found"] for one in content("cpu/zoom-engine.json")["points"].values()]
-    assert "{}, {} and {} top cells were found".format(*engine) in TRACING
-    for point in ("resid_post", "mlp_out"):
+    for found in content("cpu/zoom-engine.json")["points"].values():
+        assert found["found"] == found["facts"]
+        assert f"ran {found['facts']} of the" in TRACING
+    for point in points:
         assert points[point]["found"] >= 0.95 * points[point]["facts"]
         assert points[point]["ran"] <= 0.25 * points[point]["cells"]
 
