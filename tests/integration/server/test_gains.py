@@ -85,7 +85,12 @@ class Gains:
 
     def table(self, sample: int, length: int) -> Float:
         """The gains at positions, [length, interventions]."""
-        return np.array([self.at(sample, position) for position in range(length)])
+        table = np.ones((length, self._count))
+        for update_id, firsts in sorted(self._firsts.items()):
+            if sample in firsts:
+                factor, interventions = self._sent[update_id]
+                table[firsts[sample] :, list(interventions)] = factor
+        return table
 
 
 def multiplied(placed: Sequence[Placed], table: Float) -> list[Placed]:
@@ -158,16 +163,20 @@ def test_a_gain_of_every_token_is_that_of_hugging_faces_hooks(
         assert {site.row_count for site in done.sites} == {changed}
 
 
-def test_hundreds_of_gains_in_one_request(engine: rheostat.Engine, reference: HfReference) -> None:
+def test_4000_gains_in_one_request(engine: rheostat.Engine, reference: HfReference) -> None:
+    """Several for each token, of which the last acts."""
     placed = [everywhere(OPS["add"], [2])]
     gains = Gains(1)
+    sent = 0
     with engine.session(PROMPT, steering=[placed[0].ours], max_tokens=490, **OPTIONS) as session:
-        for number, event in enumerate(session):
+        for event in session:
             gains.note(event)
-            if isinstance(event, rheostat.Tokens):
-                gains.send(session, number % 50 / 20)
+            if isinstance(event, rheostat.Tokens) and sent < min(5000, gains.applied + 400):
+                for _ in range(20):
+                    gains.send(session, sent % 50 / 20)
+                    sent += 1
         out = session.result()
-    assert gains.applied > 256  # more than a session can have updates
+    assert gains.applied == out.receipt.gain_count >= 4000
     check(reference, out, placed, gains)
 
 
