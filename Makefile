@@ -62,6 +62,7 @@ soak: setup ## Hours: hostile calls, rows compared with a replay, front ends kil
 	$(BIN)/python -m tests.soak.tracing --calls 2000 --front-ends 2
 	$(BIN)/python -m tests.soak.watching --cuts 1000
 	$(BIN)/python -m tests.soak.watching --cuts 1000 --client aio
+	$(BIN)/python -m tests.soak.monitoring --calls 20000
 
 generate: ## Make the generated code from proto/
 	$(PYTHON) tools/generate

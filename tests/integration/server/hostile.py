@@ -18,6 +18,7 @@ from rheostat._client.requests import generate_request
 from rheostat._steering.steering import steering_to_wire
 from rheostat_server.limits import BASELINES, NOISES, SWEEP_PAIRS
 from rheostat_wire.v1 import (
+    gain_pb2,
     generation_service_pb2,
     selector_pb2,
     steering_service_pb2,
@@ -83,6 +84,8 @@ class Attempt(NamedTuple):
     """One, except where the client streams."""
     vanishes: bool
     """Whether the client goes away after the first answer."""
+    pause: float = 0.0
+    """Seconds between two messages, and after the last."""
 
 
 def attempts(seed: int, count: int) -> Iterator[Attempt]:
@@ -209,6 +212,11 @@ class _Sound:
         kind = generation_service_pb2.SessionRequest
         messages = [kind(start=self._request(rng, number))]
         for update_id in range(1, rng.randint(1, 5)):
+            if rng.random() < 0.3:
+                gain = gain_pb2.Gain(factor=rng.choice([0.0, 1.0, 2.5]))
+                gain.interventions.extend(rng.choice([[], [0], [0, 1]]))
+                messages.append(kind(update_id=update_id, gain=gain))
+                continue
             steering = steering_to_wire(self._steering(rng))
             messages.append(kind(update_id=update_id, steering=steering))
         if rng.random() < 0.2:
@@ -243,11 +251,11 @@ def explained(request: generation_service_pb2.GenerateRequest) -> Message:
     return generation_service_pb2.ExplainRequest(request=request)
 
 
-def spoilt(rng: random.Random, message: Message) -> bytes:
-    """A message's bytes, usually no longer as they should be."""
+def spoilt(rng: random.Random, message: Message, tokens: int = 2) -> bytes:
+    """A message's bytes, usually no longer as they should be; `tokens` as in `serialized`."""
     for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 4])):
         _mutate(rng, rng.choice(list(_parts(message))))
-    data = serialized(message)
+    data = serialized(message, tokens)
     if rng.random() > 0.15:
         return data
     data = _scrambled(rng, data)
@@ -255,16 +263,16 @@ def spoilt(rng: random.Random, message: Message) -> bytes:
         message.ParseFromString(data)
     except DecodeError:
         return data
-    return serialized(message)
+    return serialized(message, tokens)
 
 
-def serialized(message: Message) -> bytes:
-    """What is sent: the message, cut down where it would run for long."""
+def serialized(message: Message, tokens: int = 2) -> bytes:
+    """What is sent: the message, cut down where it would run for more than so many tokens."""
     for part in _parts(message):
         if isinstance(part, generation_service_pb2.GenerateRequest):
             sampling = part.sampling
-            if not sampling.HasField("max_tokens") or 2 < sampling.max_tokens <= 512:
-                sampling.max_tokens = 2
+            if not sampling.HasField("max_tokens") or tokens < sampling.max_tokens <= 512:
+                sampling.max_tokens = tokens
             if 2 < sampling.n <= 64:
                 sampling.n = 2
         elif isinstance(part, sweep_service_pb2.SweepRequest):

@@ -1,7 +1,9 @@
 """Hostile calls on a real server: typed errors only, the engine lives, nothing is left."""
 
 import re
+import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -49,6 +51,8 @@ class End(NamedTuple):
     """Whether an ErrorInfo of ours came with it."""
     last: bytes
     """The last answer."""
+    reason: str = ""
+    """Of the ErrorInfo."""
 
 
 def end_of(channel: grpc.Channel, attempt: Attempt) -> End:
@@ -58,12 +62,12 @@ def end_of(channel: grpc.Channel, attempt: Attempt) -> End:
     client_streams, server_streams = Call(attempt.method, ()).streams
     try:
         if not server_streams and client_streams:
-            last = channel.stream_unary(path)(iter(attempt.messages), timeout=PATIENCE)
+            last = channel.stream_unary(path)(_spaced(attempt), timeout=PATIENCE)
         elif not server_streams:
             last = channel.unary_unary(path)(attempt.messages[0], timeout=PATIENCE)
         else:
             if client_streams:
-                call = channel.stream_stream(path)(iter(attempt.messages), timeout=PATIENCE)
+                call = channel.stream_stream(path)(_spaced(attempt), timeout=PATIENCE)
             else:
                 call = channel.unary_stream(path)(attempt.messages[0], timeout=PATIENCE)
             for answer in call:
@@ -73,18 +77,27 @@ def end_of(channel: grpc.Channel, attempt: Attempt) -> End:
     except grpc.RpcError as error:
         ours = attempt.vanishes and error.code() is grpc.StatusCode.CANCELLED
         packed = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
-        typed = ours or _typed(packed)
-        return End(attempt.method, error.code(), error.details() or "", typed, last)
+        reason = _reason(packed)
+        typed = ours or bool(reason)
+        return End(attempt.method, error.code(), error.details() or "", typed, last, reason)
     return End(attempt.method, grpc.StatusCode.OK, "", True, last)
 
 
-def _typed(packed: bytes) -> bool:
+def _spaced(attempt: Attempt) -> Iterator[bytes]:
+    for message in attempt.messages:
+        yield message
+        time.sleep(attempt.pause)
+
+
+def _reason(packed: bytes) -> str:
+    """The reason of an ErrorInfo of ours; empty if there is none."""
     info = error_details_pb2.ErrorInfo()
     try:
         details = status_pb2.Status.FromString(packed).details
     except DecodeError:
-        return False
-    return bool(details) and details[0].Unpack(info) and info.domain == "rheostat.dev"
+        return ""
+    ours = bool(details) and details[0].Unpack(info) and info.domain == "rheostat.dev"
+    return info.reason if ours else ""
 
 
 @at_length

@@ -1,0 +1,246 @@
+"""Hostile gates, rules, gains and watches, made by chance from a seed: see `hostile`."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+import rheostat
+from rheostat import generated, positions, window
+from rheostat._client.requests import generate_request
+from rheostat._steering.gates import Condition
+from rheostat._steering.rules import probes_to_wire
+from rheostat._steering.steering import steering_to_wire
+from rheostat_wire.v1 import (
+    capture_service_pb2,
+    gain_pb2,
+    generation_service_pb2,
+    monitor_service_pb2,
+)
+
+from .hostile import EXPLAIN, GENERATE, SESSION, Attempt, explained, serialized, spoilt
+
+WATCH = "MonitorService/Watch"
+
+SHARES = {GENERATE: 44, WATCH: 30, SESSION: 16, EXPLAIN: 10}
+"""How often each rpc is called, in percent."""
+
+LABEL = "fuzz"
+"""The label of these requests. A lost watch may refuse requests that have it."""
+_TOKENS = 12
+"""The most tokens of a request."""
+_ROW = np.linspace(-1, 1, 128, dtype=np.float32)[None]
+_PROMPTS: Sequence[Any] = ("My day was", [0, 790, 593, 282], [5] * 140)
+_POOLS: Sequence[Any] = ("last", "mean", "max")
+_HOLDS: Sequence[Any] = ("token", "next_token", "rest", "until_read", 1, 3)
+_READS = (None, None, "prompt", "generated", positions(0, -1), window(0, 3), generated(0))
+
+
+def attempts(seed: int, count: int, first: int = 0) -> Iterator[Attempt]:
+    """Calls; one depends on the seed and its number alone."""
+    for number in range(first, first + count):
+        rng = random.Random(f"{seed}/{number}")
+        (method,) = rng.choices(list(SHARES), list(SHARES.values()))
+        parts = list(_messages(rng, method, number))
+        bad = rng.randrange(len(parts)) if rng.random() < 0.5 else None
+        messages = [
+            _sparing(method, spoilt(rng, one, _TOKENS) if at == bad else serialized(one, _TOKENS))
+            for at, one in enumerate(parts)
+        ]
+        if len(messages) > 1 and rng.random() < 0.05:
+            rng.shuffle(messages)
+        vanishes = rng.random() < (0.1 if method == WATCH else 0.02)
+        yield Attempt(method, messages, vanishes, rng.choice([0, 0.01, 0.1]))
+
+
+def _sparing(method: str, data: bytes) -> bytes:
+    """A message to a watch that ends no requests but those with our label."""
+    if method != WATCH:
+        return data
+    try:
+        message = monitor_service_pb2.WatchRequest.FromString(data)
+    except DecodeError:
+        return data
+    if not message.HasField("open"):
+        return data
+    opened = message.open
+    ends = any(rule.HasField("stop") for rule in opened.rules) or (
+        opened.on_lost != monitor_service_pb2.WATCH_LOST_CONTINUE and opened.HasField("on_lost")
+    )
+    if ends and opened.filter.WhichOneof("kind") in ("every", "labels"):
+        opened.filter.labels.labels[LABEL] = "red"
+    return message.SerializeToString()
+
+
+def _messages(rng: random.Random, method: str, number: int) -> Iterator[Message]:
+    if method == GENERATE:
+        yield _request(rng, number)
+    elif method == EXPLAIN:
+        yield explained(_request(rng, number))
+    elif method == SESSION:
+        yield from _session(rng, number)
+    else:
+        yield from _watch(rng, number)
+
+
+def _probe(rng: random.Random, name: str, layers: Sequence[int]) -> rheostat.Probe:
+    activation: Any = rng.choice(["identity", "identity", "relu", "jump_relu", "tanh"])
+    return rheostat.probe(
+        rheostat.inline(rng.choice([_ROW, -_ROW])),
+        points=rng.choice(["resid_post", "resid_mid"]),
+        layers=rng.choice([layers, layers[:1]]),
+        where=rng.choice(_READS),
+        bias=rng.choice([0.0, 0.0, 1.0]),
+        normalise=rng.choice(["none", "unit", "cosine"]),
+        activation=activation,
+        theta=0.1 if activation == "jump_relu" else None,
+        name=name,
+    )
+
+
+def _condition(rng: random.Random, probe: rheostat.Probe) -> Condition:
+    options: dict[str, Any] = {"pool": rng.choice(_POOLS), "after_prompt": rng.random() < 0.2}
+    bound = rng.choice([-1e6, 0.0, rng.gauss(0, 0.3), 1e6])
+    kind = rng.randrange(4)
+    if kind == 0:
+        return probe.between(bound, bound + 1, for_tokens=rng.choice([1, 2]), **options)
+    options |= {"for_tokens": rng.choice([1, 1, 3]), "combine": rng.choice(["any", "all", "vote"])}
+    if kind == 1:
+        return probe.below(bound, **options)
+    if rng.random() < 0.2:
+        options["until"] = bound - 0.2
+    return probe.above(bound, **options)
+
+
+def _gated(rng: random.Random) -> list[rheostat.Intervention]:
+    """Interventions, most behind gates, up to as many gates as there may be."""
+    found = []
+    for number in range(rng.choice([0, 1, 1, 2, 5, 32])):
+        dose = rheostat.inline(_ROW) * 0.1
+        op = rng.choice([dose, dose, rheostat.ablate(rheostat.inline(_ROW))])
+        placed = op.at(points="resid_post", layers=[4, 5], where=rng.choice(_READS))
+        if rng.random() < 0.2:
+            found.append(placed)
+            continue
+        probe = _probe(rng, f"probe-{number}", [number % 3, 3])
+        form = rng.choice([None, None, rheostat.Sigmoid(2.0, 0.0), rheostat.Ramp(-1.0, 1.0)])
+        condition = _condition(rng, probe) if form is None else probe.summed(pool="mean")
+        gate = rheostat.gate(
+            condition,
+            form=form,
+            hold=rng.choice(_HOLDS),
+            invert=rng.random() < 0.1,
+            signals=rng.random() < 0.3,
+        )
+        found.append(placed.when(gate))
+    return found
+
+
+def _rules(rng: random.Random, count: int, *, ends_all: bool = True) -> list[rheostat.Rule]:
+    actions = (
+        rheostat.Observe(),
+        rheostat.Observe(),
+        rheostat.Stop(
+            "why", drop_sampled=rng.random() < 0.5, all_samples=ends_all and rng.random() < 0.3
+        ),
+    )
+    probes = [_probe(rng, f"ruled-{number}", [number, 3]) for number in range(2)]
+    return [
+        rheostat.Rule(f"rule-{n}", _condition(rng, rng.choice(probes)), rng.choice(actions))
+        for n in range(count)
+    ]
+
+
+def _name(rng: random.Random, number: int) -> str:
+    """The id of a request that may run now."""
+    return f"watched-{max(0, number - rng.randrange(30))}"
+
+
+def _request(rng: random.Random, number: int) -> generation_service_pb2.GenerateRequest:
+    probes = [_probe(rng, f"sent-{n}", [n, 5]) for n in range(rng.choice([0, 0, 1, 3]))]
+    return generate_request(
+        rng.choice(_PROMPTS),
+        steering=_gated(rng),
+        probes=probes,
+        rules=_rules(rng, rng.choice([0, 0, 1, 3])),
+        hold_back=rng.choice([None, None, 0, 1, 5]),
+        max_tokens=rng.choice([2, 5, _TOKENS]),
+        n=rng.choice([1, 1, 2]),
+        request_id=rng.choice([None, f"watched-{number}", f"watched-{number}"]),
+        labels={LABEL: rng.choice(["red", "blue"])},
+        with_baseline=rng.random() < 0.05,
+        when_full=rng.choice([None, "wait", "refuse"]),
+    )
+
+
+def _gain(rng: random.Random) -> gain_pb2.Gain:
+    some = rng.choice([[], [], [0], [0, 1], [40]])
+    return gain_pb2.Gain(factor=rng.choice([0.0, 0.5, 1.0, 16.0]), interventions=some)
+
+
+def _session(rng: random.Random, number: int) -> Iterator[Message]:
+    kind = generation_service_pb2.SessionRequest
+    yield kind(start=_request(rng, number))
+    for update_id in range(1, rng.choice([2, 4, 20])):
+        if rng.random() < 0.8:
+            yield kind(update_id=update_id, gain=_gain(rng))
+        else:
+            plain = rheostat.inline(_ROW).at(points="resid_post", layers=[1, 4])
+            steering = steering_to_wire(rng.choice([[plain], [], _gated(rng)]))
+            yield kind(update_id=update_id, steering=steering)
+    if rng.random() < 0.2:
+        yield kind(update_id=99, stop=generation_service_pb2.SessionStop())
+
+
+def _watch(rng: random.Random, number: int) -> Iterator[Message]:
+    service = monitor_service_pb2
+    kind = service.WatchRequest
+    first = kind()
+    opened = first.open
+    if rng.random() < 0.1:
+        opened.resume.watch_id = rng.choice(["", "nobody", "0" * 32])
+        opened.resume.after_sequence = rng.choice([0, 1, 2**63])
+    else:
+        which = rng.randrange(4)
+        if which == 0:
+            opened.filter.every.SetInParent()
+        elif which == 1:
+            names = [f"watched-{number + ahead}" for ahead in range(9)]
+            opened.filter.requests.request_ids.extend(names)
+        else:
+            opened.filter.labels.labels[LABEL] = rng.choice(["red", "blue", "green"])
+        probes = [_probe(rng, f"read-{n}", [n % 5, 5]) for n in range(rng.choice([1, 1, 2, 9]))]
+        rules = _rules(rng, rng.choice([0, 0, 1, 4]), ends_all=False)
+        opened.probes.extend(probes_to_wire((), probes, rules))
+        opened.rules.extend(rule.to_wire(f"rules[{n}]") for n, rule in enumerate(rules))
+        opened.buffer_bytes = rng.choice([1 << 16, 1 << 16, 1 << 20, 1 << 20, 1])
+        if rng.random() < 0.6:
+            opened.report = rng.choice(service.WatchReport.values()[1:])
+        if rng.random() < 0.6:
+            stops = rng.random() < 0.5
+            opened.on_lost = service.WATCH_LOST_STOP if stops else service.WATCH_LOST_CONTINUE
+        opened.steers = rng.random() < 0.6
+    opened.credit_bytes = rng.choice([0, 1, 1 << 10, 1 << 30, 1 << 30])
+    opened.batches = rng.random() < 0.3
+    yield first
+    for update_id in range(1, rng.choice([1, 3, 9])):
+        what = rng.randrange(6)
+        if what == 0:
+            yield kind(credit=capture_service_pb2.Credit(bytes=rng.choice([1, 1 << 20])))
+        elif what == 1:
+            yield kind(ack=capture_service_pb2.Ack(sequence=rng.choice([0, 1, 2])))
+        elif what == 2:
+            yield kind(stop={"update_id": update_id, "request_id": _name(rng, number)})
+        else:
+            change = service.WatchSteer(update_id=update_id, request_id=_name(rng, number))
+            if what == 3:
+                change.layer.SetInParent()
+            elif what == 4:
+                change.replace.SetInParent()
+            else:
+                change.gain.CopyFrom(_gain(rng))
+            yield kind(steer=change)
+    if rng.random() < 0.7:
+        yield kind(leave={"end": rng.random() < 0.7})
