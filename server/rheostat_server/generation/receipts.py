@@ -133,9 +133,9 @@ class _Part:
         """
         after = self._selected(self.sample.row_end, self.released.computed[1])
         index = self.intervention.index
-        update_id = self.intervention.update_id
-        if self.gained and self.sample.last_gain(update_id, index) is not None:
-            at = partial(self.sample.gain_at, update_id, index)
+        source = self.intervention.source
+        if self.gained and self.sample.last_gain(source, index) is not None:
+            at = partial(self.sample.gain_at, source, index)
             known = sum(at(position) != 0 for start, end in after for position in range(start, end))
         else:
             known = length(after)
@@ -247,7 +247,7 @@ def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
     _add_rows(message, record.parts)
     for part in record.parts:
         if part.gained:
-            gain = part.sample.last_gain(intervention.update_id, intervention.index)
+            gain = part.sample.last_gain(intervention.source, intervention.index)
             if gain is not None:
                 message.last_gain = gain
     add = message.sites.add

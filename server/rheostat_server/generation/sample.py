@@ -78,22 +78,22 @@ class Sample:
         """Number of gains that were applied to it."""
         return self._sequence.gain_count
 
-    def gain_at(self, update_id: int, index: int, position: int) -> float:
+    def gain_at(self, source: tuple[str, int], index: int, position: int) -> float:
         """The gain of an intervention at one of the sample's last positions.
 
         Args:
-            update_id: the update that brought the intervention; 0: the request.
+            source: `Intervention.source`.
             index: its index in that list.
             position: the position.
         """
         for applied in reversed(self._sequence.gains):
-            if applied.update_id == update_id and applied.first <= position:
+            if applied.source == source and applied.first <= position:
                 return applied.gains[index]
         return 1.0
 
-    def last_gain(self, update_id: int, index: int) -> float | None:
+    def last_gain(self, source: tuple[str, int], index: int) -> float | None:
         """The last gain of an intervention; None if none was set. Arguments as in `gain_at`."""
-        gains = self._sequence.last_gains.get(update_id)
+        gains = self._sequence.last_gains.get(source)
         return None if gains is None else gains[index]
 
     @property

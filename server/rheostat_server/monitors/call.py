@@ -137,14 +137,8 @@ def _steer(steer: SteerRequest, found: Watch, message: monitor_service_pb2.Watch
             "generate: open one with steers",
             field="steer",
         )
-    change = message.WhichOneof("change")
-    if change is None:
+    if message.WhichOneof("change") is None:
         raise MissingField("one of layer, gain and replace is required", field="steer")
-    if change == "replace":
-        raise NotSupported(
-            "a watch cannot replace the request's own steering yet: set a layer, then gains of 0",
-            field="steer.replace",
-        )
 
     def answer(result: generation_pb2.UpdateApplied | generation_pb2.UpdateRefused) -> None:
         if isinstance(result, generation_pb2.UpdateApplied):

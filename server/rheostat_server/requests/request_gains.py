@@ -101,20 +101,24 @@ class RequestGains:
         self._settled.set()
         self._changes = 0
         admitted = active.admitted
-        self.begin_list(0, admitted.interventions, admitted.plan, admitted.work)
+        self.begin_list(("", 0), admitted.interventions, admitted.plan, admitted.work)
 
     def begin_list(
-        self, update_id: int, interventions: Sequence[Intervention], plan: Plan, work: int
+        self,
+        source: tuple[str, int],
+        interventions: Sequence[Intervention],
+        plan: Plan,
+        work: int,
     ) -> None:
         """Begins with gains of 1 for the interventions that are in force from now on.
 
         Args:
-            update_id: the update that brought them; 0: the request.
+            source: `Intervention.source` of the own ones.
             interventions: all of them, server-wide ones first.
             plan: their plan, with the acts of the interventions first.
             work: bytes that `offload` counts for a pass over them.
         """
-        self._update_id = update_id
+        self._source = source
         self._count = sum(one.own for one in interventions)
         self._gains = [1.0] * self._count
         self._factors: dict[str, list[float]] = {}
@@ -232,7 +236,7 @@ class RequestGains:
             self._gains[index] = factor
         self._sent += 1
         self._settled.clear()
-        gains = SampleGains(0, self._update_id, tuple(self._gains))
+        gains = SampleGains(0, self._source, tuple(self._gains))
         sent = _SentGain(gains, len(running), partial(self._answered, answer))
         for sequence in running:
             change = sequence.await_gain(sent.resolve)

@@ -65,7 +65,7 @@ class SteeringChange(NamedTuple):
     """A change of a sample's steering while it ran."""
 
     update_id: int
-    """The session's update; 0: a watch changed its layer."""
+    """The session's update; 0: a watch changed it."""
     first: int
     """The first position on which it acts."""
     interventions: tuple[Intervention, ...]
@@ -79,8 +79,8 @@ class SampleGains(NamedTuple):
 
     first: int
     """The position."""
-    update_id: int
-    """The update that brought the interventions that they multiply; 0: the request."""
+    source: tuple[str, int]
+    """`Intervention.source` of the interventions that they multiply."""
     gains: tuple[float, ...]
     """The gain of each intervention of that list."""
 
@@ -142,8 +142,8 @@ class EngineSequence:
         """The changes that other parts of the server wait for."""
         self.gains: deque[SampleGains] = deque(maxlen=_LAST_GAINS)
         """The last changes of its gains, in order."""
-        self.last_gains: dict[int, tuple[float, ...]] = {}
-        """The last gains of each list of interventions, by `SampleGains.update_id`."""
+        self.last_gains: dict[tuple[str, int], tuple[float, ...]] = {}
+        """The last gains of each list of interventions, by `SampleGains.source`."""
         self.gain_count = 0
         """Number of gains that were applied to it."""
         self._gain_changes = 0
@@ -208,7 +208,7 @@ class EngineSequence:
         if self.gains and self.gains[-1].first == gains.first:
             self.gains.pop()
         self.gains.append(gains)
-        self.last_gains[gains.update_id] = gains.gains
+        self.last_gains[gains.source] = gains.gains
 
     def _resolve_gains(self, change: int, first: int | None) -> None:
         while self._pending_gains and self._pending_gains[0].change <= change:

@@ -16,11 +16,13 @@ class Change(NamedTuple):
     number: int
     """The client's number of it."""
     what: steering_pb2.Steering | gain_pb2.Gain
-    """New steering of its own or, of a watch, its layer; or a gain."""
+    """New steering, or a gain."""
     answer: Callable[[Notice], None]
     """Is called once, with the result."""
     watch: str = ""
     """The id of the watch that asks for it; empty: the session."""
+    layer: bool = False
+    """Whether the steering is the watch's layer; False: it takes the place of the request's own."""
 
     @property
     def is_gain(self) -> bool:
@@ -30,16 +32,14 @@ class Change(NamedTuple):
     def refuse(self, error: RheostatError) -> None:
         """Answers that it is refused."""
         if error.field and self.watch:
-            error.field = field_in_watch(error.field)
+            error.field = _field_in_watch(error.field, "layer" if self.layer else "replace")
         self.answer(refused(self.number, error))
 
 
-def field_in_watch(field: str) -> str:
+def _field_in_watch(field: str, steering: str) -> str:
     """The path of a field of a change in the message of a watch."""
-    steering = "steering"
-    if field.startswith(steering):
-        field = f"layer{field[len(steering) :]}"
-    return f"steer.{field}"
+    before, found, behind = field.partition("steering")
+    return f"steer.{field}" if before or not found else f"steer.{steering}{behind}"
 
 
 def refused(number: int, error: RheostatError) -> generation_pb2.UpdateRefused:

@@ -186,7 +186,8 @@ class SteeringControl:
             if isinstance(change.what, gain_pb2.Gain):
                 done.gain.CopyFrom(change.what)
             else:
-                done.layer.intervention_count = len(change.what.interventions)
+                message = done.layer if change.layer else done.replace
+                message.intervention_count = len(change.what.interventions)
 
     async def _work(self) -> None:
         """Applies changes of the steering, and sends gains, one after another."""
@@ -229,8 +230,8 @@ class SteeringControl:
         """
         number, watch = change.number, change.watch
         self._check_replaceable(change)
-        kept = self._kept(watch)
-        origin = receipt_pb2.ORIGIN_WATCH if watch else receipt_pb2.ORIGIN_UPDATE
+        kept = self._kept(watch if change.layer else "")
+        origin = receipt_pb2.ORIGIN_WATCH if change.layer else receipt_pb2.ORIGIN_UPDATE
         compiled = await compile_update(
             steering,
             self._engine.admission,
@@ -247,12 +248,12 @@ class SteeringControl:
                 SteeringChange(0 if watch else number, first, every, work)
             )
         part = _Part(compiled.own, work - kept.work)
-        if watch:
+        if change.layer:
             self._layers[watch] = part
             self._gains.begin_plan(every, plan, work)
         else:
             self._own = part
-            self._gains.begin_list(number, every, plan, work)
+            self._gains.begin_list((watch, number), every, plan, work)
         return generation_pb2.UpdateApplied(
             update_id=number,
             first_positions=[
@@ -275,7 +276,7 @@ class SteeringControl:
                 "send the request anew",
                 field="steering",
             )
-        if change.watch and self._gains.multiply:
+        if change.layer and self._gains.multiply:
             raise NotSupported(
                 "a layer would begin with gains of 1, and gains of this request are others: set "
                 "them to 1 first",

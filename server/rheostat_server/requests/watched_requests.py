@@ -82,7 +82,7 @@ class WatchedRequests:
 
         Args:
             watch: the watch, which steers.
-            steer: its message, with a gain or a layer.
+            steer: its message, with a change.
             answer: is called once with the result.
 
         Raises:
@@ -92,8 +92,10 @@ class WatchedRequests:
         if active is None:
             return False
         assert active.control is not None  # because a watch that steers reads it
-        what = steer.gain if steer.HasField("gain") else steer.layer
-        active.control.submit(Change(steer.update_id, what, answer, watch.name))
+        layer = steer.HasField("layer")
+        what = steer.gain if steer.HasField("gain") else steer.layer if layer else steer.replace
+        change = Change(steer.update_id, what, answer, watch.name, layer=layer)
+        active.control.submit(change)
         return True
 
     def _read_by(self, watch: Watch, request_id: str) -> ActiveRequest | None:

@@ -60,7 +60,12 @@ class Intervention:
     update_id: int = 0
     """The update of a session or of a watch that brought it; 0: none did."""
     watch_id: str = ""
-    """The watch whose layer it belongs to; empty: it belongs to none."""
+    """The watch that brought it; empty: none did."""
+
+    @property
+    def source(self) -> tuple[str, int]:
+        """The watch and the update that brought it; ("", 0): the request itself, or the server."""
+        return self.watch_id, self.update_id
 
     @property
     def own(self) -> bool:

@@ -84,9 +84,10 @@ class Steerer:
                 found.append(event)
         return found
 
-    def set_layer(self, request_id: str, layer: Sequence[Placed]) -> int:
-        """Sets the layer of a request of one sample; the first position on which it acts."""
-        number = self._steer(request_id, layer=steering_to_wire([one.ours for one in layer]) or {})
+    def set(self, kind: str, request_id: str, steering: Sequence[Placed]) -> int:
+        """Sets steering of a request of one sample; the first position on which it acts."""
+        wire = steering_to_wire([one.ours for one in steering]) or {}
+        number = self._steer(request_id, **{kind: wire})
         (answer,) = self.until("applied")
         assert answer.applied.update_id == number
         return answer.applied.first_positions[0].position
@@ -169,6 +170,12 @@ def test_gains_of_a_session_and_a_watch_multiply_each_other(
     assert np.unique(table).size > 5
 
 
+def within(placed: Sequence[Placed], start: int, end: int, length: int) -> list[Placed]:
+    """Ops between two positions."""
+    at = np.arange(length)
+    return [one._replace(holds=where(one, (at >= start) & (at < end))) for one in placed]
+
+
 def test_a_layer_of_a_watch_is_that_of_hugging_faces_hooks(
     server: Server, engine: rheostat.Engine, reference: HfReference
 ) -> None:
@@ -180,7 +187,7 @@ def test_a_layer_of_a_watch_is_that_of_hugging_faces_hooks(
     def steer(watch: Steerer) -> None:
         for layer in layers:
             watch.until("signals", 8)
-            firsts.append(watch.set_layer("red", layer))
+            firsts.append(watch.set("layer", "red", layer))
         watch.run("red", gains, schedule(6, 1))
 
     with Steerer(server) as watch, ThreadPoolExecutor(1) as threads:
@@ -200,9 +207,7 @@ def test_a_layer_of_a_watch_is_that_of_hugging_faces_hooks(
     assert gains.applied > 5  # of the request's own steering, behind the last layer
     wanted = gains.placed(own, 0, length)
     for layer, start, end in zip(layers, firsts, [*firsts[1:], length], strict=True):
-        within = np.arange(length)
-        within = (within >= start) & (within < end)
-        wanted += [one._replace(holds=where(one, within)) for one in layer]
+        wanted += within(layer, start, end, length)
     check_sample(reference, out, 0, wanted)
     origins = [(one.origin, one.update_id, one.watch_id) for one in out.receipt.interventions]
     of = watch.watch_id
@@ -214,3 +219,36 @@ def test_a_layer_of_a_watch_is_that_of_hugging_faces_hooks(
     sizes = [one.layer_size for one in by.changes]
     assert sizes[:3] == [1, 1, 0]
     assert [one.first_positions[0] for one in by.changes[:3]] == firsts
+
+
+def test_steering_that_a_watch_puts_in_place_of_the_own_is_that_of_hooks(
+    server: Server, engine: rheostat.Engine, reference: HfReference
+) -> None:
+    own, other = placed(), [everywhere(OPS["norm_add"], [2])]
+    gains = Gains(1)
+    firsts: list[int] = []
+
+    def steer(watch: Steerer) -> None:
+        watch.until("signals", 8)
+        firsts.append(watch.set("replace", "red", other))
+        watch.run("red", gains, schedule(7, 1))
+
+    with Steerer(server) as watch, ThreadPoolExecutor(1) as threads:
+        future = threads.submit(steer, watch)
+        out = engine.generate(
+            PROMPT,
+            request_id="red",
+            labels=RED,
+            steering=[one.ours for one in own],
+            max_tokens=80,
+            **OPTIONS,
+        )
+        future.result()
+    length = len(out.prompt_token_ids) + len(out.token_ids)
+    (first,) = firsts
+    assert gains.applied > 5
+    later = multiplied(within(other, first, length, length), gains.table(0, length))
+    check_sample(reference, out, 0, [*within(own, 0, first, length), *later])
+    origins = [(one.origin, one.update_id, one.watch_id) for one in out.receipt.interventions]
+    assert origins == [*2 * [("request", None, "")], ("update", 1, watch.watch_id)]
+    assert out.receipt.watches[0].changes[0].replace_size == 1

@@ -81,7 +81,7 @@ class AppliedIntervention:
     update_id: int | None = None
     """The update of the session or the watch, if ``origin`` is "update" or "watch"."""
     watch_id: str = ""
-    """The watch, if ``origin`` is "watch"."""
+    """The watch that set it; "" if none did."""
     source: ReplaceSource | None = None
     """The rows that were put in, if ``op`` is "replace"."""
     unknown_sites: int = 0
@@ -147,11 +147,13 @@ class WatchChange:
     first_positions: Mapping[int, int]
     """The first position that it acts on, by sample."""
     factor: float | None = None
-    """The gain that it set; None if it set its layer."""
+    """The gain that it set; None if it set steering."""
     interventions: tuple[int, ...] = ()
     """Indices of the interventions with this gain; empty: all of the request's own."""
     layer_size: int | None = None
-    """The number of interventions of the layer that it set; None if it set a gain."""
+    """The number of interventions of the layer that it set; None if it set none."""
+    replace_size: int | None = None
+    """The same of steering that took the place of the request's own."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +342,9 @@ def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
 
 def _read_change(change: receipt_pb2.WatchChange) -> WatchChange:
     firsts = {one.sample: one.position for one in change.first_positions}
-    if not change.HasField("gain"):
+    if change.HasField("replace"):
+        return WatchChange(change.update_id, firsts, replace_size=change.replace.intervention_count)
+    if change.HasField("layer"):
         return WatchChange(change.update_id, firsts, layer_size=change.layer.intervention_count)
     return WatchChange(
         change.update_id, firsts, change.gain.factor, tuple(change.gain.interventions)

@@ -294,8 +294,9 @@ class WatchSteer(_message.Message):
 
     @_builtins.property
     def replace(self) -> _steering_pb2.Steering:
-        """Takes the place of the request's own steering. Empty: none. Not served yet:
-        REASON_NOT_SUPPORTED.
+        """Takes the place of the request's own steering, as a session's update does, with its limits.
+        Empty: none. A later update of the session takes its place in turn. It begins with gains of 1,
+        and is refused as `layer` is if the request has rules.
         """
 
     def __init__(

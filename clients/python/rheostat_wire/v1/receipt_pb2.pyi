@@ -38,7 +38,7 @@ class _OriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Origin.ValueTy
     ORIGIN_RULE: _Origin.ValueType  # 3
     """Steering of a rule."""
     ORIGIN_UPDATE: _Origin.ValueType  # 4
-    """Steering that a session set."""
+    """Steering that a session set, or a watch in its place: then with watch_id."""
     ORIGIN_WATCH: _Origin.ValueType  # 5
     """The layer of a watch."""
 
@@ -54,7 +54,7 @@ ORIGIN_REQUEST: Origin.ValueType  # 2
 ORIGIN_RULE: Origin.ValueType  # 3
 """Steering of a rule."""
 ORIGIN_UPDATE: Origin.ValueType  # 4
-"""Steering that a session set."""
+"""Steering that a session set, or a watch in its place: then with watch_id."""
 ORIGIN_WATCH: Origin.ValueType  # 5
 """The layer of a watch."""
 Global___Origin: _TypeAlias = Origin  # noqa: Y015
@@ -206,7 +206,7 @@ class InterventionRef(_message.Message):
     update_id: _builtins.int
     """The update's id, for ORIGIN_UPDATE and ORIGIN_WATCH."""
     watch_id: _builtins.str
-    """The watch, for ORIGIN_WATCH."""
+    """The watch, for ORIGIN_WATCH, and for ORIGIN_UPDATE if a watch set it."""
     def __init__(
         self,
         *,
@@ -494,6 +494,7 @@ class WatchChange(_message.Message):
     FIRST_POSITIONS_FIELD_NUMBER: _builtins.int
     GAIN_FIELD_NUMBER: _builtins.int
     LAYER_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
     update_id: _builtins.int
     """The watch's update."""
     @_builtins.property
@@ -505,8 +506,12 @@ class WatchChange(_message.Message):
         """A gain."""
 
     @_builtins.property
-    def layer(self) -> Global___LayerChange:
+    def layer(self) -> Global___SetSteering:
         """A layer. Receipt.interventions has its interventions."""
+
+    @_builtins.property
+    def replace(self) -> Global___SetSteering:
+        """Steering in place of the request's own, as `layer`."""
 
     def __init__(
         self,
@@ -514,27 +519,28 @@ class WatchChange(_message.Message):
         update_id: _builtins.int = ...,
         first_positions: _abc.Iterable[_generation_pb2.SamplePosition] | None = ...,
         gain: _gain_pb2.Gain | None = ...,
-        layer: Global___LayerChange | None = ...,
+        layer: Global___SetSteering | None = ...,
+        replace: Global___SetSteering | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "gain", b"gain", "layer", b"layer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "gain", b"gain", "layer", b"layer", "replace", b"replace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "first_positions", b"first_positions", "gain", b"gain", "layer", b"layer", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "first_positions", b"first_positions", "gain", b"gain", "layer", b"layer", "replace", b"replace", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["gain", "layer"]  # noqa: Y015
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["gain", "layer", "replace"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 
 Global___WatchChange: _TypeAlias = WatchChange  # noqa: Y015
 
 @_typing.final
-class LayerChange(_message.Message):
-    """A layer that a watch set."""
+class SetSteering(_message.Message):
+    """Steering that a watch set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVENTION_COUNT_FIELD_NUMBER: _builtins.int
     intervention_count: _builtins.int
-    """Number of its interventions; 0 took the layer away."""
+    """Number of its interventions; with 0 there is none any more."""
     def __init__(
         self,
         *,
@@ -546,7 +552,7 @@ class LayerChange(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LayerChange: _TypeAlias = LayerChange  # noqa: Y015
+Global___SetSteering: _TypeAlias = SetSteering  # noqa: Y015
 
 @_typing.final
 class CaptureReceipt(_message.Message):

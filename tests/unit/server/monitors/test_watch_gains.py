@@ -161,11 +161,6 @@ async def test_only_watches_that_steer_keep_generated_tokens_out_of_the_cache(st
         (gain(1, float("nan")), "REASON_NON_FINITE", "steer.gain.factor"),
         (gain(1, 1.0, 1), "REASON_INVALID_VALUE", "steer.gain.interventions[0]"),
         (pb.WatchSteer(update_id=1, request_id="r"), "REASON_MISSING_FIELD", "steer"),
-        (
-            pb.WatchSteer(update_id=1, request_id="r", replace={}),
-            "REASON_NOT_SUPPORTED",
-            "steer.replace",
-        ),
     ],
 )
 async def test_a_refused_change_leaves_the_watch_and_the_request(

@@ -117,6 +117,79 @@ async def test_layers_of_watches_and_updates_of_a_session_leave_each_other_alone
     assert receipt.update_count == 1
 
 
+def replacing(number: int, *interventions: steering_pb2.Intervention) -> pb.WatchSteer:
+    steering = steering_pb2.Steering(interventions=interventions)
+    return pb.WatchSteer(update_id=number, request_id="r", replace=steering)
+
+
+async def test_a_watch_replaces_the_own_steering_and_a_session_replaces_that(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event(), hold_from=2))
+    watcher = await Watcher.open(running, opening(steers=True))
+    other = await Watcher.open(running, opening(steers=True))
+    talk = SessionCall(running)
+    await talk.say(start(request_id="r", steer=[add(scale=2.0)]))
+    await talk.hear("tokens")
+    await other.say(steer=layer(1, add(scale=3.0)))
+    await other.until("applied")
+    await talk.say(own_gain(1, 4.0))
+    await talk.hear("applied")
+    await watcher.say(steer=replacing(1, add(scale=5.0), add(scale=6.0)))
+    await watcher.until("applied")
+    await watcher.say(steer=gain(2, 0.5))
+    await watcher.until("applied", 2)
+    assert running.backend.gain_messages[-1][0].gains == {0: 0.5, 1: 0.5}
+    await talk.say(update(2, add(scale=7.0)))
+    await talk.hear("applied")
+    await watcher.say(steer=replacing(3))
+    await watcher.until("applied", 3)
+    assert lists(running.backend) == [[2, 3], [5, 6, 3], [7, 3], [3]]
+    running.backend.hold.set()
+    receipt = (await talk.end())[-1].receipt
+    of = receipt_pb2.ORIGIN_UPDATE
+    gains = dict(zip(refs(receipt), receipt.interventions, strict=True))
+    assert {ref: one.last_gain for ref, one in gains.items() if one.HasField("last_gain")} == {
+        (receipt_pb2.ORIGIN_REQUEST, 0, "", 0): 4.0,
+        (of, 0, watcher.name, 1): 0.5,
+        (of, 1, watcher.name, 1): 0.5,
+    }
+    assert gains.keys() >= {(of, 0, "", 2), (receipt_pb2.ORIGIN_WATCH, 0, other.name, 1)}
+    assert receipt.update_count == 1
+    (by,) = [one for one in receipt.watches if one.watch_id == watcher.name]
+    assert [one.WhichOneof("change") for one in by.changes] == ["replace", "gain", "replace"]
+    assert [one.replace.intervention_count for one in by.changes] == [2, 0, 0]
+
+
+async def test_updates_of_a_session_and_of_a_watch_with_one_number_keep_their_gains_apart(
+    starter,
+) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event(), hold_from=2))
+    watcher = await Watcher.open(running, opening(steers=True))
+    talk = SessionCall(running)
+    await talk.say(start(request_id="r", steer=[add()]))
+    await talk.hear("tokens")
+    await talk.say(update(1, add(scale=2.0)))
+    await talk.say(own_gain(2, 4.0))
+    await talk.hear("applied")
+    await talk.hear("applied")
+    await watcher.say(steer=replacing(1, add(scale=5.0)))
+    await watcher.say(steer=gain(2, 0.5))
+    await watcher.until("applied", 2)
+    running.backend.hold.set()
+    receipt = (await talk.end())[-1].receipt
+    found = [(one.intervention.watch_id, one.last_gain) for one in receipt.interventions[1:]]
+    assert found == [("", 4.0), (watcher.name, 0.5)]
+
+
+async def test_wrong_steering_in_place_of_the_own_names_its_field(starter) -> None:
+    running, watcher, call = await watched(starter, add())
+    wrong = add()
+    wrong.ClearField("sites")
+    await watcher.say(steer=replacing(1, wrong))
+    assert (await refused(watcher))[1].field == "steer.replace.interventions[0].sites"
+    running.backend.hold.set()
+    assert not (await rest(call))[-1].receipt.watches
+
+
 async def test_gains_multiply_the_own_steering_under_a_layer_alone(starter) -> None:
     running, watcher, call = await watched(starter, add(scale=2.0))
     await watcher.say(steer=layer(1, add(scale=5.0)))
