@@ -352,7 +352,7 @@ WAITING_GAINS = 512
 answers all earlier ones."""
 
 WATCH_CHANGES = 256
-"""Most changes by a watch that a receipt lists. It counts all of them."""
+"""Most changes by watches that a receipt lists. It counts all of them."""
 
 UNREAD_ANSWERS = 1024
 """Most answers to a session's messages that may wait for its client to read them."""

@@ -179,7 +179,7 @@ class SteeringControl:
             change.watch, receipt_pb2.WatchReceipt(watch_id=change.watch)
         )
         receipt.change_count += 1
-        if len(receipt.changes) < WATCH_CHANGES:
+        if sum(len(one.changes) for one in self._receipts.values()) < WATCH_CHANGES:
             done = receipt.changes.add(
                 update_id=change.number, first_positions=notice.first_positions
             )

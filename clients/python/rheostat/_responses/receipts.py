@@ -162,7 +162,7 @@ class WatchReceipt:
 
     watch_id: str
     changes: tuple[WatchChange, ...]
-    """In order; the first 256."""
+    """In order; the first 256 of all watches are listed."""
     change_count: int
     """Number of the changes, in all."""
 

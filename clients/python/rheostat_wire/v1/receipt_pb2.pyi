@@ -467,7 +467,7 @@ class WatchReceipt(_message.Message):
     """Number of its changes, in all."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchChange]:
-        """Its changes, in order; the first 256."""
+        """Its changes, in order; the first 256 of all watches are listed."""
 
     def __init__(
         self,
