@@ -281,8 +281,8 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 class SessionRequest(_message.Message):
     """What the client says. The first message is `start`, and only the first. Half-closing lets the
     request run to its end. Updates are carried out in turn. One that breaks a rule is refused
-    (UpdateRefused), and the request goes on; at most 256 can be carried out. What a session
-    generates is shared with no other request through the prefix cache.
+    (UpdateRefused), and the request goes on; at most 256 can be carried out, with those of watches.
+    What a session generates is shared with no other request through the prefix cache.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
