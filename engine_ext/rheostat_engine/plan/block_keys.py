@@ -66,6 +66,12 @@ class SteeredBlocks:
 
     def touching(self, start: int, end: int, window: Window | None = None) -> bytes:
         """Digest of the acts on positions [start, end); empty if there are none."""
+        if (
+            window is not None
+            and not window.first_act
+            and not (window.start < end and start < window.end)
+        ):  # most blocks of a sweep's cell
+            return b""
         first = bisect_right(self._starts, start) - 1
         last = bisect_left(self._starts, end)
         if window is not None:

@@ -214,6 +214,8 @@ def attribution(
 def ordered(acts: Sequence[Act], members: Sequence[int]) -> list[int]:
     """The acts that change or read a token, in the order in which they act."""
     present = [member for member in members if acts[member].in_force]
+    if len(present) < 2:
+        return present
     return sorted(
         present, key=lambda member: (acts[member].kind is Kind.READ, acts[member].kind.acts_last)
     )

@@ -359,7 +359,7 @@ def _act_from(plain: _Act, gates: Sequence[Gate]) -> Act:
     if not plain.vectors or len(rows) != len(sites) * len(plain.vectors):
         raise ValueError(f"this is no plan: {plain.kind.name}: rows and vectors don't fit")
     ascending = len(sites) < 2 or bool((np.diff(sites) > 0).all())  # mostly one site
-    if not ascending or (len(sites) and sites[0] < 0) or (rows < 0).any():
+    if not ascending or (len(sites) and sites[0] < 0) or rows.min(initial=0) < 0:
         raise ValueError(
             f"this is no plan: {plain.kind.name}: its sites are not ascending, or it names a row "
             "below 0"

@@ -39,8 +39,9 @@ class SiteSlots:
         Raises:
             ValueError: a site is not a site of the model's stream.
         """
-        sites = [act.site_rows.sites for act in table.acts]
-        if any(((indices < 0) | (indices >= self._stream)).any() for indices in sites):
+        none = np.zeros(0, np.int32)
+        sites = np.concatenate([none, *(act.site_rows.sites for act in table.acts)])
+        if sites.min(initial=0) < 0 or sites.max(initial=0) >= self._stream:
             raise ValueError(f"the plan names a site that is not one of the model's {self._stream}")
 
     def to_slots(self, sites: Sequence[int]) -> Int64:

@@ -208,7 +208,8 @@ class BuiltTables:
         last: dict[bytes, int] = {}
         for index in table.used:
             act = table.acts[index]
-            largest = act.site_rows.rows.max(axis=0).tolist()
+            rows = act.site_rows.rows
+            largest = (rows[0] if len(rows) == 1 else rows.max(axis=0)).tolist()  # mostly one
             for digest, row in zip(act.vectors, largest, strict=True):
                 last[digest] = max(row, last.get(digest, 0))
         for digest, row in last.items():
