@@ -221,13 +221,16 @@ class RequestGains:
     def _send(self, changed: Mapping[int, float], answer: Answer) -> None:
         """Sends changes to the samples that run.
 
+        The engine may have released a sample whose last token has not arrived yet. It would never
+        answer.
+
         Raises:
             RequestNotFound: every sample has ended.
         """
         running = [
             sequence
             for sequence in self._active.own_samples
-            if sequence.installed and not sequence.ended
+            if sequence.installed and not sequence.ended and not sequence.engine_done
         ]
         if not running:
             raise RequestNotFound("every sample has ended")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -121,6 +122,27 @@ async def test_gains_wait_for_no_answer_and_those_of_a_step_travel_together(star
 def waiting_change(running) -> int:
     """The number of the last change that waits to be sent."""
     return max(one.update.change for one in running.manager.gain_updates._waiting.values())
+
+
+async def test_a_gain_after_the_engine_has_released_the_sample_is_refused(starter) -> None:
+    """The release may come before the last token, and nothing of the engine comes after it."""
+    running, talk = await held(starter, 2, steer=[add()])
+    await talk.say(gain(1, 2.0))
+    await talk.hear("applied")
+    (job,) = running.backend.jobs
+    name = job.plan.request_id
+    _, sequence = running.manager._routes[name]
+    before = len(sent(running.backend))
+    running.backend.positions.pop(name)
+    plan = running.backend.plans.pop(name)
+    running.backend._release(replace(job, plan=plan), P + 2)
+    await until(sequence.released.is_set)
+    await talk.say(gain(2, 3.0))
+    refused = await asyncio.wait_for(talk.hear("refused"), 5)
+    assert refused.update_id == 2
+    assert len(sent(running.backend)) == before
+    running.backend.hold.set()
+    assert (await talk.end())[-1].receipt.gain_count == 1
 
 
 async def test_4000_gains_take_no_room_and_count_as_no_updates(starter) -> None:
