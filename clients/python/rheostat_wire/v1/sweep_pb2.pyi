@@ -59,8 +59,8 @@ class _SweepPriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SweepPr
     SWEEP_PRIORITY_UNSPECIFIED: _SweepPriority.ValueType  # 0
     """Refused with REASON_UNKNOWN_ENUM."""
     SWEEP_PRIORITY_BACKGROUND: _SweepPriority.ValueType  # 1
-    """A cell runs while no request waits. While the engine generates for requests, one cell runs at a
-    time, in a part of the engine's steps.
+    """A cell runs while no request waits. While the engine generates for requests, cells begin in
+    bursts, with many steps between them, so that few tokens of requests come later.
     """
     SWEEP_PRIORITY_NORMAL: _SweepPriority.ValueType  # 2
     """A cell is a request like others."""
@@ -71,8 +71,8 @@ class SweepPriority(_SweepPriority, metaclass=_SweepPriorityEnumTypeWrapper):
 SWEEP_PRIORITY_UNSPECIFIED: SweepPriority.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
 SWEEP_PRIORITY_BACKGROUND: SweepPriority.ValueType  # 1
-"""A cell runs while no request waits. While the engine generates for requests, one cell runs at a
-time, in a part of the engine's steps.
+"""A cell runs while no request waits. While the engine generates for requests, cells begin in
+bursts, with many steps between them, so that few tokens of requests come later.
 """
 SWEEP_PRIORITY_NORMAL: SweepPriority.ValueType  # 2
 """A cell is a request like others."""
