@@ -1,11 +1,29 @@
 """The prefix cache under steering: what is shared, what is not, and that a hit changes nothing."""
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from rheostat_engine import OPEN_END, Act, Band, Kind, Plan, Spans
+from rheostat_engine import (
+    OPEN_END,
+    Act,
+    Activation,
+    Band,
+    Combine,
+    Form,
+    Gate,
+    GateCondition,
+    Hold,
+    Kind,
+    Normalise,
+    Plan,
+    Pool,
+    Reading,
+    Spans,
+)
 
 from .models import VOCAB
 from .offline import OfflineEngine, Outcome
@@ -22,6 +40,17 @@ MATES = 24
 
 def ablate(seed: int, site: int, spans: Spans = EVERYWHERE) -> Act:
     return Act(Kind.PULL, (vector(seed)[0],), ((site, (0,)),), spans, bands=(Band(0.0, 0.0, 1.0),))
+
+
+def late_gate(seed: int) -> Plan:
+    """An addition under a gate that the prompt's last token decides, and leaves shut."""
+    last = SHARED + 19
+    reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
+    where = ((last, last + 1),)
+    read = Act(Kind.READ, (vector(0)[0],), ((8, (0,)),), where, reading=reading)
+    condition = GateCondition((0,), Pool.LAST, Combine.ANY, 1e6, math.inf, 1, last)
+    gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.REST, late=last + 1)
+    return steer(replace(add(seed, 4), gate=gate), read)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +115,10 @@ def test_steering_from_the_middle_shares_what_lies_before(engine: OfflineEngine)
     plans = [steer(add(i, 4, ((750, OPEN_END),))) for i in range(MATES)]
     rate = hit_rate(engine, None, list(plans))
     assert rate == (750 // BLOCK) * BLOCK / SHARED
+
+
+def test_requests_whose_late_gate_stays_shut_share_the_plain_prompt(engine: OfflineEngine) -> None:
+    assert hit_rate(engine, None, [late_gate(i) for i in range(MATES)]) >= 0.98
 
 
 @pytest.mark.parametrize(

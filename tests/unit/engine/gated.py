@@ -142,12 +142,21 @@ class _Values(NamedTuple):
     """Readings in a row of which the pooled value lay between the bounds."""
 
 
-def _near(number: float, *bounds: float) -> None:
-    assume(all(abs(number - bound) > _NEAR for bound in bounds if math.isfinite(bound)))
+Check = Callable[..., object]
+"""Called with a number and the bounds that it must not be near, where rounding would decide."""
+
+
+def _assume_apart(number: float, *bounds: float) -> None:
+    assume(apart(number, bounds, _NEAR))
+
+
+def apart(number: float, bounds: Sequence[float], margin: float) -> bool:
+    """Whether a number is further than a margin from all bounds."""
+    return all(abs(number - bound) > margin for bound in bounds if math.isfinite(bound))
 
 
 def _values(
-    condition: Condition, column: int, history: Sequence[Columns], first: int
+    condition: Condition, column: int, history: Sequence[Columns], first: int, check: Check
 ) -> _Values | None:
     """What a column of a condition says at the last position of a history, if anything."""
     once = condition.decided_at != NEVER
@@ -170,7 +179,7 @@ def _values(
     stays_above = condition.above if condition.stays_above is None else condition.stays_above
     stays_below = condition.below if condition.stays_below is None else condition.stays_below
     for number in numbers:
-        _near(number, condition.above, condition.below, stays_above, stays_below)
+        check(number, condition.above, condition.below, stays_above, stays_below)
         stays = run >= condition.for_tokens and stays_above < number < stays_below
         run = run + 1 if stays or condition.above < number < condition.below else 0
     return _Values(numbers[-1], run)
@@ -187,11 +196,11 @@ def _combined(numbers: Sequence[float], combine: Combine) -> float:
     return float(np.mean(numbers))
 
 
-def _opened(gate: Gate, history: Sequence[Columns], first: int) -> float:
+def _opened(gate: Gate, history: Sequence[Columns], first: int, check: Check) -> float:
     """How far a gate opens at the last position of a history."""
     parts = []
     for condition in gate.conditions:
-        values = [_values(condition, column, history, first) for column in condition.columns]
+        values = [_values(condition, column, history, first, check) for column in condition.columns]
         if condition.combine is Combine.SUM:
             if None in values:
                 return 0.0
@@ -201,25 +210,27 @@ def _opened(gate: Gate, history: Sequence[Columns], first: int) -> float:
         parts.append(_combined(scores, condition.combine))
     evidence = _combined(parts, gate.combine)
     if gate.form is Form.STEP:
-        _near(evidence, gate.a)
+        check(evidence, gate.a)
         return float(evidence > gate.a)
     if gate.form is Form.SIGMOID:
         return 1 / (1 + math.exp(-gate.b * (evidence - gate.a)))
-    _near(evidence, gate.a)
+    check(evidence, gate.a)
     return min(max((evidence - gate.a) / (gate.b - gate.a), 0.0), 1.0)
 
 
-def openness(gate: Gate, history: Sequence[Columns], first: int) -> float:
-    """How far a gate is open at the last position of a history.
+def openings(
+    gate: Gate, history: Sequence[Columns], first: int, check: Check = _assume_apart
+) -> list[float]:
+    """How far a gate is open at each position of a history.
 
     Args:
         gate: the gate.
         history: what was read of each token.
         first: the position of the first of them.
+        check: called with every number that is compared.
     """
     opened: dict[int, float] = {}
     """By position, at the events: how far it opens there."""
-    last = first + len(history) - 1
     for position, columns in enumerate(history, first):
         event = any(
             position == one.decided_at
@@ -228,7 +239,18 @@ def openness(gate: Gate, history: Sequence[Columns], first: int) -> float:
             for one in gate.conditions
         )
         if event:
-            opened[position] = _opened(gate, history[: position - first + 1], first)
+            opened[position] = _opened(gate, history[: position - first + 1], first, check)
+    return [_openness(gate, opened, last) for last in range(first, first + len(history))]
+
+
+def openness(gate: Gate, history: Sequence[Columns], first: int) -> float:
+    """How far a gate is open at the last position of a history. Arguments as in `openings`."""
+    return openings(gate, history, first)[-1]
+
+
+def _openness(gate: Gate, opened: dict[int, float], last: int) -> float:
+    """How far a gate is open at a position, after it has opened so far at others."""
+    opened = {position: one for position, one in opened.items() if position <= last}
     if gate.late:  # what is read of a token counts behind it alone
         opened = {position: one for position, one in opened.items() if position < last}
         opened = opened if last >= gate.late else {}
@@ -261,7 +283,7 @@ def _read(act: Act, rows: tuple[int, ...], x: Row, vectors: Vectors) -> float:
         case Activation.RELU:
             return max(z, 0.0)
         case Activation.JUMP_RELU:
-            _near(z, act.reading.theta)
+            _assume_apart(z, act.reading.theta)
             return z if z > act.reading.theta else 0.0
         case Activation.TANH:
             return math.tanh(z)
