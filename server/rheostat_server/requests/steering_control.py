@@ -139,12 +139,12 @@ class SteeringControl:
             RheostatError: it is malformed, too many wait, or the request has ended. It is not
                 answered then.
         """
-        if all(sequence.ended for sequence in self._active.own_samples) or self._active.closed:
-            raise RequestNotFound(_ENDED)
         most, what = WAITING_UPDATES, "updates"
         if isinstance(change.what, gain_pb2.Gain):
             check_gain(change.what)
             most, what = WAITING_GAINS, "gains"
+        if all(sequence.ended for sequence in self._active.own_samples) or self._active.closed:
+            raise RequestNotFound(_ENDED)
         kind = change.watch, change.is_gain
         if self._unanswered[kind] >= most:
             raise QueueFull(
