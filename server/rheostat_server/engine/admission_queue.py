@@ -107,6 +107,8 @@ class AdmissionQueue:
         )
         self._note_shortage(queued, shortage)
         queue = self._background if background else self._ordinary
+        if background and not queue:  # an earlier one may have left without being admitted
+            self._overtaken = 0
         queue.append(queued)
         try:
             async with asyncio.timeout(self.timeout):

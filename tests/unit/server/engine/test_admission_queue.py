@@ -419,6 +419,22 @@ async def test_those_in_the_background_are_overtaken_so_many_times_and_no_more(i
     cells[1].cancel()
 
 
+async def test_one_in_the_background_does_not_inherit_the_turn_of_one_that_left() -> None:
+    crowd = Crowd(rows=3)
+    await crowd.enter("first", 1)
+    await crowd.enter("second", 2)
+    cell = await crowd.wait_in_line("cell", 3, 4, background=True)
+    for number in range(admission_queue._OVERTAKING):
+        name = f"ordinary {number}"
+        await asyncio.wait_for(crowd.enter(name, 5), 10)
+        crowd.line.release(crowd.held[name])
+    cell.cancel()
+    await until(lambda: crowd.line.waiting == 0)
+    cell = await crowd.wait_in_line("next cell", 3, 4, background=True)
+    await asyncio.wait_for(crowd.enter("ordinary", 5), 10)
+    cell.cancel()
+
+
 async def test_one_that_is_overtaken_enters_when_it_shares_what_came_before_it() -> None:
     crowd = Crowd(rows=2)
     await crowd.enter("first", 1)
