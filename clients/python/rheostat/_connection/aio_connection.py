@@ -6,6 +6,7 @@ A connection belongs to the event loop in which it makes its first call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, Self
 
@@ -94,8 +95,12 @@ class BidiResponses(Responses[Answer]):
         return await self._status.behind(error)
 
     def send(self, request: Message | None) -> None:
-        """Send a request; None ends the stream of requests. Thread-safe."""
-        self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
+        """Send a request; None ends the stream of requests. Thread-safe.
+
+        Does nothing once the event loop is closed, because its calls have ended with it.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the call has ended."""

@@ -122,3 +122,18 @@ def test_a_call_has_its_own_timeout_where_it_is_given_one(client, server, refusa
     ):
         with pytest.raises(rheostat.DeadlineExceeded, match="timeout of 70 s"):
             client.run(use)
+
+
+def test_a_watch_whose_event_loop_is_closed_can_be_finished(server):
+    along = rheostat.inline(np.ones((1, 2), np.float32))
+    mood = rheostat.probe(along, points="resid_post", layers=0, name="mood")
+
+    async def begin() -> rheostat.aio.Watch:
+        watch = rheostat.aio.connect(server.target).watch(probes=mood, every=True)
+        await asyncio.sleep(0.01)
+        return watch
+
+    loop = asyncio.new_event_loop()
+    watch = loop.run_until_complete(begin())
+    loop.close()
+    watch.finish()
