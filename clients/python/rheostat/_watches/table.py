@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _MOST_LABELS = 12
 """Lines of a plot beyond which they are not named."""
 
+_OWN_COLUMNS = ("request_id", "sample", "position", "fired")
+"""Columns of a data frame that are no readings."""
+
 _Key = tuple[str, int]
 _NONE = np.zeros(0, np.int64)
 
@@ -93,7 +96,7 @@ class WatchTable(Mapping[tuple[str, int], Readings]):
 
         Its columns are "request_id", "sample", "position", one for each column of the readings,
         and "fired": the names of the rules that fired there, separated by spaces. A column has the
-        name of its probe, and of its site if the probe reads at several.
+        name of its probe, and of its site if the probe reads at several or has one of these names.
 
         Raises Refused if pandas is not installed.
         """
@@ -114,7 +117,7 @@ class WatchTable(Mapping[tuple[str, int], Readings]):
             frame["fired"] = fired
             frames.append(frame)
         if not frames:
-            return pandas.DataFrame(columns=["request_id", "sample", "position", "fired"])
+            return pandas.DataFrame(columns=[*_OWN_COLUMNS])
         return pandas.concat(frames, ignore_index=True)
 
     def plot(self, path: str | Path | None = None, probe: Probe | str | None = None) -> Figure:
@@ -157,8 +160,8 @@ class WatchTable(Mapping[tuple[str, int], Readings]):
 
 
 def column_names(columns: tuple[SignalColumn, ...]) -> list[str]:
-    """The name of each column: its probe, and its site if the probe reads at several."""
-    probes = [column.probe for column in columns]
+    """The name of each column: its probe, and its site if the name would not be unique."""
+    probes = [*_OWN_COLUMNS, *(column.probe for column in columns)]
     return [
         column.probe if probes.count(column.probe) == 1 else f"{column.probe} {column.site}"
         for column in columns

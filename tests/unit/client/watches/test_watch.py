@@ -286,6 +286,17 @@ def test_a_table_becomes_a_dataframe(starter, kind) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["request_id", "sample", "position", "fired"])
+def test_a_probe_named_as_a_column_of_the_dataframe_keeps_its_readings(running, kind, name) -> None:
+    probe = rheostat.probe(ALONG, points="resid_post", layers=0, name=name)
+    with kind(running.target).watch(probes=probe, every=True) as watch:
+        running.generate("a", tokens=2)
+        frame = table_of(events_of(watch)).to_dataframe()
+    column = f"{name} resid_post[0]"
+    assert list(frame) == ["request_id", "sample", "position", column, "fired"]
+    assert frame[column].tolist() == [reading(0, p) for p in range(4)]
+
+
 def test_a_table_is_drawn(starter, kind, tmp_path) -> None:
     running = starter(high(4))
     rule = rheostat.Rule("seen", MOOD.above(1), rheostat.Observe())
