@@ -17,6 +17,7 @@ from rheostat_engine import (
     Attached,
     EngineSettings,
     Event,
+    Gained,
     Installed,
     ModelSites,
     Plan,
@@ -41,6 +42,7 @@ class Outcome:
     cached: int
     installed: Installed | None = None
     attached: list[Attached] = field(default_factory=list)
+    gained: list[Gained] = field(default_factory=list)
     released: Released | None = None
     rows: dict[int, dict[int, npt.NDArray[Any]]] = field(default_factory=dict)
     """Captured rows by site, then position."""
@@ -219,6 +221,8 @@ class OfflineEngine:
                 outcome.released = event
             elif isinstance(event, Attached):
                 outcome.attached.append(event)
+            elif isinstance(event, Gained):
+                outcome.gained.append(event)
             elif isinstance(event, SignalRows):
                 self._add_signals(outcome, event, request_id)
             else:

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rheostat_engine import EXTRA_ARG, Plan
+from rheostat_engine import EXTRA_ARG, Act, GainsUpdate, Plan
+from rheostat_engine.plan.gains import updates_to
 
 if TYPE_CHECKING:
     from .offline import OfflineEngine, Outcome
@@ -57,6 +58,20 @@ class Stepped:
         changes = {name: (number, plan.to_wire()) for name, plan in wanted.items()}
         self._engine.llm.collective_rpc("rheostat_update_captures", args=(changes,))
         self._changed |= set(wanted)
+
+    def give_gains(self, name: str, acts: tuple[Act, ...]) -> None:
+        """Gives the present acts of a request, `acts`, the gains that `acts` name."""
+        update = Plan(name, acts, gained=True).to_wire(), [name], 0
+        answers = self._engine.llm.collective_rpc("rheostat_update_steering", args=([update],))
+        assert not any(error for [[(_, error)]] in answers), answers
+
+    def set_gains(self, change: int, name: str, gains: dict[int, float]) -> None:
+        """Changes gains of a request from its next step on; only where vLLM runs in this process.
+
+        They must have been given before.
+        """
+        wire = updates_to([GainsUpdate(name, change, 0, gains)])
+        self._inner.engine_core.engine_core.rheostat_set_gains(wire)
 
     def step(self, count: int = 1) -> None:
         """Goes on by some steps."""

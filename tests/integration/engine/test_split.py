@@ -1,6 +1,7 @@
 """A model split over two processes shows what Hugging Face's whole model shows, each row once."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ from rheostat_engine import ROUTERS, Plan, Point, Site, Window, site_count
 from .forked import Context
 from .models import EXPERTS, LAYERS, MIXTURES, build
 from .offline import OfflineEngine, Outcome
-from .plans import EVERYWHERE, add, capture, prompts, put, vector
+from .plans import EVERYWHERE, add, as_hooks, capture, prompts, put, vector
 from .reference import HfReference
 from .test_attach import assert_rows, everything, planned, stepping
+from .test_gates import check_cases
 from .test_positions import VECTORS, assert_as_reference
 
 pytestmark = pytest.mark.integration
@@ -144,6 +146,14 @@ def test_the_lens_is_read_by_the_last_stage(split: Split) -> None:
         np.testing.assert_allclose(logits, logprobs + normalizer, atol=2e-4)
 
 
+def test_gates_and_signals_are_those_of_the_whole_model(split: Split) -> None:
+    """Each rank decides by itself, from the whole stream."""
+    assert split.engine.sites is not None
+    if split.name != "llama" or split.engine.sites.world_size > 1:
+        pytest.skip("a model with other sites, or a pipeline, for which gates are not served")
+    check_cases(split.engine, split.reference)
+
+
 def test_each_row_is_delivered_by_one_worker(split: Split) -> None:
     before = split.engine.stats_of_all()
     (prompt,) = prompts(1, 20, 21, seed=2)
@@ -176,3 +186,30 @@ def test_requests_that_run_are_captured_from_one_position_on_all_workers(split: 
     for stats in split.engine.stats_of_all():
         held = {key: stats[key] for key in stats if key.endswith("_used") or key == "requests"}
         assert set(held.values()) == {0}
+
+
+def test_gains_act_from_one_position_on_all_workers(split: Split) -> None:
+    stepped = stepping(split.engine)
+    (prompt,) = prompts(1, 20, 21, seed=5)
+    stream, middle = range(site_count(LAYERS)), 4 * (LAYERS // 2)
+    acts = tuple(add(n, site, EVERYWHERE, 2.0) for n, site in enumerate((1, middle, middle + 2)))
+    stepped.begin("gained", prompt, Plan("", acts, capture(*stream).captures), 12)
+    stepped.step(4)
+    stepped.give_gains("gained", tuple(replace(act, gain=n) for n, act in enumerate(acts)))
+    stepped.set_gains(1, "gained", {0: 0.25, 1: 1.5})
+    stepped.step(3)
+    stepped.set_gains(2, "gained", {1: 0.0, 2: 3.0})
+    outcome = stepped.finish()["gained"]
+    tokens = [*prompt, *outcome.token_ids[:-1]]
+    one, two = (event.first for event in outcome.gained)
+    assert [event.change for event in outcome.gained] == [1, 2]
+    assert len(prompt) < one < two < len(tokens)
+    gains = {(0, one): (1, 1, 1), (one, two): (0.25, 1.5, 1), (two, len(tokens)): (0.25, 0, 3)}
+    expected = tuple(
+        replace(act, spans=(span,), scale=act.scale * gain)
+        for span, each in gains.items()
+        for act, gain in zip(acts, each, strict=True)
+    )
+    streams = split.reference.run(tokens, as_hooks(Plan("", expected), VECTORS, tokens)).streams
+    for site in stream:
+        np.testing.assert_allclose(outcome.stream(site), streams[site], rtol=1e-3, atol=1e-3)
