@@ -1,10 +1,10 @@
 """Time to the first token of requests that begin together, on a clock of the server's CPU time.
 
-What is real: all that the server's process does on its event loop, from the records of a front end
-to the records that it sends, with vLLM's `AsyncLLM`. What is modelled: the engine core, whose steps
-take times that are given, and a front end that forwards a call every `--call-us`. The clock is the
-CPU time of the main thread, without that of the model. So other processes of the machine hardly
-change the figures, and the work of front ends and clients is not in them.
+The server's event loop is real, from the records of a front end to the records that it sends, with
+vLLM's `AsyncLLM`. The engine core is a model, whose steps take given times. So is the front end,
+which forwards a call every `--call-us`. The clock is the CPU time of the main thread, without that
+of the model. So other processes of the machine hardly change the figures, and the work of front
+ends and clients is not in them.
 
 *AsyncLLM in process* is `AsyncLLM.generate` with the same engine core.
 

@@ -91,7 +91,7 @@ class Stream(NamedTuple):
 
 
 class Broken(Exception):
-    """What was read behind the steered site is not what the server reported."""
+    """The server reported another first position than the probe behind the steered site shows."""
 
 
 class Job(NamedTuple):

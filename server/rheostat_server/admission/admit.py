@@ -163,7 +163,7 @@ class AdmittedRequest:
     watch_parts: tuple[WatchPart, ...] = ()
     """What watches read of it."""
     unwatched: bool = False
-    """Whether watches pass it over, because they were told of the work that it belongs to."""
+    """Whether no watch reads it, as with the cells of a sweep."""
     in_session: bool = False
     """Whether its client may change its steering."""
     background: bool = False

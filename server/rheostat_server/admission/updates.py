@@ -46,7 +46,7 @@ class CompiledUpdate(NamedTuple):
     """Steering for a running request."""
 
     own: tuple[Intervention, ...]
-    """Those of the update."""
+    """The interventions of the update."""
     interventions: tuple[Intervention, ...]
     """All interventions, in order."""
     plan: Plan

@@ -300,7 +300,7 @@ def check_case(reference: HfReference, name: str, case: Case, outcome: Outcome) 
 def check_signals(
     case: Case, outcome: Outcome, history: Sequence[dict[int, float]], opened: Sequence[Float]
 ) -> None:
-    """What was sent of each token is what was read, and how far each gate was open."""
+    """The signals of each token have its readings, and how far each gate was open."""
     assert outcome.duplicates == 0
     assert sorted(outcome.signals) == list(range(len(history)))
     columns = case.plan.signals.readings

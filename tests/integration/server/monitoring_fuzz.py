@@ -71,7 +71,7 @@ def _name(end: End) -> str:
 
 
 def _problem(end: End) -> str:
-    """What is wrong with how a call ended; empty if nothing is."""
+    """Says why a call should not have ended so; empty if it may."""
     lost = end.code is grpc.StatusCode.UNAVAILABLE and end.reason == _LOST
     gone = end.code in (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DATA_LOSS)
     if not (lost or gone or end.code in EXPECTED) or not end.typed:

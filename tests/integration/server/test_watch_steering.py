@@ -1,6 +1,6 @@
 """What watches change of requests, against hooks in Hugging Face's model that do the same."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Self
@@ -106,25 +106,31 @@ def placed() -> list[Placed]:
     return [everywhere(OPS["add"], [1, 3]), everywhere(OPS["ablate"], [3])]
 
 
-def test_gains_of_a_watch_are_those_of_hugging_faces_hooks(
-    server: Server, engine: rheostat.Engine, reference: HfReference
-) -> None:
-    gains, steering = Gains(2), placed()
-    high = probe(name="mood").above(1e6)
-    with (
-        Steerer(server, (rheostat.Rule("never", high),)) as watch,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        future = threads.submit(watch.run, "red", gains, schedule(3, 2))
+def beside(
+    steer: Callable[[], None], engine: rheostat.Engine, steering: Sequence[Placed], tokens: int
+) -> rheostat.Generation:
+    """What the request "red" generates while `steer` runs in another thread."""
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(steer)
         out = engine.generate(
             PROMPT,
             request_id="red",
             labels=RED,
             steering=[one.ours for one in steering],
-            max_tokens=120,
+            max_tokens=tokens,
             **OPTIONS,
         )
         future.result()
+    return out
+
+
+def test_gains_of_a_watch_are_those_of_hugging_faces_hooks(
+    server: Server, engine: rheostat.Engine, reference: HfReference
+) -> None:
+    gains, steering = Gains(2), placed()
+    high = probe(name="mood").above(1e6)
+    with Steerer(server, (rheostat.Rule("never", high),)) as watch:
+        out = beside(lambda: watch.run("red", gains, schedule(3, 2)), engine, steering, 120)
     assert out.receipt.gain_count == gains.applied > 20
     check(reference, out, steering, gains)
     (by,) = out.receipt.watches
@@ -190,17 +196,8 @@ def test_a_layer_of_a_watch_is_that_of_hugging_faces_hooks(
             firsts.append(watch.set("layer", "red", layer))
         watch.run("red", gains, schedule(6, 1))
 
-    with Steerer(server) as watch, ThreadPoolExecutor(1) as threads:
-        future = threads.submit(steer, watch)
-        out = engine.generate(
-            PROMPT,
-            request_id="red",
-            labels=RED,
-            steering=[one.ours for one in own],
-            max_tokens=120,
-            **OPTIONS,
-        )
-        future.result()
+    with Steerer(server) as watch:
+        out = beside(lambda: steer(watch), engine, own, 120)
     length = len(out.prompt_token_ids) + len(out.token_ids)
     assert firsts == sorted(set(firsts))
     assert len(out.prompt_token_ids) < firsts[0] < firsts[-1] < length - 10
@@ -233,17 +230,8 @@ def test_steering_that_a_watch_puts_in_place_of_the_own_is_that_of_hooks(
         firsts.append(watch.set("replace", "red", other))
         watch.run("red", gains, schedule(7, 1))
 
-    with Steerer(server) as watch, ThreadPoolExecutor(1) as threads:
-        future = threads.submit(steer, watch)
-        out = engine.generate(
-            PROMPT,
-            request_id="red",
-            labels=RED,
-            steering=[one.ours for one in own],
-            max_tokens=80,
-            **OPTIONS,
-        )
-        future.result()
+    with Steerer(server) as watch:
+        out = beside(lambda: steer(watch), engine, own, 80)
     length = len(out.prompt_token_ids) + len(out.token_ids)
     (first,) = firsts
     assert gains.applied > 5

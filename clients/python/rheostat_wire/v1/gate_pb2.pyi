@@ -238,10 +238,11 @@ class Gate(_message.Message):
 
     Every site that is read for it comes before every site at which the intervention acts, in the
     order of the forward pass. Otherwise the gate is late: what is read of a token counts from the next
-    token on, and the gate is open at generated tokens alone. A late gate is held beyond the token that
-    was read, and its form is `step` unless all its conditions have `after_prompt` (REASON_GATE_ORDER).
-    Before its first condition is decided, a gate is shut. What a gated request computes depends on
-    run-time state, so its KV from the first gated token on is shared with no other request. At most 64 readings in all conditions together, and 32 different gates in a
+    token on, and at prompt tokens the gate is shut. A late gate is held beyond the token that was read,
+    and its form is `step` unless all its conditions have `after_prompt` (REASON_GATE_ORDER). Before its
+    first condition is decided, a gate is shut; with `invert`, it is open where it would be shut. What a
+    gated request computes depends on run-time state, so its KV from the first gated token on is shared
+    with no other request. At most 64 readings in all conditions together, and 32 different gates in a
     request (REASON_INVALID_VALUE).
 
     Served in GenerateRequest.steering and in policies. In updates of sessions, in the steering of sweeps
