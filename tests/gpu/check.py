@@ -379,7 +379,7 @@ def check_model(
     yield results
     results |= check_raw(ours, batch[0])
     yield results
-    read = Site(Point.RESID_POST, layers // 4).index
+    read = Site(Point.RESID_PRE, layers // 4).index  # in front of `middle` in small models too
     found = guarded(
         "gates", lambda: check_gates(ours, plain, batch, read, middle, vector, sampling)
     )
@@ -536,7 +536,7 @@ def main() -> None:
         if "points" in only:
             checks.run("points", lambda: check_blocks(scratch, shared))
         if "services" in only:
-            flags = ["--dtype=bfloat16", "--gpu-memory-utilization=0.4", "--front-ends=0"]
+            flags = ["--dtype=bfloat16", "--kv-cache-memory-mib=4096", "--front-ends=0"]
             log = arguments.out.with_suffix(".services.log")
             checks.run("services", lambda: check_services(log, flags))
         if "fp8" in only:
