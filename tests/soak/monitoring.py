@@ -73,7 +73,7 @@ def main() -> None:
         log = Path(folder) / "log"
         with served_process("demo", log, _OPTIONS) as server:
             drawn = attempts(arguments.seed, arguments.calls, arguments.first)
-            outcome = play(server.target, log, drawn)
+            outcome = play(server.target, log, drawn, arguments.first)
     seconds = time.monotonic() - began
     found = report(outcome, arguments.seed, arguments.first, arguments.calls, seconds)
     if arguments.out is not None:

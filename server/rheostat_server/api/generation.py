@@ -1,6 +1,6 @@
 """GenerationService: prompts in; tokens, tensors and a receipt out."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from rheostat_server.admission.admit import admit
@@ -12,6 +12,7 @@ from rheostat_server.generation.explain import explain
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.session import run_session
 from rheostat_server.prompts.prompts import PromptTokens
+from rheostat_server.tasks.client_messages import ClientMessages
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import (
@@ -54,7 +55,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
 
     async def Session(  # type: ignore[override]  # as in Generate
         self,
-        request_iterator: AsyncIterator[generation_service_pb2.SessionRequest],
+        request_iterator: ClientMessages[generation_service_pb2.SessionRequest],
         context: Context,
     ) -> AsyncGenerator[generation_service_pb2.SessionResponse | MessageParts, None]:
         """Runs one request whose steering its client may change."""

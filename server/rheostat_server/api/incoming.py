@@ -9,7 +9,8 @@ The rules:
 
 * A call counts from its start. A call above the limit is refused before its message is read.
 * A large request reserves memory in `REQUESTS_BYTES` before it is decoded, until its call ends. A
-  later message of a stream reserves memory until the next message arrives.
+  later message of a stream reserves memory until the next message arrives, and for longer if its
+  handler keeps it (`Messages.keep`).
 * The fields and the packed numbers of a message are counted before it is decoded. Both numbers are
   limited.
 * Large messages, and messages of many fields or numbers, are walked and decoded in turns. All turns
@@ -27,6 +28,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Generic, TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor
@@ -373,10 +375,18 @@ class Incoming:
             raise MissingField("the call ended without a request")
         return request
 
-    async def each(
+    def each(self, call: Call, reader: "Reader[Request]", most: int) -> "Messages[Request]":
+        """Reads the messages of a stream. Raises as `first`."""
+        return Messages(self, self._each(call, reader, most))
+
+    def keep(self) -> Callable[[], None]:
+        """See `Messages.keep`."""
+        kept, self._last = self._last, 0
+        return partial(self._calls.give_back, kept)
+
+    async def _each(
         self, call: Call, reader: "Reader[Request]", most: int
     ) -> AsyncGenerator[Request, None]:
-        """Reads the messages of a stream. Raises as `first`."""
         message = await self.first(call, reader, most)
         while message is not None:
             yield message
@@ -413,6 +423,27 @@ class Incoming:
             return 0
         self._calls.take(size)
         return size
+
+
+class Messages(Generic[Request]):
+    """The messages of a stream; see `ClientMessages`."""
+
+    def __init__(self, incoming: Incoming, messages: AsyncGenerator[Request, None]) -> None:
+        """None was read. `messages` reads them, and `incoming` counts them."""
+        self._messages = messages
+        self.keep = incoming.keep
+        """Keeps the memory of the latest message reserved until the result is called, once. The
+        memory of the first message is reserved until the call ends anyway."""
+
+    def __aiter__(self) -> "Messages[Request]":
+        return self
+
+    async def __anext__(self) -> Request:
+        return await anext(self._messages)
+
+    async def aclose(self) -> None:
+        """Reads no more."""
+        await self._messages.aclose()
 
 
 class Reader(Generic[Request]):

@@ -1,6 +1,6 @@
 """MonitorService: watches."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from rheostat_server.api.readiness import Readiness
@@ -8,6 +8,7 @@ from rheostat_server.api.rpc import Context
 from rheostat_server.errors import WarmingUp
 from rheostat_server.monitors.call import refuse_resumption, watch
 from rheostat_server.subscriptions.event_stream import Outgoing
+from rheostat_server.tasks.client_messages import ClientMessages
 from rheostat_wire.v1 import monitor_service_pb2, monitor_service_pb2_grpc
 
 
@@ -20,7 +21,7 @@ class MonitorService(monitor_service_pb2_grpc.MonitorServiceServicer):
 
     async def Watch(  # type: ignore[override]  # `Rpcs` also sends messages in wire format
         self,
-        request_iterator: AsyncIterator[monitor_service_pb2.WatchRequest],
+        request_iterator: ClientMessages[monitor_service_pb2.WatchRequest],
         context: Context,
     ) -> AsyncGenerator[Outgoing, None]:
         """Streams readings while requests run."""

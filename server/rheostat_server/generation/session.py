@@ -5,7 +5,7 @@ precedes the receipt.
 """
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from rheostat_server.admission.admit import admit
@@ -24,6 +24,7 @@ from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.response_queue import Notice
 from rheostat_server.requests.steering_change import Change, refused
+from rheostat_server.tasks.client_messages import ClientMessages
 from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 
@@ -35,7 +36,7 @@ Answer = generation_service_pb2.SessionResponse
 
 
 async def run_session(
-    messages: AsyncIterator[Message], manager: RequestManager
+    messages: ClientMessages[Message], manager: RequestManager
 ) -> AsyncGenerator[Answer | MessageParts, None]:
     """Runs a session: applies its client's messages, and yields the answers.
 
@@ -48,7 +49,7 @@ async def run_session(
         admitted = await admit(request, manager.admission, changeable=True)
 
         async def listen(active: ActiveRequest) -> None:
-            await _Control(active).listen(messages)
+            await _Control(active, messages).listen()
 
         async with aclosing(run(admitted, manager, listen)) as happenings:
             async for happening in happenings:
@@ -60,7 +61,7 @@ async def run_session(
         raise
 
 
-async def _opening(messages: AsyncIterator[Message]) -> generation_service_pb2.GenerateRequest:
+async def _opening(messages: ClientMessages[Message]) -> generation_service_pb2.GenerateRequest:
     async for message in messages:
         if message.WhichOneof("action") != "start":
             break
@@ -87,14 +88,15 @@ def _to_wire(happening: Response | CapturedRows | Notice) -> Answer | MessagePar
 class _Control:
     """Carries out a client's messages to a running request."""
 
-    def __init__(self, active: ActiveRequest) -> None:
+    def __init__(self, active: ActiveRequest, messages: ClientMessages[Message]) -> None:
         self._active = active
+        self._messages = messages
         self._last_number = 0
 
-    async def listen(self, messages: AsyncIterator[Message]) -> None:
+    async def listen(self) -> None:
         """Reads the client's messages, until the client sends no more."""
         try:
-            async for message in messages:
+            async for message in self._messages:
                 self._hear(message)
         except RheostatError as error:
             self._active.fail(error)
@@ -140,4 +142,14 @@ class _Control:
             return
         assert self._active.control is not None  # a session's request can be changed
         what = message.gain if action == "gain" else message.steering
-        self._active.control.submit(Change(message.update_id, what, self._active.notify))
+        release = self._messages.keep()
+
+        def answer(notice: Notice) -> None:
+            release()
+            self._active.notify(notice)
+
+        try:
+            self._active.control.submit(Change(message.update_id, what, answer))
+        except RheostatError:
+            release()
+            raise

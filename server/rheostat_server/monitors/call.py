@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 
@@ -20,6 +20,7 @@ from rheostat_server.monitors.registry import Watches, gone_with_its_server
 from rheostat_server.monitors.watch import Response, Watch
 from rheostat_server.subscriptions.event_stream import Outgoing
 from rheostat_server.subscriptions.stream_call import call_events
+from rheostat_server.tasks.client_messages import ClientMessages
 from rheostat_wire.v1 import generation_pb2, monitor_service_pb2
 
 Message = monitor_service_pb2.WatchRequest
@@ -40,7 +41,7 @@ _FIRST_MESSAGE_SECONDS = 1.0
 
 
 async def watch(
-    messages: AsyncIterator[Message],
+    messages: ClientMessages[Message],
     watches: Watches,
     stop: StopRequest,
     steer: SteerRequest,
@@ -79,14 +80,14 @@ async def watch(
         credit=opened.credit_bytes,
         batched=opened.batches,
         attach=attach,
-        handle=partial(_handle, stop, steer),
+        handle=partial(_handle, stop, steer, messages.keep),
     )
     async with aclosing(events):
         async for event in events:
             yield event
 
 
-async def refuse_resumption(messages: AsyncIterator[Message]) -> None:
+async def refuse_resumption(messages: ClientMessages[Message]) -> None:
     """Refuses to resume a watch while the server loads its model.
 
     Raises:
@@ -100,7 +101,7 @@ async def refuse_resumption(messages: AsyncIterator[Message]) -> None:
                 raise gone_with_its_server(opened.resume.watch_id)
 
 
-async def _opening(messages: AsyncIterator[Message]) -> monitor_service_pb2.WatchOpen:
+async def _opening(messages: ClientMessages[Message]) -> monitor_service_pb2.WatchOpen:
     async for message in messages:
         if message.WhichOneof("action") != "open":
             raise MissingField("the first message is open", field="open")
@@ -108,7 +109,13 @@ async def _opening(messages: AsyncIterator[Message]) -> monitor_service_pb2.Watc
     raise MissingField("the first message is open", field="open")
 
 
-def _handle(stop: StopRequest, steer: SteerRequest, found: Watch, message: Message) -> bool:
+def _handle(
+    stop: StopRequest,
+    steer: SteerRequest,
+    keep: Callable[[], Callable[[], None]],
+    found: Watch,
+    message: Message,
+) -> bool:
     """Carries out a message that acts on a request. It is answered now or later."""
     action = message.WhichOneof("action")
     if action not in ("stop", "steer"):
@@ -118,7 +125,7 @@ def _handle(stop: StopRequest, steer: SteerRequest, found: Watch, message: Messa
     try:
         found.check_update(number)
         if action == "steer":
-            _steer(steer, found, message.steer)
+            _steer(steer, keep, found, message.steer)
             return True
         _stop(stop, found, message.stop)
         response.applied.update_id = number
@@ -129,7 +136,12 @@ def _handle(stop: StopRequest, steer: SteerRequest, found: Watch, message: Messa
     return True
 
 
-def _steer(steer: SteerRequest, found: Watch, message: monitor_service_pb2.WatchSteer) -> None:
+def _steer(
+    steer: SteerRequest,
+    keep: Callable[[], Callable[[], None]],
+    found: Watch,
+    message: monitor_service_pb2.WatchSteer,
+) -> None:
     validation.matches(message.request_id, validation.REQUEST_ID, "steer.request_id")
     if not found.settings.steers:
         raise NotSupported(
@@ -140,7 +152,10 @@ def _steer(steer: SteerRequest, found: Watch, message: monitor_service_pb2.Watch
     if message.WhichOneof("change") is None:
         raise MissingField("one of layer, gain and replace is required", field="steer")
 
+    release = keep()
+
     def answer(result: generation_pb2.UpdateApplied | generation_pb2.UpdateRefused) -> None:
+        release()
         if isinstance(result, generation_pb2.UpdateApplied):
             found.answer_later(Response(applied=result))
         else:
@@ -149,9 +164,11 @@ def _steer(steer: SteerRequest, found: Watch, message: monitor_service_pb2.Watch
     try:
         running = steer(found, message, answer)
     except RheostatError as error:
+        release()
         error.field = f"steer.{error.field}" if error.field else ""
         raise
     if not running:
+        release()
         raise RequestNotFound(_NOT_RUNNING, field="steer.request_id")
 
 

@@ -18,6 +18,7 @@ from rheostat_wire.v1 import (
     gain_pb2,
     generation_service_pb2,
     monitor_service_pb2,
+    steering_pb2,
 )
 
 from .hostile import EXPLAIN, GENERATE, SESSION, Attempt, explained, serialized, spoilt
@@ -34,7 +35,9 @@ _TOKENS = 12
 _ROW = np.linspace(-1, 1, 128, dtype=np.float32)[None]
 _PROMPTS: Sequence[Any] = ("My day was", [0, 790, 593, 282], [5] * 140)
 _POOLS: Sequence[Any] = ("last", "mean", "max")
-_HOLDS: Sequence[Any] = ("token", "next_token", "rest", "until_read", 1, 3)
+_LATE_HOLDS: Sequence[Any] = ("next_token", "rest", "until_read", 1, 3)
+"""How long a gate that is late may be held."""
+_HOLDS = ("token", *_LATE_HOLDS)
 _READS = (None, None, "prompt", "generated", positions(0, -1), window(0, 3), generated(0))
 
 
@@ -114,23 +117,31 @@ def _condition(rng: random.Random, probe: rheostat.Probe) -> Condition:
     return probe.above(bound, **options)
 
 
+def _placed(rng: random.Random, *, late: bool = False) -> rheostat.Intervention:
+    """An intervention behind the layers that are read; `late`: before some of them."""
+    dose = rheostat.inline(_ROW) * 0.1
+    op = rng.choice([dose, dose, rheostat.ablate(rheostat.inline(_ROW))])
+    layers = [1, 4] if late else [4, 5]
+    return op.at(points="resid_post", layers=layers, where=rng.choice(_READS))
+
+
 def _gated(rng: random.Random) -> list[rheostat.Intervention]:
     """Interventions, most behind gates, up to as many gates as there may be."""
     found = []
     for number in range(rng.choice([0, 1, 1, 2, 5, 32])):
-        dose = rheostat.inline(_ROW) * 0.1
-        op = rng.choice([dose, dose, rheostat.ablate(rheostat.inline(_ROW))])
-        placed = op.at(points="resid_post", layers=[4, 5], where=rng.choice(_READS))
+        late = rng.random() < 0.2
+        placed = _placed(rng, late=late)
         if rng.random() < 0.2:
             found.append(placed)
             continue
         probe = _probe(rng, f"probe-{number}", [number % 3, 3])
-        form = rng.choice([None, None, rheostat.Sigmoid(2.0, 0.0), rheostat.Ramp(-1.0, 1.0)])
+        smooth = (rheostat.Sigmoid(2.0, 0.0), rheostat.Ramp(-1.0, 1.0))
+        form = None if late else rng.choice([None, None, *smooth])
         condition = _condition(rng, probe) if form is None else probe.summed(pool="mean")
         gate = rheostat.gate(
             condition,
             form=form,
-            hold=rng.choice(_HOLDS),
+            hold=rng.choice(_LATE_HOLDS if late else _HOLDS),
             invert=rng.random() < 0.1,
             signals=rng.random() < 0.3,
         )
@@ -138,19 +149,28 @@ def _gated(rng: random.Random) -> list[rheostat.Intervention]:
     return found
 
 
-def _rules(rng: random.Random, count: int, *, ends_all: bool = True) -> list[rheostat.Rule]:
-    actions = (
+def _rules(rng: random.Random, count: int, *, of_watch: bool = False) -> list[rheostat.Rule]:
+    actions: list[rheostat.Observe | rheostat.Stop | rheostat.Steer] = [
         rheostat.Observe(),
         rheostat.Observe(),
         rheostat.Stop(
-            "why", drop_sampled=rng.random() < 0.5, all_samples=ends_all and rng.random() < 0.3
+            "why",
+            drop_sampled=rng.random() < 0.5,
+            all_samples=not of_watch and rng.random() < 0.3,
         ),
-    )
-    probes = [_probe(rng, f"ruled-{number}", [number, 3]) for number in range(2)]
-    return [
-        rheostat.Rule(f"rule-{n}", _condition(rng, rng.choice(probes)), rng.choice(actions))
-        for n in range(count)
     ]
+    if not of_watch or rng.random() < 0.1:
+        late = rng.random() < 0.5
+        count_steered = rng.choice([1, 1, 3])
+        actions.append(rheostat.Steer([_placed(rng, late=late) for _ in range(count_steered)]))
+    probes = [_probe(rng, f"ruled-{number}", [number, 3]) for number in range(2)]
+    found = []
+    for number in range(count):
+        action = rng.choice(actions)
+        hold = rng.choice([None, *_LATE_HOLDS]) if isinstance(action, rheostat.Steer) else None
+        condition = _condition(rng, rng.choice(probes))
+        found.append(rheostat.Rule(f"rule-{number}", condition, action, hold=hold))
+    return found
 
 
 def _name(rng: random.Random, number: int) -> str:
@@ -180,6 +200,14 @@ def _gain(rng: random.Random) -> gain_pb2.Gain:
     return gain_pb2.Gain(factor=rng.choice([0.0, 0.5, 1.0, 16.0]), interventions=some)
 
 
+def _replacing(rng: random.Random) -> steering_pb2.Steering:
+    """Steering for a request that runs."""
+    steering = rng.choice(
+        [[], [_placed(rng)], [_placed(rng), _placed(rng, late=True)], _gated(rng)]
+    )
+    return steering_to_wire(steering) or steering_pb2.Steering()
+
+
 def _session(rng: random.Random, number: int) -> Iterator[Message]:
     kind = generation_service_pb2.SessionRequest
     yield kind(start=_request(rng, number))
@@ -187,9 +215,7 @@ def _session(rng: random.Random, number: int) -> Iterator[Message]:
         if rng.random() < 0.8:
             yield kind(update_id=update_id, gain=_gain(rng))
         else:
-            plain = rheostat.inline(_ROW).at(points="resid_post", layers=[1, 4])
-            steering = steering_to_wire(rng.choice([[plain], [], _gated(rng)]))
-            yield kind(update_id=update_id, steering=steering)
+            yield kind(update_id=update_id, steering=_replacing(rng))
     if rng.random() < 0.2:
         yield kind(update_id=99, stop=generation_service_pb2.SessionStop())
 
@@ -212,7 +238,7 @@ def _watch(rng: random.Random, number: int) -> Iterator[Message]:
         else:
             opened.filter.labels.labels[LABEL] = rng.choice(["red", "blue", "green"])
         probes = [_probe(rng, f"read-{n}", [n % 5, 5]) for n in range(rng.choice([1, 1, 2, 9]))]
-        rules = _rules(rng, rng.choice([0, 0, 1, 4]), ends_all=False)
+        rules = _rules(rng, rng.choice([0, 0, 1, 4]), of_watch=True)
         opened.probes.extend(probes_to_wire((), probes, rules))
         opened.rules.extend(rule.to_wire(f"rules[{n}]") for n, rule in enumerate(rules))
         opened.buffer_bytes = rng.choice([1 << 16, 1 << 16, 1 << 20, 1 << 20, 1])
@@ -236,9 +262,9 @@ def _watch(rng: random.Random, number: int) -> Iterator[Message]:
         else:
             change = service.WatchSteer(update_id=update_id, request_id=_name(rng, number))
             if what == 3:
-                change.layer.SetInParent()
+                change.layer.CopyFrom(_replacing(rng))
             elif what == 4:
-                change.replace.SetInParent()
+                change.replace.CopyFrom(_replacing(rng))
             else:
                 change.gain.CopyFrom(_gain(rng))
             yield kind(steer=change)

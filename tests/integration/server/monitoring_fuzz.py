@@ -37,8 +37,15 @@ class Outcome(NamedTuple):
     problems: list[str]
 
 
-def play(target: str, log: Path, attempts: Iterable[Attempt]) -> Outcome:
-    """Makes calls, `AT_ONCE` at a time, and waits until the server holds nothing."""
+def play(target: str, log: Path, attempts: Iterable[Attempt], first: int = 0) -> Outcome:
+    """Makes calls, `AT_ONCE` at a time, and waits until the server holds nothing.
+
+    Args:
+        target: the server.
+        log: its log.
+        attempts: the calls.
+        first: the number of the first call; problems name a call by its number.
+    """
     logged = log.stat().st_size
     over = Event()
     with rheostat.connect(target) as engine:
@@ -57,7 +64,11 @@ def play(target: str, log: Path, attempts: Iterable[Attempt]) -> Outcome:
                 ends = list(pool.map(partial(end_of, channel), attempts))
             finally:
                 over.set()
-            problems = [_problem(end) for end in ends]
+            problems = [
+                f"call {number}: {problem}"
+                for number, end in enumerate(ends, first)
+                if (problem := _problem(end))
+            ]
             problems += [_changed(alone, stream) for stream in streams.result()]
             problems += _held(channel)
         problems.append(_changed(alone, engine.generate(_PROMPT, **_OPTIONS)))

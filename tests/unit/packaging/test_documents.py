@@ -85,6 +85,22 @@ def test_a_page_names_fields_and_reasons_of_the_contract_alone(page: str) -> Non
     assert {word for word in words if re.fullmatch(r"REASON_[A-Z_]*[A-Z]", word)} <= reasons
 
 
+def test_the_page_on_the_wire_has_every_reason_beside_its_code() -> None:
+    protos = (ROOT / "proto" / "rheostat" / "v1" / "errors.proto").read_text(encoding="utf-8")
+    comment = r"// ([A-Z_]+)[,.].*\n(?:^ *//.*\n)* *REASON_(\w+) = "
+    page = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Errors\n")[2].partition("\n## ")[0]
+    listed = [
+        (code.strip(" `"), reason)
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for codes, reasons in [line.strip("| ").split(" | ")]
+        for code, its_reasons in zip(codes.split(" · "), reasons.split(" · "), strict=True)
+        for reason in re.findall(r"`(\w+)`", its_reasons)
+    ]
+    assert sorted(listed) == sorted(re.findall(comment, protos, re.MULTILINE))
+
+
 TEXT = """\
 Intro.
 

@@ -70,7 +70,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_PROMPT_TOO_LONG: _Reason.ValueType  # 16
     """INVALID_ARGUMENT. Prompt and max_tokens exceed the context length."""
     REASON_GATE_ORDER: _Reason.ValueType  # 17
-    """INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts. Not sent yet."""
+    """INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts."""
     REASON_UNKNOWN_FIELD: _Reason.ValueType  # 18
     """INVALID_ARGUMENT. A request, or a message in it, has a field that this server does not know: the
     client is newer than the server. Metadata "path" leads to the field, of which there is only the
@@ -135,7 +135,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     and uploads leave no room for this one.
     """
     REASON_QUOTA: _Reason.ValueType  # 82
-    """RESOURCE_EXHAUSTED, with RetryInfo. The caller's quota is used up."""
+    """RESOURCE_EXHAUSTED, with RetryInfo. The caller's quota is used up. Not sent yet."""
     REASON_STORE_FULL: _Reason.ValueType  # 83
     """RESOURCE_EXHAUSTED. Held vectors or leased runs fill their store."""
     REASON_MESSAGE_TOO_LARGE: _Reason.ValueType  # 84
@@ -160,7 +160,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_SUPERSEDED: _Reason.ValueType  # 102
     """ABORTED. Another call took this subscription or watch up."""
     REASON_CANCELLED: _Reason.ValueType  # 103
-    """CANCELLED. The caller went away."""
+    """CANCELLED. The caller went away. Not sent yet: gRPC itself ends such a call, without details."""
     REASON_DEADLINE: _Reason.ValueType  # 104
     """DEADLINE_EXCEEDED. The call's deadline passed, or its first message did not come within 30 s."""
     REASON_WARMING_UP: _Reason.ValueType  # 120
@@ -178,9 +178,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     watch with the same filter first.
     """
     REASON_UNAUTHENTICATED: _Reason.ValueType  # 140
-    """UNAUTHENTICATED. No token or certificate, or one that is not known."""
+    """UNAUTHENTICATED. No token or certificate, or one that is not known. Not sent yet."""
     REASON_ROLE: _Reason.ValueType  # 141
-    """PERMISSION_DENIED. The caller lacks the role. Metadata "role"."""
+    """PERMISSION_DENIED. The caller lacks the role. Metadata "role". Not sent yet."""
     REASON_UNIMPLEMENTED: _Reason.ValueType  # 160
     """UNIMPLEMENTED. This server does not have this rpc or feature."""
     REASON_INTERNAL: _Reason.ValueType  # 161
@@ -232,7 +232,7 @@ after 10 s it must have brought 256 KiB for each further second.
 REASON_PROMPT_TOO_LONG: Reason.ValueType  # 16
 """INVALID_ARGUMENT. Prompt and max_tokens exceed the context length."""
 REASON_GATE_ORDER: Reason.ValueType  # 17
-"""INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts. Not sent yet."""
+"""INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts."""
 REASON_UNKNOWN_FIELD: Reason.ValueType  # 18
 """INVALID_ARGUMENT. A request, or a message in it, has a field that this server does not know: the
 client is newer than the server. Metadata "path" leads to the field, of which there is only the
@@ -297,7 +297,7 @@ REASON_QUEUE_FULL: Reason.ValueType  # 81
 and uploads leave no room for this one.
 """
 REASON_QUOTA: Reason.ValueType  # 82
-"""RESOURCE_EXHAUSTED, with RetryInfo. The caller's quota is used up."""
+"""RESOURCE_EXHAUSTED, with RetryInfo. The caller's quota is used up. Not sent yet."""
 REASON_STORE_FULL: Reason.ValueType  # 83
 """RESOURCE_EXHAUSTED. Held vectors or leased runs fill their store."""
 REASON_MESSAGE_TOO_LARGE: Reason.ValueType  # 84
@@ -322,7 +322,7 @@ REASON_ROWS_LOST: Reason.ValueType  # 101
 REASON_SUPERSEDED: Reason.ValueType  # 102
 """ABORTED. Another call took this subscription or watch up."""
 REASON_CANCELLED: Reason.ValueType  # 103
-"""CANCELLED. The caller went away."""
+"""CANCELLED. The caller went away. Not sent yet: gRPC itself ends such a call, without details."""
 REASON_DEADLINE: Reason.ValueType  # 104
 """DEADLINE_EXCEEDED. The call's deadline passed, or its first message did not come within 30 s."""
 REASON_WARMING_UP: Reason.ValueType  # 120
@@ -340,9 +340,9 @@ REASON_WATCH_LOST: Reason.ValueType  # 124
 watch with the same filter first.
 """
 REASON_UNAUTHENTICATED: Reason.ValueType  # 140
-"""UNAUTHENTICATED. No token or certificate, or one that is not known."""
+"""UNAUTHENTICATED. No token or certificate, or one that is not known. Not sent yet."""
 REASON_ROLE: Reason.ValueType  # 141
-"""PERMISSION_DENIED. The caller lacks the role. Metadata "role"."""
+"""PERMISSION_DENIED. The caller lacks the role. Metadata "role". Not sent yet."""
 REASON_UNIMPLEMENTED: Reason.ValueType  # 160
 """UNIMPLEMENTED. This server does not have this rpc or feature."""
 REASON_INTERNAL: Reason.ValueType  # 161

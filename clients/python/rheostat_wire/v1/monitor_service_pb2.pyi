@@ -192,7 +192,9 @@ class WatchOpen(_message.Message):
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_monitor_pb2.Rule]:
-        """What the server does by itself: `observe` and `stop`. At most 16."""
+        """What the server does by itself: `observe` and `stop`. At most 16. If there are any, sessions that
+        the watch reads take no updates of their steering (REASON_NOT_SUPPORTED), but gains.
+        """
 
     @_builtins.property
     def resume(self) -> Global___WatchResume:

@@ -22,15 +22,20 @@ from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
     generation_service_pb2,
+    steering_pb2,
     steering_service_pb2,
 )
+from rheostat_wire.v1.monitor_service_pb2 import WatchSteer
 
+from .. import talks, watchers
 from ..conftest import Client, Refusal, rest
 from ..fakes import ScriptedBackend
-from ..messages import capture, request, selector
-from ..streams import until
+from ..messages import add, capture, request, selector
+from ..streams import kinds, until
 from ..subscribers import EVERY, Subscriber, ends_of, opening, wanted
+from ..talks import SessionCall
 from ..uploads import chunk, header, put, values
+from ..watchers import Watcher
 
 Code = grpc.StatusCode
 pb = generation_service_pb2
@@ -124,6 +129,81 @@ async def test_large_requests_share_their_memory(starter, monkeypatch) -> None:
     for call in (*calls, small):
         await rest(call)
     assert (await running.client.generate(request(**large)))[-1].HasField("receipt")
+
+
+@pytest.fixture
+def taken(monkeypatch) -> Counter[str]:
+    """Counts the bytes that large requests have reserved."""
+    sizes: Counter[str] = Counter()
+    take, give_back = Calls.take, Calls.give_back
+
+    def taking(self: Calls, size: int) -> None:
+        take(self, size)
+        sizes["bytes"] += size
+
+    def giving(self: Calls, size: int) -> None:
+        give_back(self, size)
+        sizes["bytes"] -= size
+
+    monkeypatch.setattr(Calls, "take", taking)
+    monkeypatch.setattr(Calls, "give_back", giving)
+    return sizes
+
+
+MANY_TOKENS = selector(*({"token_ids": {"ids": [1] * 4096}} for _ in range(5)))
+
+
+async def test_updates_of_a_session_reserve_memory_until_they_are_answered(starter, taken) -> None:
+    running = await starter(ScriptedBackend(unscheduled=asyncio.Event()))
+    talk = SessionCall(running)
+    await talk.say(talks.start())
+    await talk.hear("started")
+    large = [talks.update(number, add(where=MANY_TOKENS)) for number in range(1, 5)]
+    await talk.say(*large)
+    size = NUMBER_BYTES * 5 * 4096
+    await until(lambda: taken["bytes"] >= 4 * size)
+    running.backend.unscheduled.set()
+    assert kinds(await talk.end())[-1] == "receipt"
+    await until(lambda: taken["bytes"] == 0)
+
+
+@pytest.mark.parametrize("end", ["answered", "cancelled", "watch lost"])
+async def test_changes_by_a_watch_reserve_memory_until_they_are_answered(
+    starter, taken, end
+) -> None:
+    running = await starter(ScriptedBackend(unscheduled=asyncio.Event()))
+    watcher = await Watcher.open(running, watchers.opening(steers=True))
+    call = running.client.generation.Generate(request(request_id="r"))
+    await call.read()
+    for number in range(1, 5):
+        layer = steering_pb2.Steering(interventions=[add(where=MANY_TOKENS)])
+        await watcher.say(steer=WatchSteer(update_id=number, request_id="r", layer=layer))
+    size = NUMBER_BYTES * 5 * 4096
+    await until(lambda: taken["bytes"] >= 4 * size)
+    if end == "watch lost":
+        watcher.call.cancel()
+        await until(lambda: len(running.manager.watches) == 0 or running.manager.watches.waiting)
+        assert taken["bytes"] >= 4 * size
+    if end == "cancelled":
+        call.cancel()
+    else:
+        running.backend.unscheduled.set()
+        await rest(call)
+    await until(lambda: taken["bytes"] == 0)
+
+
+@pytest.mark.parametrize("request_id", ["gone", "no id"])
+async def test_a_change_that_is_refused_at_once_reserves_nothing(
+    starter, taken, request_id
+) -> None:
+    running = await starter()
+    watcher = await Watcher.open(running, watchers.opening(steers=True))
+    layer = steering_pb2.Steering(interventions=[add(where=MANY_TOKENS)])
+    await watcher.say(steer=WatchSteer(update_id=1, request_id=request_id, layer=layer))
+    await watcher.hear()
+    await watcher.say(steer=WatchSteer(update_id=2, request_id=request_id))
+    await watcher.hear()
+    assert taken["bytes"] == 0
 
 
 async def test_many_large_requests_at_once_are_decoded_one_by_one(running, monkeypatch) -> None:

@@ -1,7 +1,9 @@
 import base64
 import inspect
+import re
 import string
 import urllib.parse
+from pathlib import Path
 
 import grpc
 import pytest
@@ -12,6 +14,7 @@ from rheostat_server.errors.status import to_status
 from rheostat_server.front_ends.call import DETAILS_KEY
 from rheostat_wire.v1 import errors_pb2
 
+CONTRACT = Path(__file__).parents[4] / "proto" / "rheostat" / "v1" / "errors.proto"
 LEAVES = [
     kind
     for _, kind in inspect.getmembers(errors, inspect.isclass)
@@ -42,6 +45,13 @@ def test_every_error_names_a_reason_of_the_contract_and_has_its_code(kind) -> No
     number = errors_pb2.Reason.Value(kind.reason)
     (codes,) = [codes for block, codes in BLOCKS.items() if number in block]
     assert {grpc.StatusCode[kind.code]} == codes
+
+
+def test_the_contract_says_of_a_reason_whether_it_is_sent() -> None:
+    text = CONTRACT.read_text(encoding="utf-8")
+    found = re.findall(r"((?:^ *//.*\n)+) *(REASON_\w+) = [1-9]\d*;", text, re.MULTILINE)
+    unsent = {reason for comment, reason in found if "Not sent yet" in comment}
+    assert {reason for _, reason in found} - unsent == {kind.reason for kind in LEAVES}
 
 
 def test_no_two_errors_share_a_reason() -> None:
