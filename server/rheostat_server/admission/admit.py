@@ -29,16 +29,13 @@ from rheostat_server.capture.specs import (
 )
 from rheostat_server.config import ModelInfo
 from rheostat_server.engine.sampling import SamplingSettings, resolve_sampling
-from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, QueueFull, Resource
+from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, Resource
 from rheostat_server.limits import (
     HOLD_BACK,
     ID_BYTES,
     LARGE_REQUEST_BYTES,
     LARGE_REQUESTS,
     OFFLOAD_BYTES,
-    QUEUED_PROMPT_TOKENS,
-    RETRY_SECONDS,
-    WAITING_REQUESTS,
 )
 from rheostat_server.monitors.parts import WatchPart, refuse_unwatched, watch_parts
 from rheostat_server.monitors.registry import Watches
@@ -500,33 +497,6 @@ def _compile(
     return CompiledRequest(
         own, captures, server_wide, always_read, plan, every, signals, watches, reads=bool(read)
     )
-
-
-def check_queue(
-    admitted: AdmittedRequest, running_samples: int, *, samples: int, prompt_tokens: int
-) -> None:
-    """Checks that one more request may run or wait.
-
-    Args:
-        admitted: the request.
-        running_samples: samples that the engine runs at once.
-        samples: samples of the other requests.
-        prompt_tokens: prompt tokens of the other requests, with one prompt for each sample.
-
-    Raises:
-        QueueFull: too many requests run or wait.
-    """
-    if samples >= running_samples + WAITING_REQUESTS:
-        raise QueueFull(
-            f"{samples} samples run or wait already; try again later", retry_after=RETRY_SECONDS
-        )
-    own = admitted.prompt_len * admitted.sampling.samples
-    if samples and prompt_tokens + own > QUEUED_PROMPT_TOKENS:
-        raise QueueFull(
-            f"the prompts that run or wait have {prompt_tokens} tokens, with one prompt for each "
-            f"sample; at most {QUEUED_PROMPT_TOKENS} are allowed",
-            retry_after=RETRY_SECONDS,
-        )
 
 
 def _directed(

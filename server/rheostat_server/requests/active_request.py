@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +30,7 @@ from rheostat_server.requests.signals import Fired, RequestSignals
 from rheostat_server.requests.steering_change import Control
 from rheostat_server.requests.token_hold import TokenHold
 from rheostat_server.subscriptions.observer_captures import Attachment
+from rheostat_server.tasks.kept import keep
 from rheostat_server.tasks.turns import Turns
 from rheostat_wire.v1 import types_pb2
 
@@ -195,12 +196,12 @@ class ActiveRequest:
             self._backend = backend
             await self._add(backend, self.sequences[:at_once])
             if later := self.sequences[at_once:]:
-                _keep(self._starting, self._add_in_turns(backend, later, at_once))
+                keep(self._starting, self._add_in_turns(backend, later, at_once))
 
     def start_later(self, backend: Backend, sequence: EngineSequence, *, epoch: int) -> None:
         """Starts one more sequence, in a task."""
         if self._may_start([sequence], epoch):
-            _keep(self._starting, self._add(backend, [sequence]))
+            keep(self._starting, self._add(backend, [sequence]))
 
     def _may_start(self, sequences: Sequence[EngineSequence], epoch: int) -> bool:
         """Marks sequences as started, unless the request was closed."""
@@ -479,7 +480,7 @@ class ActiveRequest:
             task.cancel()
         ids = [sequence.plan_id for sequence in sequences if sequence.started]
         if ids and self._backend is not None:
-            _keep(self._aborting, self._abort_in(self._backend, ids))
+            keep(self._aborting, self._abort_in(self._backend, ids))
 
     async def _abort_in(self, backend: Backend, plan_ids: Sequence[str]) -> None:
         try:
@@ -564,7 +565,7 @@ class ActiveRequest:
         """Makes the engine abort samples, while others may still start."""
         ids = [sequence.plan_id for sequence in sequences if sequence.started]
         if ids and self._backend is not None:
-            _keep(self._aborting, self._abort_in(self._backend, ids))
+            keep(self._aborting, self._abort_in(self._backend, ids))
 
     def _fail_sample(self, sequence: EngineSequence, error: Exception) -> None:
         """Fails the request because the engine cannot run a sample."""
@@ -575,10 +576,3 @@ class ActiveRequest:
         else:
             _LOG.error("sample %s failed", sequence.plan_id, exc_info=error)
             self.fail(Defect("the engine could not run the request"))
-
-
-def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
-    """Runs work in a task. The set refers to the task until it is done."""
-    task = asyncio.create_task(work)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)

@@ -7,7 +7,7 @@ active request ends, and no request is admitted. Only this class changes its map
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -20,9 +20,10 @@ from rheostat_engine import (
     Rows,
     SignalRows,
 )
-from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest, check_queue
+from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest
 from rheostat_server.admission.compiled_requests import CompiledRequests
 from rheostat_server.admission.global_steering import GlobalSteeringState
+from rheostat_server.admission.waiting import check_queue
 from rheostat_server.config import ServerConfig
 from rheostat_server.delivery.byte_budget import Budget, Share
 from rheostat_server.delivery.counts import Counts, Drained
@@ -61,6 +62,7 @@ from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import typical_context
 from rheostat_server.sinks import Sinks
 from rheostat_server.subscriptions.registry import Subscriptions
+from rheostat_server.tasks.kept import keep
 from rheostat_server.tasks.shared_query import SharedQuery
 from rheostat_server.tasks.turns import Turns
 from rheostat_server.vectors.store import Vector
@@ -261,7 +263,7 @@ class RequestManager:
             if active.settled:
                 self._remove(active)
             else:
-                self._keep(self._settle(active))
+                keep(self._settling, self._settle(active))
 
     def new_bank_row_count(self, admitted: AdmittedRequest) -> int:
         """Bank rows that a request, without its baseline, needs beyond those that are reserved.
@@ -359,7 +361,7 @@ class RequestManager:
             error if isinstance(error, RheostatError) else Defect("the client went away")
         )
         self._release(active)
-        await asyncio.wait({self._keep(self._settle(active))}, timeout=_DISCARD_GRACE)
+        await asyncio.wait({keep(self._settling, self._settle(active))}, timeout=_DISCARD_GRACE)
 
     def _check_open(self, admitted: AdmittedRequest) -> None:
         self._check_serving()
@@ -518,10 +520,3 @@ class RequestManager:
             async with asyncio.timeout(seconds):
                 await self._empty.wait()
         return not self._active_requests
-
-    def _keep(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Runs work in a task. The event loop alone would not keep a reference to the task."""
-        task = asyncio.create_task(work)
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
-        return task

@@ -8,7 +8,7 @@ import pytest
 
 from rheostat_engine import Dropped, Installed, Released, Rows
 from rheostat_server import errors
-from rheostat_server.admission import admit as admission
+from rheostat_server.admission import waiting
 from rheostat_server.engine.backend import Delta
 from rheostat_server.errors import EngineLost
 from rheostat_server.generation import responses as generation
@@ -271,7 +271,7 @@ async def test_room_that_does_not_come_in_time_is_refused_with_advice_to_retry(s
 
 
 async def test_too_many_requests_are_refused_with_advice_to_retry(starter, monkeypatch) -> None:
-    monkeypatch.setattr(admission, "WAITING_REQUESTS", -3)
+    monkeypatch.setattr(waiting, "WAITING_REQUESTS", -3)
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     first = running.client.generation.Generate(request())
     await first.read()
@@ -288,7 +288,7 @@ async def test_too_many_requests_are_refused_with_advice_to_retry(starter, monke
 async def test_the_prompts_of_all_that_runs_or_waits_are_limited_in_tokens(
     starter, monkeypatch
 ) -> None:
-    monkeypatch.setattr(admission, "QUEUED_PROMPT_TOKENS", 8)
+    monkeypatch.setattr(waiting, "QUEUED_PROMPT_TOKENS", 8)
     running = await starter(ScriptedBackend(hold=asyncio.Event()))
     twice = generation_pb2.Sampling(max_tokens=2, n=2)
     first = running.client.generation.Generate(request(sampling=twice))
