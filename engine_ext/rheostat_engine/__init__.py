@@ -5,6 +5,7 @@ Importing this package imports neither torch nor vLLM. Only the workers load mod
 
 from rheostat_engine.channel.events import (
     Attached,
+    ControllerDisabled,
     Dose,
     Dropped,
     Event,
@@ -40,6 +41,7 @@ from rheostat_engine.plan.acts import (
 from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
 from rheostat_engine.plan.capacity import Capacity, CapacityLedger, Shortage
 from rheostat_engine.plan.composition import MAX_STEPS, MAX_TOKEN_SETS
+from rheostat_engine.plan.controllers import CONTROLLERS_GROUP, Controller, ControllerStep
 from rheostat_engine.plan.gains import (
     LARGEST_GAIN,
     MAX_GAIN_CHANGES,
@@ -67,7 +69,7 @@ from rheostat_engine.plan.gates import (
 )
 from rheostat_engine.plan.gates import Condition as GateCondition
 from rheostat_engine.plan.intervals import PlanTooLarge
-from rheostat_engine.plan.plan import EXTRA_ARG, Plan, Window
+from rheostat_engine.plan.plan import EXTRA_ARG, Control, PackedActs, Plan, Window
 from rheostat_engine.plan.points import ROUTERS, Point, Site, site_count
 from rheostat_engine.plan.row_encodings import Codec, Directions, RowEncoding
 from rheostat_engine.plan.tables import (
@@ -83,6 +85,7 @@ from rheostat_engine.plan.updates import update_captures, update_steering
 from rheostat_engine.settings import EngineSettings, engine_kwargs
 
 __all__ = [
+    "CONTROLLERS_GROUP",
     "EXTRA_ARG",
     "LARGEST_GAIN",
     "MAX_CAPTURE_COST",
@@ -115,6 +118,10 @@ __all__ = [
     "Codec",
     "Combine",
     "Condition",
+    "Control",
+    "Controller",
+    "ControllerDisabled",
+    "ControllerStep",
     "Directions",
     "Dose",
     "Dropped",
@@ -130,6 +137,7 @@ __all__ = [
     "Kind",
     "ModelSites",
     "Normalise",
+    "PackedActs",
     "Plan",
     "PlanTooLarge",
     "Point",

@@ -50,6 +50,10 @@ class EngineSettings:
     """Steps of all programs that do more than add."""
     token_rules: int = 32
     """Distinct rules about token ids in use at once."""
+    controllers: tuple[str, ...] = ()
+    """Names of the controllers that requests may use; see `plan.controllers`."""
+    controller_budget: float = 0.002
+    """Seconds that a call of a controller may take."""
 
     def compute_hash(self) -> str:
         """Our part of vLLM's compile hash.

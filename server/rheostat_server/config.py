@@ -203,6 +203,22 @@ class ServerConfig:
         name="sink",
     )
 
+    controllers: tuple[str, ...] = _flag(
+        (),
+        "an installed controller that requests may use; may be repeated",
+        "NAME",
+        words="none",
+        group="plugins that set gains",
+        name="controller",
+    )
+    """Names of entry points in the group `rheostat.controllers`."""
+    controller_budget_ms: float = _flag(
+        2.0,
+        "how long a call of a controller may take; one that often takes longer is disabled",
+        "MILLISECONDS",
+        Bounds(0.01, 1000),
+    )
+
     resume_window: float = _flag(
         60.0,
         "how long a subscription waits for its client to reconnect",

@@ -15,8 +15,10 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 
+from rheostat_engine import CONTROLLERS_GROUP
 from rheostat_engine.process_end import skip_last_collection
 from rheostat_server.api.capture import CaptureService
 from rheostat_server.api.engine import EngineService
@@ -257,6 +259,12 @@ def check_start(config: ServerConfig) -> None:
             parse_sink(text)
     except SinkSettingsError as error:
         raise InvalidConfig(f"--sink: {error}") from error
+    for name in config.controllers:
+        if not entry_points(group=CONTROLLERS_GROUP, name=name):
+            raise InvalidConfig(
+                f"--controller: no installed package has a controller {name!r}; controllers are "
+                f"entry points in the group {CONTROLLERS_GROUP}"
+            )
     model_path(config.model)
     read_loras(config.loras)
 

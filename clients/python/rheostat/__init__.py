@@ -60,13 +60,22 @@ from rheostat._responses.explanations import (
     Tokenized,
 )
 from rheostat._responses.lens import Attribution, LensResult
-from rheostat._responses.model import Ability, EngineInfo, Limits, ModelInfo, SiteGroup, Stats
+from rheostat._responses.model import (
+    Ability,
+    ControllerStats,
+    EngineInfo,
+    Limits,
+    ModelInfo,
+    SiteGroup,
+    Stats,
+)
 from rheostat._responses.receipts import (
     AppliedIntervention,
     AppliedRows,
     AppliedSite,
     CapturedSite,
     CaptureReceipt,
+    ControllerReceipt,
     Dose,
     Receipt,
     ReplaceSource,
@@ -173,6 +182,8 @@ __all__ = [
     "Condition",
     "ConditionFit",
     "ConditionFits",
+    "ControllerReceipt",
+    "ControllerStats",
     "Cursor",
     "DataLoss",
     "DeadlineExceeded",

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
 from rheostat_engine.adapters.blocks import find_blocks, layer_count
+from rheostat_engine.adapters.controllers import load_controllers, share_decision
 from rheostat_engine.adapters.embedding import EmbeddingPart, measure_embedding
 from rheostat_engine.adapters.probing import forward_context, probe_tokens, run_once
 from rheostat_engine.adapters.refusals import refuse_unserved
@@ -186,6 +187,8 @@ def assemble(
         site_slots=site_slots,
         sites=expected,
         server_request_id=server_request_id,
+        controllers=load_controllers(settings) if reports else None,
+        share=share_decision,
     )
     refused = _refused(layouts)
     _LOG.info(

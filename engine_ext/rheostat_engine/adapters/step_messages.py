@@ -45,4 +45,7 @@ def _share(params: SamplingParams, tables: dict[bytes, EncodedTable]) -> None:
         for table in (plan.acts, plan.captures, plan.outside)
     )
     shared = plan._replace(acts=acts, captures=captures, outside=outside)
+    if plan.control is not None:
+        gained = tables.setdefault(plan.control.acts.digest, plan.control.acts)
+        shared = shared._replace(control=plan.control._replace(acts=gained))
     params.extra_args = {**extra, EXTRA_ARG: shared}

@@ -171,6 +171,7 @@ class SiteRpc:
             "requests": runtime.requests,
             **_capture_stats(runtime.captures),
             "steps": dict(runtime.steps),
+            "controllers": runtime.controllers.stats(),
             "own_graphs": runtime.buffers.active.own_graphs,
             "held_graphs": runtime.buffers.active.held_graphs,
         }

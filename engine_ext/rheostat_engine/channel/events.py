@@ -61,6 +61,17 @@ class Gained:
     """First changed position."""
 
 
+@dataclass(frozen=True)
+class ControllerDisabled:
+    """The controller of a request was disabled, now or before the request began."""
+
+    request_id: str
+    controller: str
+    reason: str
+    first: int
+    """The first position about which it did not decide. The gains stay as they were."""
+
+
 @dataclass(slots=True, eq=False)
 class Rows:
     """Captured rows of some sites at the same positions.
@@ -115,6 +126,8 @@ class Released:
     """[start, end) computed positions; earlier positions came from the prefix cache."""
     recomputed: int = 0
     """Tokens recomputed after a preemption, and cached tokens recomputed for captures."""
+    gains: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """(first position, gains) for the last positions of a request with a controller."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +158,7 @@ class SignalRows:
         return ", ".join(self.request_ids)
 
 
-Report = Installed | Attached | Gained | Rows | SignalRows | Released
+Report = Installed | Attached | Gained | ControllerDisabled | Rows | SignalRows | Released
 """A report of a worker about a request, or about the requests of a step."""
 
 
@@ -195,6 +208,16 @@ class GainsHead(msgspec.Struct, frozen=True, tag="gains"):
     rank: int
     changes: list[tuple[str, int, int]]
     """The fields of each."""
+
+
+class ControllerDisabledHead(msgspec.Struct, frozen=True, tag="controller"):
+    """Head of a `ControllerDisabled` frame. Only one rank sends it."""
+
+    rank: int
+    request_id: str
+    controller: str
+    reason: str
+    first: int
 
 
 class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
@@ -312,13 +335,28 @@ class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
     preemptions: int
     computed: tuple[int, int]
     recomputed: int
+    gains: list[tuple[int, list[float]]] = []
 
 
-Head = InstalledHead | AttachedHead | GainsHead | RowsHead | SignalsHead | ReleasedHead
+Head = (
+    InstalledHead
+    | AttachedHead
+    | GainsHead
+    | ControllerDisabledHead
+    | RowsHead
+    | SignalsHead
+    | ReleasedHead
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(
-    InstalledHead | AttachedHead | GainsHead | RowsHead | SignalsHead | ReleasedHead
+    InstalledHead
+    | AttachedHead
+    | GainsHead
+    | ControllerDisabledHead
+    | RowsHead
+    | SignalsHead
+    | ReleasedHead
 )
 
 

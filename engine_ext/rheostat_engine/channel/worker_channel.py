@@ -31,6 +31,8 @@ import zmq
 from rheostat_engine.channel.events import (
     Attached,
     AttachedHead,
+    ControllerDisabled,
+    ControllerDisabledHead,
     Dose,
     Dropped,
     Event,
@@ -130,6 +132,8 @@ class EventMerger:
             return self._on_attached(head)
         if isinstance(head, GainsHead):
             return self._on_gains(head)
+        if isinstance(head, ControllerDisabledHead):
+            return [ControllerDisabled(head.request_id, head.controller, head.reason, head.first)]
         return self._on_released(head)
 
     @property
@@ -263,6 +267,7 @@ class EventMerger:
                 preemptions=max(head.preemptions for head in heads),
                 computed=first.computed,
                 recomputed=first.recomputed,
+                gains=tuple([(position, tuple(gains)) for position, gains in first.gains]),
             ),
         ]
 

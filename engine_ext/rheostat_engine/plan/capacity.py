@@ -96,7 +96,10 @@ class CapacityLedger:
     def additional_needs(self, plan: Plan) -> Counter[str]:
         """The amount of each resource that a plan's steering would add to `used`."""
         amounts: Counter[str] = Counter()
-        for part in (plan.packed_acts, plan.packed_outside):
+        parts = [plan.packed_acts, plan.packed_outside]
+        if plan.control is not None:
+            parts.append(plan.control.acts)
+        for part in parts:
             amounts.update(self._shared.added_by(part.needs))
         amounts["ruled_intervals"] = plan.packed_acts.ruled
         amounts["gate_states"] = plan.packed_acts.gate_states

@@ -176,6 +176,22 @@ class PackedCaptures:
         return 0 if self.table is None else self.table.plan_cost
 
 
+@dataclass(frozen=True, eq=False)
+class Control:
+    """That a controller of the workers sets the gains of a request; see `worker.controllers`."""
+
+    name: str
+    """The controller's name."""
+    acts: PackedActs
+    """The acts of the request's plan, with gains."""
+    columns: tuple[int, int]
+    """[first, end): the columns of readings that it sees."""
+    gains: int
+    """The number of gains that it sets: 0 up to this are `Act.gain`."""
+    first: int
+    """The first position that it may change: the number of prompt tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The interventions and captures of one request."""
@@ -201,6 +217,8 @@ class Plan:
     gained: bool = False
     """Whether an update with this plan does not replace a request's acts, but gives them the gains
     that the acts of the plan have."""
+    control: Control | None = None
+    """The controller that sets its gains. Not for plans with a window."""
     _acts: PackedActs | None = field(default=None, compare=False, repr=False)
     _outside: PackedActs | None = field(default=None, compare=False, repr=False)
     _captures: PackedCaptures | None = field(default=None, compare=False, repr=False)
@@ -249,7 +267,8 @@ class Plan:
             PlanTooLarge: it exceeds a worker's limits.
         """
         tables = self.packed_acts, self.packed_outside, self.packed_captures
-        return sum(table.plan_cost for table in tables)
+        gained = 0 if self.control is None else self.control.acts.plan_cost
+        return sum(table.plan_cost for table in tables) + gained
 
     @property
     def needs(self) -> tuple[Needs, ...]:
@@ -259,6 +278,8 @@ class Plan:
             ValueError: the acts can't be combined.
         """
         acts, captures = self.packed_acts.needs, self.packed_captures.needs
+        if self.control is not None:
+            return acts, self.control.acts.needs, captures
         return (
             (acts, captures) if self.window is None else (acts, self.packed_outside.needs, captures)
         )
@@ -283,6 +304,7 @@ class Plan:
             window,
             self.signals,
             self.gained,
+            self.control,
             self._acts,
             self._outside,
             self._captures,
@@ -315,6 +337,11 @@ class Plan:
         wire = _Wire(self.request_id, self.epoch, self.private_from, self.measured)
         wire.acts, wire.captures = self.packed_acts.encoded, self.packed_captures.encoded
         wire.gained = self.gained
+        control = self.control
+        if control is not None and control.acts.encoded is not None:
+            wire.control = ReceivedControl(
+                control.name, control.acts.encoded, control.columns, control.gains, control.first
+            )
         if self.window is not None:
             wire.window = self.window
             wire.outside = self.packed_outside.encoded
@@ -322,6 +349,16 @@ class Plan:
 
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class ReceivedControl(NamedTuple):
+    """A `Control` in a worker. Its table is still serialized."""
+
+    name: str
+    acts: EncodedTable
+    columns: tuple[_Number, _Number]
+    gains: _Number
+    first: _Number
 
 
 class _RequestId(msgspec.Struct):
@@ -337,6 +374,7 @@ class _Wire(_RequestId, omit_defaults=True):
     window: tuple[_Number, _Number, _Number] | None = None
     outside: EncodedTable | None = None
     gained: bool = False
+    control: ReceivedControl | None = None
 
 
 class ReceivedPlan(NamedTuple):
@@ -352,6 +390,7 @@ class ReceivedPlan(NamedTuple):
     outside: EncodedTable | None = None
     """The acts outside of the window."""
     gained: bool = False
+    control: ReceivedControl | None = None
 
 
 def read_request_id(wire: object) -> str | None:
@@ -391,6 +430,7 @@ def read_plan(wire: object) -> ReceivedPlan:
         window,
         plain.outside,
         plain.gained,
+        plain.control,
     )
 
 

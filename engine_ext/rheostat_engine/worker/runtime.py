@@ -17,6 +17,7 @@ import torch
 
 from rheostat_engine.channel.events import (
     AttachedHead,
+    ControllerDisabledHead,
     GainsHead,
     Head,
     InstalledHead,
@@ -29,6 +30,7 @@ from rheostat_engine.plan.tables import REQUEST_COST, STEP_COST
 from rheostat_engine.worker.capture.capture_sets import RequestCaptures
 from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.capture.request_progress import RequestProgress
+from rheostat_engine.worker.controllers import ControllerHost, Share, StepControllers
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.instructions import Compact
 from rheostat_engine.worker.preparations import Preparations
@@ -42,6 +44,10 @@ from rheostat_engine.worker.transport.event_sender import Frame
 from rheostat_engine.worker.transport.row_sender import RowSender
 
 _LOG = logging.getLogger(__name__)
+
+_LAST_GAINS = 16
+"""Positions whose gains are reported at the end, for the rows that are computed beyond the last
+token of a sample. The engine runs fewer steps than that."""
 
 
 class Batch(NamedTuple):
@@ -107,11 +113,14 @@ class SiteRuntime:
         site_slots: SiteSlots,
         sites: frozenset[int],
         server_request_id: Callable[[str], str],
+        controllers: Mapping[str, ControllerHost] | None = None,
+        share: Share = lambda decision: decision,
     ) -> None:
-        """`captures` and `row_sender` are None on a rank that doesn't report.
+        """`captures`, `row_sender` and `controllers` are None on a rank that doesn't report.
 
         `sites` are the slots of the sites in this rank's part of the model. `server_request_id`
-        returns the server's id of a request from vLLM's id.
+        returns the server's id of a request from vLLM's id. `share` sends the decisions of
+        controllers to the other ranks.
         """
         self.preparations = Preparations(steering, captures)
         self.buffers = buffers
@@ -134,6 +143,10 @@ class SiteRuntime:
         self._present = np.isin(np.arange(buffers.sites), list(sites))
         self._progress = RequestProgress()
         self._signals = StepSignals(buffers.gates, row_sender, rank)
+        hosts = (controllers or {}) if row_sender is not None else None
+        self.controllers = StepControllers(buffers.gates, hosts, share, self._gains_of)
+        self._numbered_requests: dict[int, _Request] = {}
+        """The requests with a controller, by number."""
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
 
@@ -241,6 +254,8 @@ class SiteRuntime:
         if request is None:
             return
         self._ids.pop(request.name, None)
+        gains = self._last_gains(request)
+        self.controllers.remove(request.number)
         self.steering.remove(request.number, request.steering)
         self._signals.put(request.number, 0, 0)
         rows = None
@@ -250,6 +265,8 @@ class SiteRuntime:
         head = self._progress.released(
             request.number, request.name, self._rank, rows, measured=request.steering.measured
         )
+        if gains:
+            head = msgspec.structs.replace(head, gains=gains)
         self._last_ids = ()
         self._removed.append(_Removed(request, head))
 
@@ -292,6 +309,7 @@ class SiteRuntime:
 
     def begin(self, batch: Batch) -> None:
         """Writes the instructions of the next forward pass. Call `end` after the pass."""
+        self._apply_decisions()
         if self._updates:
             self._apply_updates(batch)
         numbers = self._numbers(batch.request_ids) if self._requests else None
@@ -308,8 +326,9 @@ class SiteRuntime:
         if self.captures is not None:
             copies = self.captures.begin(token_number, positions, self._progress)
         signals = self._signals.begin(numbers, computed, scheduled, self._progress)
+        controlled = self.controllers.begin(numbers, computed, scheduled)
         self._progress.advance(numbers, computed, computed + scheduled)
-        if signals or steered.gate_states.any():
+        if signals or controlled or steered.gate_states.any():
             self.steering.gates.begin(steered.gate_states, token_number, positions)
         if steered.gained is not None:
             self.steering.gains.write(steered.gained)
@@ -329,6 +348,7 @@ class SiteRuntime:
         self.buffers.active.clear()
         self.steering.gates.end()
         self._signals.end()
+        self.controllers.end()
         if self.captures is not None:
             self.captures.end()
 
@@ -396,7 +416,13 @@ class SiteRuntime:
                 )
             elif plan is not None and plan.acts is not None:
                 steering = self.steering.set_acts(number, plan.acts, measured=plan.measured)
+            if plan is not None and plan.control is not None:
+                steering = self.steering.make_gains(number, plan.control.acts, steering)
+                self.controllers.add(number, plan.control)
         except (BankError, ValueError):
+            if steering.parts:
+                self.steering.remove(number, steering)
+                self.steering.take_out([steering])
             if self.captures is not None:
                 self.captures.drop(number, captured, (0, 0))
             self._numbers_free.append(number)
@@ -411,6 +437,40 @@ class SiteRuntime:
         self._ids[request.name] = request_id
         self._last_ids = ()
         self._send(InstalledHead(self._rank, request.number, request.name, problem))
+        control = self.controllers.control_of(request.number)
+        if control is not None:
+            self._numbered_requests[request.number] = request
+            reason = self.controllers.disabled.get(control.name)
+            if reason is not None:
+                self._send_disabled(request, control.name, reason, control.first)
+
+    def _apply_decisions(self) -> None:
+        """Applies what controllers decided about the last step, before the next begins."""
+        decisions, disabled = self.controllers.finish()
+        for number, first, gains in decisions:
+            self.steering.set_gains(self._numbered_requests[number].steering, first, gains)
+        for name, reason, firsts in disabled:
+            for number, first in firsts.items():
+                self._send_disabled(self._numbered_requests[number], name, reason, first)
+
+    def _send_disabled(self, request: _Request, name: str, reason: str, first: int) -> None:
+        self._send(ControllerDisabledHead(self._rank, request.name, name, reason, first))
+
+    def _gains_of(self, number: int, count: int) -> npt.NDArray[np.float32]:
+        return self.steering.gains_of(self._numbered_requests[number].steering, count)
+
+    def _last_gains(self, request: _Request) -> list[tuple[int, list[float]]]:
+        """The gains of the last positions of a request with a controller, for its receipt."""
+        control = self.controllers.control_of(request.number)
+        if control is None:
+            return []
+        del self._numbered_requests[request.number]
+        end = int(self._progress.computed_end[request.number])
+        positions = np.arange(max(control.first, end - _LAST_GAINS), end)
+        if not len(positions):
+            return []
+        gains = self.steering.gains_at(request.steering, positions, control.gains)
+        return list(zip(positions.tolist(), gains.tolist(), strict=True))
 
     def _new_number(self) -> int:
         if self._numbers_free:

@@ -44,6 +44,13 @@ from rheostat_server.prompts.prompts import Prompts, PromptTokens
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import SelectionContext, needs_text
 from rheostat_server.sinks import Sinks
+from rheostat_server.steering.controlled import (
+    CONTROLLED,
+    ControlledBy,
+    Controllers,
+    check_controlled,
+    control,
+)
 from rheostat_server.steering.gates import Probe, refuse_unused_probes, resolve_probes
 from rheostat_server.steering.interventions import (
     Intervention,
@@ -107,6 +114,8 @@ class AdmissionContext:
     """The stored runs. None: captures cannot make runs."""
     compiled: CompiledRequests | None = None
     """Compiled requests. None: each request is compiled."""
+    controllers: Controllers = field(default_factory=lambda: Controllers(()))
+    """The controllers that requests may use."""
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_REQUESTS))
     """Held while a large request is checked."""
 
@@ -161,6 +170,8 @@ class AdmittedRequest:
     """What watches read of it."""
     unwatched: bool = False
     """Whether no watch reads it, as with the cells of a sweep."""
+    controlled: ControlledBy | None = None
+    """Its controller."""
     in_session: bool = False
     """Whether its client may change its steering."""
     background: bool = False
@@ -170,6 +181,11 @@ class AdmittedRequest:
     def changeable(self) -> bool:
         """Whether its client or a watch may change its steering while it runs."""
         return self.in_session or any(part.steers for part in self.watch_parts)
+
+    @property
+    def outlives_controller(self) -> bool:
+        """Whether it goes on if its controller is disabled."""
+        return self.controlled is not None and self.controlled.goes_on
 
     @property
     def updated_read_count(self) -> int:
@@ -222,6 +238,7 @@ async def _admit(
     request: GenerateRequest, size: int, admission: AdmissionContext, *, changeable: bool
 ) -> AdmittedRequest:
     _check_head(request, admission)
+    controlled = check_controlled(request, admission.controllers, in_session=changeable)
     with_text = _selects(request) and await offload(
         size, any_needs_text, steerings_of(request), request.captures, request.probes
     )
@@ -234,9 +251,11 @@ async def _admit(
     if admission.watches is not None and admission.watches.any:
         watches = admission.watches.selecting(request_id, request.labels)
     work = _work(request, prompt, observers, admission)
-    candidate = _Candidate(request, request_id, prompt, changeable, watches, work)
+    candidate = _Candidate(request, request_id, prompt, changeable, watches, work, controlled)
     if work <= OFFLOAD_BYTES:
-        return admit_now(candidate, observers, admission, admission.compiled)
+        # The plan of a controlled request is its own, so that it is not compiled for others too.
+        known = admission.compiled if controlled is None else None
+        return admit_now(candidate, observers, admission, known)
     # The cache of compiled requests is used on the event loop alone.
     return await asyncio.to_thread(admit_now, candidate, observers, admission, compiled_before=None)
 
@@ -255,6 +274,8 @@ class _Candidate:
     """The watches that select it."""
     work: int
     """Bytes that `offload` counts for its admission, and for each later pass over its plan."""
+    controlled: ControlledBy | None
+    """Its controller."""
 
 
 def admit_now(
@@ -304,7 +325,9 @@ def admit_now(
         own += resolve_rule_steering(
             request.rules, rules, probes, admission.sites, context, lookups, admission.runs
         )
-        refuse_unused_probes(probes, [*(one.gate for one in own), *(rule.gate for rule in rules)])
+        if candidate.controlled is None:
+            used = [*(one.gate for one in own), *(rule.gate for rule in rules)]
+            refuse_unused_probes(probes, used)
         captures = _resolve_captures(request, context, sampling.samples, lookups, admission)
     else:
         own, captures, probes, rules = known.own, known.captures, {}, ()
@@ -317,6 +340,8 @@ def admit_now(
             gates += [rule.gate for rule in rules]
             first = columns + sum(len(probe.sites) for probe in probes.values())
             parts = watch_parts(candidate.watches, context, first, gates)
+            if candidate.controlled is not None:
+                parts = tuple([one.without(CONTROLLED) if one.steers else one for one in parts])
             refuse_unwatched(parts, with_baseline=request.with_baseline)
         read = tuple(probes.values())
         try:
@@ -340,6 +365,12 @@ def admit_now(
         watched = without.plan.with_captures_of(plan)
         baseline = Baseline(watched, compared, admission.info.model_tokens)
     plan = plan.for_request(candidate.request_id, plan.epoch)
+    unobserved, controlled = compiled.plan, candidate.controlled
+    if controlled is not None:
+        interventions = (*compiled.server_wide, *own)
+        read = tuple(probes.values())
+        unobserved = control(unobserved, controlled.name, interventions, read, context)
+        plan = replace(plan, control=unobserved.control, private_from=context.prompt_len)
     if candidate.changeable or any(part.steers for part in compiled.watch_parts):
         plan = replace(plan, private_from=context.prompt_len)
     return AdmittedRequest(
@@ -352,7 +383,7 @@ def admit_now(
         captures=captures,
         observer_captures=wanted,
         plan=plan,
-        unobserved=compiled.plan,
+        unobserved=unobserved,
         lora=request.lora_name,
         vectors=compiled.vectors,
         server_wide=admission.server_wide,
@@ -366,6 +397,7 @@ def admit_now(
         hold_back=request.hold_back,
         watch_parts=compiled.watch_parts,
         unwatched=admission.watches is None,
+        controlled=controlled,
         in_session=candidate.changeable,
     )
 

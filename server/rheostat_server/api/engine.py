@@ -79,6 +79,18 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             staging_bytes=workers.staging_bytes,
             request_buffer_bytes=manager.budget.used,
             subscription_buffer_bytes=manager.subscriptions.used_bytes,
+            controllers=[
+                _pb.ControllerStats(
+                    controller_name=name,
+                    call_count=one.calls,
+                    overrun_count=one.overruns,
+                    p50=_duration(one.p50),
+                    p99=_duration(one.p99),
+                    longest=_duration(one.longest),
+                    disabled_reason=one.disabled,
+                )
+                for name, one in sorted(workers.controllers.items())
+            ],
         )
         response.uptime.FromNanoseconds(int((time.monotonic() - self._started_at) * 1e9))
         return response
@@ -94,6 +106,12 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         return _pb.DrainResponse(
             finished_request_count=drained.finished, aborted_request_count=drained.aborted
         )
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
 
 
 def _seconds(duration: duration_pb2.Duration) -> float:

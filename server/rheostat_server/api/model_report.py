@@ -55,6 +55,7 @@ def report_model(manager: RequestManager) -> engine_service_pb2.GetModelResponse
         api_version="rheostat.v1",
         features=_features(manager),
         embedding_std=sites.embedding_std or None,
+        controller_names=manager.controllers.names,
     )
 
 
@@ -77,6 +78,7 @@ def _features(manager: RequestManager) -> list[engine_service_pb2.Feature.ValueT
         _pb.FEATURE_SIGNALS: not manager.info.no_gates,
         _pb.FEATURE_CONDITIONS: not manager.info.no_gates,
         _pb.FEATURE_WATCHES: not manager.info.no_gates,
+        _pb.FEATURE_CONTROLLERS: bool(manager.controllers.names) and not manager.info.no_gates,
         _pb.FEATURE_LENS: not manager.sites.no_lens,
         _pb.FEATURE_TOKEN_DIRECTIONS: not manager.sites.no_directions,
     }

@@ -91,6 +91,18 @@ class Job:
         return bool(plan.acts or plan.captures) or plan.private_from is not None
 
 
+class ControllerStats(NamedTuple):
+    """Counts of a controller, and times of its calls in seconds."""
+
+    calls: int
+    overruns: int
+    p50: float
+    p99: float
+    longest: float
+    disabled: str
+    """Why it is disabled; empty: it is not."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
     """Counts of the workers."""
@@ -111,6 +123,7 @@ class WorkerStats:
     staging_bytes: int = 0
     """Host memory of all workers in which captured rows wait for the server."""
     steps: Mapping[str, int] = field(default_factory=dict)
+    controllers: Mapping[str, ControllerStats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

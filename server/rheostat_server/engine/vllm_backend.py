@@ -27,6 +27,7 @@ from rheostat_engine import (
 from rheostat_server.config import ModelInfo, ServerConfig
 from rheostat_server.engine.backend import (
     CapturesUpdate,
+    ControllerStats,
     Delta,
     Job,
     LensReading,
@@ -321,6 +322,13 @@ class VllmBackend:
             ring_bytes=most("ring_bytes"),
             encode_bytes=most("encode_bytes"),
             staging_bytes=sum(of_all("staging_bytes")),
+            controllers={
+                name: ControllerStats(*counts)
+                for report in reports
+                for name, counts in cast(
+                    Mapping[str, tuple[int, int, float, float, float, str]], report["controllers"]
+                ).items()
+            },
             steps={name: count - before.steps.get(name, 0) for name, count in steps.items()},
         )
 

@@ -147,6 +147,8 @@ def _load(config: ServerConfig, path: str, loras: tuple[Lora, ...]) -> LoadedEng
         capture_bytes=config.capture_bytes,
         encode_bytes=config.encode_bytes,
         staging_bytes=config.staging_bytes,
+        controllers=config.controllers,
+        controller_budget=config.controller_budget_ms / 1000,
     )
     try:
         return _start(config, path, settings, device, loras)

@@ -9,10 +9,10 @@
     ├── AlreadyExists ── DuplicateRequest · RunExists · ArtifactExists
     ├── NotFound
     │   ├── VectorNotFound · NameNotFound · RunNotFound · RequestNotFound · LoraNotFound
-    │   └── SubscriptionNotFound · SinkNotFound · ArtifactNotFound
+    │   └── SubscriptionNotFound · SinkNotFound · ArtifactNotFound · ControllerNotFound
     ├── FailedPrecondition
     │   ├── SiteNotServed · OpNotServed · NotSupported · NoTokenizer · NoChatTemplate
-    │   └── VersionConflict · NameConflict · RunInUse
+    │   └── VersionConflict · NameConflict · RunInUse · ControllerDisabled
     ├── ResourceExhausted ── BankFull · QueueFull · StoreFull · MessageTooLarge · CaptureOverflow
     │                        · ResponseOverflow
     ├── DataLoss ── RowsLost
@@ -243,6 +243,10 @@ class WatchNotFound(NotFound):
     """There is no such watch, open or resumable."""
 
 
+class ControllerNotFound(NotFound):
+    """The server has no such controller."""
+
+
 class SinkNotFound(NotFound):
     """The server has no such sink."""
 
@@ -285,6 +289,10 @@ class RunIncomplete(FailedPrecondition):
 
 class NoContrast(FailedPrecondition):
     """Clean and corrupt prompt grade alike, so that there is nothing to recover."""
+
+
+class ControllerDisabled(FailedPrecondition):
+    """The controller failed or was too slow."""
 
 
 class RunInUse(FailedPrecondition):

@@ -89,6 +89,20 @@ def add_rules(
                 add_runs(one.positions.add, positions)
 
 
+def add_controller(
+    receipt: receipt_pb2.Receipt, admitted: AdmittedRequest, samples: Sequence[Sample]
+) -> None:
+    """Writes which controller a request had, and where it was disabled."""
+    if admitted.controlled is None:
+        return
+    receipt.controller.controller_name = admitted.controlled.name
+    for sample in samples:
+        disabled = sample.controller_disabled
+        if disabled is not None:
+            receipt.controller.disabled_reason = disabled.reason
+            receipt.controller.disabled_from.add(sample=sample.index, position=disabled.first)
+
+
 # Not frozen, because creating a frozen object takes three times as long.
 @dataclass
 class _Part:

@@ -18,7 +18,12 @@ from rheostat_server.delivery.response_rows import LOSSLESS
 from rheostat_server.delivery.row_messages import CapturedRows, captured_rows, dropped
 from rheostat_server.engine.backend import Delta
 from rheostat_server.errors import Defect, RowsLost
-from rheostat_server.generation.receipts import add_rules, receipt_work, write_receipt
+from rheostat_server.generation.receipts import (
+    add_controller,
+    add_rules,
+    receipt_work,
+    write_receipt,
+)
 from rheostat_server.generation.sample import Response, Sample
 from rheostat_server.generation.scoring import Score, scoring_sequence
 from rheostat_server.requests.active_request import ActiveRequest
@@ -82,6 +87,7 @@ async def run(
             work, write_receipt, admitted, stream.own_samples, handed_over, runs
         )
         add_rules(receipt, admitted, active.signals, stream.own_samples)
+        add_controller(receipt, admitted, stream.own_samples)
         if active.control is not None:
             receipt.watches.extend(active.control.by_watches)
         yield Response(receipt=receipt)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from google.protobuf import duration_pb2
 
-from rheostat_engine import Released, Spans
+from rheostat_engine import ControllerDisabled, Released, Spans
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.baseline import asked_for
 from rheostat_server.delivery.byte_budget import ByteCounter
@@ -77,6 +77,11 @@ class Sample:
     def gain_count(self) -> int:
         """Number of gains that were applied to it."""
         return self._sequence.gain_count
+
+    @property
+    def controller_disabled(self) -> ControllerDisabled | None:
+        """The report that its controller was disabled; None if it was not."""
+        return self._sequence.controller_disabled
 
     def gain_at(self, source: tuple[str, int], index: int, position: int) -> float:
         """The gain of an intervention at one of the sample's last positions.

@@ -14,7 +14,15 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import Attached, Dropped, Gained, Installed, Released, Report
+from rheostat_engine import (
+    Attached,
+    ControllerDisabled,
+    Dropped,
+    Gained,
+    Installed,
+    Released,
+    Report,
+)
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.byte_budget import Share
 from rheostat_server.delivery.response_rows import ResponseRows
@@ -29,6 +37,7 @@ from rheostat_server.requests.sequence import EngineSequence, SequenceKind, make
 from rheostat_server.requests.signals import Fired, RequestSignals
 from rheostat_server.requests.steering_change import Control
 from rheostat_server.requests.token_hold import TokenHold
+from rheostat_server.steering.controlled import disabled_error
 from rheostat_server.subscriptions.observer_captures import Attachment
 from rheostat_server.tasks.kept import keep
 from rheostat_server.tasks.turns import Turns
@@ -243,7 +252,9 @@ class ActiveRequest:
         return item
 
     def deliver(
-        self, sequence: EngineSequence, event: Installed | Released | Attached | Gained | Dropped
+        self,
+        sequence: EngineSequence,
+        event: Installed | Released | Attached | Gained | ControllerDisabled | Dropped,
     ) -> None:
         """Handles an event of the engine, unless it is rows or signals.
 
@@ -259,7 +270,7 @@ class ActiveRequest:
             if not sequence.held_back:
                 return  # no token waits for the plan, so the reader need not wake up
         elif isinstance(event, Released):
-            sequence.release()
+            sequence.release(event.gains)
             if sequence.token_hold is not None:
                 sequence.token_hold.no_more_signals()
                 self._check_hold(sequence.token_hold)
@@ -272,6 +283,11 @@ class ActiveRequest:
             return
         elif isinstance(event, Gained):
             sequence.on_gained(event)
+            return
+        elif isinstance(event, ControllerDisabled):
+            sequence.controller_disabled = event
+            if not self.admitted.outlives_controller:
+                self.fail(disabled_error(event.controller, event.reason))
             return
         else:
             self._drop(sequence, event.report)

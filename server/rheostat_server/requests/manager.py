@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from rheostat_engine import (
     CapacityLedger,
+    ControllerDisabled,
     Dropped,
     Event,
     Installed,
@@ -61,6 +62,7 @@ from rheostat_server.requests.watched_requests import WatchedRequests
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import typical_context
 from rheostat_server.sinks import Sinks
+from rheostat_server.steering.controlled import Controllers
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.tasks.kept import keep
 from rheostat_server.tasks.shared_query import SharedQuery
@@ -163,6 +165,7 @@ class RequestManager:
         self._prompt_tokens = 0
         """Prompt tokens of these samples, with one prompt for each sample."""
         self._routes: dict[str, tuple[ActiveRequest, EngineSequence]] = {}
+        self.controllers = Controllers(config.controllers)
         self._admission = AdmissionContext(
             self.info,
             self.sites,
@@ -175,6 +178,7 @@ class RequestManager:
             self.spill_manager is not None,
             self.runs,
             self._compiled,
+            self.controllers,
         )
         self.late_attachment = LateAttachment(
             backend,
@@ -437,6 +441,8 @@ class RequestManager:
             _LOG.warning("no request receives the event of %s", event.request_id)
         else:
             active, sequence = route
+            if isinstance(event, ControllerDisabled):
+                self.controllers.disable(event.controller, event.reason)
             if isinstance(event, Rows):
                 active.outputs.add_rows(sequence.key, event)
                 return

@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from rheostat_engine import OPEN_END, Attached, Gained
+from rheostat_engine import OPEN_END, Attached, ControllerDisabled, Gained
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.baseline import watched_sampling
 from rheostat_server.delivery.items import SequenceKey
@@ -144,6 +144,8 @@ class EngineSequence:
         """The last changes of its gains, in order."""
         self.last_gains: dict[tuple[str, int], tuple[float, ...]] = {}
         """The last gains of each list of interventions, by `SampleGains.source`."""
+        self.controller_disabled: ControllerDisabled | None = None
+        """The report that its controller was disabled."""
         self.gain_count = 0
         """Number of gains that were applied to it."""
         self._gain_changes = 0
@@ -215,8 +217,13 @@ class EngineSequence:
             self.gain_count += first is not None
             self._pending_gains.popleft().resolve(self, first)
 
-    def release(self) -> None:
-        """Takes the engine's report that it has released the sequence, which comes once."""
+    def release(self, gains: Iterable[tuple[int, tuple[float, ...]]] = ()) -> None:
+        """Takes the engine's report that it has released the sequence, which comes once.
+
+        `gains` are (first position, gains) of a sample with a controller.
+        """
+        for first, own in gains:
+            self.note_gains(SampleGains(first, ("", 0), own))
         self.engine_done = True
         self.released.set()
         self.resolve_all_changes()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from rheostat_engine import (
     EXTRA_ARG,
     Attached,
+    ControllerDisabled,
     EngineSettings,
     Event,
     Gained,
@@ -43,6 +44,7 @@ class Outcome:
     installed: Installed | None = None
     attached: list[Attached] = field(default_factory=list)
     gained: list[Gained] = field(default_factory=list)
+    disabled: list[ControllerDisabled] = field(default_factory=list)
     released: Released | None = None
     rows: dict[int, dict[int, npt.NDArray[Any]]] = field(default_factory=dict)
     """Captured rows by site, then position."""
@@ -74,6 +76,7 @@ class OfflineEngine:
         sited: bool = True,
         device: Literal["cpu", "cuda"] = "cpu",
         capture_bytes: int = 4 << 20,
+        controllers: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         """Starts the engine; `sited=False` starts stock vLLM."""
@@ -85,7 +88,13 @@ class OfflineEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._count = 0
-        settings = EngineSettings(channel=channel, bank_bytes=4 << 20, capture_bytes=capture_bytes)
+        settings = EngineSettings(
+            channel=channel,
+            bank_bytes=4 << 20,
+            capture_bytes=capture_bytes,
+            controllers=controllers,
+            controller_budget=0.25,
+        )
         extension = engine_kwargs(settings, device=device) if sited else {}
         stages = int(options.get("pipeline_parallel_size", 1))
         self._channel = WorkerChannel(settings, ranks=stages) if sited else None
@@ -223,6 +232,8 @@ class OfflineEngine:
                 outcome.attached.append(event)
             elif isinstance(event, Gained):
                 outcome.gained.append(event)
+            elif isinstance(event, ControllerDisabled):
+                outcome.disabled.append(event)
             elif isinstance(event, SignalRows):
                 self._add_signals(outcome, event, request_id)
             else:

@@ -1,6 +1,6 @@
 """A worker without a model: the runtime on CPU tensors, a forward pass that only runs the sites."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +8,7 @@ import torch
 
 from rheostat_engine import Capacity, Event, Plan
 from rheostat_engine.channel.events import (
+    ControllerDisabledHead,
     GainsHead,
     Head,
     RowsHead,
@@ -18,6 +19,7 @@ from rheostat_engine.channel.events import (
 from rheostat_engine.channel.worker_channel import EventMerger
 from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.capture.captures import Captures
+from rheostat_engine.worker.controllers import ControllerHost
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.runtime import Batch, SiteRuntime
 from rheostat_engine.worker.state.buffers import Buffers, GateBuffers
@@ -65,7 +67,7 @@ class RowSender:
     def send(self, frame: Frame) -> None:
         assert not callable(frame.head)
         assert not isinstance(frame.head, RowsHead | SignalsHead)
-        if not isinstance(frame.head, GainsHead):
+        if not isinstance(frame.head, GainsHead | ControllerDisabledHead):
             self.numbers.add(frame.head.number)
         self.events += self._merger.feed(decode_head(encode_head(frame.head)))
 
@@ -111,6 +113,7 @@ class Worker:
         sites: frozenset[int] = frozenset(range(SITES)),
         encode_bytes: int = 1 << 20,
         routers: bool = False,
+        controllers: Mapping[str, ControllerHost] | None = None,
     ) -> None:
         room = room or capacity()
         site_slots = SiteSlots((SITES - 1) // 4, routers=routers)
@@ -158,6 +161,7 @@ class Worker:
             site_slots=site_slots,
             sites=sites,
             server_request_id=server_request_id,
+            controllers=controllers,
         )
         self.steering.load(VECTORS, norms(VECTORS))
         self.streams: dict[tuple[str, int, int], npt.NDArray[np.float32]] = {}

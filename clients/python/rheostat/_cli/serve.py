@@ -96,7 +96,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     for name, value in vars(args).items():
         if name in ("run", "parser", "flags") or value is None:
             continue
-        if name in ("loras", "sinks"):
+        if name in ("loras", "sinks", "controllers"):
             values[name] = tuple(value)
         elif name.endswith("_mib"):
             values[name.removesuffix("_mib") + "_bytes"] = value * _MIB

@@ -16,7 +16,7 @@ from rheostat._fields import builds_message, did_you_mean, token_id, utf8_text, 
 from rheostat._prompts import Prompt, labels_to_wire, put_prompt
 from rheostat._steering.rules import ProbesLike, RulesLike, probes_to_wire, rules_of
 from rheostat._steering.steering import SteeringLike, interventions_of, steering_to_wire
-from rheostat_wire.v1 import generation_pb2, generation_service_pb2
+from rheostat_wire.v1 import gain_pb2, generation_pb2, generation_service_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -26,6 +26,14 @@ WhenFull: TypeAlias = Literal["wait", "refuse"]
 _WHEN_FULL: dict[str, generation_service_pb2.WhenFull.ValueType] = {
     "wait": generation_service_pb2.WHEN_FULL_WAIT,
     "refuse": generation_service_pb2.WHEN_FULL_REFUSE,
+}
+
+OnControllerDisabled: TypeAlias = Literal["fail", "continue"]
+"""What becomes of a request whose controller is disabled."""
+
+_ON_DISABLED: dict[str, gain_pb2.OnDisabled.ValueType] = {
+    "fail": gain_pb2.ON_DISABLED_FAIL,
+    "continue": gain_pb2.ON_DISABLED_CONTINUE,
 }
 
 _OTHER_NAMES = {
@@ -57,6 +65,12 @@ class GenerateOptions(TypedDict, total=False):
     own."""
     rules: RulesLike
     """What happens where conditions hold. Default: none."""
+    controller: str | None
+    """Name of a controller of the server (`ModelInfo.controller_names`). It sets the gains of the
+    steering from what the probes read. Default: none."""
+    on_controller_disabled: OnControllerDisabled | None
+    """If the server disables the controller while the request runs: "fail", which raises
+    Refused, or "continue" with the last gains. Default: "fail"."""
     hold_back: int | None
     """Tokens of each running sample that the server holds back, so that a session or a rule that
     ends the sample withholds them. Default: 0."""
@@ -158,8 +172,29 @@ def generate_request(
     )
     if hold_back is not None:
         request.hold_back = whole_number(hold_back, "hold_back", "a number of tokens", least=0)
+    _put_controller(request, options)
     put_prompt(request, prompt)
     return request
+
+
+def _put_controller(
+    request: generation_service_pb2.GenerateRequest, options: GenerateOptions
+) -> None:
+    name, on_disabled = options.get("controller"), options.get("on_controller_disabled")
+    if name is not None:
+        request.controlled.controller_name = utf8_text(name, "controller", "a controller's name")
+    if on_disabled is None:
+        return
+    if name is None:
+        raise invalid("on_controller_disabled", "it needs a controller")
+    if on_disabled not in _ON_DISABLED:
+        raise invalid(
+            "on_controller_disabled",
+            f"on_controller_disabled is {' or '.join(map(repr, _ON_DISABLED))}, "
+            f"not {on_disabled!r}",
+            "REASON_UNKNOWN_ENUM",
+        )
+    request.controlled.on_disabled = _ON_DISABLED[on_disabled]
 
 
 def _when_full(word: str) -> generation_service_pb2.WhenFull.ValueType:

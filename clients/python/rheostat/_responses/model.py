@@ -119,6 +119,8 @@ class ModelInfo:
     embedding_std: float | None = None
     """Standard deviation of the token embedding's elements, as they enter the stream; see `Noise`.
     None: the server could not measure it."""
+    controller_names: tuple[str, ...] = ()
+    """Controllers that requests may name; see `GenerateOptions.controller`."""
 
     def captured(self, point: Point) -> tuple[int, ...]:
         """Layers at which rows of this point can be captured, ascending."""
@@ -184,6 +186,7 @@ def read_model(message: engine_service_pb2.GetModelResponse) -> ModelInfo:
         name=message.model_name,
         sites=tuple(_read_group(group) for group in message.sites if knows_point(group.point)),
         lora_names=tuple(message.lora_names),
+        controller_names=tuple(message.controller_names),
         engine=EngineInfo(
             **{
                 **equal_fields(EngineInfo, engine),
@@ -216,6 +219,25 @@ def _read_group(message: engine_service_pb2.SiteGroup) -> SiteGroup:
         form=message.form,
         width=message.width,
     )
+
+
+@dataclass(frozen=True)
+class ControllerStats:
+    """Calls of a controller, and how long they took, in seconds."""
+
+    controller_name: str
+    call_count: int
+    """Calls: one for each step with a request that it controls."""
+    overrun_count: int
+    """Calls that took longer than the server's budget."""
+    p50: float
+    """Median of the last 4,096 calls."""
+    p99: float
+    """99th percentile of the last 4,096 calls."""
+    longest: float
+    """The longest call."""
+    disabled_reason: str
+    """Why it is disabled; empty: it is not."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -279,6 +301,8 @@ class Stats:
     """Bytes that wait for slow readers of requests, for sinks and for runs."""
     subscription_buffer_bytes: int
     """Bytes of captured rows that subscribers have not read and acknowledged."""
+    controllers: tuple[ControllerStats, ...] = ()
+    """Controllers, by name."""
 
     def __repr__(self) -> str:
         text = (
@@ -303,4 +327,16 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         **equal_fields(Stats, message.requests),
         steps={variant.variant: variant.step_count for variant in message.steps},
         uptime=message.uptime.ToTimedelta().total_seconds(),
+        controllers=tuple(
+            ControllerStats(
+                one.controller_name,
+                one.call_count,
+                one.overrun_count,
+                one.p50.ToNanoseconds() / 1e9,
+                one.p99.ToNanoseconds() / 1e9,
+                one.longest.ToNanoseconds() / 1e9,
+                one.disabled_reason,
+            )
+            for one in message.controllers
+        ),
     )

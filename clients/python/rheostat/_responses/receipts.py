@@ -167,6 +167,17 @@ class WatchReceipt:
     """Number of the changes, in all."""
 
 
+@dataclass(frozen=True)
+class ControllerReceipt:
+    """How a request was controlled."""
+
+    controller_name: str
+    disabled_reason: str = ""
+    """Why the controller was disabled before the request ended; empty if it was not."""
+    disabled_from: tuple[tuple[int, int], ...] = ()
+    """(sample, first position about which it did not decide)."""
+
+
 @dataclass(frozen=True, repr=False)
 class Receipt:
     """A record of the interventions and captures that were carried out. ``print`` shows a text."""
@@ -193,6 +204,8 @@ class Receipt:
     """Gains of the session and of watches that were carried out."""
     watches: tuple[WatchReceipt, ...] = ()
     """The watches that changed its steering, in the order of their first changes."""
+    controller: ControllerReceipt | None = None
+    """The controller of its gains; None if it had none."""
 
     def __repr__(self) -> str:
         parts = [
@@ -256,6 +269,10 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         rows.append(("gains", f"{receipt.gain_count} carried out"))
     for watch in receipt.watches:
         rows.append((f"watch {watch.watch_id}", f"{watch.change_count} changes"))
+    if receipt.controller is not None:
+        disabled = receipt.controller.disabled_reason
+        text = f"disabled: {disabled}" if disabled else "set the gains"
+        rows.append((f"controller {receipt.controller.controller_name}", text))
     return rows
 
 
@@ -389,6 +406,16 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
             )
             for watch in message.watches
         ),
+        controller=_read_controller(message) if message.HasField("controller") else None,
+    )
+
+
+def _read_controller(message: receipt_pb2.Receipt) -> ControllerReceipt:
+    controller = message.controller
+    return ControllerReceipt(
+        controller.controller_name,
+        controller.disabled_reason,
+        tuple((one.sample, one.position) for one in controller.disabled_from),
     )
 
 

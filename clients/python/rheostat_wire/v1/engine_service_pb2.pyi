@@ -83,6 +83,8 @@ class _FeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature.Value
     """Probe.signals and Gate.signals."""
     FEATURE_CONDITIONS: _Feature.ValueType  # 25
     """FitConditions."""
+    FEATURE_CONTROLLERS: _Feature.ValueType  # 26
+    """GenerateRequest.controlled. The server has at least one controller."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """A part of the contract that a server may lack. New values may come with any release."""
@@ -141,6 +143,8 @@ FEATURE_SIGNALS: Feature.ValueType  # 24
 """Probe.signals and Gate.signals."""
 FEATURE_CONDITIONS: Feature.ValueType  # 25
 """FitConditions."""
+FEATURE_CONTROLLERS: Feature.ValueType  # 26
+"""GenerateRequest.controlled. The server has at least one controller."""
 Global___Feature: _TypeAlias = Feature  # noqa: Y015
 
 class _Runner:
@@ -206,6 +210,7 @@ class GetModelResponse(_message.Message):
     API_VERSION_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     EMBEDDING_STD_FIELD_NUMBER: _builtins.int
+    CONTROLLER_NAMES_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     """Name under which the model was loaded."""
     architecture: _builtins.str
@@ -253,6 +258,10 @@ class GetModelResponse(_message.Message):
         by name, and fields of newer contracts with REASON_UNKNOWN_FIELD.
         """
 
+    @_builtins.property
+    def controller_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Controllers that requests may name, ascending."""
+
     def __init__(
         self,
         *,
@@ -272,10 +281,11 @@ class GetModelResponse(_message.Message):
         api_version: _builtins.str = ...,
         features: _abc.Iterable[Global___Feature.ValueType] | None = ...,
         embedding_std: _builtins.float | None = ...,
+        controller_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_embedding_std", b"_embedding_std", "embedding_std", b"embedding_std", "engine", b"engine", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedding_std", b"_embedding_std", "api_version", b"api_version", "architecture", b"architecture", "build_version", b"build_version", "dtype", b"dtype", "embedding_std", b"embedding_std", "engine", b"engine", "features", b"features", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "layer_count", b"layer_count", "limits", b"limits", "lora_names", b"lora_names", "model_name", b"model_name", "sites", b"sites", "vocabulary_size", b"vocabulary_size", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedding_std", b"_embedding_std", "api_version", b"api_version", "architecture", b"architecture", "build_version", b"build_version", "controller_names", b"controller_names", "dtype", b"dtype", "embedding_std", b"embedding_std", "engine", b"engine", "features", b"features", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "layer_count", b"layer_count", "limits", b"limits", "lora_names", b"lora_names", "model_name", b"model_name", "sites", b"sites", "vocabulary_size", b"vocabulary_size", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__embedding_std: _TypeAlias = _typing.Literal["embedding_std"]  # noqa: Y015
     _WhichOneofArgType__embedding_std: _TypeAlias = _typing.Literal["_embedding_std", b"_embedding_std"]  # noqa: Y015
@@ -591,6 +601,7 @@ class GetStatsResponse(_message.Message):
     STAGING_BYTES_FIELD_NUMBER: _builtins.int
     REQUEST_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
+    CONTROLLERS_FIELD_NUMBER: _builtins.int
     running_request_count: _builtins.int
     """Requests that run now."""
     waiting_request_count: _builtins.int
@@ -665,6 +676,10 @@ class GetStatsResponse(_message.Message):
     def uptime(self) -> _duration_pb2.Duration:
         """Since startup."""
 
+    @_builtins.property
+    def controllers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ControllerStats]:
+        """Controllers, by name."""
+
     def __init__(
         self,
         *,
@@ -695,10 +710,11 @@ class GetStatsResponse(_message.Message):
         staging_bytes: _builtins.int = ...,
         request_buffer_bytes: _builtins.int = ...,
         subscription_buffer_bytes: _builtins.int = ...,
+        controllers: _abc.Iterable[Global___ControllerStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_row_count", b"bank_row_count", "captured_bytes", b"captured_bytes", "captured_row_count", b"captured_row_count", "dropped_row_count", b"dropped_row_count", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked_count", b"leaked_count", "left_bytes", b"left_bytes", "overrun_row_count", b"overrun_row_count", "plain_row_count", b"plain_row_count", "prefix_hit_token_count", b"prefix_hit_token_count", "prefix_queried_token_count", b"prefix_queried_token_count", "request_buffer_bytes", b"request_buffer_bytes", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "run_count", b"run_count", "running_request_count", b"running_request_count", "spooled_row_count", b"spooled_row_count", "staging_bytes", b"staging_bytes", "steps", b"steps", "subscription_buffer_bytes", b"subscription_buffer_bytes", "subscription_count", b"subscription_count", "uptime", b"uptime", "used_bank_row_count", b"used_bank_row_count", "vector_count", b"vector_count", "waiting_request_count", b"waiting_request_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bank_row_count", b"bank_row_count", "captured_bytes", b"captured_bytes", "captured_row_count", b"captured_row_count", "controllers", b"controllers", "dropped_row_count", b"dropped_row_count", "encode_bytes", b"encode_bytes", "global_version", b"global_version", "leaked_count", b"leaked_count", "left_bytes", b"left_bytes", "overrun_row_count", b"overrun_row_count", "plain_row_count", b"plain_row_count", "prefix_hit_token_count", b"prefix_hit_token_count", "prefix_queried_token_count", b"prefix_queried_token_count", "request_buffer_bytes", b"request_buffer_bytes", "requests", b"requests", "ring_bytes", b"ring_bytes", "run_bytes", b"run_bytes", "run_count", b"run_count", "running_request_count", b"running_request_count", "spooled_row_count", b"spooled_row_count", "staging_bytes", b"staging_bytes", "steps", b"steps", "subscription_buffer_bytes", b"subscription_buffer_bytes", "subscription_count", b"subscription_count", "uptime", b"uptime", "used_bank_row_count", b"used_bank_row_count", "vector_count", b"vector_count", "waiting_request_count", b"waiting_request_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -729,6 +745,58 @@ class VariantSteps(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VariantSteps: _TypeAlias = VariantSteps  # noqa: Y015
+
+@_typing.final
+class ControllerStats(_message.Message):
+    """Calls of a controller. A call takes from its readings on the host to its decision."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTROLLER_NAME_FIELD_NUMBER: _builtins.int
+    CALL_COUNT_FIELD_NUMBER: _builtins.int
+    OVERRUN_COUNT_FIELD_NUMBER: _builtins.int
+    P50_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    LONGEST_FIELD_NUMBER: _builtins.int
+    DISABLED_REASON_FIELD_NUMBER: _builtins.int
+    controller_name: _builtins.str
+    """The controller."""
+    call_count: _builtins.int
+    """Calls: one per step with a request that it controls."""
+    overrun_count: _builtins.int
+    """Calls that took longer than the server's budget."""
+    disabled_reason: _builtins.str
+    """Why it is disabled, for the rest of the server's life. Empty: it is not."""
+    @_builtins.property
+    def p50(self) -> _duration_pb2.Duration:
+        """Median of the last 4,096 calls."""
+
+    @_builtins.property
+    def p99(self) -> _duration_pb2.Duration:
+        """99th percentile of the last 4,096 calls."""
+
+    @_builtins.property
+    def longest(self) -> _duration_pb2.Duration:
+        """Longest call."""
+
+    def __init__(
+        self,
+        *,
+        controller_name: _builtins.str = ...,
+        call_count: _builtins.int = ...,
+        overrun_count: _builtins.int = ...,
+        p50: _duration_pb2.Duration | None = ...,
+        p99: _duration_pb2.Duration | None = ...,
+        longest: _duration_pb2.Duration | None = ...,
+        disabled_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["longest", b"longest", "p50", b"p50", "p99", b"p99"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_count", b"call_count", "controller_name", b"controller_name", "disabled_reason", b"disabled_reason", "longest", b"longest", "overrun_count", b"overrun_count", "p50", b"p50", "p99", b"p99"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControllerStats: _TypeAlias = ControllerStats  # noqa: Y015
 
 @_typing.final
 class RequestCounts(_message.Message):

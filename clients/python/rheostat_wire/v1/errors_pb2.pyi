@@ -102,6 +102,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """NOT_FOUND. Nothing was written for this request."""
     REASON_WATCH_NOT_FOUND: _Reason.ValueType  # 48
     """NOT_FOUND. No such watch, open or resumable."""
+    REASON_CONTROLLER_NOT_FOUND: _Reason.ValueType  # 49
+    """NOT_FOUND. The server has no such controller."""
     REASON_SITE_NOT_SERVED: _Reason.ValueType  # 60
     """FAILED_PRECONDITION. The model has no such site, or it is not proven. Says which it has."""
     REASON_OP_NOT_SERVED: _Reason.ValueType  # 61
@@ -125,6 +127,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_NAME_CONFLICT: _Reason.ValueType  # 69
     """FAILED_PRECONDITION. The name is on another vector than was expected. Metadata "digest" is that
     vector's, in hex; empty: the name is on none.
+    """
+    REASON_CONTROLLER_DISABLED: _Reason.ValueType  # 70
+    """FAILED_PRECONDITION. The controller failed or was too slow, and is disabled for the rest of the
+    server's life. Says why.
     """
     REASON_BANK_FULL: _Reason.ValueType  # 80
     """RESOURCE_EXHAUSTED, with RetryInfo where waiting helps. The request needs more bank rows than
@@ -264,6 +270,8 @@ REASON_ARTIFACT_NOT_FOUND: Reason.ValueType  # 47
 """NOT_FOUND. Nothing was written for this request."""
 REASON_WATCH_NOT_FOUND: Reason.ValueType  # 48
 """NOT_FOUND. No such watch, open or resumable."""
+REASON_CONTROLLER_NOT_FOUND: Reason.ValueType  # 49
+"""NOT_FOUND. The server has no such controller."""
 REASON_SITE_NOT_SERVED: Reason.ValueType  # 60
 """FAILED_PRECONDITION. The model has no such site, or it is not proven. Says which it has."""
 REASON_OP_NOT_SERVED: Reason.ValueType  # 61
@@ -287,6 +295,10 @@ prompts read alike: nothing to fit.
 REASON_NAME_CONFLICT: Reason.ValueType  # 69
 """FAILED_PRECONDITION. The name is on another vector than was expected. Metadata "digest" is that
 vector's, in hex; empty: the name is on none.
+"""
+REASON_CONTROLLER_DISABLED: Reason.ValueType  # 70
+"""FAILED_PRECONDITION. The controller failed or was too slow, and is disabled for the rest of the
+server's life. Says why.
 """
 REASON_BANK_FULL: Reason.ValueType  # 80
 """RESOURCE_EXHAUSTED, with RetryInfo where waiting helps. The request needs more bank rows than

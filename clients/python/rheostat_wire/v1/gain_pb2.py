@@ -24,13 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rheostat/v1/gain.proto\x12\x0brheostat.v1\"T\n\x04Gain\x12\x1b\n\x06\x66\x61\x63tor\x18\x01 \x01(\x02H\x00R\x06\x66\x61\x63tor\x88\x01\x01\x12$\n\rinterventions\x18\x02 \x03(\rR\rinterventionsB\t\n\x07_factorb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rheostat/v1/gain.proto\x12\x0brheostat.v1\"T\n\x04Gain\x12\x1b\n\x06\x66\x61\x63tor\x18\x01 \x01(\x02H\x00R\x06\x66\x61\x63tor\x88\x01\x01\x12$\n\rinterventions\x18\x02 \x03(\rR\rinterventionsB\t\n\x07_factor\"\x84\x01\n\nControlled\x12\'\n\x0f\x63ontroller_name\x18\x01 \x01(\tR\x0e\x63ontrollerName\x12=\n\x0bon_disabled\x18\x02 \x01(\x0e\x32\x17.rheostat.v1.OnDisabledH\x00R\nonDisabled\x88\x01\x01\x42\x0e\n\x0c_on_disabled*Y\n\nOnDisabled\x12\x1b\n\x17ON_DISABLED_UNSPECIFIED\x10\x00\x12\x14\n\x10ON_DISABLED_FAIL\x10\x01\x12\x18\n\x14ON_DISABLED_CONTINUE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat_wire.v1.gain_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ONDISABLED']._serialized_start=260
+  _globals['_ONDISABLED']._serialized_end=349
   _globals['_GAIN']._serialized_start=39
   _globals['_GAIN']._serialized_end=123
+  _globals['_CONTROLLED']._serialized_start=126
+  _globals['_CONTROLLED']._serialized_end=258
 # @@protoc_insertion_point(module_scope)

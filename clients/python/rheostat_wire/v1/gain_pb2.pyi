@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _OnDisabled:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OnDisabledEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnDisabled.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ON_DISABLED_UNSPECIFIED: _OnDisabled.ValueType  # 0
+    """Refused with REASON_UNKNOWN_ENUM."""
+    ON_DISABLED_FAIL: _OnDisabled.ValueType  # 1
+    """It fails with REASON_CONTROLLER_DISABLED."""
+    ON_DISABLED_CONTINUE: _OnDisabled.ValueType  # 2
+    """It goes on with the last gains, and the receipt gives the reason."""
+
+class OnDisabled(_OnDisabled, metaclass=_OnDisabledEnumTypeWrapper):
+    """What becomes of a request whose controller is disabled."""
+
+ON_DISABLED_UNSPECIFIED: OnDisabled.ValueType  # 0
+"""Refused with REASON_UNKNOWN_ENUM."""
+ON_DISABLED_FAIL: OnDisabled.ValueType  # 1
+"""It fails with REASON_CONTROLLER_DISABLED."""
+ON_DISABLED_CONTINUE: OnDisabled.ValueType  # 2
+"""It goes on with the last gains, and the receipt gives the reason."""
+Global___OnDisabled: _TypeAlias = OnDisabled  # noqa: Y015
 
 @_typing.final
 class Gain(_message.Message):
@@ -50,3 +75,39 @@ class Gain(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__factor) -> _WhichOneofReturnType__factor | None: ...
 
 Global___Gain: _TypeAlias = Gain  # noqa: Y015
+
+@_typing.final
+class Controlled(_message.Message):
+    """Lets a controller, a plugin of the server, set the gains of a request's own steering. After each
+    step it sees what the request's probes read at the prompt's last token or at a generated one, and
+    sets the gains of the next position. Each gain is 1 until then. Not in a session
+    (REASON_NOT_SUPPORTED); no watch changes the request's steering.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTROLLER_NAME_FIELD_NUMBER: _builtins.int
+    ON_DISABLED_FIELD_NUMBER: _builtins.int
+    controller_name: _builtins.str
+    """Required: one of GetModelResponse.controller_names. Unknown: REASON_CONTROLLER_NOT_FOUND. Disabled:
+    REASON_CONTROLLER_DISABLED.
+    """
+    on_disabled: Global___OnDisabled.ValueType
+    """What becomes of the request if the controller is disabled while it runs. Default
+    ON_DISABLED_FAIL.
+    """
+    def __init__(
+        self,
+        *,
+        controller_name: _builtins.str = ...,
+        on_disabled: Global___OnDisabled.ValueType | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_on_disabled", b"_on_disabled", "on_disabled", b"on_disabled"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_on_disabled", b"_on_disabled", "controller_name", b"controller_name", "on_disabled", b"on_disabled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__on_disabled: _TypeAlias = _typing.Literal["on_disabled"]  # noqa: Y015
+    _WhichOneofArgType__on_disabled: _TypeAlias = _typing.Literal["_on_disabled", b"_on_disabled"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__on_disabled) -> _WhichOneofReturnType__on_disabled | None: ...
+
+Global___Controlled: _TypeAlias = Controlled  # noqa: Y015

@@ -97,6 +97,7 @@ class GenerateRequest(_message.Message):
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     WHEN_FULL_FIELD_NUMBER: _builtins.int
     HOLD_BACK_FIELD_NUMBER: _builtins.int
+    CONTROLLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 of [A-Za-z0-9._:-], not that of a running request (REASON_DUPLICATE_REQUEST). Empty:
     the server makes one. Ids of requests that have ended are forgotten: a call that is repeated
@@ -159,6 +160,12 @@ class GenerateRequest(_message.Message):
         63 and values up to 255 bytes.
         """
 
+    @_builtins.property
+    def controlled(self) -> _gain_pb2.Controlled:
+        """Which controller sets the gains of its steering. The request then has probes, 1 to 16
+        interventions, and max_tokens times interventions of at most 65,536. Absent: none.
+        """
+
     def __init__(
         self,
         *,
@@ -177,10 +184,11 @@ class GenerateRequest(_message.Message):
         return_prompt_token_ids: _builtins.bool = ...,
         when_full: Global___WhenFull.ValueType | None = ...,
         hold_back: _builtins.int | None = ...,
+        controlled: _gain_pb2.Controlled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back", "_when_full", b"_when_full", "chat", b"chat", "hold_back", b"hold_back", "prompt", b"prompt", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back", "_when_full", b"_when_full", "chat", b"chat", "controlled", b"controlled", "hold_back", b"hold_back", "prompt", b"prompt", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back", "_when_full", b"_when_full", "captures", b"captures", "chat", b"chat", "hold_back", b"hold_back", "labels", b"labels", "lora_name", b"lora_name", "probes", b"probes", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back", "_when_full", b"_when_full", "captures", b"captures", "chat", b"chat", "controlled", b"controlled", "hold_back", b"hold_back", "labels", b"labels", "lora_name", b"lora_name", "probes", b"probes", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold_back: _TypeAlias = _typing.Literal["hold_back"]  # noqa: Y015
     _WhichOneofArgType__hold_back: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back"]  # noqa: Y015

@@ -120,6 +120,7 @@ class Receipt(_message.Message):
     RULES_FIELD_NUMBER: _builtins.int
     GAIN_COUNT_FIELD_NUMBER: _builtins.int
     WATCHES_FIELD_NUMBER: _builtins.int
+    CONTROLLER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     prompt_token_count: _builtins.int
@@ -158,6 +159,10 @@ class Receipt(_message.Message):
     def watches(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchReceipt]:
         """The watches that changed its steering, in the order of their first changes."""
 
+    @_builtins.property
+    def controller(self) -> Global___ControllerReceipt:
+        """The controller of its gains. Absent: it had none."""
+
     def __init__(
         self,
         *,
@@ -174,10 +179,11 @@ class Receipt(_message.Message):
         rules: _abc.Iterable[Global___RuleReceipt] | None = ...,
         gain_count: _builtins.int = ...,
         watches: _abc.Iterable[Global___WatchReceipt] | None = ...,
+        controller: Global___ControllerReceipt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "gain_count", b"gain_count", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "rules", b"rules", "update_count", b"update_count", "watches", b"watches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_token_count", b"cached_prompt_token_count", "captures", b"captures", "controller", b"controller", "gain_count", b"gain_count", "generated_token_count", b"generated_token_count", "global_version", b"global_version", "interventions", b"interventions", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "recomputed_token_count", b"recomputed_token_count", "request_id", b"request_id", "rules", b"rules", "update_count", b"update_count", "watches", b"watches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,6 +393,38 @@ class AppliedRows(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AppliedRows: _TypeAlias = AppliedRows  # noqa: Y015
+
+@_typing.final
+class ControllerReceipt(_message.Message):
+    """How a request was controlled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTROLLER_NAME_FIELD_NUMBER: _builtins.int
+    DISABLED_REASON_FIELD_NUMBER: _builtins.int
+    DISABLED_FROM_FIELD_NUMBER: _builtins.int
+    controller_name: _builtins.str
+    """The controller."""
+    disabled_reason: _builtins.str
+    """Why it was disabled before the request ended. Empty: it was not."""
+    @_builtins.property
+    def disabled_from(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.SamplePosition]:
+        """The first position about which it did not decide, by sample. Empty: it was not disabled."""
+
+    def __init__(
+        self,
+        *,
+        controller_name: _builtins.str = ...,
+        disabled_reason: _builtins.str = ...,
+        disabled_from: _abc.Iterable[_generation_pb2.SamplePosition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller_name", b"controller_name", "disabled_from", b"disabled_from", "disabled_reason", b"disabled_reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControllerReceipt: _TypeAlias = ControllerReceipt  # noqa: Y015
 
 @_typing.final
 class RuleReceipt(_message.Message):

@@ -154,6 +154,15 @@ class GainStates:
             own[indices] = wanted
             self._first[state] = first
 
+    def values_of(self, state: int) -> Floats:
+        """The present gains of a sample, [`MAX_GAINS`]; a view."""
+        values: Floats = self._values[state]
+        return values
+
+    def at(self, state: int, positions: Int64, count: int) -> Floats:
+        """Its gains at some ascending positions, [n, count]."""
+        return self._changes[state].at(positions, count)
+
     def choose(
         self, states: Int64, positions: Int64, functions: Int64, bases: tuple[Int64, Int64]
     ) -> GainedTokens | None:

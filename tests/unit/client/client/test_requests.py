@@ -44,6 +44,11 @@ def test_what_is_left_out_is_left_to_the_server(client, server, prompt, expected
         ({"lora": "poet"}, 'lora_name: "poet"'),
         ({"when_full": "wait"}, "when_full: WHEN_FULL_WAIT"),
         ({"when_full": "refuse"}, "when_full: WHEN_FULL_REFUSE"),
+        ({"controller": "pi"}, 'controlled { controller_name: "pi" }'),
+        (
+            {"controller": "pi", "on_controller_disabled": "continue"},
+            'controlled { controller_name: "pi" on_disabled: ON_DISABLED_CONTINUE }',
+        ),
     ],
 )
 def test_how_a_request_runs_is_said_where_the_caller_says_it(client, server, options, expected):
@@ -69,6 +74,18 @@ def test_how_a_request_runs_is_said_where_the_caller_says_it(client, server, opt
         ("x", {"request_id": "a b"}, "request_id", "REASON_INVALID_VALUE"),
         ("x", {"lora": ""}, "lora", "REASON_INVALID_VALUE"),
         ("x", {"when_full": "hurry"}, "when_full", "REASON_UNKNOWN_ENUM"),
+        (
+            "x",
+            {"on_controller_disabled": "fail"},
+            "on_controller_disabled",
+            "REASON_INVALID_VALUE",
+        ),
+        (
+            "x",
+            {"controller": "pi", "on_controller_disabled": "stop"},
+            "on_controller_disabled",
+            "REASON_UNKNOWN_ENUM",
+        ),
         (
             "x",
             {"steering": [rheostat.named("a", points="resid_pre", layers=0)] * 257},

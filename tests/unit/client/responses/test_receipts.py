@@ -141,6 +141,21 @@ def test_an_explanation_gives_doses_in_the_unit_of_their_op(op, dose):
     ]
 
 
+def test_a_receipt_says_where_its_controller_was_disabled():
+    receipt = read_receipt(
+        text_format.Parse(
+            """request_id: "r1"
+               controller {
+                 controller_name: "pi" disabled_reason: "it raised"
+                 disabled_from { sample: 1 position: 7 }
+               }""",
+            receipt_pb2.Receipt(),
+        )
+    )
+    assert receipt.controller == rheostat.ControllerReceipt("pi", "it raised", ((1, 7),))
+    assert "  controller pi: disabled: it raised" in str(receipt).splitlines()
+
+
 def test_sites_that_need_a_newer_client_are_counted_and_the_rest_is_kept():
     known, newer = "point: POINT_RESID_POST layer: 2", "point: 9 layer: 2"
     receipt = read_receipt(

@@ -259,6 +259,7 @@ def test_statistics_say_what_is_in_use_and_what_has_been() -> None:
         "staging_skipped_bytes": 0,
         "pinned": False,
         "steps": {"plain": 1, "active": 1},
+        "controllers": {},
         "own_graphs": 0,
         "held_graphs": 0,
     }
