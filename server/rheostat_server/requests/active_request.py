@@ -285,8 +285,8 @@ class ActiveRequest:
             sequence.on_gained(event)
             return
         elif isinstance(event, ControllerDisabled):
-            sequence.controller_disabled = event
-            if not self.admitted.outlives_controller:
+            undecided = sequence.on_controller_disabled(event)
+            if undecided and not self.admitted.outlives_controller:
                 self.fail(disabled_error(event.controller, event.reason))
             return
         else:

@@ -205,6 +205,17 @@ class EngineSequence:
         """Handles the report of a change of its gains, which includes earlier changes."""
         self._resolve_gains(gained.change, gained.first)
 
+    def on_controller_disabled(self, event: ControllerDisabled) -> bool:
+        """Handles the report that its controller was disabled.
+
+        Returns whether the controller had yet to decide about one of its positions.
+        """
+        # The last token is no input, and the engine may run a sample on for some steps.
+        if self.ended and event.first >= len(self.job.prompt) + len(self.tokens) - 1:
+            return False
+        self.controller_disabled = event
+        return True
+
     def note_gains(self, gains: SampleGains) -> None:
         """Notes its gains from a position on."""
         if self.gains and self.gains[-1].first == gains.first:

@@ -19,6 +19,7 @@ from rheostat_server.errors import (
     NotSupported,
     Resource,
 )
+from rheostat_server.limits import ID_BYTES
 from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import Intervention
@@ -92,8 +93,10 @@ def check_controlled(
     if not request.HasField("controlled"):
         return None
     message = request.controlled
+    path = "controlled.controller_name"
     if not message.controller_name:
-        raise MissingField("a name is required", field="controlled.controller_name")
+        raise MissingField("a name is required", field=path)
+    validation.text_bytes(message.controller_name, ID_BYTES, path)
     if message.HasField("on_disabled"):
         path = "controlled.on_disabled"
         validation.known_enum(message.on_disabled, gain_pb2.OnDisabled.values(), path)

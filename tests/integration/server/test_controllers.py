@@ -96,7 +96,7 @@ def test_a_probe_is_held_at_a_set_point(
         np.asarray(plain.signals[PROBE]).reshape(-1), free, rtol=0, atol=2e-3
     )
     (stats,) = [one for one in controlled.stats().controllers if one.controller_name == "hold"]
-    assert stats.call_count >= 24
+    assert stats.call_count >= 23  # the next step, which may not have come, decides about the last
     assert 0 < stats.p50 <= stats.p99 <= stats.longest
     assert stats.disabled_reason == ""
 

@@ -64,6 +64,7 @@ FIELD_LIMITS: Mapping[str, int] = {
     "ChatMessage.role": ID_BYTES,
     "Clamp.bands": DIRECTIONS,
     "Condition.probe_name": ID_BYTES,
+    "Controlled.controller_name": ID_BYTES,
     "DeleteNameRequest.name": ID_BYTES,
     "DeleteRunRequest.run_id": ID_BYTES,
     "DeriveVectorsRequest.description": NAME_DESCRIPTION_BYTES,

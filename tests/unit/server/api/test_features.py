@@ -215,10 +215,17 @@ USES: dict[str, Use] = {
     "TOKEN_DIRECTIONS": attribute,
     "SIGNALS": generates(probes=[gate_pb2.Probe(signals=True, **SEEN)]),
     "CONDITIONS": fit,
+    "CONTROLLERS": generates(
+        probes=[probe()], steer=[add()], controlled=gain_pb2.Controlled(controller_name="pi")
+    ),
 }
 """How each feature is used."""
 
-REASONS = {"SINKS": "REASON_SINK_NOT_FOUND", "LORA": "REASON_LORA_NOT_FOUND"}
+REASONS = {
+    "SINKS": "REASON_SINK_NOT_FOUND",
+    "LORA": "REASON_LORA_NOT_FOUND",
+    "CONTROLLERS": "REASON_CONTROLLER_NOT_FOUND",
+}
 """With what a feature that is not there is refused, where it is not the usual reasons."""
 
 USUAL = ("REASON_NOT_SUPPORTED", "REASON_UNIMPLEMENTED")
@@ -229,10 +236,11 @@ def test_every_feature_has_a_use_here() -> None:
 
 
 @pytest.fixture(params=["bare", "whole"])
-async def either(request, starter, tmp_path):
+async def either(request, starter, tmp_path, monkeypatch):
     """A server that was started with nothing, and one with everything."""
     if request.param == "whole":
-        return await starter(sinks=("mem=memory",), spool=str(tmp_path))
+        monkeypatch.setattr("rheostat_server.serve.entry_points", lambda group, name: {name})
+        return await starter(sinks=("mem=memory",), spool=str(tmp_path), controllers=("pi",))
     return await starter(
         ScriptedBackend(
             info=replace(INFO, loras=()),
@@ -259,6 +267,6 @@ async def test_what_is_listed_is_served_and_the_rest_is_refused(either, name) ->
 
 
 async def test_sinks_spools_and_adapters_are_listed_where_they_are(either) -> None:
-    optional = {"SINKS", "SPILL", "LORA"}
+    optional = {"SINKS", "SPILL", "LORA", "CONTROLLERS"}
     assert optional & {*await listed(either)} in (set(), optional)
     assert {"STEERING", "CAPTURE", "SESSIONS"} <= {*await listed(either)}

@@ -103,6 +103,10 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
         steered(f"add {{ vector {{ inline {{ {INLINE} }} }} }} gate {{ conditions {{}} }}"),
         "steering.interventions.gate.conditions.probe_name",
     ),
+    "Controlled.controller_name": (
+        ("Generate", f"{PROMPT} controlled {{}}"),
+        "controlled.controller_name",
+    ),
     "DeleteNameRequest.name": (("DeleteName", ""), "name"),
     "DeleteRunRequest.run_id": (("DeleteRun", ""), "run_id"),
     "DeriveVectorsRequest.description": (("DeriveVectors", TO_CONTRAST), "description"),

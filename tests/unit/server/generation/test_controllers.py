@@ -138,6 +138,24 @@ async def test_a_request_fails_if_its_controller_is_disabled_and_later_ones_are_
     assert len(running.backend.jobs) == 1
 
 
+class DisablesLate(ScriptedBackend):
+    """Its workers disable the controller of each request when all of its tokens are sampled."""
+
+    def _signal(self, job: Job, start: int, end: int) -> None:
+        super()._signal(job, start, end)
+        if end == len(job.prompt) + job.sampling.max_tokens:
+            self.deliver(ControllerDisabled(job.plan.request_id, "pi", "it raised", end - 1))
+
+
+async def test_a_request_whose_every_position_was_decided_does_not_fail(starter) -> None:
+    running = await starter(DisablesLate(overrun=1), controllers=("pi",))
+    events = await running.client.generate(controlled())
+    assert events[-1].receipt.generated_token_count == 4
+    assert not events[-1].receipt.controller.disabled_reason
+    refusal = await running.client.refusal(controlled())
+    assert refusal.brief[1] == "REASON_CONTROLLER_DISABLED"
+
+
 async def test_a_server_does_not_start_with_a_controller_that_is_not_installed(starter) -> None:
     with pytest.raises(InvalidConfig, match="nobody"):
         await starter(controllers=("nobody",))
