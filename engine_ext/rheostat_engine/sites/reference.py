@@ -25,7 +25,7 @@ import torch
 from rheostat_engine.plan.acts import Kind, largest_replaced
 from rheostat_engine.plan.gates import Activation, Normalise
 from rheostat_engine.worker.state.buffers import SiteBuffers
-from rheostat_engine.worker.steering.gate_reference import open_gate
+from rheostat_engine.worker.steering.gate_reference import open_gates
 from rheostat_engine.worker.steering.programs import GAIN_UNIT
 
 
@@ -100,7 +100,7 @@ def _change(
             floats = site.floats[steps[own]]
             steps[own] = following
             if kind == Kind.GATE:
-                _open_gates(site, numbers, factors - 1, tokens[own])
+                open_gates(site.gates, numbers, factors - 1, tokens[own])
                 continue
             low, high, strength, written = floats[:, :4, None].unbind(1)
             factor = _factor(site, tokens[own], factors)
@@ -156,14 +156,6 @@ def _kinds(
         for kind in map(Kind, sorted(set(kinds.tolist())))
         if kind != Kind.READ and kind.acts_last == last
     ]
-
-
-def _open_gates(
-    site: SiteBuffers, gates: torch.Tensor, numbers: torch.Tensor, tokens: torch.Tensor
-) -> None:
-    """Opens a gate for each token; see `open_gate`."""
-    for gate, number in torch.stack([gates, numbers], 1).unique(dim=0).tolist():
-        open_gate(site.gates, gate, number, tokens[(gates == gate) & (numbers == number)])
 
 
 def _factor(site: SiteBuffers, tokens: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

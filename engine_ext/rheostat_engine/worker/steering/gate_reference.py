@@ -1,41 +1,90 @@
-"""Gates in plain torch: it runs on a CPU, and is the reference for the kernels."""
+"""Gates in numpy: they run on a CPU, and are the reference for the kernels.
+
+A fold is one gate of one sample in a step. It takes the readings of the sample's tokens into the
+gate's state, in the order of positions.
+
+Why all tokens at once
+    A step may compute hundreds of tokens of a prompt, and a plan may have dozens of gates. A few
+    operations for each token and gate would take longer than the model. So folds with the same
+    number of tokens are computed together, and values are accumulated along the tokens. The cost is
+    about a hundred numpy operations for each number of tokens.
+
+Arrays are [T, F] by token and fold, or [T, L] by token and term; the terms of all folds follow one
+another. Sums are float64, so that their order does not show.
+"""
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rheostat_engine.plan.gate_table import Floats, Head, Held, Ints, State
 from rheostat_engine.plan.gates import NEVER, Combine, Form, Hold, Pool
 from rheostat_engine.worker.state.buffers import GateBuffers, TokenColumn
+from rheostat_engine.worker.state.position_functions import Int32, Int64
+
+Bool = npt.NDArray[np.bool_]
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+
+_WORD = 32
+"""Positions of a record in a number."""
+_MOST = 1 << 18
+"""About how many readings are computed at once, which bounds the memory of a step."""
 
 
-def open_gate(gates: GateBuffers, gate: int, number: int, tokens: torch.Tensor) -> None:
-    """Computes how far a gate is open at tokens. The states of their samples stay as they are.
+class _Folds(NamedTuple):
+    """Folds, each column [F]."""
+
+    states: Int64
+    gates: Int64
+    """As rows of their table."""
+    firsts: Int64
+    """The first token of the sample in the step."""
+    counts: Int64
+    """The number of tokens."""
+
+    def by_count(self, gates: GateBuffers) -> Iterator[tuple[int, Int64]]:
+        """Yields numbers of tokens, each with the indices of folds that have so many."""
+        terms = gates.ints.numpy()[self.gates, Ints.HEAD, Head.TERMS].astype(np.int64)
+        for count in np.unique(self.counts).tolist():
+            (own,) = np.nonzero(self.counts == count)
+            parts = np.cumsum(terms[own] * count) // _MOST
+            for part in np.unique(parts).tolist():
+                yield count, own[parts == part]
+
+    def take(self, which: Int64) -> "_Folds":
+        """Some of the folds."""
+        return _Folds(*(column[which] for column in self))
+
+
+def open_gates(
+    gates: GateBuffers, rows: torch.Tensor, numbers: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """Computes how far gates are open at tokens. The states of their samples stay as they are.
 
     Args:
         gates: the buffers.
-        gate: the gate, as a row of its table.
-        number: the number of the gate in the tokens' plans.
-        tokens: [n]: indices of the tokens in the step, ascending.
+        rows: [n]: the gate of each token, as a row of its table.
+        numbers: [n]: the number of this gate in the token's plan.
+        tokens: [n]: indices of the tokens in the step, without repetition.
     """
-    start, first, positions = gates.tokens.T
-    for begin in first[tokens].unique().tolist():
-        own = tokens[first[tokens] == begin]
-        its_state = int(start[begin]) + number
-        if gates.ints[gate, Ints.HEAD, Head.LATE]:
-            states = gates.states[its_state:]
-            opened = [_late(gates.ints[gate], states, at) for at in positions[own].tolist()]
-            gates.openness[own, number] = torch.tensor(opened)
-            continue
-        state = gates.states[its_state].clone()
-        end = int(own[-1]) + 1
-        found = [
-            advance(gates.ints[gate], gates.floats[gate], state, readings, position)
-            for readings, position in zip(
-                gates.readings[begin:end], positions[begin:end].tolist(), strict=True
-            )
-        ]
-        gates.openness[own, number] = torch.tensor(found)[own - begin]
+    row, number, token = (one.numpy().astype(np.int64) for one in (rows, numbers, tokens))
+    state, first, _ = gates.tokens.numpy()[token].astype(np.int64).T
+    state += number
+    states, at, fold = np.unique(state, return_index=True, return_inverse=True)
+    counts = np.zeros(len(states), np.int64)
+    np.maximum.at(counts, fold, token - first + 1)
+    folds = _Folds(states, row[at], first[at], counts)
+    openness = gates.openness.numpy()
+    for count, which in folds.by_count(gates):
+        opened = _scan(gates, folds.take(which), count, store=False)
+        own = np.flatnonzero(np.isin(fold, which))
+        column = np.searchsorted(which, fold[own])
+        openness[token[own], number[own]] = opened[token[own] - first[own], column]
 
 
 def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
@@ -47,174 +96,232 @@ def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
         gates: the buffers.
         folds: [n, 4] int32: state, gate, first token, and number of tokens.
     """
-    for state, gate, first, count in folds.tolist():
-        number = state - int(gates.tokens[first, TokenColumn.STATE])
-        ints, floats, states = gates.ints[gate], gates.floats[gate], gates.states[state:]
-        at = gates.tokens[first : first + count, TokenColumn.POSITION].tolist()
-        opened = gates.openness[first : first + count, number]
-        late, folded = bool(ints[Ints.HEAD, Head.LATE]), states[0, State.HEAD, Held.FOLDED].item()
-        if late:
-            opened[:] = torch.tensor([_late(ints, states, position) for position in at])
-            for position in at:
-                if position >= folded:
-                    _record(ints, states, position)
-        for row, position in enumerate(at):
-            if late and position < folded:
-                continue
-            now = advance(ints, floats, states[0], gates.readings[first + row], position)
-            if not late:
-                opened[row] = now
+    every = _Folds(*folds.numpy().astype(np.int64).T)
+    numbers = every.states - gates.tokens.numpy()[every.firsts, TokenColumn.STATE]
+    openness = gates.openness.numpy()
+    for count, which in every.by_count(gates):
+        opened = _scan(gates, every.take(which), count, store=True)
+        tokens = every.firsts[which] + np.arange(count)[:, None]
+        openness[tokens, numbers[which]] = opened
 
 
-def advance(
-    ints: torch.Tensor,
-    floats: torch.Tensor,
-    state: torch.Tensor,
-    readings: torch.Tensor,
-    position: int,
-) -> float:
-    """Takes the readings of the next token into a state.
+def _scan(gates: GateBuffers, folds: _Folds, count: int, *, store: bool) -> Float32:
+    """[T, F]: how far gates are open at each of `count` tokens.
+
+    If `store`, the readings are taken into the states.
+    """
+    states = gates.states.numpy()
+    head = gates.ints.numpy()[folds.gates, Ints.HEAD]
+    held = states[folds.states, State.HEAD]
+    tokens = folds.firsts + np.arange(count)[:, None]
+    at = gates.tokens.numpy()[tokens, TokenColumn.POSITION]
+    late = head[:, Head.LATE] > 0
+    fresh = ~late | (at >= held[:, Held.FOLDED])
+    openness = np.zeros(at.shape, np.float32)
+    if late.any():
+        openness = _late(states, folds, head, held, at)
+        if store:
+            _record(states, folds, head, held, at, fresh)
+    if store or not late.all():
+        event, opened = _decided(gates, folds, head, tokens, at, fresh, store=store)
+        now, then, until = _hold(head, held, at, event, opened)
+        openness = np.where(late, openness, now)
+        if store:
+            held[:, Held.OPENNESS], held[:, Held.UNTIL] = then, until
+            held[:, Held.FOLDED] = np.maximum(held[:, Held.FOLDED], at[-1] + 1)
+            states[folds.states, State.HEAD] = held
+    return np.where(head[:, Head.INVERT] > 0, 1 - openness, openness)
+
+
+def _decided(
+    gates: GateBuffers,
+    folds: _Folds,
+    head: Int32,
+    tokens: Int64,
+    at: Int32,
+    fresh: Bool,
+    *,
+    store: bool,
+) -> tuple[Bool, Float32]:
+    """[T, F] each: whether a gate is decided at a token, and how far it opens there.
 
     Args:
-        ints: of the gate; see `Ints`.
-        floats: of the gate; see `Floats`.
-        state: see `State`; changed.
-        readings: [MAX_COLUMNS], of the token.
-        position: its position.
-
-    Returns:
-        How far the gate is open at the token, if the step computes no earlier one.
+        gates: the buffers.
+        folds: the folds.
+        head: [F, MAX_TERMS]: see `Head`.
+        tokens: [T, F].
+        at: [T, F]: the tokens' positions.
+        fresh: [T, F]: whether the state is without the token.
+        store: whether the readings are taken into the states.
     """
-    head = ints[Ints.HEAD].tolist()
-    lately = _late(ints, state[None], position) if head[Head.LATE] else 0.0
-    present = ints[Ints.CONDITION] >= 0
-    decided_at = ints[Ints.DECIDED_AT]
-    once = decided_at != NEVER
-    z = readings[ints[Ints.COLUMN].long()]
-    read = present & ~z.isnan() & (~once | (position <= decided_at))
-    count, run = state[State.COUNT], state[State.RUN]
-    pool, value = ints[Ints.POOL], state[State.VALUE].double() + state[State.LOW].double()
-    pooled = torch.where(pool == Pool.MEAN, value + z, torch.maximum(value, z.double()))
-    pooled = torch.where((pool == Pool.LAST) | (count == 0), z.double(), pooled)
-    value = torch.where(read, pooled, value)
-    state[State.VALUE] = value.float()
-    state[State.LOW] = torch.where(value.float().isfinite(), value - value.float(), 0.0).float()
-    count += read
-    seen = (count > 0) & (~once | (position >= decided_at))
-    number = value.float()
-    number = torch.where(pool == Pool.MEAN, number / count.clamp(min=1), number)
-    inside = seen | once & (count > 0)
-    counts = run >= ints[Ints.FOR_TOKENS]
-    above = torch.where(counts, floats[Floats.STAYS_ABOVE], floats[Floats.ABOVE])
-    below = torch.where(counts, floats[Floats.STAYS_BELOW], floats[Floats.BELOW])
-    inside &= (number > above) & (number < below)
-    run[:] = torch.where(read, torch.where(inside, run + 1, 0.0), run)
-    holds = seen & (run >= ints[Ints.FOR_TOKENS])
-    summed = ints[Ints.COMBINE] == Combine.SUM
-    known = bool((seen | ~summed | ~present).all())
-    score = torch.where(summed, torch.where(seen, number, 0.0), holds.float())
-    parts = []
-    for condition in range(head[Head.CONDITIONS]):
-        own = ints[Ints.CONDITION] == condition
-        parts.append(_combined(score[own], int(ints[Ints.COMBINE][own][0])))
-    evidence = float(_combined(torch.stack(parts), head[Head.COMBINE]))
-    opened = _form(head[Head.FORM], evidence, *floats[Floats.HEAD, :2].tolist()) if known else 0.0
-    event = bool(((read & ~once) | (present & once & (position == decided_at))).any())
-    opened = opened if event else 0.0
-    openness = _hold(state, Hold(head[Head.HOLD]), head[Head.TOKENS], position, event, opened)
-    state[State.HEAD, Held.FOLDED] = position + 1
-    if head[Head.LATE]:
-        return lately
-    return 1.0 - openness if head[Head.INVERT] else openness
+    sizes = head[:, Head.TERMS]
+    begins = np.cumsum(sizes) - sizes
+    fold = np.repeat(np.arange(len(sizes)), sizes)
+    lane = np.arange(len(fold)) - begins[fold]
+    gate, state, kept = folds.gates[fold], folds.states[fold], gates.states.numpy()
+    column, condition, pool, combine, for_tokens, decided_at = gates.ints.numpy()[gate, 1:, lane].T
+    above, below, stays_above, stays_below = gates.floats.numpy()[gate, 1:, lane].T
+    _, value, count, run, low = kept[state, :, lane].T
+    at, fresh, once = at[:, fold], fresh[:, fold], decided_at != NEVER
+    z = gates.readings.numpy()[tokens[:, fold], column]
+    read = fresh & ~np.isnan(z) & (~once | (at <= decided_at))
+    counts = count + np.cumsum(read, axis=0)
+    values = _pooled(pool, value + low.astype(np.float64), count > 0, z, read)
+    number = values.astype(np.float32)
+    mean = number / np.maximum(counts, 1).astype(np.float32)
+    number = np.where(pool == Pool.MEAN, mean, number)
+    some = counts > 0
+    inside = some & (number > above) & (number < below)
+    stays = some & (number > stays_above) & (number < stays_below)
+    lags = (stays_above != above) | (stays_below != below)
+    runs = _runs(run, for_tokens, read, inside, stays, lags)
+    seen = some & (~once | (at >= decided_at))
+    summed = combine == Combine.SUM
+    holds = seen & (runs >= for_tokens)
+    score = np.where(summed, np.where(seen, number, 0), holds).astype(np.float32)
+    (conditions,) = np.nonzero((lane == 0) | (np.diff(condition, prepend=-1) != 0))
+    parts = _combined(score, conditions, combine[conditions])
+    numbers = head[:, Head.CONDITIONS]
+    evidence = _combined(parts, np.cumsum(numbers) - numbers, head[:, Head.COMBINE])
+    a, b = gates.floats.numpy()[folds.gates, Floats.HEAD, :2].T
+    opened = _form(head[:, Head.FORM], evidence, a, b)
+    unknown = np.logical_or.reduceat(summed & ~seen, begins, axis=1)
+    decides = (read & ~once) | (fresh & once & (at == decided_at))
+    event = np.logical_or.reduceat(decides, begins, axis=1)
+    if store:
+        high = values[-1].astype(np.float32)
+        rest = np.where(np.isfinite(high), values[-1] - high, 0)
+        kept[state, State.VALUE, lane], kept[state, State.LOW, lane] = high, rest
+        kept[state, State.COUNT, lane], kept[state, State.RUN, lane] = counts[-1], runs[-1]
+    return event, np.where(event & ~unknown, opened, 0)
 
 
-def _combined(numbers: torch.Tensor, combine: int) -> torch.Tensor:
-    match combine:
-        case Combine.ALL:
-            return numbers.min()
-        case Combine.ANY:
-            return numbers.max()
-        case Combine.SUM:
-            return numbers.sum()
-    return numbers.mean()
-
-
-def _form(form: int, evidence: float, a: float, b: float) -> float:
-    match form:
-        case Form.STEP:
-            return float(evidence > a)
-        case Form.SIGMOID:
-            return float(torch.sigmoid(torch.tensor(b * (evidence - a))))
-    return min(max((evidence - a) / (b - a), 0.0), 1.0)
-
-
-def _late(ints: torch.Tensor, states: torch.Tensor, position: int) -> float:
-    """How far a late gate is open at a position, by its state before the step.
+def _pooled(pool: Int32, value: Float64, some: Bool, z: Float32, read: Bool) -> Float64:
+    """[T, L]: the values of terms.
 
     Args:
-        ints: of the gate.
-        states: its state and those behind it.
-        position: the position.
+        pool: [L]: see `Pool`.
+        value: [L]: before the step; 0 if there was no reading.
+        some: [L]: whether there was a reading before the step.
+        z: [T, L]: the readings.
+        read: [T, L]: whether they count.
     """
-    head, held = ints[Ints.HEAD].tolist(), states[0, State.HEAD].tolist()
-    openness = 0.0
-    if head[Head.LATE] <= position < min(held[Held.FOLDED], head[Head.END]):
-        word, bit = _recorded(head, states, position)
-        openness = float(bool(int(word) & bit))
-    elif position >= head[Head.LATE]:
-        openness = _held_open(held, position)
-    return 1.0 - openness if head[Head.INVERT] else openness
+    numbers = np.concatenate([value[None], z])
+    row = np.arange(1, len(numbers))[:, None]
+    latest = np.maximum.accumulate(np.where(read, row, 0), axis=0)
+    values: Float64 = np.take_along_axis(numbers, latest, axis=0)
+    if (own := np.flatnonzero(pool == Pool.MEAN)).size:
+        numbers[1:, own] = np.where(read[:, own], numbers[1:, own], 0)
+        values[:, own] = np.cumsum(numbers[:, own], axis=0)[1:]
+    if (own := np.flatnonzero(pool == Pool.MAX)).size:
+        counts = np.concatenate([some[None, own], read[:, own]])
+        largest = np.maximum.accumulate(np.where(counts, numbers[:, own], -np.inf), axis=0)[1:]
+        values[:, own] = np.where(some[own] | (latest[:, own] > 0), largest, value[own])
+    return values
 
 
-def _record(ints: torch.Tensor, states: torch.Tensor, position: int) -> None:
-    """Records whether a late gate is open at a position, by its state before the step."""
-    head = ints[Ints.HEAD].tolist()
-    if not head[Head.LATE] <= position < head[Head.END]:
-        return
-    if _held_open(states[0, State.HEAD].tolist(), position) > 0:
-        word, bit = _recorded(head, states, position)
-        word |= bit
+def _runs(
+    run: Float32, for_tokens: Int32, read: Bool, inside: Bool, stays: Bool, lags: Bool
+) -> Float64:
+    """[T, L]: how many of the last readings in a row lay between the bounds.
+
+    Args:
+        run: [L]: before the step.
+        for_tokens: [L]: from which run on a value counts.
+        read: [T, L]: whether there is a reading.
+        inside: [T, L]: whether the value lies between the bounds.
+        stays: [T, L]: whether it lies between those of a value that counts already.
+        lags: [L]: whether these bounds differ.
+    """
+    more = np.cumsum(read & inside, axis=0)
+    ended = np.where(read & ~inside, more, -run.astype(np.float64))
+    runs: Float64 = more - np.maximum.accumulate(ended, axis=0)
+    if (own := np.flatnonzero(lags)).size:
+        last = run[own].astype(np.float64)
+        for row in range(len(runs)):
+            counts = last >= for_tokens[own]
+            longer = np.where(np.where(counts, stays[row, own], inside[row, own]), last + 1, 0)
+            runs[row, own] = last = np.where(read[row, own], longer, last)
+    return runs
 
 
-def _recorded(head: list[int], states: torch.Tensor, position: int) -> tuple[torch.Tensor, int]:
-    """The word of a record that has a position's bit, as a view, and the bit."""
-    first = int(states[0, State.HEAD, Held.RECORD])
-    words = states[first:].view(torch.int32).view(-1)
-    word, bit = divmod(position - head[Head.LATE], 32)
-    return words[word], 1 << bit if bit < 31 else -(1 << 31)
+def _combined(numbers: Float32, begins: Int64, combine: Int32) -> Float32:
+    """[T, n]: n groups of the columns of `numbers`, which begin at `begins`, combined."""
+    least = np.minimum.reduceat(numbers, begins, axis=1)
+    largest = np.maximum.reduceat(numbers, begins, axis=1)
+    total = np.add.reduceat(numbers, begins, axis=1, dtype=np.float64).astype(np.float32)
+    mean = total / np.diff(begins, append=numbers.shape[1]).astype(np.float32)
+    ways = [combine == Combine.ALL, combine == Combine.ANY, combine == Combine.SUM]
+    return np.select(ways, [least, largest, total], mean)
 
 
-def _held_open(held: list[float], position: int) -> float:
-    """How far a gate is held open at a position by what was read before it."""
-    return held[Held.OPENNESS] if position <= held[Held.UNTIL] else 0.0
-
-
-def _lasts(hold: Hold, tokens: int) -> float:
-    """How many positions behind the one at which it opened a gate stays open."""
-    match hold:
-        case Hold.TOKEN:
-            return 0.0
-        case Hold.NEXT_TOKEN:
-            return 1.0
-        case Hold.TOKENS:
-            return float(tokens)
-    return math.inf
+def _form(form: Int32, evidence: Float32, a: Float32, b: Float32) -> Float32:
+    """[T, F]: how far gates open by their evidence; `form`, `a` and `b` are [F]."""
+    e, a, b = evidence.astype(np.float64), a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(all="ignore"):  # of forms that a gate doesn't have
+        ramp = np.clip((e - a) / (b - a), 0, 1)
+        sigmoid = 1 / (1 + np.exp(-b * (e - a)))
+    forms = [form == Form.STEP, form == Form.SIGMOID]
+    return np.select(forms, [e > a, sigmoid], ramp).astype(np.float32)
 
 
 def _hold(
-    state: torch.Tensor, hold: Hold, tokens: int, position: int, event: bool, opened: float
-) -> float:
-    """Takes a token into the held openness; returns how far the gate is open there."""
-    held = state[State.HEAD]
-    before = float(held[Held.OPENNESS]) if position <= held[Held.UNTIL] else 0.0
-    opens = opened > 0
-    match hold:
-        case Hold.TOKEN:
-            return opened
-        case Hold.REST:
-            opens = opens and before == 0
-        case Hold.UNTIL_READ:
-            opens = event
-    if opens:
-        held[Held.OPENNESS], held[Held.UNTIL] = opened, position + _lasts(hold, tokens)
-    return opened if opens and hold is not Hold.NEXT_TOKEN else before
+    head: Int32, held: Float32, at: Int32, event: Bool, opened: Float32
+) -> tuple[Float32, Float32, Float32]:
+    """How far gates that are not late are open, [T, F]; then how far and until when they are held.
+
+    Args:
+        head: [F, MAX_TERMS]: see `Head`.
+        held: [F, MAX_TERMS]: see `Held`; before the step.
+        at: [T, F]: positions.
+        event: [T, F]: whether a gate is decided there.
+        opened: [T, F]: how far it opens there.
+    """
+    hold = head[:, Head.HOLD]
+    opens = event & ((opened > 0) | (hold == Hold.UNTIL_READ)) & (hold != Hold.TOKEN)
+    rest = hold == Hold.REST
+    opens &= ~rest | (at > held[:, Held.UNTIL]) | (held[:, Held.OPENNESS] == 0)
+    opens &= ~rest | (np.cumsum(opens, axis=0) == 1)
+    # Row t: the row of the last opening before token t, from 1; 0: it is as before the step.
+    row = np.arange(1, len(at) + 1)[:, None]
+    latest = np.maximum.accumulate(np.where(opens, row, 0), axis=0)
+    before = np.concatenate([np.zeros_like(latest[:1]), latest])
+    which = np.where(hold == Hold.NEXT_TOKEN, before[:-1], before[1:])
+    lasts = np.select(
+        [hold == Hold.NEXT_TOKEN, hold == Hold.TOKENS], [1, head[:, Head.TOKENS]], math.inf
+    )
+    numbers = np.concatenate([held[None, :, Held.OPENNESS], opened])
+    untils = np.concatenate([held[None, :, Held.UNTIL], (at + lasts).astype(np.float32)])
+    then = np.take_along_axis(numbers, which, axis=0)
+    still = np.where(at <= np.take_along_axis(untils, which, axis=0), then, 0)
+    openness = np.where(hold == Hold.TOKEN, opened, still)
+    fold = np.arange(len(hold))
+    return openness, numbers[latest[-1], fold], untils[latest[-1], fold]
+
+
+def _late(states: Float32, folds: _Folds, head: Int32, held: Float32, at: Int32) -> Float32:
+    """[T, F]: how far late gates are open, by their states before the step. Arguments as above."""
+    still = np.where(at <= held[:, Held.UNTIL], held[:, Held.OPENNESS], 0)
+    kept = (at >= head[:, Head.LATE]) & (at < held[:, Held.FOLDED]) & (at < head[:, Head.END])
+    words, index, bit = _recorded(states, folds, head, held, at)
+    open_then = words[np.where(kept, index, 0)] >> bit & 1
+    return np.where(at < head[:, Head.LATE], 0, np.where(kept, open_then, still)).astype(np.float32)
+
+
+def _record(
+    states: Float32, folds: _Folds, head: Int32, held: Float32, at: Int32, fresh: Bool
+) -> None:
+    """Records where late gates are open, by their states before the step."""
+    is_open = (at <= held[:, Held.UNTIL]) & (held[:, Held.OPENNESS] > 0) & fresh
+    is_open &= (at >= head[:, Head.LATE]) & (at < head[:, Head.END])
+    words, index, bit = _recorded(states, folds, head, held, at)
+    np.bitwise_or.at(words, index[is_open], np.int32(1) << bit[is_open])
+
+
+def _recorded(
+    states: Float32, folds: _Folds, head: Int32, held: Float32, at: Int32
+) -> tuple[Int32, Int64, Int32]:
+    """All states as words; and [T, F] each, the word and the bit of each position's record."""
+    begins = (folds.states + held[:, Held.RECORD].astype(np.int64)) * states[0].size
+    word, bit = np.divmod(at - head[:, Head.LATE], _WORD)
+    return states.view(np.int32).reshape(-1), begins + word, bit.astype(np.int32)

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import Act, Kind, Plan
-from rheostat_engine.plan.gate_table import RECORDED, State, gate_rows, states_of
+from rheostat_engine.plan.gate_table import RECORDED, Held, State, gate_rows, states_of
 from rheostat_engine.plan.gates import (
-    MAX_COLUMNS,
-    MAX_TERMS,
     Activation,
     Combine,
     Condition,
@@ -26,7 +24,8 @@ from rheostat_engine.plan.gates import (
 )
 from rheostat_engine.plan.tables import steering_table
 from rheostat_engine.plan.wire import steering_from, steering_to
-from rheostat_engine.worker.steering.gate_reference import advance
+from rheostat_engine.worker.state.buffers import GateBuffers, TokenColumn
+from rheostat_engine.worker.steering.gate_reference import fold_step
 
 from ...cpu_worker import NOTHING, TOKENS, Worker
 from ...gated import gated, gated_plans, gates, openness
@@ -36,10 +35,15 @@ from ...strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, add, plans
 
 def undecided(plan: Plan, done: int) -> int:
     """The end of the next step under late gates: later tokens are sampled after it."""
-    late = [act.gate for act in plan.acts if act.gate and act.gate.late]
-    ends = [gate.late for gate in late if gate.late > done]
-    ends += [done + 1 for gate in late if gate.recorded and gate.late <= done]
+    ends = [undecided_gate(act.gate, done) for act in plan.acts if act.gate]
     return min(ends, default=LIMIT + 99)
+
+
+def undecided_gate(gate: Gate, done: int) -> int:
+    """The end of the next step under a gate."""
+    if gate.late > done:
+        return gate.late
+    return done + 1 if gate.recorded else LIMIT + 99
 
 
 @given(st.data())
@@ -147,7 +151,7 @@ def test_records_are_those_of_their_samples_alone() -> None:
 
 @pytest.mark.parametrize("hold", Hold)
 @given(data=st.data(), seed=st.integers(0, 2**32), missing=st.sampled_from((0.0, 0.3, 0.8)))
-def test_a_gate_is_open_as_its_definition_says(
+def test_a_gate_is_open_as_its_definition_says_whatever_the_chunks(
     data: st.DataObject, hold: Hold, seed: int, missing: float
 ) -> None:
     gate, first = data.draw(gates(3, holds=[hold])), data.draw(st.integers(0, 3))
@@ -157,13 +161,20 @@ def test_a_gate_is_open_as_its_definition_says(
     history = [
         {column: float(z) for column, z in enumerate(row) if not np.isnan(z)} for row in numbers
     ]
-    ints, floats = map(torch.from_numpy, gate_rows(gate))
-    state = torch.zeros(len(State), MAX_TERMS)
-    for n, row in enumerate(numbers):
-        readings = torch.full((MAX_COLUMNS,), torch.nan)
-        readings[:3] = torch.from_numpy(row)
-        found = advance(ints, floats, state, readings, first + n)
-        assert abs(found - openness(gate, history[: n + 1], first)) < 1e-4
+    table = (torch.from_numpy(rows)[None] for rows in gate_rows(gate))
+    buffers = GateBuffers.allocate(len(numbers), 2, *table)
+    buffers.states[1, State.HEAD, Held.RECORD] = 1
+    done = 0
+    while done < len(numbers):
+        left = min(len(numbers), undecided_gate(gate, first + done) - first) - done
+        count = data.draw(st.integers(1, left), "chunk")
+        buffers.readings[:count, :3] = torch.from_numpy(numbers[done : done + count])
+        buffers.tokens[:, TokenColumn.STATE] = 1
+        buffers.tokens[:count, TokenColumn.POSITION] = first + done + torch.arange(count)
+        fold_step(buffers, torch.tensor([[1, 0, 0, count]], dtype=torch.int32))
+        for n, found in enumerate(buffers.openness[:count, 0].tolist(), done):
+            assert abs(found - openness(gate, history[: n + 1], first)) < 1e-4
+        done += count
 
 
 @given(gated_plans())
