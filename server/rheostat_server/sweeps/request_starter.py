@@ -14,6 +14,9 @@ _TURN = 0.002
 _STALE = 1.0
 """Seconds after which a report of vLLM's queue is no longer believed; see `_until_nobody_waits`."""
 
+_LONGEST_WAIT = 5.0
+"""Seconds after which a request in the background no longer waits for others."""
+
 _LONGEST_STEP = 0.1
 """Seconds after which a cell in the background no longer waits for the end of a step."""
 
@@ -72,14 +75,15 @@ class RequestStarter:
                 await self._until_a_step_has_passed()
 
     async def _until_nobody_waits(self) -> None:
-        """Returns when no other request waits.
+        """Returns when no other request waits, or at the latest after `_LONGEST_WAIT`.
 
         vLLM reports its queue with each step. An idle engine takes no step, so its last report may
         name requests that have left the queue since.
         """
         manager, now = self._manager, asyncio.get_running_loop().time
         report, since = manager.backend.queue_stats(), now()
-        while manager.foreground_requests:
+        end = since + _LONGEST_WAIT
+        while manager.foreground_requests and now() < end:
             if (latest := manager.backend.queue_stats()) is not report:
                 report, since = latest, now()
             believed = report.waiting and now() - since < _STALE

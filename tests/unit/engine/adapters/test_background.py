@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -48,6 +49,8 @@ class Engine:
     config: VllmConfig
     after: float = 0.0
     """Milliseconds more of the step after such a step."""
+    decode: float = DECODE
+    each: float = EACH
     clock: float = 0.0
     steps: list[tuple[float, int, int]] = field(default_factory=list)
     """Milliseconds, prompts in the background, others that ran."""
@@ -84,7 +87,7 @@ class Engine:
         """Takes a step; the requests that began in it."""
         output = self.scheduler.schedule()
         began = [new.req_id for new in output.scheduled_new_reqs]
-        seconds = DECODE + (PROMPT + EACH * len(began) if began else 0.0)
+        seconds = self.decode + (PROMPT + self.each * len(began) if began else 0.0)
         if self.steps and self.steps[-1][1]:
             seconds += self.after
         others = sum(one.priority <= 0 for one in self.scheduler.running)
@@ -200,21 +203,48 @@ def test_a_neighbours_prompt_never_waits_behind_the_background(config: VllmConfi
     assert engine.step() == [name]
 
 
-def test_long_steps_of_others_hold_the_background_for_a_limited_time(config: VllmConfig) -> None:
+@pytest.mark.parametrize(("decode", "each"), [(200.0, 1.0), (5.0, 60.0), (300.0, 120.0)])
+def test_bursts_come_in_time_and_take_a_tenth_of_it(
+    config: VllmConfig, decode: float, each: float
+) -> None:
+    engine = Engine(config, decode=decode, each=each)
+    engine.add(8, background=False, tokens=480, length=8)
+    engine.step()
+    began = [engine.clock]
+    burst = PROMPT + 16 * each
+    while engine.clock < 60_000:
+        _, waiting = engine.scheduler.get_request_counts()
+        engine.add(16 - waiting, background=True, tokens=1)
+        engine.add(8 - len(engine.scheduler.running), background=False, tokens=480, length=8)
+        start = engine.clock
+        if any(name.startswith("cell") for name in engine.step()):
+            began.append(start)
+            assert engine.steps[-1][1] == 16
+    gaps = np.diff(began) / 1e3
+    bound = max(5.0, 9 * (decode + burst) / 1e3)
+    assert len(gaps) > 2
+    assert gaps.max() <= bound + 2 * (decode + burst) / 1e3
+    assert burst * (len(gaps) - 1) <= 0.1 * (began[-1] - began[1])
+
+
+def test_where_others_always_wait_some_of_the_background_begin_in_time(
+    config: VllmConfig,
+) -> None:
     engine = Engine(config)
-    engine.add(1, background=False, tokens=400)
-    for _ in range(40):
-        engine.step()
-    engine.add(1, background=True, tokens=1)
-    while not engine.steps[-1][1]:
-        engine.step()
-    began = len(engine.steps)
-    engine.add(1, background=True, tokens=1)
-    while not engine.steps[-1][1] or len(engine.steps) == began:
-        engine.add(1, background=False, tokens=2)  # a prompt in each step
-        engine.step()
-        assert len(engine.steps) < began + 1700
-    assert len(engine.steps) - began >= 1600
+    cells = engine.add(8, background=True, tokens=1)
+    began: list[str] = []
+    since = 0.0
+    while len(began) < len(cells):
+        running, waiting = engine.scheduler.get_request_counts()
+        others = running + waiting - (len(cells) - len(began))
+        for _ in range(max(0, 160 - others)):
+            engine.add(1, background=False, tokens=40 + engine.number % 60, length=8)
+        started = [name for name in engine.step() if name.startswith("cell")]
+        if started:
+            since = engine.clock
+        began += started
+        assert engine.clock - since < 5_100
+    assert began == cells
 
 
 def test_nothing_begins_before_the_usual_time_is_known() -> None:
@@ -229,6 +259,27 @@ def test_nothing_begins_before_the_usual_time_is_known() -> None:
         assert not pace.allows(), step
         pace.add_step(0.017 if step == 0 else 0.005)
     assert pace.allows()
+
+
+def test_long_steps_of_others_hold_the_background_for_a_limited_number_of_steps() -> None:
+    pace = BackgroundPace()
+    for _ in range(64):
+        pace.add_step(0.005)
+    pace.begin(beside=True)
+    for step in range(1600):
+        assert not pace.allows(), step
+        pace.add_step(0.017)
+    assert pace.allows()
+
+
+def test_a_burst_that_begins_before_a_step_is_known_counts_all_steps_as_longer() -> None:
+    pace = BackgroundPace()
+    assert not pace.overdue(4.9)
+    assert pace.overdue(5.0)
+    pace.begin(beside=True)
+    pace.add_step(2.0)
+    assert not pace.overdue(17.9)
+    assert pace.overdue(18.0)
 
 
 def test_steps_that_vary_by_themselves_hold_nothing_longer() -> None:

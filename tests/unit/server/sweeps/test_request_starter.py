@@ -69,6 +69,17 @@ async def test_cells_in_the_background_wait_while_requests_wait(starter, monkeyp
     await swept(running, order(priority=sweep_pb2.SWEEP_PRIORITY_NORMAL))
 
 
+async def test_cells_in_the_background_start_in_time_where_requests_always_wait(
+    starter, monkeypatch
+) -> None:
+    monkeypatch.setattr(request_starter, "_LONGEST_WAIT", 0.02)
+    running = await starter(PatchedBackend())
+    monkeypatch.setattr(RequestManager, "foreground_requests", property(lambda _: 1000))
+    monkeypatch.setattr(PatchedBackend, "queue_stats", lambda _: QueueStats(waiting=1))
+    cells, _ = await swept(running, order(where=selector(window(0, 1))))
+    assert len(cells) == LAYERS
+
+
 async def test_an_old_report_of_an_idle_engine_stops_no_sweep(starter, monkeypatch) -> None:
     running = await starter(PatchedBackend(waiting=1))
     cells, _ = await swept(running, order())
