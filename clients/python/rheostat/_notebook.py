@@ -1,9 +1,29 @@
-"""HTML of results in a notebook. All texts are escaped, because they may come from a model."""
+"""What a notebook shows: results as HTML or pictures, and results that grow.
+
+All texts in HTML are escaped, because they may come from a model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from html import escape
+from io import BytesIO
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from rheostat._errors import Refused
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
+
+_INTERVAL = 0.4
+"""Least pause between two calls, in seconds."""
+_PAUSE = 4
+"""A pause is at least this many times as long as the call before it."""
 
 
 def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
@@ -20,3 +40,91 @@ def _row(tag: str, cells: tuple[str, str]) -> str:
 def passage(text: str) -> str:
     """Text with its line breaks."""
     return f'<pre style="white-space:pre-wrap">{escape(text)}</pre>'
+
+
+class Watcher(Generic[T]):
+    """Calls a function with the result so far, a few times a second.
+
+    The function may draw a large picture. Nothing is read while it draws, so a slow function is
+    called less often.
+    """
+
+    def __init__(self, update: Callable[[T], None]) -> None:
+        self._update = update
+        self._next = 0.0
+
+    def offer(self, result: Callable[[], T]) -> None:
+        """Call the function, unless the pause since the last call is not over."""
+        if time.monotonic() >= self._next:
+            self.show(result())
+
+    def show(self, result: T) -> None:
+        """Call the function."""
+        began = time.monotonic()
+        self._update(result)
+        ended = time.monotonic()
+        self._next = ended + max(_INTERVAL, _PAUSE * (ended - began))
+
+
+class Picture:
+    """What a notebook shows: a figure, or text if matplotlib is missing."""
+
+    def __init__(self, text: str, draw: Callable[[], Figure]) -> None:
+        self._text = text
+        try:
+            self._png: bytes | None = png(draw())
+        except Refused:  # no matplotlib
+            self._png = None
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def _repr_png_(self) -> bytes | None:
+        return self._png
+
+    def _repr_html_(self) -> str | None:
+        return passage(self._text) if self._png is None else None
+
+
+class _Handle(Protocol):
+    """IPython's handle of an output."""
+
+    def update(self, shown: object) -> object:
+        """Replace the output."""
+
+
+def notebook_output(picture: Callable[[T], Picture]) -> Callable[[T], None] | None:
+    """A function that draws into an output of the notebook, if a notebook runs this program.
+
+    A notebook has loaded IPython already, so no other program pays for importing it.
+    """
+    if "IPython" not in sys.modules:
+        return None
+    from IPython import get_ipython
+    from IPython.display import display
+
+    if getattr(get_ipython(), "kernel", None) is None:  # IPython in a terminal, or as a library
+        return None
+    handle: _Handle | None = None
+
+    def update(result: T) -> None:
+        nonlocal handle
+        if handle is None:
+            handle = display(picture(result), display_id=True)
+        else:
+            handle.update(picture(result))
+
+    return update
+
+
+def show_in_notebook(figure: Figure) -> Figure:
+    """Teach a notebook to show a figure; matplotlib.pyplot would, but is slow to import."""
+    vars(figure)["_repr_png_"] = partial(png, figure)
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a file."""
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

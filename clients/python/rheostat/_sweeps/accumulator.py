@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rheostat._errors import RheostatError, ServerError
+from rheostat._notebook import Watcher
 from rheostat._points import read_site
 from rheostat._positions import read_ranges
 from rheostat._sweeps.checkpoint import Checkpoint
 from rheostat._sweeps.grades import NamedGrade
 from rheostat._sweeps.result import Cell, Noise, ResolvedPair, SweepResult
-from rheostat._sweeps.watching import Watcher
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2
 
 OnProgress = Callable[[int, int], None]
@@ -40,7 +40,7 @@ class SweepAccumulator:
         pair_values: bool,
         progress: OnProgress | None,
         on_cell: OnCell | None,
-        watcher: Watcher | None = None,
+        watcher: Watcher[SweepResult] | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """No event has come but those of a checkpoint."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._errors import Refused, invalid, missing_library
-from rheostat._notebook import passage
+from rheostat._notebook import passage, show_in_notebook
 from rheostat._points import Point, Site
 
 if TYPE_CHECKING:
@@ -177,9 +175,7 @@ class SweepResult:
         figure.colorbar(image, ax=axes).set_label(self.grades[number])
         if path is not None:
             figure.savefig(path, dpi=_DOTS_PER_INCH)
-        # matplotlib.pyplot teaches a notebook to show figures, and is not imported here.
-        vars(figure)["_repr_png_"] = partial(png, figure)
-        return figure
+        return show_in_notebook(figure)
 
     @property
     def labels(self) -> list[str]:
@@ -389,13 +385,6 @@ class SweepResult:
 
     def _repr_html_(self) -> str:
         return passage(str(self))
-
-
-def png(figure: Figure) -> bytes:
-    """A figure as a file."""
-    file = BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
 
 
 _ARRAYS = ("values", "standard_errors", "pair_values", "top_token_ids", "below_noise")

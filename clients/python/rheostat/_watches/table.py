@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rheostat._errors import Refused, missing_library
+from rheostat._notebook import Picture, Watcher, notebook_output, show_in_notebook
 from rheostat._responses.signals import SignalColumn, column_numbers
 from rheostat._steering.gates import Probe
-from rheostat._sweeps.result import png
 from rheostat._watches.events import (
     Readings,
     SignalsDropped,
@@ -44,13 +43,25 @@ class WatchTable(Mapping[tuple[str, int], Readings]):
         table["r1", 0][mood]  # float32 [positions]
         table.ended["r1"].finish_reasons
 
-    It keeps all that was added; `drop` forgets a request.
+    It keeps all that was added; `drop` forgets a request. With ``live=True`` a notebook shows the
+    readings while they come:
+
+        table = rheostat.WatchTable(live=True)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, live: bool | Callable[[WatchTable], None] = False) -> None:
+        """Make a table without readings.
+
+        Args:
+            live: whether a notebook shows a plot of the samples that were added last, which is
+                drawn anew a few times a second, and once no request runs. Elsewhere nothing is
+                shown. Or a function that is called with the table in place of this.
+        """
         self.ended: dict[str, WatchedRequestEnded] = {}
         """The ends of requests, by id."""
         self._parts: dict[_Key, list[Readings]] = {}
+        update = notebook_output(_picture) if live is True else live
+        self._watcher = Watcher(update) if update else None
 
     def add(self, event: WatchEvent) -> None:
         """Add the readings of an event; events of other kinds change nothing."""
@@ -71,6 +82,14 @@ class WatchTable(Mapping[tuple[str, int], Readings]):
                 self._parts.setdefault((part.request_id, part.sample), []).append(part)
             case WatchedRequestEnded():
                 self.ended[event.request_id] = event
+            case _:
+                return
+        if self._watcher is None:
+            return
+        if all(request_id in self.ended for request_id, _ in self._parts):
+            self._watcher.show(self)  # because no event may come for long
+        else:
+            self._watcher.offer(lambda: self)
 
     def drop(self, request_id: str) -> None:
         """Forget a request, if it is there."""
@@ -126,13 +145,21 @@ class WatchTable(Mapping[tuple[str, int], Readings]):
         Dots are positions at which a rule fired. ``path`` is a file to write; its suffix chooses
         the format. Returns the figure, which a notebook shows. Needs matplotlib.
         """
+        figure = self._figure([*self], probe)
+        if path is not None:
+            figure.savefig(path)
+        return show_in_notebook(figure)
+
+    def _figure(self, keys: Sequence[_Key], probe: Probe | str | None = None) -> Figure:
+        """The readings of some samples."""
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError as error:
             raise Refused("drawing readings needs matplotlib: pip install matplotlib") from error
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.add_subplot()
-        for (request_id, sample), readings in self.items():
+        for request_id, sample in keys:
+            readings = self[request_id, sample]
             names = column_names(readings.columns)
             columns = [*range(len(names))]
             if probe is not None:
@@ -149,14 +176,15 @@ class WatchTable(Mapping[tuple[str, int], Readings]):
         axes.set_ylabel("reading")
         if 0 < len(axes.lines) <= 2 * _MOST_LABELS:
             axes.legend(fontsize="small")
-        if path is not None:
-            figure.savefig(path)
-        # matplotlib.pyplot teaches a notebook to show figures, and is not imported here.
-        vars(figure)["_repr_png_"] = partial(png, figure)
         return figure
 
     def __repr__(self) -> str:
         return f"WatchTable(samples={len(self)}, ended={len(self.ended)})"
+
+
+def _picture(table: WatchTable) -> Picture:
+    """The samples that came last, so that drawing takes as long for a watch of thousands."""
+    return Picture(repr(table), lambda: table._figure([*table][-_MOST_LABELS:]))
 
 
 def column_names(columns: tuple[SignalColumn, ...]) -> list[str]:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import rheostat
-from rheostat._sweeps import watching
+from rheostat import _notebook
 
+from ..notebooks import KERNEL, notebook
 from ..sweep_messages import cell, started, summary, texts
 
 PAIR = rheostat.Pair([1, 2, 3], corrupt=[1, 9, 3], answer=[7])
@@ -25,8 +26,8 @@ def scripted(server):
 @pytest.fixture
 def unlimited(monkeypatch):
     """Without pauses."""
-    monkeypatch.setattr(watching, "_INTERVAL", 0.0)
-    monkeypatch.setattr(watching, "_PAUSE", 0.0)
+    monkeypatch.setattr(_notebook, "_INTERVAL", 0.0)
+    monkeypatch.setattr(_notebook, "_PAUSE", 0.0)
 
 
 @pytest.mark.usefixtures("scripted", "unlimited")
@@ -49,50 +50,20 @@ def test_the_cells_so_far_are_shown_and_at_the_end_the_whole(client):
 def test_a_slow_function_is_called_less_often(monkeypatch, took, pause):
     now = 1000.0
     calls: list[float] = []
-    monkeypatch.setattr(watching, "time", types.SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(_notebook, "time", types.SimpleNamespace(monotonic=lambda: now))
 
     def show(_: object) -> None:
         nonlocal now
         calls.append(now)
         now += took
 
-    watcher = watching.Watcher(show)
+    watcher = _notebook.Watcher(show)
     watcher.offer(object)
     ended = now
     for later in (0.0, pause - 0.01, pause + 0.01):
         now = ended + later
         watcher.offer(object)
     assert calls == [1000.0, ended + pause + 0.01]
-
-
-class Output:
-    """A notebook's output."""
-
-    def __init__(self) -> None:
-        self.shown: list[object] = []
-
-    def display(self, shown: object, *, display_id: bool) -> "Output":
-        assert display_id
-        self.shown.append(shown)
-        return self
-
-    def update(self, shown: object) -> None:
-        self.shown.append(shown)
-
-
-def notebook(monkeypatch, shell: object) -> Output:
-    """IPython as ``shell`` runs it."""
-    output = Output()
-    ipython, display = types.ModuleType("IPython"), types.ModuleType("IPython.display")
-    ipython.get_ipython = lambda: shell
-    ipython.version_info = (9, 0)  # matplotlib asks for it
-    display.display = output.display
-    for module in (ipython, display):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return output
-
-
-KERNEL = types.SimpleNamespace(kernel=object())
 
 
 @pytest.mark.usefixtures("scripted", "unlimited")

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 import rheostat
+from rheostat import _notebook
 from rheostat._watches import state
 
 from ...server.fakes import WIDTH, ScriptedBackend, reading
+from ..notebooks import KERNEL, notebook
 from ..rows_server import RowsServer, inner, until
 
 ALONG = rheostat.inline(np.ones((1, WIDTH), np.float32))
@@ -316,6 +318,50 @@ def test_a_table_is_drawn(starter, kind, tmp_path) -> None:
     assert len(table.plot().axes[0].lines) == 12
     assert file.read_bytes().startswith(b"\x89PNG")
     assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_table_calls_a_function_while_it_grows(starter, kind, monkeypatch) -> None:
+    running = starter()
+    seen: list[tuple[list[str], int]] = []
+
+    def note(table: rheostat.WatchTable) -> None:
+        seen.append(([name for name, _ in table], sum(len(table[key]) for key in table)))
+
+    table = rheostat.WatchTable(live=note)
+    monkeypatch.setattr(_notebook, "_INTERVAL", 0.0)
+    monkeypatch.setattr(_notebook, "_PAUSE", 0.0)
+    with kind(running.target).watch(probes=MOOD, every=True) as watch:
+        running.generate("a", tokens=4)
+        running.generate("b", tokens=4)
+        for event in events_of(watch, 2):
+            table.add(event)
+    assert seen[0][0] == ["a"]
+    assert seen[-1] == (["a", "b"], 12)
+
+
+def test_a_notebook_shows_the_readings_that_came_last(starter, kind, monkeypatch) -> None:
+    pytest.importorskip("matplotlib")
+    running = starter()
+    output = notebook(monkeypatch, KERNEL)
+    table = rheostat.WatchTable(live=True)
+    with kind(running.target).watch(probes=MOOD, every=True) as watch:
+        for number in range(14):
+            running.generate(f"r{number}", tokens=2)
+        for event in events_of(watch, 14):
+            table.add(event)
+    assert all(one._repr_png_().startswith(b"\x89PNG") for one in output.shown)
+    assert output.shown[-1]._repr_html_() is None
+    figure = table._figure([*table][-12:])
+    assert [line.get_label() for line in figure.axes[0].lines[::2]] == [
+        f"r{number}/0 mood" for number in range(2, 14)
+    ]
+    assert output.shown[-1]._repr_png_() == _notebook.png(figure)
+
+
+def test_outside_of_a_notebook_a_table_shows_nothing(monkeypatch) -> None:
+    output = notebook(monkeypatch, None)
+    rheostat.WatchTable(live=True).add(rheostat.WatchedRequestEnded(1, "a", 0, 0, ()))
+    assert output.shown == []
     assert rheostat.WatchTable().plot().axes[0].lines[:] == []
 
 
@@ -330,7 +376,6 @@ def test_a_table_is_drawn(starter, kind, tmp_path) -> None:
         ({"probes": "mood", "every": True}, "probes[0]"),
         ({"probes": MOOD, "every": True, "report": "all"}, "open.report"),
         ({"probes": MOOD, "every": True, "on_lost": "die"}, "open.on_lost"),
-        ({"probes": MOOD, "every": True, "on_lost": "hold"}, "open.on_lost"),
         ({"probes": MOOD, "every": True, "buffer_bytes": 0}, "open.buffer_bytes"),
         ({"probes": MOOD, "every": True, "buffer_bytes": 1}, "open.buffer_bytes"),
         ({"probes": MOOD, "every": True, "credit": 0}, "credit"),
