@@ -195,6 +195,9 @@ class _StandIn:
     async def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
         pass
 
+    async def hold_samples(self, plan_ids: Sequence[str], *, held: bool) -> None:
+        pass
+
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         pass
 

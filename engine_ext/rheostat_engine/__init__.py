@@ -23,6 +23,7 @@ from rheostat_engine.front_end import (
     prepare_front_end,
     receive_outputs,
     send_gains,
+    send_holds,
     stop_front_end,
     watch_scheduler,
 )
@@ -165,6 +166,7 @@ __all__ = [
     "prepare_front_end",
     "receive_outputs",
     "send_gains",
+    "send_holds",
     "site_count",
     "stop_front_end",
     "update_captures",

@@ -23,6 +23,7 @@ def prepare_front_end() -> None:
     from rheostat_engine.adapters import (  # noqa: F401
         end_token,
         gains,
+        holds,
         output_handler,
         outputs,
         scheduler_stats,
@@ -73,3 +74,10 @@ async def send_gains(llm: "Client", updates: Iterable[GainsUpdate]) -> None:
     from rheostat_engine.adapters import gains
 
     await gains.send_gains(llm, updates)
+
+
+async def send_holds(llm: "Client", ids: Iterable[str], *, held: bool) -> None:
+    """Holds or releases running requests, from the next step on; see `adapters.holds`."""
+    from rheostat_engine.adapters import holds
+
+    await holds.send_holds(llm, ids, held=held)

@@ -27,6 +27,7 @@ from vllm.v1.request import Request
 
 from rheostat_engine.adapters.background import BackgroundPace, BackgroundQueue
 from rheostat_engine.adapters.gains import carry_gains
+from rheostat_engine.adapters.holds import HeldRequests
 from rheostat_engine.adapters.parent_watch import end_with_parent, leave_group
 from rheostat_engine.adapters.request_plan import request_plan
 from rheostat_engine.adapters.step_messages import share_tables
@@ -57,7 +58,8 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
     scheduler = stock(vllm_config=vllm_config, **arguments)
     limit_hits(scheduler.kv_cache_manager)
     share_tables(scheduler)
-    BackgroundQueue(scheduler, BackgroundPace())
+    HeldRequests(scheduler)
+    BackgroundQueue(scheduler, BackgroundPace())  # its requests enter the queue before holds look
     carry_gains(scheduler)
     return scheduler
 

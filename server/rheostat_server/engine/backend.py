@@ -279,6 +279,17 @@ class Backend(Protocol):
             EngineLost: the engine is gone.
         """
 
+    async def hold_samples(self, plan_ids: Sequence[str], *, held: bool) -> None:
+        """Stops scheduling samples, from the next step on, or goes on with samples that were held.
+
+        Returns once the engine will do so. Tokens of steps that run already still come. A held
+        sample gives up its KV memory, and is computed again later. Samples that have ended are
+        ignored.
+
+        Raises:
+            EngineLost: the engine is gone.
+        """
+
     async def update_captures(self, changes: Mapping[str, CapturesUpdate | None]) -> None:
         """Changes the captures of samples, each from its next step on. Events report the positions.
 

@@ -22,6 +22,7 @@ from rheostat_engine import (
     WorkerChannel,
     receive_outputs,
     send_gains,
+    send_holds,
     stop_front_end,
 )
 from rheostat_server.config import ModelInfo, ServerConfig
@@ -249,6 +250,14 @@ class VllmBackend:
         """Changes gains of samples, each from its next step on."""
         try:
             await _answered(self._llm, send_gains(self._llm, updates))
+        except EngineLost as error:
+            self._lost(error.message)
+            raise
+
+    async def hold_samples(self, plan_ids: Sequence[str], *, held: bool) -> None:
+        """Stops scheduling samples, from the next step on, or goes on with samples."""
+        try:
+            await _answered(self._llm, send_holds(self._llm, plan_ids, held=held))
         except EngineLost as error:
             self._lost(error.message)
             raise

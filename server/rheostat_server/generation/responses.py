@@ -90,6 +90,7 @@ async def run(
         add_controller(receipt, admitted, stream.own_samples)
         if active.control is not None:
             receipt.watches.extend(active.control.by_watches)
+        active.holds.write(receipt)
         yield Response(receipt=receipt)
         active.completed = True
     LOG.debug(

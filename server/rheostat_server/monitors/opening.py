@@ -59,11 +59,6 @@ async def check_opening(
     validation.known_enum(report, _pb.WatchReport.values(), "open.report")
     on_lost = opened.on_lost if opened.HasField("on_lost") else _pb.WATCH_LOST_CONTINUE
     validation.known_enum(on_lost, _pb.WatchLost.values(), "open.on_lost")
-    if on_lost == _pb.WATCH_LOST_HOLD:
-        raise NotSupported(
-            "requests of a lost watch cannot be held yet: they go on, or they stop",
-            field="open.on_lost",
-        )
     readings = await with_directions(
         context.store.directions,
         opened,

@@ -1,7 +1,8 @@
 """The open watches, and those that were lost.
 
 A watch is lost if its reader does not come back in time, or reads too slowly. Then its requests go
-on, or end, as its client has said. If they end, requests that it selects are refused until a watch
+on, or end, as its client has said. Its client can also ask that they are held until it comes back,
+and end if it does not. If they end, requests that it selects are refused until a watch
 with the same filter is opened: what had to be watched never runs unwatched.
 """
 
@@ -65,6 +66,10 @@ class Watches(EventStreams[Watch]):
         super().__init__(resume_window=resume_window, heartbeat=heartbeat)
         self.stop: Callable[[Watch], None] = lambda _: None
         """Ends the requests that a lost watch was watching."""
+        self.hold: Callable[[Watch], None] = lambda _: None
+        """Holds the requests of a watch that has no reader."""
+        self.go_on: Callable[[Watch], None] = lambda _: None
+        """Lets the requests go on that a watch holds."""
         self._context = context
         self._loader = loader
         self._subscriptions = subscriptions
@@ -120,6 +125,19 @@ class Watches(EventStreams[Watch]):
             if lost.requests.hold(request_id, labels):
                 raise lost_watch_error(lost.name)
         return [watch for watch in self._open.values() if watch.selects(request_id, labels)]
+
+    def resume(self, name: str, after_sequence: int) -> Watch:
+        """A watch whose connection broke. Its requests go on."""
+        watch = super().resume(name, after_sequence)
+        if watch.holds_if_lost:
+            self.go_on(watch)
+        return watch
+
+    def disconnected(self, stream: Watch, call: object) -> None:
+        """Handles the end of a call. The watch waits for another one."""
+        super().disconnected(stream, call)
+        if stream.holding and stream.name in self._open:
+            self.hold(stream)
 
     async def _load(self, vectors: Sequence[Vector]) -> None:
         """Loads vectors into the workers, and keeps them in the store."""

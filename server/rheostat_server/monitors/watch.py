@@ -114,7 +114,17 @@ class Watch(EventStream[SignalMessage]):
     @property
     def stops_if_lost(self) -> bool:
         """Whether its requests end when it is lost."""
-        return self.settings.on_lost == _pb.WATCH_LOST_STOP
+        return self.settings.on_lost in (_pb.WATCH_LOST_STOP, _pb.WATCH_LOST_HOLD)
+
+    @property
+    def holds_if_lost(self) -> bool:
+        """Whether its requests are held while no call reads it."""
+        return self.settings.on_lost == _pb.WATCH_LOST_HOLD
+
+    @property
+    def holding(self) -> bool:
+        """Whether its requests are held now."""
+        return self.holds_if_lost and self.taking and not self.connected and not self.dismissed
 
     def check_not_lost(self) -> None:
         """Checks that its requests may run.

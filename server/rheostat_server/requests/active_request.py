@@ -28,9 +28,11 @@ from rheostat_server.delivery.byte_budget import Share
 from rheostat_server.delivery.response_rows import ResponseRows
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.engine.backend import Backend, Delta, Ending, StoppedBy
+from rheostat_server.engine.held_samples import HeldSamples
 from rheostat_server.engine.preparations import Preparation
 from rheostat_server.errors import Defect, RheostatError, RowsLost
 from rheostat_server.monitors.parts import WatchedPart
+from rheostat_server.requests.request_holds import RequestHolds, hold_tokens
 from rheostat_server.requests.request_outputs import RequestOutputs
 from rheostat_server.requests.response_queue import Notice, Pace, ResponseItem, ResponseQueue, Sign
 from rheostat_server.requests.sequence import EngineSequence, SequenceKind, make_sequences
@@ -65,6 +67,7 @@ class ActiveRequest:
         share: Share,
         pace: Pace | None = None,
         row_turns: Turns | None = None,
+        held_samples: HeldSamples | None = None,
     ) -> None:
         """The request has not started.
 
@@ -73,6 +76,7 @@ class ActiveRequest:
             share: the memory for its waiting rows and tokens.
             pace: limits how often its tokens are sent. None: every token is sent at once.
             row_turns: limits how many requests send rows in an iteration of the event loop.
+            held_samples: holds its samples in the engine; None: it is never held.
         """
         self.admitted = admitted
         self.admitted_at = time.monotonic()
@@ -123,7 +127,10 @@ class ActiveRequest:
                 share,
                 partial(self.queue.put, Sign.SIGNALS),
             )
-        self._hold_tokens()
+        self.holds = RequestHolds(self.sequences, held_samples, self.fail, self._accept)
+        """The watches that hold it."""
+        stops = self.signals is not None and self.signals.plan.stops
+        hold_tokens(self.own_samples, admitted, stops, self.queue.byte_counter.add_tokens)
         self.watched: tuple[WatchedPart, ...] = ()
         """The watches that read it, until it ends."""
         self._closed = False
@@ -413,6 +420,7 @@ class ActiveRequest:
                 ]
             )
         self._closed = True
+        self.holds.close()
         if self.control is not None:
             self.control.cancel()
         self.response_rows.close()
@@ -473,6 +481,7 @@ class ActiveRequest:
     async def _add(self, backend: Backend, sequences: Sequence[EngineSequence]) -> None:
         """Adds samples to the engine."""
         for sequence in sequences:
+            await self.holds.none()
             if self._closed or sequence.ended:
                 continue
             try:
@@ -486,6 +495,7 @@ class ActiveRequest:
             else:
                 if self._closed or self.aborted:
                     self._abort([sequence])  # the engine may have got the first abort too early
+                self.holds.hold_late(sequence)
 
     def _abort(self, sequences: Sequence[EngineSequence]) -> None:
         """Makes the engine abort samples.
@@ -537,19 +547,6 @@ class ActiveRequest:
                 self.outputs.reach(sequence.key, sequence.fired_row + 1)
                 self._abort_running([sequence])
             self._close_outputs()
-
-    def _hold_tokens(self) -> None:
-        """Makes the samples hold tokens, if rules or the client ask for it."""
-        stops = self.signals is not None and self.signals.plan.stops
-        if not stops and not self.admitted.hold_back:
-            return
-        for sequence in self.own_samples:
-            sequence.token_hold = TokenHold(
-                self.admitted.prompt_len,
-                watched=stops,
-                hold_back=self.admitted.hold_back,
-                count=self.queue.byte_counter.add_tokens,
-            )
 
     def _check_hold(self, hold: TokenHold) -> None:
         """Fails the request if tokens would wait for ever, or take too much memory."""

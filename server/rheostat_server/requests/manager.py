@@ -34,6 +34,7 @@ from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
 from rheostat_server.engine.backend import Backend
 from rheostat_server.engine.gain_updates import GainUpdates
+from rheostat_server.engine.held_samples import HeldSamples
 from rheostat_server.engine.persistent_vectors import PersistentVectorStore
 from rheostat_server.engine.preparations import Preparations
 from rheostat_server.engine.steering_updates import SteeringUpdates
@@ -126,6 +127,7 @@ class RequestManager:
         self.preparations = Preparations(backend, self.admission_queue)
         self.steering_updates = SteeringUpdates(backend)
         self.gain_updates = GainUpdates(backend)
+        self._held_samples = HeldSamples(backend)
         self.server_wide = GlobalSteeringState(
             self.info,
             self.sites,
@@ -235,7 +237,9 @@ class RequestManager:
         """
         self._check_open(admitted)
         self.watched.announce_late(admitted)
-        active = ActiveRequest(admitted, self.budget.share(), self._pace, self._row_turns)
+        active = ActiveRequest(
+            admitted, self.budget.share(), self._pace, self._row_turns, self._held_samples
+        )
         if admitted.changeable:
             active.control = SteeringControl(active, self)
         self._active_requests[admitted.request_id] = active
@@ -245,6 +249,7 @@ class RequestManager:
         try:
             await self._prepare(active)
             active.watched = begin_watches(admitted)
+            await self.watched.until_not_held(active)
             for part in admitted.watch_parts:
                 part.watch.check_not_lost()
         except BaseException as error:
@@ -361,6 +366,7 @@ class RequestManager:
         """
         active.failed = True
         active.close()
+        active.queue.close()  # a watch may have ended samples that had not begun
         active.discard_outputs(
             error if isinstance(error, RheostatError) else Defect("the client went away")
         )

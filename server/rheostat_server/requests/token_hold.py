@@ -61,6 +61,7 @@ class TokenHold:
         self._no_signals = False
         """Whether no more signals come."""
         self._stop: StopAt | None = None
+        self._paused = False
 
     @property
     def stuck(self) -> bool:
@@ -109,13 +110,22 @@ class TokenHold:
         self._stop = StopAt(by, row, kept)
         return self._release()
 
+    def pause(self) -> None:
+        """Releases nothing until `go_on`, not even the end of the sample."""
+        self._paused = True
+
+    def go_on(self) -> list[Delta]:
+        """Ends a pause; returns what is released."""
+        self._paused = False
+        return self._release()
+
     def drop(self) -> None:
         """Drops all tokens that are not released, because the sample has ended otherwise."""
         self.ended = True
         self._clear()
 
     def _release(self) -> list[Delta]:
-        if self.ended:
+        if self.ended or self._paused:
             return []
         stop, released = self._stop, list[Delta]()
         while self._deltas and self._deltas[0][0] <= self._limit:

@@ -1,5 +1,6 @@
-"""The running requests that watches read: named to new watches, stopped and steered by them."""
+"""The running requests that watches read: watches name, stop, hold and steer them."""
 
+import logging
 from collections.abc import Callable, Mapping
 
 from rheostat_server.admission.admit import AdmittedRequest
@@ -13,6 +14,8 @@ from rheostat_server.requests.response_queue import Notice
 from rheostat_server.requests.steering_change import Change
 from rheostat_server.subscriptions.pending_changes import MissedRequest
 from rheostat_wire.v1 import monitor_service_pb2
+
+_LOG = logging.getLogger(__name__)
 
 
 class WatchedRequests:
@@ -28,6 +31,8 @@ class WatchedRequests:
         self._watches = watches
         self._active_requests = active_requests
         watches.stop = self._stop_all
+        watches.hold = self._hold_all
+        watches.go_on = self._go_on_all
 
     def announce_running(self, watch: Watch) -> None:
         """Names the requests that a new watch selects, and that began before it."""
@@ -98,6 +103,13 @@ class WatchedRequests:
         active.control.submit(change)
         return True
 
+    async def until_not_held(self, active: ActiveRequest) -> None:
+        """Waits while a request that has not started is read by a watch that has no reader."""
+        for one in active.watched:
+            if one.part.watch.holding:
+                active.holds.begin(one.part.watch.name)
+        await active.holds.none()
+
     def _read_by(self, watch: Watch, request_id: str) -> ActiveRequest | None:
         active = self._active_requests.get(request_id)
         if active is None or all(one.part.watch is not watch for one in active.watched):
@@ -106,5 +118,18 @@ class WatchedRequests:
 
     def _stop_all(self, watch: Watch) -> None:
         """Ends all requests of a watch that was lost."""
-        for request_id in list(self._active_requests):
+        for request_id, active in list(self._active_requests.items()):
             self.stop(watch, request_id, "the watch was lost")
+            active.holds.end(watch.name)
+
+    def _hold_all(self, watch: Watch) -> None:
+        """Holds all requests that a watch reads."""
+        held = [one for one in list(self._active_requests) if self._read_by(watch, one)]
+        for request_id in held:
+            self._active_requests[request_id].holds.begin(watch.name)
+        _LOG.warning("watch %s has no reader: its %d requests are held", watch.name, len(held))
+
+    def _go_on_all(self, watch: Watch) -> None:
+        """Lets all requests go on that a watch holds."""
+        for active in list(self._active_requests.values()):
+            active.holds.end(watch.name)

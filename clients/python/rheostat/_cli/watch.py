@@ -53,7 +53,7 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
     )
     parser.add_argument(
         "--on-lost",
-        choices=("continue", "stop"),
+        choices=("continue", "hold", "stop"),
         help="what becomes of the requests if this command is killed (default: continue)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each event")

@@ -158,13 +158,17 @@ class WatchChange:
 
 @dataclass(frozen=True)
 class WatchReceipt:
-    """Changes of the steering by one watch."""
+    """What one watch did to the request."""
 
     watch_id: str
     changes: tuple[WatchChange, ...]
     """In order; the first 256 of all watches are listed."""
     change_count: int
     """Number of the changes, in all."""
+    hold_count: int = 0
+    """How often the request was held because the watch had no reader (``on_lost="hold"``)."""
+    held_seconds: float = 0.0
+    """How long, in all."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,8 @@ class Receipt:
     gain_count: int = 0
     """Gains of the session and of watches that were carried out."""
     watches: tuple[WatchReceipt, ...] = ()
-    """The watches that changed its steering, in the order of their first changes."""
+    """The watches that changed its steering, in the order of their first changes, then those that
+    only held it."""
     controller: ControllerReceipt | None = None
     """The controller of its gains; None if it had none."""
 
@@ -268,7 +273,10 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     if receipt.gain_count:
         rows.append(("gains", f"{receipt.gain_count} carried out"))
     for watch in receipt.watches:
-        rows.append((f"watch {watch.watch_id}", f"{watch.change_count} changes"))
+        text = f"{watch.change_count} changes"
+        if watch.hold_count:
+            text += f", held {watch.hold_count} times for {watch.held_seconds:.1f} s"
+        rows.append((f"watch {watch.watch_id}", text))
     if receipt.controller is not None:
         disabled = receipt.controller.disabled_reason
         text = f"disabled: {disabled}" if disabled else "set the gains"
@@ -402,7 +410,11 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
         ),
         watches=tuple(
             WatchReceipt(
-                watch.watch_id, tuple(map(_read_change, watch.changes)), watch.change_count
+                watch.watch_id,
+                tuple(map(_read_change, watch.changes)),
+                watch.change_count,
+                watch.hold_count,
+                watch.held_duration.ToTimedelta().total_seconds(),
             )
             for watch in message.watches
         ),

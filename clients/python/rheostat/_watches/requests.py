@@ -20,8 +20,8 @@ none; the end of each request has summaries in any case."""
 
 OnLost: TypeAlias = Literal["continue", "hold", "stop"]
 """What becomes of the requests of a watch whose client is gone for longer than the server's resume
-window: they go on unwatched, are held until a watch with the same filter is opened, or end. With
-"stop", the server also refuses new ones until then. "hold" is not served yet."""
+window: they go on unwatched, or end. With "stop" and "hold", the server also refuses new ones until
+a watch with the same filter is opened. With "hold", they pause as soon as the connection breaks."""
 
 _REPORTS = {
     "every": monitor_service_pb2.WATCH_REPORT_EVERY,
@@ -62,7 +62,8 @@ class WatchOptions(TypedDict, total=False):
     prefix cache shares what they generate with no other request. Default: False."""
     on_lost: OnLost | None
     """What becomes of the requests if this client is gone for longer than the server's resume
-    window: "continue", or "stop". Default: "continue"."""
+    window: "continue", or "stop". With "hold" they pause as soon as the connection breaks, go on
+    once it is resumed, and stop after the window. Default: "continue"."""
     buffer_bytes: int | None
     """Size of the server's buffer, 64 KiB or more. If it is full, the oldest readings are dropped
     and reported. Default: 8 MiB."""

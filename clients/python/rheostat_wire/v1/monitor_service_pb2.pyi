@@ -67,8 +67,11 @@ class _WatchLostEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WatchLost.V
     WATCH_LOST_CONTINUE: _WatchLost.ValueType  # 1
     """They go on, unwatched."""
     WATCH_LOST_HOLD: _WatchLost.ValueType  # 2
-    """They are scheduled no further until a watch with this filter opens, or their deadline passes. Not
-    served yet: REASON_NOT_SUPPORTED.
+    """They are held from the moment at which the server notices that no call reads the watch, so also
+    within Limits.resume_window: no token is computed or sent, and new ones that the filter selects
+    do not begin. Tokens that the engine computes already, at most those of two steps, wait. Held
+    requests give up their KV memory. Once the watch is resumed they go on, and Receipt.watches says
+    how long they were held. If the window passes, they end as with WATCH_LOST_STOP.
     """
     WATCH_LOST_STOP: _WatchLost.ValueType  # 3
     """They end with FINISH_REASON_WATCH, and new ones that the filter selects are refused."""
@@ -83,8 +86,11 @@ WATCH_LOST_UNSPECIFIED: WatchLost.ValueType  # 0
 WATCH_LOST_CONTINUE: WatchLost.ValueType  # 1
 """They go on, unwatched."""
 WATCH_LOST_HOLD: WatchLost.ValueType  # 2
-"""They are scheduled no further until a watch with this filter opens, or their deadline passes. Not
-served yet: REASON_NOT_SUPPORTED.
+"""They are held from the moment at which the server notices that no call reads the watch, so also
+within Limits.resume_window: no token is computed or sent, and new ones that the filter selects
+do not begin. Tokens that the engine computes already, at most those of two steps, wait. Held
+requests give up their KV memory. Once the watch is resumed they go on, and Receipt.watches says
+how long they were held. If the window passes, they end as with WATCH_LOST_STOP.
 """
 WATCH_LOST_STOP: WatchLost.ValueType  # 3
 """They end with FINISH_REASON_WATCH, and new ones that the filter selects are refused."""

@@ -5,6 +5,7 @@ The receipt: what was really done to a request."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -157,7 +158,9 @@ class Receipt(_message.Message):
 
     @_builtins.property
     def watches(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchReceipt]:
-        """The watches that changed its steering, in the order of their first changes."""
+        """The watches that changed its steering, in the order of their first changes, then those that only
+        held it.
+        """
 
     @_builtins.property
     def controller(self) -> Global___ControllerReceipt:
@@ -492,20 +495,28 @@ Global___RuleFirings: _TypeAlias = RuleFirings  # noqa: Y015
 
 @_typing.final
 class WatchReceipt(_message.Message):
-    """What a watch changed."""
+    """What a watch did to the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WATCH_ID_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
     CHANGE_COUNT_FIELD_NUMBER: _builtins.int
+    HOLD_COUNT_FIELD_NUMBER: _builtins.int
+    HELD_DURATION_FIELD_NUMBER: _builtins.int
     watch_id: _builtins.str
     """The watch."""
     change_count: _builtins.int
     """Number of its changes, in all."""
+    hold_count: _builtins.int
+    """How often the request was held because the watch had no reader (WATCH_LOST_HOLD)."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchChange]:
         """Its changes, in order; the first 256 of all watches are listed."""
+
+    @_builtins.property
+    def held_duration(self) -> _duration_pb2.Duration:
+        """How long, in all. Absent: never."""
 
     def __init__(
         self,
@@ -513,10 +524,12 @@ class WatchReceipt(_message.Message):
         watch_id: _builtins.str = ...,
         changes: _abc.Iterable[Global___WatchChange] | None = ...,
         change_count: _builtins.int = ...,
+        hold_count: _builtins.int = ...,
+        held_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held_duration", b"held_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change_count", b"change_count", "changes", b"changes", "watch_id", b"watch_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change_count", b"change_count", "changes", b"changes", "held_duration", b"held_duration", "hold_count", b"hold_count", "watch_id", b"watch_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

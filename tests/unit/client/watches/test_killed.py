@@ -1,6 +1,7 @@
 """Watchers that are killed while they read: what becomes of the requests is what they asked for."""
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 
 import rheostat
 
-from ...server.fakes import WIDTH, ScriptedBackend
+from ...server.fakes import WIDTH
+from ...server.holding import HoldingBackend
+from ..cutting_proxy import CuttingProxy
 from ..rows_server import PROMPT, RowsServer, until
 
 RED, BLUE = {"team": "red"}, {"team": "blue"}
@@ -37,7 +40,7 @@ Kill = Callable[[], None]
 @pytest.fixture
 def running(starter) -> RowsServer:
     """A server whose samples stop after two tokens until they are let go."""
-    return starter(ScriptedBackend(hold=asyncio.Event(), hold_from=2), resume_window=0.3)
+    return starter(HoldingBackend(hold=asyncio.Event(), hold_from=2), resume_window=0.3)
 
 
 @pytest.fixture
@@ -104,3 +107,44 @@ def test_requests_of_a_killed_watcher_end_if_it_said_so(running: RowsServer, wat
         assert running.generate("watched", labels=RED).finish_reason == "length"
         assert next(watch).request_id == "watched"
     assert running.generate("unwatched", labels=RED).finish_reason == "length"
+
+
+def test_requests_of_a_killed_watcher_are_held_and_end_if_it_said_so(
+    running: RowsServer, watcher
+) -> None:
+    process = watcher("hold")
+    with begin(running, "red", RED) as stream, begin(running, "blue", BLUE) as other:
+        kill_while_it_reads(process)
+        until(lambda: bool(running.backend.held))
+        running.do(running.backend.hold.set)
+        unwatched = other.result()
+        assert unwatched.finish_reason == "length"
+        out = stream.result()
+    assert (out.finish_reason, out.samples[0].label) == ("watch", "the watch was lost")
+    assert out.token_ids == unwatched.token_ids[:2]
+    (held,) = out.receipt.watches
+    assert (held.hold_count, held.changes) == (1, ())
+    assert held.held_seconds > 0
+    assert "held 1 times for 0." in str(out.receipt)
+    with pytest.raises(rheostat.Unavailable) as raised:
+        running.generate("refused", labels=RED)
+    assert raised.value.reason == "REASON_WATCH_LOST"
+
+
+def test_held_requests_go_on_when_their_watcher_comes_back(running: RowsServer) -> None:
+    with (
+        contextlib.closing(CuttingProxy(running.port)) as proxy,
+        rheostat.connect(proxy.target) as client,
+        client.watch(probes=MOOD, labels=RED, on_lost="hold") as watch,
+        begin(running, "red", RED) as stream,
+    ):
+        events = [next(watch), next(watch)]
+        assert proxy.cut() > 0
+        until(lambda: any(held for held, _ in running.backend.hold_messages))
+        running.do(running.backend.hold.set)
+        out = stream.result()
+        while not isinstance(events[-1], rheostat.WatchedRequestEnded):
+            events.append(next(watch))
+    assert (out.finish_reason, len(out.token_ids)) == ("length", 5)
+    assert [one.hold_count for one in out.receipt.watches] == [1]
+    assert (events[-1].position_count, events[-1].dropped_position_count) == (7, 0)

@@ -447,7 +447,6 @@ async def test_what_a_watch_must_be_able_to_stop_is_refused_if_it_cannot(running
         (opening(probe("a"), probe("a")), "REASON_INVALID_VALUE", "open.probes[1].name"),
         (opening(report=9), "REASON_UNKNOWN_ENUM", "open.report"),
         (opening(on_lost=9), "REASON_UNKNOWN_ENUM", "open.on_lost"),
-        (opening(on_lost=pb.WATCH_LOST_HOLD), "REASON_NOT_SUPPORTED", "open.on_lost"),
         (opening(buffer_bytes=1), "REASON_INVALID_VALUE", "open.buffer_bytes"),
         (
             opening(rules=[rule(1.0, probe_name="z")]),
