@@ -421,7 +421,8 @@ class WorkerChannel:
                     return
                 arrived: list[Event] = []
                 if self._socket in ready:
-                    arrived = self._events_of(self._socket.recv_multipart())
+                    for data in self._socket.recv_multipart():
+                        arrived += self._events_of(data)
                 if self._merger.due == 0:
                     arrived += self._merger.take_due()
                 if not arrived:
@@ -436,10 +437,10 @@ class WorkerChannel:
         finally:
             stop.close()
 
-    def _events_of(self, frame: list[bytes]) -> list[Event]:
+    def _events_of(self, data: bytes) -> list[Event]:
+        """The events of a head."""
         head = None
         try:
-            (data,) = frame
             head = decode_head(data)
             if isinstance(head, RowsHead | SignalsHead):
                 return self._rows_of(head)

@@ -137,6 +137,8 @@ class SiteRuntime:
         self._updates: dict[str, CapturesUpdate] = {}
         self._scanned: Sequence[str] | None = None
         """Request ids of the last batch scanned for pending updates; None forces a scan."""
+        self._installed: list[Head] = []
+        """Reports of added requests, which are sent together."""
         self._removed: list[_Removed] = []
         self._numbers_free: list[int] = []
         self._numbers_made = 0
@@ -156,7 +158,9 @@ class SiteRuntime:
         return len(self._requests)
 
     def add_request(self, request_id: str, wire: object, cached_tokens_recomputed: int = 0) -> None:
-        """Adds a newly scheduled request and applies its plan. A preempted request exists already.
+        """Adds a newly scheduled request and applies its plan; `send_installed` reports it.
+
+        A preempted request exists already.
 
         Args:
             request_id: vLLM's id.
@@ -179,6 +183,12 @@ class SiteRuntime:
             problem = str(error)
             request = self._make_request(name, None, cached_tokens_recomputed)
         self._store(request_id, request, problem)
+
+    def send_installed(self) -> None:
+        """Reports the added requests, in one frame."""
+        installed, self._installed = self._installed, []
+        if installed and self._row_sender is not None:
+            self._row_sender.send(Frame(installed))
 
     def update_steering(self, name: str, wire: object, not_before: int) -> UpdateResult:
         """Replaces the acts of a running request from its next step on, or makes its gains.
@@ -284,9 +294,9 @@ class SiteRuntime:
         self._numbers_free += [request.number for request, _ in removed]
         if self._row_sender is None:
             return
+        self.send_installed()
         if measured is None:
-            for head in heads:
-                self._send(head)
+            self._row_sender.send(Frame(heads))
             return
 
         def finish(measured: torch.Tensor) -> Sequence[Head]:
@@ -312,6 +322,7 @@ class SiteRuntime:
         self._apply_decisions()
         if self._updates:
             self._apply_updates(batch)
+        self.send_installed()
         numbers = self._numbers(batch.request_ids) if self._requests else None
         if numbers is None or not numbers.any():
             self.steps["plain"] += 1
@@ -432,11 +443,11 @@ class SiteRuntime:
         return _Request(name, number, steering, captured)
 
     def _store(self, request_id: str, request: _Request, problem: str) -> None:
-        """Stores a request and reports `Installed`."""
+        """Stores a request, and its report until `send_installed`."""
         self._requests[request_id] = request
         self._ids[request.name] = request_id
         self._last_ids = ()
-        self._send(InstalledHead(self._rank, request.number, request.name, problem))
+        self._installed.append(InstalledHead(self._rank, request.number, request.name, problem))
         control = self.controllers.control_of(request.number)
         if control is not None:
             self._numbered_requests[request.number] = request
@@ -489,5 +500,7 @@ class SiteRuntime:
         return self._last_numbers
 
     def _send(self, head: Head) -> None:
+        """Sends a report, after those of added requests."""
+        self.send_installed()
         if self._row_sender is not None:
             self._row_sender.send(Frame(head))

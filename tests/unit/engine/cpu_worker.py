@@ -66,10 +66,11 @@ class RowSender:
 
     def send(self, frame: Frame) -> None:
         assert not callable(frame.head)
-        assert not isinstance(frame.head, RowsHead | SignalsHead)
-        if not isinstance(frame.head, GainsHead | ControllerDisabledHead):
-            self.numbers.add(frame.head.number)
-        self.events += self._merger.feed(decode_head(encode_head(frame.head)))
+        for head in frame.head if isinstance(frame.head, Sequence) else [frame.head]:
+            assert not isinstance(head, RowsHead | SignalsHead)
+            if not isinstance(head, GainsHead | ControllerDisabledHead):
+                self.numbers.add(head.number)
+            self.events += self._merger.feed(decode_head(encode_head(head)))
 
     def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> None:
         payload = torch.empty(packed_bytes(rows, groups), dtype=torch.uint8)
@@ -171,6 +172,7 @@ class Worker:
     def add_request(self, request_id: str, plan: Plan) -> None:
         """A request is scheduled for the first time."""
         self.runtime.add_request(request_id, plan.to_wire())
+        self.runtime.send_installed()
 
     def finish(self, *request_ids: str) -> None:
         """Requests have finished."""

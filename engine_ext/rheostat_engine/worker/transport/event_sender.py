@@ -33,10 +33,10 @@ class Fence(Protocol):
 
 
 class Frame(NamedTuple):
-    """One or more heads to send."""
+    """One or more heads to send, in one message."""
 
-    head: Head | Callable[[], Sequence[Head]]
-    """The head, or a function that makes the heads of several frames after `ready`."""
+    head: Head | Sequence[Head] | Callable[[], Sequence[Head]]
+    """The head, several heads, or a function that makes several heads after `ready`."""
     ready: Fence | None = None
     """The fence after which the rows, or the input of the function, are complete."""
     fallback: Sequence[Head] = ()
@@ -90,8 +90,8 @@ class EventSender:
         except Exception:  # any error, because the requests wait for their reports
             _LOG.exception(_LOST if isinstance(frame.head, RowsHead | SignalsHead) else _UNREADABLE)
             complete, heads = False, frame.fallback
-        for head in heads:
-            self._socket.send(encode_head(head))
+        if heads:
+            self._socket.send_multipart([encode_head(head) for head in heads])
         return complete
 
 
@@ -99,4 +99,6 @@ def _heads(frame: Frame) -> Sequence[Head]:
     """Waits for `ready`, then makes the frame's heads."""
     if frame.ready is not None:
         frame.ready.synchronize()
-    return frame.head() if callable(frame.head) else (frame.head,)
+    if callable(frame.head):
+        return frame.head()
+    return frame.head if isinstance(frame.head, Sequence) else (frame.head,)
