@@ -18,6 +18,8 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 _POSITION_BITS = 32
+_EVERYWHERE = 0, 0, 2**62
+"""The window of a request without one; see `Requests.put_window`."""
 _SMALLEST = 1024
 """Intervals for which memory is allocated initially."""
 
@@ -125,6 +127,9 @@ class Requests:
         self._last_first: Int64 = np.zeros(1, np.int64)
         self._last_function: Int64 = np.zeros(1, np.int64)
         self._last_bases: Int64 = np.zeros((1, bases), np.int64)
+        self._windows: Int64 = np.array([_EVERYWHERE])
+        """[n, 3]: the function outside of the window, the window's start and end."""
+        self._windowed: set[int] = set()
         self._earlier: dict[int, Sequence[Segment]] = {}
         self._numbers: set[int] = set()
 
@@ -141,11 +146,8 @@ class Requests:
         if not segments:
             self.drop(number)
             return
-        if number >= len(self._last_first):
-            grow = max(number + 1 - len(self._last_first), len(self._last_first))
-            self._last_first = np.pad(self._last_first, (0, grow))
-            self._last_function = np.pad(self._last_function, (0, grow))
-            self._last_bases = np.pad(self._last_bases, ((0, grow), (0, 0)))
+        self._make_room(number)
+        self._drop_window(number)
         *earlier, last = segments
         self._last_first[number], self._last_function[number] = last.first, last.function
         self._last_bases[number] = last.bases
@@ -154,10 +156,44 @@ class Requests:
             self._earlier[number] = earlier
         self._numbers.add(number)
 
+    def put_window(self, number: int, inside: int, outside: int, start: int, end: int) -> None:
+        """Sets the functions of a new request: one in a window, another elsewhere. No bases.
+
+        A step may begin hundreds of such requests, so their tokens are looked up together.
+
+        Args:
+            number: the request's number, positive.
+            inside: the function of positions [start, end).
+            outside: the function of all other positions.
+            start: the first position of the window.
+            end: the position after its last.
+        """
+        self._make_room(number)
+        self._last_function[number] = inside
+        self._windows[number] = outside, start, end
+        self._windowed.add(number)
+        self._numbers.add(number)
+
+    def _make_room(self, number: int) -> None:
+        size = len(self._last_first)
+        if number < size:
+            return
+        grow = max(number + 1 - size, size)
+        self._last_first = np.pad(self._last_first, (0, grow))
+        self._last_function = np.pad(self._last_function, (0, grow))
+        self._last_bases = np.pad(self._last_bases, ((0, grow), (0, 0)))
+        self._windows = np.concatenate([self._windows, np.tile(_EVERYWHERE, (grow, 1))])
+
+    def _drop_window(self, number: int) -> None:
+        if number in self._windowed:
+            self._windowed.remove(number)
+            self._windows[number] = _EVERYWHERE
+
     def drop(self, number: int) -> None:
         """Removes the functions of a request, if there are any."""
         if number in self._numbers:
             self._numbers.remove(number)
+            self._drop_window(number)
             self._earlier.pop(number, None)
             self._last_first[number] = self._last_function[number] = 0
             self._last_bases[number] = 0
@@ -171,6 +207,9 @@ class Requests:
         """
         existing = np.where(numbers < len(self._last_first), numbers, 0)
         functions, bases = self._last_function[existing], self._last_bases[existing]
+        if self._windowed:
+            outside, start, end = self._windows[existing].T
+            functions = np.where((start <= positions) & (positions < end), functions, outside)
         if self._earlier:
             early = np.flatnonzero(positions < self._last_first[existing])
             for number in np.unique(existing[early]).tolist():

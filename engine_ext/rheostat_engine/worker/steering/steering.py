@@ -54,6 +54,11 @@ class Use(NamedTuple):
     variants: Int32
     """[k]: the first variant of each combination under a rule."""
 
+    @property
+    def function(self) -> int:
+        """See `BuiltTable.function`."""
+        return 0 if self.built_table is None else self.built_table.function
+
 
 _NOTHING = Use(None, SlotRange(0, 0), _NO_VARIANTS)
 
@@ -297,22 +302,23 @@ class Steering:
         Raises:
             BankError, ValueError: the acts can't be put in force; nothing has changed then.
         """
-        applied = RequestSteering()
+        parts: list[Part] = []
         try:
             for first, table in ((0, outside), (window.start, acts), (window.end, outside)):
-                if table is None:
-                    part = Part(first, _NOTHING)
-                else:
-                    part = self._part(table, first, applied, measured=False)
-                    if part.gate_state or len(part.plain.variants):
-                        applied = RequestSteering((*applied.parts, part))
-                        raise ValueError("gated acts, and acts under rules, have no window")
-                applied = RequestSteering((*applied.parts, part))
+                part = Part(first, _NOTHING)
+                if table is not None:
+                    before = RequestSteering(tuple(parts))
+                    part = self._part(table, first, before, measured=False)
+                parts.append(part)
+                if part.gate_state or len(part.plain.variants):
+                    raise ValueError("gated acts, and acts under rules, have no window")
         except (BankError, ValueError):
-            self._release(applied)
+            self._release(RequestSteering(tuple(parts)))
             raise
-        self._put(number, applied)
-        return applied
+        before_it, inside, _ = (part.plain.function for part in parts)
+        if before_it or inside:
+            self._requests.put_window(number, inside, before_it, window.start, window.end)
+        return RequestSteering(tuple(parts))
 
     def remove(self, number: int, applied: RequestSteering) -> None:
         """Takes a request's acts out of force; its dose slots stay until `take_out`."""
@@ -426,11 +432,10 @@ class Steering:
             while segments and segments[-1].first >= part.first:
                 segments.pop()
             tables = []
-            for built_table, dose_slots, own in part.uses:
-                function = 0 if built_table is None else built_table.function
-                start = dose_slots.start if dose_slots is not None else 0
-                tables.append(GainedTable(function, start, variants))
-                variants += len(own)
+            for use in part.uses:
+                start = use.dose_slots.start if use.dose_slots is not None else 0
+                tables.append(GainedTable(use.function, start, variants))
+                variants += len(use.variants)
             plain, *gained = tables
             for table in gained:
                 self.gains.set_table(part.gain_state, table)

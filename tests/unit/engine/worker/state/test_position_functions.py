@@ -18,10 +18,13 @@ NUMBERS = st.integers(1, 5)
 PARTS = st.lists(
     st.tuples(st.integers(0, 12), st.none() | st.integers(0, 3), st.integers(0, 99)), max_size=3
 )
+WINDOWS = st.tuples(*(st.integers(0, last) for last in (3, 3, 12)), st.integers(1, 5))
+"""The functions within and outside, the start and the length."""
 CHANGES = st.lists(
     st.one_of(
         st.tuples(st.just("function"), st.integers(0, 3), FUNCTIONS),
         st.tuples(st.just("request"), NUMBERS, PARTS),
+        st.tuples(st.just("window"), NUMBERS, WINDOWS),
         st.tuples(st.just("gone"), NUMBERS, st.none()),
     ),
     max_size=10,
@@ -56,6 +59,13 @@ def test_lookups_equal_those_of_dictionaries_whatever_came_and_went(columns: int
             elif kind == "gone":
                 requests.drop(which)
                 naive.pop(which, None)
+            elif kind == "window":
+                inside, outside, start, length = what
+                requests.drop(which)
+                names = (numbers.get(one, 0) for one in (inside, outside))
+                requests.put_window(which, *names, start, start + length)
+                places = {0: outside, start: inside, start + length: outside}
+                naive[which] = [(at, shared.get(one, NOTHING), 0) for at, one in places.items()]
             else:
                 parts = sorted({first: rest for first, *rest in [(0, None, 0), *what]}.items())
                 requests.put(
