@@ -4,7 +4,7 @@ Invariant: a request's plan is parsed once. A request whose plan can't be parsed
 captures nothing. The scheduler does not raise, because the worker fails the request.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from vllm.v1.request import Request
@@ -51,6 +51,14 @@ def request_plan(request: Request) -> RequestPlan | None:
         request.__dict__[_ATTRIBUTE] = _read(request)
     plan: RequestPlan | None = request.__dict__[_ATTRIBUTE]
     return plan
+
+
+def with_plan_key(
+    keys: tuple[Any, ...] | None,  # vLLM's own type
+    key: str | None,
+) -> tuple[Any, ...] | None:
+    """The extra keys of a block, with the key of a plan; None: the plan has none."""
+    return keys if key is None else (*(keys or ()), ("rheostat", key))
 
 
 def _read(request: Request) -> RequestPlan | None:

@@ -8,7 +8,7 @@ Cache hits
     `KVCacheManager.get_computed_blocks`, which keeps a hit below the request's last token. If a hit
     is too long for the captures, the method is called again with the request truncated after the
     first token that must be computed. So vLLM rounds this hit like any other, also for a sliding
-    window.
+    window. A hit of a sweep's cell may end within a block; see `partial_hits`.
 
 Invariants: requests without a plan, and blocks without acts, keep vLLM's keys. A request whose plan
 can't be parsed shares no block. A hit ends at or below the first position that is read for a gate,
@@ -20,8 +20,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from vllm.config import VllmConfig
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import block_pool, kv_cache_utils
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
@@ -29,7 +30,8 @@ from rheostat_engine.adapters.background import BackgroundPace, BackgroundQueue
 from rheostat_engine.adapters.gains import carry_gains
 from rheostat_engine.adapters.holds import HeldRequests
 from rheostat_engine.adapters.parent_watch import end_with_parent, leave_group
-from rheostat_engine.adapters.request_plan import request_plan
+from rheostat_engine.adapters.partial_hits import Hit, PartialHits, copies_parts
+from rheostat_engine.adapters.request_plan import RequestPlan, request_plan, with_plan_key
 from rheostat_engine.adapters.step_messages import share_tables
 from rheostat_engine.plan.acts import OPEN_END
 from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG
@@ -40,7 +42,6 @@ _LOOK_UP = "get_computed_blocks"
 
 ExtraKeys = tuple[tuple[Any, ...] | None, int]  # vLLM's own type
 KeyFunction = Callable[[Request, int, int, int], ExtraKeys]
-Hit = tuple[KVCacheBlocks, int, int]  # vLLM's own; the second is the number of hit tokens
 
 
 def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # vLLM's own
@@ -56,7 +57,11 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
     finally:
         config.scheduler_cls = ours
     scheduler = stock(vllm_config=vllm_config, **arguments)
-    limit_hits(scheduler.kv_cache_manager)
+    parts = None
+    if copies_parts(scheduler):
+        hashing = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        parts = PartialHits(scheduler, hashing)
+    limit_hits(scheduler.kv_cache_manager, parts)
     share_tables(scheduler)
     HeldRequests(scheduler)
     BackgroundQueue(scheduler, BackgroundPace())  # its requests enter the queue before holds look
@@ -73,44 +78,48 @@ def install_block_keys() -> None:
     def keyed(request: Request, start: int, end: int, start_mm_idx: int) -> ExtraKeys:
         keys, next_mm_idx = stock(request, start, end, start_mm_idx)
         plan = request_plan(request)
-        touching = None if plan is None else plan.keys.key(start, end)
-        if touching is None:
-            return keys, next_mm_idx
-        return (*(keys or ()), ("rheostat", touching)), next_mm_idx
+        key = None if plan is None else plan.keys.key(start, end)
+        return with_plan_key(keys, key), next_mm_idx
 
     keyed.is_rheostat = True  # type: ignore[attr-defined]  # detects a second call
     for module in (kv_cache_utils, block_pool):
         setattr(module, _NAME, keyed)
 
 
-def limit_hits(manager: KVCacheManager) -> None:
-    """Shortens the hits of this manager, so that captured positions are computed."""
+def limit_hits(manager: KVCacheManager, parts: PartialHits | None) -> None:
+    """Shortens the hits of this manager, so that captured positions are computed.
+
+    Args:
+        manager: the manager.
+        parts: extends hits of cells; None: hits end with a block.
+    """
     stock = manager.get_computed_blocks
 
     def limited(request: Request) -> Hit:
         hit = stock(request)
-        limit = _longest_hit(request)
-        if limit == OPEN_END:
+        plan = request_plan(request)
+        if plan is None:
             return hit
+        limit = _longest_hit(request, plan)
         unlimited = hit[1]
         if unlimited > limit:
             hit = stock(cast(Request, _TruncatedRequest(request, limit + 1)))
-        _store_count(request, unlimited - hit[1])
+        elif parts is not None:
+            hit = parts.extended(request, plan.keys, hit, limit)
+        if limit != OPEN_END:
+            _store_count(request, max(0, unlimited - hit[1]))
         return hit
 
     setattr(manager, _LOOK_UP, limited)
 
 
-def _longest_hit(request: Request) -> int:
+def _longest_hit(request: Request, plan: RequestPlan) -> int:
     """The longest allowed hit of a request.
 
     Once a request has generated a token, the captured rows of its prompt have been sent. If it is
     preempted after that, they don't limit its hits. What gates read does, because their state
     begins anew.
     """
-    plan = request_plan(request)
-    if plan is None:
-        return OPEN_END
     captured = OPEN_END if request.num_output_tokens else plan.first_captured
     return min(plan.first_read, captured)
 

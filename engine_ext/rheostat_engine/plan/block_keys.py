@@ -144,13 +144,24 @@ class BlockKeys:
         self._nonce = plan.request_id
         self._keys: dict[bytes, str] = {}
 
+    @property
+    def window_start(self) -> int:
+        """The first position of the plan's window; 0: it has none."""
+        return 0 if self._window is None else self._window.start
+
     def key(self, start: int, end: int) -> str | None:
         """The key of the block [start, end); None if no act applies to it."""
+        return self._key(start, end, self._window)
+
+    def outside_window(self, start: int, end: int) -> str | None:
+        """The key that the block [start, end) would have if the plan's window were elsewhere."""
+        assert self._window is not None
+        return self._key(start, end, self._window._replace(start=OPEN_END - 1, end=OPEN_END))
+
+    def _key(self, start: int, end: int, window: Window | None) -> str | None:
         if end > self._private_from:
             return f"private {self._nonce}"
-        touching = (
-            b"" if self._steered is None else self._steered.touching(start, end, self._window)
-        )
+        touching = b"" if self._steered is None else self._steered.touching(start, end, window)
         if not touching:
             return None
         if touching not in self._keys:

@@ -23,6 +23,7 @@ from rheostat_engine import (
     Pool,
     Reading,
     Spans,
+    Window,
 )
 
 from .models import VOCAB
@@ -207,3 +208,26 @@ def test_private_blocks_are_read_by_nobody(engine: OfflineEngine) -> None:
     engine.run([prompt], [private], skip_cache=False)
     (other,) = engine.run([prompt], [None], skip_cache=False)
     assert other.cached == 64
+
+
+@pytest.mark.parametrize("everywhere", [(), (add(9, 3),)], ids=["plain", "steered"])
+def test_cells_copy_the_part_of_a_block_before_their_row(
+    engine: OfflineEngine, everywhere: tuple[Act, ...]
+) -> None:
+    prompt = np.random.default_rng(12).integers(3, VOCAB, 3 * BLOCK + 5).tolist()
+    places = [*range(BLOCK - 2, BLOCK + 12, 3), 2 * BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK + 2]
+    columns = tuple(put(n, 6, ((at, at + 1),)) for n, at in enumerate(places))
+    first = len(everywhere)
+    shared = Plan("", (*everywhere, *columns), measured=False, window=Window(0, 1, first)).pack()
+    alone = [steer(*everywhere, column) for column in columns]
+    wanted = engine.run([prompt] * len(alone), list(alone), max_tokens=2)
+    cold(engine)
+    engine.run([prompt], [steer(*everywhere) if everywhere else None], skip_cache=False)
+    cells = [shared.within(at, at + 1) for at in places]
+    found = engine.run([prompt] * len(cells), list(cells), max_tokens=2, skip_cache=False)
+    assert [one.cached for one in found] == [min(at, 3 * BLOCK) for at in places]
+    assert all(close(*both) for both in zip(found, wanted, strict=True))
+    # A copy with a replaced row behind it is found by equal cells alone.
+    again = engine.run([prompt] * 2, [cells[2], None], max_tokens=2, skip_cache=False)
+    assert [one.cached for one in again] == [3 * BLOCK, 0 if everywhere else 3 * BLOCK]
+    assert close(again[0], wanted[2])

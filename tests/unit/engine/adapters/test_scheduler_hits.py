@@ -85,7 +85,7 @@ class Cache:
             hash_block_size=BLOCK,
             log_stats=True,
         )
-        limit_hits(self.manager)
+        limit_hits(self.manager, None)
 
     def warm(self, plan: Plan | None = None) -> None:
         """A request computes the prompt and ends."""
