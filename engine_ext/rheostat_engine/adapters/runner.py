@@ -27,7 +27,6 @@ def apply_scheduler_output(runtime: SiteRuntime, scheduled: SchedulerOutput) -> 
             runtime.add_request(
                 new.req_id, extra[EXTRA_ARG], extra.get(CACHED_TOKENS_RECOMPUTED_ARG, 0)
             )
-    runtime.send_installed()
     if gains := gains_of(scheduled):
         runtime.set_gains(gains)
 

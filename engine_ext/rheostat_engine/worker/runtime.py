@@ -158,7 +158,7 @@ class SiteRuntime:
         return len(self._requests)
 
     def add_request(self, request_id: str, wire: object, cached_tokens_recomputed: int = 0) -> None:
-        """Adds a newly scheduled request and applies its plan; `send_installed` reports it.
+        """Adds a newly scheduled request and applies its plan, which `begin` reports.
 
         A preempted request exists already.
 

@@ -243,7 +243,7 @@ class Made:
 
     def __init__(self, **arguments: object) -> None:
         self.arguments = arguments
-        self.kv_cache_manager = SimpleNamespace(get_computed_blocks=None)
+        self.kv_cache_manager = SimpleNamespace(get_computed_blocks=None, coordinator=None)
 
     def schedule(self, throttle_prefills: bool = False) -> object:
         return SimpleNamespace(scheduled_new_reqs=[throttle_prefills])
