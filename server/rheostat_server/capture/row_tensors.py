@@ -111,7 +111,10 @@ def write_raw(
         tensor: the message.
         room: memory for the payload; None: it gets memory of its own, or is a view.
     """
-    rows = [elements(part, capture, row_type) for part in parts]
+    if row_type is capture.kind and capture.projection is None and not capture.row_encodings:
+        rows = [part.data for part in parts]
+    else:
+        rows = [elements(part, capture, row_type) for part in parts]
     tensor.dtype = capture.kind.wire
     tensor.shape.extend((len(rows), len(rows[0]), capture.numbers))
     tensor.encoding = tensor_pb2.ENCODING_RAW
@@ -122,7 +125,7 @@ def write_raw(
     elif len(rows) == 1:
         payload = np.ascontiguousarray(rows[0]).reshape(-1).view(np.uint8).data
     else:
-        payload = b"".join(part.data for part in rows)
+        payload = b"".join([np.ascontiguousarray(part).data for part in rows])
     tensor.crc32c = google_crc32c.value(np.frombuffer(payload, np.uint8))
     return payload
 

@@ -24,14 +24,14 @@ from rheostat_server.selectors.selection import (
     SelectionContext,
     resolve_selector,
 )
-from rheostat_server.selectors.sites import of_routers, resolve_sites, width_of
+from rheostat_server.selectors.sites import of_routers, resolve_sites, width_of, write_site
 from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.sinks import Sinks, encoding_of, group_targets
 from rheostat_server.sinks import Target as SinkTarget
 from rheostat_server.tensors import FloatType, float_type
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorView
-from rheostat_wire.v1 import capture_pb2, tensor_pb2
+from rheostat_wire.v1 import capture_pb2, receipt_pb2, tensor_pb2
 
 
 class Target(Enum):
@@ -66,6 +66,27 @@ class SiteForms:
     def indices(self) -> tuple[int, ...]:
         """The sites' indices, ascending, each once."""
         return tuple(sorted(self.by_index))
+
+    @cached_property
+    def index_of_each(self) -> tuple[int, ...]:
+        """The index of each site, in their order."""
+        return tuple([site.index for site in self.sites])
+
+    @cached_property
+    def labels(self) -> capture_pb2.Captured:
+        """A message of rows with the names of all sites, and nothing else."""
+        message = capture_pb2.Captured()
+        for site in self.sites:
+            write_site(message.sites.add(), site)
+        return message
+
+    @cached_property
+    def receipt(self) -> receipt_pb2.CaptureReceipt:
+        """A receipt with the names of all sites, and nothing else."""
+        message = receipt_pb2.CaptureReceipt()
+        for site in self.sites:
+            write_site(message.sites.add().site, site)
+        return message
 
     @cached_property
     def alike(self) -> frozenset[RowEncoding | None] | None:

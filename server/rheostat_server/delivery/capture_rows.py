@@ -202,6 +202,8 @@ class CaptureRows:
         return self.put(match.sites, match.at, positions, data, encoded=bool(rows.encoding))
 
     def _match(self, rows: Rows) -> _SiteMatch:
+        if not rows.encoding and rows.sites == self._capture.indices:  # mostly
+            return _SiteMatch(rows.sites, b"", rows.sites, tuple(range(len(rows.sites))))
         taken = [
             (index, site)
             for index, site in enumerate(rows.sites)
@@ -370,10 +372,12 @@ class CaptureRows:
             positions = self._selected(common(distinct.values()), generated)
             if not len(positions):
                 continue
+            if any(len(one) > len(positions) for one in distinct.values()):
+                taken = {site: column.at(positions) for site, column in taken.items()}
+            columns = map(taken.__getitem__, self._capture.site_forms.index_of_each)
             parts = [
-                SiteRows(site, column.data, column.encoded)
-                for site in self._capture.sites
-                for column in (taken[site.index].at(positions),)
+                SiteRows(site, data, encoded)
+                for site, (_, data, encoded) in zip(self._capture.sites, columns, strict=True)
             ]
             self._delivered = joined(self._delivered, runs(positions))
             for lowest in range(0, len(parts), site_count):

@@ -84,8 +84,11 @@ def label_captured(message: capture_pb2.Captured, chunk: Chunk) -> None:
         message.sample = sample
     if baseline:
         message.baseline = True
-    for part in block.parts:
-        write_site(message.sites.add(), part.site)
+    if len(block.parts) == len(block.capture.sites):
+        message.MergeFrom(block.capture.site_forms.labels)
+    else:
+        for part in block.parts:
+            write_site(message.sites.add(), part.site)
     add_runs(message.positions.add, runs(block.positions))
     message.token_ids.extend(chunk.token_ids)
 

@@ -178,6 +178,8 @@ class AdmissionQueue:
 
     def release(self, reserved: list[str]) -> None:
         """Releases ledger entries, empties `reserved`, and admits waiting requests."""
+        if not reserved:
+            return
         for plan_id in reserved:
             self.ledger.release(plan_id)
         reserved.clear()

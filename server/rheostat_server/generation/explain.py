@@ -11,7 +11,6 @@ from dataclasses import replace
 from rheostat_engine import OPEN_END, BlockKeys, Plan, SteeredBlocks
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
-from rheostat_server.generation.sources import add_source
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.selection import Selection
@@ -106,7 +105,8 @@ def _add_intervention(
         ],
     )
     _select(message.selection, one.selection, end)
-    add_source(message, one)
+    if one.op.replacement is not None:
+        one.op.replacement.write_source(message.source)
 
 
 def _select(

@@ -11,9 +11,7 @@ from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.engine.backend import Ending
 from rheostat_server.generation.sample import Sample
-from rheostat_server.generation.sources import add_source
 from rheostat_server.requests.signals import RequestSignals
-from rheostat_server.selectors.sites import write_site
 from rheostat_server.selectors.spans import clipped, length, united
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.tensors import float32
@@ -145,21 +143,24 @@ class _Part:
         never received. If the selection depends on such a token, the row is beyond the end as well.
         Without recomputation there are no more rows than selected positions, which shows how many.
         """
+        unselected = 0
+        if self.released.recomputed == 0:
+            unselected = min(rows - self._beyond - self.computed_rows, self._undecided)
+        return self._beyond + max(0, unselected)
+
+    @cached_property
+    def _beyond(self) -> int:
+        """The number of selected positions that were computed beyond the sample's end."""
         after = self._selected(self.sample.row_end, self.released.computed[1])
         index = self.intervention.index
         source = self.intervention.source
         if self.gained and self.sample.last_gain(source, index) is not None:
             at = partial(self.sample.gain_at, source, index)
-            known = sum(at(position) != 0 for start, end in after for position in range(start, end))
-        else:
-            known = length(after)
-        unknown = 0
-        if self.released.recomputed == 0:
-            unknown = min(rows - known - self.computed_rows, self._unknown)
-        return known + max(0, unknown)
+            return sum(at(position) != 0 for start, end in after for position in range(start, end))
+        return length(after)
 
-    @property
-    def _unknown(self) -> int:
+    @cached_property
+    def _undecided(self) -> int:
         """Number of computed positions whose token decides, but never reached the server."""
         start, end = (
             max(self.sample.token_end, self.start),
@@ -255,19 +256,14 @@ def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
 def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
     """Writes what an intervention did. It has no rows if it would not have changed a bit."""
     intervention = record.intervention
-    message.intervention.CopyFrom(intervention.ref)
-    message.digests.extend([vector.digest for vector in intervention.op.vectors])
-    add_source(message, intervention)
+    message.MergeFrom(intervention.receipt)
     _add_rows(message, record.parts)
     for part in record.parts:
         if part.gained:
             gain = part.sample.last_gain(intervention.source, intervention.index)
             if gain is not None:
                 message.last_gain = gain
-    add = message.sites.add
-    for site, index in zip(intervention.op.sites, intervention.site_indices, strict=True):
-        applied = add()
-        write_site(applied.site, site)
+    for applied, index in zip(message.sites, intervention.site_indices, strict=True):
         _measure(applied, index, record.parts)
 
 
@@ -327,6 +323,6 @@ def _add_captures(
     for spec, capture in enumerate(admitted.captures):
         rows, lost = handed_over.get(spec, (0, 0))
         message = receipt.captures.add(capture_index=spec, run_id=runs.get(spec, ""))
-        for site in capture.sites:
-            count = message.sites.add(row_count=rows, dropped_row_count=lost)
-            write_site(count.site, site)
+        message.MergeFrom(capture.site_forms.receipt)
+        for count in message.sites:
+            count.row_count, count.dropped_row_count = rows, lost

@@ -22,6 +22,7 @@ from rheostat_server.selectors.sites import (
     refuse_double_names,
     refuse_what_is_no_stream,
     resolve_sites,
+    write_site,
 )
 from rheostat_server.steering.directions import check_directions
 from rheostat_server.steering.gates import Probe, resolve_gate
@@ -89,6 +90,18 @@ class Intervention:
     def site_indices(self) -> tuple[int, ...]:
         """The index of each of its sites, in their order."""
         return tuple(site.index for site in self.op.sites)
+
+    @cached_property
+    def receipt(self) -> receipt_pb2.AppliedIntervention:
+        """All that receipts of any request report of it: its reference, sites and vectors."""
+        message = receipt_pb2.AppliedIntervention(
+            intervention=self.ref, digests=[vector.digest for vector in self.op.vectors]
+        )
+        for site in self.op.sites:
+            write_site(message.sites.add().site, site)
+        if self.op.replacement is not None:
+            self.op.replacement.write_source(message.source)
+        return message
 
     @property
     def ref(self) -> receipt_pb2.InterventionRef:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import cached_property
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +75,12 @@ class Replacement:
         for first in self.first_rows:
             digest.update(values[first : first + count].tobytes())
         return digest.digest()
+
+    def write_source(self, source: replace_pb2.ReplaceSource) -> None:
+        """Writes, for a receipt or an explanation, which rows it puts where."""
+        source.run_id, source.sha256 = self.run_id, self.sha256
+        for position, of_run in zip_longest(self.positions, self.source_positions):
+            source.rows.add(position=position, source_position=of_run)
 
 
 @dataclass(frozen=True, slots=True)
