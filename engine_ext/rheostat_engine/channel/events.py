@@ -328,7 +328,7 @@ class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
     rank: int
     number: int
     request_id: str
-    doses: list[tuple[int, int, int, float, float, float]]
+    doses: list[Dose]
     measured: bool
     captured: dict[int, int]
     lost_rows: int

@@ -33,7 +33,6 @@ from rheostat_engine.channel.events import (
     AttachedHead,
     ControllerDisabled,
     ControllerDisabledHead,
-    Dose,
     Dropped,
     Event,
     Gained,
@@ -260,7 +259,7 @@ class EventMerger:
             *rows,
             Released(
                 request_id=head.request_id,
-                doses=tuple(sorted(Dose(*dose) for head in heads for dose in head.doses)),
+                doses=tuple(sorted(dose for head in heads for dose in head.doses)),
                 measured=all(head.measured for head in heads),
                 captured=captured,
                 lost_rows=sum(head.lost_rows for head in heads),

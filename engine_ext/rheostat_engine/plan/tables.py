@@ -223,7 +223,8 @@ class CaptureTable:
 
 def count(intervals: Intervals, start: int, end: int) -> npt.NDArray[np.int64]:
     """[sets]: the number of positions in [start, end) of each set of members."""
-    inside = np.clip(intervals.ends, start, end) - np.clip(intervals.starts, start, end)
+    edges = np.append(intervals.starts, OPEN_END)
+    inside = np.diff(np.minimum(np.maximum(edges, start), end))
     counts = np.bincount(intervals.sets, inside, minlength=len(intervals.members))
     return counts.astype(np.int64)
 

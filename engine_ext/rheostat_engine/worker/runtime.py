@@ -38,7 +38,7 @@ from rheostat_engine.worker.signals import StepSignals
 from rheostat_engine.worker.state.buffers import Buffers
 from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.state.site_slots import SiteSlots
-from rheostat_engine.worker.steering.steering import RequestSteering, Steering
+from rheostat_engine.worker.steering.steering import RequestSteering, Steering, read_doses
 from rheostat_engine.worker.steering.vectors import BankError
 from rheostat_engine.worker.transport.event_sender import Frame
 from rheostat_engine.worker.transport.row_sender import RowSender
@@ -132,7 +132,6 @@ class SiteRuntime:
         self._rank = rank
         self._requests: dict[str, _Request] = {}
         self._ids: dict[str, str] = {}
-        self._site_slots = site_slots
         self._server_request_id = server_request_id
         self._updates: dict[str, CapturesUpdate] = {}
         self._scanned: Sequence[str] | None = None
@@ -143,7 +142,7 @@ class SiteRuntime:
         self._numbers_free: list[int] = []
         self._numbers_made = 0
         self._present = np.isin(np.arange(buffers.sites), list(sites))
-        self._progress = RequestProgress()
+        self._progress = RequestProgress(site_slots.numbers)
         self._signals = StepSignals(buffers.gates, row_sender, rank)
         hosts = (controllers or {}) if row_sender is not None else None
         self.controllers = StepControllers(buffers.gates, hosts, share, self._gains_of)
@@ -289,8 +288,9 @@ class SiteRuntime:
         if not self._removed:
             return
         removed, self._removed = self._removed, []
-        measured = self.steering.take_out([request.steering for request, _ in removed])
-        heads = [self._numbered(head) for _, head in removed]
+        steered = [request.steering for request, _ in removed]
+        measured = self.steering.take_out(steered)
+        heads = [head for _, head in removed]
         self._numbers_free += [request.number for request, _ in removed]
         if self._row_sender is None:
             return
@@ -300,22 +300,14 @@ class SiteRuntime:
             return
 
         def finish(measured: torch.Tensor) -> Sequence[Head]:
-            values, start, finished = measured.numpy(), 0, []
-            for (request, _), head in zip(removed, heads, strict=True):
-                end = start + sum(slots.count for slots in request.steering.dose_slots)
-                doses = request.steering.read(values[:, start:end])
-                finished.append(msgspec.structs.replace(head, doses=doses))
-                start = end
-            return finished
+            doses = read_doses(measured.numpy(), steered)
+            return [
+                msgspec.structs.replace(head, doses=own)
+                for head, own in zip(heads, doses, strict=True)
+            ]
 
         unmeasured = [msgspec.structs.replace(head, measured=False) for head in heads]
         self._row_sender.send_measured(measured, finish, unmeasured)
-
-    def _numbered(self, head: ReleasedHead) -> ReleasedHead:
-        """Replaces the slots of captured sites by site indices."""
-        numbers = self._site_slots.numbers
-        captured = {int(numbers[slot]): rows for slot, rows in head.captured.items()}
-        return msgspec.structs.replace(head, captured=captured)
 
     def begin(self, batch: Batch) -> None:
         """Writes the instructions of the next forward pass. Call `end` after the pass."""

@@ -15,7 +15,9 @@ from rheostat_engine.worker.state.position_functions import Int64
 class RequestProgress:
     """Progress and counts of all requests with a plan. Number 0 stands for all other requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, site_numbers: Int64) -> None:
+        """`site_numbers`, [sites], are the sites' indices in reports."""
+        self._site_numbers = site_numbers
         self.computed_start: Int64 = np.zeros(1, np.int64)
         """First computed position."""
         self.computed_end: Int64 = np.zeros(1, np.int64)
@@ -89,7 +91,8 @@ class RequestProgress:
         if selected is not None:
             sent = selected if lost is None else selected - lost
             sites = np.flatnonzero(sent > 0)
-            captured = dict(zip(sites.tolist(), sent[sites].tolist(), strict=True))
+            numbers = self._site_numbers[sites]
+            captured = dict(zip(numbers.tolist(), sent[sites].tolist(), strict=True))
         return ReleasedHead(
             rank=rank,
             number=number,

@@ -82,31 +82,8 @@ class _Entries(NamedTuple):
     """The factor for the sums of an addition; 1 for any other act."""
     added: npt.NDArray[np.bool_]
     """Whether the act is an addition."""
-    alone: bool
-    """Whether each act has one measurement at a site, so that there is nothing to add up."""
-
-    def part(self, wanted: npt.NDArray[np.bool_]) -> "_Entries":
-        """The entries of a mask, [n]."""
-        return _Entries(
-            self.acts[wanted],
-            self.sites[wanted],
-            self.dose_slots[wanted],
-            self.factors[wanted],
-            self.added[wanted],
-            self.alone,
-        )
-
-
-def _sums(values: npt.NDArray[np.float64], groups: Int64, count: int) -> npt.NDArray[np.float64]:
-    """The sum of each of `count` groups."""
-    return np.bincount(groups, values, count).astype(np.float64, copy=False)
-
-
-def _largest(values: npt.NDArray[np.float64], groups: Int64, count: int) -> npt.NDArray[np.float64]:
-    """The largest value, at least 0, of each of `count` groups."""
-    largest = np.zeros(count)
-    np.maximum.at(largest, groups, values)
-    return largest
+    firsts: Int64
+    """[m]: the first entry of each act at a site. The others follow it."""
 
 
 class Measures:
@@ -178,33 +155,38 @@ class Measures:
         self._later.append((members, first))
         return first
 
-    def read(self, measured: npt.NDArray[np.float32], first_act: int) -> list[HeadDose]:
-        """Reads a request's dose slots, by act, then site.
+    def read(
+        self, measured: npt.NDArray[np.float32], begins: Sequence[int], first_act: int
+    ) -> list[list[HeadDose]]:
+        """Reads the dose slots of requests with this table; of each by act, then site.
 
         Args:
-            measured: [sites, slots, 4]: the request's dose slots.
-            first_act: index of the table's first act in the request's plan.
+            measured: [sites, slots, 4]: dose slots.
+            begins: [r]: the first slot of each request.
+            first_act: index of the table's first act in the plan of each request.
         """
         entries = self._columns
-        values = measured[entries.sites, entries.dose_slots].astype(np.float64)
-        keep = values[:, 0] > 0
-        if not keep.all():
-            entries, values = entries.part(keep), values[keep]
-        rows, share = values[:, 0], values[:, 2] * entries.factors
-        change = np.where(entries.added, rows * entries.factors, values[:, 1])
-        largest = values[:, 3] * entries.factors
-        acts, sites = entries.acts, entries.sites
-        if not entries.alone:
-            count = measured.shape[0]
-            names, which = np.unique(acts * count + sites, return_inverse=True)
-            acts, sites = names // count, names % count
-            rows = _sums(rows, which, len(names))
-            change = _sums(change, which, len(names))
-            share = _sums(share, which, len(names))
-            largest = _largest(largest, which, len(names))
+        if not len(entries.firsts):
+            return [[] for _ in begins]
+        at = np.array(begins)[:, None] + entries.dose_slots
+        values = measured[entries.sites, at].astype(np.float64)
+        values[values[..., 0] == 0] = 0.0
+        rows, change, share, largest = np.moveaxis(values, -1, 0)
+        change = np.where(entries.added, rows * entries.factors, change)
+        share, largest = share * entries.factors, largest * entries.factors
+        if len(entries.firsts) < len(entries.acts):
+            rows, change, share = (
+                np.add.reduceat(sums, entries.firsts, axis=1) for sums in (rows, change, share)
+            )
+            largest = np.maximum.reduceat(largest, entries.firsts, axis=1)
+        acts = (first_act + entries.acts[entries.firsts]).tolist()
+        sites = entries.sites[entries.firsts].tolist()
         counts = np.rint(rows).astype(np.int64)
-        columns = (first_act + acts, sites, counts, change, share, largest)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+        columns = (column.tolist() for column in (counts, change, share, largest))
+        doses = [list(zip(acts, sites, *own, strict=True)) for own in zip(*columns, strict=True)]
+        if counts.all():
+            return doses
+        return [[dose for dose in own if dose[2]] for own in doses]
 
     @cached_property
     def _columns(self) -> _Entries:
@@ -218,10 +200,9 @@ class Measures:
         factors = listed[:, 3]
         self._entries.clear()
         added = factors >= 0
-        again = (np.diff(acts) == 0) & (np.diff(sites) == 0)
-        return _Entries(
-            acts, sites, dose_slots, np.where(added, factors, 1.0), added, alone=not again.any()
-        )
+        another = (np.diff(acts, prepend=-1) != 0) | (np.diff(sites, prepend=-1) != 0)
+        firsts = np.flatnonzero(another)
+        return _Entries(acts, sites, dose_slots, np.where(added, factors, 1.0), added, firsts)
 
     def _factor(self, act: Act, row: int) -> float:
         """The factor for the sums of a constant addition; negative for any other act."""

@@ -31,7 +31,7 @@ from rheostat_engine.worker.state.position_functions import (
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.built_tables import BuiltTable, BuiltTables
-from rheostat_engine.worker.steering.doses import Doses, HeadDose, Norms, SlotRange
+from rheostat_engine.worker.steering.doses import Doses, HeadDose, Measures, Norms, SlotRange
 from rheostat_engine.worker.steering.gain_states import GainedTable, GainedTokens, GainStates
 from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.token_rules import TokenRules
@@ -122,23 +122,43 @@ class RequestSteering(NamedTuple):
     def _uses(self) -> Iterator[Use]:
         return (use for part in self.parts for use in part.uses)
 
-    def read(self, measured: npt.NDArray[np.float32]) -> list[HeadDose]:
-        """Reads its dose slots, [sites, slots, 4], as fields of `Dose`s.
-
-        An act with gains has two at a site: one of the tokens whose gains are all 1, and one of the
-        other tokens.
-        """
-        doses: list[HeadDose] = []
-        first_act = begin = 0
+    @property
+    def measurements(self) -> Iterator[tuple[Measures, int, int]]:
+        """The measurements of its dose slots: index of the first act, and number of slots."""
+        first_act = 0
         for part in self.parts:
             for built_table, dose_slots, _ in part.uses:
                 if built_table is not None and dose_slots is not None and dose_slots.count:
-                    values = measured[:, begin : begin + dose_slots.count]
-                    doses += built_table.measures.read(values, first_act)
-                    begin += dose_slots.count
+                    yield built_table.measures, first_act, dose_slots.count
             if part.plain.built_table is not None:
                 first_act += len(part.plain.built_table.table.acts)
-        return doses
+
+
+def read_doses(
+    measured: npt.NDArray[np.float32], requests: Sequence[RequestSteering]
+) -> list[list[HeadDose]]:
+    """Reads the dose slots of requests, as fields of `Dose`s.
+
+    An act with gains has two at a site: one of the tokens whose gains are all 1, and one of the
+    other tokens.
+
+    Args:
+        measured: [sites, slots, 4]: the slots of all requests, in their order.
+        requests: the requests.
+    """
+    doses: list[list[HeadDose]] = [[] for _ in requests]
+    # Requests with equal acts are read together.
+    users: dict[tuple[Measures, int], list[tuple[int, int]]] = {}
+    begin = 0
+    for index, request in enumerate(requests):
+        for measures, first_act, count in request.measurements:
+            users.setdefault((measures, first_act), []).append((index, begin))
+            begin += count
+    for (measures, first_act), places in users.items():
+        read = measures.read(measured, [slot for _, slot in places], first_act)
+        for (index, _), own in zip(places, read, strict=True):
+            doses[index] += own
+    return doses
 
 
 class Instruction(NamedTuple):

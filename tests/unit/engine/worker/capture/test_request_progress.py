@@ -10,7 +10,7 @@ SITE_SET_RANKS = np.array([[-1, -1, -1, -1, -1], [0, -1, 1, -1, -1]], np.int32)
 
 
 def started(*numbers: int) -> RequestProgress:
-    progress = RequestProgress()
+    progress = RequestProgress(np.array([0, 1, 2, 3, 70]))
     progress.make_room(max(numbers) + 1)
     for number in numbers:
         progress.start(number, 0)
@@ -35,7 +35,7 @@ def test_a_request_is_counted_from_its_first_to_its_furthest_position() -> None:
         request_id="r",
         doses=[],
         measured=True,
-        captured={0: 2, 2: 4, 4: 8},
+        captured={0: 2, 2: 4, 70: 8},
         lost_rows=0,
         preemptions=1,
         computed=(2, 10),
@@ -92,10 +92,10 @@ def test_lost_rows_are_not_counted_as_captured_and_are_forgotten_with_the_reques
     lose(progress, 1, 1)
     selected = ints(4, 0, 4, 0, 4)
     first = progress.released(1, "r", 0, selected, measured=False)
-    assert (first.captured, first.lost_rows) == ({4: 4}, 8)
+    assert (first.captured, first.lost_rows) == ({70: 4}, 8)
     progress.start(1, 0)
     second = progress.released(1, "r", 0, selected, measured=False)
-    assert (second.captured, second.lost_rows) == ({0: 4, 2: 4, 4: 4}, 0)
+    assert (second.captured, second.lost_rows) == ({0: 4, 2: 4, 70: 4}, 0)
 
 
 def test_rows_of_each_request_are_lost_by_themselves() -> None:

@@ -86,8 +86,10 @@ def test_cells_are_read_as_sums_over_the_variants_of_each_act_and_site(
                     total[1] += change
                     total[2] += share * factor
                     total[3] = max(total[3], largest * factor)
-    found = made.read(measured, first_act)
-    assert made.read(measured, first_act) == found
+    beside = 2  # slots of another request, which come first
+    slots = np.concatenate([np.ones((SITES, beside, 4), np.float32), measured, measured], axis=1)
+    found, again = made.read(slots, [beside, beside + made.dose_slots], first_act)
+    assert again == found
     assert [dose[:3] for dose in found] == [
         (*key, total[0]) for key, total in sorted(expected.items())
     ]
@@ -103,17 +105,17 @@ def test_a_negative_scale_is_a_dose_of_its_size() -> None:
     measured[2, 0] = 4, 0, 2.0, 0.75
     norm = float(NORMS[A][0])
     made = measures(Plan("r", (add(2, scale=-3.0),)))
-    ((act, site, rows, change, share, largest),) = made.read(measured, 0)
+    ((act, site, rows, change, share, largest),) = made.read(measured, [0], 0)[0]
     assert (act, site, rows) == (0, 2, 4)
     assert (change, share, largest) == pytest.approx((12 * norm, 6 * norm, 2.25 * norm))
 
 
 def test_an_act_without_rows_has_no_dose() -> None:
     measured = np.zeros((SITES, 2, 4), np.float32)
-    assert measures(Plan("r", (ablate(0), ablate(0)))).read(measured, 0) == []
+    assert measures(Plan("r", (ablate(0), ablate(0)))).read(measured, [0], 0) == [[]]
     measured[0, 1] = 1, 5.0, 0.5, 0.5
     made = measures(Plan("r", (ablate(0), ablate(0))))
-    assert made.read(measured, 0) == [(1, 0, 1, 5.0, 0.5, 0.5)]
+    assert made.read(measured, [0], 0) == [[(1, 0, 1, 5.0, 0.5, 0.5)]]
 
 
 def test_what_was_noted_slice_by_slice_is_what_was_noted_at_once() -> None:
@@ -128,7 +130,7 @@ def test_what_was_noted_slice_by_slice_is_what_was_noted_at_once() -> None:
     measured = (
         np.random.default_rng(0).uniform(1, 9, (SITES, whole.dose_slots, 4)).astype(np.float32)
     )
-    assert whole.read(measured, 0) == sliced.read(measured, 0)
+    assert whole.read(measured, [0], 0) == sliced.read(measured, [0], 0)
 
 
 def test_cells_come_back_zero_and_are_handed_out_again() -> None:

@@ -74,7 +74,7 @@ class Device:
             present=present,
             rank=0,
         )
-        self.progress = RequestProgress()
+        self.progress = RequestProgress(site_slots.numbers)
         self.progress.make_room(2)
 
     def install(self, *captures: Capture) -> None:
