@@ -1,7 +1,9 @@
 """The plans of vLLM's requests in the scheduler.
 
-Invariant: a request's plan is parsed once. A request whose plan can't be parsed shares no block and
-captures nothing. The scheduler does not raise, because the worker fails the request.
+Invariant: a request's plan is parsed once, and takes the place of its bytes, so that neither the
+step's message nor a worker in this process parses it again. A request whose plan can't be parsed
+shares no block and captures nothing. The scheduler does not raise, because the worker fails the
+request.
 """
 
 from typing import Any, NamedTuple
@@ -63,12 +65,12 @@ def with_plan_key(
 
 def _read(request: Request) -> RequestPlan | None:
     params = request.sampling_params
-    wire = (params.extra_args or {}).get(EXTRA_ARG) if params is not None else None
-    if wire is None:
+    if params is None or (wire := (params.extra_args or {}).get(EXTRA_ARG)) is None:
         return None
     try:
         plan = read_plan(wire)
         captures = None if plan.captures is None else captures_of(plan.captures)
+        params.extra_args = {**(params.extra_args or {}), EXTRA_ARG: plan}
         return RequestPlan(BlockKeys(plan, _blocks(plan.acts)), captures)
     except ValueError:
         private = ReceivedPlan(request.request_id, 0, 0, None, None)

@@ -12,10 +12,9 @@ Invariant: a cell's request replaces exactly the rows of the cell, shared or not
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from rheostat_engine import OPEN_END, SMALL_PLAN_COST, Window
+from rheostat_engine import OPEN_END, SMALL_PLAN_COST, Plan, Window
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.errors import BankFull, InvalidValue, NonFinite, RunIncomplete
@@ -85,8 +84,8 @@ class CellRequests:
         self._turn = asyncio.Lock()
         """Held while a shared plan is made, because all its cells ask for it at once."""
 
-    async def request(self, cell: int, pair: int, noise: int) -> AdmittedRequest:
-        """The request of a cell in a prompt of a pair.
+    async def request(self, cell: int, pair: int, noise: int) -> tuple[AdmittedRequest, Plan]:
+        """The request of a cell in a prompt of a pair, and the plan that replaces the request's.
 
         Raises:
             RheostatError: its rows cannot be had.
@@ -96,10 +95,10 @@ class CellRequests:
             name = _Name(row, column - column % self._columns, pair, noise)
             shared = await self._shared_request(name)
             if shared is not None and column in shared.windows:
-                plan = shared.request.plan.within(*shared.windows[column])
-                return replace(shared.request, plan=plan)
+                return shared.request, shared.request.plan.within(*shared.windows[column])
         replaced = await self._replaced(row, column, pair, noise)
-        return await self._made(pair, noise, replaced, window=None)
+        made = await self._made(pair, noise, replaced, window=None)
+        return made, made.plan
 
     async def _shared_request(self, name: _Name) -> _Shared | None:
         """The request that some cells share; None if they cannot share one."""

@@ -131,6 +131,7 @@ async def ask(
     request_id: str,
     manager: RequestManager,
     readers: Sequence[RowReader] = (),
+    plan: Plan | None = None,
 ) -> Asked:
     """Asks a request for the probability of a token.
 
@@ -145,11 +146,13 @@ async def ask(
         request_id: an id that no other request has.
         manager: runs the request.
         readers: readers of the rows of each of the request's captures. Empty: it captures nothing.
+        plan: runs in place of the request's plan; None: that one does.
 
     Raises:
         RheostatError: the request cannot run, or has failed.
     """
-    prompt, plan = admitted.prompt, admitted.plan
+    prompt = admitted.prompt
+    plan = admitted.plan if plan is None else plan
     if question.preceding:
         tokens = (*prompt.token_ids, *question.preceding)
         prompt = PromptTokens(tokens, prompt.source, None, None)
@@ -165,7 +168,6 @@ async def ask(
     )
     async with manager.run_request(asked) as active:
         (sequence,) = active.sequences
-        sequence.held_back = True  # so that the report of the plan's installation wakes us
         delta: Delta | None = None
         captured = not readers
         while delta is None or not sequence.in_force or not captured:
@@ -174,6 +176,9 @@ async def ask(
                 await _read_rows(active, readers)
             elif isinstance(item, ResponseItem) and isinstance(item.what, Delta):
                 delta = item.what
+                # If the plan's installation is reported later, the report wakes us. It mostly comes
+                # before, and need not.
+                sequence.held_back = True
                 if delta.ending is Ending.ABORTED:
                     raise Draining("the server is ending; it did not run all cells")
             elif isinstance(item, ResponseItem) and isinstance(item.what, Released):

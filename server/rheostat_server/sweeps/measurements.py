@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rheostat_engine import Plan
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.errors import NonFinite
 from rheostat_server.requests.manager import RequestManager
@@ -117,25 +118,35 @@ class Measurements:
         Raises:
             RheostatError: its rows cannot be had, it cannot run, or has no finite number.
         """
-        changed = await self._requests.request(cell, pair, noise)
-        answered = await self._answered(changed, self._pairs[pair])
+        changed, plan = await self._requests.request(cell, pair, noise)
+        answered = await self._answered(changed, self._pairs[pair], plan)
         values = await self._numbers(answered, pair)
         first = answered.readings[self._pairs[pair].answers.questions[0]]
         return Measured(values, first.top_token_id)
 
-    async def _answered(self, prompt: AdmittedRequest, pair: Pair) -> _Answered:
-        """Asks a prompt all questions of its pair, the first of which captures rows."""
+    async def _answered(
+        self, prompt: AdmittedRequest, pair: Pair, plan: Plan | None = None
+    ) -> _Answered:
+        """Asks a prompt all questions of its pair, the first of which captures rows.
+
+        `plan` runs in place of the prompt's plan.
+        """
         first, *others = pair.answers.questions
-        asked, readers = await self._starter.run(partial(self._ask_and_read, prompt, first))
+        asked, readers = await self._starter.run(partial(self._ask_and_read, prompt, first, plan))
         several = [asked]
         for question in others:
-            several.append(await self._starter.run(partial(ask, prompt, question)))
+            several.append(await self._starter.run(partial(ask, prompt, question, plan=plan)))
         self.computed += sum(one.computed for one in several)
         readings = [one.reading for one in several]
         return _Answered(dict(zip(pair.answers.questions, readings, strict=True)), readers)
 
     async def _ask_and_read(
-        self, prompt: AdmittedRequest, question: Question, request_id: str, manager: RequestManager
+        self,
+        prompt: AdmittedRequest,
+        question: Question,
+        plan: Plan | None,
+        request_id: str,
+        manager: RequestManager,
     ) -> tuple[Asked, dict[int, RowReader]]:
         """Asks a question, and reads the rows of each grade that needs some."""
         readers = {
@@ -143,7 +154,7 @@ class Measurements:
             for number, grade in enumerate(self._settings.grades)
             if (reader := grade.row_reader()) is not None
         }
-        asked = await ask(prompt, question, request_id, manager, tuple(readers.values()))
+        asked = await ask(prompt, question, request_id, manager, tuple(readers.values()), plan)
         return asked, readers
 
     async def _numbers(self, answered: _Answered, pair: int) -> Values:
