@@ -35,11 +35,14 @@ _OPTIONS = [
 
 def report(outcome: Outcome, seed: int, first: int, count: int, seconds: float) -> dict[str, Any]:
     """What came of a piece, for its JSON."""
+    about = circumstances()
+    commit = about.pop("commit")
     return {
         "benchmark": "random calls of gates, rules, gains and watches",
-        **circumstances(),
+        **about,
         "options": _OPTIONS,
         "seed": seed,
+        "calls_by_commit": {commit: count},
         "calls": count,
         "pieces": [[first, count]],
         "seconds": round(seconds, 1),
@@ -51,12 +54,16 @@ def report(outcome: Outcome, seed: int, first: int, count: int, seconds: float) 
 
 def added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """The figures of two pieces together."""
-    names = sorted({*one["ends"], *other["ends"]})
+    counts = {
+        key: {name: one[key].get(name, 0) + other[key].get(name, 0) for name in names}
+        for key in ("ends", "calls_by_commit")
+        for names in [sorted({*one[key], *other[key]})]
+    }
     return {
         **other,
+        **counts,
         **{key: one[key] + other[key] for key in ("calls", "pieces", "seconds", "problems")},
         "neighbour_streams": one["neighbour_streams"] + other["neighbour_streams"],
-        "ends": {name: one["ends"].get(name, 0) + other["ends"].get(name, 0) for name in names},
     }
 
 

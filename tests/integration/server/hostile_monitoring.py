@@ -245,8 +245,7 @@ def _watch(rng: random.Random, number: int) -> Iterator[Message]:
         if rng.random() < 0.6:
             opened.report = rng.choice(service.WatchReport.values()[1:])
         if rng.random() < 0.6:
-            stops = rng.random() < 0.5
-            opened.on_lost = service.WATCH_LOST_STOP if stops else service.WATCH_LOST_CONTINUE
+            opened.on_lost = rng.choice(service.WatchLost.values()[1:])
         opened.steers = rng.random() < 0.6
     opened.credit_bytes = rng.choice([0, 1, 1 << 10, 1 << 30, 1 << 30])
     opened.batches = rng.random() < 0.3
