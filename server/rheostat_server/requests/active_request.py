@@ -416,7 +416,8 @@ class ActiveRequest:
                 [
                     sequence
                     for sequence in self.sequences
-                    if not sequence.ended or not sequence.released.is_set()
+                    if not sequence.engine_ended
+                    and not (sequence.ended and sequence.released.is_set())
                 ]
             )
         self._closed = True
@@ -520,6 +521,7 @@ class ActiveRequest:
         if sequence.ended:
             return
         sequence.has_output = True
+        sequence.engine_ended = delta.ending is not None
         hold = sequence.token_hold
         if hold is None:
             self._accept(sequence, delta)

@@ -494,7 +494,9 @@ class RequestManager:
         """Releases everything that a request has reserved, once the engine has released it."""
         await active.stopped()
         routed = [sequence for sequence in active.sequences if sequence.plan_id in self._routes]
-        await asyncio.gather(*(sequence.until_released(self.worker_stats) for sequence in routed))
+        waits = [sequence.until_released(self.worker_stats) for sequence in routed]
+        # `gather` makes a task for each, and the cells of a sweep have one sequence.
+        await (waits[0] if len(waits) == 1 else asyncio.gather(*waits))
         active.close_outputs()
         self._release(active)
         await active.outputs.settle()

@@ -122,6 +122,8 @@ class EngineSequence:
         """How it ended; None while it runs."""
         self.has_output = False
         """Whether the engine has sent output."""
+        self.engine_ended = False
+        """Whether the engine has ended it, so that it need not be aborted."""
         self.installed = False
         """Whether the engine has installed its plan, or failed to."""
         self.install_failed = False

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,6 +98,7 @@ class LateBackend(PatchedBackend):
     """Reports that it has released cells only when it is told to. Its queue is never empty."""
 
     late: list[tuple[Job, int]] = field(default_factory=list)
+    asked_to_abort: list[str] = field(default_factory=list)
 
     def queue_stats(self) -> QueueStats:
         return QueueStats(waiting=1)
@@ -107,6 +108,10 @@ class LateBackend(PatchedBackend):
             super()._release(job, computed)
         else:
             self.late.append((job, computed))
+
+    async def abort(self, plan_ids: Sequence[str]) -> None:
+        self.asked_to_abort += plan_ids
+        await super().abort(plan_ids)
 
     def release(self) -> None:
         for job, computed in self.late:
@@ -121,6 +126,7 @@ async def test_cells_in_the_background_do_not_wait_for_one_another(starter) -> N
         cells, _ = await swept(running, request)
     assert len(cells) == LAYERS
     assert running.manager.open_requests
+    assert not backend.asked_to_abort  # the engine has ended them by itself
     backend.release()
     await settled(running)
 

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -137,13 +137,28 @@ async def test_baselines_run_among_the_first_cells_and_all_others(starter, zoom)
     assert baselines[-1] > len(cells) / 2
 
 
+@dataclass
+class HeldBaselines(PatchedBackend):
+    """Answers the corrupt prompt four times, and then only once `free` is set."""
+
+    free: asyncio.Event = field(default_factory=asyncio.Event)
+    baselines: int = 0
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        unchanged = not job.plan.acts and job.prompt == CORRUPT
+        self.baselines += unchanged and job.sampling.only_token is not None
+        self.room = self.free if unchanged and self.baselines > 4 else None
+        async for delta in super().generate(job):
+            yield delta
+
+
 async def test_no_cell_waits_for_late_baselines(starter) -> None:
-    backend = PatchedBackend()
+    backend = HeldBaselines()
     running = await starter(backend)
     call = running.client.sweep.Sweep(order(max_concurrent_cells=1))
     await call.read()
     assert (await call.read()).HasField("cell")
-    assert sum(not job.plan.acts and job.prompt == CORRUPT for job in backend.asked) <= 6
+    backend.free.set()
     await rest(call)
 
 
