@@ -1,6 +1,6 @@
 """A front end: a process that speaks gRPC with clients, and forwards their calls to the server.
 
-    python -m rheostat_server.front_ends.process --fd 7 --host 127.0.0.1 --port 50051
+    python -m rheostat_server.front_ends.process --fd 7 --memory 8 --host 127.0.0.1 --port 50051
 
 It has no state of models or requests, and imports neither torch nor vLLM. It exits as soon as the
 socket to the server is closed, for any reason.
@@ -29,6 +29,7 @@ from rheostat_server.front_ends.records import (
     count_body,
     read_seconds_body,
 )
+from rheostat_server.front_ends.shared_parts import SharedParts
 from rheostat_server.limits import STATUS_SECONDS
 from rheostat_server.tasks.allocator import keep_freed_memory
 
@@ -79,8 +80,9 @@ class _EagerReads:
 class FrontEnd:
     """The calls of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedParts) -> None:
         self._connection = RecordConnection(self._receive, self._lost)
+        self._connection.shared = shared
         self._server = GrpcServer(self._forward, share_port=True)
         self._calls: dict[int, _ForwardedCall] = {}
         self._begun = 0
@@ -277,6 +279,7 @@ def main() -> None:
     """Runs a front end until the server ends it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--fd", type=int, required=True, help="of the socket to the server")
+    parser.add_argument("--memory", type=int, required=True, help="see `shared_parts`")
     parser.add_argument("--host", required=True, help="address to listen on")
     parser.add_argument("--port", type=int, required=True, help="port to listen on")
     arguments = parser.parse_args()
@@ -284,11 +287,14 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     keep_freed_memory()
-    asyncio.run(_run(arguments.fd, arguments.host, arguments.port))
+    asyncio.run(_run(arguments))
 
 
-async def _run(descriptor: int, host: str, port: int) -> None:
-    await FrontEnd().run(socket.socket(fileno=descriptor), host, port)
+async def _run(arguments: argparse.Namespace) -> None:
+    shared = SharedParts(arguments.memory)
+    os.close(arguments.memory)
+    connection = socket.socket(fileno=arguments.fd)
+    await FrontEnd(shared).run(connection, arguments.host, arguments.port)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The records that the server and a front end exchange over a socket.
 
 A record is a kind, the number of a call, and bytes. The front end numbers the calls. Records that
-are sent in one iteration of the event loop are written together.
+are sent in one iteration of the event loop are written together. The last part of a body may be in
+shared memory; see `shared_parts`.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from rheostat_server.front_ends.shared_parts import LARGE_PART, PLACE_BYTES, Place, SharedParts
 from rheostat_wire.message_parts import Payload
 
 _HEAD = struct.Struct("<IBI")
@@ -23,9 +25,8 @@ if there is one."""
 
 _COUNT = struct.Struct("<I")
 
-_LARGE_PART = 16 << 10
-"""Bytes from which a part is written separately, because copying it would take longer than a system
-call."""
+_SHARED = 0x80
+"""Is added to the kind of a record whose body ends with the place of its last part."""
 
 
 class Kind(IntEnum):
@@ -132,6 +133,9 @@ class RecordConnection(asyncio.Protocol):
     bytes that wait to be sent are not limited here, because each call limits its unread messages.
     """
 
+    shared: SharedParts | None = None
+    """Passes large parts from the server to the front end. None: they go through the socket."""
+
     def __init__(
         self, receive: Callable[[Kind, int, bytes], None], on_lost: Callable[[], None]
     ) -> None:
@@ -150,7 +154,12 @@ class RecordConnection(asyncio.Protocol):
         """
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing += (_HEAD.pack(sum(map(len, body)), kind, call), *body)
+        marked: int = kind
+        if self.shared is not None and body and len(body[-1]) >= LARGE_PART:
+            place = self.shared.put(body[-1])
+            if place is not None:
+                marked, body = kind | _SHARED, (*body[:-1], place.to_bytes())
+        self._outgoing += (_HEAD.pack(sum(map(len, body)), marked, call), *body)
 
     def close(self) -> None:
         """Sends all queued records, then closes the connection."""
@@ -186,7 +195,13 @@ class RecordConnection(asyncio.Protocol):
                     self._wanted = _HEAD.size + size
                     break
                 begin = body + size
-                self._receive(_KINDS[kind], call, bytes(view[body:begin]))
+                if kind & _SHARED and self.shared is not None:
+                    place = Place.read(view[begin - PLACE_BYTES : begin])
+                    data = self.shared.take(view[body : begin - PLACE_BYTES], place)
+                    kind ^= _SHARED
+                else:
+                    data = bytes(view[body:begin])
+                self._receive(_KINDS[kind], call, data)
         del received[:begin]
 
     def _flush(self) -> None:
@@ -202,10 +217,10 @@ class RecordConnection(asyncio.Protocol):
 
 
 def _write(transport: asyncio.Transport, parts: Sequence[Payload]) -> None:
-    """Writes parts, the large ones by themselves."""
+    """Writes parts, the large ones by themselves, because copying them takes longer than a call."""
     small: list[Payload] = []
     for part in parts:
-        if len(part) < _LARGE_PART:
+        if len(part) < LARGE_PART:
             small.append(part)
             continue
         transport.write(b"".join(small))

@@ -23,6 +23,7 @@ from rheostat_server.front_ends.records import (
     seconds_body,
 )
 from rheostat_server.front_ends.remote_call import RemoteCall
+from rheostat_server.front_ends.shared_parts import SharedParts, create_memory
 from rheostat_server.tasks.turns import Turns
 from rheostat_wire.message_parts import Payload
 
@@ -200,19 +201,25 @@ class _FrontEnd:
             ) from error
 
     async def _execute(self, descriptor: int) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # a module in the working directory must not replace a standard module
-            "-m",
-            "rheostat_server.front_ends.process",
-            f"--fd={descriptor}",
-            f"--host={self._host}",
-            f"--port={self._port}",
-            pass_fds=[descriptor],
-            stdin=asyncio.subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C would end it before it can ignore signals
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
+        memory = create_memory()
+        try:
+            self._connection.shared = SharedParts(memory)
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # a module in the working directory must not replace a standard module
+                "-m",
+                "rheostat_server.front_ends.process",
+                f"--fd={descriptor}",
+                f"--memory={memory}",
+                f"--host={self._host}",
+                f"--port={self._port}",
+                pass_fds=[descriptor, memory],
+                stdin=asyncio.subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C would end it before it can ignore signals
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        finally:
+            os.close(memory)
 
     async def ended(self) -> int:
         """Waits for the end of the process and kills it if it hangs; returns its exit status."""
