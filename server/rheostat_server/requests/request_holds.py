@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.engine.backend import Delta
 from rheostat_server.engine.held_samples import Fail, HeldSamples
+from rheostat_server.errors import RheostatError
 from rheostat_server.requests.sequence import EngineSequence
 from rheostat_server.requests.token_hold import TokenHold
 from rheostat_wire.v1 import receipt_pb2
@@ -124,6 +125,10 @@ class RequestHolds:
         if self._none is not None:
             self._none.set()
             self._none = None
+        # These refer to the request, whose memory must be freed at once. No hold begins or ends any
+        # more, so they are not called again.
+        self._fail = _no_error
+        self._accept = _no_tokens
 
     def hold_late(self, sequence: EngineSequence) -> None:
         """Holds a sample that was added to the engine while a hold began."""
@@ -150,3 +155,11 @@ class RequestHolds:
         if self._held_samples is not None:
             running = [one.plan_id for one in sequences if one.started and not one.ended]
             self._held_samples.set(running, self._fail, held=held)
+
+
+def _no_error(error: RheostatError) -> None:
+    """Ends no request."""
+
+
+def _no_tokens(sequence: EngineSequence, delta: Delta) -> None:
+    """Hands on no tokens."""
