@@ -229,8 +229,8 @@ class Terminal(io.StringIO):
 
 def test_on_a_terminal_the_grid_is_replaced_while_cells_come(scripted, monkeypatch):
     monkeypatch.setattr(_progress, "_INTERVAL", 0.001)
-    monkeypatch.setattr("rheostat._sweeps.watching._INTERVAL", 0.0)
-    monkeypatch.setattr("rheostat._sweeps.watching._PAUSE", 0.0)
+    monkeypatch.setattr("rheostat._notebook._INTERVAL", 0.0)
+    monkeypatch.setattr("rheostat._notebook._PAUSE", 0.0)
     shown: list[list[str]] = []
     real = Phase.show
 
