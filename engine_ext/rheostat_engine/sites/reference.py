@@ -59,21 +59,23 @@ def run_site(
     width = h.shape[-1]
     h = h.view(-1, width)
     residual = None if residual is None else residual.view(-1, width)
-    codes = site.code[: h.shape[0]]
+    codes, cap_rows = site.code[: h.shape[0]], site.cap_row[: h.shape[0]]
     tokens = codes.nonzero().squeeze(1)
     if tokens.numel():
-        _change(h, residual, tokens, codes[tokens].long(), site, gain)
-    captured = site.cap_row[: h.shape[0]].nonzero().squeeze(1)
+        _change(h, residual, tokens, codes.index_select(0, tokens).long(), site, gain)
+    captured = cap_rows.nonzero().squeeze(1)
     if captured.numel():
-        stream = _stream(h, residual, captured, gain)
-        site.ring[site.cap_row[captured].long(), :width] = stream.to(site.ring.dtype)
+        stream = _stream(h, residual, captured, gain).to(site.ring.dtype)
+        site.ring[:, :width].index_copy_(0, cap_rows.index_select(0, captured).long(), stream)
 
 
 def _stream(
     h: torch.Tensor, residual: torch.Tensor | None, tokens: torch.Tensor, gain: float
 ) -> torch.Tensor:
-    stream = h[tokens].float() * gain
-    return stream if residual is None else stream + residual[tokens].float()
+    stream = h.index_select(0, tokens).float()
+    if gain != 1.0:
+        stream *= gain
+    return stream if residual is None else stream + residual.index_select(0, tokens).float()
 
 
 def _change(
@@ -86,14 +88,13 @@ def _change(
 ) -> None:
     """Runs the programs of tokens: the first step of all of them, then the second, and so on."""
     x = _stream(h, residual, tokens, gain)
-    delta = torch.zeros_like(x)
-    dose_slots = site.dose_slot[tokens].long()
-    if len(own := (codes > 0).nonzero().squeeze(1)):
-        delta[own] += site.rows[codes[own]].float()
-        _measure(site.doses, dose_slots[own], torch.ones(len(own), 1), None, x[own])
+    delta = site.rows.index_select(0, codes.clamp(min=0)).float()  # row 0 is zeros
+    dose_slots = site.dose_slot.index_select(0, tokens).long()
+    if len(added := (codes > 0).nonzero().squeeze(1)):
+        _measure(site.doses, dose_slots[added], torch.ones(len(added), 1), None, x[added])
     steps = (-codes).clamp(min=0)
     before = delta.clone()
-    while kinds := _kinds(steps, site, last=False):
+    while len(added) < len(codes) and (kinds := _kinds(steps, site, last=False)):
         for kind, own in kinds:
             fields = site.ints[steps[own]].long().unbind(1)
             _, numbers, following, measured, settings, factors, writes = fields
@@ -254,4 +255,4 @@ def _measure(
     doses.index_add_(
         0, dose_slots, torch.stack([counts, moved, share, torch.zeros_like(norm)], dim=1)
     )
-    doses[:, 3] = doses[:, 3].scatter_reduce(0, dose_slots, share, "amax")
+    doses[:, 3].scatter_reduce_(0, dose_slots, share, "amax")
