@@ -77,13 +77,11 @@ that reconnect took up to 98 ms with Python's default of 5 ms. With this interva
 and a token costs the same.
 """
 
-_COLLECTIONS = (10_000, 10, 3)
-"""Thresholds of the garbage collector: new objects until the youngest generation is collected, and
-collections of a generation until the next older one is collected too.
+_COLLECTED_OBJECTS = 10_000
+"""New objects until the youngest generation of garbage is collected; Python's default is 700.
 
 A collection visits all objects that survive it, and the objects of requests that arrive together
-do. With Python's defaults (700, 10, 10) a burst of 256 requests spent a third of its CPU time in
-collections. A request that has ended leaves no cycles, so collections find next to nothing.
+do. A request that has ended leaves no cycles, so collections find next to nothing.
 """
 
 _FRONT_END_CORES = 8
@@ -362,7 +360,7 @@ async def bring_up(config: ServerConfig) -> Backend:
     holds the GIL, so that the event loop waits until the collection ends.
     """
     backend = await start_backend(config)
-    gc.set_threshold(*_COLLECTIONS)
+    gc.set_threshold(_COLLECTED_OBJECTS)
     gc.collect()
     gc.freeze()
     # Python delays the next full collection in proportion to the objects that the last one left.
