@@ -416,7 +416,7 @@ class ActiveRequest:
                 [
                     sequence
                     for sequence in self.sequences
-                    if not sequence.engine_ended
+                    if not (self.completed and sequence.engine_ended)
                     and not (sequence.ended and sequence.released.is_set())
                 ]
             )
