@@ -115,12 +115,12 @@ class _Embedding(NamedTuple):
 
 def _embedding(reports: Sequence[Mapping[str, object]]) -> _Embedding:
     """Adds up the ranks' parts of the token embedding."""
-    found = [cast(Mapping[str, object], r["embedding"]) for r in reports if r["embedding"]]
-    for part in found:
+    reported = [cast(Mapping[str, object], r["embedding"]) for r in reports if r["embedding"]]
+    for part in reported:
         if part["refused"]:
             return _Embedding(0.0, str(part["refused"]))
     # Ranks whose parts begin at the same token have the same part.
-    parts = {cast(int, part["first"]): part for part in found}
+    parts = {cast(int, part["first"]): part for part in reported}
     count, total, squares = (
         math.fsum(cast(float, part[key]) for _, part in sorted(parts.items()))
         for key in ("count", "total", "squares")

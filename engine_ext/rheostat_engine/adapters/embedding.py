@@ -65,16 +65,16 @@ def measure_embedding(
         run_model: runs the model once on some token ids.
         tokens: different token ids to run it on.
     """
-    found = {
+    embeddings = {
         module
         for module in model.modules()
         if isinstance(module, VocabParallelEmbedding)
         and not isinstance(module, ParallelLMHead)
         and module.embedding_dim == width
     }
-    if len(found) != 1:
+    if len(embeddings) != 1:
         return EmbeddingPart(MISSING)
-    (embedding,) = found
+    (embedding,) = embeddings
     weight = getattr(embedding, "weight", None)
     if (
         not isinstance(embedding.quant_method, UnquantizedEmbeddingMethod)

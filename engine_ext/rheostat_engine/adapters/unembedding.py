@@ -214,7 +214,7 @@ def _found(
         norm = _final_norm(call.module, width, nothing.dtype, nothing.device)
         streams, final = call.repeated(nothing.dtype, nothing.device)
         # Some norms ignore a second tensor that they are given.
-        if norm is None or not any(_follows(norm, one, final, tolerance) for one in streams):
+        if norm is None or not any(_follows(norm, stream, final, tolerance) for stream in streams):
             return _refused(nothing, "the final norm is neither an RMSNorm nor a LayerNorm")
         return _with_head(replace(nothing, norm=norm), final, tolerance)
 
@@ -303,7 +303,7 @@ class _OuterCall(NamedTuple):
             )
         )
         streams = torch.stack(tensors).sum(0), tensors[0]
-        return [one.flatten(0, -2) for one in streams], output.flatten(0, -2)
+        return [stream.flatten(0, -2) for stream in streams], output.flatten(0, -2)
 
 
 def _outer_calls(

@@ -137,8 +137,11 @@ def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32
 def _follows_from_own_row(gate: Gate) -> bool:
     """See `Head.OWN_ROW`."""
     return gate.hold is Hold.TOKEN and all(
-        one.pool is Pool.LAST and one.for_tokens == 1 and one.decided_at == NEVER and not _lags(one)
-        for one in gate.conditions
+        condition.pool is Pool.LAST
+        and condition.for_tokens == 1
+        and condition.decided_at == NEVER
+        and not _lags(condition)
+        for condition in gate.conditions
     )
 
 

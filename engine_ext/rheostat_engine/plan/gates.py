@@ -182,7 +182,7 @@ class Gate(NamedTuple):
 
         It does so for late gates that are decided more than once. They have `Form.STEP`.
         """
-        return self.late > 0 and any(one.decided_at == NEVER for one in self.conditions)
+        return self.late > 0 and any(condition.decided_at == NEVER for condition in self.conditions)
 
     @property
     def columns(self) -> tuple[int, ...]:

@@ -283,17 +283,17 @@ def _int32(data: bytes, name: str) -> npt.NDArray[np.int32]:
 def _gate_to(gate: Gate) -> _Gate:
     conditions = tuple(
         _Condition(
-            one.columns,
-            one.pool,
-            one.combine,
-            _finite(one.above),
-            _finite(one.below),
-            one.for_tokens,
-            one.decided_at,
-            one.stays_above,
-            one.stays_below,
+            condition.columns,
+            condition.pool,
+            condition.combine,
+            _finite(condition.above),
+            _finite(condition.below),
+            condition.for_tokens,
+            condition.decided_at,
+            condition.stays_above,
+            condition.stays_below,
         )
-        for one in gate.conditions
+        for condition in gate.conditions
     )
     return _Gate(conditions, *gate[1:])
 
@@ -301,17 +301,17 @@ def _gate_to(gate: Gate) -> _Gate:
 def _gate_from(plain: _Gate) -> Gate:
     conditions = tuple(
         Condition(
-            one.columns,
-            one.pool,
-            one.combine,
-            -math.inf if one.above is None else one.above,
-            math.inf if one.below is None else one.below,
-            one.for_tokens,
-            one.decided_at,
-            one.stays_above,
-            one.stays_below,
+            condition.columns,
+            condition.pool,
+            condition.combine,
+            -math.inf if condition.above is None else condition.above,
+            math.inf if condition.below is None else condition.below,
+            condition.for_tokens,
+            condition.decided_at,
+            condition.stays_above,
+            condition.stays_below,
         )
-        for one in plain.conditions
+        for condition in plain.conditions
     )
     gate = Gate(
         conditions,
@@ -328,7 +328,7 @@ def _gate_from(plain: _Gate) -> Gate:
     numbers = [gate.a, gate.b]
     if not 1 <= len(conditions) <= MAX_CONDITIONS or not 1 <= len(gate.columns) <= MAX_TERMS:
         raise ValueError("this is no plan: a gate has too few or too many conditions or readings")
-    if max(gate.columns) >= MAX_COLUMNS or not all(one.columns for one in conditions):
+    if max(gate.columns) >= MAX_COLUMNS or not all(condition.columns for condition in conditions):
         raise ValueError("this is no plan: a gate names a reading that is missing")
     if not all(map(math.isfinite, numbers)) or (gate.form is Form.RAMP and not gate.a < gate.b):
         raise ValueError("this is no plan: the form of a gate is impossible")
@@ -340,20 +340,20 @@ def _gate_from(plain: _Gate) -> Gate:
 
 
 def _decisions(gate: Gate) -> list[int]:
-    return [one.decided_at for one in gate.conditions]
+    return [condition.decided_at for condition in gate.conditions]
 
 
 def _act_from(plain: _Act, gates: Sequence[Gate]) -> Act:
     bands = tuple(
         Band(
-            -math.inf if one.low is None else one.low,
-            math.inf if one.high is None else one.high,
-            one.strength,
-            Readout(one.normalise, one.activation, one.bias, one.theta),
-            one.writes,
-            one.only_on,
+            -math.inf if band.low is None else band.low,
+            math.inf if band.high is None else band.high,
+            band.strength,
+            Readout(band.normalise, band.activation, band.bias, band.theta),
+            band.writes,
+            band.only_on,
         )
-        for one in plain.bands
+        for band in plain.bands
     )
     sites, rows = _int32(plain.sites, "sites"), _int32(plain.rows, "rows")
     if not plain.vectors or len(rows) != len(sites) * len(plain.vectors):

@@ -190,7 +190,7 @@ class AdmittedRequest:
     @property
     def updated_read_count(self) -> int:
         """The same for the plan of each update of its steering."""
-        return 0 if self.signals is None else sum(len(one.acts) for one in self.signals.probes)
+        return 0 if self.signals is None else sum(len(probe.acts) for probe in self.signals.probes)
 
     @property
     def prompt_len(self) -> int:
@@ -200,11 +200,11 @@ class AdmittedRequest:
     @property
     def inline_captures(self) -> dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]]:
         """The captures whose rows go into the response, by policy, then by index."""
-        found: dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]] = {}
+        by_policy: dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]] = {}
         for index, one in enumerate(self.captures):
             if one.target is Target.INLINE:
-                found.setdefault(one.overload, {})[index] = one
-        return found
+                by_policy.setdefault(one.overload, {})[index] = one
+        return by_policy
 
 
 async def admit(
@@ -547,10 +547,10 @@ def _directed(
         path = f"captures[{min(wanted)}].subscription_id"
         if admission.subscriptions is None:
             raise NotSupported("nobody can subscribe to this request", field=path)
-        found = admission.subscriptions.named(name, path)
-        after = len(found.captures.templates)
+        subscription = admission.subscriptions.named(name, path)
+        after = len(subscription.captures.templates)
         sent = {after + i: one for i, one in wanted.items()}
-        observer_captures.append(ObserverCapture(found, sent, frozenset(sent)))
+        observer_captures.append(ObserverCapture(subscription, sent, frozenset(sent)))
     return observer_captures
 
 
@@ -560,7 +560,9 @@ def any_needs_text(
     probes: Sequence[gate_pb2.Probe],
 ) -> bool:
     """Whether a selector looks for text."""
-    selectors = [one.where for steering in steerings for one in steering.interventions]
+    selectors = [
+        intervention.where for steering in steerings for intervention in steering.interventions
+    ]
     selectors += [capture.where for capture in captures]
     selectors += [probe.where for probe in probes]
     return any(map(needs_text, selectors))

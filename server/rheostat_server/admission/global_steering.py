@@ -104,15 +104,17 @@ class GlobalSteering:
             probe.name: replace(probe, selection=_selection(one, server_wide, probe.path))
             for one, probe in zip(self.policy.probes, self.probes, strict=True)
         }
-        found = []
+        interventions = []
         for index, (one, op) in enumerate(zip(self.steering.interventions, self.ops, strict=True)):
             path = f"{INTERVENTION_PATH}[{index}]"
             gate = None
             if one.HasField("gate") and self.sites is not None:
                 gate = resolve_gate(one, op.sites, probes, self.sites, server_wide, path)
             selection = _selection(one, server_wide, path)
-            found.append(Intervention(receipt_pb2.ORIGIN_GLOBAL, index, op, selection, gate))
-        return ServerWide(tuple(found), tuple(probes.values()))
+            interventions.append(
+                Intervention(receipt_pb2.ORIGIN_GLOBAL, index, op, selection, gate)
+            )
+        return ServerWide(tuple(interventions), tuple(probes.values()))
 
 
 class ServerWide(NamedTuple):
@@ -236,10 +238,10 @@ class GlobalSteeringState:
             receipt_pb2.ORIGIN_REQUEST,
             probes=probes,
         )
-        refuse_unused_probes(probes, [one.gate for one in interventions])
+        refuse_unused_probes(probes, [intervention.gate for intervention in interventions])
         check_sums(interventions, FloatType(self._sites.dtype))
-        found = tuple(probes.values())
-        return interventions, found, compile_plan("server-wide", interventions, (), found).plan
+        read = tuple(probes.values())
+        return interventions, read, compile_plan("server-wide", interventions, (), read).plan
 
 
 def _refuse_signals(policy: steering_service_pb2.Policy) -> None:

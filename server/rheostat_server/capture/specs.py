@@ -57,10 +57,10 @@ class SiteForms:
     @cached_property
     def by_index(self) -> dict[int, frozenset[RowEncoding | None]]:
         """The forms in which each site's rows are wanted; several where its two names differ."""
-        found: dict[int, set[RowEncoding | None]] = {}
+        forms_of: dict[int, set[RowEncoding | None]] = {}
         for site in self.sites:
-            found.setdefault(site.index, set()).add(self.row_encodings.get(site))
-        return {index: frozenset(forms) for index, forms in found.items()}
+            forms_of.setdefault(site.index, set()).add(self.row_encodings.get(site))
+        return {index: frozenset(forms) for index, forms in forms_of.items()}
 
     @cached_property
     def indices(self) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ def resolve_captures(
         NotFound: a vector is not stored, or a name not known.
     """
     validation.check_count(len(specs), CAPTURES, "captures", "captures")
-    found = tuple(
+    captures = tuple(
         _aimed(
             resolve_capture(spec, model, context, vectors, path, _target(spec, path)),
             spec,
@@ -200,10 +200,10 @@ def resolve_captures(
         )
         for spec, path in ((spec, f"captures[{index}]") for index, spec in enumerate(specs))
     )
-    for index, one in enumerate(found):
+    for index, one in enumerate(captures):
         check_spill(one.overload, f"captures[{index}].overload", spools=spools)
-    sink_groups(found)
-    return found
+    sink_groups(captures)
+    return captures
 
 
 def direction_vectors(captures: Sequence[ResolvedCapture]) -> dict[bytes, Vector]:
@@ -257,12 +257,12 @@ def resolve_capture(
         if spec.HasField("where"):
             selection = resolve_selector(spec.where, context, field_path(path, "where"))
         return template.with_selection(selection, target)
-    found = _resolve_capture(spec, model, context, vectors, path, target)
-    if found.projection is None and len(found.sites) <= _TEMPLATE_SITES:
+    resolved = _resolve_capture(spec, model, context, vectors, path, target)
+    if resolved.projection is None and len(resolved.sites) <= _TEMPLATE_SITES:
         if len(_TEMPLATES) >= _TEMPLATE_COUNT:
             _TEMPLATES.clear()
-        _TEMPLATES[key] = model, found
-    return found
+        _TEMPLATES[key] = model, resolved
+    return resolved
 
 
 _TEMPLATES: dict[bytes, tuple[ModelSites, ResolvedCapture]] = {}
@@ -313,7 +313,7 @@ def _resolve_capture(
     if spec.HasField("dtype"):
         kind = float_type(spec.dtype, field_path(path, "dtype"))
     overload = spec.overload if spec.HasField("overload") else capture_pb2.OVERLOAD_FAIL
-    found = ResolvedCapture(
+    capture = ResolvedCapture(
         sites,
         selection,
         kind,
@@ -323,7 +323,7 @@ def _resolve_capture(
         projection=projection,
         width=width,
     )
-    return replace(found, row_encodings=_row_encodings(found, model))
+    return replace(capture, row_encodings=_row_encodings(capture, model))
 
 
 def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:

@@ -228,9 +228,9 @@ def best_threshold(on_p: Wide, on_n: Wide) -> Threshold | None:
     middles = ((scores[1:] + scores[:-1]) / 2).astype(np.float32)
     gaps = np.where((scores[:-1] < middles) & (middles < scores[1:]), np.diff(scores), 0.0)
     missed = np.cumsum(positive)[:-1]
-    found = len(on_p) - missed
+    hits = len(on_p) - missed
     above = len(scores) - np.arange(1, len(scores))
-    f1 = np.where(gaps > 0, 2 * found / (above + len(on_p)), -1.0)
+    f1 = np.where(gaps > 0, 2 * hits / (above + len(on_p)), -1.0)
     if len(f1) == 0 or f1.max() < 0:
         return None
     best = max(np.flatnonzero(f1 == f1.max()), key=lambda at: float(gaps[at]))

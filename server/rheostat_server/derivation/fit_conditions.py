@@ -263,16 +263,16 @@ def _given(
 ) -> tuple[tuple[FoundVector, ...], tuple[Mapping[int, int], ...]]:
     """The given vectors, and for each the row of each layer."""
     validation.check_count(len(refs), DIRECTIONS, "vectors", "vectors")
-    found = [
+    vectors = [
         find_vector(ref, manager.store.view(), manager.sites, f"vectors[{index}]")
         for index, ref in enumerate(refs)
     ]
-    rows = [rows_by_layer(vector, layers) for vector in found]
-    for vector, by_layer in zip(found, rows, strict=True):
+    rows = [rows_by_layer(vector, layers) for vector in vectors]
+    for vector, by_layer in zip(vectors, rows, strict=True):
         for row in sorted(set(by_layer.values())):
             if vector.vector.peaks[row] == 0:
                 raise ZeroVector(f"row {row} is zero and has no direction", field=vector.path)
-    return tuple(found), tuple(rows)
+    return tuple(vectors), tuple(rows)
 
 
 def _row(vector: Vector, row: int) -> FloatArray:
@@ -314,8 +314,8 @@ async def _fit(
     for number, site in enumerate(sites):
         p, n = positive.at(number), negative.at(number)
         work = p.last.nbytes + n.last.nbytes
-        found = await offload(work, _fits_at, p, n, checked, site)
-        fits += [(site, fit) for fit in found]
+        of_site = await offload(work, _fits_at, p, n, checked, site)
+        fits += [(site, fit) for fit in of_site]
     if not fits:
         raise NoContrast("both sets of prompts read alike at every site", field="sites")
     best = max(range(len(fits)), key=lambda index: (*fits[index][1].rank, -index))

@@ -92,11 +92,11 @@ def _least(p: _Side, q: _Side) -> float:
 
     best_y = _ratio(q.alone * (p.left - p.alone), q.left - most_x)
     best_x = _ratio(p.alone * (q.left - q.alone), p.left - most_y)
-    found = [total(most_x, min(best_y, most_y)), total(min(best_x, most_x), most_y)]
+    totals = [total(most_x, min(best_y, most_y)), total(min(best_x, most_x), most_y)]
     x, y = _ratio(p.alone * q.left, p.left), _ratio(q.alone * p.left, q.left)
     if x <= most_x and y <= most_y:
-        found.append(_term(p.left, q.left))
-    return min(found)
+        totals.append(_term(p.left, q.left))
+    return min(totals)
 
 
 def _term(p: float, q: float) -> float:

@@ -71,7 +71,7 @@ def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
     shared_end = OPEN_END if plan.private_from is None else plan.private_from
     if table is not None:
         shared_end = min(shared_end, table.first_gated)
-    found: list[generation_service_pb2.CacheKey] = []
+    parts: list[generation_service_pb2.CacheKey] = []
     digest = b""
     if table is not None:
         keys = BlockKeys(replace(plan, private_from=None), SteeredBlocks(table))
@@ -86,10 +86,10 @@ def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
             acts = holding[number]
             place = struct.pack(f"<{2 + len(acts)}q", start, min(end, shared_end), *acts)
             digest = hashlib.sha256(digest + place + bytes.fromhex(key)).digest()
-            found.append(_pb.CacheKey(position=start, digest=digest))
+            parts.append(_pb.CacheKey(position=start, digest=digest))
     if shared_end != OPEN_END:
-        found.append(_pb.CacheKey(position=shared_end, private=True))
-    return found
+        parts.append(_pb.CacheKey(position=shared_end, private=True))
+    return parts
 
 
 def _add_intervention(

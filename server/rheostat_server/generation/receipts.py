@@ -52,7 +52,12 @@ def write_receipt(
         preemption_count=sum(released.preemptions for released in ended),
         global_version=admitted.server_wide.version,
         update_count=len(
-            {one.update_id for sample in samples for one in sample.steering_changes} - {0}
+            {
+                steering_change.update_id
+                for sample in samples
+                for steering_change in sample.steering_changes
+            }
+            - {0}
         ),
         # A gain goes to all samples that run, so the sample that ended last had all of them.
         gain_count=max((sample.gain_count for sample in samples), default=0),
@@ -192,7 +197,7 @@ class _Record:
 
 def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Record]:
     """Every intervention, in the order in which they became active."""
-    found = {_key(one): _Record(one) for one in admitted.interventions}
+    records = {_key(intervention): _Record(intervention) for intervention in admitted.interventions}
     for sample in samples:
         if sample.released is None:
             continue
@@ -200,9 +205,9 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
         index = 0
         for acting, changed, start, end in _periods(admitted, sample):
             for one in acting:
-                record = found.get(_key(one))
+                record = records.get(_key(one))
                 if record is None:
-                    record = found[_key(one)] = _Record(one)
+                    record = records[_key(one)] = _Record(one)
                 if one.acts:
                     mine = doses[index : index + len(one.acts)]
                     sites = _by_site(mine)
@@ -210,7 +215,7 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
                     record.parts.append(part)
                     index += len(one.acts)
             index += admitted.updated_read_count if changed else admitted.read_count
-    return list(found.values())
+    return list(records.values())
 
 
 def _key(intervention: Intervention) -> tuple[object, ...]:
@@ -221,17 +226,19 @@ def _key(intervention: Intervention) -> tuple[object, ...]:
 
 def _by_act(doses: Sequence[Dose]) -> Sequence[Sequence[Dose]]:
     """The doses of each act; acts after the last measured one are left out."""
-    found: list[list[Dose]] = [[] for _ in range(max((dose.act for dose in doses), default=-1) + 1)]
+    by_act: list[list[Dose]] = [
+        [] for _ in range(max((dose.act for dose in doses), default=-1) + 1)
+    ]
     for dose in doses:
-        found[dose.act].append(dose)
-    return found
+        by_act[dose.act].append(dose)
+    return by_act
 
 
 def _by_site(acts: Sequence[Sequence[Dose]]) -> Mapping[int, Sequence[Dose]]:
-    found: dict[int, list[Dose]] = {}
+    by_site: dict[int, list[Dose]] = {}
     for dose in chain.from_iterable(acts):
-        found.setdefault(dose.site, []).append(dose)
-    return found
+        by_site.setdefault(dose.site, []).append(dose)
+    return by_site
 
 
 class _Period(NamedTuple):

@@ -162,9 +162,11 @@ class _Stream:
                 for signals in self._signals(item.sequence):
                     yield signals
                 if item.sequence in self._scores and self._scores[item.sequence].done:
-                    found = await self._scores[item.sequence].divergence(self._admitted.prompt_len)
-                    if found is not None:
-                        yield Response(divergence=found)
+                    divergence = await self._scores[item.sequence].divergence(
+                        self._admitted.prompt_len
+                    )
+                    if divergence is not None:
+                        yield Response(divergence=divergence)
             elif item is Sign.SIGNALS:
                 for sequence in active.own_samples:
                     for signals in self._signals(sequence):

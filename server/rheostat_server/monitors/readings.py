@@ -50,7 +50,9 @@ class WatchedReadings:
     @property
     def vectors(self) -> tuple[Vector, ...]:
         """The vectors of the probes, each once."""
-        return tuple({one.vector.digest: one.vector for one in self.templates}.values())
+        return tuple(
+            {template.vector.digest: template.vector for template in self.templates}.values()
+        )
 
     def resolve(self, context: SelectionContext, first_column: int) -> ResolvedReadings:
         """The probes and rules in a request.

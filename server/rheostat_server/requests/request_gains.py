@@ -119,7 +119,7 @@ class RequestGains:
             work: bytes that `offload` counts for a pass over them.
         """
         self._source = source
-        self._count = sum(one.own for one in interventions)
+        self._count = sum(intervention.own for intervention in interventions)
         self._gains = [1.0] * self._count
         self._factors: dict[str, list[float]] = {}
         """What each setter has set, for each intervention."""
@@ -284,8 +284,12 @@ def _with_gains(interventions: Sequence[Intervention], plan: Plan, request_id: s
         InvalidValue: no engine can run it.
     """
     acts: list[Act] = []
-    for one in interventions:
-        acts += (replace(act, gain=one.index) for act in one.acts) if one.own else one.acts
+    for intervention in interventions:
+        acts += (
+            (replace(act, gain=intervention.index) for act in intervention.acts)
+            if intervention.own
+            else intervention.acts
+        )
     acts += plan.acts[len(acts) :]
     try:
         return Plan(request_id, tuple(acts), signals=plan.signals, gained=True).pack()

@@ -298,8 +298,8 @@ class SteeringControl:
             before += [self._own, *after[:place]]
             after = after[place + 1 :]
         return Kept(
-            tuple(one for part in before for one in part.interventions),
-            tuple(one for part in after for one in part.interventions),
+            tuple(intervention for part in before for intervention in part.interventions),
+            tuple(intervention for part in after for intervention in part.interventions),
             probes,
             sum(part.work for part in (*before, *after)),
         )

@@ -89,9 +89,9 @@ def resolve_site(site: types_pb2.Site, model: ModelSites, path: str) -> Site:
     validation.known_enum(site.point, types_pb2.Point.values(), field_path(path, "point"))
     if site.layer >= model.num_layers:
         raise _unknown_layer(site.layer, model.num_layers, field_path(path, "layer"))
-    found = Site(ENGINE_POINTS[site.point], site.layer)
-    _check_served((found,), model, path)
-    return found
+    resolved = Site(ENGINE_POINTS[site.point], site.layer)
+    _check_served((resolved,), model, path)
+    return resolved
 
 
 def refuse_what_is_no_stream(selection: SiteSelection, path: str) -> None:

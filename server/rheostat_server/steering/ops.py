@@ -189,18 +189,18 @@ def _resolve_replace(
             "a Replace needs the positions that it replaces",
             field=f"{path.rpartition('.')[0]}.where",
         )
-    found = resolve_replacement(replace, context, path)
+    replacement = resolve_replacement(replace, context, path)
     mask = resolve_mask(replace, context, path)
-    vectors = (found.rows,) if mask is None else (found.rows, mask)
+    vectors = (replacement.rows,) if mask is None else (replacement.rows, mask)
     return ResolvedOp(
         op=receipt_pb2.OP_REPLACE,
         path=path,
         sites=context.sites.sites,
         vectors=vectors,
-        row_layers=(found.row_layers, ())[: len(vectors)],
-        rows=tuple((first, *(0 for _ in vectors[1:])) for first in found.first_rows),
+        row_layers=(replacement.row_layers, ())[: len(vectors)],
+        rows=tuple((first, *(0 for _ in vectors[1:])) for first in replacement.first_rows),
         scale=alpha,
-        replacement=found,
+        replacement=replacement,
     )
 
 

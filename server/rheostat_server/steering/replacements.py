@@ -162,19 +162,19 @@ def resolve_replacement(replace: replace_pb2.Replace, context: OpContext, path: 
     field = field_path(path, kind)
     match kind:
         case "vector":
-            found = _from_vector(replace, context, field)
+            replacement = _from_vector(replace, context, field)
         case "zeros":
-            found = _from_zeros(context, field)
+            replacement = _from_zeros(context, field)
         case "rows":
-            found = _from_rows(replace, context, field)
+            replacement = _from_rows(replace, context, field)
         case "run":
-            found = _from_run(replace.run, context, field)
+            replacement = _from_run(replace.run, context, field)
         case "mean":
-            found = _from_mean(replace.mean, context, field)
+            replacement = _from_mean(replace.mean, context, field)
         case _:
-            found = _from_noise(replace.noise, context, field)
-    _check_range(found, context, field)
-    return found
+            replacement = _from_noise(replace.noise, context, field)
+    _check_range(replacement, context, field)
+    return replacement
 
 
 def resolve_mask(replace: replace_pb2.Replace, context: OpContext, path: str) -> Vector | None:
@@ -275,10 +275,10 @@ def _from_run(source: replace_pb2.RunSource, context: OpContext, path: str) -> R
             site = resolve_site(source.site, context.model, field_path(path, "site"))
             sites = (site,) * len(sites)
         rows = np.stack([_rows_of(run, site, path)[at] for site in sites])
-        found = _row_per_position(run.dtype, rows.tobytes(), positions, context, path)
+        replacement = _row_per_position(run.dtype, rows.tobytes(), positions, context, path)
     finally:
         _runs(context, path).release(run)
-    return replace_fields(found, run_id=run.id, source_positions=tuple(wanted))
+    return replace_fields(replacement, run_id=run.id, source_positions=tuple(wanted))
 
 
 def _from_mean(source: replace_pb2.MeanSource, context: OpContext, path: str) -> Replacement:
@@ -325,8 +325,8 @@ def _from_noise(source: replace_pb2.NoiseSource, context: OpContext, path: str) 
         for site, rows_of_site in zip(sites, rows, strict=True):
             for position, row in zip(positions, rows_of_site, strict=True):
                 row[:] = std * normal_row(source.seed, site.index, position, width)
-    found = _row_per_position(FloatType.FLOAT32, rows.tobytes(), positions, context, path)
-    return replace_fields(found, added=True)
+    replacement = _row_per_position(FloatType.FLOAT32, rows.tobytes(), positions, context, path)
+    return replace_fields(replacement, added=True)
 
 
 def _noise_std(source: replace_pb2.NoiseSource, model: ModelSites, path: str) -> float:
@@ -460,16 +460,18 @@ def _rows_of(run: Run, site: Site, path: str) -> StoredArray:
         ) from None
 
 
-def _check_range(found: Replacement, context: OpContext, path: str) -> None:
+def _check_range(replacement: Replacement, context: OpContext, path: str) -> None:
     """Refuses rows with elements that the engine would limit.
 
     Raises:
         NonFinite: an element is too large.
     """
     largest = largest_replaced(context.dtype.finite_max)
-    count = max(1, len(found.positions))
+    count = max(1, len(replacement.positions))
     peak = max(
-        found.rows.peaks[row] for first in found.first_rows for row in range(first, first + count)
+        replacement.rows.peaks[row]
+        for first in replacement.first_rows
+        for row in range(first, first + count)
     )
     if peak > largest:
         raise NonFinite(

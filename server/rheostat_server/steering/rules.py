@@ -186,7 +186,11 @@ def signals_of(
 ) -> Signals:
     """What the workers send of a request."""
     sent = [probe for probe in probes if probe.signals]
-    gates = [one.gate for one in interventions if one.signals and one.gate is not None]
+    gates = [
+        intervention.gate
+        for intervention in interventions
+        if intervention.signals and intervention.gate is not None
+    ]
     gates += [rule.gate for rule in rules]
     return Signals(
         readings=max((column + 1 for probe in sent for column in probe.columns), default=0),
@@ -262,10 +266,10 @@ def signal_plan(
             readings.append(column)
             entry = message.columns.add(probe_name=probe.name)
             write_site(entry.site, site)
-    for one in interventions:
-        if one.signals and one.gate in number:
-            gates.append(number[one.gate])
-            message.columns.add(gate=one.ref)
+    for intervention in interventions:
+        if intervention.signals and intervention.gate in number:
+            gates.append(number[intervention.gate])
+            message.columns.add(gate=intervention.ref)
     acting = [rule for rule in rules if rule.gate in number]
     return SignalPlan(
         tuple(readings),

@@ -97,8 +97,8 @@ class ObservedCaptures:
         selections: dict[PreparedSelector | None, Selection] = {None: EVERYTHING}
         for selector in self.selectors:
             if selector is not None and selector not in selections:
-                selections[selector] = found = selector.resolve(lenient, left)
-                left -= found.span_count
+                selections[selector] = selection = selector.resolve(lenient, left)
+                left -= selection.span_count
         return tuple(
             template.with_selection(selections[selector])
             for template, selector in zip(self.templates, self.selectors, strict=True)

@@ -83,8 +83,8 @@ def sweep(folder: Path = FOLDER) -> int:
 def _removed_if_left(path: Path) -> bool:
     handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        found = os.fstat(handle)
-        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        status = os.fstat(handle)
+        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()

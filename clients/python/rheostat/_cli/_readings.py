@@ -66,14 +66,14 @@ def _numbers(values: FloatArray) -> str:
 def _end_line(event: WatchedRequestEnded) -> str:
     if event.missed_reason:
         return f"{event.request_id} is not read: {event.missed_reason}"
-    columns = tuple(dict.fromkeys(one.column for one in event.summaries))
+    columns = tuple(dict.fromkeys(summary.column for summary in event.summaries))
     names = dict(zip(columns, column_names(columns), strict=True))
-    several = len({one.sample for one in event.summaries}) > 1
+    several = len({summary.sample for summary in event.summaries}) > 1
     parts = [
-        (f"sample {one.sample} " if several else "")
-        + f"{names[one.column]} mean {one.mean:.4g}, "
-        + f"largest {one.max:.4g} at {one.max_position}"
-        for one in event.summaries
+        (f"sample {summary.sample} " if several else "")
+        + f"{names[summary.column]} mean {summary.mean:.4g}, "
+        + f"largest {summary.max:.4g} at {summary.max_position}"
+        for summary in event.summaries
     ]
     lost = event.dropped_position_count
     parts += [f"{lost} positions lost"] if lost else []
@@ -107,15 +107,15 @@ def documents(event: WatchEvent) -> list[dict[str, Plain]]:
         case WatchedRequestEnded():
             summaries: list[Plain] = [
                 {
-                    "sample": one.sample,
-                    "probe": one.column.probe,
-                    "site": plain(one.column.site),
-                    "position_count": one.position_count,
-                    "max": plain(one.max),
-                    "max_position": one.max_position,
-                    "mean": plain(one.mean),
+                    "sample": summary.sample,
+                    "probe": summary.column.probe,
+                    "site": plain(summary.column.site),
+                    "position_count": summary.position_count,
+                    "max": plain(summary.max),
+                    "max_position": summary.max_position,
+                    "mean": plain(summary.mean),
                 }
-                for one in event.summaries
+                for summary in event.summaries
             ]
             return [_document("ended", event) | {"summaries": summaries}]
         case UpdateApplied() | UpdateRefused():

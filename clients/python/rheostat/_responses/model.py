@@ -329,14 +329,14 @@ def read_stats(message: engine_service_pb2.GetStatsResponse) -> Stats:
         uptime=message.uptime.ToTimedelta().total_seconds(),
         controllers=tuple(
             ControllerStats(
-                one.controller_name,
-                one.call_count,
-                one.overrun_count,
-                one.p50.ToNanoseconds() / 1e9,
-                one.p99.ToNanoseconds() / 1e9,
-                one.longest.ToNanoseconds() / 1e9,
-                one.disabled_reason,
+                controller.controller_name,
+                controller.call_count,
+                controller.overrun_count,
+                controller.p50.ToNanoseconds() / 1e9,
+                controller.p99.ToNanoseconds() / 1e9,
+                controller.longest.ToNanoseconds() / 1e9,
+                controller.disabled_reason,
             )
-            for one in message.controllers
+            for controller in message.controllers
         ),
     )

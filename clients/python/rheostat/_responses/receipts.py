@@ -366,7 +366,9 @@ def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
 
 
 def _read_change(change: receipt_pb2.WatchChange) -> WatchChange:
-    firsts = {one.sample: one.position for one in change.first_positions}
+    firsts = {
+        first_position.sample: first_position.position for first_position in change.first_positions
+    }
     if change.HasField("replace"):
         return WatchChange(change.update_id, firsts, replace_size=change.replace.intervention_count)
     if change.HasField("layer"):

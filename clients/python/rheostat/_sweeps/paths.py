@@ -173,7 +173,9 @@ class Paths:
     def resolve(self, explanation: Explanation, layers: int) -> None:
         """Take what the server says about `probe`, and the number of the model's layers."""
         (selection,) = (
-            one.selection for one in explanation.interventions if one.origin == "request"
+            intervention.selection
+            for intervention in explanation.interventions
+            if intervention.origin == "request"
         )
         self._at = tuple(position for run in selection.positions for position in run)
         self._length = len(explanation.prompt_token_ids)

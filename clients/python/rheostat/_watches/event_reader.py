@@ -78,7 +78,9 @@ class WatchReader:
         values = read_tensor(message.values).values
         runs = len(message.numbers)
         counts = np.array(message.row_counts, np.int64)
-        fired = np.array([(one.row, one.rule) for one in message.firings], np.int64).reshape(-1, 2)
+        fired = np.array(
+            [(firing.row, firing.rule) for firing in message.firings], np.int64
+        ).reshape(-1, 2)
         if (
             values.shape != (counts.sum(), len(self.columns))
             or not runs == len(message.samples) == len(message.first_positions) == len(counts)
@@ -113,7 +115,7 @@ class WatchReader:
         if message.number:
             self._check(self._of(message.number), message)
             del self._watched[message.number]
-        if any(one.column >= len(self.columns) for one in message.summaries):
+        if any(summary.column >= len(self.columns) for summary in message.summaries):
             raise ServerError("the server sent a summary of a column that the watch lacks")
         return WatchedRequestEnded(
             sequence,
@@ -123,14 +125,14 @@ class WatchReader:
             tuple(_finish_reason(reason) for reason in message.finish_reasons),
             tuple(
                 SignalSummary(
-                    one.sample,
-                    self.columns[one.column],
-                    one.position_count,
-                    one.max,
-                    one.max_position,
-                    one.mean,
+                    summary.sample,
+                    self.columns[summary.column],
+                    summary.position_count,
+                    summary.max,
+                    summary.max_position,
+                    summary.mean,
                 )
-                for one in message.summaries
+                for summary in message.summaries
             ),
             message.missed_reason,
         )

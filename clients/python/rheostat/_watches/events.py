@@ -183,10 +183,12 @@ class WatchedRequestEnded:
 
         Raises KeyError if the probe read nothing of the sample.
         """
-        columns = tuple(one.column for one in self.summaries if one.sample == sample)
+        columns = tuple(summary.column for summary in self.summaries if summary.sample == sample)
         first = column_numbers(probe, columns)[0]
         return next(
-            one for one in self.summaries if (one.sample, one.column) == (sample, columns[first])
+            summary
+            for summary in self.summaries
+            if (summary.sample, summary.column) == (sample, columns[first])
         )
 
 

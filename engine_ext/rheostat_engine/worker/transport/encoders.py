@@ -97,14 +97,18 @@ def readouts_of(readouts: Sequence[Readout], directions: torch.Tensor) -> Readou
     """The readouts with directions d [D, W], on their device."""
     device = directions.device
     norms = directions.double().square().sum(1).sqrt()
-    scaled = torch.tensor([one.normalise != Normalise.NONE for one in readouts], device=device)
-    cosine = [one.normalise == Normalise.COSINE for one in readouts]
+    scaled = torch.tensor(
+        [readout.normalise != Normalise.NONE for readout in readouts], device=device
+    )
+    cosine = [readout.normalise == Normalise.COSINE for readout in readouts]
     return Readouts(
         torch.where(scaled & (norms > 0), 1 / norms, 1.0).float(),
         torch.tensor(cosine, device=device),
-        torch.tensor([one.bias for one in readouts], device=device),
-        torch.tensor([one.activation for one in readouts], dtype=torch.int32, device=device),
-        torch.tensor([one.theta for one in readouts], device=device),
+        torch.tensor([readout.bias for readout in readouts], device=device),
+        torch.tensor(
+            [readout.activation for readout in readouts], dtype=torch.int32, device=device
+        ),
+        torch.tensor([readout.theta for readout in readouts], device=device),
     )
 
 
