@@ -45,6 +45,7 @@ def cut_watch(
     client: SyncSubscriber | AioSubscriber,
     cuts: int,
     seed: int,
+    on_lost: str = "continue",
 ) -> CutWatch:
     """Watches requests over a proxy that resets the sockets while messages travel both ways."""
 
@@ -74,7 +75,7 @@ def cut_watch(
     done = 0
     with (
         ThreadPoolExecutor(1) as threads,
-        client.watch(probes=_WIDE, every=True, credit=1 << 10) as watch,
+        client.watch(probes=_WIDE, every=True, credit=1 << 10, on_lost=on_lost) as watch,
     ):
         asking = threads.submit(ask)
         try:
