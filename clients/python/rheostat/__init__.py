@@ -118,7 +118,7 @@ from rheostat._steering.replacements import (
     replace,
     run_mean,
 )
-from rheostat._steering.rules import Observe, Rule, Steer, Stop
+from rheostat._steering.rules import Gain, Observe, Rule, Steer, Stop
 from rheostat._steering.sae_features import SaeFeature
 from rheostat._steering.steering import ablate, band, clamp, norm_add, scale
 from rheostat._steering.token_directions import TokenDirection, token_direction
@@ -200,6 +200,7 @@ __all__ = [
     "Explanation",
     "Finished",
     "FromRun",
+    "Gain",
     "Gate",
     "GenerateOptions",
     "Generation",

@@ -45,7 +45,7 @@ class Head(IntEnum):
 
 
 class Floats(IntEnum):
-    """Rows of a gate's floats. The first holds `a` and `b`."""
+    """Rows of a gate's floats. The first holds `a`, `b` and `factor`."""
 
     HEAD = 0
     ABOVE = 1
@@ -110,7 +110,7 @@ def gate_rows(gate: Gate) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32
         gate.end if gate.recorded else 0,
     )
     ints[Ints.HEAD, : len(head)] = head
-    floats[Floats.HEAD, :2] = gate.a, gate.b
+    floats[Floats.HEAD, :3] = gate.a, gate.b, gate.factor
     lane = 0
     for number, condition in enumerate(gate.conditions):
         for column in condition.columns:

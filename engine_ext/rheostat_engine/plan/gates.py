@@ -169,12 +169,15 @@ class Gate(NamedTuple):
     tokens: int = 0
     """Of `Hold.TOKENS`."""
     invert: bool = False
-    """Whether it is open by 1 less the number."""
+    """Whether it is open by 1 less the number, or as `factor` says."""
     late: int = 0
     """Of a late gate: the first position at which it may be open, not before the first generated
     token. 0: it is not late. Not for `Hold.TOKEN`."""
     end: int = 0
     """Of a recorded gate: one past the last position of its samples."""
+    factor: float = 0.0
+    """With `invert`: how far it is open where the number is 1; between, in proportion. Other than 0
+    if a rule multiplies the strength of acts while it holds."""
 
     @property
     def recorded(self) -> bool:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Band, Capture, Kind, SiteRows
 from rheostat_engine.plan.composition import Clause
-from rheostat_engine.plan.gains import MAX_GAINS
+from rheostat_engine.plan.gains import LARGEST_GAIN, MAX_GAINS
 from rheostat_engine.plan.gates import (
     MAX_COLUMNS,
     MAX_CONDITIONS,
@@ -99,6 +99,7 @@ class _Gate(msgspec.Struct):
     invert: bool
     late: _Number = 0
     end: _Number = 0
+    factor: Annotated[float, msgspec.Meta(ge=0, le=LARGEST_GAIN)] = 0.0
 
 
 class _Steering(msgspec.Struct):
@@ -324,6 +325,7 @@ def _gate_from(plain: _Gate) -> Gate:
         plain.invert,
         plain.late,
         plain.end,
+        plain.factor,
     )
     numbers = [gate.a, gate.b]
     if not 1 <= len(conditions) <= MAX_CONDITIONS or not 1 <= len(gate.columns) <= MAX_TERMS:

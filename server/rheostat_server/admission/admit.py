@@ -61,9 +61,11 @@ from rheostat_server.steering.rules import (
     Rule,
     SignalPlan,
     check_rule_count,
+    refuse_gained_sums,
     resolve_rule_steering,
     resolve_rules,
     signal_plan,
+    with_rule_gains,
 )
 from rheostat_server.subscriptions.observer_captures import (
     ObserverCapture,
@@ -322,6 +324,7 @@ def admit_now(
             probes,
         )
         rules = resolve_rules(request.rules, probes, context, steer=True)
+        own = with_rule_gains(own, request.rules, rules, probes, admission.sites, context)
         own += resolve_rule_steering(
             request.rules, rules, probes, admission.sites, context, lookups, admission.runs
         )
@@ -519,6 +522,7 @@ def _compile(
     server_wide, always_read = admission.server_wide.resolve(context)
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
+    refuse_gained_sums(interventions)
     watched = tuple(probe for part in watches for probe in part.probes)
     rules = (*rules, *(rule for part in watches for rule in part.rules))
     read = (*always_read, *probes, *watched)

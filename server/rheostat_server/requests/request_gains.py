@@ -25,18 +25,16 @@ from rheostat_engine import (
     GainsUpdate,
     Plan,
 )
-from rheostat_server import validation
 from rheostat_server.admission.planning import problem_of
 from rheostat_server.engine.gain_updates import GainUpdates
 from rheostat_server.errors import (
     InvalidValue,
-    MissingField,
     RequestNotFound,
     RheostatError,
 )
-from rheostat_server.limits import INTERVENTIONS
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.sequence import EngineSequence, SampleGains
+from rheostat_server.steering.gains import check_indices
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import gain_pb2, generation_pb2
@@ -148,7 +146,7 @@ class RequestGains:
         Args:
             setter: the id of the watch that sets it; empty: the session.
             update_id: the setter's update.
-            gain: the message; see `check_gain`.
+            gain: the message; see `check_form`.
             install: gives samples the table with gains, if they do not have it.
             answer: is called with the first positions.
 
@@ -168,17 +166,7 @@ class RequestGains:
 
     def _changed(self, setter: str, gain: gain_pb2.Gain) -> tuple[list[float], dict[int, float]]:
         """What the setter has set then, and the gains that change, by intervention."""
-        if not self._count:
-            raise InvalidValue(
-                "the request has no steering of its own that a gain could multiply", field="gain"
-            )
-        for number, index in enumerate(gain.interventions):
-            if index >= self._count:
-                raise InvalidValue(
-                    f"the request's steering has {self._count} interventions; there is no "
-                    f"intervention {index}",
-                    field=f"gain.interventions[{number}]",
-                )
+        check_indices(gain, self._count, "gain")
         factors = list(self._factors.get(setter, [1.0] * self._count))
         others = [one for name, one in self._factors.items() if name != setter]
         changed: dict[int, float] = {}
@@ -252,24 +240,6 @@ class RequestGains:
         if not self._sent:
             self._settled.set()
         answer(firsts)
-
-
-def check_gain(gain: gain_pb2.Gain) -> None:
-    """Checks a message.
-
-    Raises:
-        MissingField, NonFinite, InvalidValue: it is malformed.
-    """
-    if not gain.HasField("factor"):
-        raise MissingField("a factor is required", field="gain.factor")
-    validation.finite(gain.factor, "gain.factor")
-    if not 0 <= gain.factor <= LARGEST_GAIN:
-        raise InvalidValue(
-            f"a gain is from 0 to {LARGEST_GAIN:g}, not {gain.factor:g}", field="gain.factor"
-        )
-    validation.check_count(
-        len(gain.interventions), INTERVENTIONS, "gain.interventions", "interventions"
-    )
 
 
 def _with_gains(interventions: Sequence[Intervention], plan: Plan, request_id: str) -> Plan:

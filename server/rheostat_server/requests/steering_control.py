@@ -38,10 +38,11 @@ from rheostat_server.limits import (
     WATCH_CHANGES,
 )
 from rheostat_server.requests.active_request import ActiveRequest
-from rheostat_server.requests.request_gains import Positions, RequestGains, check_gain
+from rheostat_server.requests.request_gains import Positions, RequestGains
 from rheostat_server.requests.response_queue import Notice
 from rheostat_server.requests.sequence import EngineSequence, SteeringChange
 from rheostat_server.requests.steering_change import Change
+from rheostat_server.steering.gains import check_form
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import gain_pb2, generation_pb2, receipt_pb2, steering_pb2
@@ -141,7 +142,7 @@ class SteeringControl:
         """
         most, what = WAITING_UPDATES, "updates"
         if isinstance(change.what, gain_pb2.Gain):
-            check_gain(change.what)
+            check_form(change.what, "gain")
             most, what = WAITING_GAINS, "gains"
         if all(sequence.ended for sequence in self._active.own_samples) or self._active.closed:
             raise RequestNotFound(_ENDED)

@@ -56,6 +56,8 @@ class Intervention:
     """Multiplies its effect; None: 1."""
     rule: str = ""
     """The name of the rule that it belongs to, of `ORIGIN_RULE`."""
+    gained_by: str = ""
+    """The path of the rule whose gain its gate is; empty: its gate is no gain."""
     signals: bool = False
     """Whether the client gets how far the gate is open."""
     update_id: int = 0
@@ -72,6 +74,11 @@ class Intervention:
     def own(self) -> bool:
         """Whether it belongs to the request's own steering."""
         return self.origin in (receipt_pb2.ORIGIN_REQUEST, receipt_pb2.ORIGIN_UPDATE)
+
+    @property
+    def largest_gain(self) -> float:
+        """By what the gain of a rule multiplies it at most; 1 if no rule has one."""
+        return max(1.0, self.gate.factor) if self.gate is not None and self.gained_by else 1.0
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
@@ -203,7 +210,8 @@ def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:
         if op.op == receipt_pb2.OP_ADD:
             (vector,) = op.vectors
             for site, (row,) in zip(op.sites, op.rows, strict=True):
-                addend = _Addend(number, intervention, site, abs(op.scale) * vector.peaks[row])
+                peak = abs(op.scale) * vector.peaks[row] * intervention.largest_gain
+                addend = _Addend(number, intervention, site, peak)
                 adding.setdefault(site.index, []).append(addend)
     excesses = [
         _excess(addends, kind.largest)

@@ -6,7 +6,8 @@ rule steers are interventions under gates with the rule's conditions, which the 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from rheostat_server.limits import LABEL_VALUE_BYTES, RULES
 from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.selectors.sites import write_site
+from rheostat_server.steering.gains import check_form, check_indices
 from rheostat_server.steering.gates import (
     Held,
     Probe,
@@ -65,7 +67,7 @@ def resolve_rules(
         rules: the messages.
         probes: the probes that they may read, by name.
         context: the request.
-        steer: whether rules may steer; see `resolve_rule_steering`.
+        steer: whether rules may steer and change gains.
 
     Raises:
         InvalidArgument: something is malformed, or two rules have one name.
@@ -143,6 +145,89 @@ def resolve_rule_steering(
     return tuple(found)
 
 
+def with_rule_gains(
+    own: Sequence[Intervention],
+    messages: Sequence[monitor_pb2.Rule],
+    rules: Sequence[Rule],
+    probes: Mapping[str, Probe],
+    model: ModelSites,
+    context: SelectionContext,
+) -> tuple[Intervention, ...]:
+    """The request's own steering, with the gates by which its rules multiply it.
+
+    Args:
+        own: the interventions.
+        messages: the rules of the request.
+        rules: the same, resolved.
+        probes: its probes, by name.
+        model: the model's sites.
+        context: the request.
+
+    Raises:
+        MissingField, NonFinite, InvalidValue: a gain is malformed.
+        GateOrder: a rule acts at the token that was read, and not behind it.
+        NotSupported: two gates or gains would multiply one intervention.
+    """
+    found = list(own)
+    for number, (message, rule) in enumerate(zip(messages, rules, strict=True)):
+        if not message.HasField("gain"):
+            continue
+        path = f"rules[{number}]"
+        field = field_path(path, "gain")
+        check_form(message.gain, field)
+        check_indices(message.gain, len(own), field)
+        hold = resolve_hold(message, path, Hold.REST)
+        for index in sorted(set(message.gain.interventions or range(len(own)))):
+            one = found[index]
+            if one.gate is not None:
+                raise NotSupported(
+                    f"intervention {index} has a gate, or the gain of another rule: the gain of a "
+                    "rule multiplies interventions without either",
+                    field=field,
+                )
+            gate = held_gate(rule.gate, hold, message, one.op.sites, probes, model, context, path)
+            gate = gate._replace(invert=True, factor=message.gain.factor)
+            found[index] = replace(one, gate=gate, gained_by=path)
+    return tuple(found)
+
+
+def refuse_gained_sums(interventions: Sequence[Intervention]) -> None:
+    """Refuses gains of rules on additions that meet others.
+
+    Additions at a site and token are summed and rounded once. With a gain of its own, an addition
+    is rounded apart, so that the request would change although no rule fires. Whether two select
+    one token is judged by their first and last positions.
+
+    Args:
+        interventions: the server-wide ones and the request's, in order.
+
+    Raises:
+        NotSupported: there is such an addition.
+    """
+    if not any(one.gained_by for one in interventions):
+        return
+    at_site: dict[int, list[tuple[int, int, Intervention]]] = {}
+    for one in interventions:
+        adds = one.op.op == receipt_pb2.OP_ADD and (one.gate is None or one.gained_by)
+        reach = one.selection.reach
+        for site in one.acting_sites if adds and reach else ():
+            at_site.setdefault(site, []).append((reach[0][0], reach[-1][1], one))
+    for found in at_site.values():
+        end = gained_end = 0
+        gained = ""
+        for first, last, one in sorted(found, key=itemgetter(0)):
+            gained = one.gained_by or gained
+            if first < (end if one.gained_by else gained_end):
+                raise NotSupported(
+                    f"{one.op.path} meets another addition at a site, with which it is summed and "
+                    "rounded once. The gain of a rule multiplies additions that meet no other: "
+                    "add the sum of the vectors, or at different sites",
+                    field=field_path(gained, "gain"),
+                )
+            end = max(end, last)
+            gained_end = max(gained_end, last) if one.gained_by else gained_end
+
+
 def check_rule_count(rules: Sequence[monitor_pb2.Rule]) -> None:
     """Limits the rules, before any other check.
 
@@ -155,17 +240,12 @@ def check_rule_count(rules: Sequence[monitor_pb2.Rule]) -> None:
 def _stop(message: monitor_pb2.Rule, path: str, *, steer: bool) -> Stop | None:
     action = message.WhichOneof("action")
     if action is None:
-        raise MissingField("one of observe, stop and steer is required", field=path)
-    if action == "steer" and steer:
-        return None
-    if action == "steer":
+        raise MissingField("one of observe, stop, steer and gain is required", field=path)
+    if action in ("steer", "gain"):
+        if steer:
+            return None
         raise NotSupported(
-            "only the rules of a GenerateRequest steer", field=field_path(path, action)
-        )
-    if action == "gain":
-        raise NotSupported(
-            "rules that change a gain are not served yet: observe, stop and steer are. To weaken "
-            "an intervention, give it a gate with these conditions",
+            "only the rules of a GenerateRequest steer or change a gain",
             field=field_path(path, action),
         )
     if message.HasField("hold"):

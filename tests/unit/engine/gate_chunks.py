@@ -71,7 +71,9 @@ def any_gate(rng: np.random.Generator, tokens: int) -> Gate:
     late_from = decision + 1 if late else 0
     end = BEGINS + tokens + 3 if recorded else 0
     combine, held = Combine(rng.integers(len(Combine))), int(rng.integers(1, 9))
-    return Gate(tuple(conditions), combine, form, 0.27, 1.31, hold, held, invert, late_from, end)
+    return Gate(
+        tuple(conditions), combine, form, 0.27, 1.31, hold, held, invert, late_from, end, 0.25
+    )
 
 
 def chunk_differences(

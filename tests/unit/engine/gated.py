@@ -116,6 +116,7 @@ def gates(draw: st.DrawFn, columns: int, holds: Sequence[Hold] = tuple(Hold)) ->
         draw(st.booleans()),
         late,
         LIMIT + 4 if recorded else 0,
+        draw(st.sampled_from((0.0, 0.5, 2.0))),
     )
 
 
@@ -267,7 +268,7 @@ def _openness(gate: Gate, opened: dict[int, float], last: int) -> float:
             found = some[min(some)] if some else 0.0
         case Hold.UNTIL_READ:
             found = opened[max(opened)] if opened else 0.0
-    return 1 - found if gate.invert else found
+    return 1 + (gate.factor - 1) * found if gate.invert else found
 
 
 def _read(act: Act, rows: tuple[int, ...], x: Row, vectors: Vectors) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rheostat._errors import invalid
-from rheostat._fields import utf8_text, word
+from rheostat._fields import utf8_text, whole_number, word
 from rheostat._steering.gates import COMBINES, Combine, Condition, Hold, Probe, hold_to_wire
 from rheostat._steering.steering import SteeringLike, steering_to_wire
 from rheostat._steering.vectors import Intervention, finite
@@ -50,7 +50,21 @@ class Steer:
     """Interventions without gates of their own: the rule decides when they act."""
 
 
-Action: TypeAlias = Observe | Stop | Steer
+@dataclass(frozen=True)
+class Gain:
+    """Multiply the request's own steering while the rule holds, as long as `Rule.hold` says.
+
+    Which tokens it multiplies at is as with `Steer`, for each intervention.
+    """
+
+    factor: float
+    """0 (off) to 16."""
+    interventions: Sequence[int] = ()
+    """Indices in the request's steering. Empty: all of it. They have no gate and no other rule's
+    gain, and an addition meets no other at its sites and tokens."""
+
+
+Action: TypeAlias = Observe | Stop | Steer | Gain
 """What a rule does."""
 
 
@@ -78,7 +92,7 @@ class Rule:
     threshold: float | None = None
     """Fires where the evidence is above this; required where something is summed. None: 0.5."""
     hold: Hold | None = None
-    """How long it steers; only with `Steer`. None: the rest of the sample."""
+    """How long it steers; only with `Steer` and `Gain`. None: the rest of the sample."""
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
@@ -114,10 +128,16 @@ class Rule:
                 message.stop.all_samples = bool(all_samples)
             case Steer(steering):
                 message.steer.CopyFrom(_steering_to_wire(steering, f"{path}.steer.interventions"))
+            case Gain(factor, interventions):
+                message.gain.factor = finite(factor, f"{path}.gain.factor", "a factor")
+                message.gain.interventions.extend(
+                    whole_number(index, f"{path}.gain.interventions[{number}]", "an index")
+                    for number, index in enumerate(interventions)
+                )
             case other:
                 raise invalid(
                     f"{path}.then",
-                    f"a rule's action is Observe(), Stop() or Steer(...), not "
+                    "a rule's action is Observe(), Stop(), Steer(...) or Gain(...), not "
                     f"{type(other).__name__}",
                 )
         if self.hold is not None:

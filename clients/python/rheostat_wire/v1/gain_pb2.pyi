@@ -45,9 +45,10 @@ Global___OnDisabled: _TypeAlias = OnDisabled  # noqa: Y015
 
 @_typing.final
 class Gain(_message.Message):
-    """Sets the number by which the effect of interventions is multiplied from the next step on. It is 1
-    until it is set. Positions that are computed earlier keep the numbers that they had, also if they
-    are computed again. Of several gains of an intervention that arrive within a step, the last acts.
+    """The number by which the effect of interventions is multiplied. A session sets it from the next step
+    on. It is 1 until it is set. Positions that are computed earlier keep the numbers that they had,
+    also if they are computed again. Of several gains of an intervention that arrive within a step, the
+    last acts. The gain of a rule acts by position; see Rule.gain. With both, their product acts.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -77,7 +77,11 @@ class Rule(_message.Message):
 
     @_builtins.property
     def gain(self) -> _gain_pb2.Gain:
-        """Multiplies the request's own steering. Not served yet: REASON_NOT_SUPPORTED."""
+        """Multiplies the request's own steering while the rule holds, each intervention as with `steer`.
+        The interventions have no gate and no gain of another rule, and an addition meets no other at
+        its sites and tokens, because their sum is rounded once. Otherwise, and in rules of watches:
+        REASON_NOT_SUPPORTED.
+        """
 
     @_builtins.property
     def hold(self) -> _gate_pb2.Hold:

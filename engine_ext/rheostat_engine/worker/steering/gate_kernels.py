@@ -164,6 +164,7 @@ def scan(
     own_row = tl.load(ints + _HEAD_OWN)
     a = tl.load(floats)
     b = tl.load(floats + 1)
+    factor = tl.load(floats + 2)
     value = tl.load(state_ptr + _VALUE + lane).to(tl.float64)
     value += tl.load(state_ptr + _LOW + lane).to(tl.float64)
     count = tl.load(state_ptr + _COUNT + lane).to(tl.int32)
@@ -297,12 +298,12 @@ def scan(
                 at, late_held, late_until, folded, late, record_end, record, within
             )
             openness = tl.where(late != 0, lately, openness)
-            openness = tl.where(invert != 0, 1.0 - openness, openness)
+            openness = tl.where(invert != 0, 1.0 + (factor - 1.0) * openness, openness)
             target = openness_ptr + (rows + shift.to(tl.int64)) * _GATES + number
             tl.store(target, openness, mask=within)
             if shift & (row == first):
                 begins = tl.where(position.to(tl.float32) <= until, held, 0.0)
-                begins = tl.where(invert != 0, 1.0 - begins, begins)
+                begins = tl.where(invert != 0, 1.0 + (factor - 1.0) * begins, begins)
                 tl.store(openness_ptr + row * _GATES + number, begins)
         some = latest >= 0
         latest_at = position + (row - first).to(tl.int32) + latest
@@ -362,7 +363,7 @@ def scan(
         last_at, late_held, late_until, folded, late, record_end, record, late != 0
     )
     openness = tl.where(late != 0, lately, openness)
-    openness = tl.where(invert != 0, 1.0 - openness, openness)
+    openness = tl.where(invert != 0, 1.0 + (factor - 1.0) * openness, openness)
     tl.store(openness_ptr + last * _GATES + number, openness)
     if STORE:
         high = value.to(tl.float32)

@@ -130,7 +130,8 @@ def _scan(gates: GateBuffers, folds: _Folds, count: int, *, store: bool) -> Floa
             held[:, Held.OPENNESS], held[:, Held.UNTIL] = then, until
             held[:, Held.FOLDED] = np.maximum(held[:, Held.FOLDED], at[-1] + 1)
             states[folds.states, State.HEAD] = held
-    return np.where(head[:, Head.INVERT] > 0, 1 - openness, openness)
+    factors = gates.floats.numpy()[folds.gates, Floats.HEAD, 2]
+    return np.where(head[:, Head.INVERT] > 0, 1 + (factors - 1) * openness, openness)
 
 
 def _decided(

@@ -36,6 +36,9 @@ def test_a_rule_says_what_it_does() -> None:
     assert (message.combine, message.threshold) == (gate_pb2.COMBINE_SUM, 3)
     seen = rheostat.Rule("seen", MOOD.above(1), rheostat.Observe()).to_wire("rules[0]")
     assert seen.WhichOneof("action") == "observe"
+    off = rheostat.Rule("off", MOOD.above(1), rheostat.Gain(0.0, [2]), hold=3).to_wire("rules[0]")
+    assert (off.gain.factor, off.gain.HasField("factor")) == (0.0, True)
+    assert (list(off.gain.interventions), off.hold.tokens) == ([2], 3)
 
 
 def test_a_request_has_every_probe_once_and_sends_those_asked_for() -> None:
@@ -63,6 +66,14 @@ def test_a_request_has_every_probe_once_and_sends_those_asked_for() -> None:
         (
             {"rules": rheostat.Rule("a", MOOD.above(1), threshold=float("nan"))},
             "rules[0].threshold",
+        ),
+        (
+            {"rules": rheostat.Rule("a", MOOD.above(1), rheostat.Gain(float("inf")))},
+            "rules[0].gain.factor",
+        ),
+        (
+            {"rules": rheostat.Rule("a", MOOD.above(1), rheostat.Gain(0.5, [0, -1]))},
+            "rules[0].gain.interventions[1]",
         ),
         ({"probes": [ROW]}, "probes[0]"),
         ({"hold_back": -1}, "hold_back"),

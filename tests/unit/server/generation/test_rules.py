@@ -20,7 +20,7 @@ from rheostat_wire.v1 import (
 
 from ..conftest import Events, Running, rest
 from ..fakes import Paced, ScriptedBackend
-from ..messages import above, add, capture, probe, request, site_set
+from ..messages import above, add, capture, probe, request, selector, site_set, window
 from ..talks import start
 from .test_signals import all_signals, positions, sent
 
@@ -364,14 +364,63 @@ async def test_rules_that_mean_nothing_are_refused(
     assert refusal.brief == (grpc.StatusCode.INVALID_ARGUMENT, f"REASON_{reason}", field)
 
 
-async def test_gains_of_rules_are_refused(running: Running) -> None:
-    gain = rule(gain=gain_pb2.Gain(factor=0.0))
-    refusal = await running.client.refusal(request(rules=[gain], probes=[probe()]))
-    assert refusal.brief == (
-        grpc.StatusCode.FAILED_PRECONDITION,
-        "REASON_NOT_SUPPORTED",
-        "rules[0].gain",
+OFF = gain_pb2.Gain(factor=0.0)
+GATED_BEHIND = add(sites=site_set(types_pb2.POINT_RESID_POST, layers=[2]))
+GATED_BEHIND.gate.CopyFrom(GATED.gate)
+
+
+@pytest.mark.parametrize(
+    ("own", "gains", "reason", "field"),
+    [
+        ([add()], [gain_pb2.Gain()], "MISSING_FIELD", "rules[0].gain.factor"),
+        ([add()], [gain_pb2.Gain(factor=17.0)], "INVALID_VALUE", "rules[0].gain.factor"),
+        ([add()], [gain_pb2.Gain(factor=math.nan)], "NON_FINITE", "rules[0].gain.factor"),
+        ([], [OFF], "INVALID_VALUE", "rules[0].gain"),
+        (
+            [add()],
+            [gain_pb2.Gain(factor=0.0, interventions=[0, 1])],
+            "INVALID_VALUE",
+            "rules[0].gain.interventions[1]",
+        ),
+        ([GATED_BEHIND], [OFF], "NOT_SUPPORTED", "rules[0].gain"),
+        ([add()], [OFF, OFF], "NOT_SUPPORTED", "rules[1].gain"),
+        ([add(), add()], [OFF], "NOT_SUPPORTED", "rules[0].gain"),
+    ],
+)
+async def test_gains_that_mean_nothing_are_refused(
+    running: Running,
+    own: list[steering_pb2.Intervention],
+    gains: list[gain_pb2.Gain],
+    reason: str,
+    field: str,
+) -> None:
+    refusal = await running.client.refusal(
+        request(
+            steering=steering_pb2.Steering(interventions=own),
+            rules=[rule(f"r{number}", gain=gain) for number, gain in enumerate(gains)],
+            probes=[probe()],
+        )
     )
+    assert (refusal.brief[1], refusal.brief[2]) == (f"REASON_{reason}", field)
+
+
+def adding(start: int, end: int) -> steering_pb2.Intervention:
+    """An addition at some positions, behind the probe."""
+    return add(where=selector(window(start, end)))
+
+
+async def test_gains_multiply_additions_that_meet_no_other(running: Running) -> None:
+    own = steering_pb2.Steering(interventions=[adding(0, 2), adding(2, 3)])
+    gain = gain_pb2.Gain(factor=0.5, interventions=[1])
+    message = request(steering=own, rules=[rule(gain=gain)], probes=[probe()])
+    assert (await running.client.generate(message))[-1].HasField("receipt")
+    (job,) = running.backend.jobs
+    gates = [one.gate for one in job.plan.acts if one.reading is None]
+    assert [gate and (gate.invert, gate.factor) for gate in gates] == [None, (True, 0.5)]
+    own.interventions.append(adding(1, 3))
+    message = request(steering=own, rules=[rule(gain=gain)], probes=[probe()])
+    refusal = await running.client.refusal(message)
+    assert refusal.brief[1:] == ("REASON_NOT_SUPPORTED", "rules[0].gain")
 
 
 async def test_a_run_of_a_stopped_sample_ends_at_the_firing_row(starter) -> None:
