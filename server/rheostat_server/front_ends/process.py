@@ -82,7 +82,7 @@ class FrontEnd:
 
     def __init__(self, shared: SharedParts) -> None:
         self._connection = RecordConnection(self._receive, self._lost)
-        self._connection.shared = shared
+        self._connection.received_parts = shared
         self._server = GrpcServer(self._forward, share_port=True)
         self._calls: dict[int, _ForwardedCall] = {}
         self._begun = 0

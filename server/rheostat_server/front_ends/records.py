@@ -133,8 +133,11 @@ class RecordConnection(asyncio.Protocol):
     bytes that wait to be sent are not limited here, because each call limits its unread messages.
     """
 
-    shared: SharedParts | None = None
-    """Passes large parts from the server to the front end. None: they go through the socket."""
+    sent_parts: SharedParts | None = None
+    """Passes large parts to the other end. None: they go through the socket."""
+    received_parts: SharedParts | None = None
+    """Has the large parts that the other end passes. Only one end may write into the memory, so a
+    connection does not have both."""
 
     def __init__(
         self, receive: Callable[[Kind, int, bytes], None], on_lost: Callable[[], None]
@@ -155,8 +158,8 @@ class RecordConnection(asyncio.Protocol):
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         marked: int = kind
-        if self.shared is not None and body and len(body[-1]) >= LARGE_PART:
-            place = self.shared.put(body[-1])
+        if self.sent_parts is not None and body and len(body[-1]) >= LARGE_PART:
+            place = self.sent_parts.put(body[-1])
             if place is not None:
                 marked, body = kind | _SHARED, (*body[:-1], place.to_bytes())
         self._outgoing += (_HEAD.pack(sum(map(len, body)), marked, call), *body)
@@ -195,9 +198,9 @@ class RecordConnection(asyncio.Protocol):
                     self._wanted = _HEAD.size + size
                     break
                 begin = body + size
-                if kind & _SHARED and self.shared is not None:
+                if kind & _SHARED and self.received_parts is not None:
                     place = Place.read(view[begin - PLACE_BYTES : begin])
-                    data = self.shared.take(view[body : begin - PLACE_BYTES], place)
+                    data = self.received_parts.take(view[body : begin - PLACE_BYTES], place)
                     kind ^= _SHARED
                 else:
                     data = bytes(view[body:begin])

@@ -203,7 +203,7 @@ class _FrontEnd:
     async def _execute(self, descriptor: int) -> asyncio.subprocess.Process:
         memory = create_memory()
         try:
-            self._connection.shared = SharedParts(memory)
+            self._connection.sent_parts = SharedParts(memory)
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # a module in the working directory must not replace a standard module

@@ -7,6 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rheostat_server.front_ends.process import FrontEnd
 from rheostat_server.front_ends.records import Kind, RecordConnection
 from rheostat_server.front_ends.shared_parts import LARGE_PART, Place, SharedParts, create_memory
 
@@ -72,7 +73,7 @@ async def test_parts_for_which_there_is_no_space_go_through_the_socket() -> None
     received: list[tuple[Kind, int, bytes]] = []
     server = RecordConnection(lambda *record: None, lambda: None)
     front_end = RecordConnection(lambda *record: received.append(record), lambda: None)
-    server.shared, front_end.shared = both_ends(4 * LARGE_PART)
+    server.sent_parts, front_end.received_parts = both_ends(4 * LARGE_PART)
     pipe = Pipe()
     server.connection_made(pipe)
     for number, part in enumerate(parts):
@@ -86,3 +87,18 @@ async def test_parts_for_which_there_is_no_space_go_through_the_socket() -> None
         *((Kind.MESSAGE, number, b"head" + part) for number, part in enumerate(parts)),
         (Kind.MESSAGE, 3, parts[0] + b"small"),
     ]
+
+
+async def test_a_front_end_does_not_write_into_the_memory() -> None:
+    """Its large requests would overwrite rows that other clients have not been sent yet."""
+    server, shared = both_ends(4 * LARGE_PART)
+    connection = FrontEnd(shared)._connection
+    pipe = Pipe()
+    connection.connection_made(pipe)
+    rows, request = b"r" * LARGE_PART, b"x" * LARGE_PART
+    place = server.put(rows)
+    assert place is not None
+    connection.send(Kind.MESSAGE, 1, request)
+    await asyncio.sleep(0)
+    assert pipe.written.endswith(request)
+    assert shared.take(b"", place) == rows
