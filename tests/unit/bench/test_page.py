@@ -151,6 +151,16 @@ def test_the_problems_of_random_calls_are_those_of_the_file() -> None:
     assert f"The other {len(full)} are sweeps" in RELIABILITY
 
 
+def test_random_calls_of_monitoring_found_what_the_page_says() -> None:
+    found = content("cpu/monitoring-fuzz.json")
+    assert found["problems"] == []
+    made = sorted(found["pieces"])
+    assert [first for first, _ in made] == [2000 * piece for piece in range(len(made))]
+    assert found["calls"] == sum(count for _, count in made)
+    assert f"{found['calls']:,} calls ran in pieces of 2,000" in RELIABILITY
+    assert f"in all of its {found['neighbour_streams']} streams" in RELIABILITY
+
+
 def test_rows_that_a_capture_lost_are_on_the_page() -> None:
     repeated = content("h200/capture.json")["repeated"]
     lost = [turn["lost_rows"] for turns in repeated.values() for turn in turns]
