@@ -13,6 +13,7 @@ from rheostat_engine import (
     Band,
     Capture,
     Combine,
+    Control,
     Form,
     Gate,
     GateCondition,
@@ -20,6 +21,7 @@ from rheostat_engine import (
     Kind,
     ModelSites,
     Normalise,
+    PackedActs,
     Plan,
     Point,
     Pool,
@@ -99,6 +101,33 @@ def _distinct(count: int, where: Callable[[ModelSites], list[int]]) -> Plans:
     return plans
 
 
+_READING = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
+
+
+def controlled(name: str, share: Callable[[int], int] = lambda batch: batch) -> Plans:
+    """An addition at one layer and a reading there; of some requests a controller sets the gain.
+
+    Args:
+        name: the controller.
+        share: of how many requests of a batch.
+    """
+
+    def plans(sites: ModelSites, batch: int) -> list[Plan | None]:
+        push = act(Kind.ADD, middle(sites))
+        reading = _read(middle(sites)[0])
+        gained = PackedActs((replace(push, gain=0), reading)).build()
+        control = Control(name, gained, (0, 1), 1, PROMPT)
+        plain = Plan("", (push, reading))
+        with_controller = replace(plain, control=control, private_from=PROMPT)
+        return [with_controller if i < share(batch) else plain for i in range(batch)]
+
+    return plans
+
+
+def _read(site: int) -> Act:
+    return Act(Kind.READ, (VECTOR,), ((site, (0,)),), EVERYWHERE, reading=_READING)
+
+
 def gated(
     count: int,
     where: Callable[[ModelSites], list[int]],
@@ -118,11 +147,10 @@ def gated(
         hold: how long a gate stays open; `Hold.TOKENS`: eight tokens.
         decided_at: the position that decides it once, if any.
     """
-    read = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
 
     def plans(sites: ModelSites, batch: int) -> list[Plan | None]:
         steered = where(sites)
-        reading = Act(Kind.READ, (VECTOR,), ((steered[0] - 4, (0,)),), EVERYWHERE, reading=read)
+        reading = _read(steered[0] - 4)
         made: list[Plan | None] = []
         for number in range(count):
             above = bound * (1 + number / 1024)
@@ -185,6 +213,14 @@ SUITES: dict[str, tuple[Arm, ...]] = {
             alike(lambda sites: [act(Kind.ADD, behind_the_first(sites))]),
         ),
         Arm("all layers but one, one gate, open", gated(1, behind_the_first, -1e9)),
+    ),
+    "controllers": (
+        STOCK,
+        _IDLE,
+        Arm("one layer, one reading", controlled("", lambda batch: 0)),
+        Arm("controller, gains of 1", controlled("bench-unchanged")),
+        Arm("controller, new gains", controlled("bench-stepped")),
+        Arm("controller of one request", controlled("bench-stepped", lambda batch: 1)),
     ),
 }
 """Arms that are measured together, by what they show; the first one is the reference."""

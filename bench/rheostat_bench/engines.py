@@ -93,6 +93,7 @@ class Engines:
         *,
         capture_bytes: int = CAPTURE_BYTES,
         copies_in_flight: Sequence[int] = (),
+        controllers: Sequence[str] = (),
     ) -> None:
         """Starts them all.
 
@@ -104,6 +105,7 @@ class Engines:
             options: vLLM's arguments, the same for all.
             capture_bytes: memory of the ring that captured rows pass through.
             copies_in_flight: a setting of further engines with sites, which come after `starts`.
+            controllers: plugins that the engines with sites have. None is too slow for them.
         """
         from vllm import LLM
 
@@ -118,7 +120,10 @@ class Engines:
             if start < starts:
                 self.stock.append(LLM(model=str(model), **options))
             settings = EngineSettings(
-                channel=f"ipc://{scratch}/channel-{start}", capture_bytes=capture_bytes
+                channel=f"ipc://{scratch}/channel-{start}",
+                capture_bytes=capture_bytes,
+                controllers=tuple(controllers),
+                controller_budget=1.0,
             )
             if start >= starts:
                 settings = replace(settings, copies_in_flight=copies_in_flight[start - starts])

@@ -3,9 +3,10 @@
 A probe reads row f of a sample, and something changes the steering. If the change acts from row a
 on, its latency is a - f positions. A probe behind the steered site reads from which row on it acts.
 
-    gate      in the forward pass: a gate opens where the probe reads more than a bound
-    session   a client that reads the signals of its session, and answers each with a gain
-    watch     one watch of all streams, whose client answers each reading with a gain
+    gate        in the forward pass: a gate opens where the probe reads more than a bound
+    controller  a plugin of the server that sets a gain which each reading names
+    session     a client that reads the signals of its session, and answers each with a gain
+    watch       one watch of all streams, whose client answers each reading with a gain
 
 Each reading gets a gain, which is more than a controller needs. All streams of an arm, and the
 watch, are in one Python process.
@@ -34,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 import rheostat
+from rheostat_bench import controllers
 from rheostat_bench.machine import add_model_arguments, chosen, described, server_config
 from rheostat_bench.processes import Worker
 from rheostat_bench.served import address, connected, prompts, serving
@@ -57,7 +59,11 @@ _LABEL = "latency"
 _ACKNOWLEDGED = 64
 """Events of a watch that are acknowledged together."""
 
+_MOST_LAG = 8
+"""Rows after which the gain of a controller is looked for."""
+
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 Result = TypeVar("Result")
 
 
@@ -162,6 +168,48 @@ async def gate_streams(engine: rheostat.aio.Engine, job: Job) -> list[Stream]:
         return Stream(gate_latencies(fired, acted), [], took)
 
     return await _all_of(run, job)
+
+
+def lag(named: Floats, acted: Floats) -> int:
+    """By how many rows later each of some gains acts.
+
+    Args:
+        named: [rows]: the gain that the reading of each row names.
+        acted: [rows]: the gain that acts at each row.
+
+    Raises:
+        Broken: not each by the same number of rows, up to `_MOST_LAG`.
+    """
+    for rows in range(min(_MOST_LAG, len(named) - _STEPS) + 1):
+        if np.allclose(named[: len(named) - rows], acted[rows:], rtol=0, atol=0.4 / _STEPS):
+            return rows
+    raise Broken("the gains of a controller do not act a fixed number of rows later")
+
+
+async def controlled_streams(engine: rheostat.aio.Engine, job: Job) -> list[Stream]:
+    """Requests whose gain a controller sets after each token."""
+    before, after, push = job.parts
+
+    async def run(number: int, prompt: list[int]) -> Stream:
+        begun = time.monotonic()
+        own: rheostat.GenerateOptions = {
+            "steering": push,
+            "probes": [before, after],
+            "controller": "bench-stepped",
+        }
+        out = await engine.generate(prompt, **_options(job, number, own))
+        took = 1e3 * (time.monotonic() - begun) / job.tokens
+        named = controllers.stepped(_generated(out.signals[before]))
+        rows = lag(named, _generated(out.signals[after]) / _DOSE)
+        return Stream([rows] * (len(named) - rows), [], took)
+
+    return await _all_of(run, job)
+
+
+def _generated(readings: Floats) -> Floats:
+    """The readings of generated tokens, which are those that are read."""
+    generated: Floats = readings[~np.isnan(readings)].astype(np.float32)
+    return generated
 
 
 class Answers:
@@ -349,6 +397,7 @@ async def watch_streams(engine: rheostat.aio.Engine, job: Job) -> list[Stream]:
 
 ARMS: Mapping[str, Arm] = {
     "gate": gate_streams,
+    "controller": controlled_streams,
     "session": session_streams,
     "watch": watch_streams,
 }
@@ -429,11 +478,14 @@ def main() -> None:
     table: dict[str, dict[str, dict[str, object]]] = {arm: {} for arm in arguments.arms}
     with tempfile.TemporaryDirectory() as scratch:
         model = chosen(arguments, Path(scratch))
+        controllers.install(Path(scratch) / "plugins")
         config = server_config(
             model,
             engines=1,
             requests=max(arguments.streams),
             front_ends=arguments.front_ends,
+            controllers=tuple(controllers.PLUGINS),
+            controller_budget_ms=1000.0,
         )
         with Worker(partial(serving, config), parent=True) as server:
             target = server.do(address)
@@ -447,7 +499,7 @@ def main() -> None:
                         order = partial(turn, arm, streams, arguments.tokens, sites, target)
                         table[arm][str(streams)] = row = summary(clients.do(order))
                         figures = ", ".join(f"{name} {value}" for name, value in row.items())
-                        print(f"{arm:9} {streams:3} streams: {figures}", flush=True)
+                        print(f"{arm:11} {streams:3} streams: {figures}", flush=True)
     result = {
         "benchmark": "latency",
         "measures": "positions from a reading to the first row on which its change acts",

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rheostat_bench import inline
+from rheostat_bench import controllers, inline
 from rheostat_bench.arms import PROMPT, SUITES, Arm
 from rheostat_bench.engines import Engines
 from rheostat_bench.machine import (
@@ -96,7 +96,12 @@ def main() -> None:
             enable_prefix_caching=False,
             disable_log_stats=False,
         )
-        engines = Engines(model.path, scratch, device(), arguments.starts, options)
+        plugins = list(controllers.PLUGINS) if "controllers" in arguments.suite else []
+        if plugins:
+            controllers.install(Path(scratch) / "plugins")
+        engines = Engines(
+            model.path, scratch, device(), arguments.starts, options, controllers=plugins
+        )
         for suite in arguments.suite:
             batches = arguments.batches
             if suite == "configurations":

@@ -42,7 +42,12 @@ from rheostat_engine.plan.acts import (
 from rheostat_engine.plan.block_keys import BlockKeys, SteeredBlocks
 from rheostat_engine.plan.capacity import Capacity, CapacityLedger, Shortage
 from rheostat_engine.plan.composition import MAX_STEPS, MAX_TOKEN_SETS
-from rheostat_engine.plan.controllers import CONTROLLERS_GROUP, Controller, ControllerStep
+from rheostat_engine.plan.controllers import (
+    CONTROLLERS_GROUP,
+    MAX_CONTROLLED,
+    Controller,
+    ControllerStep,
+)
 from rheostat_engine.plan.gains import (
     LARGEST_GAIN,
     MAX_GAIN_CHANGES,
@@ -92,6 +97,7 @@ __all__ = [
     "MAX_CAPTURE_COST",
     "MAX_COLUMNS",
     "MAX_CONDITIONS",
+    "MAX_CONTROLLED",
     "MAX_GAINS",
     "MAX_GAIN_CHANGES",
     "MAX_GATES",

@@ -19,6 +19,9 @@ import numpy.typing as npt
 CONTROLLERS_GROUP = "rheostat.controllers"
 """The entry point group; each entry point names a `ControllerFactory`."""
 
+MAX_CONTROLLED = 16
+"""The most gains of a sample that a controller sets."""
+
 
 class ControllerStep(NamedTuple):
     """What a controller sees of a step: one row for each sample that it controls."""

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Capture
+from rheostat_engine.plan.controllers import MAX_CONTROLLED
 from rheostat_engine.plan.gate_table import states_of
 from rheostat_engine.plan.gates import NO_SIGNALS, Signals
 from rheostat_engine.plan.needs import Needs, contents_of, needs_of
@@ -357,7 +358,7 @@ class ReceivedControl(NamedTuple):
     name: str
     acts: EncodedTable
     columns: tuple[_Number, _Number]
-    gains: _Number
+    gains: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONTROLLED)]
     first: _Number
 
 

@@ -8,6 +8,10 @@ Alike on every rank
     The rank that reports calls the controller, and sends its decision to the other ranks. Otherwise
     a clock, or a plugin that is not deterministic, could make the ranks disagree.
 
+Why arrays
+    The next step is not launched before the decisions, so the device is idle meanwhile. All samples
+    together cost a few numpy calls, and one short loop over those whose gains change.
+
 Invariants: a step without controlled samples pays one comparison. A decision of position p acts at
 p + 1, and each position is decided once, also if it is recomputed. Nothing that a controller does
 raises here or takes longer than `_LONGEST` seconds, unless it keeps Python's lock.
@@ -25,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rheostat_engine.plan.controllers import Controller, ControllerStep
+from rheostat_engine.plan.controllers import MAX_CONTROLLED, Controller, ControllerStep
 from rheostat_engine.plan.gains import LARGEST_GAIN
 from rheostat_engine.plan.plan import ReceivedControl
 from rheostat_engine.worker.state.buffers import GateBuffers
@@ -48,6 +52,13 @@ _OVERRUNS = 10
 
 _TIMED_CALLS = 4096
 """Calls whose times are kept, for the statistics."""
+
+_FEWEST = 16
+"""Requests for which memory is allocated initially."""
+
+_LAST_GAINS = 16
+"""The last decisions about a sample that are reported at its end, for the rows that are computed
+beyond its last token. The engine runs fewer steps than that."""
 
 
 class ControllerDisabledError(Exception):
@@ -129,31 +140,40 @@ class ControllerHost:
                 self._results.put(error)
 
 
-class _Sample(NamedTuple):
-    request: int
-    """The worker's number of the request."""
-    sample: int
-    """The number that the controller sees."""
-    control: ReceivedControl
+class _Samples(NamedTuple):
+    """Samples about which controllers decide after a step, those of a controller together."""
 
-
-class _Pending(NamedTuple):
-    """The samples of the last step that one controller decides for."""
-
-    name: str
-    samples: list[_Sample]
+    controllers: Int64
+    """[n]: the index of each sample's controller, ascending."""
+    requests: Int64
+    """[n]: the worker's numbers of the requests."""
+    samples: Int64
+    """[n]: the numbers that the controllers see."""
     positions: Int64
-    """[n]."""
-    rows: slice
-    """Their rows of the copied readings."""
+    """[n]: the position that was computed."""
+    tokens: Int64
+    """[n]: its token in the step."""
+    columns: Int64
+    """[n, 2]: first and end of the columns of readings that the controller sees."""
+    counts: Int64
+    """[n]: the number of gains."""
+    states: Int64
+    """[n]: the states of the gains."""
+
+    def at(self, which: Int64 | slice) -> "_Samples":
+        """Some of them."""
+        return _Samples(*(part[which] for part in self))
 
 
 class Decision(NamedTuple):
-    """The gains of a sample from a position on."""
+    """Gains of samples, each from a position on."""
 
-    request: int
-    first: int
-    gains: Mapping[int, float]
+    states: Int64
+    """[n]: the states of the gains."""
+    firsts: Int64
+    """[n]: the positions."""
+    gains: Floats
+    """[n, g]; 1 beyond the gains of a sample."""
 
 
 class Disabled(NamedTuple):
@@ -173,7 +193,7 @@ class StepControllers:
         gates: GateBuffers,
         hosts: Mapping[str, ControllerHost] | None,
         share: Share,
-        gains_of: Callable[[int, int], Floats],
+        gains_of: Callable[[Int64, int], Floats],
     ) -> None:
         """No sample is controlled.
 
@@ -181,7 +201,7 @@ class StepControllers:
             gates: the forward pass writes readings there.
             hosts: the controllers by name; None on a rank that does not report.
             share: sends a decision to the other ranks.
-            gains_of: the present gains of a request, by its number and how many it has.
+            gains_of: the present gains of some states, and how many of each are returned.
         """
         self.disabled: dict[str, str] = {}
         """Why each disabled controller is, by name. Other ranks than the one that reports only know
@@ -190,19 +210,32 @@ class StepControllers:
         self._hosts = hosts
         self._share = share
         self._gains_of = gains_of
-        self._samples: dict[int, _Sample] = {}
-        self._next: dict[int, int] = {}
-        """By number of the request: the next position that has no decision."""
+        self._names: list[str] = []
+        """Of the controllers that have had a sample; alike on every rank."""
+        self._controls: dict[int, ReceivedControl] = {}
+        """By number of the request."""
         self._made = 0
         self._ended: dict[str, list[int]] = {}
-        self._pending: list[_Pending] = []
-        self._tokens: Int64 = np.zeros(0, np.int64)
+        self._pending: _Samples | None = None
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
+        # By number of the request; 0 is the number of none.
+        self._controllers: Int64 = np.full(_FEWEST, -1, np.int64)
+        """-1: none decides about it."""
+        self._samples: Int64 = np.zeros(_FEWEST, np.int64)
+        self._next: Int64 = np.zeros(_FEWEST, np.int64)
+        """The next position that has no decision."""
+        self._columns: Int64 = np.zeros((_FEWEST, 2), np.int64)
+        self._counts: Int64 = np.zeros(_FEWEST, np.int64)
+        self._states: Int64 = np.zeros(_FEWEST, np.int64)
+        self._decisions: Int64 = np.zeros(_FEWEST, np.int64)
+        """How many decisions there were. The last are kept, each at its number's remainder."""
+        self._last_firsts: Int64 = np.zeros((_FEWEST, _LAST_GAINS), np.int64)
+        self._last_gains: Floats = np.ones((_FEWEST, _LAST_GAINS, MAX_CONTROLLED), np.float32)
 
     def __len__(self) -> int:
         """Number of controlled samples."""
-        return len(self._samples)
+        return len(self._controls)
 
     def stats(self) -> dict[str, tuple[int, int, float, float, float, str]]:
         """`ControllerHost.stats` of each controller, and why it is disabled; empty: it is not."""
@@ -211,28 +244,57 @@ class StepControllers:
 
     def control_of(self, request: int) -> ReceivedControl | None:
         """The control of a request; None if it has no controller."""
-        sample = self._samples.get(request)
-        return None if sample is None else sample.control
+        return self._controls.get(request)
 
-    def add(self, request: int, control: ReceivedControl) -> None:
-        """Puts a new sample under control.
+    def check(self, control: ReceivedControl) -> None:
+        """Checks that there is a controller.
 
         Raises:
             ValueError: the worker has no such controller.
         """
         if self._hosts is not None and control.name not in self._hosts:
             raise ValueError(f"there is no controller {control.name!r}")
-        self._made += 1
-        self._samples[request] = _Sample(request, self._made, control)
-        self._next[request] = control.first - 1
 
-    def remove(self, request: int) -> None:
-        """Ends the control of a sample that has ended, if it was controlled."""
-        sample = self._samples.pop(request, None)
-        if sample is not None:
-            seen = self._next.pop(request) >= sample.control.first
-            if seen and sample.control.name not in self.disabled:
-                self._ended.setdefault(sample.control.name, []).append(sample.sample)
+    def add(self, request: int, control: ReceivedControl, state: int) -> None:
+        """Puts a new sample under control; `state` is that of its gains."""
+        while request >= len(self._controllers):
+            self._grow()
+        if control.name not in self._names:
+            self._names.append(control.name)
+        self._made += 1
+        disabled = control.name in self.disabled
+        self._controls[request] = control
+        self._controllers[request] = -1 if disabled else self._names.index(control.name)
+        self._samples[request] = self._made
+        self._next[request] = control.first - 1
+        self._columns[request] = control.columns
+        self._counts[request] = control.gains
+        self._states[request] = state
+        self._decisions[request] = 0
+
+    def remove(self, request: int, end: int) -> list[tuple[int, list[float]]]:
+        """Ends the control of a sample that has ended, if it was controlled.
+
+        Args:
+            request: the number of its request.
+            end: one past the last position that was computed.
+
+        Returns:
+            (first position, gains) of the last decisions that acted.
+        """
+        control = self._controls.pop(request, None)
+        if control is None:
+            return []
+        seen = self._next[request] >= control.first
+        if seen and control.name not in self.disabled:
+            self._ended.setdefault(control.name, []).append(int(self._samples[request]))
+        self._controllers[request] = -1
+        self._samples[request] = 0
+        count = int(self._decisions[request])
+        slots = np.arange(max(0, count - _LAST_GAINS), count) % _LAST_GAINS
+        firsts = self._last_firsts[request, slots].tolist()
+        gains = self._last_gains[request, slots, : control.gains].tolist()
+        return [one for one in zip(firsts, gains, strict=True) if one[0] < end]
 
     def begin(self, numbers: Int64, computed: Int64, scheduled: Int64) -> bool:
         """Prepares a step; returns whether a controller decides after it.
@@ -242,41 +304,36 @@ class StepControllers:
             computed: [r]: the position of its first token.
             scheduled: [r]: the number of its tokens.
         """
-        if not self._samples:
+        if not self._controls:
             return False
-        found: dict[str, list[tuple[_Sample, int, int]]] = {}
+        numbers = np.where(numbers < len(self._controllers), numbers, 0)
+        controllers = self._controllers[numbers]
         last = computed + scheduled - 1
-        tokens = np.cumsum(scheduled) - 1
-        for index, number in enumerate(numbers.tolist()):
-            sample = self._samples.get(number)
-            if sample is None or sample.control.name in self.disabled:
-                continue
-            if last[index] >= self._next[number]:
-                self._next[number] = int(last[index]) + 1
-                part = (sample, int(last[index]), int(tokens[index]))
-                found.setdefault(sample.control.name, []).append(part)
-        rows = 0
-        of_tokens: list[int] = []
-        for name in sorted(found):
-            samples, positions, at = zip(*found[name], strict=True)
-            count = len(samples)
-            place = slice(rows, rows + count)
-            self._pending.append(
-                _Pending(name, list(samples), np.array(positions, np.int64), place)
-            )
-            of_tokens += at
-            rows += count
-        self._tokens = np.array(of_tokens, np.int64)
-        return bool(rows)
+        (rows,) = np.nonzero((controllers >= 0) & (last >= self._next[numbers]))
+        if not len(rows):
+            return False
+        rows = rows[np.argsort(controllers[rows], kind="stable")]
+        requests, positions = numbers[rows], last[rows]
+        self._next[requests] = positions + 1
+        self._pending = _Samples(
+            controllers[rows],
+            requests,
+            self._samples[requests],
+            positions,
+            (np.cumsum(scheduled) - 1)[rows],
+            self._columns[requests],
+            self._counts[requests],
+            self._states[requests],
+        )
+        return True
 
     def end(self) -> None:
         """Launches the copy of the step's readings, once its forward pass was launched."""
-        if not self._pending or self._hosts is None:
+        if self._pending is None or self._hosts is None:
             return
         readings = self._gates.readings
-        columns = max(sample.control.columns[1] for one in self._pending for sample in one.samples)
-        rows = to_device(torch.from_numpy(self._tokens), readings.device)
-        values = readings[:, :columns].index_select(0, rows)
+        rows = to_device(torch.from_numpy(self._pending.tokens), readings.device)
+        values = readings[:, : int(self._pending.columns.max())].index_select(0, rows)
         if readings.device.type != "cuda":
             self._host = values
             return
@@ -287,9 +344,9 @@ class StepControllers:
 
     def finish(self) -> tuple[list[Decision], list[Disabled]]:
         """The decisions about the last step. Waits for its readings, then for the controllers."""
-        if not self._pending:
+        if self._pending is None:
             return [], []
-        pending, self._pending = self._pending, []
+        pending, self._pending = self._pending, None
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -297,64 +354,84 @@ class StepControllers:
         self._host = None
         decisions: list[Decision] = []
         disabled: list[Disabled] = []
-        for one in pending:
-            gains, reason = self._decided(one, read)
+        for controller in np.unique(pending.controllers).tolist():
+            (rows,) = np.nonzero(pending.controllers == controller)
+            ours = pending.at(rows)
+            gains, reason = self._decided(ours, None if read is None else read[rows])
             if gains is None:
-                disabled.append(self._disable(one.name, reason))
+                disabled.append(self._disable(controller, reason))
                 continue
-            for sample, position, row in zip(one.samples, one.positions, gains, strict=True):
-                if self._samples.get(sample.request) is sample:  # it has not ended meanwhile
-                    own = dict(enumerate(row[: sample.control.gains].tolist()))
-                    decisions.append(Decision(sample.request, int(position) + 1, own))
+            (running,) = np.nonzero(self._running(ours))
+            decisions.append(self._decision(ours.at(running), gains[running]))
         return decisions, disabled
 
-    def _decided(self, one: _Pending, read: Floats | None) -> tuple[Floats | None, str]:
+    def _running(self, ours: _Samples) -> npt.NDArray[np.bool_]:
+        """Which samples have not ended since their step."""
+        running: npt.NDArray[np.bool_] = self._samples[ours.requests] == ours.samples
+        return running
+
+    def _decision(self, ours: _Samples, gains: Floats) -> Decision:
+        firsts = ours.positions + 1
+        slots = self._decisions[ours.requests] % _LAST_GAINS
+        self._decisions[ours.requests] += 1
+        self._last_firsts[ours.requests, slots] = firsts
+        self._last_gains[ours.requests, slots, : gains.shape[1]] = gains
+        return Decision(ours.states, firsts, gains)
+
+    def _decided(self, ours: _Samples, read: Floats | None) -> tuple[Floats | None, str]:
         """Gains of one controller; None and the reason if it must be disabled."""
-        width = max(sample.control.gains for sample in one.samples)
+        width = int(ours.counts.max())
         # The last column tells the other ranks whether the controller is disabled.
-        shared = np.zeros((len(one.samples), width + 1), np.float32)
+        shared = np.zeros((len(ours.samples), width + 1), np.float32)
         reason = ""
         if self._hosts is not None and read is not None:
-            step, counts = self._step(one, read[one.rows], width)
+            name = self._names[int(ours.controllers[0])]
             try:
-                shared[:, :width] = self._hosts[one.name].decide(step, counts)
+                shared[:, :width] = self._hosts[name].decide(
+                    self._step(name, ours, read, width), ours.counts
+                )
             except ControllerDisabledError as error:
                 reason = str(error)
                 shared[:, width] = 1.0
         shared = self._share(shared)
         return (None, reason) if shared[0, width] else (shared[:, :width], "")
 
-    def _step(self, one: _Pending, read: Floats, width: int) -> tuple[ControllerStep, Int64]:
-        controls = [sample.control for sample in one.samples]
-        most = max(control.columns[1] - control.columns[0] for control in controls)
-        readings = np.full((len(controls), most), np.nan, np.float32)
-        gains = np.ones((len(controls), width), np.float32)
-        for row, sample in enumerate(one.samples):
-            first, end = sample.control.columns
-            readings[row, : end - first] = read[row, first:end]
-            if self._samples.get(sample.request) is sample:
-                count = sample.control.gains
-                gains[row, :count] = self._gains_of(sample.request, count)
-        step = ControllerStep(
-            samples=np.array([sample.sample for sample in one.samples], np.int64),
-            positions=one.positions,
-            readings=readings,
-            gains=gains,
-            ended=tuple(self._ended.pop(one.name, ())),
+    def _step(self, name: str, ours: _Samples, read: Floats, width: int) -> ControllerStep:
+        firsts = ours.columns[:, :1]
+        counts = ours.columns[:, 1:] - firsts
+        lanes = np.arange(counts.max())
+        values = np.take_along_axis(read, np.minimum(firsts + lanes, read.shape[1] - 1), axis=1)
+        gains = self._gains_of(ours.states, width)
+        return ControllerStep(
+            samples=ours.samples,
+            positions=ours.positions,
+            readings=np.where(lanes < counts, values, np.float32(np.nan)),
+            gains=np.where(self._running(ours)[:, None], gains, np.float32(1)),
+            ended=tuple(self._ended.pop(name, ())),
         )
-        return step, np.array([control.gains for control in controls], np.int64)
 
-    def _disable(self, name: str, reason: str) -> Disabled:
+    def _disable(self, controller: int, reason: str) -> Disabled:
+        name = self._names[controller]
         self.disabled[name] = reason
         self._ended.pop(name, None)
         if self._hosts is not None:
             _LOG.error("the controller %s is disabled: %s", name, reason)
-        requests = {
-            number: self._next[number]
-            for number, sample in self._samples.items()
-            if sample.control.name == name
-        }
-        return Disabled(name, reason, requests)
+        (numbers,) = np.nonzero(self._controllers == controller)
+        self._controllers[numbers] = -1
+        firsts = self._next[numbers].tolist()
+        return Disabled(name, reason, dict(zip(numbers.tolist(), firsts, strict=True)))
+
+    def _grow(self) -> None:
+        more = len(self._controllers)
+        self._controllers = np.pad(self._controllers, (0, more), constant_values=-1)
+        self._samples = np.pad(self._samples, (0, more))
+        self._next = np.pad(self._next, (0, more))
+        self._columns = np.pad(self._columns, ((0, more), (0, 0)))
+        self._counts = np.pad(self._counts, (0, more))
+        self._states = np.pad(self._states, (0, more))
+        self._decisions = np.pad(self._decisions, (0, more))
+        self._last_firsts = np.pad(self._last_firsts, ((0, more), (0, 0)))
+        self._last_gains = np.pad(self._last_gains, ((0, more), (0, 0), (0, 0)))
 
 
 def _checked(result: object, step: ControllerStep, counts: Int64) -> Floats:

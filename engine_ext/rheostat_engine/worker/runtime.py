@@ -45,10 +45,6 @@ from rheostat_engine.worker.transport.row_sender import RowSender
 
 _LOG = logging.getLogger(__name__)
 
-_LAST_GAINS = 16
-"""Positions whose gains are reported at the end, for the rows that are computed beyond the last
-token of a sample. The engine runs fewer steps than that."""
-
 
 class Batch(NamedTuple):
     """The batch of the next forward pass, in the runner's order."""
@@ -145,9 +141,9 @@ class SiteRuntime:
         self._progress = RequestProgress(site_slots.numbers)
         self._signals = StepSignals(buffers.gates, row_sender, rank)
         hosts = (controllers or {}) if row_sender is not None else None
-        self.controllers = StepControllers(buffers.gates, hosts, share, self._gains_of)
-        self._numbered_requests: dict[int, _Request] = {}
-        """The requests with a controller, by number."""
+        self.controllers = StepControllers(buffers.gates, hosts, share, steering.gains.values)
+        self._controlled: dict[int, str] = {}
+        """The names of the requests with a controller, by number."""
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
 
@@ -263,8 +259,9 @@ class SiteRuntime:
         if request is None:
             return
         self._ids.pop(request.name, None)
-        gains = self._last_gains(request)
-        self.controllers.remove(request.number)
+        self._controlled.pop(request.number, None)
+        end = int(self._progress.computed_end[request.number])
+        gains = self.controllers.remove(request.number, end)
         self.steering.remove(request.number, request.steering)
         self._signals.put(request.number, 0, 0)
         rows = None
@@ -420,8 +417,9 @@ class SiteRuntime:
             elif plan is not None and plan.acts is not None:
                 steering = self.steering.set_acts(number, plan.acts, measured=plan.measured)
             if plan is not None and plan.control is not None:
+                self.controllers.check(plan.control)
                 steering = self.steering.make_gains(number, plan.control.acts, steering)
-                self.controllers.add(number, plan.control)
+                self.controllers.add(number, plan.control, steering.parts[-1].gain_state)
         except (BankError, ValueError):
             if steering.parts:
                 self.steering.remove(number, steering)
@@ -442,38 +440,23 @@ class SiteRuntime:
         self._installed.append(InstalledHead(self._rank, request.number, request.name, problem))
         control = self.controllers.control_of(request.number)
         if control is not None:
-            self._numbered_requests[request.number] = request
+            self._controlled[request.number] = request.name
             reason = self.controllers.disabled.get(control.name)
             if reason is not None:
-                self._send_disabled(request, control.name, reason, control.first)
+                self._send_disabled(request.number, control.name, reason, control.first)
 
     def _apply_decisions(self) -> None:
         """Applies what controllers decided about the last step, before the next begins."""
         decisions, disabled = self.controllers.finish()
-        for number, first, gains in decisions:
-            self.steering.set_gains(self._numbered_requests[number].steering, first, gains)
+        for decision in decisions:
+            self.steering.gains.set_all(*decision)
         for name, reason, firsts in disabled:
             for number, first in firsts.items():
-                self._send_disabled(self._numbered_requests[number], name, reason, first)
+                self._send_disabled(number, name, reason, first)
 
-    def _send_disabled(self, request: _Request, name: str, reason: str, first: int) -> None:
-        self._send(ControllerDisabledHead(self._rank, request.name, name, reason, first))
-
-    def _gains_of(self, number: int, count: int) -> npt.NDArray[np.float32]:
-        return self.steering.gains_of(self._numbered_requests[number].steering, count)
-
-    def _last_gains(self, request: _Request) -> list[tuple[int, list[float]]]:
-        """The gains of the last positions of a request with a controller, for its receipt."""
-        control = self.controllers.control_of(request.number)
-        if control is None:
-            return []
-        del self._numbered_requests[request.number]
-        end = int(self._progress.computed_end[request.number])
-        positions = np.arange(max(control.first, end - _LAST_GAINS), end)
-        if not len(positions):
-            return []
-        gains = self.steering.gains_at(request.steering, positions, control.gains)
-        return list(zip(positions.tolist(), gains.tolist(), strict=True))
+    def _send_disabled(self, number: int, name: str, reason: str, first: int) -> None:
+        request = self._controlled[number]
+        self._send(ControllerDisabledHead(self._rank, request, name, reason, first))
 
     def _new_number(self) -> int:
         if self._numbers_free:

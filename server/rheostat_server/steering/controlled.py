@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from rheostat_engine import MAX_GAIN_CHANGES, Act, Control, PackedActs, Plan
+from rheostat_engine import MAX_CONTROLLED, MAX_GAIN_CHANGES, Act, Control, PackedActs, Plan
 from rheostat_server import validation
 from rheostat_server.errors import (
     ControllerDisabled,
@@ -26,9 +26,6 @@ from rheostat_server.steering.interventions import Intervention
 from rheostat_wire.v1 import gain_pb2, generation_service_pb2
 
 _LOG = logging.getLogger(__name__)
-
-MAX_CONTROLLED = 16
-"""The most interventions of a request with a controller."""
 
 CONTROLLED = "a controller of the server sets the gains of this request"
 """Why a watch that steers does not read a request."""

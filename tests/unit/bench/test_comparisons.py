@@ -293,6 +293,21 @@ def test_an_arm_has_as_many_configurations_as_its_name_says() -> None:
     }
 
 
+def test_as_many_requests_have_a_controller_as_an_arm_says() -> None:
+    found = {
+        arm.name: sum(plan is not None and plan.control is not None for plan in plans)
+        for arm in SUITES["controllers"]
+        if (plans := arm.plans(SITES, 8)) is not None
+    }
+    assert found == {
+        "idle": 0,
+        "one layer, one reading": 0,
+        "controller, gains of 1": 8,
+        "controller, new gains": 8,
+        "controller of one request": 1,
+    }
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_is_written_as_it_is(tmp_path: Path, name: str) -> None:
     path = write_shape(name, tmp_path)

@@ -1,21 +1,27 @@
 """What the latency benchmark counts, and that it notices a change that acts elsewhere."""
 
+import os
+import sys
 from collections import Counter
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import rheostat
-from rheostat_bench import latency
+from rheostat_bench import controllers, latency
 from rheostat_bench.latency import (
     Answers,
     Broken,
     Stream,
     Watcher,
     gate_latencies,
+    lag,
     percentile,
     summary,
 )
+from rheostat_engine import CONTROLLERS_GROUP
 from rheostat_wire.v1 import monitor_service_pb2
 
 
@@ -39,6 +45,32 @@ def test_a_gate_is_late_by_the_rows_from_its_onset(fired, acted, found) -> None:
 def test_a_gate_that_never_acts_is_no_latency() -> None:
     with pytest.raises(Broken):
         gate_latencies(bools(".x"), bools(".."))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 8])
+def test_the_lag_of_a_controller_is_that_of_all_its_gains(rows: int) -> None:
+    readings = np.random.default_rng(0).normal(size=60).astype(np.float32)
+    readings[0] = np.nan
+    named = controllers.stepped(readings)
+    assert named[0] == 1
+    assert len(set(named.tolist())) > 10
+    acted = np.concatenate([np.full(rows, 0.03), named])[:60]
+    assert lag(named, acted.astype(np.float32)) == rows
+    acted[40] += 1 / 16
+    with pytest.raises(Broken):
+        lag(named, acted.astype(np.float32))
+
+
+def test_controllers_of_the_benchmarks_are_found_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    controllers.install(tmp_path / "plugins")
+    for name, made in controllers.PLUGINS.items():
+        (point,) = entry_points(group=CONTROLLERS_GROUP, name=name)
+        assert point.load() is made
+    assert os.environ["PYTHONPATH"] == f"{tmp_path / 'plugins'}{os.pathsep}before"
 
 
 def test_percentiles_are_numbers_that_occur() -> None:

@@ -29,6 +29,7 @@ from rheostat_engine.worker.state.device_table import to_device
 from rheostat_engine.worker.state.position_functions import Int64
 
 Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.uint16]
 
 _FEWEST = 16
 """States for which memory is allocated initially."""
@@ -62,10 +63,10 @@ class _Changes:
         self._indices = array("H")
         self._gains = array("f")
 
-    def add(self, first: int, indices: Int64, gains: Floats) -> None:
+    def add(self, first: int, indices: Indices, gains: Floats) -> None:
         """Adds changes that act from a position on, which is not below those before."""
         self._positions.extend([first] * len(indices))
-        self._indices.frombytes(indices.astype(np.uint16).tobytes())
+        self._indices.frombytes(indices.tobytes())
         self._gains.frombytes(gains.tobytes())
 
     def at(self, positions: Int64, count: int) -> Floats:
@@ -150,18 +151,35 @@ class GainStates:
         changed = (indices < self._counts[state]) & (own[indices] != wanted)
         if changed.any():
             indices, wanted = indices[changed], wanted[changed]
-            self._changes[state].add(first, indices, wanted)
+            self._changes[state].add(first, indices.astype(np.uint16), wanted)
             own[indices] = wanted
             self._first[state] = first
 
-    def values_of(self, state: int) -> Floats:
-        """The present gains of a sample, [`MAX_GAINS`]; a view."""
-        values: Floats = self._values[state]
-        return values
+    def set_all(self, states: Int64, firsts: Int64, gains: Floats) -> None:
+        """Changes gains of several samples, each from a position on.
 
-    def at(self, state: int, positions: Int64, count: int) -> Floats:
-        """Its gains at some ascending positions, [n, count]."""
-        return self._changes[state].at(positions, count)
+        Args:
+            states: [n]: their states, all different.
+            firsts: [n]: the positions, each not below that of any change of its sample before.
+            gains: [n, g]: by index; 1 where a sample has no such gain.
+        """
+        count = gains.shape[1]
+        changed = gains != self._values[states, :count]
+        (rows,) = np.nonzero(changed.any(axis=1))
+        every, all_changed = np.arange(count, dtype=np.uint16), changed.all(axis=1).tolist()
+        ids, starts = states.tolist(), firsts.tolist()
+        for row in rows.tolist():
+            indices, wanted = every, gains[row]
+            if not all_changed[row]:
+                indices, wanted = every[changed[row]], wanted[changed[row]]
+            self._changes[ids[row]].add(starts[row], indices, wanted)
+        self._values[states[rows], :count] = gains[rows]
+        self._first[states[rows]] = firsts[rows]
+
+    def values(self, states: Int64, count: int) -> Floats:
+        """The present gains of some samples, [n, count]; 1 where a sample has no such gain."""
+        values: Floats = self._values[states, :count]
+        return values
 
     def choose(
         self, states: Int64, positions: Int64, functions: Int64, bases: tuple[Int64, Int64]

@@ -297,17 +297,6 @@ class Steering:
             self.gains.set(part.gain_state, first, gains)
         return first
 
-    def gains_of(self, applied: RequestSteering, count: int) -> npt.NDArray[np.float32]:
-        """The present gains of a request that has gains, [count]."""
-        values: npt.NDArray[np.float32] = self.gains.values_of(applied.parts[-1].gain_state)
-        return values[:count]
-
-    def gains_at(
-        self, applied: RequestSteering, positions: Int64, count: int
-    ) -> npt.NDArray[np.float32]:
-        """The gains of a request that has gains at some ascending positions, [n, count]."""
-        return self.gains.at(applied.parts[-1].gain_state, positions, count)
-
     def set_windowed_acts(
         self, number: int, acts: EncodedTable | None, window: Window, outside: EncodedTable | None
     ) -> RequestSteering:

@@ -358,6 +358,33 @@ def test_the_gains_at_a_position_are_those_set_last_up_to_it(
     assert states.acquire(4) in (*others, state)
 
 
+def test_gains_of_all_samples_at_once_are_those_set_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    together, apart = GainStates(no_gates(1)), GainStates(no_gates(1))
+    counts = [1, 4, 2, 3, 4]
+    states = np.array([together.acquire(count) for count in counts])
+    assert [apart.acquire(count) for count in counts] == states.tolist()
+    for first in range(1, 200):
+        rows = np.sort(rng.choice(len(counts), rng.integers(1, 6), replace=False))
+        gains = np.ones((len(rows), 4), np.float32)
+        for row, own in zip(rows.tolist(), gains, strict=True):
+            own[: counts[row]] = rng.choice(GAINS, counts[row])
+            apart.set(int(states[row]), first, dict(enumerate(own[: counts[row]].tolist())))
+        together.set_all(states[rows], np.full(len(rows), first), gains)
+        assert together.values(states, 4).tolist() == apart.values(states, 4).tolist()
+    for state in states:
+        positions = np.arange(200)
+        zeros = np.zeros(200, np.int64)
+        found = [
+            one.choose(zeros + state, positions, zeros.copy(), (zeros.copy(), zeros.copy()))
+            for one in (together, apart)
+        ]
+        assert found[0] is not None
+        assert found[1] is not None
+        assert found[0].tokens.tolist() == found[1].tokens.tolist()
+        assert found[0].gains.tolist() == found[1].gains.tolist()
+
+
 def test_thousands_of_changes_are_found_again() -> None:
     rng = np.random.default_rng(0)
     states = GainStates(no_gates(1))
