@@ -182,6 +182,9 @@ def cases(numbers: Float) -> dict[str, Case]:
             (reading(spans=((once, END),)), push(gate(condition(-1e3, decided_at=once))))
         ),
         "late": Case((reading(sites=READ[1:]), push(decided._replace(late=END), READ[0] + 1))),
+        "late, of each token": Case(
+            (both, push(gate(above, hold=Hold.NEXT_TOKEN, late=END), READ[0], BEHIND))
+        ),
         "never": Case((reading(), push(gate(condition(1e6)))), mixed=False),
         **readouts(),
     }
@@ -268,22 +271,23 @@ def check_case(reference: HfReference, name: str, case: Case, outcome: Outcome) 
             assert act.gate is not None
             if not act.gate.late:
                 opened[act.gate] = open_gates(act.gate)
-            return weighted(act, x, opened[act.gate])
+            return weighted(act, x, opened[act.gate][: len(x)])
 
         return changed
 
-    everything = range(len(tokens))
-    changes = []
-    for act in case.acts:
+    everything = list(range(len(tokens)))
+    changes: list[Change] = []
+    for act in sorted(case.acts, key=lambda act: act.reading is not None):  # reads come last
         for site, _ in act.rows:
             if act.reading is not None:
                 changes.append(Change(site, note(act, site), selected(act, tokens)))
             else:
                 changes.append(Change(site, change(act), everything))
     late = [act.gate for act in case.acts if act.gate is not None and act.gate.late]
-    if late:  # what the prompt decides is the same without what later tokens are given
-        reads = [one for act, one in zip(case.acts, changes, strict=True) if act.reading]
-        reference.run(tokens[:END], [one._replace(positions=range(END)) for one in reads])
+    opened.update((one, np.zeros(len(tokens))) for one in late)
+    for end in range(END, len(tokens)) if late else ():  # each token decides for those behind it
+        reads = [one._replace(positions=[p for p in one.positions if p < end]) for one in changes]
+        reference.run(tokens[:end], reads)
         opened.update((one, open_gates(one)) for one in late)
     expected = reference.run(tokens, changes)
     for site in SITES:
