@@ -6,6 +6,7 @@ client streams greedy generations and times each token. Another client captures 
 if the server ends as it began:
 
 * No row, buffer, descriptor or thread is held for a request that has ended.
+* The engine lost no row: the rows that it is asked for always find room.
 * No log line reports a defect, and every call ended with a status of the contract.
 * Both clients got the same tokens and rows as from an idle server.
 * Memory stayed within the server's flags.
@@ -400,6 +401,8 @@ def main() -> None:
             peak = server.take_peak()
             stats = _stats(server.target)
         problems = found.problems() + _too_much_memory(idle, peak)
+        if stats.overrun_row_count:
+            problems.append(f"the engine lost {stats.overrun_row_count} rows")
         if not arguments.control:
             problems += found.late()
         if problems:

@@ -133,7 +133,7 @@ def check_kernels() -> Lines:
                 code=torch.randint(-62, 8, (tokens,), dtype=torch.int32),
                 cap_row=torch.where(torch.arange(tokens) % 3 == 0, torch.arange(tokens), 0).int(),
                 dose_slot=torch.randint(0, 40, (tokens,), dtype=torch.int32),
-                rows=torch.randn(8, width, dtype=dtype),
+                rows=torch.randn(8, width, dtype=dtype) * (torch.arange(8) > 0).to(dtype)[:, None],
                 directions=torch.nn.functional.normalize(torch.randn(8, width)),
                 ints=ints,
                 floats=floats,

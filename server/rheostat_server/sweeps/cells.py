@@ -145,7 +145,8 @@ async def ask(
         question: the token, and the tokens that follow the prompt before it.
         request_id: an id that no other request has.
         manager: runs the request.
-        readers: readers of the rows of each of the request's captures. Empty: it captures nothing.
+        readers: readers of the rows of each of the request's captures. Empty: it captures nothing,
+            and observers attach to it like to a running request.
         plan: runs in place of the request's plan; None: that one does.
 
     Raises:
@@ -163,7 +164,9 @@ async def ask(
         request_id=request_id,
         prompt=prompt,
         plan=plan.for_request(request_id, plan.epoch),
+        unobserved=admitted.unobserved if readers else plan,
         captures=admitted.captures if readers else (),
+        observer_captures=admitted.observer_captures if readers else (),
         sampling=_sampling(question.token_id, min(1, manager.info.logprobs)),
     )
     async with manager.run_request(asked) as active:
