@@ -210,10 +210,8 @@ def _sweeps(content: Mapping[str, Any]) -> tuple[Panel, ...]:
             label: Bar(statistics.median(some), min(some), max(some))
             for label, some in (("median", medians), ("p99", p99s))
         }
-    return (
-        Panel("cells' tokens/s, share of stock vLLM's prefill", shares),
-        Panel("ms between tokens; whiskers: range", felt),
-    )
+    speed = Panel("cells' tokens/s, share of stock vLLM's prefill", shares)
+    return (speed, Panel("ms between tokens; whiskers: range", felt)) if felt else (speed,)
 
 
 _LATE = 5

@@ -374,6 +374,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "streamed",
         "sweeps-qwen3-0.6b",
         "sweeps-qwen3-8b",
+        "sweeps-qwen3-8b-copied-blocks",
         "sweeps-qwen3-8b-paced",
         "sweeps-tiny",
     }

@@ -251,6 +251,7 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
     [
         "h200/sweeps-qwen3-8b",
         "h200/sweeps-qwen3-8b-paced",
+        "h200/sweeps-qwen3-8b-copied-blocks",
         "h200/sweeps-qwen3-0.6b",
         "cpu/sweeps-tiny",
     ],
