@@ -412,6 +412,12 @@ def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
     check_rule_count(request.rules)
     if request.hold_back > HOLD_BACK:
         raise InvalidValue(f"must be 0 to {HOLD_BACK}", field="hold_back")
+    if request.with_baseline and admission.server_wide.policy.rules:
+        raise NotSupported(
+            "the server's policy has rules, which do not read baselines: send the request without "
+            "one",
+            field="with_baseline",
+        )
     if request.probes and admission.info.no_gates:
         raise NotSupported(admission.info.no_gates, field="probes")
     _check_lora(request.lora_name, admission.info.loras)
@@ -448,9 +454,11 @@ def _work(
     if request.probes:
         work += probes_work(request.probes, length, admission.sites)
     work += sum(rule.ByteSize() for rule in request.rules)
-    if admission.server_wide.ops:
-        policy = admission.server_wide.policy
-        work += steering_work(policy.steering, length, admission.sites, vectors)
+    policy = admission.server_wide.policy
+    for steering in admission.server_wide.steerings:
+        work += steering_work(steering, length, admission.sites, vectors)
+    if policy.probes:
+        work += sum(rule.ByteSize() for rule in policy.rules)
         work += probes_work(policy.probes, length, admission.sites)
     return work
 
@@ -519,12 +527,12 @@ def _compile(
     watches: tuple[WatchPart, ...],
 ) -> CompiledRequest:
     """The plan of all that a request asks for, with the server-wide steering and its watches."""
-    server_wide, always_read = admission.server_wide.resolve(context)
+    server_wide, always_read, policy_rules = admission.server_wide.resolve(context)
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
     refuse_gained_sums(interventions)
     watched = tuple(probe for part in watches for probe in part.probes)
-    rules = (*rules, *(rule for part in watches for rule in part.rules))
+    rules = (*rules, *policy_rules, *(rule for part in watches for rule in part.rules))
     read = (*always_read, *probes, *watched)
     plan, vectors = compile_plan("", interventions, captures, read, rules)
     signals = signal_plan(plan, own, probes, rules, watched)

@@ -174,9 +174,9 @@ def key_of(
     if counts is not None and probes:
         # A gate may be decided at the prompt's end.
         counts = None if any(_reads_tokens(probe.where) for probe in request.probes) else True
-    if counts is not None and server_wide.ops:
-        selecting = _counts_positions(server_wide.steering.interventions)
-        counts = None if selecting is None else counts or selecting
+    for always in server_wide.steerings if counts is not None else ():
+        selecting = _counts_positions(always.interventions)
+        counts = None if counts is None or selecting is None else counts or selecting
     if counts is not None and server_wide.probes:
         selected = (probe.where for probe in server_wide.policy.probes)
         counts = None if any(map(_reads_tokens, selected)) else True

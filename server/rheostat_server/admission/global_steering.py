@@ -1,4 +1,4 @@
-"""Server-wide steering: a versioned policy of steering and of probes for its gates.
+"""Server-wide steering: a versioned policy of steering, rules, and probes for its gates and rules.
 
 Invariants: it acts on every request, which cannot shed any of it. It is replaced as a whole. It
 names vectors by digest, and its vectors stay in the store and the workers until it is replaced. A
@@ -9,11 +9,11 @@ first columns of readings.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from rheostat_engine import ModelSites, Plan, Site
+from rheostat_engine import Hold, ModelSites, Plan, Site
 from rheostat_server.admission.planning import check_ranges, compile_plan
 from rheostat_server.admission.request_work import probes_work, steering_work
 from rheostat_server.config import ModelInfo
@@ -29,8 +29,10 @@ from rheostat_server.selectors.selection import (
 )
 from rheostat_server.steering.gates import (
     Probe,
+    held_gate,
     refuse_unused_probes,
     resolve_gate,
+    resolve_hold,
     resolve_probes,
 )
 from rheostat_server.steering.interventions import (
@@ -40,6 +42,12 @@ from rheostat_server.steering.interventions import (
     resolve_steering,
 )
 from rheostat_server.steering.ops import ResolvedOp, vector_refs
+from rheostat_server.steering.rules import (
+    Rule,
+    check_rule_count,
+    resolve_rule_steering,
+    resolve_rules,
+)
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
@@ -73,6 +81,8 @@ class GlobalSteering:
     """The message, with digests and the layers of rows in place of names and inline vectors."""
     ops: tuple[ResolvedOp, ...] = ()
     """One per intervention."""
+    rule_ops: tuple[tuple[ResolvedOp, ...], ...] = ()
+    """For each rule, one per intervention that it steers."""
     probes: tuple[Probe, ...] = ()
     """Its probes; the selections are those of a typical request."""
     sites: ModelSites | None = None
@@ -83,7 +93,7 @@ class GlobalSteering:
     @property
     def vectors(self) -> tuple[Vector, ...]:
         """Its vectors, each once."""
-        vectors = [v for op in self.ops for v in op.vectors]
+        vectors = [v for ops in (self.ops, *self.rule_ops) for op in ops for v in op.vectors]
         vectors += [probe.vector for probe in self.probes]
         return tuple({v.digest: v for v in vectors}.values())
 
@@ -93,12 +103,18 @@ class GlobalSteering:
         return self.policy.steering
 
     @property
+    def steerings(self) -> tuple[steering_pb2.Steering, ...]:
+        """Its steering, and what its rules steer, where there is any."""
+        every = (self.policy.steering, *(rule.steer for rule in self.policy.rules))
+        return tuple(one for one in every if one.interventions)
+
+    @property
     def columns(self) -> int:
         """Columns of readings that its probes take in every request."""
         return sum(len(probe.sites) for probe in self.probes)
 
     def resolve(self, context: SelectionContext) -> "ServerWide":
-        """Its interventions and probes in a request."""
+        """Its interventions, probes and rules in a request."""
         server_wide = replace(context, lenient=True)
         probes = {
             probe.name: replace(probe, selection=_selection(one, server_wide, probe.path))
@@ -114,13 +130,50 @@ class GlobalSteering:
             interventions.append(
                 Intervention(receipt_pb2.ORIGIN_GLOBAL, index, op, selection, gate)
             )
-        return ServerWide(tuple(interventions), tuple(probes.values()))
+        rules = self._rules(probes, server_wide)
+        for number, (rule, ops) in enumerate(zip(rules, self.rule_ops, strict=True)):
+            interventions += self._rule_steering(number, rule, ops, probes, server_wide)
+        return ServerWide(tuple(interventions), tuple(probes.values()), rules)
+
+    def _rules(self, probes: Mapping[str, Probe], context: SelectionContext) -> tuple[Rule, ...]:
+        rules = resolve_rules(self.policy.rules, probes, context, steer=True)
+        return tuple([rule._replace(policy=self.version) for rule in rules])
+
+    def _rule_steering(
+        self,
+        number: int,
+        rule: Rule,
+        ops: Sequence[ResolvedOp],
+        probes: Mapping[str, Probe],
+        context: SelectionContext,
+    ) -> list[Intervention]:
+        """What a rule steers in a request."""
+        message, path = self.policy.rules[number], f"rules[{number}]"
+        interventions: list[Intervention] = []
+        for index, op in enumerate(ops):
+            assert self.sites is not None  # because rules have probes
+            hold = resolve_hold(message, path, Hold.REST)
+            gate = held_gate(rule.gate, hold, message, op.sites, probes, self.sites, context, path)
+            where = f"{path}.steer.interventions[{index}]"
+            selection = _selection(message.steer.interventions[index], context, where)
+            origin = receipt_pb2.ORIGIN_GLOBAL
+            interventions.append(Intervention(origin, index, op, selection, gate, rule.name))
+        return interventions
 
 
 class ServerWide(NamedTuple):
     """The server-wide steering in a request."""
 
     interventions: tuple[Intervention, ...]
+    probes: tuple[Probe, ...]
+    rules: tuple[Rule, ...]
+
+
+class _Checked(NamedTuple):
+    """The parts of a policy that no request changes."""
+
+    ops: tuple[ResolvedOp, ...]
+    rule_ops: tuple[tuple[ResolvedOp, ...], ...]
     probes: tuple[Probe, ...]
 
 
@@ -183,10 +236,10 @@ class GlobalSteeringState:
                     field="expected_version",
                     metadata={"version": str(before.version)},
                 )
-            ops, probes = await self._check(policy)
-            written = _spelled_out(policy, ops, probes)
-            sites = self._sites if probes else None
-            after = GlobalSteering(before.version + 1, written, ops, probes, sites, time.time())
+            checked = await self._check(policy)
+            written = _spelled_out(policy, checked)
+            sites = self._sites if checked.probes else None
+            after = GlobalSteering(before.version + 1, written, *checked, sites, time.time())
             store = self._loader.store
             store.retain(after.vectors)
             unused = after.vectors
@@ -197,38 +250,42 @@ class GlobalSteeringState:
             finally:
                 store.release(unused)
             _LOG.info(
-                "server-wide steering: version %d, %d interventions, %d probes",
+                "server-wide steering: version %d, %d interventions, %d probes, %d rules",
                 after.version,
-                len(ops),
-                len(probes),
+                len(checked.ops),
+                len(checked.probes),
+                len(checked.rule_ops),
             )
             return after
 
-    async def _check(
-        self, policy: steering_service_pb2.Policy
-    ) -> tuple[tuple[ResolvedOp, ...], tuple[Probe, ...]]:
-        """The ops and probes of a policy, after all checks in the context of a typical request."""
-        if policy.probes and self._info.no_gates:
-            raise NotSupported(self._info.no_gates, field="probes")
-        check_ranges(policy.steering, probes=policy.probes)
+    async def _check(self, policy: steering_service_pb2.Policy) -> _Checked:
+        """The parts of a policy, after all checks in the context of a typical request."""
+        check_rule_count(policy.rules)
+        if (policy.probes or policy.rules) and self._info.no_gates:
+            field = "probes" if policy.probes else "rules"
+            raise NotSupported(self._info.no_gates, field=field)
+        check_ranges(policy.steering, probes=policy.probes, rules=policy.rules)
         _refuse_signals(policy)
+        _refuse_gains(policy)
         context, vectors = typical_context(self._info), self._loader.store.view()
-        work = steering_work(policy.steering, context.prompt_len, self._sites, vectors)
+        work = sum(rule.ByteSize() for rule in policy.rules)
+        for steering in (policy.steering, *(rule.steer for rule in policy.rules)):
+            work += steering_work(steering, context.prompt_len, self._sites, vectors)
         work += probes_work(policy.probes, context.prompt_len, self._sites)
-        interventions, probes, plan = await with_directions(
+        checked, plan = await with_directions(
             self._loader.store.directions,
             policy,
             lambda: offload(work, self._compile, policy, context, vectors),
         )
         self._fits([Reservation(plan)], context.prompt_len)
-        return tuple(intervention.op for intervention in interventions), probes
+        return checked
 
     def _compile(
         self,
         policy: steering_service_pb2.Policy,
         context: SelectionContext,
         vectors: VectorView,
-    ) -> tuple[tuple[Intervention, ...], tuple[Probe, ...], Plan]:
+    ) -> tuple[_Checked, Plan]:
         probes = resolve_probes(policy.probes, self._sites, context, vectors)
         interventions = resolve_steering(
             policy.steering,
@@ -238,10 +295,21 @@ class GlobalSteeringState:
             receipt_pb2.ORIGIN_REQUEST,
             probes=probes,
         )
-        refuse_unused_probes(probes, [intervention.gate for intervention in interventions])
-        check_sums(interventions, FloatType(self._sites.dtype))
-        read = tuple(probes.values())
-        return interventions, read, compile_plan("server-wide", interventions, (), read).plan
+        rules = resolve_rules(policy.rules, probes, context, steer=True)
+        steered = resolve_rule_steering(
+            policy.rules, rules, probes, self._sites, context, vectors, None
+        )
+        gates = [*(one.gate for one in interventions), *(rule.gate for rule in rules)]
+        refuse_unused_probes(probes, gates)
+        every = (*interventions, *steered)
+        check_sums(every, FloatType(self._sites.dtype))
+        checked = _Checked(
+            tuple(one.op for one in interventions),
+            tuple(tuple(one.op for one in steered if one.rule == rule.name) for rule in rules),
+            tuple(probes.values()),
+        )
+        plan = compile_plan("server-wide", every, (), checked.probes, rules).plan
+        return checked, plan
 
 
 def _refuse_signals(policy: steering_service_pb2.Policy) -> None:
@@ -256,19 +324,36 @@ def _refuse_signals(policy: steering_service_pb2.Policy) -> None:
         raise NotSupported("signals of the server-wide steering are not sent", field=fields[0])
 
 
+def _refuse_gains(policy: steering_service_pb2.Policy) -> None:
+    """Refuses rules that multiply the request's own steering."""
+    for number, rule in enumerate(policy.rules):
+        if rule.HasField("gain"):
+            raise NotSupported(
+                "rules of the server observe, stop and steer: they change no gain of a request",
+                field=f"rules[{number}].gain",
+            )
+
+
 def _spelled_out(
-    policy: steering_service_pb2.Policy, ops: Sequence[ResolvedOp], probes: Sequence[Probe]
+    policy: steering_service_pb2.Policy, checked: _Checked
 ) -> steering_service_pb2.Policy:
     """The policy with digests in place of names, and with an end for every range of layers."""
     written = steering_service_pb2.Policy()
     written.CopyFrom(policy)
     written.steering.SetInParent()
-    for message, probe in zip(written.probes, probes, strict=True):
+    for message, probe in zip(written.probes, checked.probes, strict=True):
         _end_layers(message.sites, probe.sites)
         message.read.vector.digest = probe.vector.digest
         if probe.row_layers:  # as below
             message.read.vector.row_layers.layers[:] = probe.row_layers
-    for intervention, op in zip(written.steering.interventions, ops, strict=True):
+    _spell_out_steering(written.steering, checked.ops)
+    for rule, ops in zip(written.rules, checked.rule_ops, strict=True):
+        _spell_out_steering(rule.steer, ops)
+    return written
+
+
+def _spell_out_steering(message: steering_pb2.Steering, ops: Sequence[ResolvedOp]) -> None:
+    for intervention, op in zip(message.interventions, ops, strict=True):
         _end_layers(intervention.sites, op.sites)
         refs = [ref for _, ref in vector_refs(intervention)]
         # A mask, or a Replace by zeros, has a vector without a reference.
@@ -277,7 +362,6 @@ def _spelled_out(
                 ref.digest = vector.digest
                 if row_layers:  # a name has them, a digest does not
                     ref.row_layers.layers[:] = row_layers
-    return written
 
 
 def _end_layers(message: types_pb2.SiteSet, sites: Sequence[Site]) -> None:

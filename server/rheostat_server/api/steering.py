@@ -18,7 +18,6 @@ from rheostat_server.engine.persistent_vectors import Naming
 from rheostat_server.errors import InvalidValue, RheostatError
 from rheostat_server.limits import CHUNK_BYTES, ID_BYTES
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.steering.interventions import refuse_rules
 from rheostat_server.vectors.listing import FIRST, Key
 from rheostat_server.vectors.store import Entry, Name
 from rheostat_server.vectors.upload import Upload, Uploads, check_default_sites, check_label
@@ -138,11 +137,10 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         """Replaces the server-wide steering."""
         expected = request.expected_version if request.HasField("expected_version") else None
         manager = self._readiness.manager()
-        refuse_rules(request.policy, "policy")
         try:
             after = await manager.server_wide.set(request.policy, expected)
         except RheostatError as error:
-            if error.field.startswith(("steering", "probes")):
+            if error.field.startswith(("steering", "probes", "rules")):
                 error.field = f"policy.{error.field}"
             raise
         return _pb.SetGlobalResponse(version=after.version)

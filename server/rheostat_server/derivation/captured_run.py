@@ -10,8 +10,10 @@ from contextlib import aclosing, contextmanager
 from rheostat_server.admission.admit import admit
 from rheostat_server.derivation.prompt_rows import (
     check_prompt_selector,
+    is_stop,
     request_for,
     selected_rows,
+    stopped_error,
 )
 from rheostat_server.errors import Defect, Draining, MissingField, RheostatError
 from rheostat_server.generation.responses import run
@@ -53,13 +55,17 @@ async def capture_run(
         admitted = await admit(_request(message), manager.admission)
         selected_rows(admitted, message.where)
         receipt: receipt_pb2.Receipt | None = None
+        stopped = False
         async with aclosing(run(admitted, manager)) as responses:
             async for response in responses:
+                stopped = stopped or is_stop(response)
                 if isinstance(response, Response) and response.HasField("receipt"):
                     receipt = response.receipt
     if receipt is None or not receipt.captures[0].run_id:
         if manager.draining:
             raise Draining("the server is ending; it did not run the prompt")
+        if stopped:
+            raise stopped_error()
         raise Defect("the request ended without its run")
     return receipt
 

@@ -16,10 +16,13 @@ from rheostat_server.errors import (
     Draining,
     EmptySelector,
     InvalidPosition,
+    NotSupported,
     RheostatError,
 )
 from rheostat_server.generation.responses import run
+from rheostat_server.generation.sample import Response
 from rheostat_server.requests.manager import RequestManager
+from rheostat_server.requests.response_queue import Notice
 from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import (
@@ -100,6 +103,17 @@ def check_prompt_selector(where: selector_pb2.Selector) -> None:
             )
 
 
+def stopped_error() -> NotSupported:
+    """The error for a prompt whose rows did not all come, because it was stopped."""
+    return NotSupported("a rule of the server's policy, or a watch, ended this prompt early")
+
+
+def is_stop(response: Response | CapturedRows | Notice) -> bool:
+    """Whether a response says that a rule or a watch ended the request."""
+    reasons = types_pb2.FINISH_REASON_RULE, types_pb2.FINISH_REASON_WATCH
+    return isinstance(response, Response) and response.finished.reason in reasons
+
+
 async def read_rows(
     prompt: types_pb2.Prompt, path: str, reading: Reading, manager: RequestManager, rows: Rows
 ) -> None:
@@ -113,14 +127,18 @@ async def read_rows(
     with _naming(path):
         admitted = await admit(_request(prompt, reading), manager.admission)
         rows.begin(admitted, selected_rows(admitted, reading.where))
+        stopped = False
         async with aclosing(run(admitted, manager)) as responses:
             async for response in responses:
+                stopped = stopped or is_stop(response)
                 if isinstance(response, CapturedRows):
                     part = response.to_message()
                     await offload(len(part.tensor.inline), rows.add, part)
         if not rows.complete():
             if manager.draining:
                 raise Draining("the server is ending; it did not run all prompts")
+            if stopped:
+                raise stopped_error()
             raise Defect("the engine did not deliver every row")
 
 

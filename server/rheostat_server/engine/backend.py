@@ -40,7 +40,9 @@ class StoppedBy(NamedTuple):
     """Empty: a message of a watch's client."""
     label: str
     watch: str = ""
-    """The id of the watch; empty: a rule of the request."""
+    """The id of the watch; empty: a rule of the request or of the policy."""
+    policy: int = 0
+    """The version of the policy whose rule it is; 0: none."""
 
     @property
     def ending(self) -> Ending:

@@ -75,10 +75,12 @@ def add_rules(
     samples: Sequence[Sample],
 ) -> None:
     """Writes where the rules of a request fired."""
-    for name in admitted.rule_names:
-        message = receipt.rules.add(rule_name=name)
+    version, policy = admitted.server_wide.version, admitted.server_wide.policy
+    keys = [(0, name) for name in admitted.rule_names]
+    for key in (*keys, *((version, rule.name) for rule in policy.rules)):
+        message = receipt.rules.add(rule_name=key[1], server_wide=key[0] > 0)
         for sample in samples:
-            fired = None if signals is None else signals.firings(sample.index).get(name)
+            fired = None if signals is None else signals.firings(sample.index).get(key)
             if fired is None:
                 continue
             positions = clipped(fired.positions, 0, sample.row_end)

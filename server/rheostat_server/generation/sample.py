@@ -196,6 +196,7 @@ class Sample:
             else:
                 message.rule_name = stop.rule_name
                 message.rule_label = stop.label
+                message.policy_version = stop.policy
         elif ending is Ending.STOP:
             if stop is None and self.tokens:
                 stop = self.tokens[-1]

@@ -32,6 +32,7 @@ from rheostat_server.engine.held_samples import HeldSamples
 from rheostat_server.engine.preparations import Preparation
 from rheostat_server.errors import Defect, RheostatError, RowsLost
 from rheostat_server.monitors.parts import WatchedPart
+from rheostat_server.requests.policy_audit import PolicyAudit
 from rheostat_server.requests.request_holds import RequestHolds, hold_tokens
 from rheostat_server.requests.request_outputs import RequestOutputs
 from rheostat_server.requests.response_queue import Notice, Pace, ResponseItem, ResponseQueue, Sign
@@ -68,6 +69,7 @@ class ActiveRequest:
         pace: Pace | None = None,
         row_turns: Turns | None = None,
         held_samples: HeldSamples | None = None,
+        audit: PolicyAudit | None = None,
     ) -> None:
         """The request has not started.
 
@@ -77,6 +79,7 @@ class ActiveRequest:
             pace: limits how often its tokens are sent. None: every token is sent at once.
             row_turns: limits how many requests send rows in an iteration of the event loop.
             held_samples: holds its samples in the engine; None: it is never held.
+            audit: logs where rules of the policy fire; None: it does not run.
         """
         self.admitted = admitted
         self.admitted_at = time.monotonic()
@@ -126,6 +129,7 @@ class ActiveRequest:
                 len(self.own_samples),
                 share,
                 partial(self.queue.put, Sign.SIGNALS),
+                None if audit is None else audit.of(admitted.request_id),
             )
         self.holds = RequestHolds(self.sequences, held_samples, self.fail, self._accept)
         """The watches that hold it."""
@@ -560,7 +564,7 @@ class ActiveRequest:
         """Stops a sample at the row at which a rule has fired."""
         stop = fired.rule.stop
         assert stop is not None
-        by = StoppedBy(fired.rule.name, stop.label, fired.rule.watch)
+        by = StoppedBy(fired.rule.name, stop.label, fired.rule.watch, fired.rule.policy)
         sequence.fired_row = fired.row
         for delta in hold.stop(fired.row, by, drop_sampled=stop.drop_sampled):
             self._accept(sequence, delta)

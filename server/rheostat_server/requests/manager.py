@@ -55,6 +55,7 @@ from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.late_attachment import LateAttachment
 from rheostat_server.requests.open_outputs import open_outputs
+from rheostat_server.requests.policy_audit import PolicyAudit
 from rheostat_server.requests.response_queue import Pace
 from rheostat_server.requests.sequence import RELEASE_GRACE, EngineSequence
 from rheostat_server.requests.signal_delivery import begin_watches, deliver_signals
@@ -128,6 +129,7 @@ class RequestManager:
         self.steering_updates = SteeringUpdates(backend)
         self.gain_updates = GainUpdates(backend)
         self._held_samples = HeldSamples(backend)
+        self._audit = PolicyAudit()
         self.server_wide = GlobalSteeringState(
             self.info,
             self.sites,
@@ -238,7 +240,12 @@ class RequestManager:
         self._check_open(admitted)
         self.watched.announce_late(admitted)
         active = ActiveRequest(
-            admitted, self.budget.share(), self._pace, self._row_turns, self._held_samples
+            admitted,
+            self.budget.share(),
+            self._pace,
+            self._row_turns,
+            self._held_samples,
+            self._audit,
         )
         if admitted.changeable:
             active.control = SteeringControl(active, self)
@@ -327,6 +334,7 @@ class RequestManager:
         try:
             return await self._drained(timeout)
         finally:
+            self._audit.flush()
             self.subscriptions.end(
                 Draining("the server has ended, and the subscription with it: open another")
             )

@@ -22,6 +22,7 @@ from rheostat_engine import OPEN_END, Spans
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.limits import CHUNK_BYTES
+from rheostat_server.requests.policy_audit import RequestAudit
 from rheostat_server.selectors.spans import runs, united
 from rheostat_server.steering.rules import Rule, SignalPlan
 from rheostat_wire.v1 import monitor_pb2, tensor_pb2
@@ -101,15 +102,20 @@ class _SampleSignals:
         """One past the last position that counts."""
         self.sent = 0
         """One past the last position whose signals may leave, at the last `take`."""
-        self.firings: dict[str, Firings] = {}
-        """By the name of the rule."""
+        self.firings: dict[tuple[int, str], Firings] = {}
+        """By the policy's version, or 0, and the name of the rule."""
 
 
 class RequestSignals:
     """The waiting signals of a request, and its firings."""
 
     def __init__(
-        self, plan: SignalPlan, samples: int, share: Share, wake: Callable[[], None]
+        self,
+        plan: SignalPlan,
+        samples: int,
+        share: Share,
+        wake: Callable[[], None],
+        audit: RequestAudit | None = None,
     ) -> None:
         """No signals have come.
 
@@ -118,6 +124,7 @@ class RequestSignals:
             samples: the number of the request's own samples.
             share: the memory of the request.
             wake: is called if signals wait that should leave before the next token.
+            audit: logs where rules of the policy fire.
         """
         self.plan = plan
         self._samples = [_SampleSignals() for _ in range(samples)]
@@ -130,6 +137,8 @@ class RequestSignals:
         self._plain = not len(self._gates) and plan.readings == tuple(range(len(plan.readings)))
         """Whether the client gets the first columns, in their order."""
         self._own_rules = plan.own_rules
+        self._noted_rules = plan.own_rules + plan.policy_rules
+        self._audit = audit
         self._stopping = [n for n, rule in enumerate(plan.rules) if rule.stop is not None]
         share.add(self)
 
@@ -192,10 +201,11 @@ class RequestSignals:
                 count = ends.row + 1 - first
                 values, fired = values[:count], fired[:count]
                 signals.end = ends.row + 1
-            fired = fired[:, : self._own_rules]
+            fired = fired[:, : self._noted_rules]
             if fired.any():
-                self._note(signals, first, fired, ends)
-            else:
+                self._note(sample, first, fired, ends)
+            fired = fired[:, : self._own_rules]
+            if not fired.any():
                 fired = None
         self._keep(signals, first, values, readings, fired)
         return ends
@@ -205,6 +215,9 @@ class RequestSignals:
         end = min(first + count, self._samples[sample].end)
         if first < end:
             self._samples[sample].dropped.append((first, end))
+            policy = [rule.policy for rule in self.plan.rules if rule.policy]
+            if policy and self._audit is not None:
+                self._audit.unread(sample, policy[0], first, end)
 
     def take(
         self, sample: int, end: int, prompt: Sequence[int], tokens: Sequence[int]
@@ -230,8 +243,8 @@ class RequestSignals:
             if message is not None:
                 return message
 
-    def firings(self, sample: int) -> Mapping[str, Firings]:
-        """Where rules fired in a sample, by the name of the rule."""
+    def firings(self, sample: int) -> Mapping[tuple[int, str], Firings]:
+        """Where rules fired in a sample, by the policy's version, or 0, and the rule's name."""
         return self._samples[sample].firings
 
     def close(self) -> None:
@@ -251,7 +264,7 @@ class RequestSignals:
 
     def _note(
         self,
-        signals: _SampleSignals,
+        sample: int,
         first: int,
         fired: npt.NDArray[np.bool_],
         ends: Fired | None,
@@ -259,9 +272,13 @@ class RequestSignals:
         """Counts firings."""
         for number in np.flatnonzero(fired.any(axis=0)).tolist():
             rule = self.plan.rules[number]
-            firings = signals.firings.setdefault(rule.name, Firings())
-            firings.add(runs(first + np.flatnonzero(fired[:, number])))
-            firings.stopped |= ends is not None and ends.rule is rule
+            firings = self._samples[sample].firings.setdefault((rule.policy, rule.name), Firings())
+            positions = runs(first + np.flatnonzero(fired[:, number]))
+            stopped = ends is not None and ends.rule is rule
+            firings.add(positions)
+            firings.stopped |= stopped
+            if rule.policy and self._audit is not None:
+                self._audit.fired(sample, rule, positions, stopped=stopped)
 
     def _keep(
         self,

@@ -34,7 +34,6 @@ from rheostat_server.vectors.store import VectorView
 from rheostat_wire.v1 import (
     receipt_pb2,
     steering_pb2,
-    steering_service_pb2,
 )
 
 INTERVENTION_PATH = "steering.interventions"
@@ -55,7 +54,7 @@ class Intervention:
     gate: Gate | None = None
     """Multiplies its effect; None: 1."""
     rule: str = ""
-    """The name of the rule that it belongs to, of `ORIGIN_RULE`."""
+    """The name of the rule that it belongs to: of `ORIGIN_RULE`, or a server-wide rule."""
     gained_by: str = ""
     """The path of the rule whose gain its gate is; empty: its gate is no gain."""
     signals: bool = False
@@ -180,19 +179,6 @@ def resolve_steering(
         )
         for index, intervention in enumerate(steering.interventions)
     )
-
-
-def refuse_rules(message: steering_service_pb2.Policy, path: str) -> None:
-    """Refuses server-wide rules, which are not served yet.
-
-    Raises:
-        NotSupported: the message has rules.
-    """
-    if message.rules:
-        raise NotSupported(
-            "server-wide rules are not served yet: give each request its rules",
-            field=field_path(path, "rules"),
-        )
 
 
 def check_sums(interventions: Sequence[Intervention], kind: FloatType) -> None:

@@ -51,7 +51,11 @@ class Rule(NamedTuple):
     stop: Stop | None
     """None: it is only observed."""
     watch: str = ""
-    """The id of the watch that it belongs to; empty: the request's own."""
+    """The id of the watch that it belongs to; empty: it is the request's own, or the policy's."""
+    policy: int = 0
+    """The version of the server-wide policy that it belongs to; 0: to none."""
+    steers: bool = False
+    """Whether it steers."""
 
 
 def resolve_rules(
@@ -83,7 +87,8 @@ def resolve_rules(
                 field=field_path(path, "name"),
             )
         stop = _stop(message, path, steer=steer)
-        found[name] = Rule(name, resolve_rule_gate(message, probes, context, path), stop)
+        gate = resolve_rule_gate(message, probes, context, path)
+        found[name] = Rule(name, gate, stop, steers=message.HasField("steer"))
     return tuple(found.values())
 
 
@@ -297,8 +302,13 @@ class SignalPlan:
 
     @property
     def own_rules(self) -> int:
-        """The number of the request's own rules, which come before those of watches."""
-        return sum(not rule.watch for rule in self.rules)
+        """The number of the request's own rules, which come before all others."""
+        return sum(not (rule.watch or rule.policy) for rule in self.rules)
+
+    @property
+    def policy_rules(self) -> int:
+        """The number of the policy's rules, between its own and those of watches."""
+        return sum(rule.policy > 0 for rule in self.rules)
 
     @property
     def reported(self) -> bool:
@@ -329,7 +339,7 @@ def signal_plan(
         plan: the plan.
         interventions: those of the request.
         probes: its own probes, in order.
-        rules: its own rules, in order, then those of watches.
+        rules: its own rules, in order, then those of the policy, then those of watches.
         watched: the probes of watches.
     """
     if not plan.signals.any:

@@ -13,7 +13,13 @@ from typing import NamedTuple
 from rheostat_engine import Spans
 from rheostat_server import validation
 from rheostat_server.admission.admit import AdmittedRequest, admit
-from rheostat_server.errors import InvalidPosition, InvalidValue, MissingField, RheostatError
+from rheostat_server.errors import (
+    InvalidPosition,
+    InvalidValue,
+    MissingField,
+    NotSupported,
+    RheostatError,
+)
 from rheostat_server.limits import (
     ID_BYTES,
     NOISES,
@@ -237,6 +243,8 @@ async def _admit(
 ) -> AdmittedRequest:
     """Admits a prompt. Lets the event loop go on in between, because there may be thousands."""
     await asyncio.sleep(0)
+    if context.manager.admission.server_wide.policy.rules:
+        raise NotSupported("the server's policy has rules, which do not read the cells of sweeps")
     admitted = await admit(run, replace(context.manager.admission, watches=None))
     context.room.take_prompt(admitted, path)
     return replace(admitted, background=context.background)

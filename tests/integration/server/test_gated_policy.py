@@ -10,6 +10,7 @@ import rheostat
 from rheostat_engine import Point, Site
 
 from ..engine.reference import Change, Float, HfReference
+from .conftest import Server
 
 pytestmark = pytest.mark.integration
 
@@ -135,3 +136,43 @@ def test_calls_that_run_prompts_are_gated_too(cleared: rheostat.Engine, mean: fl
     after = derived(), stored(high), stored(low)
     for was, became, moved in zip(before, after, (1, 1, 0), strict=True):
         np.testing.assert_allclose(became - was, moved * PUSH[0], atol=2e-3)
+
+
+def test_rules_of_the_policy_stop_and_steer_every_request_of_a_real_engine(
+    cleared: rheostat.Engine, server: Server
+) -> None:
+    engine = cleared
+    plain = engine.generate(PROMPT, capture=EVERY_LAYER, **OPTIONS)
+    length = len(plain.prompt_token_ids)
+    read = plain.activations["resid_post", READ] @ MOOD[0]
+    row = length + int(np.argmax(read[length:-1]))
+    bound = float(read[row]) - 1e-3
+    after = rheostat.probe(
+        rheostat.inline(MOOD), points="resid_post", layers=READ, where="generated", name="after"
+    )
+    fires = [p for p in range(length, len(read)) if read[p] > bound]
+    engine.steering.set_global(None, rules=rheostat.Rule("grim", after.above(bound)))
+    own = rheostat.Rule("grim", after.above(bound), rheostat.Observe())
+    for number, rules in enumerate((None, own)):
+        out = engine.generate(PROMPT, rules=rules, request_id=f"audited-{number}", **OPTIONS)
+        assert (out.finish_reason, out.samples[0].stop) == ("rule", "grim")
+        assert out.samples[0].policy_version == engine.steering.get_global().version
+        assert out.token_ids == plain.token_ids[: fires[0] - length + 1]
+        (found,) = [one for one in out.receipt.rules if one.server_wide]
+        assert [p for one in found.samples[0].positions for p in one] == fires[:1]
+        assert len(out.receipt.rules) == (1 if rules is None else 2)
+    version = out.receipt.global_version
+    log = server.log.read_text()
+    for number in range(2):
+        line = f"policy version={version} rule=grim action=stop request=audited-{number} sample=0"
+        assert log.count(f"{line} positions={fires[0]} ended=sample") == 1
+    steer = rheostat.Steer(rheostat.inline(PUSH).at(points="resid_post", layers=ACT))
+    engine.steering.set_global(None, rules=rheostat.Rule("push", after.above(bound), steer))
+    steered = engine.generate(PROMPT, capture=EVERY_LAYER, **OPTIONS)
+    rows = steered.activations["resid_post", ACT]
+    same = plain.activations["resid_post", ACT]
+    assert steered.token_ids[: fires[0] - length + 1] == plain.token_ids[: fires[0] - length + 1]
+    np.testing.assert_allclose(rows[: fires[0]], same[: fires[0]], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(rows[fires[0]], same[fires[0]] + PUSH[0], atol=1e-3, rtol=0)
+    (applied,) = steered.receipt.interventions
+    assert (applied.origin, applied.rule_name) == ("global", "push")

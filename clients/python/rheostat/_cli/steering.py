@@ -23,7 +23,7 @@ def add(commands: Subparsers) -> None:
         "set",
         help="replace it by these ops, for requests admitted from now on",
         description="Replace the server-wide steering by these ops, for requests admitted from now "
-        "on.",
+        "on. Rules of the policy stay.",
         example="rheostat global set --scale joy:0 --expected-version 3",
     )
     add_ops(setting)
@@ -41,7 +41,7 @@ def add(commands: Subparsers) -> None:
     clearing = actions.add_parser(
         "clear",
         help="remove it",
-        description="Remove the server-wide steering.",
+        description="Remove the server-wide steering, and the rules of the policy.",
         example="rheostat global clear",
     )
     clearing.set_defaults(run=run_clear)
@@ -62,18 +62,23 @@ def run_set(args: argparse.Namespace) -> int:
     if not args.ops:
         raise CommandError("no op is given; to remove all, use: rheostat global clear", 2)
     with connected(args) as engine:
-        version = engine.steering.set_global(steering(engine, args), args.expected_version)
+        before = engine.steering.get_global()
+        expected = args.expected_version
+        if before.rules and expected is None:
+            expected = before.version  # so that rules that are set meanwhile stay
+        version = engine.steering.set_global(steering(engine, args), expected, rules=before.rules)
     print(f"version {version}")
     return 0
 
 
 def run_get(args: argparse.Namespace) -> int:
-    """Print one line per intervention."""
+    """Print one line per intervention and rule."""
     with connected(args) as engine:
         steering = engine.steering.get_global()
     if args.json:
         interventions = [str(intervention) for intervention in steering.interventions]
-        print_json({**vars(steering), "interventions": interventions})
+        rules = [rule.name for rule in steering.rules]
+        print_json({**vars(steering), "interventions": interventions, "rules": rules})
     else:
         print(steering)
     return 0

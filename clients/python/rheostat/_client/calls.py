@@ -24,7 +24,7 @@ from rheostat._responses.explanations import (
 from rheostat._responses.model import ModelInfo, Stats, read_model, read_stats
 from rheostat._responses.results import Event, Generation
 from rheostat._steering.global_steering import GlobalSteering, read_global
-from rheostat._steering.rules import probes_to_wire
+from rheostat._steering.rules import RulesLike, probes_to_wire, rules_of
 from rheostat._steering.steering import SteeringLike, interventions_of, steering_to_wire
 from rheostat._sweeps.accumulator import SweepAccumulator
 from rheostat._sweeps.result import SweepResult
@@ -161,18 +161,19 @@ def health() -> UnaryCall[health_pb2.HealthCheckResponse, str]:
 
 @builds_message
 def set_global(
-    steering: SteeringLike, expected_version: int | None
+    steering: SteeringLike, expected_version: int | None, rules: RulesLike
 ) -> UnaryCall[steering_service_pb2.SetGlobalResponse, int]:
     """Its result is the new version."""
     if expected_version is not None:
         whole_number(expected_version, "expected_version", "a version", most=UINT64)
-    interventions = interventions_of(steering)
+    interventions, listed = interventions_of(steering), rules_of(rules)
     return UnaryCall(
         "/rheostat.v1.SteeringService/SetGlobal",
         steering_service_pb2.SetGlobalRequest(
             policy=steering_service_pb2.Policy(
                 steering=steering_to_wire(interventions) or steering_pb2.Steering(),
-                probes=probes_to_wire(interventions),
+                probes=probes_to_wire(interventions, None, listed),
+                rules=[rule.to_wire(f"rules[{number}]") for number, rule in enumerate(listed)],
             ),
             expected_version=expected_version,
         ),

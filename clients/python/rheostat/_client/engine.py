@@ -33,6 +33,7 @@ from rheostat._responses.results import Generation
 from rheostat._runs import RunInfo
 from rheostat._selectors import SelectorLike
 from rheostat._steering.global_steering import GlobalSteering
+from rheostat._steering.rules import RulesLike
 from rheostat._steering.steering import SteeringLike
 from rheostat._subscriptions import requests as subscribe_requests
 from rheostat._subscriptions.subscription import Subscription
@@ -67,17 +68,24 @@ class Steering:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def set_global(self, steering: SteeringLike, expected_version: int | None = None) -> int:
+    def set_global(
+        self,
+        steering: SteeringLike,
+        expected_version: int | None = None,
+        *,
+        rules: RulesLike = None,
+    ) -> int:
         """Replace all of it for requests admitted from now on, and return its new version.
 
-        ``None`` or ``[]`` clears it. If another version than ``expected_version`` is in force,
-        Refused is raised with reason "REASON_VERSION_CONFLICT"; ``metadata["version"]`` is the
-        version in force.
+        ``rules`` observe, stop or steer every request, and the server logs each firing. ``None`` or
+        ``[]`` clears what was set, interventions and rules alike. If another version than
+        ``expected_version`` is in force, Refused is raised with reason "REASON_VERSION_CONFLICT";
+        ``metadata["version"]`` is the version in force.
         """
-        return self._connection.unary(calls.set_global(steering, expected_version))
+        return self._connection.unary(calls.set_global(steering, expected_version, rules))
 
     def get_global(self) -> GlobalSteering:
-        """The steering in force. Its interventions can be passed to `set_global`."""
+        """The policy in force. Its interventions and rules can be passed to `set_global`."""
         return self._connection.unary(calls.get_global())
 
     def __repr__(self) -> str:

@@ -90,6 +90,7 @@ class _Sample:
             divergence=self.divergence,
             signals=joined(self.end.sample, self.signals, columns),
             label=self.end.label,
+            policy_version=self.end.policy_version,
         )
 
 
@@ -267,6 +268,7 @@ def _read_finished(message: generation_pb2.Finished) -> Finished:
         finished_after=message.finished_after.ToTimedelta().total_seconds(),
         baseline=message.baseline,
         label=message.rule_label or message.watch_label,
+        policy_version=message.policy_version,
     )
 
 

@@ -53,7 +53,7 @@ class ResolvedIntervention:
     """Norm of the added vector by site: for "add" in the units of the stream, for "norm_add"
     relative to the norm of the stream. Empty for other ops, whose dose depends on the stream."""
     rule_name: str = ""
-    """The rule, if ``origin`` is "rule"."""
+    """The rule, if ``origin`` is "rule", or "global" and a rule of the server's policy steers."""
     source: ReplaceSource | None = None
     """The rows that would be put in, if ``op`` is "replace"."""
     unknown_sites: int = 0

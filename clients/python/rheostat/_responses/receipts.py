@@ -77,7 +77,7 @@ class AppliedIntervention:
     """By layer, then point."""
     rows: tuple[AppliedRows, ...]
     rule_name: str = ""
-    """The rule, if ``origin`` is "rule"."""
+    """The rule, if ``origin`` is "rule", or "global" and a rule of the server's policy steers."""
     update_id: int | None = None
     """The update of the session or the watch, if ``origin`` is "update" or "watch"."""
     watch_id: str = ""
@@ -131,11 +131,13 @@ class RuleFirings:
 
 @dataclass(frozen=True)
 class RuleReceipt:
-    """Where a rule fired."""
+    """Where a rule of the request, or of the server's policy, fired."""
 
     rule_name: str
     samples: tuple[RuleFirings, ...]
     """The samples in which it fired."""
+    server_wide: bool = False
+    """Whether it is a rule of the server's policy, whose version is `Receipt.global_version`."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class Receipt:
     update_count: int = 0
     """Updates of the session's steering that were carried out; a stop does not count."""
     rules: tuple[RuleReceipt, ...] = ()
-    """Every rule of the request."""
+    """Every rule of the request, then those of the server's policy."""
     gain_count: int = 0
     """Gains of the session and of watches that were carried out."""
     watches: tuple[WatchReceipt, ...] = ()
@@ -267,7 +269,8 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     ):
         rows.append(("server-wide steering", f"version {receipt.global_version}"))
     for rule in receipt.rules:
-        rows.append((f"rule {rule.rule_name}", _rule_text(rule)))
+        name = f"rule {rule.rule_name}" + (" (server-wide)" if rule.server_wide else "")
+        rows.append((name, _rule_text(rule)))
     if receipt.update_count:
         rows.append(("updates", f"{receipt.update_count} carried out"))
     if receipt.gain_count:
@@ -407,6 +410,7 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
                     )
                     for fired in rule.samples
                 ),
+                rule.server_wide,
             )
             for rule in message.rules
         ),

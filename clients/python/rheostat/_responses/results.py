@@ -94,6 +94,8 @@ class Finished:
     """Whether it is a sample of the baseline."""
     label: str = ""
     """Why the rule or the watch ended the sample: the label of `Stop`, or of the watch."""
+    policy_version: int = 0
+    """The version of the server's policy, if its rule ended the sample; otherwise 0."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -182,6 +184,8 @@ class Sample:
     """What probes read, and where rules fired."""
     label: str = ""
     """As `Finished.label`."""
+    policy_version: int = 0
+    """As `Finished.policy_version`."""
 
     def __repr__(self) -> str:
         return (

@@ -1,4 +1,4 @@
-"""The server-wide steering as interventions, which can be passed to ``set_global`` again."""
+"""The server-wide policy: interventions and rules, which can be passed to ``set_global`` again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from rheostat._points import read_site_set
 from rheostat._selectors import from_wire as selector_from_wire
 from rheostat._steering.gates import Probe
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
-from rheostat._steering.read_gates import read_gate, read_probe, stored_vector
+from rheostat._steering.read_gates import (
+    read_combine,
+    read_conditions,
+    read_gate,
+    read_hold,
+    read_probe,
+    stored_vector,
+)
 from rheostat._steering.readouts import COORDINATE, Readout, read_settings
+from rheostat._steering.rules import Action, Observe, Rule, Steer, Stop
 from rheostat._steering.vectors import Add, Intervention, Vector
-from rheostat_wire.v1 import steering_pb2, steering_service_pb2, vector_pb2
+from rheostat_wire.v1 import monitor_pb2, steering_pb2, steering_service_pb2, vector_pb2
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,8 @@ class GlobalSteering:
     """0 at the server's start, incremented by every change."""
     set_time: datetime.datetime | None
     """Time of the last change, UTC; None for version 0."""
+    rules: tuple[Rule, ...] = ()
+    """The rules, which read every request."""
 
     def __str__(self) -> str:
         return "\n".join([self._title(), *(f"  {what}: {how}" for what, how in self._rows())])
@@ -44,17 +54,16 @@ class GlobalSteering:
             (str(number), str(intervention))
             for number, intervention in enumerate(self.interventions)
         ]
+        rows += [(f"rule {rule.name}", _rule_text(rule)) for rule in self.rules]
         return rows or [("interventions", "none")]
 
 
 def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteering:
     """The server-wide steering of a message.
 
-    Raises Unimplemented for rules and other parts that this client lacks, because setting the
-    result again would remove them.
+    Raises Unimplemented for parts that this client lacks, because setting the result again would
+    remove them.
     """
-    if message.policy.rules:
-        raise Unimplemented("the server has rules, which this client does not know")
     probes = {
         probe.name: read_probe(probe, f"probes[{number}]", name=probe.name)
         for number, probe in enumerate(message.policy.probes)
@@ -70,6 +79,43 @@ def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteeri
             if message.HasField("set_time")
             else None
         ),
+        rules=tuple(
+            _read_rule(rule, probes, f"rules[{number}]")
+            for number, rule in enumerate(message.policy.rules)
+        ),
+    )
+
+
+def _rule_text(rule: Rule) -> str:
+    conditions = ", ".join(condition.probe.name for condition in rule.conditions)
+    return f"{type(rule.then).__name__.lower()} by {conditions}"
+
+
+def _read_rule(message: monitor_pb2.Rule, probes: Mapping[str, Probe], path: str) -> Rule:
+    action: Action
+    match message.WhichOneof("action"):
+        case "observe":
+            action = Observe()
+        case "stop":
+            stop = message.stop
+            dropped = stop.drop_sampled if stop.HasField("drop_sampled") else True
+            action = Stop(stop.label, dropped, stop.all_samples)
+        case "steer":
+            action = Steer(
+                tuple(
+                    _read_intervention(one, {}, f"{path}.steer.interventions[{number}]")
+                    for number, one in enumerate(message.steer.interventions)
+                )
+            )
+        case other:
+            raise Unimplemented(f"{path} of the server is {other}, which this client does not know")
+    return Rule(
+        message.name,
+        read_conditions(message.conditions, probes, path),
+        action,
+        read_combine(message.combine, f"{path}.combine", "all"),
+        message.threshold if message.HasField("threshold") else None,
+        read_hold(message.hold, path) if message.HasField("hold") else None,
     )
 
 

@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from rheostat._errors import ServerError, Unimplemented
@@ -64,7 +64,7 @@ def read_condition(message: gate_pb2.Condition, probe: Probe, path: str) -> Cond
         message.above if message.HasField("above") else None,
         message.below if message.HasField("below") else None,
         known(_POOLS, message.pool, f"{path}.pool") if message.HasField("pool") else "last",
-        _combine(message.combine_sites, f"{path}.combine_sites", "any"),
+        read_combine(message.combine_sites, f"{path}.combine_sites", "any"),
         message.after_prompt,
         message.for_tokens if message.HasField("for_tokens") else 1,
         message.stays_above if message.HasField("stays_above") else None,
@@ -72,19 +72,27 @@ def read_condition(message: gate_pb2.Condition, probe: Probe, path: str) -> Cond
     )
 
 
-def read_gate(message: gate_pb2.Gate, probes: Mapping[str, Probe], path: str) -> Gate:
-    """A gate of probes, by name."""
-    if message.signals:
-        raise Unimplemented(f"{path} of the server sends signals, which this client does not know")
+def read_conditions(
+    messages: Iterable[gate_pb2.Condition], probes: Mapping[str, Probe], path: str
+) -> tuple[Condition, ...]:
+    """The conditions of a gate or a rule."""
     conditions = []
-    for index, condition in enumerate(message.conditions):
+    for index, condition in enumerate(messages):
         if condition.probe_name not in probes:
             raise ServerError(f"the server sent no probe {condition.probe_name!r}")
         probe = probes[condition.probe_name]
         conditions.append(read_condition(condition, probe, f"{path}.conditions[{index}]"))
-    combine = _combine(message.combine, f"{path}.combine", "all")
-    form, hold = _form(message), _hold(message.hold, path)
-    return Gate(tuple(conditions), combine, form, hold, message.invert)
+    return tuple(conditions)
+
+
+def read_gate(message: gate_pb2.Gate, probes: Mapping[str, Probe], path: str) -> Gate:
+    """A gate of probes, by name."""
+    if message.signals:
+        raise Unimplemented(f"{path} of the server sends signals, which this client does not know")
+    conditions = read_conditions(message.conditions, probes, path)
+    combine = read_combine(message.combine, f"{path}.combine", "all")
+    form, hold = _form(message), read_hold(message.hold, path)
+    return Gate(conditions, combine, form, hold, message.invert)
 
 
 def known(names: Mapping[int, _Word], value: int, path: str) -> _Word:
@@ -94,7 +102,8 @@ def known(names: Mapping[int, _Word], value: int, path: str) -> _Word:
     return names[value]
 
 
-def _combine(value: int, path: str, default: Combine) -> Combine:
+def read_combine(value: int, path: str, default: Combine) -> Combine:
+    """How conditions or sites are combined."""
     return known(_COMBINES, value, path) if value else default
 
 
@@ -112,7 +121,8 @@ def _form(message: gate_pb2.Gate) -> float | Sigmoid | Ramp | None:
             return None
 
 
-def _hold(message: gate_pb2.Hold, path: str) -> Hold:
+def read_hold(message: gate_pb2.Hold, path: str) -> Hold:
+    """How long a gate stays open, or a rule acts."""
     match message.WhichOneof("kind"):
         case None | "token":
             return "token"

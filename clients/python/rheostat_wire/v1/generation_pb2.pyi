@@ -364,6 +364,7 @@ class Finished(_message.Message):
     FIRST_TOKEN_AFTER_FIELD_NUMBER: _builtins.int
     FINISHED_AFTER_FIELD_NUMBER: _builtins.int
     RULE_LABEL_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     """Sample, 0 to n - 1."""
     baseline: _builtins.bool
@@ -384,6 +385,8 @@ class Finished(_message.Message):
     """Sum of the generated tokens' log-probabilities, if they were asked for."""
     rule_label: _builtins.str
     """Stop.label of the rule that stopped it."""
+    policy_version: _builtins.int
+    """The version of the policy, if its rule stopped it. 0: a rule of the request."""
     @_builtins.property
     def first_token_after(self) -> _duration_pb2.Duration:
         """From admission to the first token."""
@@ -407,10 +410,11 @@ class Finished(_message.Message):
         first_token_after: _duration_pb2.Duration | None = ...,
         finished_after: _duration_pb2.Duration | None = ...,
         rule_label: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "rule_name", b"rule_name", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "watch_label", b"watch_label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "baseline", b"baseline", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "reason", b"reason", "rule_label", b"rule_label", "rule_name", b"rule_name", "sample", b"sample", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "token_count", b"token_count", "watch_label", b"watch_label"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "baseline", b"baseline", "cumulative_logprob", b"cumulative_logprob", "finished_after", b"finished_after", "first_token_after", b"first_token_after", "policy_version", b"policy_version", "reason", b"reason", "rule_label", b"rule_label", "rule_name", b"rule_name", "sample", b"sample", "stop", b"stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "token_count", b"token_count", "watch_label", b"watch_label"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
     _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015

@@ -32,8 +32,7 @@ class Rule(_message.Message):
     threshold; if all its conditions are decided after the prompt, at the last prompt token alone. That
     is decided in the forward pass, by positions and readings alone: so chunking, batching and
     preemption change nothing. A rule counts as a gate in the limits of gates, and a rule that steers as
-    up to three. A rule reads at any site. Server-wide rules, and with pipeline parallelism:
-    REASON_NOT_SUPPORTED.
+    up to three. A rule reads at any site. With pipeline parallelism: REASON_NOT_SUPPORTED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -154,7 +154,7 @@ class Receipt(_message.Message):
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuleReceipt]:
-        """Every rule of the request, in its order."""
+        """Every rule of the request, in its order, then every rule of the policy."""
 
     @_builtins.property
     def watches(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchReceipt]:
@@ -207,11 +207,11 @@ class InterventionRef(_message.Message):
     origin: Global___Origin.ValueType
     """Where it came from."""
     index: _builtins.int
-    """Index in the list there. For ORIGIN_RULE in the rule's steering."""
+    """Index in the list there. With a rule_name in the rule's steering."""
     op: Global___Op.ValueType
     """What it does."""
     rule_name: _builtins.str
-    """The rule's name, for ORIGIN_RULE."""
+    """The rule's name, for ORIGIN_RULE, and for ORIGIN_GLOBAL if a rule of the policy steers."""
     update_id: _builtins.int
     """The update's id, for ORIGIN_UPDATE and ORIGIN_WATCH."""
     watch_id: _builtins.str
@@ -437,8 +437,13 @@ class RuleReceipt(_message.Message):
 
     RULE_NAME_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    SERVER_WIDE_FIELD_NUMBER: _builtins.int
     rule_name: _builtins.str
     """The rule."""
+    server_wide: _builtins.bool
+    """Whether it is a rule of the policy with Receipt.global_version. Its name is apart from those of
+    the request's rules.
+    """
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuleFirings]:
         """Samples in which it fired."""
@@ -448,10 +453,11 @@ class RuleReceipt(_message.Message):
         *,
         rule_name: _builtins.str = ...,
         samples: _abc.Iterable[Global___RuleFirings] | None = ...,
+        server_wide: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rule_name", b"rule_name", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rule_name", b"rule_name", "samples", b"samples", "server_wide", b"server_wide"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1045,7 +1045,12 @@ class Policy(_message.Message):
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_monitor_pb2.Rule]:
-        """As GenerateRequest.rules. Not served yet: REASON_NOT_SUPPORTED."""
+        """As GenerateRequest.rules: `observe`, `stop` and `steer`; `gain`: REASON_NOT_SUPPORTED. Their names
+        are apart from those of requests. They read every request, and no request can remove them. They
+        come behind the request's own rules. Each firing is logged by the server, and is in the receipt;
+        the client gets no signals. With a baseline, and in sweeps, whose cells they would not read:
+        REASON_NOT_SUPPORTED. A session takes no updates of its steering, as with gates.
+        """
 
     def __init__(
         self,

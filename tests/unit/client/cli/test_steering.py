@@ -195,8 +195,42 @@ def test_the_receipt_is_shown_where_the_server_steered_everyone(server, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "  clamp (global 0): 0 rows"
 
 
+@pytest.mark.parametrize("expected", ["3", None])
+def test_global_set_keeps_the_rules_of_the_policy(server, capsys, expected):
+    before = text_format.Parse(
+        r"""policy {
+              probes {
+                name: "mood" sites { points: POINT_RESID_POST list { layers: 3 } }
+                read { vector { digest: "%s" } }
+              }
+              rules {
+                name: "grim" combine: COMBINE_ALL
+                conditions {
+                  probe_name: "mood" above: 2
+                  pool: POOL_LAST combine_sites: COMBINE_ANY for_tokens: 1
+                }
+                stop { label: "why" drop_sampled: true }
+              }
+            }
+            version: 9"""
+        % (r"\xab" * 32),
+        steering_service_pb2.GetGlobalResponse(),
+    )
+    server.on("ListVectors", STORED)
+    server.on("GetGlobal", before)
+    server.on("SetGlobal", steering_service_pb2.SetGlobalResponse(version=10))
+    line = ["global", "set", "--target", server.target, "--clamp", "joy:0", "--points", "resid_mid"]
+    line += ["--layers", "3", *(["--expected-version", expected] if expected else [])]
+    assert main(line) == 0
+    sent = server.asked[-1]
+    assert sent.expected_version == int(expected or 9)
+    assert list(sent.policy.rules) == list(before.policy.rules)
+    assert [one.name for one in sent.policy.probes] == ["mood"]
+
+
 def test_global_set_sends_the_ops_and_prints_the_version(server, capsys):
     server.on("ListVectors", STORED)
+    server.on("GetGlobal", steering_service_pb2.GetGlobalResponse())
     server.on("SetGlobal", steering_service_pb2.SetGlobalResponse(version=4))
     line = ["global", "set", "--target", server.target, "--expected-version", "3"]
     line += ["--clamp", "joy:0", "--points", "resid_mid", "--layers", "3"]

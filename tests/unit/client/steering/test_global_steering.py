@@ -263,3 +263,43 @@ def test_which_layers_rows_belong_to_reads_as_it_was_set(client, server):
     found = client.run(lambda engine: engine.steering.get_global())
     (one,) = found.interventions
     assert list(one.to_wire("x").add.vector.row_layers.layers) == [2, 4]
+
+
+def test_rules_are_sent_and_read_back(client, server):
+    mood = rheostat.probe(VECTOR, points="resid_post", layers=2, name="mood")
+    rules = (
+        rheostat.Rule("seen", mood.above(1), rheostat.Observe()),
+        rheostat.Rule("grim", mood.above(2), rheostat.Stop("why", drop_sampled=False)),
+        rheostat.Rule(
+            "cheer",
+            [mood.above(1, pool="mean"), mood.below(4, for_tokens=2)],
+            rheostat.Steer(2 * VECTOR.at(points="resid_post", layers=3)),
+            "vote",
+            0.75,
+            8,
+        ),
+    )
+    server.on("SetGlobal", pb.SetGlobalResponse(version=4))
+    version = client.run(lambda engine: engine.steering.set_global(None, 3, rules=rules))
+    sent = server.asked[-1]
+    assert (version, sent.expected_version, len(sent.policy.probes)) == (4, 3, 1)
+    assert [rule.WhichOneof("action") for rule in sent.policy.rules] == ["observe", "stop", "steer"]
+    server.on("GetGlobal", pb.GetGlobalResponse(policy=sent.policy, version=4))
+    found = client.run(lambda engine: engine.steering.get_global())
+    again = [rule.to_wire("") for rule in found.rules]
+    assert again == list(sent.policy.rules)
+    assert [rule.name for rule in found.rules] == ["seen", "grim", "cheer"]
+    assert str(found).splitlines()[1:] == [
+        "  rule seen: observe by mood",
+        "  rule grim: stop by mood",
+        "  rule cheer: steer by mood, mood",
+    ]
+
+
+def test_a_rule_that_this_client_does_not_know_is_an_error(client, server):
+    text = 'policy { rules { name: "r" gain { factor: 0 } } }'
+    server.on("GetGlobal", held(text))
+    with pytest.raises(rheostat.Unimplemented) as raised:
+        client.run(lambda engine: engine.steering.get_global())
+    message = "rules[0] of the server is gain, which this client does not know"
+    assert raised.value.message == message

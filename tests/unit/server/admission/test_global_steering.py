@@ -20,7 +20,6 @@ from rheostat_wire.v1 import (
     engine_service_pb2,
     gate_pb2,
     generation_service_pb2,
-    monitor_pb2,
     receipt_pb2,
     replace_pb2,
     selector_pb2,
@@ -123,16 +122,6 @@ async def test_what_was_set_holds_with_digests_a_version_and_a_time(running) -> 
     answer = await held(running)
     assert (answer.version, answer.policy.steering) == (2, steering_pb2.Steering())
     assert answer.HasField("set_time")
-
-
-async def test_rules_are_refused_by_name_and_change_nothing(running) -> None:
-    await set_global(running, add())
-    policy = pb.Policy(rules=[monitor_pb2.Rule(name="r")])
-    refusal = await refusal_of(
-        running.client.steering.SetGlobal(pb.SetGlobalRequest(policy=policy))
-    )
-    assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", "policy.rules")
-    assert (await held(running)).version == 1
 
 
 async def generate(running, message) -> None:

@@ -1,0 +1,274 @@
+"""Rules of the server-wide policy: no request can shed them, and each firing is logged."""
+
+import logging
+
+import grpc
+import pytest
+
+from rheostat_server.requests import policy_audit
+from rheostat_wire.v1 import (
+    gain_pb2,
+    generation_pb2,
+    lens_service_pb2,
+    monitor_pb2,
+    receipt_pb2,
+    steering_pb2,
+    steering_service_pb2,
+    types_pb2,
+)
+
+from ..conftest import Events, Running
+from ..fakes import ScriptedBackend
+from ..messages import ONES, above, add, probe, request, site_set, tensor
+from ..streams import settled
+from ..sweeps.patched import PatchedBackend, order
+from ..talks import SessionCall, start, update
+from ..uploads import digest, refusal_of
+from .test_rules import at, finished, rule, tokens_of
+
+Code = grpc.StatusCode
+SAMPLING = generation_pb2.Sampling(max_tokens=6)
+OBSERVE = monitor_pb2.Observe()
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog) -> None:
+    caplog.set_level(logging.INFO, "rheostat_server.audit")
+
+
+def lines(caplog) -> list[str]:
+    """The audit log."""
+    return [one.getMessage() for one in caplog.records if one.name == "rheostat_server.audit"]
+
+
+async def set_rules(running: Running, *rules: monitor_pb2.Rule, **policy: object) -> int:
+    policy.setdefault("probes", [probe()])
+    answer = await running.client.steering.SetGlobal(
+        steering_service_pb2.SetGlobalRequest(policy={"rules": rules, **policy})
+    )
+    return answer.version
+
+
+async def run(running: Running, **fields: object) -> Events:
+    fields.setdefault("sampling", SAMPLING)
+    return await running.client.generate(request(request_id="r", **fields))
+
+
+def rules_of(events: Events) -> list[tuple[str, bool, list[int]]]:
+    """Name, whether it is the server's, and positions of each rule of a receipt."""
+    return [
+        (
+            one.rule_name,
+            one.server_wide,
+            [
+                position
+                for fired in one.samples
+                for run in fired.positions
+                for position in range(run.start, run.start + run.count)
+            ],
+        )
+        for one in events[-1].receipt.rules
+    ]
+
+
+async def test_a_rule_of_the_policy_stops_every_request(starter, caplog) -> None:
+    running = await starter(ScriptedBackend(openness=at(4)))
+    assert await set_rules(running, rule(stop=monitor_pb2.Stop(label="grim"))) == 1
+    events = await run(running)
+    end = finished(events)
+    assert (end.reason, end.rule_name) == (types_pb2.FINISH_REASON_RULE, "grim")
+    assert (end.rule_label, end.policy_version) == ("grim", 1)
+    assert tokens_of(events) == [13, 14]  # the inputs of rows 3 and 4
+    assert not any(event.HasField("signals") or event.HasField("signal_table") for event in events)
+    assert rules_of(events) == [("grim", True, [4])]
+    assert events[-1].receipt.rules[0].samples[0].stopped
+    assert events[-1].receipt.global_version == 1
+    assert lines(caplog) == [
+        "policy version=1 rule=grim action=stop request=r sample=0 positions=4 ended=sample"
+    ]
+    await settled(running)
+
+
+async def test_a_rule_that_observes_is_in_the_receipt_and_the_log_alone(starter, caplog) -> None:
+    running = await starter(ScriptedBackend(openness=at(0, 2, 4, 5)))
+    plain = await run(running)
+    await set_rules(running, rule(observe=OBSERVE))
+    events = await run(running)
+    assert tokens_of(events) == tokens_of(plain)
+    assert [one.WhichOneof("event") for one in events] == [one.WhichOneof("event") for one in plain]
+    assert rules_of(events) == [("grim", True, [0, 2, 4, 5])]
+    assert [one.partition("positions=")[2] for one in lines(caplog)] == ["0,2", "4", "5"]
+    await settled(running)
+
+
+async def test_the_rules_of_a_request_are_apart_from_those_of_the_policy(starter, caplog) -> None:
+    running = await starter(ScriptedBackend(openness=at(3, gate=1)))
+    await set_rules(running, rule(observe=OBSERVE, conditions=[above(7.0)]))
+    own = rule(observe=OBSERVE, conditions=[above(1.0)])
+    events = await run(running, probes=[probe()], rules=[own])
+    fired = [one for event in events for one in event.signals.firings]
+    found = rules_of(events)
+    assert sorted(found, key=lambda one: one[1]) == found
+    assert [one[:2] for one in found] == [("grim", False), ("grim", True)]
+    # The scripted engine opens one of the two gates.
+    assert sorted(one[2] for one in found) == [[], [3]]
+    assert len(fired) == (found[0][2] == [3])
+    assert len(lines(caplog)) == (found[1][2] == [3])
+
+
+async def test_a_rule_of_the_policy_steers(starter, caplog) -> None:
+    running = await starter(ScriptedBackend(openness=lambda gate, position: float(position == 4)))
+    steer = steering_pb2.Steering(interventions=[add(), add(scale=2.0)])
+    await set_rules(running, rule(steer=steer), steering={"interventions": [add(scale=3.0)]})
+    events = await run(running, steer=[add(scale=4.0)])
+    refs = [one.intervention for one in events[-1].receipt.interventions]
+    of = receipt_pb2.ORIGIN_GLOBAL
+    assert [(one.origin, one.index, one.rule_name) for one in refs] == [
+        (of, 0, ""),
+        (of, 0, "grim"),
+        (of, 1, "grim"),
+        (receipt_pb2.ORIGIN_REQUEST, 0, ""),
+    ]
+    (job, *_) = running.backend.jobs
+    acts = [act for act in job.plan.acts if act.acts]
+    assert [(act.scale, act.gate is not None) for act in acts] == [
+        (3.0, False),
+        (1.0, True),
+        (2.0, True),
+        (4.0, False),
+    ]
+    (line,) = lines(caplog)
+    assert "action=steer" in line
+    await settled(running)
+
+
+async def test_a_policy_is_given_back_with_digests(running) -> None:
+    steered = add(tensor(ONES), scale=2.0)
+    await set_rules(running, rule(steer=steering_pb2.Steering(interventions=[steered])))
+    answer = await running.client.steering.GetGlobal(steering_service_pb2.GetGlobalRequest())
+    (found,) = answer.policy.rules
+    assert found.steer.interventions[0].add.vector.digest == digest(ONES.tobytes())
+    again = await running.client.steering.SetGlobal(
+        steering_service_pb2.SetGlobalRequest(policy=answer.policy)
+    )
+    assert again.version == 2
+    held = await running.client.steering.GetGlobal(steering_service_pb2.GetGlobalRequest())
+    assert held.policy == answer.policy
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason", "field"),
+    [
+        (rule(gain=gain_pb2.Gain(factor=0.5)), "REASON_NOT_SUPPORTED", "rules[0].gain"),
+        (rule("no name"), "REASON_INVALID_VALUE", "rules[0].name"),
+        (
+            rule(conditions=[above(1.0, "other")]),
+            "REASON_INVALID_VALUE",
+            "rules[0].conditions[0].probe_name",
+        ),
+        (
+            rule(steer=steering_pb2.Steering()),
+            "REASON_MISSING_FIELD",
+            "rules[0].steer.interventions",
+        ),
+    ],
+)
+async def test_malformed_rules_are_refused_by_name(running, bad, reason, field) -> None:
+    refusal = await refusal_of(set_rules(running, bad))
+    assert refusal.brief[1:] == (reason, f"policy.{field}")
+    held = await running.client.steering.GetGlobal(steering_service_pb2.GetGlobalRequest())
+    assert held.version == 0
+
+
+async def test_what_the_rules_would_not_read_is_refused(running) -> None:
+    await set_rules(running, rule(observe=OBSERVE))
+    refusal = await refusal_of(run(running, with_baseline=True))
+    assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", "with_baseline")
+    call = SessionCall(running)
+    await call.say(start(request_id="s"), update(1, add(scale=2.0)))
+    refused = await call.hear("refused")
+    assert refused.update_id == 1
+    await settled(running)
+
+
+async def test_a_sweep_is_refused(starter) -> None:
+    running = await starter(PatchedBackend())
+    await set_rules(running, rule(observe=OBSERVE))
+    refusal = await refusal_of(running.client.sweep.Sweep(order()).read())
+    assert refusal.reason == "REASON_NOT_SUPPORTED"
+    assert not running.backend.jobs
+
+
+async def test_a_prompt_whose_rows_do_not_all_come_is_refused(starter) -> None:
+    running = await starter(ScriptedBackend(openness=at(1)))
+    await set_rules(running, rule())
+    message = lens_service_pb2.LensRequest(
+        prompt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[10, 11, 12])),
+        sites=site_set(types_pb2.POINT_RESID_POST, layers=[0]),
+        top_k=1,
+    )
+    refusal = await refusal_of(running.client.lens.Lens(message).read())
+    assert refusal.brief[:2] == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED")
+    await settled(running)
+
+
+async def test_a_request_keeps_the_rules_that_it_was_admitted_under(starter, caplog) -> None:
+    running = await starter(ScriptedBackend(openness=at(4)))
+    await set_rules(running, rule())
+    await running.client.steering.SetGlobal(
+        steering_service_pb2.SetGlobalRequest(policy={}, expected_version=1)
+    )
+    events = await run(running)
+    assert finished(events).reason == types_pb2.FINISH_REASON_LENGTH
+    assert (rules_of(events), lines(caplog)) == ([], [])
+
+
+async def test_what_is_lost_of_a_request_is_logged(starter, caplog) -> None:
+    running = await starter(ScriptedBackend(openness=at(4), lost_signals=frozenset({4})))
+    await set_rules(running, rule(observe=OBSERVE))
+    await run(running)
+    assert lines(caplog) == ["policy version=1 request=r sample=0 unread=4"]
+    await set_rules(running, rule())
+    refusal = await refusal_of(run(running))
+    assert refusal.code == Code.DATA_LOSS
+
+
+async def test_firings_without_a_line_are_counted(starter, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(policy_audit, "_BURST", 3)
+    monkeypatch.setattr(policy_audit, "_RATE", 0.0)
+    monkeypatch.setattr(policy_audit, "_COUNT_SECONDS", 0.05)
+    running = await starter(ScriptedBackend(openness=lambda gate, position: 1.0))
+    await set_rules(running, rule(observe=OBSERVE))
+    await run(running)
+    counted = "policy version=1 rule=grim action=observe firings=3 positions=3 (in no other line)"
+    while counted not in lines(caplog):
+        await settled(running)
+    assert [one.partition("positions=")[2] for one in lines(caplog)[:3]] == ["0-2", "3", "4"]
+    assert len(lines(caplog)) == 4
+
+
+async def test_counts_are_logged_before_the_server_ends(starter, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(policy_audit, "_BURST", 0)
+    running = await starter(ScriptedBackend(openness=at(4)))
+    await set_rules(running, rule(observe=OBSERVE))
+    await run(running)
+    assert lines(caplog) == []
+    await running.server.stop(0)
+    assert [one.partition("firings=")[2] for one in lines(caplog)] == [
+        "1 positions=1 (in no other line)"
+    ]
+
+
+async def test_lines_come_back_with_time(caplog) -> None:
+    now = 0.0
+    audit = policy_audit.PolicyAudit(lambda: now)
+    fired = policy_audit.Rule("r", None, None, policy=2)  # type: ignore[arg-type]  # no gate needed
+    for _ in range(policy_audit._BURST + 5):
+        audit.fired("a", 0, fired, ((1, 3), (5, 6)), stopped=False)
+    assert len(lines(caplog)) == policy_audit._BURST
+    now += 1.0
+    for _ in range(50):
+        audit.fired("a", 0, fired, ((1, 3),), stopped=False)
+    assert len(lines(caplog)) == policy_audit._BURST + policy_audit._RATE
+    audit.flush()
+    assert lines(caplog)[-1].endswith("firings=35 positions=75 (in no other line)")
