@@ -26,8 +26,6 @@ from ..fakes import (
 )
 from ..messages import selector, site_set, token_range, window
 from ..streams import settled, until
-from ..subscribers import EVERY, Subscriber, wanted
-from ..subscribers import opening as observing
 from ..uploads import refusal_of
 from ..watchers import Watcher, opening, rule
 from .patched import (
@@ -598,16 +596,3 @@ async def test_token_ids_select_columns(starter) -> None:
     request = order(where=selector(token_range(7, 8)))
     started, *_ = await rest(running.client.sweep.Sweep(request))
     assert list(started.started.columns) == ["2", "3"]
-
-
-async def test_observers_attach_to_every_prompt_that_a_sweep_runs(starter) -> None:
-    backend = PatchedBackend()
-    running = await starter(backend)
-    observer = await Subscriber.open(running, observing(EVERY, [wanted(1)]))
-    await rest(running.client.sweep.Sweep(order()))
-    await observer.rest()
-    ended = [event for event in observer.events if event.HasField("end_of_request")]
-    assert len(ended) == len(backend.jobs)
-    changed = {name for changes in backend.capture_updates for name in changes}
-    assert changed == {job.plan.request_id for job in backend.jobs}
-    await settled(running)
