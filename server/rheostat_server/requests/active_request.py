@@ -400,8 +400,9 @@ class ActiveRequest:
         self.interrupt(error)
 
     def abort(self) -> None:
-        """Ends every sample that still runs, as aborted."""
+        """Ends every sample that still runs, as aborted, and all holds."""
         self.aborted = True
+        self.holds.close()
         running = [sequence for sequence in self.sequences if not sequence.ended]
         for sequence in running:
             sequence.ended = True

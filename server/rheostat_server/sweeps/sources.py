@@ -405,6 +405,7 @@ async def _capturing(
         vectors=prompt.vectors,
         lora=prompt.lora,
         server_wide=prompt.server_wide,
+        signals=prompt.signals,
         read_count=prompt.read_count,
         background=prompt.background,
     )

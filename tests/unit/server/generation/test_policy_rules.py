@@ -1,11 +1,14 @@
 """Rules of the server-wide policy: no request can shed them, and each firing is logged."""
 
 import logging
+from dataclasses import replace
 
 import grpc
 import pytest
 
+from rheostat_server.admission.admit import admit
 from rheostat_server.requests import policy_audit
+from rheostat_server.sweeps import sources
 from rheostat_wire.v1 import (
     gain_pb2,
     generation_pb2,
@@ -17,7 +20,7 @@ from rheostat_wire.v1 import (
     types_pb2,
 )
 
-from ..conftest import Events, Running
+from ..conftest import Events, Running, rest
 from ..fakes import ScriptedBackend
 from ..messages import ONES, above, add, probe, request, site_set, tensor
 from ..streams import settled
@@ -188,6 +191,19 @@ async def test_what_the_rules_would_not_read_is_refused(running) -> None:
     await call.say(start(request_id="s"), update(1, add(scale=2.0)))
     refused = await call.hear("refused")
     assert refused.update_id == 1
+    await settled(running)
+
+
+async def test_a_sweep_goes_on_under_the_policy_with_which_it_began(starter, monkeypatch) -> None:
+    running = await starter(PatchedBackend())
+
+    async def admit_later(request, admission):
+        await set_rules(running, rule(stop={}))
+        return await admit(request, replace(running.manager.admission, watches=None))
+
+    monkeypatch.setattr(sources, "admit", admit_later)
+    cells = [event.cell for event in await rest(running.client.sweep.Sweep(order()))]
+    assert not any(cell.HasField("error") for cell in cells)
     await settled(running)
 
 

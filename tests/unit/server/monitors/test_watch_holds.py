@@ -119,6 +119,16 @@ async def test_a_request_that_waits_to_begin_is_refused_if_the_watch_is_lost(sta
     assert await clean(running)
 
 
+async def test_draining_ends_a_request_that_waits_to_begin(starter) -> None:
+    running, _, call = await held(starter, resume_window=60)
+    later = running.client.generation.Generate(request(request_id="later", labels=RED))
+    await until(lambda: "later" in running.manager._active_requests)
+    await asyncio.wait_for(running.manager.drain(0.1), 12)
+    for one in (call, later):
+        assert finished(await rest(one)).reason == types_pb2.FINISH_REASON_ABORTED
+    assert len(running.backend.jobs) == 1
+
+
 async def test_a_request_goes_on_once_no_watch_holds_it(starter) -> None:
     running, (first, second), call = await held(starter, count=2)
     await Watcher.resume(running, first.name, first.events[-1].sequence)
