@@ -19,8 +19,9 @@ from .test_gates import EVERY_LAYER, MOOD, OPTIONS, PROMPT, READ, probe
 pytestmark = pytest.mark.integration
 
 pb = monitor_service_pb2
-RED = {"team": "red"}
-CREDIT = 1 << 30
+HELD = {"watched": "until-killed"}
+"""No other test selects requests by it: a lost watch refuses them."""
+CHELDIT = 1 << 30
 QUIET = 0.7
 """Seconds without a token after which a request is held."""
 WATCHER = """
@@ -56,7 +57,7 @@ class Killable:
 
 def resume(target: str, name: str) -> Iterator[pb.WatchResponse]:
     """The events of a watch, from the first one on."""
-    opening = pb.WatchOpen(resume={"watch_id": name}, credit_bytes=CREDIT)
+    opening = pb.WatchOpen(resume={"watch_id": name}, credit_bytes=CHELDIT)
 
     def messages() -> Iterator[pb.WatchRequest]:
         yield pb.WatchRequest(open=opening)
@@ -76,11 +77,15 @@ class Reading:
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
+    def wait(self) -> None:
+        """Returns once some tokens have come."""
+        self.count += self._tokens.get(timeout=60)
+
     def until_quiet(self) -> int:
         """The number of its tokens, once none has come for a while."""
         while True:
             try:
-                self.count += self._tokens.get(timeout=QUIET if self.count else 60)
+                self.count += self._tokens.get(timeout=QUIET)
             except queue.Empty:
                 return self.count
 
@@ -100,13 +105,14 @@ def test_requests_of_a_killed_watcher_wait_until_their_watch_is_resumed(
 ) -> None:
     options = {**OPTIONS, "max_tokens": 500, "capture": EVERY_LAYER}
     alone = engine.generate(PROMPT, **options)
-    opening = pb.WatchOpen(on_lost=pb.WATCH_LOST_HOLD, credit_bytes=CREDIT)
-    opening.filter.labels.labels.update(RED)
+    opening = pb.WatchOpen(on_lost=pb.WATCH_LOST_HOLD, credit_bytes=CHELDIT)
+    opening.filter.labels.labels.update(HELD)
     opening.probes.append(probe(name="mood").to_wire("probes[0]"))
     watcher = Killable(server.target, opening)
-    with engine.stream(PROMPT, labels=RED, **options) as stream:
+    with engine.stream(PROMPT, labels=HELD, **options) as stream:
         reading = Reading(stream)
         assert (watcher.said(), watcher.said()) == ("begun", "signals")
+        reading.wait()
         watcher.kill()
         assert 0 < reading.until_quiet() < 500
         other = engine.generate(PROMPT, **OPTIONS)  # the engine serves others meanwhile
