@@ -204,8 +204,7 @@ class StepControllers:
             gains_of: the present gains of some states, and how many of each are returned.
         """
         self.disabled: dict[str, str] = {}
-        """Why each disabled controller is, by name. Other ranks than the one that reports only know
-        that it is."""
+        """The reason by name of a disabled controller. Only the rank that reports knows it."""
         self._gates = gates
         self._hosts = hosts
         self._share = share
@@ -224,7 +223,7 @@ class StepControllers:
         """-1: none decides about it."""
         self._samples: Int64 = np.zeros(_FEWEST, np.int64)
         self._next: Int64 = np.zeros(_FEWEST, np.int64)
-        """The next position that has no decision."""
+        """The next position that is read. Before the first decision it is the prompt's last."""
         self._columns: Int64 = np.zeros((_FEWEST, 2), np.int64)
         self._counts: Int64 = np.zeros(_FEWEST, np.int64)
         self._states: Int64 = np.zeros(_FEWEST, np.int64)
@@ -418,8 +417,11 @@ class StepControllers:
             _LOG.error("the controller %s is disabled: %s", name, reason)
         (numbers,) = np.nonzero(self._controllers == controller)
         self._controllers[numbers] = -1
-        firsts = self._next[numbers].tolist()
-        return Disabled(name, reason, dict(zip(numbers.tolist(), firsts, strict=True)))
+        firsts = {
+            number: max(int(self._next[number]), self._controls[number].first)
+            for number in numbers.tolist()
+        }
+        return Disabled(name, reason, firsts)
 
     def _grow(self) -> None:
         more = len(self._controllers)

@@ -35,7 +35,7 @@ _LISTED = 8
 
 
 class _Source(NamedTuple):
-    """What is counted together."""
+    """Firings with these fields are counted together."""
 
     version: int
     rule: str

@@ -191,6 +191,15 @@ def test_a_request_of_a_disabled_controller_is_told_at_once() -> None:
     assert [(e.request_id, e.first) for e in found] == [("v", PROMPT), ("w", PROMPT)]
 
 
+def test_a_sample_that_was_never_decided_lacks_the_first_generated_position() -> None:
+    worker = worker_with(wrong=Plugin(raises))
+    for name in ("v", "w"):
+        worker.add_request(name, plan(name, "wrong"))
+    run(worker, "v")
+    found = [e for e in worker.row_sender.events if isinstance(e, ControllerDisabled)]
+    assert {e.request_id: e.first for e in found} == {"v": PROMPT, "w": PROMPT}
+
+
 def test_a_slow_controller_is_disabled_after_ten_overruns() -> None:
     slow = Plugin(by_position)
     worker = worker_with(budget=0.0, one=slow)
