@@ -214,7 +214,7 @@ class ServerConfig:
     """Names of entry points in the group `rheostat.controllers`."""
     controller_budget_ms: float = _flag(
         2.0,
-        "how long a call of a controller may take; one that often takes longer is disabled",
+        "how long a call of a controller may compute; one that often exceeds it is disabled",
         "MILLISECONDS",
         Bounds(0.01, 1000),
     )

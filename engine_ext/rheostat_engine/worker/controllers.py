@@ -15,6 +15,13 @@ Why arrays
 Invariants: a step without controlled samples pays one comparison. A decision of position p acts at
 p + 1, and each position is decided once, also if it is recomputed. Nothing that a controller does
 raises here or takes longer than `_LONGEST` seconds, unless it keeps Python's lock.
+
+Which time counts
+    The budget limits the time that a controller computes. Threads that serve clients may keep
+    Python's lock for 5 ms each, and a busy machine may suspend the thread. If such waits counted,
+    clients could get a controller disabled. But a controller that itself waits, as for a network,
+    holds up all requests. So a call also counts as an overrun if it takes `_LONG_WAIT` longer than
+    its budget, whatever it waited for.
 """
 
 import logging
@@ -46,9 +53,12 @@ Share = Callable[[Floats], Floats]
 _LONGEST = 1.0
 """Seconds after which a call is given up."""
 
+_LONG_WAIT = 0.1
+"""Seconds by which a call may exceed its budget without computing: twenty waits for the lock."""
+
 _RECENT_CALLS = 100
 _OVERRUNS = 10
-"""A controller is disabled if so many of its recent calls exceeded the budget."""
+"""A controller is disabled if so many of its recent calls were overruns."""
 
 _TIMED_CALLS = 4096
 """Calls whose times are kept, for the statistics."""
@@ -73,7 +83,7 @@ class ControllerHost:
 
         Args:
             controller: is called on the thread alone.
-            budget: seconds that a call may take.
+            budget: seconds that a call may compute.
         """
         self.calls = 0
         self.overruns = 0
@@ -83,7 +93,7 @@ class ControllerHost:
         self._times: deque[float] = deque(maxlen=_TIMED_CALLS)
         self._recent: deque[bool] = deque(maxlen=_RECENT_CALLS)
         self._steps: queue.SimpleQueue[ControllerStep] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[object, float]] = queue.SimpleQueue()
         # A daemon, because a call that never returns must not keep the process.
         threading.Thread(target=self._run, name="rheostat-controller", daemon=True).start()
 
@@ -103,15 +113,17 @@ class ControllerHost:
         started = time.perf_counter()
         self._steps.put(step)
         try:
-            result = self._results.get(timeout=_LONGEST)
+            result, computed = self._results.get(timeout=_LONGEST)
         except queue.Empty:
             result = ControllerDisabledError(f"a call did not return within {_LONGEST:g} s")
+            computed = _LONGEST
         took = time.perf_counter() - started
+        overrun = computed > self._budget or took > self._budget + _LONG_WAIT
         self.calls += 1
         self._times.append(took)
         self.longest = max(self.longest, took)
-        self._recent.append(took > self._budget)
-        self.overruns += took > self._budget
+        self._recent.append(overrun)
+        self.overruns += overrun
         if isinstance(result, Exception):
             if isinstance(result, ControllerDisabledError):
                 raise result
@@ -119,8 +131,8 @@ class ControllerHost:
         gains = _checked(result, step, counts)
         if sum(self._recent) >= _OVERRUNS:
             raise ControllerDisabledError(
-                f"{_OVERRUNS} of its last {len(self._recent)} calls took longer than "
-                f"{self._budget * 1000:g} ms"
+                f"{_OVERRUNS} of its last {len(self._recent)} calls computed longer than "
+                f"{self._budget * 1000:g} ms, or waited for {_LONG_WAIT * 1000:g} ms beyond that"
             )
         return gains
 
@@ -133,11 +145,14 @@ class ControllerHost:
     def _run(self) -> None:
         while True:
             step = self._steps.get()
+            result: object
+            started = time.thread_time()
             try:
-                self._results.put(self._controller.decide(step))
+                result = self._controller.decide(step)
             except Exception as error:  # whatever a plugin raises must not end the engine
                 _LOG.exception("a controller raised")
-                self._results.put(error)
+                result = error
+            self._results.put((result, time.thread_time() - started))
 
 
 class _Samples(NamedTuple):

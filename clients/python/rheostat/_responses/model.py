@@ -229,7 +229,7 @@ class ControllerStats:
     call_count: int
     """Calls: one for each step with a request that it controls."""
     overrun_count: int
-    """Calls that took longer than the server's budget."""
+    """Calls that computed for longer than the server's budget, or took 100 ms longer than that."""
     p50: float
     """Median of the last 4,096 calls."""
     p99: float

@@ -764,7 +764,7 @@ class ControllerStats(_message.Message):
     call_count: _builtins.int
     """Calls: one per step with a request that it controls."""
     overrun_count: _builtins.int
-    """Calls that took longer than the server's budget."""
+    """Calls that computed for longer than the server's budget, or took 100 ms longer than that."""
     disabled_reason: _builtins.str
     """Why it is disabled, for the rest of the server's life. Empty: it is not."""
     @_builtins.property

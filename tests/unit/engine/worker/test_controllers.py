@@ -207,9 +207,40 @@ def test_a_slow_controller_is_disabled_after_ten_overruns() -> None:
     run(worker, "v", end=30)
     assert len(slow.steps) == 10
     (event,) = [e for e in worker.row_sender.events if isinstance(e, ControllerDisabled)]
-    assert "took longer" in event.reason
+    assert "computed longer" in event.reason
     # The last gain stays.
     assert gain_at(worker, "v", 29) == pytest.approx(gain_at(worker, "v", 20), abs=1e-4)
+
+
+def waits(seconds: float) -> Law:
+    """Decides after a wait in which it computes nothing, as for Python's lock."""
+
+    def law(step: ControllerStep) -> object:
+        time.sleep(seconds)
+        return by_position(step)
+
+    return law
+
+
+def test_waits_for_other_threads_are_no_overruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controllers, "_LONG_WAIT", 60.0)  # however busy the machine is
+    waiting = Plugin(waits(0.06))
+    worker = worker_with(budget=0.05, one=waiting)
+    worker.add_request("v", plan("v"))
+    run(worker, "v", end=20)
+    assert len(waiting.steps) == 17
+    assert worker.runtime.controllers.stats()["one"][1] == 0
+
+
+def test_long_waits_are_overruns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controllers, "_LONG_WAIT", 0.005)
+    waiting = Plugin(waits(0.02))
+    worker = worker_with(budget=0.01, one=waiting)
+    worker.add_request("v", plan("v"))
+    run(worker, "v", end=30)
+    assert len(waiting.steps) == 10
+    (event,) = [e for e in worker.row_sender.events if isinstance(e, ControllerDisabled)]
+    assert "waited" in event.reason
 
 
 def test_a_call_that_does_not_return_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
