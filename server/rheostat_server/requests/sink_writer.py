@@ -41,15 +41,8 @@ from rheostat_wire.v1 import types_pb2
 
 _LOG = logging.getLogger(__name__)
 
-_REASONS = {
-    types_pb2.FINISH_REASON_STOP: "stop",
-    types_pb2.FINISH_REASON_LENGTH: "length",
-    types_pb2.FINISH_REASON_ABORTED: "aborted",
-    types_pb2.FINISH_REASON_RULE: "rule",
-    types_pb2.FINISH_REASON_ERROR: "error",
-}
-
-_WHOLE = {"stop", "length", "rule"}
+_WHOLE = {"stop", "length", "rule", "watch"}
+"""How a sample ends whose rows are complete."""
 
 
 class Recording(Protocol):
@@ -206,7 +199,8 @@ class SinkWriter:
         self._recording.write(block_of(message, sites, self._abouts[message.capture_index]))
 
     def _outcome(self) -> Outcome:
-        reasons = tuple(_REASONS[reason] for reason in self.feed.finish_reasons)
+        names = map(types_pb2.FinishReason.Name, self.feed.finish_reasons)
+        reasons = tuple(name.removeprefix("FINISH_REASON_").lower() for name in names)
         if not reasons or not _WHOLE.issuperset(reasons):
             return Outcome(Ending.ABORTED, self._dropped, reasons)
         ending = Ending.PARTIAL if self._dropped else Ending.COMPLETE

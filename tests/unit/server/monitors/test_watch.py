@@ -9,11 +9,11 @@ import pytest
 
 from rheostat_server.api import generation
 from rheostat_server.monitors import registry, watch
-from rheostat_wire.v1 import generation_pb2, monitor_service_pb2, types_pb2
+from rheostat_wire.v1 import capture_pb2, generation_pb2, monitor_service_pb2, types_pb2
 
 from ..conftest import Refusal, Running, rest
 from ..fakes import ScriptedBackend, reading
-from ..messages import generated, probe, request, selector, site_set, window
+from ..messages import capture, generated, probe, request, selector, site_set, window
 from ..streams import settled
 from ..subscribers import by_id, by_label
 from ..uploads import refusal_of
@@ -151,6 +151,19 @@ async def test_a_rule_of_a_watch_stops_a_request(starter) -> None:
     ended = (await watcher.until("ended")).ended
     assert list(ended.finish_reasons) == [types_pb2.FINISH_REASON_WATCH]
     assert sorted(watcher.read()) == list(range(5))
+    await watcher.rest()
+    await settled(running)
+
+
+async def test_a_sink_keeps_the_rows_of_a_request_that_a_watch_has_stopped(starter) -> None:
+    backend = ScriptedBackend(openness=lambda gate, position: float(position == 4))
+    running = await starter(backend, sinks=("mem=memory",))
+    watcher = await Watcher.open(running, opening(rules=[rule(1.0, stop={"label": "too high"})]))
+    rows = capture(sink=capture_pb2.SinkTarget(sink_name="mem"), inline=None)
+    events = await running.client.generate(request(captures=[rows], sampling=SAMPLING))
+    assert finished(events)[0].reason == types_pb2.FINISH_REASON_WATCH
+    (captured,) = events[-1].receipt.captures
+    assert [(site.row_count, site.dropped_row_count) for site in captured.sites] == [(5, 0)]
     await watcher.rest()
     await settled(running)
 
