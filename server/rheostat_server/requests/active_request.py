@@ -318,6 +318,9 @@ class ActiveRequest:
     ) -> None:
         """Handles the signals of a step; see `SignalRows`.
 
+        If the request is closed, its signals are only noted in the audit log. The engine may have
+        computed them before it received the abort.
+
         Args:
             sequence: a sample of the request.
             first: the first position.
@@ -327,16 +330,15 @@ class ActiveRequest:
             opened: whether a gate is open at any of the positions.
         """
         signals, hold = self.signals, sequence.token_hold
-        if signals is None or self._closed or sequence.kind is not SequenceKind.OWN:
+        if signals is None or sequence.kind is not SequenceKind.OWN:
             return
         if values is None:
-            if signals.plan.stops:
+            signals.lose(sequence.sample, first, count)
+            if signals.plan.stops and not self._closed:
                 self.fail(RowsLost.no_signals(count))
-            else:
-                signals.lose(sequence.sample, first, count)
             return
         fired = signals.add(sequence.sample, first, values, readings, opened)
-        if hold is None:
+        if hold is None or self._closed:
             return
         if fired is not None:
             self._stop_at(sequence, hold, fired)

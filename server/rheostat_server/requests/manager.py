@@ -446,9 +446,11 @@ class RequestManager:
             deliver_signals(event, self._routes)
             return
         if isinstance(event, Dropped) and isinstance(event.report, SignalRows):
-            for request_id in event.report.request_ids:
+            lost = replace(event.report, values=None)
+            for request_id in lost.request_ids:
                 if request_id in self._routes:
                     self._routes[request_id][0].fail(Defect(_UNHANDLED))
+            deliver_signals(lost, self._routes)
             return
         route = self._routes.get(event.request_id)
         if route is None:

@@ -5,8 +5,9 @@ Why a limit
     second would hold up the event loop. So lines come out of a budget, and what it does not cover
     is counted by rule, and the counts are logged.
 
-Invariant: each firing is either in a line of its own or in the count of a later line. A firing is a
-rule and the positions of one sample at which it fired in one step.
+Invariant: each firing is either in a line of its own or in the count of a later line, also if the
+client has cancelled the request meanwhile. So is each loss of what the rules would have read. A
+firing is a rule and the positions of one sample at which it fired in one step.
 """
 
 import asyncio
@@ -29,17 +30,18 @@ _BURST = 200
 _RATE = 20.0
 """Lines a second, in the long run."""
 _COUNT_SECONDS = 5.0
-"""Seconds until a firing that has no line of its own is counted in one."""
+"""Seconds until what has no line of its own is counted in one."""
 _LISTED = 8
 """Most runs of positions in a line."""
 
 
 class _Source(NamedTuple):
-    """Firings with these fields are counted together."""
+    """What is counted together: the firings of a rule, or the losses under a version."""
 
     version: int
-    rule: str
-    action: str
+    rule: str = ""
+    """Empty: losses."""
+    action: str = ""
 
 
 class PolicyAudit:
@@ -55,8 +57,8 @@ class PolicyAudit:
         self._lines = float(_BURST)
         """Lines that may be written now."""
         self._filled = now()
-        self._firings: Counter[_Source] = Counter()
-        """Firings that were not logged yet."""
+        self._unlogged: Counter[_Source] = Counter()
+        """Firings and losses that were not logged yet."""
         self._positions: Counter[_Source] = Counter()
         """Their positions."""
         self._timer: asyncio.TimerHandle | None = None
@@ -93,37 +95,51 @@ class PolicyAudit:
                 " ended=sample" if stopped else "",
             )
             return
-        source = _Source(rule.policy, rule.name, action)
-        self._firings[source] += 1
-        self._positions[source] += length(positions)
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_COUNT_SECONDS, self.flush)
+        self._count(_Source(rule.policy, rule.name, action), length(positions))
 
     def unread(self, request_id: str, sample: int, version: int, first: int, end: int) -> None:
         """Logs positions of which nothing is known, because the workers' signals were lost."""
-        positions = _run(first, end)
+        if not self._may_write():
+            self._count(_Source(version), end - first)
+            return
         AUDIT_LOG.warning(
             "policy version=%d request=%s sample=%d unread=%s",
             version,
             request_id,
             sample,
-            positions,
+            _run(first, end),
         )
 
     def flush(self) -> None:
-        """Logs the counts of the firings that have no line of their own."""
+        """Logs the counts of what has no line of its own."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for source, count in self._firings.items():
-            AUDIT_LOG.warning(
-                "policy version=%d rule=%s action=%s firings=%d positions=%d (in no other line)",
-                *source,
-                count,
-                self._positions[source],
-            )
-        self._firings.clear()
+        for source, count in self._unlogged.items():
+            positions = self._positions[source]
+            if source.rule:
+                AUDIT_LOG.warning(
+                    "policy version=%d rule=%s action=%s firings=%d positions=%d "
+                    "(in no other line)",
+                    *source,
+                    count,
+                    positions,
+                )
+            else:
+                AUDIT_LOG.warning(
+                    "policy version=%d losses=%d unread_positions=%d (in no other line)",
+                    source.version,
+                    count,
+                    positions,
+                )
+        self._unlogged.clear()
         self._positions.clear()
+
+    def _count(self, source: _Source, positions: int) -> None:
+        self._unlogged[source] += 1
+        self._positions[source] += positions
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_COUNT_SECONDS, self.flush)
 
     def _may_write(self) -> bool:
         now = self._now()

@@ -139,6 +139,7 @@ class RequestSignals:
         self._own_rules = plan.own_rules
         self._noted_rules = plan.own_rules + plan.policy_rules
         self._audit = audit
+        self._closed = False
         self._stopping = [n for n, rule in enumerate(plan.rules) if rule.stop is not None]
         share.add(self)
 
@@ -176,7 +177,7 @@ class RequestSignals:
     def add(
         self, sample: int, first: int, values: npt.NDArray[np.float32], readings: int, opened: bool
     ) -> Fired | None:
-        """Takes the signals of a step.
+        """Takes the signals of a step. After `close`, only firings are noted.
 
         Args:
             sample: the sample.
@@ -207,7 +208,8 @@ class RequestSignals:
             fired = fired[:, : self._own_rules]
             if not fired.any():
                 fired = None
-        self._keep(signals, first, values, readings, fired)
+        if not self._closed:
+            self._keep(signals, first, values, readings, fired)
         return ends
 
     def lose(self, sample: int, first: int, count: int) -> None:
@@ -248,7 +250,8 @@ class RequestSignals:
         return self._samples[sample].firings
 
     def close(self) -> None:
-        """Drops all waiting signals, which count no more."""
+        """Drops all waiting signals, which count no more, and keeps no later ones."""
+        self._closed = True
         for sample in self._samples:
             sample.chunks.clear()
         self._byte_counter.close()
@@ -274,7 +277,7 @@ class RequestSignals:
             rule = self.plan.rules[number]
             firings = self._samples[sample].firings.setdefault((rule.policy, rule.name), Firings())
             positions = runs(first + np.flatnonzero(fired[:, number]))
-            stopped = ends is not None and ends.rule is rule
+            stopped = ends is not None and ends.rule is rule and not self._closed
             firings.add(positions)
             firings.stopped |= stopped
             if rule.policy and self._audit is not None:

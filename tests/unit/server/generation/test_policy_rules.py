@@ -1,12 +1,15 @@
 """Rules of the server-wide policy: no request can shed them, and each firing is logged."""
 
+import asyncio
 import logging
 from dataclasses import replace
 
 import grpc
 import pytest
 
+from rheostat_engine import Dropped, SignalRows
 from rheostat_server.admission.admit import admit
+from rheostat_server.engine.backend import Job
 from rheostat_server.requests import policy_audit
 from rheostat_server.sweeps import sources
 from rheostat_wire.v1 import (
@@ -244,9 +247,73 @@ async def test_what_is_lost_of_a_request_is_logged(starter, caplog) -> None:
     await set_rules(running, rule(observe=OBSERVE))
     await run(running)
     assert lines(caplog) == ["policy version=1 request=r sample=0 unread=4"]
-    await set_rules(running, rule())
+    await set_rules(running, rule(), rule(name="seen", observe=OBSERVE))
     refusal = await refusal_of(run(running))
     assert refusal.code == Code.DATA_LOSS
+    assert lines(caplog)[-1] == "policy version=2 request=r sample=0 unread=4"
+
+
+class ReadsOn(ScriptedBackend):
+    """Brings the signals of two more steps after a sample was aborted."""
+
+    def _release(self, job: Job, computed: int) -> None:
+        for position in range(computed, computed + 2):
+            self._signal(job, position, position + 1)
+        super()._release(job, computed)
+
+
+@pytest.mark.parametrize("lost", [frozenset(), frozenset({3, 4})])
+async def test_what_fires_after_a_cancel_is_logged(starter, caplog, lost) -> None:
+    backend = ReadsOn(openness=at(1, 3, 4), hold=asyncio.Event(), lost_signals=lost)
+    running = await starter(backend)
+    await set_rules(running, rule(observe=OBSERVE), rule(name="late", conditions=[above(9.0)]))
+    call = running.client.generation.Generate(request(request_id="r", sampling=SAMPLING))
+    while (await call.read()).WhichOneof("event") != "tokens":
+        pass
+    call.cancel()
+    await settled(running)
+    found = [one.removeprefix("policy version=1 ") for one in lines(caplog)]
+    assert found == [
+        "rule=grim action=observe request=r sample=0 positions=1",
+        *(
+            ["request=r sample=0 unread=3", "request=r sample=0 unread=4"]
+            if lost
+            else [
+                "rule=grim action=observe request=r sample=0 positions=3",
+                "rule=grim action=observe request=r sample=0 positions=4",
+            ]
+        ),
+    ]
+    assert running.manager.budget.used == 0
+
+
+async def test_a_stop_that_comes_after_a_cancel_has_ended_nothing(starter, caplog) -> None:
+    running = await starter(ReadsOn(openness=at(3), hold=asyncio.Event()))
+    await set_rules(running, rule())
+    call = running.client.generation.Generate(request(request_id="r", sampling=SAMPLING))
+    while (await call.read()).WhichOneof("event") != "tokens":
+        pass
+    call.cancel()
+    await settled(running)
+    line = "policy version=1 rule=grim action=stop request=r sample=0 positions=3"
+    assert lines(caplog) == [line]
+
+
+async def test_signals_that_cannot_be_handled_are_logged_as_unread(starter, caplog) -> None:
+    class Lossy(ScriptedBackend):
+        """Cannot bring signals to the server."""
+
+        def start(self, deliver, lost) -> None:
+            super().start(
+                lambda one: deliver(Dropped(one) if isinstance(one, SignalRows) else one), lost
+            )
+
+    running = await starter(Lossy(hold=asyncio.Event()))
+    await set_rules(running, rule(observe=OBSERVE))
+    refusal = await refusal_of(run(running))
+    assert refusal.code == Code.INTERNAL
+    assert lines(caplog) == ["policy version=1 request=r sample=0 unread=0-2"]
+    await settled(running)
 
 
 async def test_firings_without_a_line_are_counted(starter, caplog, monkeypatch) -> None:
@@ -272,6 +339,19 @@ async def test_counts_are_logged_before_the_server_ends(starter, caplog, monkeyp
     await running.server.stop(0)
     assert [one.partition("firings=")[2] for one in lines(caplog)] == [
         "1 positions=1 (in no other line)"
+    ]
+
+
+async def test_lines_of_lost_positions_are_limited_too(caplog) -> None:
+    audit = policy_audit.PolicyAudit(lambda: 0.0)
+    for version in (2, 3, 3):
+        for _ in range(policy_audit._BURST):
+            audit.unread("a", 0, version, 5, 7)
+    assert lines(caplog) == ["policy version=2 request=a sample=0 unread=5-6"] * policy_audit._BURST
+    audit.flush()
+    assert lines(caplog)[policy_audit._BURST :] == [
+        f"policy version=3 losses={2 * policy_audit._BURST} unread_positions="
+        f"{4 * policy_audit._BURST} (in no other line)"
     ]
 
 
