@@ -165,7 +165,7 @@ class BackgroundQueue:
         count = len(self._held)
         self._release(first=overdue)
         output = self._schedule(throttle_prefills)
-        self._hold([one for one in scheduler.waiting if _may_wait(one)])
+        self._hold([request for request in scheduler.waiting if _may_wait(request)])
         if len(self._held) < count:
             self._pace.begin(beside=beside)
             self._since = now
@@ -175,7 +175,7 @@ class BackgroundQueue:
         scheduler = self._scheduler
         if scheduler.waiting:
             return True
-        return any(one.priority <= 0 for one in scheduler.running)
+        return any(request.priority <= 0 for request in scheduler.running)
 
     def _release(self, *, first: bool) -> None:
         """Puts all held requests into the scheduler's queue, before or behind the others."""
@@ -193,7 +193,7 @@ class BackgroundQueue:
         if requests:
             self._scheduler.waiting.remove_requests(requests)
             self._scheduler.deferred_waiting.update(requests)
-            self._held.update((one.request_id, one) for one in requests)
+            self._held.update((request.request_id, request) for request in requests)
 
     def _hold_or_enqueue(self, request: Request) -> None:
         if _may_wait(request):

@@ -50,14 +50,14 @@ class HeldRequests:
 
     def hold(self, ids: Iterable[str]) -> None:
         """Holds requests from the next step on. Requests that have ended are ignored."""
-        self._ids.update(one for one in ids if one in self._scheduler.requests)
+        self._ids.update(request_id for request_id in ids if request_id in self._scheduler.requests)
 
     def release(self, ids: Iterable[str]) -> None:
         """Puts requests back, before those that wait."""
         ids = list(ids)
         self._ids.difference_update(ids)
-        for one in reversed(ids):
-            request = self._taken.pop(one, None)
+        for request_id in reversed(ids):
+            request = self._taken.pop(request_id, None)
             if request is not None:
                 self._scheduler.waiting.prepend_request(request)
 
@@ -69,20 +69,24 @@ class HeldRequests:
     def _take(self) -> None:
         """Takes held requests out of the scheduler's queues."""
         scheduler = self._scheduler
-        held = {scheduler.requests[one] for one in self._ids if one not in self._taken}
-        running = [one for one in scheduler.running if one in held]
+        held = {
+            scheduler.requests[request_id]
+            for request_id in self._ids
+            if request_id not in self._taken
+        }
+        running = [request for request in scheduler.running if request in held]
         if running:
-            scheduler.running = [one for one in scheduler.running if one not in held]
+            scheduler.running = [request for request in scheduler.running if request not in held]
             now = time.monotonic()
             for request in reversed(running):
                 scheduler._preempt_request(
                     request, now, drop_stale_output=scheduler.requires_kv_delivery
                 )
-        taken = [one for one in scheduler.waiting if one in held]
+        taken = [request for request in scheduler.waiting if request in held]
         if taken:
             scheduler.waiting.remove_requests(taken)
             scheduler.deferred_waiting.difference_update(taken)
-            self._taken.update((one.request_id, one) for one in taken)
+            self._taken.update((request.request_id, request) for request in taken)
 
     def _free_and_forget(
         self, request: Request, delay_free_blocks: bool = False
@@ -98,7 +102,7 @@ async def send_holds(llm: Client, ids: Iterable[str], *, held: bool) -> None:
     Returns once the engine's core has the message. Requests that have ended are ignored.
     """
     known = llm.output_processor.external_req_ids
-    own = [inner for one in ids for inner in known.get(one, ())]
+    own = [inner for request_id in ids for inner in known.get(request_id, ())]
     client = cast(AsyncMPClient, llm.engine_core)
     await client.call_utility_async(_METHOD, own, held)
 

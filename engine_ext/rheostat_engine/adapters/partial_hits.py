@@ -129,4 +129,4 @@ class PartialHits:
             num_full_blocks=num_full_blocks,
             **others,
         )
-        self._fresh.update(one.block_id for one in blocks[num_cached_blocks:num_full_blocks])
+        self._fresh.update(block.block_id for block in blocks[num_cached_blocks:num_full_blocks])

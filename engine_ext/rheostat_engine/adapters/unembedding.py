@@ -236,12 +236,14 @@ def _with_head(found: Unembedding, final: torch.Tensor, tolerance: float) -> Une
 
     modules = found.model.modules()
     processors = [module for module in modules if isinstance(_base(module), LogitsProcessor)]
-    hooks = [one.register_forward_pre_hook(hook, with_kwargs=True) for one in processors]
+    hooks = [
+        processor.register_forward_pre_hook(hook, with_kwargs=True) for processor in processors
+    ]
     try:
         logits = found.logits(final)
     finally:
-        for one in hooks:
-            one.remove()
+        for handle in hooks:
+            handle.remove()
     if "processor" not in received:
         return replace(found, not_linear="the logits don't come from vLLM's logits processor")
     processor, head = received["processor"], received["head"]
@@ -325,7 +327,7 @@ def _outer_calls(
         if isinstance(first, torch.Tensor):
             calls.append(_OuterCall(module, args, kwargs, first))
 
-    hooks = [one.register_forward_hook(leave, with_kwargs=True) for one in outer]
+    hooks = [module.register_forward_hook(leave, with_kwargs=True) for module in outer]
     try:
         output = run_model()
     finally:
@@ -378,9 +380,9 @@ def _refused(nothing: Unembedding, reason: str) -> Unembedding:
     return replace(nothing, norm=None, refused=reason, not_linear=reason)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors [..., W] have the same elements in memory."""
-    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
+    return first.data_ptr() == other.data_ptr() and first.numel() == other.numel()
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:

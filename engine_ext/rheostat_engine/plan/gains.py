@@ -65,11 +65,13 @@ def updates_from(wire: bytes) -> list[GainsUpdate]:
         plain = _DECODER.decode(wire)
     except msgspec.MsgspecError as error:
         raise ValueError(f"these are no gains: {error}") from error
-    for one in plain:
-        for index, gain in one.gains.items():
+    for update in plain:
+        for index, gain in update.gains.items():
             if not (0 <= index < MAX_GAINS and 0 <= gain <= LARGEST_GAIN):
                 raise ValueError(f"these are no gains: {gain} of intervention {index}")
-    return [GainsUpdate(one.name, one.change, one.not_before, one.gains) for one in plain]
+    return [
+        GainsUpdate(update.name, update.change, update.not_before, update.gains) for update in plain
+    ]
 
 
 def merged_gains(earlier: GainsUpdate | None, later: GainsUpdate) -> GainsUpdate:

@@ -145,7 +145,7 @@ class SteeringTable:
     def _first_position(self, act: int) -> int:
         """The lowest position at which an act may select a token; `OPEN_END` if there is none."""
         own = {number for number, clause in enumerate(self.clauses) if clause.act == act}
-        present = np.array([not own.isdisjoint(one) for one in self.intervals.members])
+        present = np.array([not own.isdisjoint(members) for members in self.intervals.members])
         where = np.flatnonzero(present[self.intervals.sets])
         return int(self.intervals.starts[where[0]]) if len(where) else OPEN_END
 

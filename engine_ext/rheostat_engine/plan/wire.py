@@ -170,9 +170,9 @@ def steering_from(wire: bytes) -> SteeringTable:
     """
     plain = _decoded(wire, _Steering)
     gates = tuple(map(_gate_from, plain.gates))
-    if any(one.gate is not None and one.gate >= len(gates) for one in plain.acts):
+    if any(plain_act.gate is not None and plain_act.gate >= len(gates) for plain_act in plain.acts):
         raise ValueError("this is no plan: an act names a gate that is missing")
-    acts = tuple(_act_from(one, gates) for one in plain.acts)
+    acts = tuple(_act_from(plain_act, gates) for plain_act in plain.acts)
     for act in acts:
         _check(act)
     if len(gates) > MAX_GATES:

@@ -308,7 +308,7 @@ class StepControllers:
         slots = np.arange(max(0, count - _LAST_GAINS), count) % _LAST_GAINS
         firsts = self._last_firsts[request, slots].tolist()
         gains = self._last_gains[request, slots, : control.gains].tolist()
-        return [one for one in zip(firsts, gains, strict=True) if one[0] < end]
+        return [decision for decision in zip(firsts, gains, strict=True) if decision[0] < end]
 
     def begin(self, numbers: Int64, computed: Int64, scheduled: Int64) -> bool:
         """Prepares a step; returns whether a controller decides after it.

@@ -203,9 +203,9 @@ class AdmittedRequest:
     def inline_captures(self) -> dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]]:
         """The captures whose rows go into the response, by policy, then by index."""
         by_policy: dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]] = {}
-        for index, one in enumerate(self.captures):
-            if one.target is Target.INLINE:
-                by_policy.setdefault(one.overload, {})[index] = one
+        for index, capture in enumerate(self.captures):
+            if capture.target is Target.INLINE:
+                by_policy.setdefault(capture.overload, {})[index] = capture
         return by_policy
 
 
@@ -329,7 +329,7 @@ def admit_now(
             request.rules, rules, probes, admission.sites, context, lookups, admission.runs
         )
         if candidate.controlled is None:
-            used = [*(one.gate for one in own), *(rule.gate for rule in rules)]
+            used = [*(intervention.gate for intervention in own), *(rule.gate for rule in rules)]
             refuse_unused_probes(probes, used)
         captures = _resolve_captures(request, context, sampling.samples, lookups, admission)
     else:
@@ -339,12 +339,12 @@ def admit_now(
     if compiled is None:
         parts: tuple[WatchPart, ...] = ()
         if candidate.watches:
-            gates = [one.gate for one in own if one.gate is not None]
+            gates = [intervention.gate for intervention in own if intervention.gate is not None]
             gates += [rule.gate for rule in rules]
             first = columns + sum(len(probe.sites) for probe in probes.values())
             parts = watch_parts(candidate.watches, context, first, gates)
             if candidate.controlled is not None:
-                parts = tuple([one.without(CONTROLLED) if one.steers else one for one in parts])
+                parts = tuple([part.without(CONTROLLED) if part.steers else part for part in parts])
             refuse_unwatched(parts, with_baseline=request.with_baseline)
         read = tuple(probes.values())
         try:
@@ -561,7 +561,7 @@ def _directed(
             raise NotSupported("nobody can subscribe to this request", field=path)
         subscription = admission.subscriptions.named(name, path)
         after = len(subscription.captures.templates)
-        sent = {after + i: one for i, one in wanted.items()}
+        sent = {after + i: capture for i, capture in wanted.items()}
         observer_captures.append(ObserverCapture(subscription, sent, frozenset(sent)))
     return observer_captures
 

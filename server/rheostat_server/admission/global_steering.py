@@ -106,7 +106,7 @@ class GlobalSteering:
     def steerings(self) -> tuple[steering_pb2.Steering, ...]:
         """Its steering, and what its rules steer, where there is any."""
         every = (self.policy.steering, *(rule.steer for rule in self.policy.rules))
-        return tuple(one for one in every if one.interventions)
+        return tuple(steering for steering in every if steering.interventions)
 
     @property
     def columns(self) -> int:
@@ -117,16 +117,18 @@ class GlobalSteering:
         """Its interventions, probes and rules in a request."""
         server_wide = replace(context, lenient=True)
         probes = {
-            probe.name: replace(probe, selection=_selection(one, server_wide, probe.path))
-            for one, probe in zip(self.policy.probes, self.probes, strict=True)
+            probe.name: replace(probe, selection=_selection(message, server_wide, probe.path))
+            for message, probe in zip(self.policy.probes, self.probes, strict=True)
         }
         interventions = []
-        for index, (one, op) in enumerate(zip(self.steering.interventions, self.ops, strict=True)):
+        for index, (intervention, op) in enumerate(
+            zip(self.steering.interventions, self.ops, strict=True)
+        ):
             path = f"{INTERVENTION_PATH}[{index}]"
             gate = None
-            if one.HasField("gate") and self.sites is not None:
-                gate = resolve_gate(one, op.sites, probes, self.sites, server_wide, path)
-            selection = _selection(one, server_wide, path)
+            if intervention.HasField("gate") and self.sites is not None:
+                gate = resolve_gate(intervention, op.sites, probes, self.sites, server_wide, path)
+            selection = _selection(intervention, server_wide, path)
             interventions.append(
                 Intervention(receipt_pb2.ORIGIN_GLOBAL, index, op, selection, gate)
             )
@@ -299,13 +301,19 @@ class GlobalSteeringState:
         steered = resolve_rule_steering(
             policy.rules, rules, probes, self._sites, context, vectors, None
         )
-        gates = [*(one.gate for one in interventions), *(rule.gate for rule in rules)]
+        gates = [
+            *(intervention.gate for intervention in interventions),
+            *(rule.gate for rule in rules),
+        ]
         refuse_unused_probes(probes, gates)
         every = (*interventions, *steered)
         check_sums(every, FloatType(self._sites.dtype))
         checked = _Checked(
-            tuple(one.op for one in interventions),
-            tuple(tuple(one.op for one in steered if one.rule == rule.name) for rule in rules),
+            tuple(intervention.op for intervention in interventions),
+            tuple(
+                tuple(intervention.op for intervention in steered if intervention.rule == rule.name)
+                for rule in rules
+            ),
             tuple(probes.values()),
         )
         plan = compile_plan("server-wide", every, (), checked.probes, rules).plan
@@ -317,8 +325,8 @@ def _refuse_signals(policy: steering_service_pb2.Policy) -> None:
     fields = [f"probes[{i}].signals" for i, probe in enumerate(policy.probes) if probe.signals]
     fields += [
         f"{INTERVENTION_PATH}[{index}].gate.signals"
-        for index, one in enumerate(policy.steering.interventions)
-        if one.HasField("gate") and one.gate.signals
+        for index, intervention in enumerate(policy.steering.interventions)
+        if intervention.HasField("gate") and intervention.gate.signals
     ]
     if fields:
         raise NotSupported("signals of the server-wide steering are not sent", field=fields[0])

@@ -76,7 +76,7 @@ async def compile_update(
     Raises:
         InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be applied.
     """
-    if any(one.gate is not None for one in (*kept.before, *kept.after)):
+    if any(intervention.gate is not None for intervention in (*kept.before, *kept.after)):
         raise NotSupported(
             "steering of this request that stays, its own or server-wide, has gates, which the "
             "change would decide anew: send the steering with the request",
@@ -109,7 +109,9 @@ def _compile_update(
 ) -> CompiledUpdate:
     origin, update_id, watch_id = replacing
     resolved = resolve_steering(steering, admission.sites, context, vectors, origin, admission.runs)
-    own = tuple(replace(one, update_id=update_id, watch_id=watch_id) for one in resolved)
+    own = tuple(
+        replace(intervention, update_id=update_id, watch_id=watch_id) for intervention in resolved
+    )
     interventions = (*kept.before, *own, *kept.after)
     check_sums(interventions, FloatType(admission.sites.dtype))
     plan, needed = compile_plan("", interventions, (), kept.probes)

@@ -82,14 +82,14 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             controllers=[
                 _pb.ControllerStats(
                     controller_name=name,
-                    call_count=one.calls,
-                    overrun_count=one.overruns,
-                    p50=_duration(one.p50),
-                    p99=_duration(one.p99),
-                    longest=_duration(one.longest),
-                    disabled_reason=one.disabled,
+                    call_count=counts.calls,
+                    overrun_count=counts.overruns,
+                    p50=_duration(counts.p50),
+                    p99=_duration(counts.p99),
+                    longest=_duration(counts.longest),
+                    disabled_reason=counts.disabled,
                 )
-                for name, one in sorted(workers.controllers.items())
+                for name, counts in sorted(workers.controllers.items())
             ],
         )
         response.uptime.FromNanoseconds(int((time.monotonic() - self._started_at) * 1e9))

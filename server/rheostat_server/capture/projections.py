@@ -116,8 +116,8 @@ def resolve_projection(
         ref = readout.vector if readout.HasField("vector") else None
         found.append(find_vector(ref, vectors, model, field_path(place, "vector")))
     by_layer = [rows_by_layer(vector, layers) for vector in found]
-    for one, vector, rows in zip(settings, found, by_layer, strict=True):
-        if one.normalise is not Normalise.NONE:
+    for setting, vector, rows in zip(settings, found, by_layer, strict=True):
+        if setting.normalise is not Normalise.NONE:
             for row in sorted(set(rows.values())):
                 check_norm(vector.vector, row, vector.path)
     plain = all(readout == _PRODUCT for readout in settings)

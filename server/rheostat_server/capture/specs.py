@@ -200,8 +200,8 @@ def resolve_captures(
         )
         for spec, path in ((spec, f"captures[{index}]") for index, spec in enumerate(specs))
     )
-    for index, one in enumerate(captures):
-        check_spill(one.overload, f"captures[{index}].overload", spools=spools)
+    for index, capture in enumerate(captures):
+        check_spill(capture.overload, f"captures[{index}].overload", spools=spools)
     sink_groups(captures)
     return captures
 
@@ -220,12 +220,14 @@ def sink_groups(
     Raises:
         InvalidValue: one group is to be kept in two ways.
     """
-    aimed = [(index, one.sink) for index, one in enumerate(captures) if one.sink is not None]
+    aimed = [
+        (index, capture.sink) for index, capture in enumerate(captures) if capture.sink is not None
+    ]
     groups = []
     for target, indices in group_targets(aimed):
         members = {index: captures[index] for index in indices}
-        for index, one in members.items():
-            if one.overload != captures[indices[0]].overload:
+        for index, capture in members.items():
+            if capture.overload != captures[indices[0]].overload:
                 raise InvalidValue(
                     f"captures {indices[0]} and {index} go to one sink under one tag with "
                     "different overload policies: give them different tags",

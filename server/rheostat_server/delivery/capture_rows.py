@@ -372,7 +372,7 @@ class CaptureRows:
             positions = self._selected(common(distinct.values()), generated)
             if not len(positions):
                 continue
-            if any(len(one) > len(positions) for one in distinct.values()):
+            if any(len(some) > len(positions) for some in distinct.values()):
                 taken = {site: column.at(positions) for site, column in taken.items()}
             columns = map(taken.__getitem__, self._capture.site_forms.index_of_each)
             parts = [

@@ -48,7 +48,7 @@ class HeldSamples:
             fail: ends their request, if the engine cannot be told.
             held: whether they are held; False: they go on.
         """
-        self._waiting.update((one, _Waiting(held, fail)) for one in plan_ids)
+        self._waiting.update((plan_id, _Waiting(held, fail)) for plan_id in plan_ids)
         if self._waiting and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._send_all())
 
@@ -57,7 +57,7 @@ class HeldSamples:
             self._waiting = {}
             try:
                 for held in (True, False):
-                    ids = [one for one, waiting in message.items() if waiting.held == held]
+                    ids = [plan_id for plan_id, waiting in message.items() if waiting.held == held]
                     if ids:
                         await self._backend.hold_samples(ids, held=held)
             except Exception as error:  # the task goes on; the requests must get the error

@@ -103,28 +103,28 @@ class Preparations:
         encoded = plan.packed_acts.encoded, plan.packed_captures.encoded
         acts, captures = (b"" if table is None else table.digest for table in encoded)
         key = acts, captures
-        one = self._held.get(key)
-        if one is None:
-            one = self._begin(key, plan)
-        one.users += 1
+        preparation = self._held.get(key)
+        if preparation is None:
+            preparation = self._begin(key, plan)
+        preparation.users += 1
         try:
-            await asyncio.shield(one.ready)
+            await asyncio.shield(preparation.ready)
         except BaseException:
-            self.release(one)
+            self.release(preparation)
             raise
-        return one
+        return preparation
 
-    def release(self, one: Preparation) -> None:
+    def release(self, preparation: Preparation) -> None:
         """Ends one use. The workers release preparations without a use."""
-        one.users -= 1
-        if one.users:
+        preparation.users -= 1
+        if preparation.users:
             return
-        if self._held.get(one.key) is one:
-            del self._held[one.key]
-        if one in self._building:
-            self._building.remove(one)
-        one.ready.cancel()
-        self._unused.append(one.name)
+        if self._held.get(preparation.key) is preparation:
+            del self._held[preparation.key]
+        if preparation in self._building:
+            self._building.remove(preparation)
+        preparation.ready.cancel()
+        self._unused.append(preparation.name)
         self._work_soon()
 
     def _begin(self, key: _Key, plan: Plan) -> Preparation:
@@ -133,10 +133,10 @@ class Preparations:
         entry = replace(plan, request_id=name)
         self._queue.ledger.admit(entry, prompt_len=1, max_step_tokens=1, samples=0)
         ready = asyncio.get_running_loop().create_future()
-        one = self._held[key] = Preparation(key, name, entry, ready)
-        self._building.append(one)
+        preparation = self._held[key] = Preparation(key, name, entry, ready)
+        self._building.append(preparation)
         self._work_soon()
-        return one
+        return preparation
 
     def _work_soon(self) -> None:
         if not self._closed and (self._task is None or self._task.done()):
@@ -183,15 +183,17 @@ class Preparations:
         """Builds a part of one preparation. They take turns, so that a small one is ready soon."""
         if not self._building:
             return
-        one = self._building.popleft()
-        plan, one.plan = one.plan, None
-        self._building.append(one)
-        done, error = await self._backend.prepare(one.name, plan, STEP_COST)
+        preparation = self._building.popleft()
+        plan, preparation.plan = preparation.plan, None
+        self._building.append(preparation)
+        done, error = await self._backend.prepare(preparation.name, plan, STEP_COST)
         if not done and not error:
             return
-        if one in self._building:  # otherwise all its requests have ended
-            self._building.remove(one)
-            self._end(one, Defect(f"a worker cannot build a plan: {error}") if error else None)
+        if preparation in self._building:  # otherwise all its requests have ended
+            self._building.remove(preparation)
+            self._end(
+                preparation, Defect(f"a worker cannot build a plan: {error}") if error else None
+            )
 
     def _fail(self, error: Exception) -> None:
         if not self._building:
@@ -203,11 +205,11 @@ class Preparations:
             self._end(preparation, known)
         self._building.clear()
 
-    def _end(self, one: Preparation, error: RheostatError | None) -> None:
-        if one.ready.done():
+    def _end(self, preparation: Preparation, error: RheostatError | None) -> None:
+        if preparation.ready.done():
             return
         if error is None:
-            one.ready.set_result(None)
+            preparation.ready.set_result(None)
             return
-        del self._held[one.key]  # the next request with this plan tries again
-        one.ready.set_exception(error)
+        del self._held[preparation.key]  # the next request with this plan tries again
+        preparation.ready.set_exception(error)

@@ -93,20 +93,20 @@ def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
 
 
 def _add_intervention(
-    answer: generation_service_pb2.ExplainResponse, one: Intervention, end: int
+    answer: generation_service_pb2.ExplainResponse, intervention: Intervention, end: int
 ) -> None:
     message = answer.interventions.add(
-        intervention=one.ref,
-        sites=[to_wire(site) for site in one.op.sites],
-        digests=[vector.digest for vector in one.op.vectors],
+        intervention=intervention.ref,
+        sites=[to_wire(site) for site in intervention.op.sites],
+        digests=[vector.digest for vector in intervention.op.vectors],
         doses=[
             _pb.SiteDose(site=to_wire(site), norm=float32(dose))
-            for site, dose in zip(one.op.sites, one.op.doses, strict=False)
+            for site, dose in zip(intervention.op.sites, intervention.op.doses, strict=False)
         ],
     )
-    _select(message.selection, one.selection, end)
-    if one.op.replacement is not None:
-        one.op.replacement.write_source(message.source)
+    _select(message.selection, intervention.selection, end)
+    if intervention.op.replacement is not None:
+        intervention.op.replacement.write_source(message.source)
 
 
 def _select(

@@ -86,12 +86,12 @@ def add_rules(
             positions = clipped(fired.positions, 0, sample.row_end)
             beyond = length(fired.positions) - length(positions)
             if positions:
-                one = message.samples.add(
+                in_sample = message.samples.add(
                     sample=sample.index,
                     position_count=fired.count - beyond,
                     stopped=fired.stopped and sample.ending is Ending.RULE,
                 )
-                add_runs(one.positions.add, positions)
+                add_runs(in_sample.positions.add, positions)
 
 
 def add_controller(
@@ -206,24 +206,29 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
         doses = _by_act(sample.released.doses)
         index = 0
         for acting, changed, start, end in _periods(admitted, sample):
-            for one in acting:
-                record = records.get(_key(one))
+            for intervention in acting:
+                record = records.get(_key(intervention))
                 if record is None:
-                    record = records[_key(one)] = _Record(one)
-                if one.acts:
-                    mine = doses[index : index + len(one.acts)]
+                    record = records[_key(intervention)] = _Record(intervention)
+                if intervention.acts:
+                    mine = doses[index : index + len(intervention.acts)]
                     sites = _by_site(mine)
-                    part = _Part(sample, sample.released, one, sites, start, end)
+                    part = _Part(sample, sample.released, intervention, sites, start, end)
                     record.parts.append(part)
-                    index += len(one.acts)
+                    index += len(intervention.acts)
             index += admitted.updated_read_count if changed else admitted.read_count
     return list(records.values())
 
 
 def _key(intervention: Intervention) -> tuple[object, ...]:
     """Equal for an intervention in several lists."""
-    one = intervention
-    return one.origin, one.rule, one.index, one.update_id, one.watch_id
+    return (
+        intervention.origin,
+        intervention.rule,
+        intervention.index,
+        intervention.update_id,
+        intervention.watch_id,
+    )
 
 
 def _by_act(doses: Sequence[Dose]) -> Sequence[Sequence[Dose]]:
@@ -285,7 +290,7 @@ def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]
     acting = [part for part in parts if site in part.sites]
     for part in acting:
         if not part.released.measured:
-            applied.row_count = sum(one.computed_rows for one in acting)
+            applied.row_count = sum(other.computed_rows for other in acting)
             return
     rows = surplus = 0
     change = relative = relative_max = 0.0

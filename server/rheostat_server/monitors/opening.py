@@ -90,8 +90,8 @@ def _resolve(
         if error.field:
             error.field = f"open.{error.field}"
         raise
-    for number, one in enumerate(opened.rules):
-        if one.WhichOneof("action") == "stop" and one.stop.all_samples:
+    for number, rule in enumerate(opened.rules):
+        if rule.WhichOneof("action") == "stop" and rule.stop.all_samples:
             raise InvalidValue(
                 "a watch stops the sample that was read; its other samples are read too",
                 field=f"open.rules[{number}].stop.all_samples",

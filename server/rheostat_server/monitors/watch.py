@@ -174,16 +174,16 @@ class Watch(EventStream[SignalMessage]):
             values: [rows, columns]; NaN where nothing was read.
             fired: [rows, rules]: whether a rule fired; None: none did.
         """
-        rows = [one for one in rows if one.watched in self._running]
+        rows = [sample for sample in rows if sample.watched in self._running]
         if not rows or not self.taking:
             return
         index = _indices(rows, len(values))
         if index is not None:
             values = values[index]
             fired = None if fired is None else fired[index]
-        slots = np.array([one.watched.slots[one.sample] for one in rows], np.int64)
-        firsts = np.array([one.first for one in rows], np.int64)
-        counts = np.array([one.rows for one in rows], np.int64)
+        slots = np.array([sample.watched.slots[sample.sample] for sample in rows], np.int64)
+        firsts = np.array([sample.first for sample in rows], np.int64)
+        counts = np.array([sample.rows for sample in rows], np.int64)
         self._summaries.add(slots, firsts, counts, values)
         if self.settings.report == _pb.WATCH_REPORT_SUMMARY:
             return
@@ -334,8 +334,8 @@ def _step(
     begins = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     samples = [rows[owner] for owner in owners[begins].tolist()]
     return Step(
-        [one.watched for one in samples],
-        [one.sample for one in samples],
+        [sample.watched for sample in samples],
+        [sample.sample for sample in samples],
         positions[begins].tolist(),
         np.diff(begins, append=len(owners)).tolist(),
         np.ascontiguousarray(values, np.float32),
@@ -345,9 +345,9 @@ def _step(
 
 def _indices(rows: Sequence[Rows], count: int) -> npt.NDArray[np.intp] | None:
     """The indices of the samples' rows; None if they are all rows."""
-    if sum(one.rows for one in rows) == count:
+    if sum(sample.rows for sample in rows) == count:
         return None
-    parts = [np.arange(one.row, one.row + one.rows) for one in rows]
+    parts = [np.arange(sample.row, sample.row + sample.rows) for sample in rows]
     indices: npt.NDArray[np.intp] = np.concatenate(parts)
     return indices
 

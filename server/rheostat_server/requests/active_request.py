@@ -367,8 +367,8 @@ class ActiveRequest:
             self.outputs.close(self._reasons())
         if self.watched:
             reasons = self._reasons()
-            for one in self.watched:
-                one.part.watch.end(one.watched, reasons)
+            for watched_part in self.watched:
+                watched_part.part.watch.end(watched_part.watched, reasons)
             self.watched = ()
 
     def discard_outputs(self, error: RheostatError) -> None:

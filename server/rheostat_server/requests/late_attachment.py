@@ -339,7 +339,9 @@ class LateAttachment:
                 return  # the manager ends every request, and with it every wait
             except Exception as error:  # no caller awaits this task, so any error ends the waits
                 _LOG.error("changed captures were not sent to the engine", exc_info=error)
-                self._fail({name: one.number for name, one in changes.items() if one is not None})
+                self._fail(
+                    {name: update.number for name, update in changes.items() if update is not None}
+                )
 
     async def _changes(self, active: ActiveRequest) -> dict[str, CapturesUpdate]:
         """The updates of a request's samples, by plan id; empty if they cannot be made."""

@@ -78,7 +78,7 @@ class _SentGain:
             )
         self._left -= 1
         if not self._left:
-            self._done(sorted(self._firsts, key=lambda one: one.sample))
+            self._done(sorted(self._firsts, key=lambda position: position.sample))
 
 
 class RequestGains:
@@ -168,11 +168,11 @@ class RequestGains:
         """What the setter has set then, and the gains that change, by intervention."""
         check_indices(gain, self._count, "gain")
         factors = list(self._factors.get(setter, [1.0] * self._count))
-        others = [one for name, one in self._factors.items() if name != setter]
+        others = [by_index for name, by_index in self._factors.items() if name != setter]
         changed: dict[int, float] = {}
         for index in gain.interventions or range(self._count):
             factors[index] = gain.factor
-            product = math.prod((gain.factor, *(one[index] for one in others)))
+            product = math.prod([gain.factor, *(by_index[index] for by_index in others)])
             if product > LARGEST_GAIN:
                 raise InvalidValue(
                     f"with what others have set, the gain of intervention {index} would be "

@@ -107,7 +107,7 @@ class RequestHolds:
     def end(self, watch: str) -> None:
         """Ends the hold of a watch. The request goes on unless another watch holds it."""
         self._end(watch)
-        if self._none is None or any(one.begun is not None for one in self._holds.values()):
+        if self._none is None or any(hold.begun is not None for hold in self._holds.values()):
             return
         self._none.set()
         self._none = None
@@ -137,7 +137,7 @@ class RequestHolds:
 
     def write(self, receipt: receipt_pb2.Receipt) -> None:
         """Adds the holds to what the receipt says of each watch."""
-        written = {one.watch_id: one for one in receipt.watches}
+        written = {message.watch_id: message for message in receipt.watches}
         for watch, hold in self._holds.items():
             message = written.get(watch)
             if message is None:
@@ -153,7 +153,11 @@ class RequestHolds:
     def _set(self, sequences: Sequence[EngineSequence], *, held: bool) -> None:
         """Makes the engine hold samples that it has, or go on with them."""
         if self._held_samples is not None:
-            running = [one.plan_id for one in sequences if one.started and not one.ended]
+            running = [
+                sequence.plan_id
+                for sequence in sequences
+                if sequence.started and not sequence.ended
+            ]
             self._held_samples.set(running, self._fail, held=held)
 
 

@@ -237,9 +237,9 @@ def about_capture(index: int, capture: ResolvedCapture) -> CaptureAbout:
     )
 
 
-def _about_readout(one: Readout) -> ReadoutAbout:
-    normalise, activation = one.normalise.name.lower(), one.activation.name.lower()
-    return ReadoutAbout(normalise, activation, one.bias, one.theta)
+def _about_readout(readout: Readout) -> ReadoutAbout:
+    normalise, activation = readout.normalise.name.lower(), readout.activation.name.lower()
+    return ReadoutAbout(normalise, activation, readout.bias, readout.theta)
 
 
 async def open_recording(
@@ -266,7 +266,7 @@ async def open_recording(
     about = RequestAbout(
         request_id=admitted.request_id,
         target=target,
-        captures=tuple(about_capture(index, one) for index, one in captures.items()),
+        captures=tuple(about_capture(index, capture) for index, capture in captures.items()),
         model=model,
         prompt_token_ids=admitted.prompt.token_ids,
         labels=admitted.labels,

@@ -101,7 +101,11 @@ class SteeringControl:
         self._admitted = active.admitted
         self._engine = engine
         every = self._admitted.interventions
-        self._server_wide = tuple(one for one in every if one.origin == receipt_pb2.ORIGIN_GLOBAL)
+        self._server_wide = tuple(
+            intervention
+            for intervention in every
+            if intervention.origin == receipt_pb2.ORIGIN_GLOBAL
+        )
         self._own = _Part(every[len(self._server_wide) :], self._admitted.work)
         """The request's own interventions that are in force."""
         self._layers: dict[str, _Part] = {}
@@ -180,7 +184,7 @@ class SteeringControl:
             change.watch, receipt_pb2.WatchReceipt(watch_id=change.watch)
         )
         receipt.change_count += 1
-        if sum(len(one.changes) for one in self._receipts.values()) < WATCH_CHANGES:
+        if sum(len(written.changes) for written in self._receipts.values()) < WATCH_CHANGES:
             done = receipt.changes.add(
                 update_id=change.number, first_positions=notice.first_positions
             )

@@ -105,14 +105,16 @@ class WatchedRequests:
 
     async def until_not_held(self, active: ActiveRequest) -> None:
         """Waits while a request that has not started is read by a watch that has no reader."""
-        for one in active.watched:
-            if one.part.watch.holding:
-                active.holds.begin(one.part.watch.name)
+        for watched_part in active.watched:
+            if watched_part.part.watch.holding:
+                active.holds.begin(watched_part.part.watch.name)
         await active.holds.none()
 
     def _read_by(self, watch: Watch, request_id: str) -> ActiveRequest | None:
         active = self._active_requests.get(request_id)
-        if active is None or all(one.part.watch is not watch for one in active.watched):
+        if active is None or all(
+            watched_part.part.watch is not watch for watched_part in active.watched
+        ):
             return None
         return active
 
@@ -124,7 +126,11 @@ class WatchedRequests:
 
     def _hold_all(self, watch: Watch) -> None:
         """Holds all requests that a watch reads."""
-        held = [one for one in list(self._active_requests) if self._read_by(watch, one)]
+        held = [
+            request_id
+            for request_id in list(self._active_requests)
+            if self._read_by(watch, request_id)
+        ]
         for request_id in held:
             self._active_requests[request_id].holds.begin(watch.name)
         _LOG.warning("watch %s has no reader: its %d requests are held", watch.name, len(held))

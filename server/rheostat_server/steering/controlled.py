@@ -126,7 +126,7 @@ def control(
     Raises:
         InvalidValue: the request has nothing to control, or too much.
     """
-    own = sum(one.own for one in interventions)
+    own = sum(intervention.own for intervention in interventions)
     columns = [column for probe in probes for column in probe.columns]
     if not columns:
         raise InvalidValue("a controller needs probes: add what it must read", field="controlled")
@@ -144,8 +144,12 @@ def control(
             field="controlled",
         )
     acts: list[Act] = []
-    for one in interventions:
-        acts += (replace(act, gain=one.index) for act in one.acts) if one.own else one.acts
+    for intervention in interventions:
+        acts += (
+            (replace(act, gain=intervention.index) for act in intervention.acts)
+            if intervention.own
+            else intervention.acts
+        )
     acts += plan.acts[len(acts) :]
     try:
         gained = PackedActs(tuple(acts), plan.signals).build()

@@ -329,7 +329,9 @@ def _evidence(
     combine = Combine.ALL
     if message.HasField("combine"):
         combine = _enum(message.combine, _COMBINE, field_path(path, "combine"))
-    summed = combine is Combine.SUM or any(one.combine is Combine.SUM for one in conditions)
+    summed = combine is Combine.SUM or any(
+        condition.combine is Combine.SUM for condition in conditions
+    )
     return _Evidence(tuple(conditions), combine, summed)
 
 

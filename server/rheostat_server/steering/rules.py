@@ -183,16 +183,18 @@ def with_rule_gains(
         check_indices(message.gain, len(own), field)
         hold = resolve_hold(message, path, Hold.REST)
         for index in sorted(set(message.gain.interventions or range(len(own)))):
-            one = found[index]
-            if one.gate is not None:
+            intervention = found[index]
+            if intervention.gate is not None:
                 raise NotSupported(
                     f"intervention {index} has a gate, or the gain of another rule: the gain of a "
                     "rule multiplies interventions without either",
                     field=field,
                 )
-            gate = held_gate(rule.gate, hold, message, one.op.sites, probes, model, context, path)
+            gate = held_gate(
+                rule.gate, hold, message, intervention.op.sites, probes, model, context, path
+            )
             gate = gate._replace(invert=True, factor=message.gain.factor)
-            found[index] = replace(one, gate=gate, gained_by=path)
+            found[index] = replace(intervention, gate=gate, gained_by=path)
     return tuple(found)
 
 
@@ -209,28 +211,30 @@ def refuse_gained_sums(interventions: Sequence[Intervention]) -> None:
     Raises:
         NotSupported: there is such an addition.
     """
-    if not any(one.gained_by for one in interventions):
+    if not any(intervention.gained_by for intervention in interventions):
         return
     at_site: dict[int, list[tuple[int, int, Intervention]]] = {}
-    for one in interventions:
-        adds = one.op.op == receipt_pb2.OP_ADD and (one.gate is None or one.gained_by)
-        reach = one.selection.reach
-        for site in one.acting_sites if adds and reach else ():
-            at_site.setdefault(site, []).append((reach[0][0], reach[-1][1], one))
+    for intervention in interventions:
+        adds = intervention.op.op == receipt_pb2.OP_ADD and (
+            intervention.gate is None or intervention.gained_by
+        )
+        reach = intervention.selection.reach
+        for site in intervention.acting_sites if adds and reach else ():
+            at_site.setdefault(site, []).append((reach[0][0], reach[-1][1], intervention))
     for found in at_site.values():
         end = gained_end = 0
         gained = ""
-        for first, last, one in sorted(found, key=itemgetter(0)):
-            gained = one.gained_by or gained
-            if first < (end if one.gained_by else gained_end):
+        for first, last, intervention in sorted(found, key=itemgetter(0)):
+            gained = intervention.gained_by or gained
+            if first < (end if intervention.gained_by else gained_end):
                 raise NotSupported(
-                    f"{one.op.path} meets another addition at a site, with which it is summed and "
-                    "rounded once. The gain of a rule multiplies additions that meet no other: "
-                    "add the sum of the vectors, or at different sites",
+                    f"{intervention.op.path} meets another addition at a site, with which it is "
+                    "summed and rounded once. The gain of a rule multiplies additions that meet no "
+                    "other: add the sum of the vectors, or at different sites",
                     field=field_path(gained, "gain"),
                 )
             end = max(end, last)
-            gained_end = max(gained_end, last) if one.gained_by else gained_end
+            gained_end = max(gained_end, last) if intervention.gained_by else gained_end
 
 
 def check_rule_count(rules: Sequence[monitor_pb2.Rule]) -> None:

@@ -139,8 +139,8 @@ def check_filter(wanted: capture_service_pb2.RequestFilter) -> None:
         if not ids:
             raise InvalidValue("at least one request id is required", field=field)
         validation.check_count(len(ids), SUBSCRIBED_REQUESTS, field, "request ids")
-        for index, one in enumerate(ids):
-            validation.matches(one, validation.REQUEST_ID, f"{field}[{index}]")
+        for index, request_id in enumerate(ids):
+            validation.matches(request_id, validation.REQUEST_ID, f"{field}[{index}]")
     elif kind == "labels":
         labels, field = wanted.labels.labels, f"{path}.labels.labels"
         if not labels:

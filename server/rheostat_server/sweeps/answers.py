@@ -85,7 +85,7 @@ class Answers:
             readings: for each of `questions`.
         """
         if metric == sweep_pb2.METRIC_RANK:
-            return float(min(readings[_questions(one)[0]].rank for one in self.right))
+            return float(min(readings[_questions(sequence)[0]].rank for sequence in self.right))
         right = _logprob(self.right, readings)
         if metric == sweep_pb2.METRIC_LOGIT_DIFFERENCE:
             # Both logits lack the same logarithm of a sum, so it cancels.
@@ -99,7 +99,9 @@ def _questions(sequence: Sequence[int]) -> list[Question]:
 
 def _logprob(answer: Answer, readings: Readings) -> float:
     """The logarithm of the summed probabilities of the answer's sequences."""
-    logprobs = [sum(readings[one].logprob for one in _questions(tokens)) for tokens in answer]
+    logprobs = [
+        sum(readings[question].logprob for question in _questions(tokens)) for tokens in answer
+    ]
     largest = max(logprobs)
     if largest == -math.inf:
         return largest

@@ -166,9 +166,11 @@ class CellRequests:
             InvalidValue: no engine can run it.
         """
         base, blend = self._pairs[pair].bases[noise], self._settings.blend
-        vectors = {one.source.vector.digest: one.source.vector for one in replaced}
+        vectors = {
+            replacement.source.vector.digest: replacement.source.vector for replacement in replaced
+        }
         if blend.mask is not None:
             vectors[blend.mask.digest] = blend.mask
-        size = packing_work(base, sum(len(one.positions) for one in replaced))
+        size = packing_work(base, sum(len(replacement.positions) for replacement in replaced))
         acts = replacing(replaced, blend)
         return await offload(size, with_acts, base, acts, tuple(vectors.values()), window)

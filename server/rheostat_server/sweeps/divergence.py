@@ -55,12 +55,12 @@ class Divergences:
         """Reads what waits. If it fails or is cancelled, the next turn reads the same again."""
         together = self._waiting[: self._most]
         read = await self._manager.backend.lens(
-            np.concatenate([one.row for one in together]),
+            np.concatenate([compared.row for compared in together]),
             0,
             (),
-            np.concatenate([one.reference for one in together]),
+            np.concatenate([compared.reference for compared in together]),
         )
-        for one, value in zip(together, read.divergences.tolist(), strict=True):
-            if one in self._waiting:
-                one.result.set_result(value)
-        self._waiting = [one for one in self._waiting if not one.result.done()]
+        for compared, value in zip(together, read.divergences.tolist(), strict=True):
+            if compared in self._waiting:
+                compared.result.set_result(value)
+        self._waiting = [compared for compared in self._waiting if not compared.result.done()]

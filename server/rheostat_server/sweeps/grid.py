@@ -83,7 +83,7 @@ def _window(site: Site, width: int, model: ModelSites) -> tuple[Site, ...]:
     first = site.layer - (width - 1) // 2
     layers = range(max(0, first), min(model.num_layers, first + width))
     around = (Site(site.point, layer) for layer in layers)
-    return tuple(one for one in around if model.supports(one) is None)
+    return tuple(site for site in around if model.supports(site) is None)
 
 
 def check_size(cells: int, grades: int, requests_per_cell: int) -> None:

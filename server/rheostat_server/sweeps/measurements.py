@@ -38,7 +38,7 @@ class _Answered(NamedTuple):
     @property
     def last_row(self) -> FloatArray:
         """[1, W]: the last row of the stream, if a grade compares distributions."""
-        return next(one for one in self.readers.values() if isinstance(one, LastRow)).row
+        return next(reader for reader in self.readers.values() if isinstance(reader, LastRow)).row
 
 
 class Measured(NamedTuple):
@@ -136,8 +136,8 @@ class Measurements:
         several = [asked]
         for question in others:
             several.append(await self._starter.run(partial(ask, prompt, question, plan=plan)))
-        self.computed += sum(one.computed for one in several)
-        readings = [one.reading for one in several]
+        self.computed += sum(answer.computed for answer in several)
+        readings = [answer.reading for answer in several]
         return _Answered(dict(zip(pair.answers.questions, readings, strict=True)), readers)
 
     async def _ask_and_read(

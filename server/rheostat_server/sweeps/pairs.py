@@ -86,7 +86,7 @@ class Pair:
     @property
     def token_count(self) -> int:
         """Tokens of the clean prompt and of its first corrupt version."""
-        return sum(one.prompt_len for one in (self.clean, *self.corrupt[:1]))
+        return sum(admitted.prompt_len for admitted in (self.clean, *self.corrupt[:1]))
 
     @property
     def bases(self) -> tuple[AdmittedRequest, ...]:
@@ -188,7 +188,7 @@ def _check_ranges(request: sweep_service_pb2.SweepRequest) -> None:
             len(pair.groups), SWEEP_COLUMNS, field_path(path, "groups"), "groups"
         )
         selectors += [*pair.groups, pair.noise.where]
-    count = sum(len(one.include) + len(one.exclude) for one in selectors)
+    count = sum(len(selector.include) + len(selector.exclude) for selector in selectors)
     validation.check_count(count, SWEEP_RANGES, "pairs", "ranges in all groups")
 
 
@@ -310,17 +310,19 @@ def _changed(pair: Pair) -> range:
     stored runs may come from other steering, and zeros and means differ everywhere.
     """
     kind, steering = pair.message.WhichOneof("corruption"), pair.clean.unobserved.acts
-    acts = [one.unobserved.acts for one in pair.corrupt]
-    own = [one[len(steering) :] for one in acts]
-    alike = all(one[: len(steering)] == steering for one in acts)
+    acts = [admitted.unobserved.acts for admitted in pair.corrupt]
+    own = [acts_of_run[len(steering) :] for acts_of_run in acts]
+    alike = all(acts_of_run[: len(steering)] == steering for acts_of_run in acts)
     alignment = pair.alignment
     if kind == "noise" and alike:
-        spans = (clipped(act.spans, 0, alignment.length) for one in own for act in one)
-        differing = {position for one in spans for position in _expanded(one)}
+        spans = (
+            clipped(act.spans, 0, alignment.length) for acts_of_run in own for act in acts_of_run
+        )
+        differing = {position for spans_of_act in spans for position in _expanded(spans_of_act)}
     elif kind == "corrupt" and alike and not any(own):
         clean, corrupt = pair.clean.prompt.token_ids, pair.corrupt[0].prompt.token_ids
         both = enumerate(zip(clean, corrupt, strict=False))
-        differing = {position for position, (one, other) in both if one != other}
+        differing = {position for position, (token, other) in both if token != other}
     else:
         return range(1)
     if not differing:
@@ -354,7 +356,7 @@ async def _corrupt(
             case "noise":
                 noisy = _noisy(context, message, clean, answers, field)
                 admitted = [await _admit(context, run, field) for run in noisy]
-                return tuple(replace(one, prompt=clean.prompt) for one in admitted)
+                return tuple(replace(version, prompt=clean.prompt) for version in admitted)
             case "run_id":
                 runs = context.manager.runs
                 stored = runs.hold(validation.matches(message.run_id, RUN_ID, field), field)
@@ -444,7 +446,7 @@ async def _columns(
     paths = [f"{path}.groups[{index}]" for index in range(len(message.groups))]
     spans = await offload(work, _spans, selectors, selection, paths or ["where"])
     context.room.take_columns(sum(map(length, spans)), path)
-    columns = [_expanded(one) for one in spans]
+    columns = [_expanded(spans_of_column) for spans_of_column in spans]
     if request.group_labels:
         return tuple(columns)
     (where,) = columns or [tuple(range(selection.prompt_len))]

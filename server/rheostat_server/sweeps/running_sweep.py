@@ -166,9 +166,9 @@ class RunningSweep:
         """
         first = self._settings.baselines - self._settings.late_baselines
         return [
-            _Work(None, pair, noise)
-            for pair, one in enumerate(self._pairs)
-            for noise in range(len(one.bases))
+            _Work(None, number, noise)
+            for number, pair in enumerate(self._pairs)
+            for noise in range(len(pair.bases))
             for _ in range(1 if noise else first)
         ]
 
@@ -188,8 +188,8 @@ class RunningSweep:
         work = _alternating(first, _spread(late, self._work(cells), count))
 
         async def run() -> None:
-            for one in work:
-                await self._do(one, put)
+            for piece in work:
+                await self._do(piece, put)
 
         await _together(run, self._settings.concurrency)
 
@@ -264,7 +264,7 @@ class RunningSweep:
             scales.append(
                 pair_scale(
                     repeats[0],
-                    [values for one in repeats[1:] for values in one],
+                    [values for repeat in repeats[1:] for values in repeat],
                     clean=None if pair.into_clean else asked,
                     corrupt=asked if pair.into_clean else None,
                     into_clean=pair.into_clean,
@@ -289,9 +289,9 @@ class RunningSweep:
 def _alternating(first: Iterable[_Work], second: Iterable[_Work]) -> Iterator[_Work]:
     """Takes turns between two kinds of work, then what is left of one."""
     ends = object()
-    for one, other in zip_longest(first, second, fillvalue=ends):
-        if isinstance(one, _Work):
-            yield one
+    for first_work, other in zip_longest(first, second, fillvalue=ends):
+        if isinstance(first_work, _Work):
+            yield first_work
         if isinstance(other, _Work):
             yield other
 
@@ -299,11 +299,11 @@ def _alternating(first: Iterable[_Work], second: Iterable[_Work]) -> Iterator[_W
 def _spread(late: Sequence[_Work], work: Iterable[_Work], count: int) -> Iterator[_Work]:
     """Puts late baselines evenly among `count` pieces of work, none of them first or last."""
     spread = 0
-    for number, one in enumerate(work):
+    for number, piece in enumerate(work):
         while spread < len(late) and number * (len(late) + 1) >= (spread + 1) * count:
             yield late[spread]
             spread += 1
-        yield one
+        yield piece
     yield from late[spread:]
 
 

@@ -122,10 +122,10 @@ class RunRows:
             averaged: the rows of a site whose mean is put in at all positions. None: each
                 position has its own row.
         """
-        for one in runs:
-            if one.width != model.width:
+        for stored in runs:
+            if stored.width != model.width:
                 raise VectorShape(
-                    f"rows of the run {one.id} have {one.width} elements; the stream has "
+                    f"rows of the run {stored.id} have {stored.width} elements; the stream has "
                     f"{model.width}"
                 )
         self._runs = tuple(runs)

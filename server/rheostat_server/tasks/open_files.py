@@ -107,6 +107,6 @@ class OpenFiles:
             if file.closing and not file.users:
                 os.close(file.descriptor)
             if len(self._files) > self._most:
-                unused = [key for key, one in self._files.items() if not one.users]
+                unused = [key for key, file in self._files.items() if not file.users]
                 for key in unused[: max(0, len(unused) - self._most)]:
                     os.close(self._files.pop(key).descriptor)

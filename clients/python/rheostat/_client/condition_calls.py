@@ -61,7 +61,7 @@ def fit_conditions(
             word(direction, FIT_DIRECTIONS, f"directions[{i}]")
             for i, direction in enumerate(directions or ())
         ],
-        vectors=[row_ref(one, at_layers, f"vectors[{i}]") for i, one in enumerate(given)],
+        vectors=[row_ref(vector, at_layers, f"vectors[{i}]") for i, vector in enumerate(given)],
         normalises=[
             word(normalise, NORMALISATIONS, f"normalises[{i}]")
             for i, normalise in enumerate(normalises)

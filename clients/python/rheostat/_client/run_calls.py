@@ -103,7 +103,7 @@ def capture_run(
 
 def _captured_run(answer: run_service_pb2.CaptureRunResponse) -> CapturedRun:
     run = read_run(answer.run)
-    values = {one.name: getattr(run, one.name) for one in fields(run)}
+    values = {field_of_run.name: getattr(run, field_of_run.name) for field_of_run in fields(run)}
     return CapturedRun(**values, receipt=read_receipt(answer.receipt))
 
 

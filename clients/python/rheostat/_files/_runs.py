@@ -67,7 +67,7 @@ def load_run(path: Path) -> StoredRun:
     try:
         about = json.loads(file.metadata[_KEY])
         numbers = {
-            field: tuple(whole_number(one, field, "a number") for one in about[field])
+            field: tuple(whole_number(item, field, "a number") for item in about[field])
             for field in _FIELDS
         }
         labels = {str(key): str(value) for key, value in about.get("labels", {}).items()}

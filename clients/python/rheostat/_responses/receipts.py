@@ -433,7 +433,7 @@ def _read_controller(message: receipt_pb2.Receipt) -> ControllerReceipt:
     return ControllerReceipt(
         controller.controller_name,
         controller.disabled_reason,
-        tuple((one.sample, one.position) for one in controller.disabled_from),
+        tuple((disabled.sample, disabled.position) for disabled in controller.disabled_from),
     )
 
 

@@ -103,8 +103,8 @@ def _read_rule(message: monitor_pb2.Rule, probes: Mapping[str, Probe], path: str
         case "steer":
             action = Steer(
                 tuple(
-                    _read_intervention(one, {}, f"{path}.steer.interventions[{number}]")
-                    for number, one in enumerate(message.steer.interventions)
+                    _read_intervention(intervention, {}, f"{path}.steer.interventions[{number}]")
+                    for number, intervention in enumerate(message.steer.interventions)
                 )
             )
         case other:

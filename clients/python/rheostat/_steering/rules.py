@@ -149,8 +149,8 @@ def _steering_to_wire(steering: SteeringLike, path: str) -> steering_pb2.Steerin
     message = steering_to_wire(steering, path)
     if message is None:
         raise invalid(path, "at least one intervention is required", "REASON_MISSING_FIELD")
-    for number, one in enumerate(message.interventions):
-        if one.HasField("gate"):
+    for number, intervention in enumerate(message.interventions):
+        if intervention.HasField("gate"):
             raise invalid(
                 f"{path}[{number}].gate",
                 "what a rule steers has no gate of its own: the rule decides when it acts",

@@ -218,7 +218,7 @@ def _same(before: sweep_pb2.SweepStarted, now: sweep_pb2.SweepStarted) -> bool:
 def _within(cell: sweep_pb2.SweepCell, summary: sweep_pb2.SweepSummary) -> bool:
     """Whether every value lies within the noise, which may be wider than when the cell came."""
     graded = zip(cell.values, summary.grades, strict=True)
-    return all(abs(value - one.noise.mean) <= one.noise.max for value, one in graded)
+    return all(abs(value - grade.noise.mean) <= grade.noise.max for value, grade in graded)
 
 
 def _read_pair(pair: sweep_pb2.ResolvedPair) -> ResolvedPair:

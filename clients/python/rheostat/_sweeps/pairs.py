@@ -134,16 +134,21 @@ def answer_texts(pairs: Sequence[Pair]) -> Iterator[str]:
     seen: set[str] = set()
     for number, pair in enumerate(pairs):
         for name, answer in (("answer", pair.answer), ("foil", pair.foil)):
-            for one in () if answer is None else _alternatives(answer, f"pairs[{number}].{name}"):
-                if isinstance(one, str) and one not in seen:
-                    seen.add(one)
-                    yield one
+            for alternative in (
+                () if answer is None else _alternatives(answer, f"pairs[{number}].{name}")
+            ):
+                if isinstance(alternative, str) and alternative not in seen:
+                    seen.add(alternative)
+                    yield alternative
 
 
 def answer_ids(answer: Answer | None, tokens: Mapping[str, TokenIds], path: str) -> list[TokenIds]:
     """The token ids of each alternative; none without an answer. ``tokens`` are those of texts."""
     several = () if answer is None else _alternatives(answer, path)
-    return [tokens[one] if isinstance(one, str) else one for one in several]
+    return [
+        tokens[alternative] if isinstance(alternative, str) else alternative
+        for alternative in several
+    ]
 
 
 def _alternatives(answer: Answer, path: str) -> list[str | TokenIds]:
@@ -153,19 +158,19 @@ def _alternatives(answer: Answer, path: str) -> list[str | TokenIds]:
     elif not isinstance(answer, Sequence) or not answer:
         raise invalid(path, "an answer is a text, its token ids, or a list of several of these")
     else:
-        together = all(not isinstance(one, str | Sequence) for one in answer)
+        together = all(not isinstance(part, str | Sequence) for part in answer)
         several = [answer] if together else answer
-    return [_alternative(one, path) for one in several]
+    return [_alternative(alternative, path) for alternative in several]
 
 
-def _alternative(one: object, path: str) -> str | TokenIds:
-    if isinstance(one, str):
-        if not one:
+def _alternative(answer: object, path: str) -> str | TokenIds:
+    if isinstance(answer, str):
+        if not answer:
             raise invalid(path, "an answer has at least one token", "REASON_MISSING_FIELD")
-        return utf8_text(one, path, "an answer")
-    if not isinstance(one, Sequence) or not one:
+        return utf8_text(answer, path, "an answer")
+    if not isinstance(answer, Sequence) or not answer:
         raise invalid(path, "an answer is a text, its token ids, or a list of several of these")
-    return tuple(whole_number(token, path, "a token id") for token in one)
+    return tuple(whole_number(token, path, "a token id") for token in answer)
 
 
 def _selector(where: SelectorLike) -> selector_pb2.Selector:

@@ -288,8 +288,8 @@ def _branches(given: Branches, path: str) -> tuple[Site, ...]:
     """The branches in the order of the forward pass."""
     if isinstance(given, str):
         raise invalid(path, _advice(given, path))
-    one = isinstance(given, tuple) and len(given) > 0 and isinstance(given[0], str)
-    sites = [_branch(branch, path) for branch in ([given] if one else given)]
+    single = isinstance(given, tuple) and len(given) > 0 and isinstance(given[0], str)
+    sites = [_branch(branch, path) for branch in ([given] if single else given)]
     if not sites:
         raise invalid(path, "at least one branch is required", "REASON_MISSING_FIELD")
     if len(set(sites)) < len(sites):
@@ -323,11 +323,11 @@ def _frozen(given: Freeze, layers: int) -> tuple[Site, ...]:
     """The branches to freeze, of which those between senders and receivers count."""
     several = [given] if isinstance(given, str) else list(given)
     branches: list[Branch] = []
-    for one in several:
-        if not isinstance(one, str):
-            branches.append(one)
-        elif names_head(one):
-            raise invalid("freeze", f"{one!r}: {NO_HEADS}", "REASON_NOT_SUPPORTED")
+    for branch in several:
+        if not isinstance(branch, str):
+            branches.append(branch)
+        elif names_head(branch):
+            raise invalid("freeze", f"{branch!r}: {NO_HEADS}", "REASON_NOT_SUPPORTED")
         else:
-            branches += [(one, layer) for layer in range(layers)]
+            branches += [(branch, layer) for layer in range(layers)]
     return _branches(branches, "freeze") if branches else ()

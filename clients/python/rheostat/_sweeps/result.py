@@ -294,10 +294,10 @@ class SweepResult:
         about["sites"] = tuple(Site(Point(point), layer) for point, layer in about["sites"])
         about["skipped"] = dict(about["skipped"])
         about["pairs"] = tuple(
-            ResolvedPair(tuple(clean), tuple(corrupt), tuple(range(*one) for one in unaligned))
+            ResolvedPair(tuple(clean), tuple(corrupt), tuple(range(*edges) for edges in unaligned))
             for clean, corrupt, unaligned in about["pairs"]
         )
-        about["noise"] = tuple(Noise(*one) for one in about["noise"])
+        about["noise"] = tuple(Noise(*numbers) for numbers in about["noise"])
         for name in ("grades", "columns", "tokens", "clean", "corrupt", "run_ids"):
             about[name] = tuple(about[name])
         return cls(**about, **arrays)

@@ -88,13 +88,13 @@ class WatchReader:
         ):
             raise ServerError("the server sent readings whose parts do not fit together")
         watched = [self._of(number) for number in message.numbers]
-        for one, count in zip(watched, message.row_counts, strict=True):
-            one.position_count += count
+        for request, count in zip(watched, message.row_counts, strict=True):
+            request.position_count += count
         return WatchedSignals(
             sequence,
             self.columns,
             self._rules,
-            tuple(one.request_id for one in watched),
+            tuple(request.request_id for request in watched),
             np.array(message.samples, np.int64),
             np.array(message.first_positions, np.int64),
             counts,

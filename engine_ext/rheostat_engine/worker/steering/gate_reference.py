@@ -72,7 +72,7 @@ def open_gates(
         numbers: [n]: the number of this gate in the token's plan.
         tokens: [n]: indices of the tokens in the step, without repetition.
     """
-    row, number, token = (one.numpy().astype(np.int64) for one in (rows, numbers, tokens))
+    row, number, token = (indices.numpy().astype(np.int64) for indices in (rows, numbers, tokens))
     state, first, _ = gates.tokens.numpy()[token].astype(np.int64).T
     state += number
     states, at, fold = np.unique(state, return_index=True, return_inverse=True)
