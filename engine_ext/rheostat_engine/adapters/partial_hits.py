@@ -88,6 +88,8 @@ class PartialHits:
             hit: its hit.
             longest: tokens that may be hit.
         """
+        if not self._manager.prefix_cache_lookup_enabled(request):
+            return hit
         blocks, start, boundary = hit
         end = min(keys.window_start, longest, request.num_tokens - 1)
         if not start < end < start + self._size <= request.num_tokens or start % self._size:

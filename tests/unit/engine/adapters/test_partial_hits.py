@@ -140,15 +140,27 @@ class Engine:
         parts = PartialHits(self.scheduler, sha256)
         limit_hits(self.scheduler.kv_cache_manager, parts)
 
-    def add(self, steering: Steering, prompt: list[int] = PROMPT, tokens: int = 1) -> str:
-        """Sends a request."""
+    def add(
+        self,
+        steering: Steering,
+        prompt: list[int] = PROMPT,
+        tokens: int = 1,
+        *,
+        uncached: bool = False,
+    ) -> str:
+        """Sends a request; `uncached`: one that may not read the prefix cache."""
         name = f"r{len(self.asked)}"
         plan = steering.plan(name)
         extra = None if plan is None else {EXTRA_ARG: plan.to_wire()}
         request = Request(
             name,
             list(prompt),
-            SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=extra),
+            SamplingParams(
+                max_tokens=tokens,
+                ignore_eos=True,
+                extra_args=extra,
+                skip_reading_prefix_cache=uncached or None,
+            ),
             None,
             block_hasher=kv_cache_utils.get_request_block_hasher(BLOCK, sha256),
         )
@@ -195,9 +207,11 @@ class Engine:
         )
         return output
 
-    def run(self, steering: Steering, prompt: list[int] = PROMPT) -> int:
+    def run(
+        self, steering: Steering, prompt: list[int] = PROMPT, *, uncached: bool = False
+    ) -> int:
         """Runs a request alone; the tokens that it did not compute."""
-        name = self.add(steering, prompt)
+        name = self.add(steering, prompt, uncached=uncached)
         while self.scheduler.has_unfinished_requests():
             self.step()
         return self.hits[name]
@@ -259,6 +273,15 @@ def test_captured_rows_are_computed(config: VllmConfig) -> None:
     engine.run(Steering())
     assert engine.run(Steering(cell=(14, 3.0), captured=13)) == 13
     assert engine.run(Steering(cell=(14, 4.0), captured=21)) == 14
+
+
+def test_a_cell_that_may_not_read_the_cache_computes_all_its_tokens(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.run(Steering())
+    for position in (2, 9):  # in the first block, and behind whole blocks
+        assert engine.run(Steering(cell=(position, 3.0)), uncached=True) == 0
+    assert not engine.copies
+    assert engine.run(Steering(cell=(2, 4.0))) == 2
 
 
 def test_plans_without_a_window_hit_whole_blocks(config: VllmConfig) -> None:
