@@ -8,7 +8,7 @@ import google_crc32c
 
 from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, Loss
 from rheostat_server.delivery.row_messages import CapturedRows, dropped, encoded_rows
-from rheostat_server.subscriptions.pending_changes import to_wire
+from rheostat_server.subscriptions.pending_changes import missed_reason, to_wire
 from rheostat_server.subscriptions.shared_memory import Arena
 from rheostat_server.subscriptions.shared_payloads import (
     SharedRange,
@@ -82,7 +82,7 @@ class DeliveryCounts:
             end.crc32c = google_crc32c.value(bytes(self._checksums))
             end.finish_reasons.extend(item.feed.finish_reasons)
             end.attached.extend(to_wire([item.feed]))
-            end.missed_reason = item.feed.missed_reason
+            end.missed_reason = missed_reason(item.feed, self._dropped)
 
 
 async def messages_of(items: Sequence[DeliveryItem], arena: Arena | None) -> list[Message]:

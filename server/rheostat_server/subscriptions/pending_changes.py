@@ -17,6 +17,11 @@ from rheostat_wire.v1 import capture_service_pb2
 
 _pb = capture_service_pb2
 
+_ENDED_FIRST = (
+    "it ran when the subscription was attached to it, and ended before the engine could capture a "
+    "row. Open the subscription before the request, or before the sweep of which it is a cell"
+)
+
 
 class MissedRequest(NamedTuple):
     """A running request that a subscription selects and could not be attached to."""
@@ -77,6 +82,19 @@ def to_wire(feeds: Iterable[ItemSource]) -> list[capture_service_pb2.Attached]:
         )
         for feed, sequence_key, first in islice(attached, MISSED_REQUESTS)
     ]
+
+
+def missed_reason(feed: ItemSource, lost: int) -> str:
+    """Why nothing of an ended request was captured for a feed; empty if there is another reason.
+
+    Args:
+        feed: takes the rows of the request.
+        lost: rows that were counted as lost.
+    """
+    if feed.missed_reason or lost or not feed.finish_reasons or not feed.first_positions:
+        return feed.missed_reason
+    captured = any(first is not None for first in feed.first_positions.values())
+    return "" if captured else _ENDED_FIRST
 
 
 def write_attachments(

@@ -137,12 +137,13 @@ async def test_a_request_that_waits_for_its_next_step_is_named_and_its_end_says_
     running.backend.hold.go(20)
     await rest(call)
     await one.until("end_of_request")
-    assert attached(ends_of(one.events)["a"]) == [("a", 0, PROMPT)]
+    end = ends_of(one.events)["a"]
+    assert (attached(end), end.missed_reason) == ([("a", 0, PROMPT)], "")
     assert rows_of(one.events) == from_position(PROMPT, expected("a", 0, tokens=5))
 
 
 @pytest.mark.parametrize("own", [{}, OWN["its own capture"]], ids=["no plan", "a plan"])
-async def test_a_request_that_ends_before_its_next_step_gives_nothing(starter, own) -> None:
+async def test_a_request_that_ends_before_its_next_step_gives_a_reason(starter, own) -> None:
     running = await starter(ScriptedBackend(hold=Steps()))
     call = await begun(running, "a", **own)
     one = await Subscriber.open(running, opening(EVERY, [wanted(0)]))
@@ -150,6 +151,7 @@ async def test_a_request_that_ends_before_its_next_step_gives_nothing(starter, o
     await one.until("end_of_request")
     end = ends_of(one.events)["a"]
     assert (attached(end), end.row_count, end.dropped_row_count) == ([("a", 0, None)], 0, 0)
+    assert "ended before the engine could capture a row" in end.missed_reason
     await settled(running)
 
 
