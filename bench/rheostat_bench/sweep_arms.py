@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ from rheostat_server.serve import RunningServer
 
 PREFILL, PREFILL_LONG = "stock, whole prompts", "stock, prompts of {} tokens"
 SWEEP = "sweep, {} cells at a time"
+PAIRS = "sweep of {} pairs, 4 groups of positions, {} cells at a time"
 SINGLES, SINGLES_64 = "single requests, one at a time", "single requests, 64 at a time"
 HUGGING_FACE = "Hugging Face, a batch for each layer"
 TRANSFORMER_LENS = "TransformerLens on the CPU, float32"
@@ -57,6 +58,11 @@ _PROFILE_RATE = 400
 """Samples in a second."""
 _LIMIT = 60.0
 """Seconds of a call."""
+_PAIRS_LIMIT = 600.0
+"""Seconds of a sweep of many pairs. It has thousands of cells."""
+_GROUPS = 4
+_CHECKED_PAIRS = 3
+"""Pairs whose cells Hugging Face's model computes too."""
 _REFERENCE_LIMIT = 300.0
 """Seconds of a call of a reference, the first of which waits until its model is loaded."""
 
@@ -112,6 +118,12 @@ def cells_of(layers: int, positions: Sequence[int], most: int) -> list[Cell]:
     """The cells in random order, `most` at most."""
     every = [Cell(layer, position) for layer, position in product(range(layers), positions)]
     return random.Random(0).sample(every, min(most, len(every)))
+
+
+def quarters(length: int) -> list[range]:
+    """The four groups of positions of a prompt."""
+    borders = [number * length // _GROUPS for number in range(_GROUPS + 1)]
+    return [range(start, end) for start, end in pairwise(borders)]
 
 
 def worst(found: Grid, wanted: Grid) -> float | None:
@@ -199,6 +211,23 @@ class Bench:
             None if wanted is None else worst(swept.answer, wanted.answer),
         )
 
+    def pairs(self, length: int, count: int, at_once: int) -> Result:
+        """A sweep of many pairs of prompts, whose four groups of positions are quarters of them."""
+        pairs = [new_prompts(length) for _ in range(count)]
+        groups = quarters(length)
+        call = partial(Client.sweep_pairs, pairs=pairs, groups=groups, at_once=at_once)
+        swept = self.limits.ask_one(self.sweeper, call, _PAIRS_LIMIT)
+        cells = int(np.isfinite(swept.answer).sum())
+        errors = []
+        for number in sorted({*np.linspace(0, count - 1, _CHECKED_PAIRS).astype(int).tolist()}):
+            if self.hugging_face is None or not self.same_weights:
+                break
+            check = partial(HuggingFace.run_groups, prompts=pairs[number], groups=groups)
+            wanted = self.limits.ask_one(self.hugging_face, check, _REFERENCE_LIMIT)
+            errors.append(float(np.abs(swept.answer[number] - wanted).max()))
+        error = max(errors, default=None)
+        return Result(swept.seconds, cells, cells * length, swept.computed_tokens, error)
+
     def singles(
         self, prompts: Prompts, cells: Sequence[Cell], at_once: int, wanted: Graded | None
     ) -> Result:
@@ -269,6 +298,8 @@ class Amounts(NamedTuple):
     long_prompts: int
     concurrency: Sequence[int]
     repeats: int
+    pairs: int = 64
+    """Of the sweep of many pairs."""
 
 
 @dataclass
@@ -324,6 +355,12 @@ class Cells:
                 found = bench.lens(prompts, self.cells[: self.amounts.lens_cells], wanted)
                 bench.add(TRANSFORMER_LENS, self.length, found)
 
+    def pairs(self) -> None:
+        """One sweep of many pairs."""
+        count, at_once = self.amounts.pairs, max(self.amounts.concurrency)
+        result = self.bench.pairs(self.length, count, at_once)
+        self.bench.add(PAIRS.format(count, at_once), self.length, result)
+
     def long_prompts(self) -> None:
         """What stock vLLM computes of prompts that are as long as they can be."""
         long = MAX_MODEL_LEN - 48
@@ -352,7 +389,7 @@ class Cells:
         bench.add(arm, self.length, swept)
 
 
-ARMS = ("sweeps", "neighbours", "singles", "references", "long-prompts")
+ARMS = ("sweeps", "neighbours", "singles", "references", "pairs", "long-prompts")
 """Parts of a run, in this order."""
 
 
@@ -373,6 +410,7 @@ def measure(
         "neighbours": {"neighbours": neighbours},
         "singles": {f"single requests, {cells.length} tokens": cells.singles for cells in every},
         "references": {f"references, {cells.length} tokens": cells.references for cells in every},
+        "pairs": {"many pairs": every[0].pairs},
         "long-prompts": {"long prompts": every[0].long_prompts},
     }
     for arm in ARMS:

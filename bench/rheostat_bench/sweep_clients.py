@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -32,6 +33,16 @@ class Swept(NamedTuple):
     computed_tokens: int
     noise: float
     """Largest deviation of the repeated corrupt prompt."""
+
+
+class SweptPairs(NamedTuple):
+    """A sweep of many pairs."""
+
+    seconds: float
+    """From the call to its result."""
+    answer: Grid
+    """[pairs, layers, groups]: ln p(answer)."""
+    computed_tokens: int
 
 
 class Single(NamedTuple):
@@ -103,6 +114,27 @@ class Client:
             result.computed_token_count,
             result.noise[0].largest,
         )
+
+    async def sweep_pairs(
+        self, pairs: Sequence[Prompts], groups: Sequence[range], at_once: int
+    ) -> SweptPairs:
+        """Sweeps groups of positions of every layer for many pairs, in one call."""
+        named = {
+            f"{group.start}-{group.stop - 1}": rheostat.window(group.start, group.stop)
+            for group in groups
+        }
+        began = time.monotonic()
+        result = await self._engine.sweep(
+            [replace(pair_of(prompts), groups=named) for prompts in pairs],
+            points=POINT,
+            grades="logprob",
+            concurrency=at_once,
+            pair_values=True,
+            progress=self._count,
+            watch=False,
+        )
+        seconds = time.monotonic() - began
+        return SweptPairs(seconds, result.pair_values[:, 0], result.computed_token_count)
 
     def _count(self, done: int, count: int) -> None:
         self._arrivals.append(time.monotonic())

@@ -91,24 +91,40 @@ class HuggingFace:
         with self._torch.inference_mode():
             return self._run(prompts, positions)
 
+    async def run_groups(self, prompts: Prompts, groups: Sequence[range]) -> Grid:
+        """Runs the cells of some groups of positions: ln p(answer), [layers, groups]."""
+        with self._torch.inference_mode():
+            return self._columns(prompts, groups)[0]
+
     def _run(self, prompts: Prompts, wanted: Sequence[int]) -> Graded:
-        torch = self._torch
         began = time.monotonic()
+        answer, largest = self._columns(prompts, [range(at, at + 1) for at in wanted])
+        seconds = time.monotonic() - began
+        shape = (len(self._layers), len(prompts.corrupt))
+        graded = Graded(seconds, np.full(shape, np.nan), np.full(shape, np.nan))
+        graded.answer[:, list(wanted)], graded.largest[:, list(wanted)] = answer, largest
+        return graded
+
+    def _columns(self, prompts: Prompts, columns: Sequence[range]) -> tuple[Grid, Grid]:
+        """[layers, columns]: ln p(answer), and the logarithm of the largest probability."""
+        torch = self._torch
         clean, corrupt = self._stream(prompts.clean), self._stream(prompts.corrupt)
         count = len(prompts.corrupt)
-        shape = (len(self._layers), count)
-        answer, largest = np.full(shape, np.nan), np.full(shape, np.nan)
+        replaced = torch.zeros(len(columns), count, 1, dtype=torch.bool, device=self._device)
+        for number, column in enumerate(columns):
+            replaced[number, column.start : column.stop] = True
+        shape = (len(self._layers), len(columns))
+        answer, largest = np.empty(shape), np.empty(shape)
         at_once = max(1, _BATCH_TOKENS // count)
         for layer in range(len(self._layers)):
-            for first in range(0, len(wanted), at_once):
-                some = list(wanted[first : first + at_once])
-                rows = corrupt[layer].expand(len(some), -1, -1).clone()
-                rows[torch.arange(len(some)), some] = clean[layer][0, some]
+            for first in range(0, len(columns), at_once):
+                some = slice(first, first + at_once)
+                rows = torch.where(replaced[some], clean[layer], corrupt[layer])
                 logits = self._logits(rows, layer + 1)
                 logprobs = logits.float().log_softmax(dim=-1)
                 answer[layer, some] = logprobs[:, prompts.answer].cpu().numpy()
                 largest[layer, some] = logprobs.amax(dim=-1).cpu().numpy()
-        return Graded(time.monotonic() - began, answer, largest)
+        return answer, largest
 
     def _stream(self, tokens: Sequence[int]) -> "list[torch.Tensor]":
         """The stream [1, N, W] after each layer."""

@@ -4,7 +4,8 @@ A sweep replaces one row of `resid_post` in each cell, at every layer and positi
 Its competitors: stock vLLM that computes as many whole prompts; the same cells as single requests,
 one or 64 at a time; Hugging Face's model, one batch for each layer, from that layer on; and
 TransformerLens on the CPU. All use one device, by turns. If a grid has more than `--cells` cells,
-evenly spaced positions are taken. Single requests take a random part of the cells.
+evenly spaced positions are taken. Single requests take a random part of the cells. A further sweep
+takes many pairs of prompts and four groups of positions in one call.
 
 A cell's tokens are those of its prompt, whether the prefix cache had some or not.
 
@@ -61,7 +62,7 @@ _REQUESTS = 256
 """Requests that run at the same time at most."""
 
 
-_WITHOUT_STOCK = frozenset({"neighbours", "singles"})
+_WITHOUT_STOCK = frozenset({"neighbours", "singles", "pairs"})
 """Arms that don't run stock vLLM."""
 
 _BESIDE = (
@@ -169,6 +170,7 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--singles", type=int, default=360, help="requests one at a time")
     parser.add_argument("--lens-cells", type=int, default=64, help="cells of TransformerLens")
     parser.add_argument("--long-prompts", type=int, default=64, help="of 2000 tokens")
+    parser.add_argument("--pairs", type=int, default=64, help="of the sweep of many pairs")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--streams", type=int, default=32, help="neighbours")
@@ -274,6 +276,7 @@ def main() -> None:
             arguments.long_prompts,
             arguments.concurrency,
             arguments.repeats,
+            arguments.pairs,
         )
         first, at_once = arguments.lengths[0], arguments.concurrency
         beside = Beside(

@@ -16,6 +16,7 @@ from rheostat_bench.sweep_arms import (
     SINGLES,
     SWEEP,
     Amounts,
+    Bench,
     Beside,
     Measured,
     Neighbours,
@@ -24,6 +25,7 @@ from rheostat_bench.sweep_arms import (
     measure,
     measure_neighbours,
     positions_of,
+    quarters,
     worst,
 )
 from rheostat_bench.sweep_clients import (
@@ -31,6 +33,7 @@ from rheostat_bench.sweep_clients import (
     Gaps,
     Load,
     Single,
+    SweptPairs,
     new_prompts,
     singles_grid,
 )
@@ -69,6 +72,45 @@ def test_only_cells_of_both_are_compared() -> None:
     assert worst(grid, wanted) is None
     wanted[1, 2], wanted[0, 1] = -1.5, 7.0
     assert worst(grid, wanted) == 0.5
+
+
+@pytest.mark.parametrize("length", [4, 7, 40])
+def test_quarters_are_all_positions_once(length: int) -> None:
+    groups = quarters(length)
+    assert [position for group in groups for position in group] == list(range(length))
+    assert len(groups) == 4
+    assert max(map(len, groups)) - min(map(len, groups)) <= 1
+
+
+@pytest.mark.parametrize(("same", "error"), [(True, 0.5), (False, None)])
+def test_a_sweep_of_many_pairs_is_one_call_and_some_pairs_are_checked(
+    same: bool, error: float | None
+) -> None:
+    asked: list[partial] = []
+
+    def ask_one(worker: object, call: partial, seconds: float) -> object:
+        asked.append(call)
+        if worker == "sweeper":
+            return SweptPairs(2.0, np.full((5, 2, 4), -3.0), 600)
+        return np.full((2, 4), -3.5)
+
+    bench = Bench(
+        layers=2,
+        server=SimpleNamespace(),
+        clients=[],
+        sweeper="sweeper",
+        stock=None,
+        hugging_face="reference",
+        transformer_lens=None,
+        same_weights=same,
+        limits=SimpleNamespace(ask_one=ask_one),
+        save=lambda _: None,
+    )
+    assert bench.pairs(12, 5, 64) == Result(2.0, 40, 480, 600, error)
+    sweep, *checks = asked
+    assert [len(sweep.keywords[name]) for name in ("pairs", "groups")] == [5, 4]
+    pairs = sweep.keywords["pairs"]
+    assert [check.keywords["prompts"] for check in checks] == (pairs[::2] if same else [])
 
 
 @pytest.fixture
@@ -137,7 +179,8 @@ def test_only_the_arms_that_were_asked_for_run() -> None:
     amounts = Amounts(8, 8, 8, 8, [16], 1)
     measure(bench, [40, 200], amounts, lambda: None, ["neighbours"])
     assert steps == ["neighbours"]
-    measure(bench, [40, 200], amounts, lambda: None, ["references", "sweeps"])
+    measure(bench, [40, 200], amounts, lambda: None, ["pairs", "references", "sweeps"])
+    assert steps.pop() == "many pairs"
     assert steps[1:] == [
         f"{arm}, {length} tokens" for arm in ("sweeps", "references") for length in (40, 200)
     ]
