@@ -207,9 +207,7 @@ class Engine:
         )
         return output
 
-    def run(
-        self, steering: Steering, prompt: list[int] = PROMPT, *, uncached: bool = False
-    ) -> int:
+    def run(self, steering: Steering, prompt: list[int] = PROMPT, *, uncached: bool = False) -> int:
         """Runs a request alone; the tokens that it did not compute."""
         name = self.add(steering, prompt, uncached=uncached)
         while self.scheduler.has_unfinished_requests():
