@@ -93,7 +93,7 @@ class _Handle(Protocol):
         """Replace the output."""
 
 
-def notebook_output(picture: Callable[[T], Picture]) -> Callable[[T], None] | None:
+def notebook_output(picture: Callable[[T], object]) -> Callable[[T], None] | None:
     """A function that draws into an output of the notebook, if a notebook runs this program.
 
     A notebook has loaded IPython already, so no other program pays for importing it.

@@ -18,8 +18,8 @@ from rheostat._cli._common import CommandError
 from rheostat._points import Point
 from rheostat._responses.model import ModelInfo
 from rheostat._responses.results import Generation
-from rheostat._sweeps.accumulator import OnProgress
 from rheostat._sweeps.pairs import Pair
+from rheostat._sweeps.progress import OnProgress
 from rheostat._sweeps.result import SweepResult
 
 SENTENCE = "The {} is in the city of"

@@ -39,11 +39,12 @@ from rheostat._subscriptions import requests as subscribe_requests
 from rheostat._subscriptions.subscription import Subscription
 from rheostat._subscriptions.events import Cursor
 from rheostat._subscriptions.requests import ResumeOptions, SubscribeOptions
-from rheostat._sweeps.accumulator import OnCell, OnProgress, SweepAccumulator
+from rheostat._sweeps.accumulator import OnCell, SweepAccumulator
 from rheostat._sweeps.checkpoint import Checkpoint
 from rheostat._sweeps.grades import GradeLike, named_grades
 from rheostat._sweeps.pairs import Pair, answer_texts, checked_pairs
 from rheostat._sweeps.paths import PASS_LEASE, Branches, PathOptions, PathPatch, Paths
+from rheostat._sweeps.progress import ProgressLike, progress_of
 from rheostat._sweeps.requests import SweepOptions, sweep_request
 from rheostat._sweeps.result import SweepResult
 from rheostat._sweeps.watching import WatchLike, watcher_of
@@ -265,7 +266,7 @@ class Engine:
         points: PointsLike = "resid_post",
         layers: LayersLike = "all",
         grades: GradeLike | Iterable[GradeLike] = "logprob",
-        progress: OnProgress | None = None,
+        progress: ProgressLike = None,
         on_cell: OnCell | None = None,
         watch: WatchLike = None,
         checkpoint: str | Path | None = None,
@@ -282,9 +283,10 @@ class Engine:
         it does to a probe. They are averaged over the pairs. ``options`` are those of
         `SweepOptions`.
 
-        ``progress`` is called with the cells that are done and all cells, ``on_cell`` with each
-        `Cell` as it comes. ``watch`` is called a few times a second with a `SweepResult` of the
-        cells so far, and at the end with the whole; by default, a notebook draws these as a
+        ``progress`` is called with the cells that are done and all cells; by default, a terminal
+        and a notebook show a progress bar, unless ``progress=False``. ``on_cell`` is called with
+        each `Cell` as it comes. ``watch`` is called a few times a second with a `SweepResult` of
+        the cells so far, and at the end with the whole; by default, a notebook draws these as a
         heatmap, unless ``watch=False``. A call that breaks is taken up with the cells that are
         left.
 
@@ -309,15 +311,15 @@ class Engine:
             chosen, tokens, points=points, layers=layers, grades=named, options=options
         )
         watcher = watcher_of(watch)
-        with ExitStack() as files:
+        with ExitStack() as stack:
             file = None
             if checkpoint is not None:
                 model = self.model()
-                file = files.enter_context(Checkpoint(checkpoint, request, model.name))
+                file = stack.enter_context(Checkpoint(checkpoint, request, model.name))
             found = SweepAccumulator(
                 named,
                 pair_values=request.pair_values,
-                progress=progress,
+                progress=stack.enter_context(progress_of(progress)),
                 on_cell=on_cell,
                 watcher=watcher,
                 checkpoint=file,

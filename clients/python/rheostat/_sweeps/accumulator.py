@@ -12,11 +12,9 @@ from rheostat._points import read_site
 from rheostat._positions import read_ranges
 from rheostat._sweeps.checkpoint import Checkpoint
 from rheostat._sweeps.grades import NamedGrade
+from rheostat._sweeps.progress import OnProgress
 from rheostat._sweeps.result import Cell, Noise, ResolvedPair, SweepResult
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2
-
-OnProgress = Callable[[int, int], None]
-"""Is called with the number of cells that are done, and of all cells known so far."""
 
 OnCell = Callable[[Cell], None]
 """Is called with each cell that has values; the value is that of the first grade."""

@@ -70,7 +70,7 @@ def test_a_slow_function_is_called_less_often(monkeypatch, took, pause):
 def test_a_notebook_replaces_the_heatmap(client, monkeypatch):
     pytest.importorskip("matplotlib")
     output = notebook(monkeypatch, KERNEL)
-    client.run(lambda engine: engine.sweep(PAIR))
+    client.run(lambda engine: engine.sweep(PAIR, progress=False))
     assert len(output.shown) == 7
     assert all(one._repr_png_().startswith(b"\x89PNG") for one in output.shown)
     assert output.shown[-1]._repr_html_() is None
@@ -81,7 +81,7 @@ def test_a_notebook_replaces_the_heatmap(client, monkeypatch):
 def test_a_notebook_without_matplotlib_shows_text(client, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     output = notebook(monkeypatch, KERNEL)
-    client.run(lambda engine: engine.sweep(PAIR))
+    client.run(lambda engine: engine.sweep(PAIR, progress=False))
     assert output.shown[-1]._repr_png_() is None
     assert "resid_post[1] at 0" in output.shown[-1]._repr_html_()
 
@@ -97,10 +97,10 @@ def test_outside_of_a_notebook_nothing_is_shown(client, monkeypatch, shell):
 @pytest.mark.usefixtures("scripted")
 def test_a_notebook_shows_nothing_if_told_so(client, monkeypatch):
     output = notebook(monkeypatch, KERNEL)
-    client.run(lambda engine: engine.sweep(PAIR, watch=False))
+    client.run(lambda engine: engine.sweep(PAIR, watch=False, progress=False))
     assert output.shown == []
     seen = []
-    client.run(lambda engine: engine.sweep(PAIR, watch=seen.append))
+    client.run(lambda engine: engine.sweep(PAIR, watch=seen.append, progress=False))
     assert (output.shown, bool(seen)) == ([], True)
 
 
