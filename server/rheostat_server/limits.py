@@ -388,6 +388,9 @@ OBSERVER_SPANS = 1024
 """Most spans of positions that a subscription may capture of a request. A subscription with more
 misses the request, because each span splits the intervals of the request's own plan."""
 
+WATCH_STEERED_SITES = 256
+"""Most sites of all interventions of the rules of a watch, which act on the requests of others."""
+
 OBSERVERS_PLAN_COST = 400
 """The largest sum that the subscriptions which observe a request may add to the cost of its plan,
 about 1 for each different combination of captures. The most fragmented subscriptions miss it."""

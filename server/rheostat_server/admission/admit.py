@@ -13,23 +13,25 @@ from rheostat_engine import Kind, ModelSites, Plan
 from rheostat_server import validation
 from rheostat_server.admission.baseline import Baseline, compared_logprobs
 from rheostat_server.admission.compiled_requests import CompiledRequest, CompiledRequests, key_of
-from rheostat_server.admission.global_steering import GlobalSteering
+from rheostat_server.admission.global_steering import GlobalSteering, ServerWide
 from rheostat_server.admission.planning import check_ranges, compile_plan, observe
 from rheostat_server.admission.request_work import (
     captures_work,
     observers_work,
     probes_work,
     steering_work,
+    watches_work,
 )
 from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
+    check_runs,
     direction_vectors,
     resolve_captures,
 )
 from rheostat_server.config import ModelInfo
 from rheostat_server.engine.sampling import SamplingSettings, resolve_sampling
-from rheostat_server.errors import InvalidValue, LoraNotFound, NotSupported, Resource
+from rheostat_server.errors import InvalidValue, LoraNotFound, NonFinite, NotSupported, Resource
 from rheostat_server.limits import (
     HOLD_BACK,
     ID_BYTES,
@@ -37,7 +39,12 @@ from rheostat_server.limits import (
     LARGE_REQUESTS,
     OFFLOAD_BYTES,
 )
-from rheostat_server.monitors.parts import WatchPart, refuse_unwatched, watch_parts
+from rheostat_server.monitors.parts import (
+    SteeredRequest,
+    WatchPart,
+    refuse_unwatched,
+    watch_parts,
+)
 from rheostat_server.monitors.registry import Watches
 from rheostat_server.monitors.watch import Watch
 from rheostat_server.prompts.prompts import Prompts, PromptTokens
@@ -45,7 +52,6 @@ from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import SelectionContext, needs_text
 from rheostat_server.sinks import Sinks
 from rheostat_server.steering.controlled import (
-    CONTROLLED,
     ControlledBy,
     Controllers,
     check_controlled,
@@ -76,7 +82,6 @@ from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
-from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Lookups, Vector, VectorStore, VectorView
 from rheostat_server.vectors.token_directions import with_directions
 from rheostat_wire.v1 import (
@@ -252,7 +257,7 @@ async def _admit(
     watches: Sequence[Watch] = ()
     if admission.watches is not None and admission.watches.any:
         watches = admission.watches.selecting(request_id, request.labels)
-    work = _work(request, prompt, observers, admission)
+    work = _work(request, prompt, observers, admission) + watches_work(watches)
     candidate = _Candidate(request, request_id, prompt, changeable, watches, work, controlled)
     if work <= OFFLOAD_BYTES:
         # The plan of a controlled request is its own, so that it is not compiled for others too.
@@ -323,39 +328,49 @@ def admit_now(
             admission.runs,
             probes,
         )
-        rules = resolve_rules(request.rules, probes, context, steer=True)
+        rules = resolve_rules(request.rules, probes, context)
         own = with_rule_gains(own, request.rules, rules, probes, admission.sites, context)
-        own += resolve_rule_steering(
+        beside = resolve_rule_steering(
             request.rules, rules, probes, admission.sites, context, lookups, admission.runs
         )
         if candidate.controlled is None:
-            used = [*(intervention.gate for intervention in own), *(rule.gate for rule in rules)]
+            used = [intervention.gate for intervention in (*own, *beside)]
+            used += [rule.gate for rule in rules]
             refuse_unused_probes(probes, used)
         captures = _resolve_captures(request, context, sampling.samples, lookups, admission)
     else:
-        own, captures, probes, rules = known.own, known.captures, {}, ()
+        captures = known.captures
     wanted = merged([*_directed(captures, admission), *observer_captures(observers, context)])
     compiled = known
     if compiled is None:
+        here = admission.server_wide.resolve(context)
+        refuse_gained_sums((*here.interventions, *own))
+        own = admission.server_wide.with_gains(own, here, context)
         parts: tuple[WatchPart, ...] = ()
+        gained = own
         if candidate.watches:
-            gates = [intervention.gate for intervention in own if intervention.gate is not None]
-            gates += [rule.gate for rule in rules]
             first = columns + sum(len(probe.sites) for probe in probes.values())
-            parts = watch_parts(candidate.watches, context, first, gates)
-            if candidate.controlled is not None:
-                parts = tuple([part.without(CONTROLLED) if part.steers else part for part in parts])
+            steered = SteeredRequest(
+                here.interventions,
+                own,
+                beside,
+                rules,
+                admission.sites,
+                context,
+                candidate.controlled is not None,
+            )
+            parts, gained = watch_parts(candidate.watches, steered, first)
             refuse_unwatched(parts, with_baseline=request.with_baseline)
         read = tuple(probes.values())
         try:
-            compiled = _compile(own, read, rules, captures, context, admission, parts)
-        except InvalidValue as error:
+            compiled = _compile((*gained, *beside), read, rules, captures, admission, here, parts)
+        except (InvalidValue, NonFinite) as error:
             if not any(part.probes for part in parts):
                 raise
-            # A watch neither refuses nor changes a request, unless it must be able to stop it.
+            # A watch neither refuses nor breaks a request, unless it must be able to stop it.
             parts = tuple([part.without(error.message) for part in parts])
             refuse_unwatched(parts, with_baseline=request.with_baseline)
-            compiled = _compile(own, read, rules, captures, context, admission, parts)
+            compiled = _compile((*own, *beside), read, rules, captures, admission, here, parts)
         if compiled_before is not None and key is not None:
             compiled_before.add(key, compiled, lookups)
     plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
@@ -370,7 +385,7 @@ def admit_now(
     plan = plan.for_request(candidate.request_id, plan.epoch)
     unobserved, controlled = compiled.plan, candidate.controlled
     if controlled is not None:
-        interventions = (*compiled.server_wide, *own)
+        interventions = (*compiled.server_wide, *compiled.own)
         read = tuple(probes.values())
         unobserved = control(unobserved, controlled.name, interventions, read, context)
         plan = replace(plan, control=unobserved.control, private_from=context.prompt_len)
@@ -382,7 +397,7 @@ def admit_now(
         prompt=prompt,
         context=context,
         sampling=sampling,
-        interventions=(*compiled.server_wide, *own),
+        interventions=(*compiled.server_wide, *compiled.own),
         captures=captures,
         observer_captures=wanted,
         plan=plan,
@@ -481,40 +496,8 @@ def _resolve_captures(
         admission.sinks,
         spools=admission.spools,
     )
-    _check_runs(captures, admission.runs, samples=samples, prompt_len=context.prompt_len)
+    check_runs(captures, admission.runs, samples=samples, prompt_len=context.prompt_len)
     return captures
-
-
-def _check_runs(
-    captures: Sequence[ResolvedCapture], runs: RunStore | None, *, samples: int, prompt_len: int
-) -> None:
-    """Checks the runs that a request's captures would store.
-
-    Raises:
-        NotSupported: this server does not store runs.
-        InvalidValue: two captures name one run, or there are several samples.
-        RunExists: a stored run has the same id.
-        StoreFull: a run is larger than the memory for runs.
-    """
-    seen: dict[str, int] = {}
-    for index, capture in enumerate(captures):
-        if capture.run is None:
-            continue
-        path = f"captures[{index}].run"
-        if runs is None:
-            raise NotSupported("runs are not stored here", field=path)
-        if samples > 1:
-            raise InvalidValue(
-                f"a run has one sample, and the request has {samples}: send a request for each",
-                field="sampling.n",
-            )
-        path = field_path(path, "run_id")
-        other = seen.setdefault(capture.run.id, index)
-        if other != index:
-            raise InvalidValue(
-                f"captures {other} and {index} name the same run: give each its own", field=path
-            )
-        runs.check(capture.run.id, capture.payload_bytes(row_end=prompt_len), path)
 
 
 def _compile(
@@ -522,15 +505,15 @@ def _compile(
     probes: tuple[Probe, ...],
     rules: tuple[Rule, ...],
     captures: tuple[ResolvedCapture, ...],
-    context: SelectionContext,
     admission: AdmissionContext,
+    here: ServerWide,
     watches: tuple[WatchPart, ...],
 ) -> CompiledRequest:
     """The plan of all that a request asks for, with the server-wide steering and its watches."""
-    server_wide, always_read, policy_rules = admission.server_wide.resolve(context)
+    server_wide, always_read, policy_rules = here
+    own = (*own, *(one for part in watches for one in part.steered))
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
-    refuse_gained_sums(interventions)
     watched = tuple(probe for part in watches for probe in part.probes)
     rules = (*rules, *policy_rules, *(rule for part in watches for rule in part.rules))
     read = (*always_read, *probes, *watched)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from rheostat_engine import Hold, ModelSites, Plan, Site
+from rheostat_engine import ModelSites, Plan, Site
 from rheostat_server.admission.planning import check_ranges, compile_plan
 from rheostat_server.admission.request_work import probes_work, steering_work
 from rheostat_server.config import ModelInfo
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
-from rheostat_server.errors import NotSupported, VersionConflict
+from rheostat_server.errors import GateOrder, InvalidValue, NotSupported, VersionConflict
 from rheostat_server.selectors.selection import (
     EVERYTHING,
     Selection,
@@ -29,10 +29,8 @@ from rheostat_server.selectors.selection import (
 )
 from rheostat_server.steering.gates import (
     Probe,
-    held_gate,
     refuse_unused_probes,
     resolve_gate,
-    resolve_hold,
     resolve_probes,
 )
 from rheostat_server.steering.interventions import (
@@ -45,8 +43,12 @@ from rheostat_server.steering.ops import ResolvedOp, vector_refs
 from rheostat_server.steering.rules import (
     Rule,
     check_rule_count,
+    check_shared_gain,
+    refuse_gained_sums,
     resolve_rule_steering,
     resolve_rules,
+    steered_by,
+    with_rule_gains,
 )
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
@@ -137,8 +139,35 @@ class GlobalSteering:
             interventions += self._rule_steering(number, rule, ops, probes, server_wide)
         return ServerWide(tuple(interventions), tuple(probes.values()), rules)
 
+    def with_gains(
+        self, own: tuple[Intervention, ...], here: "ServerWide", context: SelectionContext
+    ) -> tuple[Intervention, ...]:
+        """A request's own steering, multiplied as the rules of the policy say.
+
+        Args:
+            own: the interventions of `GenerateRequest.steering`.
+            here: the server-wide steering in the request.
+            context: the request.
+
+        Raises:
+            NotSupported: a rule cannot multiply them, and the request cannot shed the rule.
+        """
+        if self.sites is None or not own or not any(rule.gains for rule in here.rules):
+            return own
+        probes = {probe.name: probe for probe in here.probes}
+        try:
+            own = with_rule_gains(own, self.policy.rules, here.rules, probes, self.sites, context)
+            refuse_gained_sums((*here.interventions, *own))
+        except (InvalidValue, GateOrder, NotSupported) as error:
+            raise NotSupported(
+                "a rule of the server's policy multiplies the steering of every request, and "
+                f"cannot multiply this one: {error.message}",
+                field="steering",
+            ) from error
+        return own
+
     def _rules(self, probes: Mapping[str, Probe], context: SelectionContext) -> tuple[Rule, ...]:
-        rules = resolve_rules(self.policy.rules, probes, context, steer=True)
+        rules = resolve_rules(self.policy.rules, probes, context)
         return tuple([rule._replace(policy=self.version) for rule in rules])
 
     def _rule_steering(
@@ -148,19 +177,17 @@ class GlobalSteering:
         ops: Sequence[ResolvedOp],
         probes: Mapping[str, Probe],
         context: SelectionContext,
-    ) -> list[Intervention]:
+    ) -> tuple[Intervention, ...]:
         """What a rule steers in a request."""
         message, path = self.policy.rules[number], f"rules[{number}]"
-        interventions: list[Intervention] = []
-        for index, op in enumerate(ops):
-            assert self.sites is not None  # because rules have probes
-            hold = resolve_hold(message, path, Hold.REST)
-            gate = held_gate(rule.gate, hold, message, op.sites, probes, self.sites, context, path)
-            where = f"{path}.steer.interventions[{index}]"
-            selection = _selection(message.steer.interventions[index], context, where)
-            origin = receipt_pb2.ORIGIN_GLOBAL
-            interventions.append(Intervention(origin, index, op, selection, gate, rule.name))
-        return interventions
+        assert self.sites is not None  # because rules have probes
+        selections = [
+            _selection(one, context, f"{path}.steer.interventions[{index}]")
+            for index, one in enumerate(message.steer.interventions)
+        ]
+        steered = list(zip(ops, selections, strict=True))
+        origin = receipt_pb2.ORIGIN_GLOBAL
+        return steered_by(rule, message, path, steered, origin, probes, self.sites, context)
 
 
 class ServerWide(NamedTuple):
@@ -268,7 +295,7 @@ class GlobalSteeringState:
             raise NotSupported(self._info.no_gates, field=field)
         check_ranges(policy.steering, probes=policy.probes, rules=policy.rules)
         _refuse_signals(policy)
-        _refuse_gains(policy)
+        _check_gains(policy)
         context, vectors = typical_context(self._info), self._loader.store.view()
         work = sum(rule.ByteSize() for rule in policy.rules)
         for steering in (policy.steering, *(rule.steer for rule in policy.rules)):
@@ -297,7 +324,7 @@ class GlobalSteeringState:
             receipt_pb2.ORIGIN_REQUEST,
             probes=probes,
         )
-        rules = resolve_rules(policy.rules, probes, context, steer=True)
+        rules = resolve_rules(policy.rules, probes, context)
         steered = resolve_rule_steering(
             policy.rules, rules, probes, self._sites, context, vectors, None
         )
@@ -332,13 +359,15 @@ def _refuse_signals(policy: steering_service_pb2.Policy) -> None:
         raise NotSupported("signals of the server-wide steering are not sent", field=fields[0])
 
 
-def _refuse_gains(policy: steering_service_pb2.Policy) -> None:
-    """Refuses rules that multiply the request's own steering."""
+def _check_gains(policy: steering_service_pb2.Policy) -> None:
+    """Checks the gains of rules, which multiply all own steering of every request."""
     for number, rule in enumerate(policy.rules):
-        if rule.HasField("gain"):
-            raise NotSupported(
-                "rules of the server observe, stop and steer: they change no gain of a request",
-                field=f"rules[{number}].gain",
+        check_shared_gain(rule, f"rules[{number}]")
+        if rule.gain.interventions:
+            raise InvalidValue(
+                "a rule of the server multiplies all steering of a request, because requests "
+                "differ: name no interventions",
+                field=f"rules[{number}].gain.interventions",
             )
 
 

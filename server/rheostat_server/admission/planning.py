@@ -78,6 +78,21 @@ def compile_plan(
     return Compiled(plan, tuple(vectors.values()))
 
 
+def compile_watch(
+    steered: Sequence[Intervention], probes: Collection[Probe], rules: Sequence[Rule]
+) -> Plan:
+    """The plan of what a watch reads and steers in a request that has nothing else.
+
+    Raises:
+        InvalidValue: no engine can run it.
+    """
+    try:
+        return compile_plan("watch", steered, (), probes, rules).plan
+    except InvalidValue as error:
+        error.field = "rules"
+        raise
+
+
 _ObservedKey = tuple[tuple[object, ...], ...]
 """For each observer, in order: its name, and the identities of its captures in a request."""
 

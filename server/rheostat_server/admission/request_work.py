@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rheostat_engine import ModelSites
 from rheostat_server.limits import OBSERVER_SPANS, OBSERVERS_COST, OFFLOAD_BYTES, REPLACED_ROWS
+from rheostat_server.monitors.watch import Watch
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.vectors.store import VectorView
 from rheostat_wire.v1 import (
@@ -109,6 +110,17 @@ def observers_work(observers: Sequence[Subscription], prompt_len: int) -> int:
     )
     cost = min(OBSERVERS_COST, sum(observer.captures.cost for observer in observers))
     return _COST_BYTES * cost + len(observers) * prompt_len + _SPAN_BYTES * spans
+
+
+def watches_work(watches: Sequence[Watch]) -> int:
+    """Bytes that `offload` counts for adding what the rules of watches steer."""
+    ops = [
+        one.op
+        for watch in watches
+        for of_rule in watch.settings.readings.steered
+        for one in of_rule
+    ]
+    return sum(_SPAN_BYTES + _SITE_BYTES * len(op.sites) for op in ops)
 
 
 def _site_count(sites: types_pb2.SiteSet, model: ModelSites) -> int:

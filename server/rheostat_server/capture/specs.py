@@ -17,6 +17,7 @@ from rheostat_server.capture.projections import (
 )
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import CAPTURES
+from rheostat_server.runs.store import RunStore
 from rheostat_server.runs.targets import RunTarget, run_target
 from rheostat_server.selectors.selection import (
     EVERYTHING,
@@ -204,6 +205,38 @@ def resolve_captures(
         check_spill(capture.overload, f"captures[{index}].overload", spools=spools)
     sink_groups(captures)
     return captures
+
+
+def check_runs(
+    captures: Sequence[ResolvedCapture], runs: RunStore | None, *, samples: int, prompt_len: int
+) -> None:
+    """Checks the runs that a request's captures would store.
+
+    Raises:
+        NotSupported: this server does not store runs.
+        InvalidValue: two captures name one run, or there are several samples.
+        RunExists: a stored run has the same id.
+        StoreFull: a run is larger than the memory for runs.
+    """
+    seen: dict[str, int] = {}
+    for index, capture in enumerate(captures):
+        if capture.run is None:
+            continue
+        path = f"captures[{index}].run"
+        if runs is None:
+            raise NotSupported("runs are not stored here", field=path)
+        if samples > 1:
+            raise InvalidValue(
+                f"a run has one sample, and the request has {samples}: send a request for each",
+                field="sampling.n",
+            )
+        path = field_path(path, "run_id")
+        other = seen.setdefault(capture.run.id, index)
+        if other != index:
+            raise InvalidValue(
+                f"captures {other} and {index} name the same run: give each its own", field=path
+            )
+        runs.check(capture.run.id, capture.payload_bytes(row_end=prompt_len), path)
 
 
 def direction_vectors(captures: Sequence[ResolvedCapture]) -> dict[bytes, Vector]:

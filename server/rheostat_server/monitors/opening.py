@@ -1,25 +1,43 @@
 """Checks and resolves the message that opens a watch, on a thread."""
 
 import asyncio
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from rheostat_engine import MAX_COLUMNS, MAX_GATES, ModelSites
+from rheostat_engine import MAX_COLUMNS, MAX_GATES, ModelSites, Plan
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported, RheostatError
-from rheostat_server.limits import REQUEST_RANGES, RULES, SUBSCRIPTION_SELECTOR_BYTES
-from rheostat_server.monitors.readings import WatchedReadings, table_of
+from rheostat_server.limits import (
+    INTERVENTIONS,
+    REQUEST_RANGES,
+    RULES,
+    SUBSCRIPTION_SELECTOR_BYTES,
+    WATCH_STEERED_SITES,
+)
+from rheostat_server.monitors.readings import Steered, WatchedReadings, table_of
 from rheostat_server.monitors.watch import WatchSettings
 from rheostat_server.selectors.prepared_selection import PreparedSelector
 from rheostat_server.selectors.selection import EVERYTHING, SelectionContext
 from rheostat_server.steering.gates import Probe, resolve_probes
-from rheostat_server.steering.rules import resolve_rules
+from rheostat_server.steering.interventions import Intervention, check_sums
+from rheostat_server.steering.rules import (
+    Rule,
+    check_shared_gain,
+    resolve_rule_steering,
+    resolve_rules,
+)
 from rheostat_server.subscriptions.observed import observed_requests
 from rheostat_server.subscriptions.opening import check_filter
+from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import VectorStore, VectorView
 from rheostat_server.vectors.token_directions import with_directions
-from rheostat_wire.v1 import monitor_service_pb2
+from rheostat_wire.v1 import gate_pb2, monitor_service_pb2, steering_pb2
 
 _pb = monitor_service_pb2
+
+Compile: TypeAlias = Callable[[Sequence[Intervention], Collection[Probe], Sequence[Rule]], Plan]
+"""Compiles what a watch reads and steers to a plan. Raises InvalidValue if no engine can run it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +52,10 @@ class WatchContext:
     """The stored vectors."""
     no_gates: str
     """Why the model's engine reads no probes; empty if it does."""
+    compile: Compile
+    """Is called on a thread."""
+    fits: Callable[[Plan], None]
+    """Raises ResourceExhausted if the engine, even empty, cannot hold a plan."""
 
 
 async def check_opening(
@@ -59,33 +81,48 @@ async def check_opening(
     validation.known_enum(report, _pb.WatchReport.values(), "open.report")
     on_lost = opened.on_lost if opened.HasField("on_lost") else _pb.WATCH_LOST_CONTINUE
     validation.known_enum(on_lost, _pb.WatchLost.values(), "open.on_lost")
-    readings = await with_directions(
+    readings, plan = await with_directions(
         context.store.directions,
         opened,
         lambda: asyncio.to_thread(_resolve, opened, context, context.store.view()),
     )
+    if readings.steers:
+        context.fits(plan)
     return WatchSettings(observed_requests(opened.filter), readings, report, on_lost, opened.steers)
 
 
 def _check_selectors(opened: monitor_service_pb2.WatchOpen) -> None:
+    selecting: list[tuple[str, gate_pb2.Probe | steering_pb2.Intervention]] = [
+        (f"open.probes[{number}]", probe) for number, probe in enumerate(opened.probes)
+    ]
+    for number, rule in enumerate(opened.rules):
+        path = f"open.rules[{number}].steer.interventions"
+        validation.check_count(len(rule.steer.interventions), INTERVENTIONS, path, "interventions")
+        selecting += [(f"{path}[{i}]", one) for i, one in enumerate(rule.steer.interventions)]
     ranges = size = 0
-    for number, probe in enumerate(opened.probes):
-        path = f"open.probes[{number}].where"
-        ranges += len(probe.where.include) + len(probe.where.exclude)
-        validation.check_count(ranges, REQUEST_RANGES, path, "ranges in the watch")
-        size += probe.where.ByteSize()
-        validation.check_count(size, SUBSCRIPTION_SELECTOR_BYTES, path, "bytes of selectors")
+    for path, one in selecting:
+        ranges += len(one.where.include) + len(one.where.exclude)
+        validation.check_count(ranges, REQUEST_RANGES, f"{path}.where", "ranges in the watch")
+        size += one.where.ByteSize()
+        most = SUBSCRIPTION_SELECTOR_BYTES
+        validation.check_count(size, most, f"{path}.where", "bytes of selectors")
 
 
 def _resolve(
     opened: monitor_service_pb2.WatchOpen, context: WatchContext, vectors: VectorView
-) -> WatchedReadings:
+) -> tuple[WatchedReadings, Plan]:
     """Checks the filter, and resolves probes and rules."""
     check_filter(opened.filter)
     try:
-        lenient = replace(context.typical, lenient=True)
-        probes = resolve_probes(opened.probes, context.sites, lenient, vectors)
-        resolve_rules(opened.rules, probes, lenient)
+        lenient, sites = replace(context.typical, lenient=True), context.sites
+        probes = resolve_probes(opened.probes, sites, lenient, vectors)
+        rules = resolve_rules(opened.rules, probes, lenient)
+        for number, one in enumerate(opened.rules):
+            check_shared_gain(one, f"rules[{number}]")
+        steered = resolve_rule_steering(opened.rules, rules, probes, sites, lenient, vectors, None)
+        _check_steered(steered)
+        check_sums(steered, FloatType(sites.dtype))
+        plan = context.compile(steered, probes.values(), rules)
     except RheostatError as error:
         if error.field:
             error.field = f"open.{error.field}"
@@ -101,7 +138,36 @@ def _resolve(
         PreparedSelector(probe.where) if probe.HasField("where") else None
         for probe in opened.probes
     )
-    return WatchedReadings(templates, selectors, tuple(opened.rules), table_of(templates))
+    ops = {(one.rule, one.index): one.op for one in steered}
+    return (
+        WatchedReadings(
+            templates,
+            selectors,
+            tuple(opened.rules),
+            tuple(
+                tuple(
+                    Steered(
+                        ops[rule.name, index],
+                        PreparedSelector(one.where) if one.HasField("where") else None,
+                    )
+                    for index, one in enumerate(rule.steer.interventions)
+                )
+                for rule in opened.rules
+            ),
+            table_of(templates),
+            context.sites,
+        ),
+        plan,
+    )
+
+
+def _check_steered(steered: Sequence[Intervention]) -> None:
+    """Limits what the rules steer, because each request of others is admitted with it."""
+    total = 0
+    for one in steered:
+        total += len(one.op.sites)
+        what = "sites of all interventions of the rules of a watch"
+        validation.check_count(total, WATCH_STEERED_SITES, one.op.path, what)
 
 
 def _template(probe: Probe) -> Probe:

@@ -1,4 +1,9 @@
-"""What watches read of one request, beside what the request itself reads."""
+"""What watches read of one request, beside what the request itself reads, and how they steer it.
+
+A watch neither refuses nor breaks a request: if it cannot read the request, or its rules cannot
+multiply the request's steering, it leaves the request alone, and is told so. If a rule of it may
+stop the request, the request is refused instead; see `refuse_unwatched`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -6,16 +11,25 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import MAX_COLUMNS, MAX_GATES, Gate
-from rheostat_server.errors import NotSupported
+from rheostat_engine import MAX_COLUMNS, MAX_GATES, Gate, ModelSites
+from rheostat_server.errors import GateOrder, InvalidValue, NotSupported
+from rheostat_server.monitors.readings import ResolvedReadings
 from rheostat_server.monitors.signal_buffer import WatchedRequest
 from rheostat_server.monitors.watch import Watch
 from rheostat_server.selectors.prepared_selection import TooFragmented
 from rheostat_server.selectors.selection import SelectionContext
+from rheostat_server.steering.controlled import CONTROLLED
 from rheostat_server.steering.gates import Probe
-from rheostat_server.steering.rules import Rule, SignalPlan
+from rheostat_server.steering.interventions import Intervention
+from rheostat_server.steering.rules import (
+    Rule,
+    SignalPlan,
+    refuse_gained_sums,
+    with_rule_gains,
+)
 
 _FRAGMENTED = "what is read of it is too fragmented: use fewer, longer ranges"
+_UNGAINED = "a rule of the watch cannot multiply its steering"
 _CROWDED = (
     f"the request and its other watches leave too little of the {MAX_COLUMNS} readings and "
     f"{MAX_GATES} gates and rules that a request may have: read or decide less"
@@ -30,7 +44,9 @@ class WatchPart(NamedTuple):
     """The column of its first reading."""
     probes: tuple[Probe, ...] = ()
     rules: tuple[Rule, ...] = ()
-    """Named after the watch, so that no rule of another has the name."""
+    """Each with the id of the watch, so that no rule of another equals it."""
+    steered: tuple[Intervention, ...] = ()
+    """What its rules steer."""
     missed: str = ""
     """Why it reads nothing; empty if it does."""
 
@@ -101,35 +117,80 @@ def refuse_unwatched(parts: Sequence[WatchPart], *, with_baseline: bool) -> None
             raise NotSupported(f"a watch may stop this request, but {part.missed}")
 
 
+class SteeredRequest(NamedTuple):
+    """The steering of a request, to which its watches add."""
+
+    server_wide: tuple[Intervention, ...]
+    own: tuple[Intervention, ...]
+    """Of `GenerateRequest.steering`. The gains of rules multiply these."""
+    beside: tuple[Intervention, ...]
+    """What its own rules steer."""
+    rules: tuple[Rule, ...]
+    """Its own rules."""
+    model: ModelSites
+    context: SelectionContext
+    controlled: bool
+    """Whether a controller sets its gains."""
+
+    @property
+    def gates(self) -> set[Gate]:
+        """Its own gates."""
+        every = [one.gate for one in (*self.own, *self.beside)]
+        return {gate for gate in (*every, *(rule.gate for rule in self.rules)) if gate is not None}
+
+
 def watch_parts(
-    watches: Sequence[Watch],
-    context: SelectionContext,
-    first_column: int,
-    gates: Sequence[Gate],
-) -> tuple[WatchPart, ...]:
-    """What the watches of a request read.
+    watches: Sequence[Watch], request: SteeredRequest, first_column: int
+) -> tuple[tuple[WatchPart, ...], tuple[Intervention, ...]]:
+    """What the watches of a request read and steer, and its own steering with their gains.
 
     Args:
         watches: the watches that select the request.
-        context: the request.
+        request: the request.
         first_column: the column behind the request's own readings.
-        gates: its own gates, and those of its rules.
     """
-    column = first_column
-    used = set(gates)
+    column, beside = first_column, set[Gate]()
     parts = []
     for watch in watches:
+        readings = watch.settings.readings
+        if request.controlled and (watch.settings.steers or readings.steers):
+            parts.append(WatchPart(watch, column, missed=CONTROLLED))
+            continue
         try:
-            resolved = watch.settings.readings.resolve(context, column)
+            resolved = readings.resolve(request.context, column, watch.name)
+            own = _with_gains(watch, resolved, request)
         except TooFragmented:
             parts.append(WatchPart(watch, column, missed=_FRAGMENTED))
             continue
-        wanted = used | {rule.gate for rule in resolved.rules}
-        columns = watch.settings.readings.columns
-        if column + columns > MAX_COLUMNS or len(wanted) > MAX_GATES:
+        except (InvalidValue, GateOrder, NotSupported) as error:
+            parts.append(WatchPart(watch, column, missed=f"{_UNGAINED}: {error.message}"))
+            continue
+        steered = [one.gate for one in resolved.steered if one.gate is not None]
+        wanted = {*beside, *(rule.gate for rule in resolved.rules), *steered}
+        gained = request._replace(own=own)
+        columns = readings.columns
+        if column + columns > MAX_COLUMNS or len(gained.gates | wanted) > MAX_GATES:
             parts.append(WatchPart(watch, column, missed=_CROWDED))
             continue
-        rules = tuple(rule._replace(watch=watch.name) for rule in resolved.rules)
-        parts.append(WatchPart(watch, column, resolved.probes, rules))
-        column, used = column + columns, wanted
-    return tuple(parts)
+        parts.append(WatchPart(watch, column, resolved.probes, resolved.rules, resolved.steered))
+        column, beside, request = column + columns, wanted, gained
+    return tuple(parts), request.own
+
+
+def _with_gains(
+    watch: Watch, resolved: ResolvedReadings, request: SteeredRequest
+) -> tuple[Intervention, ...]:
+    """A request's own steering, multiplied as the rules of a watch say.
+
+    Raises:
+        InvalidValue, GateOrder, NotSupported: a rule cannot multiply it.
+    """
+    readings = watch.settings.readings
+    if not readings.gains or not request.own:
+        return request.own
+    probes = {probe.name: probe for probe in resolved.probes}
+    own = with_rule_gains(
+        request.own, readings.rules, resolved.rules, probes, request.model, request.context
+    )
+    refuse_gained_sums((*request.server_wide, *own))
+    return own

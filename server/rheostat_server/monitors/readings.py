@@ -1,6 +1,7 @@
-"""What a watch reads of each request, with everything that is the same for all requests.
+"""What a watch reads of each request, and what its rules do to it.
 
-A watch's probes are resolved while another client's request is admitted. So the client of a watch
+Everything that is the same for all requests is kept. A watch's probes are resolved while another
+client's request is admitted. So the client of a watch
 must not be able to slow the admission of others: vectors and sites are looked up once, when the
 watch is opened, and selectors are prepared. Results are kept by the length of prompt and answer.
 """
@@ -10,14 +11,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from rheostat_engine import ModelSites
 from rheostat_server.limits import OBSERVER_SPANS
 from rheostat_server.selectors.prepared_selection import PreparedSelector
-from rheostat_server.selectors.selection import EVERYTHING, SelectionContext
+from rheostat_server.selectors.selection import EVERYTHING, Selection, SelectionContext
 from rheostat_server.selectors.sites import write_site
 from rheostat_server.steering.gates import Probe
-from rheostat_server.steering.rules import Rule, resolve_rules
+from rheostat_server.steering.interventions import Intervention
+from rheostat_server.steering.ops import ResolvedOp
+from rheostat_server.steering.rules import Rule, resolve_rules, steered_by
 from rheostat_server.vectors.store import Vector
-from rheostat_wire.v1 import monitor_pb2
+from rheostat_wire.v1 import monitor_pb2, receipt_pb2
 
 _LENGTHS = 64
 """Combinations of lengths and first columns for which the result is kept."""
@@ -28,6 +32,17 @@ class ResolvedReadings(NamedTuple):
 
     probes: tuple[Probe, ...]
     rules: tuple[Rule, ...]
+    """Each with the id of the watch."""
+    steered: tuple[Intervention, ...]
+    """What the rules steer."""
+
+
+class Steered(NamedTuple):
+    """An intervention of a rule, alike in all requests."""
+
+    op: ResolvedOp
+    selector: PreparedSelector | None
+    """None: every token."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +54,12 @@ class WatchedReadings:
     selectors: tuple[PreparedSelector | None, ...]
     """The selector of each probe; None: every token."""
     rules: tuple[monitor_pb2.Rule, ...]
+    steered: tuple[tuple[Steered, ...], ...]
+    """What each rule steers."""
     table: monitor_pb2.SignalTable
     """What the columns are."""
+    model: ModelSites
+    """The model's sites."""
 
     @property
     def columns(self) -> int:
@@ -49,12 +68,22 @@ class WatchedReadings:
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        """The vectors of the probes, each once."""
-        return tuple(
-            {template.vector.digest: template.vector for template in self.templates}.values()
-        )
+        """The vectors of the probes, and of what the rules steer, each once."""
+        vectors = [template.vector for template in self.templates]
+        vectors += [v for steered in self.steered for one in steered for v in one.op.vectors]
+        return tuple({vector.digest: vector for vector in vectors}.values())
 
-    def resolve(self, context: SelectionContext, first_column: int) -> ResolvedReadings:
+    @property
+    def gains(self) -> bool:
+        """Whether a rule multiplies the steering of requests."""
+        return any(rule.HasField("gain") for rule in self.rules)
+
+    @property
+    def steers(self) -> bool:
+        """Whether a rule steers requests, or multiplies their steering."""
+        return self.gains or any(self.steered)
+
+    def resolve(self, context: SelectionContext, first_column: int, watch: str) -> ResolvedReadings:
         """The probes and rules in a request.
 
         Positions that the prompt does not have are not read.
@@ -62,16 +91,17 @@ class WatchedReadings:
         Args:
             context: the request.
             first_column: the column of the first reading.
+            watch: the id of the watch, which is always the same.
 
         Raises:
             TooFragmented: a selection has too many spans.
         """
         if self.reads_tokens:
-            return self._resolve(context, first_column)
+            return self._resolve(context, first_column, watch)
         key = context.prompt_len, context.row_end, first_column
         resolved = self._resolved.get(key)
         if resolved is None:
-            resolved = self._resolve(context, first_column)
+            resolved = self._resolve(context, first_column, watch)
             if len(self._resolved) == _LENGTHS:
                 self._resolved.clear()
             self._resolved[key] = resolved
@@ -80,27 +110,47 @@ class WatchedReadings:
     @cached_property
     def reads_tokens(self) -> bool:
         """Whether a selector depends on the tokens of the prompt."""
-        return any(selector is not None and selector.reads_tokens for selector in self.selectors)
+        selectors = [one.selector for steered in self.steered for one in steered]
+        return any(
+            selector is not None and selector.reads_tokens
+            for selector in (*self.selectors, *selectors)
+        )
 
     @cached_property
     def _resolved(self) -> dict[tuple[int, int, int], ResolvedReadings]:
         return {}
 
-    def _resolve(self, context: SelectionContext, first_column: int) -> ResolvedReadings:
+    def _resolve(
+        self, context: SelectionContext, first_column: int, watch: str
+    ) -> ResolvedReadings:
         lenient = replace(context, lenient=True)
-        probes: dict[str, Probe] = {}
         left = OBSERVER_SPANS
+
+        def selected(selector: PreparedSelector | None) -> Selection:
+            nonlocal left
+            if selector is None:
+                return EVERYTHING
+            selection = selector.resolve(lenient, left)
+            left -= selection.span_count
+            return selection
+
+        probes: dict[str, Probe] = {}
         for template, selector in zip(self.templates, self.selectors, strict=True):
-            selection = EVERYTHING
-            if selector is not None:
-                selection = selector.resolve(lenient, left)
-                left -= selection.span_count
             column = first_column + template.reading.column
             probes[template.name] = replace(
-                template, selection=selection, reading=template.reading._replace(column=column)
+                template,
+                selection=selected(selector),
+                reading=template.reading._replace(column=column),
             )
-        rules = resolve_rules(self.rules, probes, context)
-        return ResolvedReadings(tuple(probes.values()), rules)
+        rules = [rule._replace(watch=watch) for rule in resolve_rules(self.rules, probes, context)]
+        steered: list[Intervention] = []
+        for number, (rule, parts) in enumerate(zip(rules, self.steered, strict=True)):
+            ops = [(one.op, selected(one.selector)) for one in parts]
+            path, origin = f"rules[{number}]", receipt_pb2.ORIGIN_WATCH
+            message = self.rules[number]
+            found = steered_by(rule, message, path, ops, origin, probes, self.model, context)
+            steered += [replace(one, watch_id=watch) for one in found]
+        return ResolvedReadings(tuple(probes.values()), tuple(rules), tuple(steered))
 
 
 def table_of(probes: Iterable[Probe]) -> monitor_pb2.SignalTable:

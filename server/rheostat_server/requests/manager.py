@@ -17,6 +17,7 @@ from rheostat_engine import (
     Dropped,
     Event,
     Installed,
+    Plan,
     Released,
     Rows,
     SignalRows,
@@ -24,6 +25,7 @@ from rheostat_engine import (
 from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest
 from rheostat_server.admission.compiled_requests import CompiledRequests
 from rheostat_server.admission.global_steering import GlobalSteeringState
+from rheostat_server.admission.planning import compile_watch
 from rheostat_server.admission.waiting import check_queue
 from rheostat_server.config import ServerConfig
 from rheostat_server.delivery.byte_budget import Budget, Share
@@ -148,7 +150,14 @@ class RequestManager:
             spill_manager=self.spill_manager,
         )
         self.watches = Watches(
-            WatchContext(self.sites, typical_context(self.info), self.store, self.info.no_gates),
+            WatchContext(
+                self.sites,
+                typical_context(self.info),
+                self.store,
+                self.info.no_gates,
+                compile_watch,
+                self._check_watch_fits,
+            ),
             self.worker_vectors,
             self.subscriptions,
             resume_window=config.resume_window,
@@ -221,6 +230,10 @@ class RequestManager:
     def foreground_requests(self) -> int:
         """Number of them that are not in the background."""
         return self._foreground
+
+    def _check_watch_fits(self, plan: Plan) -> None:
+        prompt_len = typical_context(self.info).prompt_len
+        self.admission_queue.check_ever_fits([Reservation(plan)], prompt_len)
 
     def start(self, on_lost: Callable[[], None]) -> None:
         """Receives events from the backend. If the engine dies, `on_lost` is called once."""

@@ -79,7 +79,6 @@ class PolicyAudit:
             positions: in ascending order.
             stopped: whether it ended the sample.
         """
-        action = "stop" if rule.stop is not None else "steer" if rule.steers else "observe"
         if self._may_write():
             shown = ",".join(_run(*span) for span in positions[:_LISTED])
             more = f" runs={len(positions)}" if len(positions) > _LISTED else ""
@@ -87,7 +86,7 @@ class PolicyAudit:
                 "policy version=%d rule=%s action=%s request=%s sample=%d positions=%s%s%s",
                 rule.policy,
                 rule.name,
-                action,
+                rule.action,
                 request_id,
                 sample,
                 shown,
@@ -95,7 +94,7 @@ class PolicyAudit:
                 " ended=sample" if stopped else "",
             )
             return
-        self._count(_Source(rule.policy, rule.name, action), length(positions))
+        self._count(_Source(rule.policy, rule.name, rule.action), length(positions))
 
     def unread(self, request_id: str, sample: int, version: int, first: int, end: int) -> None:
         """Logs positions of which nothing is known, because the workers' signals were lost."""

@@ -114,8 +114,8 @@ class OpContext:
         """
         if self.request.lenient:
             raise NotSupported(
-                "server-wide steering has no rows by position, because prompts differ: send the "
-                "Replace with a request",
+                "the steering of many requests has no rows by position, because prompts differ: "
+                "send the Replace with a request",
                 field=path,
             )
         spans: Spans = clipped(self.selection.spans, 0, self.request.row_end)

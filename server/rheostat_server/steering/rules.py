@@ -18,7 +18,7 @@ from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import LABEL_VALUE_BYTES, RULES
 from rheostat_server.runs.store import RunStore
-from rheostat_server.selectors.selection import SelectionContext
+from rheostat_server.selectors.selection import Selection, SelectionContext
 from rheostat_server.selectors.sites import write_site
 from rheostat_server.steering.gains import check_form, check_indices
 from rheostat_server.steering.gates import (
@@ -29,6 +29,7 @@ from rheostat_server.steering.gates import (
     resolve_rule_gate,
 )
 from rheostat_server.steering.interventions import Intervention, RuleSteering, resolve_steering
+from rheostat_server.steering.ops import ResolvedOp
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import VectorView
 from rheostat_wire.v1 import monitor_pb2, receipt_pb2
@@ -56,14 +57,21 @@ class Rule(NamedTuple):
     """The version of the server-wide policy that it belongs to; 0: to none."""
     steers: bool = False
     """Whether it steers."""
+    gains: bool = False
+    """Whether it multiplies the request's own steering."""
+
+    @property
+    def action(self) -> str:
+        """The name of its action."""
+        if self.stop is not None:
+            return "stop"
+        return "steer" if self.steers else "gain" if self.gains else "observe"
 
 
 def resolve_rules(
     rules: Sequence[monitor_pb2.Rule],
     probes: Mapping[str, Probe],
     context: SelectionContext,
-    *,
-    steer: bool = False,
 ) -> tuple[Rule, ...]:
     """Resolves the rules of a request.
 
@@ -71,11 +79,9 @@ def resolve_rules(
         rules: the messages.
         probes: the probes that they may read, by name.
         context: the request.
-        steer: whether rules may steer and change gains.
 
     Raises:
         InvalidArgument: something is malformed, or two rules have one name.
-        NotSupported: an action is not served yet.
     """
     found: dict[str, Rule] = {}
     for index, message in enumerate(rules):
@@ -86,9 +92,10 @@ def resolve_rules(
                 f"another rule has the name {name!r}: give each its own",
                 field=field_path(path, "name"),
             )
-        stop = _stop(message, path, steer=steer)
+        stop = _stop(message, path)
         gate = resolve_rule_gate(message, probes, context, path)
-        found[name] = Rule(name, gate, stop, steers=message.HasField("steer"))
+        steers, gains = message.HasField("steer"), message.HasField("gain")
+        found[name] = Rule(name, gate, stop, steers=steers, gains=gains)
     return tuple(found.values())
 
 
@@ -150,6 +157,39 @@ def resolve_rule_steering(
     return tuple(found)
 
 
+def steered_by(
+    rule: Rule,
+    message: monitor_pb2.Rule,
+    path: str,
+    steered: Sequence[tuple[ResolvedOp, Selection]],
+    origin: receipt_pb2.Origin.ValueType,
+    probes: Mapping[str, Probe],
+    model: ModelSites,
+    context: SelectionContext,
+) -> tuple[Intervention, ...]:
+    """What a rule of many requests steers in one of them.
+
+    Args:
+        rule: the rule.
+        message: its message.
+        path: its path.
+        steered: the op and the selection of each intervention.
+        origin: the origin of the interventions.
+        probes: the probes that the rule may read, by name.
+        model: the model's sites.
+        context: the request.
+
+    Raises:
+        GateOrder: the rule acts at the token that was read, and not behind it.
+    """
+    hold = resolve_hold(message, path, Hold.REST)
+    found = []
+    for index, (op, selection) in enumerate(steered):
+        gate = held_gate(rule.gate, hold, message, op.sites, probes, model, context, path)
+        found.append(Intervention(origin, index, op, selection, gate, rule.name))
+    return tuple(found)
+
+
 def with_rule_gains(
     own: Sequence[Intervention],
     messages: Sequence[monitor_pb2.Rule],
@@ -158,13 +198,13 @@ def with_rule_gains(
     model: ModelSites,
     context: SelectionContext,
 ) -> tuple[Intervention, ...]:
-    """The request's own steering, with the gates by which its rules multiply it.
+    """A request's own steering, with the gates by which rules multiply it.
 
     Args:
         own: the interventions.
-        messages: the rules of the request.
+        messages: the rules, of the request, the policy or a watch.
         rules: the same, resolved.
-        probes: its probes, by name.
+        probes: the probes that they may read, by name.
         model: the model's sites.
         context: the request.
 
@@ -180,6 +220,8 @@ def with_rule_gains(
         path = f"rules[{number}]"
         field = field_path(path, "gain")
         check_form(message.gain, field)
+        if not own and (rule.policy or rule.watch):
+            continue  # another's rule, and nothing to multiply
         check_indices(message.gain, len(own), field)
         hold = resolve_hold(message, path, Hold.REST)
         for index in sorted(set(message.gain.interventions or range(len(own)))):
@@ -246,17 +288,23 @@ def check_rule_count(rules: Sequence[monitor_pb2.Rule]) -> None:
     validation.check_count(len(rules), RULES, "rules", "rules")
 
 
-def _stop(message: monitor_pb2.Rule, path: str, *, steer: bool) -> Stop | None:
+def check_shared_gain(message: monitor_pb2.Rule, path: str) -> None:
+    """Checks the gain of a rule of many requests, before any of them is known.
+
+    Raises:
+        MissingField, NonFinite, InvalidValue: it is malformed.
+    """
+    if message.HasField("gain"):
+        check_form(message.gain, field_path(path, "gain"))
+        resolve_hold(message, path, Hold.REST)
+
+
+def _stop(message: monitor_pb2.Rule, path: str) -> Stop | None:
     action = message.WhichOneof("action")
     if action is None:
         raise MissingField("one of observe, stop, steer and gain is required", field=path)
     if action in ("steer", "gain"):
-        if steer:
-            return None
-        raise NotSupported(
-            "only the rules of a GenerateRequest steer or change a gain",
-            field=field_path(path, action),
-        )
+        return None
     if message.HasField("hold"):
         raise InvalidValue(
             f"only steer and gain are held, {action} is not: leave it out",

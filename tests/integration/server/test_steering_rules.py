@@ -298,3 +298,69 @@ def test_a_gain_that_multiplies_by_one_changes_no_bit(
     for layer in range(LAYERS):
         plain, ruled = (out.activations["resid_post", layer] for out in outs)
         assert np.array_equal(plain, ruled)
+
+
+RED = {"team": "red"}
+OTHERS = {
+    "steer": (rheostat.Steer(push()), lambda x, holds: x + holds * PUSH[0]),
+    "gain": (rheostat.Gain(0.25), lambda x, holds: x + (1 - 0.75 * holds) * PUSH[0]),
+}
+"""Actions on requests of others, and what they make of a stream; with `gain`, of their steering."""
+
+
+@pytest.mark.parametrize("action", OTHERS)
+def test_a_rule_of_a_watch_acts_on_the_requests_of_others(
+    engine: rheostat.Engine, reference: HfReference, bound: float, action: str
+) -> None:
+    then, act = OTHERS[action]
+    rule = rheostat.Rule("cheer", probe(layers=LATE).above(bound), then, hold="next_token")
+    own = push() if action == "gain" else None
+    with engine.watch(rules=rule, labels=RED) as watch:
+        out = engine.generate(PROMPT, steering=own, labels=RED, capture=EVERY_LAYER, **OPTIONS)
+        other = engine.generate(PROMPT, steering=own, capture=EVERY_LAYER, **OPTIONS)
+        fired: list[int] = []
+        for event in watch:
+            if isinstance(event, rheostat.WatchedSignals):
+                for readings in event:
+                    fired += readings.firings.get("cheer", np.zeros(0, int)).tolist()
+            if isinstance(event, rheostat.WatchedRequestEnded):
+                assert not event.missed_reason
+                break
+    length = len(out.prompt_token_ids)
+    expected = follow(reference, tokens_of(out), length, above(bound), last_within(1), act)
+    for layer in range(LAYERS):
+        found = out.activations["resid_post", layer]
+        np.testing.assert_allclose(found, expected.streams[site(layer)], atol=2e-3, rtol=0)
+    assert fired == expected.fired
+    assert {*expected.opened[length:]} == {False, True}
+    (applied,) = out.receipt.interventions
+    if action == "steer":
+        assert (applied.origin, applied.rule_name) == ("watch", "cheer")
+        assert applied.watch_id == watch.id
+        assert 0 <= applied.sites[0].row_count - sum(expected.opened) <= 1
+    assert not out.receipt.rules
+    assert len(other.receipt.interventions) == (action == "gain")
+    plain = engine.generate(PROMPT, steering=own, capture=EVERY_LAYER, **OPTIONS)
+    assert other.token_ids == plain.token_ids
+
+
+def test_a_rule_of_the_server_multiplies_the_steering_of_requests(
+    engine: rheostat.Engine, reference: HfReference, bound: float
+) -> None:
+    then, act = OTHERS["gain"]
+    rule = rheostat.Rule("cheer", probe(layers=LATE).above(bound), then, hold="next_token")
+    engine.steering.set_global(None, rules=rule)
+    try:
+        out = engine.generate(PROMPT, steering=push(), capture=EVERY_LAYER, **OPTIONS)
+    finally:
+        engine.steering.set_global(None)
+    length = len(out.prompt_token_ids)
+    expected = follow(reference, tokens_of(out), length, above(bound), last_within(1), act)
+    for layer in range(LAYERS):
+        found = out.activations["resid_post", layer]
+        np.testing.assert_allclose(found, expected.streams[site(layer)], atol=2e-3, rtol=0)
+    (found,) = out.receipt.rules
+    assert found.server_wide
+    positions = [p for one in found.samples[0].positions for p in one]
+    assert positions == [p for p in expected.fired if p < len(tokens_of(out))]
+    assert {*expected.opened[length:]} == {False, True}

@@ -77,9 +77,11 @@ class AppliedIntervention:
     """By layer, then point."""
     rows: tuple[AppliedRows, ...]
     rule_name: str = ""
-    """The rule, if ``origin`` is "rule", or "global" and a rule of the server's policy steers."""
+    """The rule, if ``origin`` is "rule", or "global" or "watch" and a rule of the server's policy,
+    or of the watch, steers."""
     update_id: int | None = None
-    """The update of the session or the watch, if ``origin`` is "update" or "watch"."""
+    """The update of the session or the watch, if ``origin`` is "update" or "watch" and no rule
+    steers."""
     watch_id: str = ""
     """The watch that set it; "" if none did."""
     source: ReplaceSource | None = None

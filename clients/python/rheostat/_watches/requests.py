@@ -46,8 +46,8 @@ class WatchOptions(TypedDict, total=False):
     """Probes that read every selected request, up to 256 readings. Default: none; rules bring their
     own."""
     rules: RulesLike
-    """What the server does by itself where conditions hold, up to 16: `Observe` or `Stop`. Default:
-    none."""
+    """What the server does by itself where conditions hold, up to 16: `Observe`, `Stop`, `Steer`,
+    or `Gain`, which multiplies the requests' own steering. Default: none."""
     requests: str | Iterable[str] | None
     """Ids of requests, up to 4096. Default: none."""
     labels: Mapping[str, str] | None

@@ -70,16 +70,18 @@ class Rule(_message.Message):
     def steer(self) -> _steering_pb2.Steering:
         """Adds steering, with ORIGIN_RULE, behind the request's own. Each intervention acts as under a
         gate with these conditions, which is held as `hold` says. At least one is required
-        (REASON_MISSING_FIELD), and none has a gate of its own (REASON_INVALID_VALUE). In rules of
-        watches: REASON_NOT_SUPPORTED.
+        (REASON_MISSING_FIELD), and none has a gate of its own (REASON_INVALID_VALUE). Those of a watch
+        have ORIGIN_WATCH, and follow the steering of the request's own rules.
         """
 
     @_builtins.property
     def gain(self) -> _gain_pb2.Gain:
         """Multiplies the request's own steering while the rule holds, each intervention as with `steer`.
         The interventions have no gate and no gain of another rule, and an addition meets no other at
-        its sites and tokens, because their sum is rounded once. Otherwise, and in rules of watches:
-        REASON_NOT_SUPPORTED.
+        its sites and tokens, because their sum is rounded once. Otherwise: REASON_NOT_SUPPORTED. A rule
+        of the policy names no interventions (REASON_INVALID_VALUE), and a request whose steering it
+        cannot multiply is refused. A watch does not read a request whose steering its rules cannot
+        multiply (WatchedRequestEnded.missed_reason).
         """
 
     @_builtins.property

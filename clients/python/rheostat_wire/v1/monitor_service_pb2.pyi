@@ -198,8 +198,10 @@ class WatchOpen(_message.Message):
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_monitor_pb2.Rule]:
-        """What the server does by itself: `observe` and `stop`. At most 16. If there are any, sessions that
-        the watch reads take no updates of their steering (REASON_NOT_SUPPORTED), but gains.
+        """What the server does by itself: observe and stop, steer requests, and multiply their own steering.
+        At most 16, and what they steer has at most 256 sites in all interventions. Steering and gains
+        need no `steers`. If there are any rules, sessions that the watch reads take no updates of their
+        steering (REASON_NOT_SUPPORTED), but gains.
         """
 
     @_builtins.property

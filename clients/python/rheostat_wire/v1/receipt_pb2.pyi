@@ -41,7 +41,7 @@ class _OriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Origin.ValueTy
     ORIGIN_UPDATE: _Origin.ValueType  # 4
     """Steering that a session set, or a watch in its place: then with watch_id."""
     ORIGIN_WATCH: _Origin.ValueType  # 5
-    """The layer of a watch."""
+    """The layer of a watch, or what its rules steer: then with rule_name, and without update_id."""
 
 class Origin(_Origin, metaclass=_OriginEnumTypeWrapper):
     """Where an intervention came from."""
@@ -57,7 +57,7 @@ ORIGIN_RULE: Origin.ValueType  # 3
 ORIGIN_UPDATE: Origin.ValueType  # 4
 """Steering that a session set, or a watch in its place: then with watch_id."""
 ORIGIN_WATCH: Origin.ValueType  # 5
-"""The layer of a watch."""
+"""The layer of a watch, or what its rules steer: then with rule_name, and without update_id."""
 Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 class _Op:
@@ -211,7 +211,9 @@ class InterventionRef(_message.Message):
     op: Global___Op.ValueType
     """What it does."""
     rule_name: _builtins.str
-    """The rule's name, for ORIGIN_RULE, and for ORIGIN_GLOBAL if a rule of the policy steers."""
+    """The rule's name, for ORIGIN_RULE, and for ORIGIN_GLOBAL and ORIGIN_WATCH if a rule of the policy
+    or of the watch steers.
+    """
     update_id: _builtins.int
     """The update's id, for ORIGIN_UPDATE and ORIGIN_WATCH."""
     watch_id: _builtins.str

@@ -1045,11 +1045,13 @@ class Policy(_message.Message):
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_monitor_pb2.Rule]:
-        """As GenerateRequest.rules: `observe`, `stop` and `steer`; `gain`: REASON_NOT_SUPPORTED. Their names
-        are apart from those of requests. They read every request, and no request can remove them. They
-        come behind the request's own rules. Each firing is logged by the server, and is in the receipt;
-        the client gets no signals. With a baseline, and in sweeps, whose cells they would not read:
-        REASON_NOT_SUPPORTED. A session takes no updates of its steering, as with gates.
+        """As GenerateRequest.rules. A `gain` names no interventions (REASON_INVALID_VALUE): it multiplies all
+        own steering of every request, and a request whose steering it cannot multiply is refused with
+        REASON_NOT_SUPPORTED. Their names are apart from those of requests. They read every request, and no
+        request can remove them. They come behind the request's own rules. Each firing is logged by the
+        server, and is in the receipt; the client gets no signals. With a baseline, and in sweeps, whose
+        cells they would not read: REASON_NOT_SUPPORTED. A session takes no updates of its steering, as
+        with gates.
         """
 
     def __init__(

@@ -14,6 +14,7 @@ from rheostat_server.requests import policy_audit
 from rheostat_server.sweeps import sources
 from rheostat_wire.v1 import (
     gain_pb2,
+    gate_pb2,
     generation_pb2,
     lens_service_pb2,
     monitor_pb2,
@@ -35,6 +36,7 @@ from .test_rules import at, finished, rule, tokens_of
 Code = grpc.StatusCode
 SAMPLING = generation_pb2.Sampling(max_tokens=6)
 OBSERVE = monitor_pb2.Observe()
+GATE = gate_pb2.Gate(conditions=[above(1.0, "mood")])
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +150,48 @@ async def test_a_rule_of_the_policy_steers(starter, caplog) -> None:
     await settled(running)
 
 
+HALF = gain_pb2.Gain(factor=0.5)
+
+
+async def test_a_rule_of_the_policy_multiplies_the_steering_of_requests(starter, caplog) -> None:
+    running = await starter(ScriptedBackend(openness=lambda gate, position: float(position == 4)))
+    before = site_set(types_pb2.POINT_RESID_POST, layers=[0])
+    server = steering_pb2.Steering(interventions=[add(scale=3.0, sites=before)])
+    await set_rules(running, rule(gain=HALF, hold={"next_token": {}}), steering=server)
+    own = [add(sites=site_set(types_pb2.POINT_RESID_POST, layers=[layer])) for layer in (1, 2)]
+    events = await run(running, steer=own)
+    (job,) = running.backend.jobs
+    gates = [act.gate for act in job.plan.acts if act.acts]
+    assert gates[0] is None  # the server-wide steering
+    assert [(gate.invert, gate.factor, gate.late > 0) for gate in gates[1:]] == [
+        (True, 0.5, False),
+        (True, 0.5, False),
+    ]
+    assert rules_of(events) == [("grim", True, [4])]
+    assert [one.partition(" request=")[0] for one in lines(caplog)] == [
+        "policy version=1 rule=grim action=gain"
+    ]
+    await run(running)  # without steering of its own
+    assert len(running.backend.jobs) == 2
+
+
+GATED = add()
+GATED.gate.CopyFrom(GATE)
+
+
+@pytest.mark.parametrize("own", [[GATED], [add(), add()]])
+async def test_no_request_sheds_a_gain_of_the_policy(running, own) -> None:
+    await set_rules(running, rule(gain=HALF))
+    probes = [probe(name="mood")] if own[0].HasField("gate") else []
+    refusal = await refusal_of(run(running, steer=own, probes=probes))
+    assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", "steering")
+    assert not running.backend.jobs
+    call = SessionCall(running)
+    await call.say(start(request_id="s", steer=[add()]), update(1, add(scale=2.0)))
+    assert (await call.hear("refused")).update_id == 1
+    await settled(running)
+
+
 async def test_a_policy_is_given_back_with_digests(running) -> None:
     steered = add(tensor(ONES), scale=2.0)
     await set_rules(running, rule(steer=steering_pb2.Steering(interventions=[steered])))
@@ -165,7 +209,17 @@ async def test_a_policy_is_given_back_with_digests(running) -> None:
 @pytest.mark.parametrize(
     ("bad", "reason", "field"),
     [
-        (rule(gain=gain_pb2.Gain(factor=0.5)), "REASON_NOT_SUPPORTED", "rules[0].gain"),
+        (rule(gain=gain_pb2.Gain()), "REASON_MISSING_FIELD", "rules[0].gain.factor"),
+        (
+            rule(gain=gain_pb2.Gain(factor=0.5, interventions=[0])),
+            "REASON_INVALID_VALUE",
+            "rules[0].gain.interventions",
+        ),
+        (
+            rule(gain=gain_pb2.Gain(factor=0.5), hold={"tokens": 0}),
+            "REASON_INVALID_VALUE",
+            "rules[0].hold.tokens",
+        ),
         (rule("no name"), "REASON_INVALID_VALUE", "rules[0].name"),
         (
             rule(conditions=[above(1.0, "other")]),
