@@ -40,14 +40,7 @@ class GainsUpdate(NamedTuple):
     """By intervention, as `Act.gain`."""
 
 
-class _Wire(msgspec.Struct, array_like=True):
-    name: str
-    change: int
-    not_before: int
-    gains: dict[int, float]
-
-
-_DECODER = msgspec.msgpack.Decoder(list[_Wire])
+_DECODER = msgspec.msgpack.Decoder(list[GainsUpdate])
 
 
 def updates_to(updates: Iterable[GainsUpdate]) -> bytes:
@@ -62,16 +55,14 @@ def updates_from(wire: bytes) -> list[GainsUpdate]:
         ValueError: the bytes are no updates.
     """
     try:
-        plain = _DECODER.decode(wire)
+        updates = _DECODER.decode(wire)
     except msgspec.MsgspecError as error:
         raise ValueError(f"these are no gains: {error}") from error
-    for update in plain:
+    for update in updates:
         for index, gain in update.gains.items():
             if not (0 <= index < MAX_GAINS and 0 <= gain <= LARGEST_GAIN):
                 raise ValueError(f"these are no gains: {gain} of intervention {index}")
-    return [
-        GainsUpdate(update.name, update.change, update.not_before, update.gains) for update in plain
-    ]
+    return updates
 
 
 def merged_gains(earlier: GainsUpdate | None, later: GainsUpdate) -> GainsUpdate:

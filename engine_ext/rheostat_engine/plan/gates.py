@@ -16,7 +16,11 @@ a token's own readings count. A gate that has read nothing yet is shut.
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from rheostat_engine.plan.gains import LARGEST_GAIN
 
 MAX_TERMS = 64
 """The most readings on which a gate depends."""
@@ -35,6 +39,10 @@ MAX_RECORDED = 1 << 24
 
 NEVER = -1
 """As `Condition.decided_at`: the condition is decided at each token that is read."""
+
+# Ranges are checked where a worker parses a plan.
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Normalise(IntEnum):
@@ -79,7 +87,7 @@ class Reading(NamedTuple):
     activation: Activation
     bias: float
     theta: float
-    column: int
+    column: _Natural
     """The column of its first site. The following sites have the following columns."""
 
 
@@ -110,16 +118,16 @@ class Condition(NamedTuple):
     between the bounds, else 0.
     """
 
-    columns: tuple[int, ...]
+    columns: tuple[_Natural, ...]
     pool: Pool
     combine: Combine
     above: float
     """The value must be above this; or -inf."""
     below: float
     """The value must be below this; or inf."""
-    for_tokens: int = 1
+    for_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
     """A value counts once it lay between the bounds at so many of its tokens in a row."""
-    decided_at: int = NEVER
+    decided_at: Annotated[int, msgspec.Meta(ge=NEVER, lt=2**31)] = NEVER
     """The position at which it is decided once, of the readings up to there; or `NEVER`."""
     stays_above: float | None = None
     """Replaces `above` for a value that counts already; None: `above`."""
@@ -166,16 +174,16 @@ class Gate(NamedTuple):
     a: float
     b: float
     hold: Hold
-    tokens: int = 0
+    tokens: _Count = 0
     """Of `Hold.TOKENS`."""
     invert: bool = False
     """Whether it is open by 1 less the number, or as `factor` says."""
-    late: int = 0
+    late: _Natural = 0
     """Of a late gate: the first position at which it may be open, not before the first generated
     token. 0: it is not late. Not for `Hold.TOKEN`."""
-    end: int = 0
+    end: _Natural = 0
     """Of a recorded gate: one past the last position of its samples."""
-    factor: float = 0.0
+    factor: Annotated[float, msgspec.Meta(ge=0, le=LARGEST_GAIN)] = 0.0
     """With `invert`: how far it is open where the number is 1; between, in proportion. Other than 0
     if a rule multiplies the strength of acts while it holds."""
 

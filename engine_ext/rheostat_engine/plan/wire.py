@@ -16,22 +16,16 @@ import numpy.typing as npt
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Band, Capture, Kind, SiteRows
 from rheostat_engine.plan.composition import Clause
-from rheostat_engine.plan.gains import LARGEST_GAIN, MAX_GAINS
+from rheostat_engine.plan.gains import MAX_GAINS
 from rheostat_engine.plan.gates import (
     MAX_COLUMNS,
     MAX_CONDITIONS,
     MAX_GATES,
     MAX_RECORDED,
     MAX_TERMS,
-    NEVER,
-    Activation,
-    Combine,
-    Condition,
     Form,
     Gate,
     Hold,
-    Normalise,
-    Pool,
     Reading,
     Readout,
     Signals,
@@ -51,55 +45,17 @@ class _Intervals(msgspec.Struct):
     members: tuple[tuple[_Number, ...], ...]
 
 
-class _Band(msgspec.Struct, array_like=True):
-    low: float | None
-    high: float | None
-    strength: float
-    normalise: Normalise = Normalise.UNIT
-    activation: Activation = Activation.IDENTITY
-    bias: float = 0.0
-    theta: float = 0.0
-    writes: bool = False
-    only_on: bool = False
-
-
 class _Act(msgspec.Struct):
     kind: Kind
     vectors: tuple[_Digest, ...]
     sites: bytes
     rows: bytes
     scale: float = 1.0
-    bands: tuple[_Band, ...] = ()
+    bands: tuple[Band, ...] = ()
     orthogonal: bool = False
-    reading: tuple[Normalise, Activation, float, float, _Number] | None = None
+    reading: Reading | None = None
     gate: _Number | None = None
     gain: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GAINS)] | None = None
-
-
-class _Condition(msgspec.Struct):
-    columns: tuple[_Number, ...]
-    pool: Pool
-    combine: Combine
-    above: float | None
-    below: float | None
-    for_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
-    decided_at: Annotated[int, msgspec.Meta(ge=NEVER, lt=2**31)]
-    stays_above: float | None = None
-    stays_below: float | None = None
-
-
-class _Gate(msgspec.Struct):
-    conditions: tuple[_Condition, ...]
-    combine: Combine
-    form: Form
-    a: float
-    b: float
-    hold: Hold
-    tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-    invert: bool
-    late: _Number = 0
-    end: _Number = 0
-    factor: Annotated[float, msgspec.Meta(ge=0, le=LARGEST_GAIN)] = 0.0
 
 
 class _Steering(msgspec.Struct):
@@ -107,7 +63,7 @@ class _Steering(msgspec.Struct):
     clauses: tuple[tuple[_Number, _Number | None, bool], ...]
     intervals: _Intervals
     sets: tuple[bytes, ...] = ()
-    gates: tuple[_Gate, ...] = ()
+    gates: tuple[Gate, ...] = ()
     signals: tuple[_Number, tuple[_Number, ...], bool] = (0, (), False)
 
 
@@ -118,7 +74,7 @@ class _Encoding(msgspec.Struct):
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
     vectors: tuple[_Number, ...] = ()
     rows: tuple[_Number, ...] = ()
-    readouts: tuple[tuple[Normalise, Activation, float, float], ...] = ()
+    readouts: tuple[Readout, ...] = ()
 
 
 class _Captures(msgspec.Struct):
@@ -133,33 +89,28 @@ def steering_to(table: SteeringTable) -> bytes:
     acts = []
     for act in table.acts:
         sites, rows = (_bytes(part) for part in (act.site_rows.sites, act.site_rows.rows))
-        plain = _Act(act.kind, act.vectors, sites, rows, act.scale, (), act.orthogonal)
-        plain.bands = tuple(
-            _Band(
-                _finite(band.low),
-                _finite(band.high),
-                band.strength,
-                *band.readout,
-                band.writes,
-                band.only_on,
+        gate = None if act.gate is None else table.gates.index(act.gate)
+        acts.append(
+            _Act(
+                act.kind,
+                act.vectors,
+                sites,
+                rows,
+                act.scale,
+                act.bands,
+                act.orthogonal,
+                act.reading,
+                gate,
+                act.gain,
             )
-            for band in act.bands
         )
-        plain.reading = act.reading
-        plain.gate = None if act.gate is None else table.gates.index(act.gate)
-        plain.gain = act.gain
-        acts.append(plain)
     clauses = tuple((clause.act, clause.tokens, clause.among) for clause in table.clauses)
     intervals = _intervals_to(table.intervals)
-    gates = tuple(map(_gate_to, table.gates))
-    plain_table = _Steering(tuple(acts), clauses, intervals, table.sets, gates)
-    signals = table.signals
-    plain_table.signals = (
-        signals.readings,
-        tuple(map(table.gates.index, signals.gates)),
-        signals.openness,
+    numbers = tuple(map(table.gates.index, table.signals.gates))
+    signals = table.signals.readings, numbers, table.signals.openness
+    return msgspec.msgpack.encode(
+        _Steering(tuple(acts), clauses, intervals, table.sets, table.gates, signals)
     )
-    return msgspec.msgpack.encode(plain_table)
 
 
 def steering_from(wire: bytes) -> SteeringTable:
@@ -169,7 +120,9 @@ def steering_from(wire: bytes) -> SteeringTable:
         ValueError: the bytes are no table of acts.
     """
     plain = _decoded(wire, _Steering)
-    gates = tuple(map(_gate_from, plain.gates))
+    gates = plain.gates
+    for gate in gates:
+        _check_gate(gate)
     if any(plain_act.gate is not None and plain_act.gate >= len(gates) for plain_act in plain.acts):
         raise ValueError("this is no plan: an act names a gate that is missing")
     acts = tuple(_act_from(plain_act, gates) for plain_act in plain.acts)
@@ -281,64 +234,20 @@ def _int32(data: bytes, name: str) -> npt.NDArray[np.int32]:
     return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
-def _gate_to(gate: Gate) -> _Gate:
-    conditions = tuple(
-        _Condition(
-            condition.columns,
-            condition.pool,
-            condition.combine,
-            _finite(condition.above),
-            _finite(condition.below),
-            condition.for_tokens,
-            condition.decided_at,
-            condition.stays_above,
-            condition.stays_below,
-        )
-        for condition in gate.conditions
-    )
-    return _Gate(conditions, *gate[1:])
-
-
-def _gate_from(plain: _Gate) -> Gate:
-    conditions = tuple(
-        Condition(
-            condition.columns,
-            condition.pool,
-            condition.combine,
-            -math.inf if condition.above is None else condition.above,
-            math.inf if condition.below is None else condition.below,
-            condition.for_tokens,
-            condition.decided_at,
-            condition.stays_above,
-            condition.stays_below,
-        )
-        for condition in plain.conditions
-    )
-    gate = Gate(
-        conditions,
-        plain.combine,
-        plain.form,
-        plain.a,
-        plain.b,
-        plain.hold,
-        plain.tokens,
-        plain.invert,
-        plain.late,
-        plain.end,
-        plain.factor,
-    )
-    numbers = [gate.a, gate.b]
+def _check_gate(gate: Gate) -> None:
+    """Raises ValueError for a gate that admission would have refused."""
+    conditions = gate.conditions
     if not 1 <= len(conditions) <= MAX_CONDITIONS or not 1 <= len(gate.columns) <= MAX_TERMS:
         raise ValueError("this is no plan: a gate has too few or too many conditions or readings")
     if max(gate.columns) >= MAX_COLUMNS or not all(condition.columns for condition in conditions):
         raise ValueError("this is no plan: a gate names a reading that is missing")
-    if not all(map(math.isfinite, numbers)) or (gate.form is Form.RAMP and not gate.a < gate.b):
+    finite = math.isfinite(gate.a) and math.isfinite(gate.b)
+    if not finite or (gate.form is Form.RAMP and not gate.a < gate.b):
         raise ValueError("this is no plan: the form of a gate is impossible")
     if gate.late and (gate.hold is Hold.TOKEN or max(_decisions(gate)) >= gate.late):
         raise ValueError("this is no plan: a late gate is decided too late, or not held")
     if gate.recorded and (gate.form is not Form.STEP or gate.end > MAX_RECORDED):
         raise ValueError("this is no plan: a gate can't be recorded")
-    return gate
 
 
 def _decisions(gate: Gate) -> list[int]:
@@ -346,17 +255,6 @@ def _decisions(gate: Gate) -> list[int]:
 
 
 def _act_from(plain: _Act, gates: Sequence[Gate]) -> Act:
-    bands = tuple(
-        Band(
-            -math.inf if band.low is None else band.low,
-            math.inf if band.high is None else band.high,
-            band.strength,
-            Readout(band.normalise, band.activation, band.bias, band.theta),
-            band.writes,
-            band.only_on,
-        )
-        for band in plain.bands
-    )
     sites, rows = _int32(plain.sites, "sites"), _int32(plain.rows, "rows")
     if not plain.vectors or len(rows) != len(sites) * len(plain.vectors):
         raise ValueError(f"this is no plan: {plain.kind.name}: rows and vectors don't fit")
@@ -373,9 +271,9 @@ def _act_from(plain: _Act, gates: Sequence[Gate]) -> Act:
         site_rows,
         (),
         plain.scale,
-        bands,
+        plain.bands,
         plain.orthogonal,
-        reading=None if plain.reading is None else Reading(*plain.reading),
+        reading=plain.reading,
         gate=None if plain.gate is None else gates[plain.gate],
         gain=plain.gain,
     )
@@ -388,16 +286,12 @@ def _encoding_from(plain: _Encoding, digests: Sequence[bytes]) -> RowEncoding:
         raise ValueError(f"this is no plan: {plain.codec.name}: directions and vectors don't fit")
     directions = None
     if plain.vectors:
-        readouts = tuple(Readout(*fields) for fields in plain.readouts)
+        readouts = plain.readouts
         if len(readouts) not in (0, len(plain.rows)) or not all(map(_possible_readout, readouts)):
             raise ValueError(f"this is no plan: {plain.codec.name}: readouts are impossible")
         vectors = tuple(digests[i] for i in plain.vectors)
         directions = Directions(vectors, plain.rows, readouts)
     return RowEncoding(plain.codec, plain.dtype, plain.kept, plain.seed, directions)
-
-
-def _finite(bound: float) -> float | None:
-    return bound if math.isfinite(bound) else None
 
 
 def _check(act: Act) -> None:

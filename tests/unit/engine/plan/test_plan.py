@@ -73,12 +73,12 @@ def test_an_empty_plan_is_a_name_alone_on_the_wire() -> None:
     assert unpacked(Plan("r").to_wire()) == {"id": "r"}
 
 
-def test_bounds_that_are_missing_are_none_on_the_wire() -> None:
+def test_bounds_that_are_missing_are_infinite_on_the_wire() -> None:
     bands = (Band(-math.inf, 1.0, 0.5), Band(-1.0, math.inf, 1.0))
     plan = Plan("r", (Act(Kind.PULL, (A, A), ((0, (0, 1)),), EVERYWHERE, bands=bands),))
     wire = inside(plan, "acts")
-    plain = [Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, False, False]
-    assert wire["acts"][0]["bands"] == [[None, 1.0, 0.5, *plain], [-1.0, None, 1.0, *plain]]
+    plain = [[Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0], False, False]
+    assert wire["acts"][0]["bands"] == [[-INF, 1.0, 0.5, *plain], [-1.0, INF, 1.0, *plain]]
     assert plan.packed_acts.encoded is not None
     assert steering_of(plan.packed_acts.encoded).acts[0].bands == bands
 
@@ -227,17 +227,17 @@ UNFIT = "a set is not ascending, or names a missing member"
         (act_with(PULL, bands=[BAND]), "PULL: bands and vectors don't fit"),
         (act_with(PULL, bands=[BAND, [1.0, 0.0, 1.0]]), "PULL: a band is empty"),
         (act_with(PULL, bands=[BAND, [NAN, 0.0, 1.0]]), "PULL: a band is empty"),
-        (act_with(PULL, bands=[BAND, [INF, None, 1.0]]), "PULL: a band is empty"),
-        (act_with(PULL, bands=[BAND, [None, -INF, 1.0]]), "PULL: a band is empty"),
+        (act_with(PULL, bands=[BAND, [INF, INF, 1.0]]), "PULL: a band is empty"),
+        (act_with(PULL, bands=[BAND, [-INF, -INF, 1.0]]), "PULL: a band is empty"),
         (act_with(PULL, bands=[BAND, [0.0, 0.0, INF]]), "PULL: .* a number of it is not finite"),
         (
-            act_with(PULL, bands=[BAND, [*BAND, 1, 0, NAN]], orthogonal=False),
+            act_with(PULL, bands=[BAND, [*BAND, [1, 0, NAN]]], orthogonal=False),
             "PULL: .* a number of it is not finite",
         ),
-        (act_with(PULL, bands=[BAND, [*BAND, 3]]), r"\$.acts\[1\].bands\[1\]\[3\]"),
-        (act_with(PULL, bands=[BAND, [*BAND, 1, 0, 0.0, 0.0, True]]), "bands and vectors"),
+        (act_with(PULL, bands=[BAND, [*BAND, [3]]]), r"\$.acts\[1\].bands\[1\]\[3\]\[0\]"),
+        (act_with(PULL, bands=[BAND, [*BAND, [1, 0, 0.0, 0.0], True]]), "bands and vectors"),
         (
-            act_with(PULL, bands=[BAND, [*BAND, 0]], orthogonal=True),
+            act_with(PULL, bands=[BAND, [*BAND, [0]]], orthogonal=True),
             "directions of a subspace are read as they are",
         ),
         (act_with(PULL, bands=[BAND, [0.0, 0.0, NAN]]), "PULL: .* a number of it is not finite"),
