@@ -26,7 +26,7 @@ import torch
 from rheostat_bench.machine import circumstances
 from rheostat_bench.summaries import Figures
 from rheostat_engine import EngineSettings, Event, Rows, WorkerChannel
-from rheostat_engine.channel.events import InstalledHead, RowsHead
+from rheostat_engine.channel.events import Installed, InstalledHead, RowsHead
 from rheostat_engine.worker.transport.event_sender import EventSender, Frame
 from rheostat_engine.worker.transport.row_sender import Group, RowSender
 from rheostat_engine.worker.transport.staging_area import StagingArea
@@ -81,7 +81,7 @@ ARMS = (
 
 
 def _installed() -> list[InstalledHead]:
-    return [InstalledHead(0, number, str(number), "") for number in range(_MOST)]
+    return [InstalledHead(0, number, Installed(str(number), "")) for number in range(_MOST)]
 
 
 def _rows() -> torch.Tensor:

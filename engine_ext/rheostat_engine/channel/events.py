@@ -50,8 +50,7 @@ class Attached:
     """Why the update failed without effect; empty if it did not fail."""
 
 
-@dataclass(frozen=True)
-class Gained:
+class Gained(NamedTuple):
     """Gains of a request were changed, from the step after this report on."""
 
     request_id: str
@@ -180,44 +179,44 @@ class Dropped:
 Event = Report | Dropped
 
 
-class InstalledHead(msgspec.Struct, frozen=True, tag="installed"):
+class ReportHead(msgspec.Struct, frozen=True):
+    """Head of a frame with a report about one request."""
+
+    rank: int
+    number: int
+    """The worker's number of the request in frames of rows, until `Released`; 0: the worker does
+    not have the request."""
+
+
+class InstalledHead(ReportHead, frozen=True, tag="installed"):
     """Head of an `Installed` frame."""
 
-    rank: int
-    number: int
-    """The worker's number of the request in frames of rows, until `Released`."""
-    request_id: str
-    error: str
+    report: Installed
 
 
-class AttachedHead(msgspec.Struct, frozen=True, tag="attached"):
+class AttachedHead(ReportHead, frozen=True, tag="attached"):
     """Head of an `Attached` frame."""
 
-    rank: int
-    number: int
-    """As in `InstalledHead`; 0: the worker does not have the request."""
-    request_id: str
-    change: int
-    first: int
-    error: str
+    report: Attached
+
+
+class ControllerDisabledHead(ReportHead, frozen=True, tag="controller"):
+    """Head of a `ControllerDisabled` frame. Only one rank sends it."""
+
+    report: ControllerDisabled
+
+
+class ReleasedHead(ReportHead, frozen=True, tag="released"):
+    """Head of a `Released` frame."""
+
+    report: Released
 
 
 class GainsHead(msgspec.Struct, frozen=True, tag="gains"):
     """Head of a frame of `Gained`s."""
 
     rank: int
-    changes: list[tuple[str, int, int]]
-    """The fields of each."""
-
-
-class ControllerDisabledHead(msgspec.Struct, frozen=True, tag="controller"):
-    """Head of a `ControllerDisabled` frame. Only one rank sends it."""
-
-    rank: int
-    request_id: str
-    controller: str
-    reason: str
-    first: int
+    changes: list[Gained]
 
 
 class RowsHead(msgspec.Struct, frozen=True, tag="rows"):
@@ -322,22 +321,6 @@ def signal_rows(
     )
 
 
-class ReleasedHead(msgspec.Struct, frozen=True, tag="released"):
-    """Head of a `Released` frame."""
-
-    rank: int
-    number: int
-    request_id: str
-    doses: list[Dose]
-    measured: bool
-    captured: dict[int, int]
-    lost_rows: int
-    preemptions: int
-    computed: tuple[int, int]
-    recomputed: int
-    gains: list[tuple[int, list[float]]] = []
-
-
 Head = (
     InstalledHead
     | AttachedHead
@@ -349,15 +332,7 @@ Head = (
 )
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(
-    InstalledHead
-    | AttachedHead
-    | GainsHead
-    | ControllerDisabledHead
-    | RowsHead
-    | SignalsHead
-    | ReleasedHead
-)
+_DECODER: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(Head)
 
 
 def encode_head(head: Head) -> bytes:

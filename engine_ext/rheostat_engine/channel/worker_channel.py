@@ -22,6 +22,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -31,17 +32,16 @@ import zmq
 from rheostat_engine.channel.events import (
     Attached,
     AttachedHead,
-    ControllerDisabled,
     ControllerDisabledHead,
     Dropped,
     Event,
-    Gained,
     GainsHead,
     Head,
     Installed,
     InstalledHead,
     Released,
     ReleasedHead,
+    ReportHead,
     RowArray,
     RowBlocks,
     Rows,
@@ -94,11 +94,11 @@ class EventMerger:
         self._batcher = batcher or RowBatcher(FrameCopies())
         self._names: dict[int, dict[int, str]] = {}
         self._installed: dict[str, list[str]] = {}
-        self._attached: dict[tuple[str, int], list[AttachedHead]] = {}
+        self._attached: dict[tuple[str, int], list[Attached]] = {}
         self._gained: Counter[tuple[str, int]] = Counter()
         """Number of workers that have reported a change of gains."""
         self._early: dict[str, list[Rows]] = {}
-        self._released: dict[str, list[ReleasedHead]] = {}
+        self._released: dict[str, list[Released]] = {}
         self._lost: dict[tuple[int, int], Counter[int]] = {}
         """By (rank, the worker's number of the request): rows lost after sending, by site."""
 
@@ -132,7 +132,7 @@ class EventMerger:
         if isinstance(head, GainsHead):
             return self._on_gains(head)
         if isinstance(head, ControllerDisabledHead):
-            return [ControllerDisabled(head.request_id, head.controller, head.reason, head.first)]
+            return [head.report]
         return self._on_released(head)
 
     @property
@@ -179,7 +179,7 @@ class EventMerger:
             with contextlib.suppress(LookupError, ValueError):
                 return [self._signals(head.without_rows)]
         if isinstance(head, ReleasedHead):
-            nothing = Released(head.request_id, (), False, {}, 0, 0, (0, 0))
+            nothing = Released(head.report.request_id, (), False, {}, 0, 0, (0, 0))
             return [Dropped(nothing)]
         return []
 
@@ -208,36 +208,38 @@ class EventMerger:
         return []
 
     def _on_installed(self, head: InstalledHead) -> list[Event]:
-        self._names.setdefault(head.rank, {})[head.number] = head.request_id
-        errors = self._installed.setdefault(head.request_id, [])
-        errors.append(head.error)
+        request_id = head.report.request_id
+        self._names.setdefault(head.rank, {})[head.number] = request_id
+        errors = self._installed.setdefault(request_id, [])
+        errors.append(head.report.error)
         if len(errors) < self._ranks:
             return []
-        del self._installed[head.request_id]
+        del self._installed[request_id]
         error = next(filter(None, errors), "")
-        return [Installed(head.request_id, error), *self._early.pop(head.request_id, [])]
+        return [Installed(request_id, error), *self._early.pop(request_id, [])]
 
     def _on_attached(self, head: AttachedHead) -> list[Event]:
         rows = self._last_rows(head)
-        key = head.request_id, head.change
-        heads = self._attached.setdefault(key, [])
-        heads.append(head)
-        if len(heads) < self._ranks:
+        key = head.report.request_id, head.report.change
+        reports = self._attached.setdefault(key, [])
+        reports.append(head.report)
+        if len(reports) < self._ranks:
             return rows
         del self._attached[key]
-        error = next((head.error for head in heads if head.error), "")
-        return [*rows, Attached(*key, max(head.first for head in heads), error)]
+        error = next((report.error for report in reports if report.error), "")
+        return [*rows, Attached(*key, max(report.first for report in reports), error)]
 
     def _on_gains(self, head: GainsHead) -> list[Event]:
         events: list[Event] = []
-        for name, change, first in head.changes:
-            self._gained[name, change] += 1
-            if self._gained[name, change] == self._ranks:  # all of them name one position
-                del self._gained[name, change]
-                events.append(Gained(name, change, first))
+        for gained in head.changes:
+            key = gained.request_id, gained.change
+            self._gained[key] += 1
+            if self._gained[key] == self._ranks:  # all of them name one position
+                del self._gained[key]
+                events.append(gained)
         return events
 
-    def _last_rows(self, head: AttachedHead | ReleasedHead) -> list[Event]:
+    def _last_rows(self, head: ReportHead) -> list[Event]:
         """The batched rows of a request, which must precede a report about it."""
         names = self._names.get(head.rank, {})
         return self._hold_early(self._batcher.take(head.rank, (head.number,), names))
@@ -245,41 +247,33 @@ class EventMerger:
     def _on_released(self, head: ReleasedHead) -> list[Event]:
         rows = self._last_rows(head)
         del self._names[head.rank][head.number]
-        head = _corrected(head, self._lost.pop((head.rank, head.number), Counter()))
-        heads = self._released.setdefault(head.request_id, [])
-        heads.append(head)
-        if len(heads) < self._ranks:
+        lost = self._lost.pop((head.rank, head.number), Counter())
+        request_id = head.report.request_id
+        reports = self._released.setdefault(request_id, [])
+        reports.append(_corrected(head.report, lost))
+        if len(reports) < self._ranks:
             return rows
-        del self._released[head.request_id]
-        captured: dict[int, int] = {}
-        for head in heads:
-            captured.update(head.captured)
-        first = heads[0]
-        return [
-            *rows,
-            Released(
-                request_id=head.request_id,
-                doses=tuple(sorted(dose for head in heads for dose in head.doses)),
-                measured=all(head.measured for head in heads),
-                captured=captured,
-                lost_rows=sum(head.lost_rows for head in heads),
-                preemptions=max(head.preemptions for head in heads),
-                computed=first.computed,
-                recomputed=first.recomputed,
-                gains=tuple([(position, tuple(gains)) for position, gains in first.gains]),
-            ),
-        ]
+        del self._released[request_id]
+        merged = replace(
+            reports[0],
+            doses=tuple(sorted(dose for report in reports for dose in report.doses)),
+            measured=all(report.measured for report in reports),
+            captured={site: count for report in reports for site, count in report.captured.items()},
+            lost_rows=sum(report.lost_rows for report in reports),
+            preemptions=max(report.preemptions for report in reports),
+        )
+        return [*rows, merged]
 
 
-def _corrected(head: ReleasedHead, lost: Counter[int]) -> ReleasedHead:
+def _corrected(released: Released, lost: Counter[int]) -> Released:
     """A worker's last report, corrected by the rows that were lost after it counted them."""
     if not lost:
-        return head
-    left = {site: count - lost[site] for site, count in head.captured.items()}
-    return msgspec.structs.replace(
-        head,
+        return released
+    left = {site: count - lost[site] for site, count in released.captured.items()}
+    return replace(
+        released,
         captured={site: count for site, count in left.items() if count > 0},
-        lost_rows=head.lost_rows + lost.total(),
+        lost_rows=released.lost_rows + lost.total(),
     )
 
 

@@ -6,21 +6,26 @@ request without its tables is small and constant.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rheostat_engine.channel.events import (
+    Attached,
     AttachedHead,
+    ControllerDisabled,
     ControllerDisabledHead,
+    Dose,
+    Gained,
     GainsHead,
     Head,
+    Installed,
     InstalledHead,
+    Released,
     ReleasedHead,
 )
 from rheostat_engine.plan.acts import OPEN_END
@@ -91,7 +96,7 @@ class _Request:
 
 class _Removed(NamedTuple):
     request: _Request
-    head: ReleasedHead
+    report: Released
 
 
 class SiteRuntime:
@@ -216,13 +221,13 @@ class SiteRuntime:
 
         Requests that have ended are ignored.
         """
-        set_gains: list[tuple[str, int, int]] = []
+        set_gains: list[Gained] = []
         for name, change, not_before, gains in updates:
             request = self._requests.get(self._ids.get(name, ""))
             if request is not None:
                 first = max(int(self._progress.computed_end[request.number]), not_before)
                 first = self.steering.set_gains(request.steering, first, gains)
-                set_gains.append((name, change, first))
+                set_gains.append(Gained(name, change, first))
         if set_gains:
             self._send(GainsHead(self._rank, set_gains))
 
@@ -254,7 +259,7 @@ class SiteRuntime:
             name = self._name(request_id)
             update = self._updates.pop(name, None)
             if update is not None:
-                self._send(AttachedHead(self._rank, 0, name, update.number, OPEN_END, ""))
+                self._send_attached(0, Attached(name, update.number, OPEN_END, ""))
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -268,13 +273,15 @@ class SiteRuntime:
         if self.captures is not None:
             span = self._progress.span(request.number)
             rows = self.captures.drop(request.number, request.captures, span)
-        head = self._progress.released(
-            request.number, request.name, self._rank, rows, measured=request.steering.measured
+        report = self._progress.released(
+            request.number,
+            request.name,
+            rows,
+            tuple([(first, tuple(factors)) for first, factors in gains]),
+            measured=request.steering.measured,
         )
-        if gains:
-            head = msgspec.structs.replace(head, gains=gains)
         self._last_ids = ()
-        self._removed.append(_Removed(request, head))
+        self._removed.append(_Removed(request, report))
 
     def send_released(self) -> None:
         """Reports the removed requests, with one copy of all their measurements from the device.
@@ -287,23 +294,31 @@ class SiteRuntime:
         removed, self._removed = self._removed, []
         steered = [request.steering for request, _ in removed]
         measured = self.steering.take_out(steered)
-        heads = [head for _, head in removed]
-        self._numbers_free += [request.number for request, _ in removed]
+        reports = [report for _, report in removed]
+        numbers = [request.number for request, _ in removed]
+        self._numbers_free += numbers
         if self._row_sender is None:
             return
         self.send_installed()
+
+        def heads(reports: Iterable[Released]) -> Sequence[Head]:
+            return [
+                ReleasedHead(self._rank, number, report)
+                for number, report in zip(numbers, reports, strict=True)
+            ]
+
         if measured is None:
-            self._row_sender.send(Frame(heads))
+            self._row_sender.send(Frame(heads(reports)))
             return
 
         def finish(measured: torch.Tensor) -> Sequence[Head]:
             doses = read_doses(measured.numpy(), steered)
-            return [
-                msgspec.structs.replace(head, doses=own)
-                for head, own in zip(heads, doses, strict=True)
-            ]
+            return heads(
+                replace(report, doses=cast("tuple[Dose, ...]", tuple(own)))  # the same when sent
+                for report, own in zip(reports, doses, strict=True)
+            )
 
-        unmeasured = [msgspec.structs.replace(head, measured=False) for head in heads]
+        unmeasured = heads(replace(report, measured=False) for report in reports)
         self._row_sender.send_measured(measured, finish, unmeasured)
 
     def begin(self, batch: Batch) -> None:
@@ -394,9 +409,8 @@ class SiteRuntime:
                 )
         except ValueError as error:
             problem = str(error)
-        self._send(
-            AttachedHead(self._rank, request.number, request.name, update.number, first, problem)
-        )
+        attached = Attached(request.name, update.number, first, problem)
+        self._send_attached(request.number, attached)
         return cost
 
     def _make_request(
@@ -437,7 +451,8 @@ class SiteRuntime:
         self._requests[request_id] = request
         self._ids[request.name] = request_id
         self._last_ids = ()
-        self._installed.append(InstalledHead(self._rank, request.number, request.name, problem))
+        installed = Installed(request.name, problem)
+        self._installed.append(InstalledHead(self._rank, request.number, installed))
         control = self.controllers.control_of(request.number)
         if control is not None:
             self._controlled[request.number] = request.name
@@ -455,8 +470,11 @@ class SiteRuntime:
                 self._send_disabled(number, name, reason, first)
 
     def _send_disabled(self, number: int, name: str, reason: str, first: int) -> None:
-        request = self._controlled[number]
-        self._send(ControllerDisabledHead(self._rank, request, name, reason, first))
+        report = ControllerDisabled(self._controlled[number], name, reason, first)
+        self._send(ControllerDisabledHead(self._rank, number, report))
+
+    def _send_attached(self, number: int, attached: Attached) -> None:
+        self._send(AttachedHead(self._rank, number, attached))
 
     def _new_number(self) -> int:
         if self._numbers_free:

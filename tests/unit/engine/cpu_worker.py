@@ -8,7 +8,6 @@ import torch
 
 from rheostat_engine import Capacity, Event, Plan
 from rheostat_engine.channel.events import (
-    ControllerDisabledHead,
     GainsHead,
     Head,
     RowsHead,
@@ -68,7 +67,7 @@ class RowSender:
         assert not callable(frame.head)
         for head in frame.head if isinstance(frame.head, Sequence) else [frame.head]:
             assert not isinstance(head, RowsHead | SignalsHead)
-            if not isinstance(head, GainsHead | ControllerDisabledHead):
+            if not isinstance(head, GainsHead):
                 self.numbers.add(head.number)
             self.events += self._merger.feed(decode_head(encode_head(head)))
 

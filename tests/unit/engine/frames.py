@@ -13,6 +13,8 @@ from rheostat_engine import (
     Dropped,
     EngineSettings,
     Event,
+    Installed,
+    Released,
     Rows,
     WorkerChannel,
 )
@@ -33,7 +35,7 @@ DOSE = Dose(0, 2, 7, 3.5, 1.75, 0.5)
 
 
 def installed(request_id: str = "r", *, rank: int = 0, number: int = 1, error: str = "") -> Head:
-    return InstalledHead(rank, number, request_id, error)
+    return InstalledHead(rank, number, Installed(request_id, error))
 
 
 def released(
@@ -47,18 +49,16 @@ def released(
     doses: Sequence[Dose] = (DOSE,),
     measured: bool = True,
 ) -> Head:
-    return ReleasedHead(
-        rank=rank,
-        number=number,
+    report = Released(
         request_id=request_id,
-        doses=[*doses],
+        doses=tuple(doses),
         measured=measured,
         captured=captured or {},
         lost_rows=lost,
         preemptions=preemptions,
         computed=(2, 9),
-        recomputed=0,
     )
+    return ReleasedHead(rank, number, report)
 
 
 def int64(*values: int) -> bytes:

@@ -6,7 +6,7 @@ Invariant: advancing a batch takes a few numpy calls and no work per token.
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.channel.events import ReleasedHead
+from rheostat_engine.channel.events import Released
 from rheostat_engine.plan.acts import OPEN_END
 from rheostat_engine.worker.capture.ring import RowBlocks
 from rheostat_engine.worker.state.position_functions import Int64
@@ -78,11 +78,22 @@ class RequestProgress:
         return min(start, end), end
 
     def released(
-        self, number: int, request_id: str, rank: int, selected: Int64 | None, *, measured: bool
-    ) -> ReleasedHead:
+        self,
+        number: int,
+        request_id: str,
+        selected: Int64 | None,
+        gains: tuple[tuple[int, tuple[float, ...]], ...] = (),
+        *,
+        measured: bool,
+    ) -> Released:
         """The last report of a request, without its doses.
 
-        `selected`, [sites], is the rows that its captures selected; None if it never had captures.
+        Args:
+            number: the request.
+            request_id: its id.
+            selected: [sites]: the rows that its captures selected; None: it never had captures.
+            gains: as in `Released`.
+            measured: whether its acts are measured.
         """
         start, end = self.span(number)
         again = int(self.computed_tokens[number]) - (end - start)
@@ -93,15 +104,14 @@ class RequestProgress:
             sites = np.flatnonzero(sent > 0)
             numbers = self._site_numbers[sites]
             captured = dict(zip(numbers.tolist(), sent[sites].tolist(), strict=True))
-        return ReleasedHead(
-            rank=rank,
-            number=number,
+        return Released(
             request_id=request_id,
-            doses=[],
+            doses=(),
             measured=measured,
             captured=captured,
             lost_rows=0 if lost is None else int(lost.sum()),
             preemptions=int(self.preemptions[number]),
             computed=(start, end),
             recomputed=again + min(int(self.cached_tokens_recomputed[number]), end - start),
+            gains=gains,
         )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine.channel import frame_copies
-from rheostat_engine.channel.events import InstalledHead, Rows, RowsHead
+from rheostat_engine.channel.events import Installed, InstalledHead, Rows, RowsHead
 from rheostat_engine.channel.frame_copies import FrameCopies
 from rheostat_engine.channel.worker_channel import EventMerger
 
@@ -52,7 +52,7 @@ def test_frames_in_use_are_bounded_and_a_view_keeps_its_frame(few) -> None:
 def test_the_rows_of_a_copied_frame_are_views_of_it() -> None:
     merger = EventMerger(1)
     for number in (1, 2):
-        merger.feed(InstalledHead(0, number, f"r{number}", ""))
+        merger.feed(InstalledHead(0, number, Installed(f"r{number}", "")))
     numbers = np.array([1, 2], "<i8")
     ones = np.ones(2, "<i8")
     head = RowsHead(

@@ -121,7 +121,7 @@ def test_the_last_rows_of_a_request_leave_before_its_release() -> None:
 def test_rows_leave_before_the_report_that_captures_were_updated() -> None:
     workers = Workers()
     workers.step(decode(0))
-    rows, attached = workers.merger.feed(AttachedHead(0, 3, "r3", 1, 1, ""))
+    rows, attached = workers.merger.feed(AttachedHead(0, 3, Attached("r3", 1, 1, "")))
     assert isinstance(rows, Rows)
     assert isinstance(attached, Attached)
 

@@ -165,13 +165,13 @@ def test_what_one_worker_did_not_measure_was_not_measured() -> None:
 
 
 def test_a_change_of_gains_is_reported_once_all_workers_have_made_it() -> None:
-    changes = [("a", 1, 5), ("b", 7, 9)]
+    changes = [Gained("a", 1, 5), Gained("b", 7, 9)]
     both = [(Gained("a", 1, 5),), (Gained("b", 7, 9),)]
     assert feed(EventMerger(1), GainsHead(0, changes)) == both
     merger = EventMerger(2)
-    assert feed(merger, GainsHead(0, changes[:1]), GainsHead(0, [("a", 2, 6)])) == []
+    assert feed(merger, GainsHead(0, changes[:1]), GainsHead(0, [Gained("a", 2, 6)])) == []
     assert feed(merger, GainsHead(1, changes)) == [(Gained("a", 1, 5),)]
-    assert feed(merger, GainsHead(1, [("a", 2, 6)])) == [(Gained("a", 2, 6),)]
+    assert feed(merger, GainsHead(1, [Gained("a", 2, 6)])) == [(Gained("a", 2, 6),)]
     assert feed(merger, GainsHead(0, changes[1:])) == [(Gained("b", 7, 9),)]
 
 

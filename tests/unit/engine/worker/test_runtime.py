@@ -270,7 +270,7 @@ def test_requests_whose_doses_cannot_be_read_are_released_as_unmeasured() -> Non
     assert all(one.measured and one.doses for one in done)
     unmeasured = EventMerger(1)
     for number, name in ((1, "one"), (2, "two")):
-        unmeasured.feed(InstalledHead(0, number, name, ""))
+        unmeasured.feed(InstalledHead(0, number, Installed(name, "")))
     events = [e for head in worker.row_sender.fallback for e in unmeasured.feed(head)]
     assert events == [replace(one, measured=False, doses=()) for one in done]
 

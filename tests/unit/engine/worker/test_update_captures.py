@@ -279,7 +279,7 @@ def test_a_change_acts_from_the_position_that_is_named_on() -> None:
 
 def test_all_workers_have_to_say_it() -> None:
     merger = EventMerger(2)
-    one, other = (AttachedHead(rank, 3, "r", 1, 5 + rank, "") for rank in (0, 1))
+    one, other = (AttachedHead(rank, 3, Attached("r", 1, 5 + rank, "")) for rank in (0, 1))
     assert merger.feed(one) == []
     assert merger.feed(other) == [Attached("r", 1, 6, "")]
 

@@ -21,7 +21,7 @@ from rheostat_engine import (
     Rows,
     SignalRows,
 )
-from rheostat_engine.channel.events import Head, RowsHead, encode_head
+from rheostat_engine.channel.events import Head, ReleasedHead, RowsHead, encode_head
 from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.capture.request_progress import RequestProgress
 from rheostat_engine.worker.state.site_slots import SiteSlots
@@ -95,7 +95,8 @@ class Device:
 
     def release(self) -> None:
         rows = self.captures.drop(1, self.held, self.progress.span(1))
-        self.row_sender.send(Frame(self.progress.released(1, "r", 0, rows, measured=True)))
+        report = self.progress.released(1, "r", rows, measured=True)
+        self.row_sender.send(Frame(ReleasedHead(0, 1, report)))
 
 
 def row(site: int, position: int) -> np.ndarray:
