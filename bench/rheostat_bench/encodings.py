@@ -31,7 +31,7 @@ from rheostat._capture.projections import projection_matrix
 from rheostat_bench.machine import chosen, described, leave
 from rheostat_bench.rows import captured
 from rheostat_bench.summaries import Figures
-from rheostat_server.capture.encodings import row_encoder
+from rheostat_server.capture.encodings import Form
 from rheostat_server.tensors import FloatType, widened
 from rheostat_wire import byte_planes
 from rheostat_wire.dtypes import FloatArray, StoredArray
@@ -111,7 +111,7 @@ def measure(rows: StoredArray, kind: FloatType, repeats: int) -> Figures:
     parts = blocks(rows)
     table: Figures = {}
     for arm in ARMS:
-        encoder = row_encoder(arm.encoding, width=width, kept=width // arm.share, seed=_SEED)
+        encoder = Form(arm.encoding, kept=width // arm.share, seed=_SEED).encode
         encoded, sent = _timed(partial(encoder, row_type=kind, wanted=kind), parts, repeats)
         decoded, got = _timed(read_tensor, sent, repeats)
         table[arm.name] = {

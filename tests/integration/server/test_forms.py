@@ -12,7 +12,7 @@ import rheostat
 from rheostat import captures
 from rheostat._capture.encodings import Decoded, read_tensor
 from rheostat_engine import Point, Site
-from rheostat_server.capture.encodings import row_encoder
+from rheostat_server.capture.encodings import Form
 from rheostat_server.tensors import FloatType, converted, widened
 from rheostat_wire.v1 import tensor_pb2
 
@@ -67,7 +67,7 @@ class DeviceBytes:
 def server_s(rows: np.ndarray, name: str) -> Decoded:
     """Rows in the server's encoding, as a client reads it."""
     encoding, options, _ = CODED[name]
-    encode = row_encoder(encoding, width=rows.shape[-1], **options)
+    encode = Form(encoding, **options).encode
     return read_tensor(encode(rows, row_type=FloatType.FLOAT32, wanted=FloatType.FLOAT32))
 
 

@@ -168,12 +168,12 @@ def test_encoded_rows_are_decoded_as_they_would_be_on_a_stream(
     encoding: Encoding, layout: Layout, tmp_path: Path
 ) -> None:
     from rheostat._capture.encodings import read_tensor
-    from rheostat_server.capture.encodings import row_encoder
+    from rheostat_server.capture.encodings import Form
     from rheostat_wire.v1 import tensor_pb2
 
     rows = np.random.default_rng(0).standard_normal((1, 6, 8)).astype(np.float32)
     number = tensor_pb2.Encoding.Value(f"ENCODING_{encoding.name}")
-    encode = row_encoder(number, width=8, kept=3, seed=9)
+    encode = Form(number, kept=3, seed=9).encode
     tensor = encode(rows, row_type=FloatType.FLOAT32, wanted=FloatType.FLOAT32)
     more = {} if encoding is Encoding.FULL8 else {"kept": 3}
     more |= {"seed": 9} if encoding is Encoding.RP8 else {}

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 import rheostat
 from rheostat._capture.encodings import Decoded, read_tensor
-from rheostat_server.capture.encodings import row_encoder
+from rheostat_server.capture.encodings import Form
 from rheostat_server.tensors import FloatType, encode_rows
 from rheostat_wire.v1 import tensor_pb2
 
@@ -42,7 +42,7 @@ rows_of = st.one_of(
 
 
 def sent(rows: np.ndarray, encoding: int, **how: int) -> tensor_pb2.Tensor:
-    encode = row_encoder(encoding, width=rows.shape[-1], **how)
+    encode = Form(encoding, **how).encode
     return encode(rows, row_type=FloatType.FLOAT32, wanted=FloatType.FLOAT32)
 
 
@@ -137,7 +137,7 @@ def test_byte_planes_are_exact_to_the_bits_of_nan(kind: FloatType, data) -> None
     storage = np.dtype(f"<u{kind.itemsize}")
     bits = data.draw(hnp.arrays(storage, hnp.array_shapes(min_dims=3, max_dims=3, max_side=5)))
     rows = bits if kind is FloatType.BFLOAT16 else bits.view(f"<f{kind.itemsize}")
-    encode = row_encoder(PLANES, width=bits.shape[-1])
+    encode = Form(PLANES).encode
     packed = encode(rows, row_type=kind, wanted=kind)
     raw = encode_rows(rows, row_type=kind, wanted=kind)
     assert raw.inline == bits.tobytes()
@@ -176,7 +176,7 @@ def test_bfloat16_rows_are_encoded_as_the_numbers_that_they_are() -> None:
     bits = (rows.view(np.uint32) >> 16).astype(np.uint16)
     exact = (bits.astype(np.uint32) << 16).view(np.float32)
     for encoding in (FULL8, RP8, TOPK8):
-        encode = row_encoder(encoding, width=16, kept=4, seed=3)
+        encode = Form(encoding, kept=4, seed=3).encode
         ours = encode(bits, row_type=FloatType.BFLOAT16, wanted=FloatType.BFLOAT16)
         theirs = encode(exact, row_type=FloatType.FLOAT32, wanted=FloatType.BFLOAT16)
         assert ours == theirs

@@ -7,7 +7,7 @@ import pytest
 
 from rheostat_engine import Point, Site
 from rheostat_server import errors
-from rheostat_server.capture.encodings import row_encoder
+from rheostat_server.capture.encodings import Form
 from rheostat_server.sinks import (
     CaptureAbout,
     Encoding,
@@ -100,7 +100,7 @@ def test_a_message_becomes_the_rows_that_are_in_it(encoding: Encoding) -> None:
     number = tensor_pb2.Encoding.Value(f"ENCODING_{encoding.name}")
     about = CaptureAbout(2, SITES, FloatType.FLOAT32, 8, encoding, kept=3, seed=1)
     rows = np.random.default_rng(0).standard_normal((3, 4, 8)).astype(np.float32)
-    encode = row_encoder(number, width=8, kept=3, seed=1)
+    encode = Form(number, kept=3, seed=1).encode
     held = FloatType.FLOAT32
     message = capture_pb2.Captured(
         capture_index=2,
