@@ -10,8 +10,10 @@ from rheostat_server.api.rpc import Context
 from rheostat_server.errors import MissingField, WarmingUp
 from rheostat_server.sinks import to_artifact, to_wire_layout
 from rheostat_server.sinks.guarded import ArtifactKey, SinkArtifact
-from rheostat_server.subscriptions.call import refuse_resumption, subscribe
+from rheostat_server.subscriptions.call import subscribe
 from rheostat_server.subscriptions.event_stream import Outgoing
+from rheostat_server.subscriptions.registry import gone_with_its_server
+from rheostat_server.subscriptions.stream_call import read_resumption
 from rheostat_wire.v1 import capture_service_pb2, capture_service_pb2_grpc
 
 _pb = capture_service_pb2
@@ -37,7 +39,9 @@ class CaptureService(capture_service_pb2_grpc.CaptureServiceServicer):
         try:
             manager = self._readiness.manager()
         except WarmingUp:
-            await refuse_resumption(request_iterator)
+            opening = await read_resumption(request_iterator)
+            if opening is not None:
+                raise gone_with_its_server(opening.resume.subscription_id) from None
             raise
         answers = subscribe(request_iterator, manager.subscriptions, manager.late_attachment.attach)
         async with aclosing(answers) as responses:

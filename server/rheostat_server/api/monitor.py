@@ -6,8 +6,10 @@ from contextlib import aclosing
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
 from rheostat_server.errors import WarmingUp
-from rheostat_server.monitors.call import refuse_resumption, watch
+from rheostat_server.monitors.call import watch
+from rheostat_server.monitors.registry import gone_with_its_server
 from rheostat_server.subscriptions.event_stream import Outgoing
+from rheostat_server.subscriptions.stream_call import read_resumption
 from rheostat_server.tasks.client_messages import ClientMessages
 from rheostat_wire.v1 import monitor_service_pb2, monitor_service_pb2_grpc
 
@@ -28,7 +30,9 @@ class MonitorService(monitor_service_pb2_grpc.MonitorServiceServicer):
         try:
             manager = self._readiness.manager()
         except WarmingUp:
-            await refuse_resumption(request_iterator)
+            opening = await read_resumption(request_iterator)
+            if opening is not None:
+                raise gone_with_its_server(opening.resume.watch_id) from None
             raise
         answers = watch(
             request_iterator,

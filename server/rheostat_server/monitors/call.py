@@ -1,14 +1,11 @@
 """The calls of Watch."""
 
-import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 
 from rheostat_server import validation
 from rheostat_server.errors import (
-    InvalidValue,
     MissingField,
     NotSupported,
     RequestNotFound,
@@ -16,10 +13,10 @@ from rheostat_server.errors import (
 )
 from rheostat_server.errors.status import to_status
 from rheostat_server.limits import LABEL_VALUE_BYTES
-from rheostat_server.monitors.registry import Watches, gone_with_its_server
+from rheostat_server.monitors.registry import Watches
 from rheostat_server.monitors.watch import Response, Watch
 from rheostat_server.subscriptions.event_stream import Outgoing
-from rheostat_server.subscriptions.stream_call import call_events
+from rheostat_server.subscriptions.stream_call import call_events, read_opening
 from rheostat_server.tasks.client_messages import ClientMessages
 from rheostat_wire.v1 import generation_pb2, monitor_service_pb2
 
@@ -35,9 +32,6 @@ StopRequest = Callable[[Watch, str, str], bool]
 """Ends a request that a watch watches, by its id and with a label; returns whether it ran."""
 
 _NOT_RUNNING = "no running request of this watch has this id"
-
-_FIRST_MESSAGE_SECONDS = 1.0
-"""Seconds for the first message of a call, on a server that refuses every call."""
 
 
 async def watch(
@@ -59,12 +53,9 @@ async def watch(
     Raises:
         RheostatError: the call is refused, or the watch has failed.
     """
-    opened = await _opening(messages)
+    opened = await read_opening(messages)
     resumed = opened.HasField("resume")
     if resumed:
-        for field, _ in opened.ListFields():
-            if field.name not in ("resume", "credit_bytes", "batches"):
-                raise InvalidValue("cannot be set beside resume", field=f"open.{field.name}")
         found = watches.resume(opened.resume.watch_id, opened.resume.after_sequence)
     else:
         found = await watches.open(opened)
@@ -85,28 +76,6 @@ async def watch(
     async with aclosing(events):
         async for event in events:
             yield event
-
-
-async def refuse_resumption(messages: ClientMessages[Message]) -> None:
-    """Refuses to resume a watch while the server loads its model.
-
-    Raises:
-        WatchNotFound: the client's first message resumes a watch. The watch ended with an earlier
-            server, because this server has not opened any yet.
-    """
-    with contextlib.suppress(TimeoutError, MissingField):
-        async with asyncio.timeout(_FIRST_MESSAGE_SECONDS):
-            opened = await _opening(messages)
-            if opened.HasField("resume"):
-                raise gone_with_its_server(opened.resume.watch_id)
-
-
-async def _opening(messages: ClientMessages[Message]) -> monitor_service_pb2.WatchOpen:
-    async for message in messages:
-        if message.WhichOneof("action") != "open":
-            raise MissingField("the first message is open", field="open")
-        return message.open
-    raise MissingField("the first message is open", field="open")
 
 
 def _handle(

@@ -5,9 +5,11 @@ messages are handled before the call ends.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
-from typing import Literal, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, Literal, Protocol, TypeVar
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError, Superseded
 from rheostat_server.subscriptions.event_stream import Outgoing
@@ -20,8 +22,29 @@ _CLOSE_SECONDS = 0.2
 instead, the call is cancelled earlier, and the stream of events stays."""
 
 
-class ClientMessage(Protocol):
+_FIRST_MESSAGE_SECONDS = 1.0
+"""Seconds for the first message of a call, on a server that refuses every call."""
+
+
+class Opening(Protocol):
+    """What the messages that open a subscription and a watch have in common."""
+
+    def HasField(self, field_name: Literal["resume"], /) -> bool:
+        """Whether a field is set."""
+
+    def ListFields(self) -> Sequence[tuple[FieldDescriptor, Any]]:  # Any: protobuf's own
+        """The fields that are set."""
+
+
+Open_co = TypeVar("Open_co", bound=Opening, covariant=True)
+
+
+class ClientMessage(Protocol[Open_co]):
     """What the messages of Subscribe's and Watch's clients have in common."""
+
+    @property
+    def open(self) -> Open_co:
+        """Opens or resumes a stream."""
 
     @property
     def credit(self) -> capture_service_pb2.Credit:
@@ -39,7 +62,38 @@ class ClientMessage(Protocol):
         """The name of the field of `action` that is set."""
 
 
-C = TypeVar("C", bound=ClientMessage)
+C = TypeVar("C", bound=ClientMessage[Any])
+
+
+async def read_opening(messages: AsyncIterator[ClientMessage[Open_co]]) -> Open_co:
+    """The first message of a call.
+
+    Raises:
+        MissingField: it does not open a stream.
+        InvalidValue: it resumes a stream, and sets what is fixed since that was opened.
+    """
+    message = await anext(messages, None)
+    if message is None or message.WhichOneof("action") != "open":
+        raise MissingField("the first message is open", field="open")
+    opening = message.open
+    if opening.HasField("resume"):
+        for field, _ in opening.ListFields():
+            if field.name not in ("resume", "credit_bytes", "batches"):
+                raise InvalidValue("cannot be set beside resume", field=f"open.{field.name}")
+    return opening
+
+
+async def read_resumption(messages: AsyncIterator[ClientMessage[Open_co]]) -> Open_co | None:
+    """The first message of a call if it resumes a stream, and arrives soon.
+
+    A server that loads its model refuses every call. It must say that the stream ended with an
+    earlier server, or its client would go on resuming it.
+    """
+    with suppress(TimeoutError, MissingField):
+        async with asyncio.timeout(_FIRST_MESSAGE_SECONDS):
+            opening = await read_opening(messages)
+            return opening if opening.HasField("resume") else None
+    return None
 
 
 async def call_events(
