@@ -36,6 +36,7 @@ from rheostat_server.limits import (
     TENSOR_MESSAGE_BYTES,
 )
 from rheostat_server.tasks.interruption import Interruption
+from rheostat_server.tasks.tracebacks import drop_tracebacks
 from rheostat_wire.message_parts import MessageParts
 
 _LOG = logging.getLogger(__name__)
@@ -103,8 +104,12 @@ class Rpcs:
                 incoming = self._calls.begin(control=method.control)
                 await method.answer(call, incoming)
                 return
+            except asyncio.CancelledError as error:
+                drop_tracebacks(error)
+                raise
             except Exception as error:  # the boundary: every exception becomes a status
                 status = _status(path, error)
+                drop_tracebacks(error)
             await call.fail(status)
         finally:
             if incoming is not None:

@@ -149,6 +149,11 @@ class Share:
         """Adds a buffer whose bytes count in `byte_counter`."""
         self._holders.append(holder)
 
+    def remove(self, holder: Holder) -> None:
+        """Removes a buffer that holds nothing any more."""
+        if holder in self._holders:
+            self._holders.remove(holder)
+
     @property
     def used(self) -> int:
         """Bytes that count against the limit."""

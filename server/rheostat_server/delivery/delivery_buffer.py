@@ -228,6 +228,8 @@ class DeliveryBuffer:
         self._on_full = lambda _, __: None  # it refers to the request, which refers to this buffer
         if self.spill is not None:
             self.spill.close()
+            self.spill = None  # it refers to this buffer
+        self._share.remove(self)
 
     def admit(
         self,

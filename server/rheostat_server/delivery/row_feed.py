@@ -138,7 +138,7 @@ class RowFeed(ItemSource):
             for sequence_rows in self._rows_by_sequence.values():
                 sequence_rows.close()
             self._buffer.touch(self)
-            self._on_closed(self)
+            self._report_closed()
 
     def discard(self) -> None:
         """Drops all waiting rows. Nothing leaves any more, not even the end."""
@@ -148,7 +148,11 @@ class RowFeed(ItemSource):
         for sequence_rows in self._rows_by_sequence.values():
             sequence_rows.discard()
         if not was_closed:
-            self._on_closed(self)
+            self._report_closed()
+
+    def _report_closed(self) -> None:
+        self._on_closed(self)
+        self._on_closed = lambda _: None  # it refers to the reader, which may refer to this feed
 
     def counts(self) -> Mapping[int, tuple[int, int]]:
         """Positions of the request's samples, without baselines: delivered and lost, by capture."""

@@ -201,6 +201,7 @@ class SpillQueue:
             self._numbers.clear()
             self._memory.add(-self.memory)
             self.rows = self.bytes = 0
+            self._on_broken = lambda _: None  # it refers to the buffer's reader
             if self._task is None or self._task.done():
                 _POOL.submit(self._file.close)
 

@@ -67,7 +67,7 @@ class Call(Protocol):
         `STATUS_SECONDS`.
 
         The caller's frame must not refer to a request or handle an exception, because gRPC keeps
-        the exception of its `abort`, with all frames, until a garbage collection.
+        the exception of its `abort`, with all frames, until it has released the call.
 
         Raises:
             AbortError: the status was sent. It must reach gRPC.
@@ -133,13 +133,18 @@ class GrpcCall:
         """Ends the call. gRPC keeps the status until the client reads it."""
         code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
         details = ((DETAILS_KEY, status.SerializeToString()),)
+        context = self._context
         try:
             async with asyncio.timeout(STATUS_SECONDS):
                 if self._headers is not None:
                     await self._headers  # while they are being sent, gRPC cannot send a status
-                await _sent(self._context.abort(code, status.message, trailing_metadata=details))
+                await _sent(context.abort(code, status.message, trailing_metadata=details))
         except TimeoutError:
             raise asyncio.CancelledError from None
+        finally:
+            # gRPC's context keeps the exception of `abort`, whose traceback refers to this frame.
+            # Without these references, both are freed with the context, not by a collection.
+            del context, self._context
         raise AssertionError("gRPC's abort always raises")
 
 

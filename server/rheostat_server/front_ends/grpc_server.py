@@ -161,7 +161,9 @@ class _Handlers(grpc.GenericRpcHandler):
 def _handler(path: str, answer: Answer) -> "grpc.RpcMethodHandler[bytes, bytes]":
     """A handler that streams bytes in both directions, which works for every kind of method."""
 
-    async def handle(_: object, context: Context) -> None:
-        await answer(path, GrpcCall(context))
+    async def handle(messages: object, context: Context) -> None:
+        call = GrpcCall(context)
+        del messages, context  # see GrpcCall.fail
+        await answer(path, call)
 
     return grpc.stream_stream_rpc_method_handler(handle, None, None)

@@ -209,6 +209,7 @@ class SignalBuffer:
         """Drops everything."""
         self.clear()
         self.kept = 0
+        self._on_full = lambda _: None  # it refers to the watch, which refers to this buffer
 
     def _add(self, weight: int) -> None:
         self._added += 1

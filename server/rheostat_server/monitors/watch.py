@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -74,7 +73,7 @@ class Watch(EventStream[SignalMessage]):
         buffer_bytes: int,
         heartbeat: float,
         resume_window: float,
-        on_failed: Callable[["Watch"], None],
+        on_failed: Callable[[str], None],
     ) -> None:
         """No call reads the watch yet.
 
@@ -84,7 +83,7 @@ class Watch(EventStream[SignalMessage]):
             buffer_bytes: bytes that may wait or be unacknowledged.
             heartbeat: the longest silence, in seconds.
             resume_window: seconds that it waits for a reader whose connection broke.
-            on_failed: called once when it fails.
+            on_failed: called once, with its id, when it fails.
         """
         self.settings = settings
         self.missed: Sequence[MissedRequest] = ()
@@ -96,7 +95,7 @@ class Watch(EventStream[SignalMessage]):
             self.buffer,
             heartbeat=heartbeat,
             resume_window=resume_window,
-            on_failed=partial(on_failed, self),
+            on_failed=on_failed,
         )
         self._columns = settings.readings.columns
         self._summaries = Summaries(self._columns)

@@ -174,6 +174,7 @@ class SinkWriter:
                 await on_pool(self._threads, self._recording.abandon, self.failure)
             self._flushing = 0
             self._hold(0)
+            self._fail = lambda _: None  # it refers to the request, which refers to this writer
 
     async def _flush(self) -> None:
         await on_pool(self._threads, self._recording.flush)

@@ -162,6 +162,7 @@ class SteeringControl:
         self._queue.append(change._replace(answer=partial(self._answer, change)))
         if self.task is None:
             self._task = asyncio.create_task(self._work())
+            self._task.add_done_callback(self._ended)
 
     def cancel(self) -> None:
         """Ends the work, because the request ends; changes that wait are refused."""
@@ -169,6 +170,11 @@ class SteeringControl:
             self._task.cancel()
         while self._queue:
             self._queue.popleft().refuse(RequestNotFound(_ENDED))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Forgets a task that has ended: its error refers to this object."""
+        if self._task is task:
+            self._task = None
 
     def _answer(self, change: Change, notice: Notice) -> None:
         self._unanswered[change.watch, change.is_gain] -= 1

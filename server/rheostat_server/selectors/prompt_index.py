@@ -5,7 +5,7 @@ Each text is searched once, and no search iterates over all tokens in plain Pyth
 
 import re
 from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -17,9 +17,6 @@ from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.selectors.spans import runs
 
 Offsets = npt.NDArray[np.int64]
-
-_TEXTS = 1024
-"""Texts whose occurrences are cached."""
 
 _MATCH = 128
 """An occurrence costs as much time as searching this many characters."""
@@ -35,7 +32,7 @@ class PromptIndex:
     def __init__(self, prompt: PromptTokens, vocabulary: int) -> None:
         self._prompt = prompt
         self._vocabulary = vocabulary
-        self._occurrences = lru_cache(_TEXTS)(self._find)
+        self._occurrences: dict[str, Offsets] = {}
         self._searched = 0
 
     @property
@@ -59,7 +56,9 @@ class PromptIndex:
         Raises:
             SearchTooLong: the searches of this request exceed their limit.
         """
-        return self._occurrences(text)
+        if text not in self._occurrences:
+            self._occurrences[text] = self._find(text)
+        return self._occurrences[text]
 
     def tokens_of_text(self, start: int, end: int) -> tuple[int, int] | None:
         """The span of the tokens that contain some of the characters [start, end)."""

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -264,7 +265,7 @@ class FileRecording:
         self._about = about
         self._kind = kind
         self._scratch = scratch
-        self._tables = Tables(about.captures, buffer, self._spool)
+        self._tables = Tables(about.captures, buffer, partial(_spool, sink.files, scratch))
         self._layout = about.target.layout or sink.layouts[0]
 
     @property
@@ -304,14 +305,6 @@ class FileRecording:
         self._scratch.discard()
         self._sink.end_recording(self._about)
 
-    def _spool(self) -> AbstractContextManager[int]:
-        """The spool file, which is created at the first call."""
-        exists = self._tables.spooled
-        return self._sink.files.use(
-            self._scratch.name,
-            lambda: self._scratch.reopen("spool") if exists else self._scratch.create("spool"),
-        )
-
     @property
     def _folder(self) -> str:
         return f"{self._about.target.tag}/{REQUESTS}/{file_name(self._about.request_id)}"
@@ -330,7 +323,7 @@ class FileRecording:
         if not self._tables.spooled:
             write_tables(out, self._kind, self._about, tables, None)
             return
-        with self._spool() as spool:
+        with self._tables.spool() as spool:
             write_tables(out, self._kind, self._about, tables, spool)
 
     def _manifest(self, outcome: Outcome, files: Sequence[Stored]) -> bytes:
@@ -371,6 +364,13 @@ class FileRecording:
                 lambda out: self._write(out, self._tables.all),
                 lambda stored: self._manifest(outcome, [stored]),
             )
+
+
+def _spool(files: OpenFiles, scratch: Scratch, exists: bool) -> AbstractContextManager[int]:
+    """The spool file of a recording, which is created if it does not exist."""
+    return files.use(
+        scratch.name, lambda: scratch.reopen("spool") if exists else scratch.create("spool")
+    )
 
 
 def _open_index(root: Root) -> ArtifactIndex:

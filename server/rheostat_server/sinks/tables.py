@@ -112,18 +112,25 @@ class Table:
 
 
 class Tables:
-    """All tables of a recording. `spool` opens the spool file, and creates it the first time."""
+    """All tables of a recording."""
 
     def __init__(
         self,
         captures: Sequence[CaptureAbout],
         buffer_bytes: int,
-        spool: Callable[[], AbstractContextManager[int]],
+        spool: Callable[[bool], AbstractContextManager[int]],
     ) -> None:
+        """Empty tables.
+
+        Args:
+            captures: what they will hold.
+            buffer_bytes: bytes of rows in memory above which these move to the spool file.
+            spool: opens the spool file; is told whether it exists.
+        """
         self.all = tuple(Table(about, site) for about in captures for site in about.sites)
         self.spooled = False
         """Whether rows are in the spool file."""
-        self.spool = spool
+        self._spool = spool
         self._captures = {about.capture_index: about for about in captures}
         self._by_site = {(table.about.capture_index, table.site): table for table in self.all}
         self._limit = buffer_bytes
@@ -164,6 +171,10 @@ class Tables:
     def memory(self) -> int:
         """Approximate bytes in memory."""
         return self._memory
+
+    def spool(self) -> AbstractContextManager[int]:
+        """The spool file, which is created at the first call."""
+        return self._spool(self.spooled)
 
     def overflow(self) -> None:
         """Moves all rows from memory to the spool file. Raises OSError."""

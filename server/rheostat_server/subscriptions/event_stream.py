@@ -101,7 +101,7 @@ class EventStream(ABC, Generic[M]):
         *,
         heartbeat: float,
         resume_window: float,
-        on_failed: Callable[[], None],
+        on_failed: Callable[[str], None],
     ) -> None:
         """No call reads the stream yet.
 
@@ -111,7 +111,7 @@ class EventStream(ABC, Generic[M]):
             queue: the next events.
             heartbeat: the longest silence, in seconds.
             resume_window: seconds that it waits for a reader whose connection broke.
-            on_failed: called once when it fails.
+            on_failed: called once, with its id, when it fails.
         """
         self.name = name
         self.failure: RheostatError | None = None
@@ -246,7 +246,7 @@ class EventStream(ABC, Generic[M]):
             self._memory.close()
             self._memory.news.set()
             self._interrupt_write(error)
-            self._on_failed()
+            self._on_failed(self.name)
             self.on_left()
 
     async def messages(

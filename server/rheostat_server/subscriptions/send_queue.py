@@ -123,6 +123,8 @@ class SendQueue:
 
     def clear(self) -> None:
         """Removes all items."""
+        for queued in self._pulled:
+            queued.group.pulled.clear()
         self._pulled.clear()
 
     def _begin(self, group: _Group) -> asyncio.Task[None]:
@@ -133,6 +135,7 @@ class SendQueue:
         messages = await self._transport.messages_of([queued.item for queued in group.pulled])
         for queued, message in zip(group.pulled, messages, strict=True):
             queued.message = message
+        group.pulled.clear()  # items refer to their group
 
 
 def _work(item: DeliveryItem) -> int:

@@ -86,7 +86,6 @@ class EventStreams(ABC, Generic[S]):
         """Removes a stream whose reader never got its id, or did not reconnect in time."""
         self._remove(stream)
         stream.fail(self._not_found(stream.name, self._resume_path))
-        self._failed.pop(stream.name, None)
 
     def end(self, reason: RheostatError) -> None:
         """Takes no more events, sends the waiting ones, then ends each call with `reason`."""
@@ -118,7 +117,10 @@ class EventStreams(ABC, Generic[S]):
         """Whether an id is that of a stream which another process of the server opened."""
         return _ID.fullmatch(name) is not None and not name.startswith(self._process)
 
-    def _on_failed(self, stream: S) -> None:
+    def _on_failed(self, name: str) -> None:
+        stream = self._open.get(name)
+        if stream is None:
+            return  # it was discarded
         _LOG.info("%s %s failed: %s", stream.kind, stream.name, stream.failure)
         self._remove(stream)
         self._failed[stream.name] = stream

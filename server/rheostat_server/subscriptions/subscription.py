@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
@@ -61,7 +60,7 @@ class Subscription(EventStream[Message]):
         buffer_bytes: int,
         heartbeat: float,
         resume_window: float = 60.0,
-        on_failed: Callable[["Subscription"], None],
+        on_failed: Callable[[str], None],
         deliveries: Deliveries | None = None,
         spill_manager: SpillManager | None = None,
     ) -> None:
@@ -76,7 +75,7 @@ class Subscription(EventStream[Message]):
             buffer_bytes: bytes that may wait or be unacknowledged.
             heartbeat: the longest silence, in seconds.
             resume_window: seconds that it waits for a reader whose connection broke.
-            on_failed: called once when it fails.
+            on_failed: called once, with its id, when it fails.
             deliveries: counts rows that are lost before they reach the reader.
             spill_manager: stores rows on disk that find no room, if its policy is to spill.
         """
@@ -98,7 +97,7 @@ class Subscription(EventStream[Message]):
             self._send_queue,
             heartbeat=heartbeat,
             resume_window=resume_window,
-            on_failed=partial(on_failed, self),
+            on_failed=on_failed,
         )
         self.attached: Sequence[RowFeed] = ()
         """Feeds of requests that began before the subscription."""

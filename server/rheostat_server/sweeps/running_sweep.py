@@ -19,6 +19,7 @@ from rheostat_server.sweeps.measurements import Measurements
 from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.scores import PairScale, Scores, Values, check_contrast, pair_scale
 from rheostat_server.sweeps.settings import Settings
+from rheostat_server.tasks.tracebacks import drop_tracebacks
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2, tensor_pb2
 
 _pb = sweep_service_pb2
@@ -220,6 +221,7 @@ class RunningSweep:
                 raise
             except RheostatError as error:
                 error.message = f"{pair.path}: {error.message}"
+                drop_tracebacks(error)  # they refer to the cell
                 cell.error = error
         cell.waiting -= 1
         if cell.waiting:

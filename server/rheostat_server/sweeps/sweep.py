@@ -21,6 +21,7 @@ from rheostat_server.sweeps.running_sweep import Put, RunningSweep
 from rheostat_server.sweeps.settings import Settings, resolve
 from rheostat_server.sweeps.sources import HeldRuns
 from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.tracebacks import drop_tracebacks
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2, types_pb2
 
 _pb = sweep_service_pb2
@@ -108,6 +109,9 @@ async def _streamed(
         end: Exception | None = None
         try:
             await run(events.put)
+        except asyncio.CancelledError as error:
+            drop_tracebacks(error)
+            raise
         except Exception as error:  # raised by the reader, after the events before it
             end = error
         await events.put(end)

@@ -5,6 +5,8 @@ import gc
 import itertools
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 
 import grpc
@@ -14,13 +16,15 @@ from rheostat_engine import Capacity
 from rheostat_server.admission import compiled_requests
 from rheostat_wire.v1 import capture_pb2, generation_pb2, generation_service_pb2, run_service_pb2
 
-from ...effort import at_length, some
+from ...effort import FACTOR, at_length, some
 from .conftest import Client, Running, narrow, rest
 from .fakes import INFO, Paced, sites_with
 from .messages import FIRST, add, capture, norm_add, request, site_set, tensor
 from .streams import settled, until
 from .subscribers import EVERY, POST, Subscriber, opening, wanted
 from .talks import start, stop, update
+from .tracing_calls import JitteryBackend, calls
+from .tracing_fuzz import play
 
 KIB = 1 << 10
 FAIL, OLDEST, NEWEST, SPILL = (
@@ -205,6 +209,19 @@ async def idle(running: Running) -> None:
         log.clear()
 
 
+@asynccontextmanager
+async def no_cycles() -> AsyncIterator[None]:
+    """Fails if objects of the server stay after the block that only a collection would free."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+        left, reachable = counted(), objects()
+        assert left - reachable == {}
+    finally:
+        gc.enable()
+
+
 async def fill_caches(running: Running) -> None:
     """Makes every kind of capture once, because the server keeps some that it has resolved."""
     sets = [
@@ -254,6 +271,32 @@ async def test_nothing_of_a_request_stays_whatever_its_client_does(
     assert {name: count for name, count in more.items() if count > 20} == {}
 
 
+async def test_calls_of_many_kinds_leave_no_cycles(starter, tmp_path) -> None:
+    # They are refused, cancelled, too slow, observed and changed; they spill and write to sinks.
+    rng = random.Random(0)
+    running = await starter(
+        engine(),
+        request_buffer_bytes=48 * KIB,
+        buffers_bytes=1024 * KIB,
+        capacity_wait=0.2,
+        resume_window=0.05,
+        spool=str(tmp_path / "spool"),
+        sinks=(f"disk=filesystem:root={tmp_path}",),
+    )
+    await fill_caches(running)
+    await storm(running, rng, "first", 10)
+    await idle(running)
+    async with no_cycles():
+        await storm(running, rng, "second", 40)
+        await idle(running)
+
+
+async def test_calls_of_causal_tracing_leave_no_cycles(starter) -> None:
+    running = await starter(JitteryBackend())
+    async with no_cycles():
+        assert not (await play(running, calls(0, 40 * FACTOR))).problems
+
+
 @pytest.mark.parametrize("what", ["plain", "steered", "captured", "two samples"])
 async def test_an_ended_request_leaves_no_cycles(running, what: str) -> None:
     async def generate(number: int) -> None:
@@ -276,7 +319,7 @@ async def test_an_ended_request_leaves_no_cycles(running, what: str) -> None:
             await generate(number)
         running.backend.jobs.clear()  # it remembers all samples
         left, reachable = counted(), objects()
-        assert left - reachable == {}, "only a collection of garbage frees these"
+        assert left - reachable == {}
         more = reachable - before
         # A timer, as of statistics that are asked for again later, refers to the call that set it.
         del more["rheostat_server.tasks.interruption.Interruption"]
