@@ -205,7 +205,13 @@ async def idle(running: Running) -> None:
     assert (len(manager.runs), manager.runs.unfinished, manager.runs.used_bytes) == (0, 0, 0)
     backend = running.backend
     assert not backend.plans
-    for log in (backend.jobs, backend.aborted, backend.updates, backend.capture_updates):
+    for log in (
+        backend.jobs,
+        backend.aborted,
+        backend.updates,
+        backend.update_calls,
+        backend.capture_updates,
+    ):
         log.clear()
 
 
