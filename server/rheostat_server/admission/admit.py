@@ -13,15 +13,15 @@ from rheostat_engine import Kind, ModelSites, Plan
 from rheostat_server import validation
 from rheostat_server.admission.baseline import Baseline, compared_logprobs
 from rheostat_server.admission.compiled_requests import CompiledRequest, CompiledRequests, key_of
+from rheostat_server.admission.estimates import (
+    estimate_captures,
+    estimate_observers,
+    estimate_probes,
+    estimate_steering,
+    estimate_watches,
+)
 from rheostat_server.admission.global_steering import GlobalSteering, ServerWide
 from rheostat_server.admission.planning import check_ranges, compile_plan, observe
-from rheostat_server.admission.request_work import (
-    captures_work,
-    observers_work,
-    probes_work,
-    steering_work,
-    watches_work,
-)
 from rheostat_server.capture.specs import (
     ResolvedCapture,
     Target,
@@ -257,7 +257,7 @@ async def _admit(
     watches: Sequence[Watch] = ()
     if admission.watches is not None and admission.watches.any:
         watches = admission.watches.selecting(request_id, request.labels)
-    work = _work(request, prompt, observers, admission) + watches_work(watches)
+    work = _work(request, prompt, observers, admission) + estimate_watches(watches)
     candidate = _Candidate(request, request_id, prompt, changeable, watches, work, controlled)
     if work <= OFFLOAD_BYTES:
         # The plan of a controlled request is its own, so that it is not compiled for others too.
@@ -461,20 +461,20 @@ def _work(
 ) -> int:
     """Bytes that `offload` counts for `admit_now`."""
     length, vectors = len(prompt.token_ids), admission.store.view()
-    work = observers_work(observers, length)
+    work = estimate_observers(observers, length)
     for steering in steerings_of(request):
-        work += steering_work(steering, length, admission.sites, vectors)
+        work += estimate_steering(steering, length, admission.sites, vectors)
     if request.captures:
-        work += captures_work(request.captures, length, admission.sites)
+        work += estimate_captures(request.captures, length, admission.sites)
     if request.probes:
-        work += probes_work(request.probes, length, admission.sites)
+        work += estimate_probes(request.probes, length, admission.sites)
     work += sum(rule.ByteSize() for rule in request.rules)
     policy = admission.server_wide.policy
     for steering in admission.server_wide.steerings:
-        work += steering_work(steering, length, admission.sites, vectors)
+        work += estimate_steering(steering, length, admission.sites, vectors)
     if policy.probes:
         work += sum(rule.ByteSize() for rule in policy.rules)
-        work += probes_work(policy.probes, length, admission.sites)
+        work += estimate_probes(policy.probes, length, admission.sites)
     return work
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rheostat_engine import ModelSites, Plan, Site
+from rheostat_server.admission.estimates import estimate_probes, estimate_steering
 from rheostat_server.admission.planning import check_ranges, compile_plan
-from rheostat_server.admission.request_work import probes_work, steering_work
 from rheostat_server.config import ModelInfo
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
@@ -299,8 +299,8 @@ class GlobalSteeringState:
         context, vectors = typical_context(self._info), self._loader.store.view()
         work = sum(rule.ByteSize() for rule in policy.rules)
         for steering in (policy.steering, *(rule.steer for rule in policy.rules)):
-            work += steering_work(steering, context.prompt_len, self._sites, vectors)
-        work += probes_work(policy.probes, context.prompt_len, self._sites)
+            work += estimate_steering(steering, context.prompt_len, self._sites, vectors)
+        work += estimate_probes(policy.probes, context.prompt_len, self._sites)
         checked, plan = await with_directions(
             self._loader.store.directions,
             policy,

@@ -2,7 +2,7 @@
 
 Invariant: a plan of `compile_plan` can be composed, and costs a worker no more than the engine's
 limits. Plans are packed here, so that the ledger later only adds arrays. These functions may take
-long. Callers run them on a thread unless `request_work` says that the request is small.
+long. Callers run them on a thread unless `estimates` says that the request is small.
 """
 
 from collections.abc import Collection, Sequence

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from rheostat_engine import Plan
 from rheostat_server.admission.admit import AdmissionContext, any_needs_text
+from rheostat_server.admission.estimates import estimate_steering
 from rheostat_server.admission.planning import check_ranges, compile_plan
-from rheostat_server.admission.request_work import steering_work
 from rheostat_server.errors import NotSupported
 from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.steering.gates import Probe
@@ -88,7 +88,7 @@ async def compile_update(
     ):
         context = replace(context, prompt=await admission.prompts.decode(context.prompt))
     view = admission.store.view()
-    work = kept.work + steering_work(steering, context.prompt_len, admission.sites, view)
+    work = kept.work + estimate_steering(steering, context.prompt_len, admission.sites, view)
 
     def attempt() -> Awaitable[CompiledUpdate]:
         return offload(

@@ -34,7 +34,7 @@ class SiteRows(NamedTuple):
     """Whether the device has encoded them."""
 
 
-def encoding_work(parts: Sequence[SiteRows], capture: ResolvedCapture) -> int:
+def estimate_encoding(parts: Sequence[SiteRows], capture: ResolvedCapture) -> int:
     """Bytes that `tensor_of` goes over; see `offload`."""
     size = sum(part.data.nbytes for part in parts)
     raw = capture.form.encoding == tensor_pb2.ENCODING_RAW

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import OPEN_END, Rows, Site, Spans
-from rheostat_server.capture.row_tensors import SiteRows, encoding_work
+from rheostat_server.capture.row_tensors import SiteRows, estimate_encoding
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.byte_budget import ByteCounter
 from rheostat_server.delivery.row_batch import Positions, RowBatch, common, concatenated
@@ -69,7 +69,7 @@ class Block(NamedTuple):
     @property
     def work(self) -> int:
         """Bytes that their encoding reads; see `offload`."""
-        return encoding_work(self.parts, self.capture)
+        return estimate_encoding(self.parts, self.capture)
 
 
 class SiteColumn(NamedTuple):

@@ -18,7 +18,7 @@ from rheostat_server.tensors import float32
 from rheostat_wire.v1 import receipt_pb2
 
 
-def receipt_work(admitted: AdmittedRequest, samples: Sequence[Sample]) -> int:
+def estimate_receipt(admitted: AdmittedRequest, samples: Sequence[Sample]) -> int:
     """Bytes that `offload` counts for `write_receipt`."""
     changes = max((sample.steering_changes for sample in samples), key=len)
     parts = len(admitted.interventions) + sum(len(change.interventions) for change in changes)

@@ -21,7 +21,7 @@ from rheostat_server.errors import Defect, RowsLost
 from rheostat_server.generation.receipts import (
     add_controller,
     add_rules,
-    receipt_work,
+    estimate_receipt,
     write_receipt,
 )
 from rheostat_server.generation.sample import Response, Sample
@@ -80,7 +80,7 @@ async def run(
         active.finish()
         manager.release_engine(active)
         await active.outputs.written()
-        work = receipt_work(admitted, stream.own_samples)
+        work = estimate_receipt(admitted, stream.own_samples)
         handed_over = active.outputs.handed_over()
         runs = active.outputs.keep_runs()
         receipt = await offload(

@@ -21,7 +21,7 @@ from rheostat_engine import (
     PlanTooLarge,
     update_captures,
 )
-from rheostat_server.admission.request_work import observers_work
+from rheostat_server.admission.estimates import estimate_observers
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.row_feed import RowFeed
@@ -210,7 +210,7 @@ class LateAttachment:
             observer_capture.subscription.captures.cost for observer_capture in _observing(active)
         )
         (observer_capture,) = await offload(
-            observers_work(observers, context.prompt_len),
+            estimate_observers(observers, context.prompt_len),
             observer_captures,
             observers,
             context,
@@ -393,7 +393,7 @@ def _work(active: ActiveRequest, other: ObserverCapture | None = None) -> int:
     """Bytes that `offload` counts for all captures of a request, and of one more observer."""
     observing = [*_observing(active), *([] if other is None else [other])]
     subscriptions = [observer_capture.subscription for observer_capture in observing]
-    return active.admitted.work + observers_work(subscriptions, active.admitted.prompt_len)
+    return active.admitted.work + estimate_observers(subscriptions, active.admitted.prompt_len)
 
 
 def _running(active: ActiveRequest) -> list[EngineSequence]:

@@ -19,7 +19,7 @@ from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.errors import BankFull, InvalidValue, NonFinite, RunIncomplete
 from rheostat_server.requests.manager import RequestManager
-from rheostat_server.sweeps.cells import Replaced, packing_work, replacing, with_acts
+from rheostat_server.sweeps.cells import Replaced, estimate_packing, replacing, with_acts
 from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.settings import Settings
 from rheostat_server.sweeps.sources import Source
@@ -171,6 +171,6 @@ class CellRequests:
         }
         if blend.mask is not None:
             vectors[blend.mask.digest] = blend.mask
-        size = packing_work(base, sum(len(replacement.positions) for replacement in replaced))
+        size = estimate_packing(base, sum(len(replacement.positions) for replacement in replaced))
         acts = replacing(replaced, blend)
         return await offload(size, with_acts, base, acts, tuple(vectors.values()), window)

@@ -73,7 +73,7 @@ def replacing(replaced: Sequence[Replaced], blend: Blend) -> tuple[Act, ...]:
     return tuple(act for act in acts if act.acts)
 
 
-def packing_work(base: AdmittedRequest, rows: int) -> int:
+def estimate_packing(base: AdmittedRequest, rows: int) -> int:
     """Bytes that `offload` counts for `with_acts`, if the acts replace so many rows."""
     table = base.unobserved.packed_acts.table
     intervals = 0 if table is None else len(table.intervals.starts)

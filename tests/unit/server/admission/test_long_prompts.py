@@ -17,7 +17,7 @@ from rheostat_server.delivery.byte_budget import ByteCounter
 from rheostat_server.delivery.sequence_rows import SequenceRows
 from rheostat_server.engine.backend import Job
 from rheostat_server.generation import explain
-from rheostat_server.generation.receipts import receipt_work, write_receipt
+from rheostat_server.generation.receipts import estimate_receipt, write_receipt
 from rheostat_server.generation.sample import Sample
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.prompts.prompts import Prompts
@@ -145,7 +145,7 @@ def done(got: AdmittedRequest) -> Sample:
 def test_a_receipt_of_many_spans_is_written_off_the_event_loop() -> None:
     got = admitted(asked(steer=[add(where=FREQUENT)]), roomy())
     sample = done(got)
-    assert receipt_work(got, [sample]) > OFFLOAD_BYTES
+    assert estimate_receipt(got, [sample]) > OFFLOAD_BYTES
     (told,) = write_receipt(got, [sample], {}, {}).interventions
     positions = [(run.start, run.start + run.count) for run in told.rows[0].positions]
     cached = [(run.start, run.start + run.count) for run in told.rows[0].cached_positions]

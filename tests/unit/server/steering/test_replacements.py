@@ -10,7 +10,7 @@ import pytest
 from rheostat_engine import OPEN_END, Act, Kind, Point, Site
 from rheostat_server import errors
 from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest
-from rheostat_server.admission.request_work import steering_work
+from rheostat_server.admission.estimates import estimate_steering
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.runs.targets import RunTarget
@@ -451,4 +451,4 @@ def test_rows_of_a_run_are_resolved_on_a_thread(source: str) -> None:
     source_of = {"run": replace_pb2.RunSource, "mean": replace_pb2.MeanSource}[source]
     intervention = replacing(**{source: source_of(run_id="clean")})
     steering = steering_pb2.Steering(interventions=[intervention])
-    assert steering_work(steering, 1, at.sites, at.store.view()) > OFFLOAD_BYTES
+    assert estimate_steering(steering, 1, at.sites, at.store.view()) > OFFLOAD_BYTES

@@ -40,7 +40,7 @@ _TOKEN_BYTES = 4
 """Bytes that are counted for a token of the prompt that a range may name."""
 
 
-def steering_work(
+def estimate_steering(
     steering: steering_pb2.Steering,
     prompt_len: int,
     model: ModelSites,
@@ -52,20 +52,16 @@ def steering_work(
         if work > OFFLOAD_BYTES:
             break
         work += _SITE_BYTES * _site_count(intervention.sites, model)
-        work += (
-            _selector_work(intervention.where, prompt_len)
-            if intervention.HasField("where")
-            else _SPAN_BYTES
-        )
+        work += _estimate_selector(intervention.where, prompt_len)
         if intervention.HasField("replace"):
-            work += _replaced_work(intervention, prompt_len, model)
+            work += _estimate_replaced(intervention, prompt_len, model)
         if intervention.HasField("ablate") and len(intervention.ablate.directions) > 1:
             # `check_directions` compares these rows.
             work += sum(_size(ref, vectors) for ref in intervention.ablate.directions)
     return work
 
 
-def _replaced_work(
+def _estimate_replaced(
     intervention: steering_pb2.Intervention, prompt_len: int, model: ModelSites
 ) -> int:
     """Bytes that are counted for the rows of a Replace."""
@@ -77,7 +73,7 @@ def _replaced_work(
     return rows * (_SITE_BYTES + _ELEMENT_BYTES * model.width)
 
 
-def captures_work(
+def estimate_captures(
     captures: Sequence[capture_pb2.CaptureSpec], prompt_len: int, model: ModelSites
 ) -> int:
     """Bytes that `offload` counts for resolving and compiling captures."""
@@ -85,23 +81,21 @@ def captures_work(
     for capture in captures:
         sites = _site_count(capture.sites, model)
         work += capture.ByteSize() + _SITE_BYTES * sites
-        work += (
-            _selector_work(capture.where, prompt_len) if capture.HasField("where") else _SPAN_BYTES
-        )
+        work += _estimate_selector(capture.where, prompt_len)
         work += _DIRECTION_BYTES * len(capture.projection.readouts.readouts) * sites
     return work
 
 
-def probes_work(probes: Sequence[gate_pb2.Probe], prompt_len: int, model: ModelSites) -> int:
+def estimate_probes(probes: Sequence[gate_pb2.Probe], prompt_len: int, model: ModelSites) -> int:
     """Bytes that `offload` counts for resolving and compiling probes."""
     work = 0
     for probe in probes:
         work += probe.ByteSize() + _SITE_BYTES * _site_count(probe.sites, model)
-        work += _selector_work(probe.where, prompt_len) if probe.HasField("where") else _SPAN_BYTES
+        work += _estimate_selector(probe.where, prompt_len)
     return work
 
 
-def observers_work(observers: Sequence[Subscription], prompt_len: int) -> int:
+def estimate_observers(observers: Sequence[Subscription], prompt_len: int) -> int:
     """Bytes that `offload` counts for adding the captures of observers."""
     if not observers:
         return 0
@@ -112,13 +106,13 @@ def observers_work(observers: Sequence[Subscription], prompt_len: int) -> int:
     return _COST_BYTES * cost + len(observers) * prompt_len + _SPAN_BYTES * spans
 
 
-def watches_work(watches: Sequence[Watch]) -> int:
+def estimate_watches(watches: Sequence[Watch]) -> int:
     """Bytes that `offload` counts for adding what the rules of watches steer."""
     ops = [
-        one.op
+        intervention.op
         for watch in watches
-        for of_rule in watch.settings.readings.steered
-        for one in of_rule
+        for steered in watch.settings.readings.steered
+        for intervention in steered
     ]
     return sum(_SPAN_BYTES + _SITE_BYTES * len(op.sites) for op in ops)
 
@@ -129,7 +123,8 @@ def _site_count(sites: types_pb2.SiteSet, model: ModelSites) -> int:
     return len(sites.points) * layers
 
 
-def _selector_work(selector: selector_pb2.Selector, prompt_len: int) -> int:
+def _estimate_selector(selector: selector_pb2.Selector, prompt_len: int) -> int:
+    """Bytes that are counted for a selector. Without ranges it selects every token: one span."""
     ranges = len(selector.include) + len(selector.exclude)
     work = _SPAN_BYTES * (ranges + 1)
     if work > OFFLOAD_BYTES:
