@@ -54,6 +54,8 @@ RUNS = [f"fuzz-{number}" for number in range(5)]
 
 _WIDTH, _LAYERS, _VOCABULARY = 128, 6, 1984
 _PROMPTS = ([0, 790, 593, 282], [0, 790, 593, 300], [5, 6, 7, 8, 9, 10])
+_TAIL = range(100, 228)
+"""Tokens that some sweeps add to their prompts, whose cells then copy a part of a cached block."""
 _POINTS = (types_pb2.POINT_RESID_POST, types_pb2.POINT_ATTN_OUT)
 _ROW = np.linspace(-1, 1, _WIDTH, dtype=np.float32)[None]
 
@@ -175,6 +177,7 @@ def _request(rng: random.Random, number: int) -> Message:
 def _sweep(rng: random.Random) -> sweep_service_pb2.SweepRequest:
     clean, other, _ = _PROMPTS
     kind = rng.choice(["corrupt", "noise", "zeros", "mean", "run_id"])
+    tail = _TAIL if kind != "run_id" and rng.random() < 0.5 else ()
     request = sweep_service_pb2.SweepRequest(
         sites=types_pb2.SiteSet(
             points=[_POINTS[0]], list=types_pb2.LayerList(layers=sorted(rng.sample(range(6), 2)))
@@ -188,10 +191,10 @@ def _sweep(rng: random.Random) -> sweep_service_pb2.SweepRequest:
         request.priority = sweep_pb2.SWEEP_PRIORITY_NORMAL
     for _ in range(rng.choice([1, 1, 2])):
         pair = request.pairs.add()
-        pair.prompt.token_ids.ids.extend(clean)
+        pair.prompt.token_ids.ids.extend([*clean, *tail])
         pair.answer.alternatives.add(ids=[rng.randrange(_VOCABULARY)])
         if kind == "corrupt":
-            pair.corrupt.token_ids.ids.extend(other)
+            pair.corrupt.token_ids.ids.extend([*other, *tail])
         elif kind == "noise":
             pair.noise.noise.std = 0.5
             pair.noise.noise_count = 2
