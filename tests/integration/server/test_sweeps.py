@@ -223,38 +223,6 @@ def test_every_cell_is_what_hooks_give(
     assert not services.run_ids()
 
 
-def test_cells_that_copy_a_part_of_a_block_are_what_hooks_give(
-    services: Services, reference: HfReference
-) -> None:
-    block, layers = 128, (0, 3)
-    columns = [1, 100, 127, 128, 129, 200, 255, 256, 258]
-    draw = np.random.default_rng(3)
-    clean, corrupt = (draw.integers(4, 1900, 2 * block + 3).tolist() for _ in range(2))
-    pair = services.pair(
-        prompt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=clean)),
-        corrupt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=corrupt)),
-    )
-    swept = sweep(
-        services,
-        pair,
-        sites=sites("resid_post", layers=layers),
-        where=positions(*((at, at + 1) for at in columns)),
-        grades=[grade("LOGPROB")],
-        baseline_count=1,
-        max_concurrent_cells=1,  # the unchanged prompt comes first, and its blocks are cached
-    )
-    (right,) = services.tokens(RIGHT, special=False)
-    for cell in swept.cells.values():
-        at = columns[cell.column]
-        changes = hooks(reference, clean, Site(Point.RESID_POST, layers[cell.row]), [(at, at)])
-        after = logprobs(reference, corrupt, changes)
-        assert cell.values[0] == pytest.approx(after[right], abs=2e-3)
-    # Both prompts, and of each cell what follows its row. The last block, of three tokens, is not
-    # full, so each cell computes it, and so does the corrupt prompt when it runs again.
-    cells = sum(len(clean) - min(at, 2 * block) for at in columns)
-    assert swept.summary.computed_token_count == 2 * len(clean) + 2 * cells + 3
-
-
 @pytest.mark.parametrize("direction", ["DENOISE", "NOISE"])
 def test_divergences_and_probes_are_what_hooks_give(
     services: Services, reference: HfReference, direction: str

@@ -1,0 +1,49 @@
+"""Cells that copy the part of a cached block before their row: what they compute, and how much."""
+
+import numpy as np
+import pytest
+
+from rheostat_engine import Point, Site
+from rheostat_wire.v1 import types_pb2
+
+from ..engine.reference import HfReference
+from .conftest import Server
+from .test_sweeps import RIGHT, connected, grade, hooks, logprobs, positions, sites, sweep
+
+pytestmark = pytest.mark.integration
+
+BLOCK = 128
+"""Tokens of a block of the KV cache, vLLM's default on a CPU."""
+LAYERS = 0, 3
+COLUMNS = [1, 100, 127, 128, 129, 200, 255, 256, 258]
+
+
+def test_cells_that_copy_a_part_of_a_block_are_what_hooks_give(
+    server: Server, reference: HfReference
+) -> None:
+    draw = np.random.default_rng(3)
+    clean, corrupt = (draw.integers(4, 1900, 2 * BLOCK + 3).tolist() for _ in range(2))
+    with connected(server) as services:
+        pair = services.pair(
+            prompt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=clean)),
+            corrupt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=corrupt)),
+        )
+        swept = sweep(
+            services,
+            pair,
+            sites=sites("resid_post", layers=LAYERS),
+            where=positions(*((at, at + 1) for at in COLUMNS)),
+            grades=[grade("LOGPROB")],
+            baseline_count=1,
+            max_concurrent_cells=1,  # the unchanged prompt comes first, and its blocks are cached
+        )
+        (right,) = services.tokens(RIGHT, special=False)
+    for cell in swept.cells.values():
+        site, at = Site(Point.RESID_POST, LAYERS[cell.row]), COLUMNS[cell.column]
+        after = logprobs(reference, corrupt, hooks(reference, clean, site, [(at, at)]))
+        assert cell.values[0] == pytest.approx(after[right], abs=2e-3)
+    assert np.ptp(swept.grid()) > 0.1
+    # Both prompts, and of each cell what follows its row. The last block, of three tokens, is not
+    # full, so each cell computes it, and so does the corrupt prompt when it runs again.
+    cells = len(LAYERS) * sum(len(clean) - min(at, 2 * BLOCK) for at in COLUMNS)
+    assert swept.summary.computed_token_count == 2 * len(clean) + cells + 3
