@@ -6,7 +6,6 @@ Vectors are stored only after every prompt has run.
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -14,7 +13,12 @@ from rheostat_server import validation
 from rheostat_server.derivation.contrast import Direction, Method, contrast
 from rheostat_server.derivation.prompt_means import PromptMean, read_prompt
 from rheostat_server.derivation.prompt_rows import Reading, prompt_selector
-from rheostat_server.derivation.prompt_runner import PromptRunner, check_prompts, check_size
+from rheostat_server.derivation.prompt_runner import (
+    PromptRunner,
+    check_prompts,
+    check_size,
+    jobs_of,
+)
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError, StoreFull
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import refuse_what_is_no_stream, resolve_sites, to_wire
@@ -151,14 +155,7 @@ async def _derive(
     async def read(prompt: types_pb2.Prompt, path: str, rows: _Rows, index: int) -> None:
         rows.set(index, await read_prompt(prompt, path, checked.reading, manager))
 
-    jobs = [
-        partial(read, prompt, f"{name}[{index}]", rows, index)
-        for name, prompts, rows in (
-            ("positive", request.positive, positive),
-            ("negative", request.negative, negative),
-        )
-        for index, prompt in enumerate(prompts)
-    ]
+    jobs = jobs_of(request, positive, negative, read)
     async with aclosing(runner.run(jobs)) as counts:
         async for done in counts:
             progress = _pb.DeriveProgress(done_prompt_count=done, total_prompt_count=len(jobs))
@@ -200,25 +197,27 @@ async def _store_vectors(
             point=point, digest=vector.digest, name=name, rows=[rows[index] for index in indices]
         )
         vectors.append((derived, vector))
+    layers = types_pb2.LayerList(layers=checked.layers)
     for derived, vector in vectors:
-        await _store(derived, vector, checked, manager)
+        sites = types_pb2.SiteSet(points=[derived.point], list=layers)
+        await store_vector(vector, derived.name, checked.request.description, sites, manager)
     return _pb.DerivedVectors(vectors=[derived for derived, _ in vectors])
 
 
-async def _store(
-    derived: steering_service_pb2.DerivedVector,
+async def store_vector(
     vector: Vector,
-    checked: _CheckedRequest,
+    name: str,
+    description: str,
+    sites: types_pb2.SiteSet,
     manager: RequestManager,
 ) -> None:
-    if not derived.name:
+    """Stores a vector, under a name unless that is empty."""
+    if not name:
         await manager.persistent_vectors.put(vector)
         return
-    layers = types_pb2.LayerList(layers=checked.layers)
-    sites = types_pb2.SiteSet(points=[derived.point], list=layers)
-    label = Name(vector.digest, checked.request.description, sites)
     try:
-        await manager.persistent_vectors.put_named(vector, derived.name, label)
+        label = Name(vector.digest, description, sites)
+        await manager.persistent_vectors.put_named(vector, name, label)
     except RheostatError as error:
         error.field = "name" if error.field else ""
         raise

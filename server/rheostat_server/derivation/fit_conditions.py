@@ -7,7 +7,6 @@ direction is stored only after every prompt has run.
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -16,15 +15,20 @@ from rheostat_engine import Normalise, Pool, Site
 from rheostat_server import validation
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.derivation.condition_fits import Fit, Made, PooledRows, fits_of
+from rheostat_server.derivation.derive import store_vector
 from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
-from rheostat_server.derivation.prompt_runner import PromptRunner, check_prompts, check_size
+from rheostat_server.derivation.prompt_runner import (
+    PromptRunner,
+    check_prompts,
+    check_size,
+    jobs_of,
+)
 from rheostat_server.errors import (
     InvalidValue,
     MissingField,
     NoContrast,
     NonFinite,
     NotSupported,
-    RheostatError,
     ZeroVector,
 )
 from rheostat_server.limits import DIRECTIONS, FIT_CHOICES, FITTED_COMPONENTS
@@ -38,7 +42,7 @@ from rheostat_server.selectors.sites import (
 from rheostat_server.steering.vector_lookup import FoundVector, find_vector, rows_by_layer
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType, widen
-from rheostat_server.vectors.store import Name, Vector, make_vector
+from rheostat_server.vectors.store import Vector, make_vector
 from rheostat_server.vectors.token_directions import with_directions
 from rheostat_server.vectors.upload import check_label
 from rheostat_wire.dtypes import FloatArray
@@ -298,14 +302,7 @@ async def _fit(
                 place = f"{site.point.value} {site.layer}"
                 raise NonFinite(f"the stream at {place} is not finite", field=path)
 
-    jobs = [
-        partial(read, prompt, f"{name}[{index}]", rows, index)
-        for name, prompts, rows in (
-            ("positive", request.positive, positive),
-            ("negative", request.negative, negative),
-        )
-        for index, prompt in enumerate(prompts)
-    ]
+    jobs = jobs_of(request, positive, negative, read)
     async with aclosing(runner.run(jobs)) as counts:
         async for done in counts:
             progress = _pb.DeriveProgress(done_prompt_count=done, total_prompt_count=len(jobs))
@@ -368,8 +365,10 @@ async def _store(
         if vector.rows > 1:
             ref.row_layers.layers.extend(layers)
     ref.digest = vector.digest
-    await _put(checked.request, site, layers if vector.rows > 1 else [site.layer], vector, manager)
     request, where = checked.request, checked.reading.where
+    at = types_pb2.LayerList(layers=layers if vector.rows > 1 else [site.layer])
+    sites = types_pb2.SiteSet(points=[to_wire(site).point], list=at)
+    await store_vector(vector, request.name, request.description, sites, manager)
     if not request.HasField("where") and fit.pool is Pool.LAST:
         where = prompt_selector(None)  # fewer tokens of a cached prompt are computed again
     wired = to_wire(site)
@@ -389,22 +388,3 @@ async def _store(
     else:
         condition.above = fit.threshold.bound
     return _pb.FittedConditions(probe=probe, condition=condition, digest=vector.digest)
-
-
-async def _put(
-    request: steering_service_pb2.FitConditionsRequest,
-    site: Site,
-    layers: Sequence[int],
-    vector: Vector,
-    manager: RequestManager,
-) -> None:
-    if not request.name:
-        await manager.persistent_vectors.put(vector)
-        return
-    sites = types_pb2.SiteSet(points=[to_wire(site).point], list=types_pb2.LayerList(layers=layers))
-    label = Name(vector.digest, request.description, sites)
-    try:
-        await manager.persistent_vectors.put_named(vector, request.name, label)
-    except RheostatError as error:
-        error.field = "name" if error.field else ""
-        raise

@@ -7,6 +7,8 @@ at most `DERIVED_BYTES`, and few of their prompts run at the same time.
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Protocol, TypeVar
 
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, QueueFull
@@ -19,6 +21,34 @@ iteration of the event loop, and each occupies it for about 10 ms at 72 sites.""
 
 Job = Callable[[], Awaitable[None]]
 """Runs a prompt."""
+
+Rows = TypeVar("Rows")
+
+ReadPrompt = Callable[[types_pb2.Prompt, str, Rows, int], Awaitable[None]]
+"""Runs a prompt with a path for its errors, and puts its rows into those of its set, by its
+index."""
+
+
+class TwoSets(Protocol):
+    """A request that contrasts two sets of prompts."""
+
+    @property
+    def positive(self) -> Sequence[types_pb2.Prompt]:
+        """The prompts of one set."""
+
+    @property
+    def negative(self) -> Sequence[types_pb2.Prompt]:
+        """The prompts of the other set."""
+
+
+def jobs_of(request: TwoSets, positive: Rows, negative: Rows, read: ReadPrompt[Rows]) -> list[Job]:
+    """The jobs that read all prompts of a request into the rows of its two sets."""
+    sets = ("positive", request.positive, positive), ("negative", request.negative, negative)
+    return [
+        partial(read, prompt, f"{name}[{index}]", rows, index)
+        for name, prompts, rows in sets
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 class PromptRunner:
