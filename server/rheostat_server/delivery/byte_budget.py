@@ -12,6 +12,7 @@ The limit of all requests is checked for every token. The check therefore skips 
 have not changed since the last check.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Protocol
@@ -96,14 +97,16 @@ class Cost(IntEnum):
     """The request fails."""
 
 
-class Holder(Protocol):
+class Holder(ABC):
     """A buffer of waiting rows or tokens."""
 
     @property
+    @abstractmethod
     def cost(self) -> Cost:
         """The consequence of giving up its bytes."""
 
     @property
+    @abstractmethod
     def held(self) -> int:
         """Bytes that `give_up` can free."""
 
@@ -113,11 +116,14 @@ class Holder(Protocol):
 
         They change only when `give_up` is called or the share's counter counts rows.
         """
+        return 0
 
     @property
     def leaving_rows(self) -> int:
         """Bytes of rows that are being written to a disk."""
+        return self.leaving
 
+    @abstractmethod
     def give_up(self, size: int, why: str) -> None:
         """Frees at least `size` bytes, starts writing them to a disk, or fails and frees all bytes.
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
+from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Holder, Share
 from rheostat_server.delivery.items import DeliveryItem, End, ItemSource, Loss
 from rheostat_server.delivery.row_batch import Positions, RowBatch
 from rheostat_server.delivery.sequence_rows import SequenceRows
@@ -82,7 +82,7 @@ class Deliveries:
         """Rows, once for each reader that lost it, reported to its client or not."""
 
 
-class DeliveryBuffer:
+class DeliveryBuffer(Holder):
     """The rows that wait for one reader."""
 
     def __init__(

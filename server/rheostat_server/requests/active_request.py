@@ -512,6 +512,10 @@ class ActiveRequest:
         """
         for task in self._starting:
             task.cancel()
+        self._abort_running(sequences)
+
+    def _abort_running(self, sequences: Sequence[EngineSequence]) -> None:
+        """Makes the engine abort samples, while others may still start."""
         ids = [sequence.plan_id for sequence in sequences if sequence.started]
         if ids and self._backend is not None:
             keep(self._aborting, self._abort_in(self._backend, ids))
@@ -582,12 +586,6 @@ class ActiveRequest:
             if sequence.token_hold is not None:
                 sequence.token_hold.drop()
             self._accept(sequence, Delta(ending=by.ending, stop=by))
-
-    def _abort_running(self, sequences: Sequence[EngineSequence]) -> None:
-        """Makes the engine abort samples, while others may still start."""
-        ids = [sequence.plan_id for sequence in sequences if sequence.started]
-        if ids and self._backend is not None:
-            keep(self._aborting, self._abort_in(self._backend, ids))
 
     def _fail_sample(self, sequence: EngineSequence, error: Exception) -> None:
         """Fails the request because the engine cannot run a sample."""

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from rheostat_engine import Event
-from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
+from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Holder, Share
 from rheostat_server.engine.backend import Delta, Ending
 from rheostat_server.errors import ResponseOverflow, RheostatError
 from rheostat_server.requests.delta_weight import DELTA_BYTES, weight
@@ -172,7 +172,7 @@ class Pace:
         self.interval = max(0, self._streams - _UNPACED) / _MESSAGES
 
 
-class ResponseQueue:
+class ResponseQueue(Holder):
     """The queue of one request. It has one reader, and is used on the event loop alone."""
 
     def __init__(
@@ -214,16 +214,6 @@ class ResponseQueue:
     def held(self) -> int:
         """Bytes of the tokens that wait."""
         return self.byte_counter.token_bytes
-
-    @property
-    def leaving(self) -> int:
-        """Zero, because tokens are not written to disks."""
-        return 0
-
-    @property
-    def leaving_rows(self) -> int:
-        """Zero, because the queue has no rows."""
-        return 0
 
     def give_up(self, size: int, why: str) -> None:
         """Fails the request."""

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import OPEN_END, Spans
-from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
+from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Holder, Share
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.requests.policy_audit import RequestAudit
@@ -106,7 +106,7 @@ class _SampleSignals:
         """By the policy's version, or 0, and the name of the rule."""
 
 
-class RequestSignals:
+class RequestSignals(Holder):
     """The waiting signals of a request, and its firings."""
 
     def __init__(
@@ -152,16 +152,6 @@ class RequestSignals:
     def held(self) -> int:
         """Bytes of the signals that wait."""
         return self._byte_counter.token_bytes
-
-    @property
-    def leaving(self) -> int:
-        """Zero, because signals are not written to disks."""
-        return 0
-
-    @property
-    def leaving_rows(self) -> int:
-        """Zero, as `leaving`."""
-        return 0
 
     def give_up(self, size: int, why: str) -> None:
         """Drops the oldest waiting signals of the samples that hold most."""

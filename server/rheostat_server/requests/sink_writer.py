@@ -16,7 +16,7 @@ from typing import Protocol
 from rheostat_engine import Readout
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.capture.specs import ResolvedCapture
-from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Share
+from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Holder, Share
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
 from rheostat_server.delivery.items import Chunk, DeliveryItem, EncodedChunk, End, Loss, size_of
 from rheostat_server.delivery.row_feed import RowFeed
@@ -69,7 +69,7 @@ class Recording(Protocol):
         """Discards the recording; does nothing if it has ended."""
 
 
-class SinkWriter:
+class SinkWriter(Holder):
     """Writes the rows of some captures of a request to one sink, or to a run."""
 
     def __init__(
@@ -127,11 +127,6 @@ class SinkWriter:
     @property
     def leaving(self) -> int:
         """Bytes that it was asked to move there."""
-        return self._flushing
-
-    @property
-    def leaving_rows(self) -> int:
-        """The same as `leaving`, because only rows are counted."""
         return self._flushing
 
     def give_up(self, size: int, why: str) -> None:
