@@ -107,11 +107,11 @@ class Holder(ABC):
 
     @property
     @abstractmethod
-    def held(self) -> int:
+    def freeable(self) -> int:
         """Bytes that `give_up` can free."""
 
     @property
-    def leaving(self) -> int:
+    def spilling(self) -> int:
         """Further bytes that are being written to a disk, with the memory of their batches.
 
         They change only when `give_up` is called or the share's counter counts rows.
@@ -119,16 +119,16 @@ class Holder(ABC):
         return 0
 
     @property
-    def leaving_rows(self) -> int:
+    def spilling_rows(self) -> int:
         """Bytes of rows that are being written to a disk."""
-        return self.leaving
+        return self.spilling
 
     @abstractmethod
     def give_up(self, size: int, why: str) -> None:
         """Frees at least `size` bytes, starts writing them to a disk, or fails and frees all bytes.
 
         Args:
-            size: at most `held`.
+            size: at most `freeable`.
             why: the memory that is full, for the error's message.
         """
 
@@ -166,28 +166,28 @@ class Share:
         return max(self.byte_counter.bytes, self.byte_counter.weight - _UNCOUNTED)
 
     @property
-    def held(self) -> int:
+    def freeable(self) -> int:
         """Bytes that `give_up` can free."""
-        return max(0, self.byte_counter.weight - self.leaving)
+        return max(0, self.byte_counter.weight - self.spilling)
 
     @property
-    def leaving(self) -> int:
+    def spilling(self) -> int:
         """Bytes that are being written to a disk."""
-        return sum(holder.leaving for holder in self._holders)
+        return sum(holder.spilling for holder in self._holders)
 
     @property
     def _over(self) -> int:
         """Bytes above the limit that are not being written to a disk."""
-        rows = self.byte_counter.bytes - sum(holder.leaving_rows for holder in self._holders)
-        return max(rows, self.held - _UNCOUNTED) - self.limit
+        rows = self.byte_counter.bytes - sum(holder.spilling_rows for holder in self._holders)
+        return max(rows, self.freeable - _UNCOUNTED) - self.limit
 
     def give_up(self, size: int, why: str) -> None:
         """Frees bytes, with the mildest consequence first; see `Cost`."""
-        target = self.held - size
+        target = self.freeable - size
         for cost in Cost:
-            if self.held > target:
+            if self.freeable > target:
                 some = [holder for holder in self._holders if holder.cost is cost]
-                relieve(some, self.held - target, why)
+                relieve(some, self.freeable - target, why)
         self._changed()
 
     def check(self) -> None:
@@ -199,13 +199,13 @@ class Share:
             self._budget.check()
 
     @property
-    def too_much_leaves(self) -> bool:
+    def spills_too_much(self) -> bool:
         """Whether the rows that all requests are writing to disks exceed their limit.
 
         A holder may ask within `give_up`. The rows that it has just been asked to move count.
         """
         self._changed()
-        return self._budget is not None and self._budget.leaving > self._budget.slack
+        return self._budget is not None and self._budget.spilling > self._budget.slack
 
     def close(self) -> None:
         """The request has ended. Nothing that the share refers to refers to the share any more."""
@@ -215,7 +215,7 @@ class Share:
         self.byte_counter.ignore_rows()
 
     def _changed(self) -> None:
-        """Notes that `leaving` may have changed."""
+        """Notes that `spilling` may have changed."""
         if self._budget is not None:
             self._budget.note_change(self)
 
@@ -236,11 +236,11 @@ class Budget:
         self.slack = slack
         self.byte_counter = ByteCounter()
         self._shares: dict[Share, int] = {}
-        """The shares of all requests, each with its `leaving` when it was last read."""
-        self._leaving = 0
+        """The shares of all requests, each with its `spilling` when it was last read."""
+        self._spilling = 0
         """Sum of these bytes."""
         self._changed: set[Share] = set()
-        """Shares whose `leaving` must be read again."""
+        """Shares whose `spilling` must be read again."""
         self._why = (
             f"the {limit} bytes that may wait for the readers of all requests (--buffers-mib) are "
             "full, and this request holds more than its share"
@@ -258,11 +258,11 @@ class Budget:
 
     def remove(self, share: Share) -> None:
         """Removes the share of an ended request."""
-        self._leaving -= self._shares.pop(share, 0)
+        self._spilling -= self._shares.pop(share, 0)
         self._changed.discard(share)
 
     def note_change(self, share: Share) -> None:
-        """Notes that the `leaving` of a share may have changed."""
+        """Notes that the `spilling` of a share may have changed."""
         if share in self._shares:
             self._changed.add(share)
 
@@ -272,52 +272,54 @@ class Budget:
         return self.byte_counter.weight
 
     @property
-    def leaving(self) -> int:
+    def spilling(self) -> int:
         """Bytes that are being written to disks."""
         for share in self._changed:
-            now = share.leaving
-            self._leaving += now - self._shares[share]
+            now = share.spilling
+            self._spilling += now - self._shares[share]
             self._shares[share] = now
         self._changed.clear()
-        return self._leaving
+        return self._spilling
 
     def check(self) -> None:
         """Frees bytes above the limit."""
-        if self.used > self.limit and (over := self.used - self.leaving - self.limit) > 0:
+        if self.used > self.limit and (over := self.used - self.spilling - self.limit) > 0:
             relieve([*self._shares], over + self.limit // _SPARE, self._why)
 
 
-class _Held(Protocol):
+class _Shrinkable(Protocol):
     """A holder or a share."""
 
     @property
-    def held(self) -> int: ...
+    def freeable(self) -> int: ...
 
     def give_up(self, size: int, why: str) -> None: ...
 
 
-def relieve(holders: Sequence[_Held], size: int, why: str) -> None:
+def relieve(holders: Sequence[_Shrinkable], size: int, why: str) -> None:
     """Makes the largest holders give up `size` bytes in all, down to a common level.
 
     A holder that fails frees more bytes than it was asked for. Smaller holders then keep theirs.
     """
     if size <= 0:
         return
-    ranked = sorted(((holder.held, -n, holder) for n, holder in enumerate(holders)), reverse=True)
-    level = _level([held for held, _, _ in ranked], size)
-    for held, _, holder in ranked:
-        if size <= 0 or held <= level:
+    ranked = sorted(
+        [(holder.freeable, -n, holder) for n, holder in enumerate(holders)], reverse=True
+    )
+    level = _level([before for before, _, _ in ranked], size)
+    for before, _, holder in ranked:
+        if size <= 0 or before <= level:
             return
-        holder.give_up(held - level, why)
-        size -= held - holder.held
+        holder.give_up(before - level, why)
+        size -= before - holder.freeable
 
 
-def _level(held: Sequence[int], size: int) -> int:
-    """The level to which the largest of `held`, descending, must shrink to free `size` in all."""
+def _level(sizes: Sequence[int], excess: int) -> int:
+    """The level to which the largest of `sizes`, descending, must shrink to free `excess`."""
     total = 0
-    for count, size_held in enumerate(held, start=1):
-        total += size_held
-        level = (total - size) // count
-        if count == len(held) or level >= held[count]:
+    for count, size in enumerate(sizes, start=1):
+        total += size
+        level = (total - excess) // count
+        if count == len(sizes) or level >= sizes[count]:
             return max(0, level)
     return 0

@@ -25,7 +25,7 @@ class Counts:
 
 
 class Drained(NamedTuple):
-    """How requests ended while the host drained."""
+    """How requests ended while the server drained."""
 
     finished: int
     aborted: int

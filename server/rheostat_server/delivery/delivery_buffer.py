@@ -166,19 +166,19 @@ class DeliveryBuffer(Holder):
         return Cost.ROWS if dropping else Cost.REQUEST
 
     @property
-    def held(self) -> int:
+    def freeable(self) -> int:
         """Bytes that `give_up` can free."""
-        return max(0, self.total.weight - self.leaving)
+        return max(0, self.total.weight - self.spilling)
 
     @property
-    def leaving(self) -> int:
+    def spilling(self) -> int:
         """Bytes that are being written to the disk, with the memory of their batches."""
         if self.spill is None or not self.used:
             return 0
-        return self.total.weight * self.leaving_rows // self.used
+        return self.total.weight * self.spilling_rows // self.used
 
     @property
-    def leaving_rows(self) -> int:
+    def spilling_rows(self) -> int:
         """Bytes of rows that are being written to the disk."""
         return self.spill.excess if self.spill else 0
 

@@ -4,8 +4,8 @@ Why together
     A watch may read hundreds of requests. Everything that changes in an iteration of the event loop
     goes into one message, and so does what changes while a message is on its way.
 
-Invariants: there is one message at a time. What was said last of a sample counts. A sample that the
-engine could not hold fails, so it never runs on unwatched.
+Invariants: there is one message at a time. The last call of `set` for a sample wins. A sample that
+the engine could not hold fails, so it never runs on unwatched.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class HeldSamples:
 
         Args:
             plan_ids: the ids of their plans.
-            fail: ends their request, if the engine cannot be told.
+            fail: ends their request if the message cannot be sent.
             held: whether they are held; False: they go on.
         """
         self._waiting.update((plan_id, _Waiting(held, fail)) for plan_id in plan_ids)

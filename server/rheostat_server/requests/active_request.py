@@ -358,7 +358,7 @@ class ActiveRequest:
             self.close_outputs()
         else:
             self.outputs.close(
-                self._reasons(), but={attachment.feed for attachment in self.attachments}
+                self._reasons(), excluding={attachment.feed for attachment in self.attachments}
             )
 
     def close_outputs(self) -> None:
@@ -377,7 +377,7 @@ class ActiveRequest:
         Subscriptions that have announced the request to their clients report its end instead.
         """
         announced = {attachment.feed for attachment in self.attachments if attachment.named}
-        self.outputs.abandon(error, but=announced)
+        self.outputs.abandon(error, excluding=announced)
         self.close_outputs()
 
     def notify(self, notice: Notice) -> None:
@@ -576,12 +576,12 @@ class ActiveRequest:
         for delta in hold.stop(fired.row, by, drop_sampled=stop.drop_sampled):
             self._accept(sequence, delta)
         if stop.all_samples:
-            self.stop(by, but=sequence)
+            self.stop(by, excluding=sequence)
 
-    def stop(self, by: StoppedBy, but: EngineSequence | None = None) -> None:
-        """Ends the samples that run, `but` one, with the tokens that they have sent."""
+    def stop(self, by: StoppedBy, excluding: EngineSequence | None = None) -> None:
+        """Ends the samples that run with the tokens that they have sent, except `excluding`."""
         for sequence in self.own_samples:
-            if sequence is but or sequence.ended:
+            if sequence is excluding or sequence.ended:
                 continue
             if sequence.token_hold is not None:
                 sequence.token_hold.drop()

@@ -1,7 +1,7 @@
 """The watches that hold a request, because their readers are gone (`WATCH_LOST_HOLD`).
 
-Invariant: while a watch holds the request, its samples do not go on in the engine, none begins, and
-no token is released, neither those that the engine was computing when the hold began.
+Invariant: while a watch holds the request, its samples do not go on in the engine, and no sample
+begins. No token is released, not even those that the engine was computing when the hold began.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def hold_tokens(
         samples: the request's own samples.
         admitted: the request.
         stops: whether a rule may stop a sample.
-        count: is called with the bytes that are held in addition, or with a negative number.
+        count: is called with the number of bytes that wait in addition; negative if fewer wait.
     """
     held = any(part.watch.holds_if_lost for part in admitted.watch_parts)
     if not stops and not held and not admitted.hold_back:

@@ -81,11 +81,11 @@ class RequestOutputs:
         self,
         reasons: Sequence[types_pb2.FinishReason.ValueType],
         *,
-        but: Collection[RowFeed] = frozenset(),
+        excluding: Collection[RowFeed] = frozenset(),
     ) -> None:
-        """Closes all feeds `but` some. Each sends its end after its rows."""
+        """Closes all feeds except those in `excluding`. Each sends its end after its rows."""
         for feed in self._each():
-            if feed not in but:
+            if feed not in excluding:
                 feed.close(reasons)
 
     async def written(self) -> None:
@@ -104,13 +104,18 @@ class RequestOutputs:
         if self._writers:
             await asyncio.wait([writer.task for writer in self._writers])
 
-    def abandon(self, error: RheostatError, *, but: Collection[RowFeed] = frozenset()) -> None:
-        """Discards all feeds `but` some, because the request does not start. Sinks keep nothing."""
+    def abandon(
+        self, error: RheostatError, *, excluding: Collection[RowFeed] = frozenset()
+    ) -> None:
+        """Discards all feeds except those in `excluding`, because the request does not start.
+
+        Sinks keep nothing.
+        """
         self.drop_runs()
         for writer in self._writers:
             writer.overflow(error)
         for feed in self._each():
-            if feed not in but:
+            if feed not in excluding:
                 feed.discard()
 
     def keep_runs(self) -> dict[int, str]:

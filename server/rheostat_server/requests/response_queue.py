@@ -211,7 +211,7 @@ class ResponseQueue(Holder):
         return Cost.REQUEST
 
     @property
-    def held(self) -> int:
+    def freeable(self) -> int:
         """Bytes of the tokens that wait."""
         return self.byte_counter.token_bytes
 

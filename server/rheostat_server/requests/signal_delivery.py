@@ -1,8 +1,8 @@
-"""Announces requests to watches, and delivers the signals of a step to both.
+"""Announces requests to watches, and delivers the signals of a step to requests and watches.
 
-Why there is a step, and not a request, at the root
-    A step of hundreds of requests has one row for each. So a request costs a few dictionary
-    lookups, and a watch a few numpy calls for all its requests.
+Why the signals of a step are delivered together
+    A step of hundreds of requests has one row for each. Delivered together, a request costs a few
+    dictionary lookups, and a watch a few numpy calls for all its requests.
 """
 
 from collections.abc import Mapping

@@ -149,14 +149,14 @@ class RequestSignals(Holder):
         return Cost.ROWS
 
     @property
-    def held(self) -> int:
+    def freeable(self) -> int:
         """Bytes of the signals that wait."""
         return self._byte_counter.token_bytes
 
     def give_up(self, size: int, why: str) -> None:
         """Drops the oldest waiting signals of the samples that hold most."""
-        target = self.held - size
-        while self.held > target:
+        target = self.freeable - size
+        while self.freeable > target:
             sample = max(self._samples, key=lambda sample: len(sample.chunks))
             if not sample.chunks:
                 return

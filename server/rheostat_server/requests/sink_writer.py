@@ -120,12 +120,12 @@ class SinkWriter(Holder):
         return Cost.TIME
 
     @property
-    def held(self) -> int:
+    def freeable(self) -> int:
         """Bytes that it can be asked to move to its disk."""
         return self._memory.bytes - self._flushing
 
     @property
-    def leaving(self) -> int:
+    def spilling(self) -> int:
         """Bytes that it was asked to move there."""
         return self._flushing
 
@@ -133,7 +133,7 @@ class SinkWriter(Holder):
         """Moves the rows in memory to the disk; fails if the disks are too slow for that."""
         self._flushing = self._memory.bytes
         self._buffer.news.set()
-        if self._share.too_much_leaves:
+        if self._share.spills_too_much:
             self._end(
                 CaptureOverflow(
                     f"captured rows came faster than the server's sinks could write them: {why}. "

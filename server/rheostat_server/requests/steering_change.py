@@ -1,4 +1,4 @@
-"""What a session or a watch asks to change of a running request, and what carries it out."""
+"""A change of a running request's steering that its session or a watch asks for."""
 
 import asyncio
 from collections.abc import Callable, Iterable

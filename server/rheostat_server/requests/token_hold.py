@@ -5,7 +5,7 @@ Why
     sent, but the engine goes on, and its tokens and signals reach the server on different ways.
 Rule
     With P prompt tokens, token i of a sample was sampled from the row at position P + i - 1. It is
-    released once the signals up to this position have come and no rule has fired up to there.
+    released once the signals up to this position have come, unless a rule has fired up to there.
 Consequence
     Tokens are released in order. Nothing of a token that is not released leaves this object: no
     id, text, log-probability, captured row or count. Text may lag behind its token, but never comes
@@ -43,7 +43,7 @@ class TokenHold:
             prompt_len: P.
             watched: whether tokens wait for signals.
             hold_back: the newest tokens that wait in any case while the sample runs.
-            count: is called with the bytes that are held in addition, or with a negative number.
+            count: is called with the number of bytes that wait in addition; negative if fewer wait.
         """
         self.ended = False
         """Whether the last delta was released. Later deltas are ignored."""
@@ -80,7 +80,7 @@ class TokenHold:
         return self._release()
 
     def advance(self, known: int) -> list[Delta]:
-        """Takes note that the signals before position `known` have come; returns what is released.
+        """Notes that the signals before position `known` have come; returns what is released.
 
         To be called after `stop`, if a rule has fired before this position.
         """
@@ -88,7 +88,7 @@ class TokenHold:
         return self._release()
 
     def no_more_signals(self) -> None:
-        """Takes note that all signals have come."""
+        """Notes that all signals have come."""
         self._no_signals = True
 
     def stop(self, row: int, by: StoppedBy, *, drop_sampled: bool) -> list[Delta]:

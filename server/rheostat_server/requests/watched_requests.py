@@ -1,4 +1,7 @@
-"""The running requests that watches read: watches name, stop, hold and steer them."""
+"""What watches do to the running requests that they read: they stop, hold and steer them.
+
+A watch also reports to its client the requests that it selects but does not read, and why.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -35,7 +38,7 @@ class WatchedRequests:
         watches.go_on = self._go_on_all
 
     def announce_running(self, watch: Watch) -> None:
-        """Names the requests that a new watch selects, and that began before it."""
+        """Reports to a new watch the requests that it selects, and that began before it."""
         watch.missed = [
             MissedRequest(request_id, "it began before the watch")
             for request_id, active in self._active_requests.items()
@@ -43,7 +46,7 @@ class WatchedRequests:
         ][:MISSED_REQUESTS]
 
     def announce_late(self, admitted: AdmittedRequest) -> None:
-        """Names a request to the watches that were opened while it was admitted.
+        """Reports a request to watches that were opened while it was admitted, and do not read it.
 
         Raises:
             WatchLost: a lost watch selects it, whose requests are refused.
@@ -55,7 +58,7 @@ class WatchedRequests:
                     watch.miss(admitted.request_id, "its admission began before the watch")
 
     def pass_over(self, request_id: str, why: str) -> None:
-        """Names work to the watches that select it and do not read it.
+        """Reports to watches that something which they select is not read, and why.
 
         Raises:
             WatchLost: a lost watch selects it, whose requests are refused.

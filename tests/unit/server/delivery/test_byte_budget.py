@@ -16,7 +16,7 @@ class Waiting:
 
     share: Share
     cost: Cost = Cost.ROWS
-    leaving: int = 0
+    spilling: int = 0
 
     gave: list[int] = field(default_factory=list)
     why: str = ""
@@ -26,25 +26,25 @@ class Waiting:
         self.share.add(self)
 
     @property
-    def leaving_rows(self) -> int:
-        return self.leaving
+    def spilling_rows(self) -> int:
+        return self.spilling
 
     @property
-    def held(self) -> int:
-        return self.byte_counter.bytes - self.leaving
+    def freeable(self) -> int:
+        return self.byte_counter.bytes - self.spilling
 
     def put(self, size: int) -> None:
         self.byte_counter.add(size)
         self.share.check()
 
     def give_up(self, size: int, why: str) -> None:
-        assert 0 < size <= self.held
+        assert 0 < size <= self.freeable
         self.gave.append(size)
         self.why = why
         if self.cost is Cost.TIME:
-            self.leaving += size
+            self.spilling += size
         else:
-            self.byte_counter.add(-(self.held if self.cost is Cost.REQUEST else size))
+            self.byte_counter.add(-(self.freeable if self.cost is Cost.REQUEST else size))
 
 
 def budget(limit: int = 16 * MIB, request: int = 100 * MIB) -> Budget:
@@ -58,7 +58,7 @@ def test_one_request_has_one_limit_however_its_bytes_are_divided() -> None:
         for one in some:
             one.put(MIB // 4)
             assert share.used <= 4 * MIB
-    assert all(abs(one.held - 4 * MIB // 3) <= MIB // 2 for one in some)
+    assert all(abs(one.freeable - 4 * MIB // 3) <= MIB // 2 for one in some)
     assert "--request-buffer-mib" in some[0].why
 
 
@@ -68,13 +68,13 @@ def test_what_is_cheap_gives_way_before_the_request_fails() -> None:
     for one in (fails, drops, spills):
         one.put(MIB)
     fails.put(2 * MIB)
-    assert (spills.leaving, drops.gave, fails.gave) == (MIB, [], [])
+    assert (spills.spilling, drops.gave, fails.gave) == (MIB, [], [])
     spills.byte_counter.add(-MIB)
-    spills.leaving = 0
+    spills.spilling = 0
     fails.put(MIB)
-    assert (drops.held, fails.held) == (0, 4 * MIB)
+    assert (drops.freeable, fails.freeable) == (0, 4 * MIB)
     fails.put(1)
-    assert (fails.held, share.used) == (0, 0)
+    assert (fails.freeable, share.used) == (0, 0)
 
 
 def test_the_largest_gives_way_for_all_together() -> None:
@@ -96,7 +96,7 @@ def test_a_failing_one_spares_those_that_hold_less() -> None:
     small.put(MIB)
     drops.put(7 * MIB)
     fails.put(9 * MIB)
-    assert (fails.held, drops.held, small.held) == (0, 7 * MIB, MIB)
+    assert (fails.freeable, drops.freeable, small.freeable) == (0, 7 * MIB, MIB)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -114,7 +114,7 @@ def test_who_holds_no_more_than_an_equal_share_loses_nothing(seed: int) -> None:
         one = some[number]
         size = rng.randrange(1, MIB // 4)
         if number in modest:
-            size = min(size, equal - one.held)
+            size = min(size, equal - one.freeable)
         if size:
             one.put(size)
         assert whole.used <= 16 * MIB
@@ -127,11 +127,11 @@ def test_what_is_on_its_way_to_a_disk_is_not_asked_for_again() -> None:
     spills, drops = (Waiting(whole.share(), cost) for cost in (Cost.TIME, Cost.ROWS))
     drops.put(MIB)
     spills.put(16 * MIB)
-    assert spills.leaving == 2 * MIB
+    assert spills.spilling == 2 * MIB
     drops.put(MIB)
     assert (len(spills.gave), drops.gave) == (1, [])
-    assert whole.leaving > whole.slack
-    assert spills.share.too_much_leaves
+    assert whole.spilling > whole.slack
+    assert spills.share.spills_too_much
 
 
 def test_small_batches_weigh_more_than_their_rows() -> None:
@@ -154,26 +154,26 @@ def test_a_request_that_has_ended_is_asked_for_nothing() -> None:
 
 
 def test_tokens_that_come_while_rows_go_to_disk_look_through_no_other_request() -> None:
-    """The test counts reads of `leaving` of other requests."""
+    """The test counts reads of `spilling` of other requests."""
     looks = 0
 
     class Counted(Waiting):
         @property
-        def leaving(self) -> int:
+        def spilling(self) -> int:
             nonlocal looks
             looks += 1
-            return self._leaving
+            return self._spilling
 
-        @leaving.setter
-        def leaving(self, size: int) -> None:
-            self._leaving = size
+        @spilling.setter
+        def spilling(self, size: int) -> None:
+            self._spilling = size
 
     whole = budget(limit=4 * MIB)
     others = [Counted(whole.share(), Cost.TIME) for _ in range(200)]
     for one in others:
         one.put(MIB // 32)
     assert whole.used > whole.limit  # the rest is on its way to a disk
-    assert whole.leaving > 0
+    assert whole.spilling > 0
     share = whole.share()
     byte_counter, looks = ByteCounter(share.byte_counter), 0
     for _ in range(1000):
@@ -189,13 +189,13 @@ def test_rows_that_must_go_to_a_disk_count_as_freed_at_once() -> None:
     class Asking(Waiting):
         def give_up(self, size: int, why: str) -> None:
             super().give_up(size, why)
-            answers.append(self.share.too_much_leaves)
+            answers.append(self.share.spills_too_much)
 
     whole = budget(limit=4 * MIB)
     large, other = Asking(whole.share(), Cost.TIME), Waiting(whole.share())
     large.put(3 * MIB)
     other.put(2 * MIB)
-    assert large.leaving > whole.slack
+    assert large.spilling > whole.slack
     assert answers == [True]
 
 
@@ -207,9 +207,9 @@ def test_what_is_on_its_way_is_counted_exactly_whoever_comes_and_goes(seed: int)
     for _ in range(400):
         one = rng.choice(some)
         match rng.randrange(6):
-            case 0 if one.leaving:  # the disk has some of it
-                done = rng.randrange(one.leaving + 1)
-                one.leaving -= done
+            case 0 if one.spilling:  # the disk has some of it
+                done = rng.randrange(one.spilling + 1)
+                one.spilling -= done
                 one.byte_counter.add(-done)
             case 1:
                 one.share.close()
@@ -221,4 +221,4 @@ def test_what_is_on_its_way_is_counted_exactly_whoever_comes_and_goes(seed: int)
                 one.share.check()
             case _:
                 one.put(rng.randrange(MIB // 4))
-        assert whole.leaving == sum(other.leaving for other in some)
+        assert whole.spilling == sum(other.spilling for other in some)

@@ -305,7 +305,7 @@ async def test_what_a_failed_request_held_is_free_though_nobody_reads(starter) -
         )
         await unread.read()
         active = running.manager._active_requests["a"]
-        await until(lambda: active.queue.held > 4 * UNCOUNTED)
+        await until(lambda: active.queue.freeable > 4 * UNCOUNTED)
         active.fail(Defect("it fails"))
         await until(lambda: active.sequences[0].released.is_set())
         other = request(steer=[add(scale=2.0)], when_full=generation_service_pb2.WHEN_FULL_REFUSE)
@@ -324,7 +324,7 @@ async def test_sinks_of_a_failed_request_end_though_nobody_reads(starter, monkey
         )
         await unread.read()
         active = running.manager._active_requests["a"]
-        await until(lambda: active.queue.held > UNCOUNTED and "write" in Slow.made.calls)
+        await until(lambda: active.queue.freeable > UNCOUNTED and "write" in Slow.made.calls)
         active.fail(Defect("it fails"))
         await until(lambda: "finish" in Slow.made.calls)
         assert (await refusal_of(unread)).message == "it fails"
@@ -336,7 +336,7 @@ async def test_a_request_that_has_failed_ends_though_its_tokens_give_way(starter
 
     async def pace(number: int) -> None:
         active = running.manager._active_requests["a"]
-        await until(lambda: active.queue.held > 0)
+        await until(lambda: active.queue.freeable > 0)
         active.fail(Defect("it fails"))
         active.share.give_up(active.share.held, "the memory of all is full")
 
