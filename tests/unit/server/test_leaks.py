@@ -195,7 +195,7 @@ async def idle(running: Running) -> None:
     )
     manager = running.manager
     assert manager.ledger.requests == manager.store.pins == 0
-    assert manager.budget.used == manager.budget.leaving == 0
+    assert manager.budget.used == manager.budget.spilling == 0
     assert {resource: manager.ledger.used(resource) for resource in RESOURCES} == dict.fromkeys(
         RESOURCES, 0
     )

@@ -223,7 +223,7 @@ class BuiltTables:
         """Builds a table, slice by slice."""
         table = built.table
         for gate in table.signalled_gates:
-            self._with_space(partial(self._bank.programs.hold_gate, gate))
+            self._with_space(partial(self._bank.programs.use_gate, gate))
             built.gates.append(gate)
         if not table.sets and table.plan_cost <= min(SMALL_PLAN_COST, self._slice_cost):
             self._build_at_once(built)
@@ -308,7 +308,7 @@ class BuiltTables:
         for direction in (step.direction for program in programs for step in program):
             if len(direction) < 2:
                 continue
-            self._with_space(partial(table.hold, direction, basis))
+            self._with_space(partial(table.use_direction, direction, basis))
             built.directions.append(direction)
             spent += direction_cost(len(direction) - 1)
             if spent >= self._slice_cost:
@@ -344,7 +344,7 @@ class BuiltTables:
         built.slots = []
         self._release_parts(built)
         for gate in built.gates:
-            self._bank.programs.let_go_gate(gate)
+            self._bank.programs.release_gate(gate)
         built.gates = []
         for sets in built.rules:
             self._rules.release(sets)
@@ -358,7 +358,7 @@ class BuiltTables:
             self._bank.programs.release(program)
         directions, built.directions = built.directions, []
         for direction in directions:
-            self._bank.programs.let_go(direction)
+            self._bank.programs.release_direction(direction)
 
 
 def _no_variants() -> Int32:

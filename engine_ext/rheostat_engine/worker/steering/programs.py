@@ -187,14 +187,14 @@ class Programs:
         entry.users -= 1
         if entry.users == 0:
             del self._entries[program]
-            self._let_go(program)
+            self._release_steps(program)
             self._free_steps.extend(entry.chain)
 
     def basis(self, vectors: Vectors) -> Basis:
-        """An empty basis of vectors, for `hold`."""
+        """An empty basis of vectors, for `use_direction`."""
         return Basis(vectors, self.directions.shape[1])
 
-    def hold(self, direction: Direction, basis: Basis) -> None:
+    def use_direction(self, direction: Direction, basis: Basis) -> None:
         """Adds a use of a direction, and makes it if it does not exist yet.
 
         Called before a program needs the direction, so that its cost is spread over slices.
@@ -204,11 +204,11 @@ class Programs:
         """
         self._take_direction(direction, basis)
 
-    def let_go(self, direction: Direction) -> None:
+    def release_direction(self, direction: Direction) -> None:
         """Ends one use of a direction."""
         self._direction_numbers.give(direction)
 
-    def hold_gate(self, gate: Gate) -> None:
+    def use_gate(self, gate: Gate) -> None:
         """Adds a use of a gate that need not multiply any act.
 
         Raises:
@@ -216,7 +216,7 @@ class Programs:
         """
         self._take_gate(gate)
 
-    def let_go_gate(self, gate: Gate) -> None:
+    def release_gate(self, gate: Gate) -> None:
         """Ends one use of a gate."""
         self._gate_numbers.give(gate)
 
@@ -285,7 +285,7 @@ class Programs:
                 floats.append(_floats(step, basis))
                 numbers.append(self._take(step, basis))
         except BankError:
-            self._let_go(program[: len(numbers)])
+            self._release_steps(program[: len(numbers)])
             raise
         chain = tuple(self._free_steps.pop() for _ in program)
         lines = zip(program, numbers, (*chain[1:], 0), strict=True)
@@ -355,7 +355,7 @@ class Programs:
         if not self._zeros[key]:
             del self._zeros[key]
 
-    def _let_go(self, taken: Sequence[Step]) -> None:
+    def _release_steps(self, taken: Sequence[Step]) -> None:
         for step in taken:
             for key in step.rows:
                 self._give_row(key)

@@ -338,7 +338,7 @@ async def test_a_request_that_has_failed_ends_though_its_tokens_give_way(starter
         active = running.manager._active_requests["a"]
         await until(lambda: active.queue.freeable > 0)
         active.fail(Defect("it fails"))
-        active.share.give_up(active.share.held, "the memory of all is full")
+        active.share.give_up(active.share.freeable, "the memory of all is full")
 
     with pytest.raises(Defect, match="it fails"):
         async with asyncio.timeout(10):
