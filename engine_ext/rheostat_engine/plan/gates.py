@@ -225,6 +225,9 @@ class Signals(NamedTuple):
     """Gates that need not multiply any act. Their numbers follow those of the acts' gates."""
     openness: bool = False
     """Whether the openness of every gate of the plan is sent."""
+    kept: tuple[Gate, ...] = ()
+    """Of an update: the gates of the request, in their order, whose states it keeps. They are the
+    first gates of the plan, whether or not acts have them."""
 
     @property
     def any(self) -> bool:

@@ -110,8 +110,9 @@ class PackedActs:
 
     @cached_property
     def gate_states(self) -> int:
-        """The states of gates that each sample needs."""
-        return 0 if self.table is None else sum(map(states_of, self.table.gates))
+        """The states of gates that each sample needs, without those that it keeps."""
+        gates = () if self.table is None else self.table.gates[len(self.signals.kept) :]
+        return sum(map(states_of, gates))
 
     @property
     def plan_cost(self) -> int:

@@ -106,12 +106,12 @@ class SteeringTable:
     @cached_property
     def gates(self) -> tuple[Gate, ...]:
         """The distinct gates, by their number in the plan."""
-        return gates_of([*(act.gate for act in self.acts), *self.signals.gates])
+        return _gates_of(self.acts, self.signals)
 
     @property
     def signalled_gates(self) -> tuple[Gate, ...]:
         """The gates that are computed even where they multiply no act."""
-        return self.gates if self.signals.openness else ()
+        return self.gates if self.signals.openness else self.signals.kept
 
     @cached_property
     def columns(self) -> int:
@@ -250,7 +250,7 @@ def steering_table(acts: tuple[Act, ...], signals: Signals = NO_SIGNALS) -> Stee
     """
     if not acts:
         return None
-    gates = len(gates_of([*(act.gate for act in acts), *signals.gates]))
+    gates = len(_gates_of(acts, signals))
     if gates > MAX_GATES:
         raise ValueError(f"{gates} different gates; at most {MAX_GATES} are allowed")
     sets = tuple(sorted({condition.tokens for act in acts for condition in act.conditions}))
@@ -273,6 +273,10 @@ def steering_table(acts: tuple[Act, ...], signals: Signals = NO_SIGNALS) -> Stee
     packed = tuple(np.array(tokens, "<i4").tobytes() for tokens in sets)
     table = SteeringTable(bare, tuple(clauses), packed, intervals, signals)
     return _affordable(table, MAX_PLAN_COST)
+
+
+def _gates_of(acts: tuple[Act, ...], signals: Signals) -> tuple[Gate, ...]:
+    return gates_of([*signals.kept, *(act.gate for act in acts), *signals.gates])
 
 
 def capture_table(captures: tuple[Capture, ...]) -> CaptureTable | None:

@@ -64,7 +64,7 @@ class _Steering(msgspec.Struct):
     intervals: _Intervals
     sets: tuple[bytes, ...] = ()
     gates: tuple[Gate, ...] = ()
-    signals: tuple[_Number, tuple[_Number, ...], bool] = (0, (), False)
+    signals: tuple[_Number, tuple[_Number, ...], bool, _Number] = (0, (), False, 0)
 
 
 class _Encoding(msgspec.Struct):
@@ -107,7 +107,8 @@ def steering_to(table: SteeringTable) -> bytes:
     clauses = tuple((clause.act, clause.tokens, clause.among) for clause in table.clauses)
     intervals = _intervals_to(table.intervals)
     numbers = tuple(map(table.gates.index, table.signals.gates))
-    signals = table.signals.readings, numbers, table.signals.openness
+    kept = len(table.signals.kept)
+    signals = table.signals.readings, numbers, table.signals.openness, kept
     return msgspec.msgpack.encode(
         _Steering(tuple(acts), clauses, intervals, table.sets, table.gates, signals)
     )
@@ -130,10 +131,11 @@ def steering_from(wire: bytes) -> SteeringTable:
         _check(act)
     if len(gates) > MAX_GATES:
         raise ValueError(f"this is no plan: it has more than {MAX_GATES} gates")
-    readings, numbers, openness = plain.signals
-    if readings > MAX_COLUMNS or any(number >= len(gates) for number in numbers):
+    readings, numbers, openness, kept = plain.signals
+    if readings > MAX_COLUMNS or any(number >= len(gates) for number in (*numbers, kept - 1)):
         raise ValueError("this is no plan: its signals name a reading or a gate that is missing")
-    signals = Signals(readings, tuple(gates[number] for number in numbers), openness)
+    signalled = tuple(gates[number] for number in numbers)
+    signals = Signals(readings, signalled, openness, gates[:kept])
     clauses = tuple(Clause(*fields) for fields in plain.clauses)
     for clause in clauses:
         if clause.act >= len(acts):

@@ -166,7 +166,8 @@ class AdmittedRequest:
     work: int
     """Bytes that `offload` counts for each pass over the request and its plan."""
     read_count: int
-    """Number of the plan's acts that read, which follow those of the interventions."""
+    """Number of the plan's acts that read, which follow those of the interventions. It is the same
+    in each update of its steering."""
     signals: SignalPlan | None = None
     """What is done with the signals of its own samples; None if it has none."""
     rule_names: tuple[str, ...] = ()
@@ -193,11 +194,6 @@ class AdmittedRequest:
     def outlives_controller(self) -> bool:
         """Whether it goes on if its controller is disabled."""
         return self.controlled is not None and self.controlled.goes_on
-
-    @property
-    def updated_read_count(self) -> int:
-        """The same for the plan of each update of its steering."""
-        return 0 if self.signals is None else sum(len(probe.acts) for probe in self.signals.probes)
 
     @property
     def prompt_len(self) -> int:
@@ -518,7 +514,7 @@ def _compile(
     rules = (*rules, *policy_rules, *(rule for part in watches for rule in part.rules))
     read = (*always_read, *probes, *watched)
     plan, vectors = compile_plan("", interventions, captures, read, rules)
-    signals = signal_plan(plan, own, probes, rules, watched)
+    signals = signal_plan(plan, own, probes, rules)
     needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)
     every = tuple(needed.values())
     return CompiledRequest(

@@ -9,7 +9,16 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from rheostat_engine import MAX_COLUMNS, MAX_PLAN_COST, NO_SIGNALS, Act, Plan, PlanTooLarge
+from rheostat_engine import (
+    MAX_COLUMNS,
+    MAX_PLAN_COST,
+    NO_SIGNALS,
+    Act,
+    Kind,
+    Plan,
+    PlanTooLarge,
+    Signals,
+)
 from rheostat_server import validation
 from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
@@ -41,14 +50,38 @@ class Compiled(NamedTuple):
     """Every vector that the plan needs, each once."""
 
 
+class GoingOn(NamedTuple):
+    """What of a running request reads and decides on, whatever is steered beside it."""
+
+    reads: tuple[Act, ...] = ()
+    signals: Signals = NO_SIGNALS
+
+    @classmethod
+    def of(cls, plan: Plan) -> "GoingOn":
+        """All that reads in a packed plan, and its gates with their states."""
+        table = plan.packed_acts.table
+        gates = () if table is None else table.gates
+        reads = tuple(act for act in plan.acts if act.kind is Kind.READ)
+        return cls(reads, plan.signals._replace(kept=gates))
+
+
 def compile_plan(
     request_id: str,
     interventions: Sequence[Intervention],
     captures: Sequence[ResolvedCapture],
     probes: Collection[Probe] = (),
     rules: Sequence[Rule] = (),
+    going_on: GoingOn | None = None,
 ) -> Compiled:
     """Compiles interventions, in their order, then probes, captures, and rules to a plan.
+
+    Args:
+        request_id: the id of the plan.
+        interventions: in order.
+        captures: in order.
+        probes: all that read.
+        rules: the rules that read them.
+        going_on: of an update, what reads and decides already, in place of probes and rules.
 
     Raises:
         InvalidValue: no engine can run it.
@@ -64,8 +97,10 @@ def compile_plan(
             if intervention.origin != receipt_pb2.ORIGIN_GLOBAL:
                 own += intervention.acts
     reads = tuple(act for probe in probes for act in probe.acts)
-    vectors |= {probe.vector.digest: probe.vector for probe in probes if probe.acts}
     signals = signals_of(interventions, probes, rules) if probes else NO_SIGNALS
+    if going_on is not None:
+        reads, signals = going_on
+    vectors |= {probe.vector.digest: probe.vector for probe in probes if probe.acts}
     plan = Plan(request_id, (*acts, *reads), engine_captures(captures), signals=signals)
     try:
         plan = plan.pack()

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from rheostat_engine import Plan
 from rheostat_server.admission.admit import AdmissionContext, any_needs_text
 from rheostat_server.admission.estimates import estimate_steering
-from rheostat_server.admission.planning import check_ranges, compile_plan
+from rheostat_server.admission.planning import GoingOn, check_ranges, compile_plan
 from rheostat_server.errors import NotSupported
 from rheostat_server.selectors.selection import SelectionContext
-from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import Intervention, check_sums, resolve_steering
+from rheostat_server.steering.rules import refuse_gained_sums
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector, VectorView
@@ -26,8 +26,8 @@ class Kept(NamedTuple):
     """The interventions before those of the update: server-wide ones first."""
     after: tuple[Intervention, ...] = ()
     """The interventions behind them."""
-    probes: tuple[Probe, ...] = ()
-    """The probes that go on reading."""
+    going_on: GoingOn = GoingOn()
+    """The probes and gates of the request."""
     work: int = 0
     """Bytes that `offload` counts for each pass over all of these."""
 
@@ -76,12 +76,6 @@ async def compile_update(
     Raises:
         InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be applied.
     """
-    if any(intervention.gate is not None for intervention in (*kept.before, *kept.after)):
-        raise NotSupported(
-            "steering of this request that stays, its own or server-wide, has gates, which the "
-            "change would decide anew: send the steering with the request",
-            field="steering",
-        )
     check_ranges(steering)
     if context.prompt.text is None and await offload(
         steering.ByteSize(), any_needs_text, [steering], (), ()
@@ -114,5 +108,10 @@ def _compile_update(
     )
     interventions = (*kept.before, *own, *kept.after)
     check_sums(interventions, FloatType(admission.sites.dtype))
-    plan, needed = compile_plan("", interventions, (), kept.probes)
+    try:
+        refuse_gained_sums(interventions)
+    except NotSupported as error:
+        error.field = "steering"
+        raise
+    plan, needed = compile_plan("", interventions, (), going_on=kept.going_on)
     return CompiledUpdate(own, interventions, plan, needed, work)

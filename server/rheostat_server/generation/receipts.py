@@ -205,7 +205,7 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
             continue
         doses = _by_act(sample.released.doses)
         index = 0
-        for acting, changed, start, end in _periods(admitted, sample):
+        for acting, start, end in _periods(admitted, sample):
             for intervention in acting:
                 record = records.get(_key(intervention))
                 if record is None:
@@ -216,7 +216,7 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
                     part = _Part(sample, sample.released, intervention, sites, start, end)
                     record.parts.append(part)
                     index += len(intervention.acts)
-            index += admitted.updated_read_count if changed else admitted.read_count
+            index += admitted.read_count
     return list(records.values())
 
 
@@ -252,8 +252,6 @@ class _Period(NamedTuple):
     """The interventions that acted on a range of positions of a sample."""
 
     acting: Sequence[Intervention]
-    changed: bool
-    """Whether the sample's steering has been changed before."""
     start: int
     end: int
 
@@ -261,10 +259,10 @@ class _Period(NamedTuple):
 def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
     """The periods of a sample, in the order of the acts in its last plan."""
     ends = [change.first for change in sample.steering_changes]
-    yield _Period(admitted.interventions, False, 0, min(ends, default=OPEN_END))
+    yield _Period(admitted.interventions, 0, min(ends, default=OPEN_END))
     for index, change in enumerate(sample.steering_changes):
         end = min(ends[index + 1 :], default=OPEN_END)
-        yield _Period(change.interventions, True, change.first, end)
+        yield _Period(change.interventions, change.first, end)
 
 
 def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from rheostat_engine import Plan
 from rheostat_server.admission.admit import AdmissionContext
-from rheostat_server.admission.planning import check_affordable
+from rheostat_server.admission.planning import GoingOn, check_affordable
 from rheostat_server.admission.updates import Kept, Replacing, compile_update
 from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
 from rheostat_server.engine.gain_updates import GainUpdates
@@ -106,8 +106,13 @@ class SteeringControl:
             for intervention in every
             if intervention.origin == receipt_pb2.ORIGIN_GLOBAL
         )
-        self._own = _Part(every[len(self._server_wide) :], self._admitted.work)
+        others = every[len(self._server_wide) :]
+        own = tuple(intervention for intervention in others if intervention.own)
+        self._own = _Part(own, self._admitted.work)
         """The request's own interventions that are in force."""
+        self._ruled = _Part(others[len(own) :], self._admitted.work)
+        """What its rules steer, and those of watches. It stays."""
+        self._going_on = GoingOn.of(self._admitted.plan)
         self._layers: dict[str, _Part] = {}
         """The layers of watches, which act in the order of their first changes."""
         self._spent = 0
@@ -277,14 +282,14 @@ class SteeringControl:
         """Checks that steering can be replaced now.
 
         Raises:
-            NotSupported: gates, rules or gains would be lost.
+            NotSupported: gains would be lost.
             InvalidValue: too much was replaced already.
         """
         signals = self._admitted.signals
-        if signals is not None and (signals.rules or signals.gates):
+        if not change.layer and signals and any(rule.gains for rule in signals.rules):
             raise NotSupported(
-                "the steering of a request with rules, or with signals of gates, can't be updated: "
-                "send the request anew",
+                "a rule multiplies the steering of this request, its own, the server's or that of "
+                "a watch, and would not multiply other steering: send the request anew",
                 field="steering",
             )
         if change.layer and self._gains.multiply:
@@ -300,18 +305,16 @@ class SteeringControl:
 
     def _kept(self, watch: str) -> Kept:
         """What stays when the layer of a watch, or the request's own steering, is replaced."""
-        signals = self._admitted.signals
-        probes = () if signals is None else signals.probes
         before = [_Part(self._server_wide)]
-        after = list(self._layers.values())
+        after = [self._ruled, *self._layers.values()]
         if watch:
-            place = [*self._layers, watch].index(watch)
+            place = 1 + [*self._layers, watch].index(watch)
             before += [self._own, *after[:place]]
             after = after[place + 1 :]
         return Kept(
             tuple(intervention for part in before for intervention in part.interventions),
             tuple(intervention for part in after for intervention in part.interventions),
-            probes,
+            self._going_on,
             sum(part.work for part in (*before, *after)),
         )
 

@@ -349,8 +349,6 @@ class SignalPlan:
     """[rules]: the numbers of their gates."""
     table: monitor_pb2.SignalTable
     """What the columns are."""
-    probes: tuple[Probe, ...]
-    """The probes whose readings the server gets, also those of watches."""
 
     @property
     def own_rules(self) -> int:
@@ -383,7 +381,6 @@ def signal_plan(
     interventions: Sequence[Intervention],
     probes: Collection[Probe],
     rules: Sequence[Rule],
-    watched: Collection[Probe] = (),
 ) -> SignalPlan | None:
     """What is done with the signals of a packed plan; None if there are none.
 
@@ -392,7 +389,6 @@ def signal_plan(
         interventions: those of the request.
         probes: its own probes, in order.
         rules: its own rules, in order, then those of the policy, then those of watches.
-        watched: the probes of watches.
     """
     if not plan.signals.any:
         return None
@@ -419,5 +415,4 @@ def signal_plan(
         tuple(acting),
         np.array([number[rule.gate] for rule in acting], np.intp),
         message,
-        tuple(probe for probe in (*probes, *watched) if probe.signals),
     )

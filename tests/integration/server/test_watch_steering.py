@@ -18,7 +18,8 @@ from ..engine.reference import HfReference
 from .conftest import Server
 from .naive import OPS, Placed, everywhere
 from .test_gains import OPTIONS, PROMPT, Gains, check, check_sample, multiplied, schedule, where
-from .test_gates import probe
+from .test_gates import ACT, EVERY_LAYER, LATE, LAYERS, MOOD, PUSH, READ, probe, push, site
+from .test_steering_rules import Act, Float, Followed, follow, last_within, tokens_of
 
 pytestmark = pytest.mark.integration
 
@@ -240,3 +241,135 @@ def test_steering_that_a_watch_puts_in_place_of_the_own_is_that_of_hooks(
     origins = [(one.origin, one.update_id, one.watch_id) for one in out.receipt.interventions]
     assert origins == [*2 * [("request", None, "")], ("update", 1, watch.watch_id)]
     assert out.receipt.watches[0].changes[0].replace_size == 1
+
+
+OWN, OTHER = (
+    (2 * v / np.linalg.norm(v)).astype(np.float32)
+    for v in np.random.default_rng(9).normal(size=(2, 128))
+)
+NEAR = 1e-4
+
+
+def at_act(row: Float) -> rheostat.Intervention:
+    return rheostat.inline(row[None]).at(points="resid_post", layers=ACT)
+
+
+def above(bound: float) -> Callable[[Float], bool]:
+    def fires(numbers: Float) -> bool:
+        assert abs(numbers[-1] - bound) > NEAR, "too near to a bound"
+        return bool(numbers[-1] > bound)
+
+    return fires
+
+
+def bounds(engine: rheostat.Engine) -> tuple[float, float]:
+    """Numbers that half of what is read at the layers READ and LATE exceeds."""
+    out = engine.generate(PROMPT, capture=EVERY_LAYER, max_tokens=60, **OPTIONS)
+    numbers = (out.activations["resid_post", layer] @ MOOD[0] for layer in (READ, LATE))
+    early, late = (float(np.median(one)) for one in numbers)
+    return early, late
+
+
+def check_followed(
+    reference: HfReference, out: rheostat.Generation, late: float, act: Act
+) -> Followed:
+    """A rule that reads late pushes the token behind; `act` steers beside it."""
+    length = len(out.prompt_token_ids)
+    expected = follow(reference, tokens_of(out), length, above(late), last_within(1), act)
+    for layer in range(LAYERS):
+        found = out.activations["resid_post", layer]
+        np.testing.assert_allclose(found, expected.streams[site(layer)], atol=2e-3, rtol=0)
+    assert out.signals.firings["cheer"].tolist() == expected.fired
+    return expected
+
+
+def test_an_update_of_a_session_leaves_a_rule_as_it_is(
+    engine: rheostat.Engine, reference: HfReference
+) -> None:
+    _, late = bounds(engine)
+    rule = rheostat.Rule(
+        "cheer", probe(layers=LATE).above(late), rheostat.Steer(push()), hold="next_token"
+    )
+    firsts: list[int] = []
+    with engine.session(
+        PROMPT,
+        steering=at_act(OWN),
+        rules=rule,
+        capture=EVERY_LAYER,
+        max_tokens=60,
+        **OPTIONS,
+    ) as session:
+        for event in session:
+            if isinstance(event, rheostat.Tokens) and not firsts:
+                firsts.append(session.steer(at_act(OTHER)))
+            if isinstance(event, rheostat.UpdateApplied):
+                firsts[0] = event.first_positions[0]
+            assert not isinstance(event, rheostat.UpdateRefused), event
+        out = session.result()
+    (first,) = firsts
+    length = len(out.prompt_token_ids)
+    assert length < first < length + 50
+
+    def act(x: Float, holds: Float) -> Float:
+        own = np.where(np.arange(len(x))[:, None] < first, OWN, OTHER)
+        return x + own + holds * PUSH[0]
+
+    expected = check_followed(reference, out, late, act)
+    assert {*expected.opened[length:first]} == {*expected.opened[first:]} == {False, True}
+    found = {(one.origin, one.update_id): one for one in out.receipt.interventions}
+    assert set(found) == {("request", None), ("rule", None), ("update", 1)}
+    acted = sum(expected.opened)
+    assert 0 <= found["rule", None].sites[0].row_count - acted <= 1
+
+
+def test_a_layer_of_a_watch_leaves_gates_and_rules_as_they_are(
+    server: Server, engine: rheostat.Engine, reference: HfReference
+) -> None:
+    early, late = bounds(engine)
+    when = rheostat.gate(probe(name="early").above(early, for_tokens=2), hold=1)
+    rule = rheostat.Rule(
+        "cheer",
+        probe(layers=LATE, name="late").above(late),
+        rheostat.Steer(push()),
+        hold="next_token",
+    )
+    never = rheostat.Rule("never", probe(name="mood").above(1e6))
+    firsts: list[int] = []
+
+    def steer(watch: Steerer) -> None:
+        watch.until("signals", 6)
+        watch._steer("red", layer=steering_to_wire([at_act(OTHER)]))
+        (answer,) = watch.until("applied")
+        firsts.append(answer.applied.first_positions[0].position)
+
+    with Steerer(server, (never,)) as watch, ThreadPoolExecutor(1) as threads:
+        future = threads.submit(steer, watch)
+        out = engine.generate(
+            PROMPT,
+            request_id="red",
+            labels=RED,
+            steering=at_act(OWN).when(when),
+            rules=rule,
+            capture=EVERY_LAYER,
+            max_tokens=60,
+            **OPTIONS,
+        )
+        future.result()
+    (first,) = firsts
+    tokens, length = tokens_of(out), len(out.prompt_token_ids)
+    assert length < first < length + 50
+    z = reference.run(tokens, []).streams[site(READ)] @ MOOD[0].astype(np.float64)
+    assert np.abs(z - early).min() > NEAR
+    fired = (z > early) & np.append(False, z[:-1] > early)
+    opened = (fired | np.append(False, fired[:-1])).astype(np.float32)[:, None]
+    assert {*opened[first:, 0].tolist()} == {0.0, 1.0}
+
+    def act(x: Float, holds: Float) -> Float:
+        layer = (np.arange(len(x))[:, None] >= first) * OTHER
+        return x + opened[: len(x)] * OWN + holds * PUSH[0] + layer
+
+    expected = check_followed(reference, out, late, act)
+    assert {*expected.opened[length:first]} == {*expected.opened[first:]} == {False, True}
+    assert [one.origin for one in out.receipt.interventions] == ["request", "rule", "watch"]
+    (by,) = out.receipt.watches
+    assert by.changes[0].layer_size == 1

@@ -113,14 +113,14 @@ class Watcher:
         return found
 
 
-async def watched(starter, *interventions, rules=(), backend=None, **fields: object):
+async def watched(starter, *interventions, rules=(), own_rules=(), backend=None, **fields: object):
     """A server, a watch that steers, and a call whose samples wait after two tokens."""
     backend = backend or ScriptedBackend(hold=asyncio.Event(), hold_from=2)
     running = await starter(backend)
     watcher = await Watcher.open(running, opening(steers=True, rules=rules))
     fields.setdefault("sampling", SAMPLING)
     call = running.client.generation.Generate(
-        request(request_id="r", steer=interventions, **fields)
+        request(request_id="r", steer=interventions, rules=own_rules, **fields)
     )
     await until(lambda: bool(backend.jobs) and len(backend.positions) == len(backend.jobs))
     await until(lambda: set(backend.positions.values()) == {P + 1})

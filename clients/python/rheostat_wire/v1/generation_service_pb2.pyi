@@ -150,8 +150,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_monitor_pb2.Rule]:
-        """At most 16, with different names. They act on the request's own samples, not on its baseline. A
-        session whose request has rules takes no updates of steering (REASON_NOT_SUPPORTED).
+        """At most 16, with different names. They act on the request's own samples, not on its baseline.
+        Updates of a session leave them, and what they steer, as they are. If one has a `gain`, the
+        session takes no updates of its steering (REASON_NOT_SUPPORTED).
         """
 
     @_builtins.property

@@ -200,8 +200,8 @@ class WatchOpen(_message.Message):
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_monitor_pb2.Rule]:
         """What the server does by itself: observe and stop, steer requests, and multiply their own steering.
         At most 16, and what they steer has at most 256 sites in all interventions. Steering and gains
-        need no `steers`. If there are any rules, sessions that the watch reads take no updates of their
-        steering (REASON_NOT_SUPPORTED), but gains.
+        need no `steers`. With a gain, sessions that the watch reads take no updates of their steering
+        (REASON_NOT_SUPPORTED), but gains.
         """
 
     @_builtins.property
@@ -290,9 +290,10 @@ class WatchSteer(_message.Message):
     def layer(self) -> _steering_pb2.Steering:
         """The watch's own layer, with ORIGIN_WATCH: what the watch has said of this request before is
         replaced, and the request's own steering stays. Empty: none. It acts behind the request's own
-        steering, has no gates, and no gain multiplies it. Needs room in the engine like an update of a
-        session, with the same limits: REASON_BANK_FULL. If the request has rules, of its own or of
-        watches, or gates, or gains other than 1: REASON_NOT_SUPPORTED.
+        steering and what rules steer, has no gates, and no gain multiplies it. Gates and rules go on as
+        they were. Needs room in the engine like an update of a session, with the same limits:
+        REASON_BANK_FULL. If the request has gains of its session or of watches other than 1, or if it
+        adds where the gain of a rule multiplies an addition: REASON_NOT_SUPPORTED.
         """
 
     @_builtins.property
@@ -305,8 +306,8 @@ class WatchSteer(_message.Message):
     @_builtins.property
     def replace(self) -> _steering_pb2.Steering:
         """Takes the place of the request's own steering, as a session's update does, with its limits.
-        Empty: none. A later update of the session takes its place in turn. It begins with gains of 1,
-        and is refused as `layer` is if the request has rules.
+        Empty: none. A later update of the session takes its place in turn. It begins with gains of 1.
+        If a rule multiplies the request's steering: REASON_NOT_SUPPORTED.
         """
 
     def __init__(

@@ -1033,7 +1033,7 @@ class Policy(_message.Message):
     @_builtins.property
     def steering(self) -> _steering_pb2.Steering:
         """Acts before each request's own. Windows that a prompt does not have select nothing. Gates are
-        served; a session under a gated policy takes no updates of its steering (REASON_NOT_SUPPORTED).
+        served; updates of sessions leave them as they are.
         """
 
     @_builtins.property
@@ -1050,8 +1050,8 @@ class Policy(_message.Message):
         REASON_NOT_SUPPORTED. Their names are apart from those of requests. They read every request, and no
         request can remove them. They come behind the request's own rules. Each firing is logged by the
         server, and is in the receipt; the client gets no signals. With a baseline, and in sweeps, whose
-        cells they would not read: REASON_NOT_SUPPORTED. A session takes no updates of its steering, as
-        with gates.
+        cells they would not read: REASON_NOT_SUPPORTED. If a rule has a `gain`, a session takes no updates
+        of its steering (REASON_NOT_SUPPORTED).
         """
 
     def __init__(

@@ -7,7 +7,9 @@ Once a request has gains, it has a second table of its present acts, which multi
 gains; see `gain_states`.
 
 Invariants: a request gets all resources that its acts need, or none, and releases them once. If its
-acts are updated, it keeps the old acts for earlier positions, and their dose slots.
+acts are updated, it keeps the old acts for earlier positions, and their dose slots. If the new acts
+have the gates of the old ones, in the same order, it keeps the states of the gates. They go on as
+if nothing had changed, also if the sample computes earlier positions again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -336,8 +338,9 @@ class Steering:
         self._release(applied)
 
     def _release(self, applied: RequestSteering) -> None:
+        for state in {part.gate_state for part in applied.parts}:
+            self.gates.release(state)
         for part in applied.parts:
-            self.gates.release(part.gate_state)
             self.gains.release(part.gain_state)
             for use in part.uses:
                 self._release_use(use)
@@ -404,8 +407,12 @@ class Steering:
         self, acts: EncodedTable, first: int, old: RequestSteering, *, measured: bool
     ) -> Part:
         """Takes the resources that acts need."""
-        use, gate_state = self._use(acts, old, measured=measured, gated=True)
-        return Part(first, use, gate_state)
+        last = old.parts[-1] if old.parts else Part(0, _NOTHING)
+        before = last.plain.built_table
+        kept, table = () if before is None else before.table.gates, steering_of(acts)
+        gated = not kept or table.gates != kept
+        use, gate_state = self._use(acts, old, measured=measured, gated=gated)
+        return Part(first, use, gate_state if gated else last.gate_state)
 
     def _use(
         self, acts: EncodedTable, old: RequestSteering, *, measured: bool, gated: bool

@@ -11,10 +11,7 @@ import pytest
 
 from rheostat_engine import OPEN_END, Act, Kind
 from rheostat_engine.plan import tables
-from rheostat_server import errors
 from rheostat_server.admission.admit import admit
-from rheostat_server.admission.updates import Kept, Replacing, compile_update
-from rheostat_server.selectors.selection import typical_context
 from rheostat_server.steering import gates
 from rheostat_wire.v1 import (
     engine_service_pb2,
@@ -54,6 +51,7 @@ from ..messages import (
     window,
 )
 from ..streams import kinds, settled, until
+from ..talks import SessionCall, start, update
 from ..uploads import chunk, digest, header, put, refusal_of, values
 
 Code = grpc.StatusCode
@@ -206,20 +204,23 @@ async def test_more_gates_than_an_engine_has_are_refused_with_the_policy_named(r
     await admit(request(steer=many[:31], probes=[probe()]), running.manager.admission)
 
 
-async def test_a_session_cannot_shed_a_gate_by_an_update(running) -> None:
+async def test_a_session_cannot_shed_a_gate_by_an_update(starter) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
     await set_policy(running, gated())
-    context = typical_context(running.manager.info)
-    server_wide = running.manager.server_wide.current.resolve(context).interventions
-    update = steering_pb2.Steering(interventions=[add()])
-    with pytest.raises(errors.NotSupported, match="has gates") as raised:
-        await compile_update(
-            update,
-            running.manager.admission,
-            context,
-            Kept(server_wide),
-            Replacing(receipt_pb2.ORIGIN_UPDATE, 1),
-        )
-    assert raised.value.field == "steering"
+    talk = SessionCall(running)
+    await talk.say(start(request_id="s"), update(1, add(scale=7.0)))
+    await talk.hear("applied")
+    running.backend.hold.set()
+    await talk.end()
+    (job,) = running.backend.jobs
+    ((_, acts, _),) = running.backend.updates
+    assert [(act.scale, act.gate) for act in acts[:2]] == [
+        (job.plan.acts[0].scale, job.plan.acts[0].gate),
+        (7.0, None),
+    ]
+    (table,) = [one.plan.packed_acts.table for one in running.backend.update_calls[0]]
+    assert table is not None
+    assert table.gates == table.signals.kept == job.plan.packed_acts.table.gates
 
 
 @pytest.mark.parametrize(

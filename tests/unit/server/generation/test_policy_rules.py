@@ -244,10 +244,26 @@ async def test_what_the_rules_would_not_read_is_refused(running) -> None:
     await set_rules(running, rule(observe=OBSERVE))
     refusal = await refusal_of(run(running, with_baseline=True))
     assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", "with_baseline")
+    await settled(running)
+
+
+async def test_a_session_takes_updates_and_sheds_no_rule(starter, caplog) -> None:
+    opens = lambda gate, position: float(position == 3)  # noqa: E731
+    running = await starter(ScriptedBackend(openness=opens, hold=asyncio.Event()))
+    steer = steering_pb2.Steering(interventions=[add(scale=5.0)])
+    await set_rules(running, rule(observe=OBSERVE), rule(name="push", steer=steer))
     call = SessionCall(running)
-    await call.say(start(request_id="s"), update(1, add(scale=2.0)))
-    refused = await call.hear("refused")
-    assert refused.update_id == 1
+    await call.say(start(request_id="s", steer=[add(scale=2.0)]), update(1, add(scale=3.0)))
+    assert (await call.hear("applied")).update_id == 1
+    ((_, acts, _),) = running.backend.updates
+    assert [(act.scale, act.gate is not None) for act in acts if act.acts] == [
+        (5, True),
+        (3, False),
+    ]
+    running.backend.hold.set()
+    events = await call.end()
+    assert rules_of(events) == [("grim", True, [3]), ("push", True, [3])]
+    assert len(lines(caplog)) == 2
     await settled(running)
 
 

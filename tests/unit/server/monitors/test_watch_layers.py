@@ -4,20 +4,22 @@ import asyncio
 
 import pytest
 
-from rheostat_engine import Kind
+from rheostat_engine import Gate, Kind
 from rheostat_server.requests import steering_control
 from rheostat_wire.v1 import (
     gain_pb2,
     gate_pb2,
     generation_pb2,
+    monitor_pb2,
     monitor_service_pb2,
     receipt_pb2,
     steering_pb2,
+    types_pb2,
 )
 
 from ..conftest import rest
 from ..fakes import ScriptedBackend, sites_with
-from ..messages import above, add, probe
+from ..messages import above, add, probe, site_set
 from ..talks import P, SessionCall, applied, start, update
 from ..talks import gain as own_gain
 from ..watchers import Watcher, clean, opening, refused, rule, watched
@@ -247,23 +249,97 @@ async def test_a_layer_without_room_is_refused_and_the_request_goes_on(starter) 
     assert await clean(running)
 
 
-async def test_a_request_with_rules_takes_no_layer(starter) -> None:
-    running, watcher, call = await watched(starter, add(), rules=[rule(1e9)])
-    await watcher.say(steer=layer(1, add()))
-    assert (await refused(watcher))[1].reason == "REASON_NOT_SUPPORTED"
-    running.backend.hold.set()
-    assert not (await rest(call))[-1].receipt.watches
+def gates_of(backend: ScriptedBackend) -> list[tuple[Gate, ...]]:
+    """The gates of each update, after those of the request's own plan."""
+    plans = [backend.jobs[0].plan, *(one.plan for call in backend.update_calls for one in call)]
+    tables = [plan.packed_acts.table for plan in plans]
+    return [table.gates for table in tables if table is not None]
 
 
-async def test_a_request_with_gates_takes_no_layer(starter) -> None:
-    gated = add()
-    gated.gate.conditions.append(above(0.0))
-    running, watcher, call = await watched(starter, gated, probes=[probe()])
-    await watcher.say(steer=layer(1, add()))
-    _, refusal = await refused(watcher)
-    assert (refusal.reason, refusal.field) == ("REASON_NOT_SUPPORTED", "steer.layer")
+STEER = monitor_pb2.Rule(
+    name="steers", conditions=[above(2.0)], steer={"interventions": [add(scale=9.0)]}
+)
+
+
+async def test_a_layer_leaves_gates_and_rules_of_all_kinds_as_they_are(starter) -> None:
+    gated = add(scale=2.0)
+    gated.gate.CopyFrom(gate_pb2.Gate(conditions=[above(0.0)], signals=True))
+    running, watcher, call = await watched(
+        starter,
+        gated,
+        rules=[rule(7.0), rule(8.0, name="other", steer={"interventions": [add(scale=8.0)]})],
+        probes=[probe()],
+        own_rules=[STEER],
+    )
+    await watcher.say(steer=layer(1, add(scale=5.0)))
+    await watcher.until("applied")
+    await watcher.say(steer=layer(2, add(scale=6.0)))
+    await watcher.until("applied", 2)
+    assert lists(running.backend) == [[2, 9, 8, 5], [2, 9, 8, 6]]
+    first, *later = gates_of(running.backend)
+    assert len(first) == 6  # a rule that steers has two
+    assert later == [first, first]
+    plans = [one.plan for call in running.backend.update_calls for one in call]
+    assert {plan.packed_acts.gate_states for plan in plans} == {0}
+    (job,) = running.backend.jobs
+    for plan in plans:
+        assert plan.signals._replace(kept=()) == job.plan.signals
+        reads = [[act for act in one.acts if act.kind is Kind.READ] for one in (plan, job.plan)]
+        assert reads[0] == reads[1]
     running.backend.hold.set()
-    assert not (await rest(call))[-1].receipt.watches
+    events = await rest(call)
+    assert [ref[:2] for ref in refs(events[-1].receipt)] == [
+        (receipt_pb2.ORIGIN_REQUEST, 0),
+        (receipt_pb2.ORIGIN_RULE, 0),
+        (receipt_pb2.ORIGIN_WATCH, 0),
+        (receipt_pb2.ORIGIN_WATCH, 0),
+        (receipt_pb2.ORIGIN_WATCH, 0),
+    ]
+    signals = [event.signals for event in events if event.HasField("signals")]
+    positions = [
+        p
+        for one in signals
+        for run in one.positions
+        for p in range(run.start, run.start + run.count)
+    ]
+    assert positions == sorted(set(positions))
+    await watcher.rest()
+    assert await clean(running)
+
+
+async def test_other_steering_leaves_what_rules_steer(starter) -> None:
+    running, watcher, call = await watched(
+        starter,
+        add(scale=2.0),
+        rules=[rule(8.0, steer={"interventions": [add(scale=8.0)]})],
+        probes=[probe()],
+        own_rules=[STEER],
+    )
+    await watcher.say(steer=layer(1, add(scale=5.0)))
+    await watcher.say(steer=replacing(2, add(scale=3.0)))
+    await watcher.until("applied", 2)
+    assert lists(running.backend) == [[2, 9, 8, 5], [3, 9, 8, 5]]
+    running.backend.hold.set()
+    await rest(call)
+    await watcher.rest()
+    assert await clean(running)
+
+
+async def test_a_gain_of_a_rule_takes_layers_and_keeps_its_steering(starter) -> None:
+    half = gain_pb2.Gain(factor=0.5)
+    running, watcher, call = await watched(starter, add(), rules=[rule(1.0, gain=half)])
+    await watcher.say(steer=replacing(1, add()))
+    number, refusal = await refused(watcher)
+    assert (number, refusal.reason, refusal.field) == (1, "REASON_NOT_SUPPORTED", "steer.replace")
+    # An addition of the layer would be summed with the one that is multiplied.
+    await watcher.say(steer=layer(2, add()))
+    number, refusal = await refused(watcher, 2)
+    assert (number, refusal.reason, refusal.field) == (2, "REASON_NOT_SUPPORTED", "steer.layer")
+    elsewhere = add(sites=site_set(types_pb2.POINT_RESID_POST, layers=[2]))
+    await watcher.say(steer=layer(3, elsewhere))
+    await watcher.until("applied")
+    running.backend.hold.set()
+    assert (await rest(call))[-1].receipt.watches[0].change_count == 1
 
 
 async def test_a_wrong_layer_names_its_field(starter) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Act, Kind, Plan
+from rheostat_engine import Act, Kind, Plan, Signals, update_steering
 from rheostat_engine.plan.gate_table import RECORDED, Held, State, gate_rows, states_of
 from rheostat_engine.plan.gates import (
     Activation,
@@ -24,13 +24,15 @@ from rheostat_engine.plan.gates import (
 )
 from rheostat_engine.plan.tables import steering_table
 from rheostat_engine.plan.wire import steering_from, steering_to
+from rheostat_engine.worker.runtime import UpdateResult
 from rheostat_engine.worker.state.buffers import GateBuffers, TokenColumn
 from rheostat_engine.worker.steering.gate_reference import fold_step
 
 from ...cpu_worker import NOTHING, TOKENS, Worker
 from ...gated import gated, gated_plans, gates, openness
 from ...schedules import check_stream
-from ...strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, add, plans
+from ...strategies import DIGESTS, EVERYWHERE, LIMIT, SITES, acts, add, plans
+from ...tables import capacity
 
 
 def undecided(plan: Plan, done: int) -> int:
@@ -127,6 +129,73 @@ def test_tokens_that_are_computed_again_get_the_openness_that_they_had(
             found, stream = worker.streams["p", position, site], expected.streams[position, site]
             np.testing.assert_allclose(found, stream, rtol=1e-3, atol=1e-3)
     worker.finish("p")
+    assert worker.held() == NOTHING
+
+
+@given(st.data())
+def test_gates_go_on_as_if_acts_beside_them_had_not_changed(data: st.DataObject) -> None:
+    plan = data.draw(gated_plans("r"))
+    table = plan.pack().packed_acts.table
+    assert table is not None
+    kept = Signals(kept=table.gates)
+    reads = tuple(act for act in plan.acts if act.reading is not None)
+    behind = [act for act in plan.acts if act.gate is not None]
+    worker = Worker(capacity(slots=512))
+    worker.add_request("v", plan)
+    held = worker.steering.gates.used
+    expected, done, furthest, length = plan, 0, 0, data.draw(st.integers(2, LIMIT + 4), "length")
+    changes = data.draw(st.integers(1, 3), "changes")
+    while done < length:
+        most = undecided(plan, furthest) - done
+        chunk = min(most, length - done, data.draw(st.sampled_from((1, 2, 5, 30)), "chunk"))
+        worker.step([("v", done, chunk)])
+        done += chunk
+        furthest = max(done, furthest)
+        if changes and done == furthest and done < length and data.draw(st.booleans(), "change"):
+            changes -= 1
+            left = [act for act in behind if data.draw(st.integers(0, 3), "stays")]
+            new = (*data.draw(st.lists(acts(), max_size=2), "new"), *left, *reads)
+            update = Plan("r", new, signals=kept).pack()
+            assert update.packed_acts.gate_states == 0
+            found = worker.runtime.update_steering("r", update.to_wire(), 0)
+            assert found == UpdateResult(done, "")
+            assert worker.steering.gates.used == held
+            expected = update_steering(expected, new, done)
+        elif data.draw(st.integers(0, 8), "preempt") == 8:
+            worker.runtime.preempt("v")
+            done = 0
+    for (position, site), stream in gated(expected, "v", 0, length).streams.items():
+        found = worker.streams["v", position, site]
+        np.testing.assert_allclose(found, stream, rtol=1e-3, atol=1e-3)
+    worker.finish("v")
+    assert worker.held() == NOTHING
+
+
+def test_acts_with_other_gates_take_states_of_their_own() -> None:
+    def plan(*bounds: float, kept: tuple[Gate, ...] = ()) -> Plan:
+        reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
+        read = Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), EVERYWHERE, reading=reading)
+        found = [
+            Gate(
+                (Condition((0,), Pool.LAST, Combine.ANY, bound, math.inf),),
+                Combine.ALL, Form.STEP, 0.5, 0.0, Hold.REST,
+            )
+            for bound in bounds
+        ]  # fmt: skip
+        added = [replace(add(2, digest=DIGESTS[1]), gate=gate) for gate in found]
+        return Plan("r", (*added, read), signals=Signals(kept=kept)).pack()
+
+    worker, first = Worker(), plan(0.0)
+    worker.add_request("v", first)
+    table = first.packed_acts.table
+    assert table is not None
+    assert plan(1.0, kept=table.gates).packed_acts.gate_states == 1
+    for number, new in enumerate((plan(1.0), plan(0.0), plan(0.0)), 1):
+        assert worker.steering.gates.used == number
+        worker.step([("v", number, 1)])
+        assert worker.runtime.update_steering("r", new.to_wire(), 0) == UpdateResult(number + 1, "")
+    assert worker.steering.gates.used == 3
+    worker.finish("v")
     assert worker.held() == NOTHING
 
 
