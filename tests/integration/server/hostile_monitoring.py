@@ -1,4 +1,8 @@
-"""Hostile gates, rules, gains and watches, made by chance from a seed: see `hostile`."""
+"""Hostile gates, rules, gains, watches and policies, made by chance from a seed: see `hostile`.
+
+Watches and policies act on the requests of others. A neighbour runs beside these calls, and must
+get what it gets alone. So what would end or steer its requests is limited; see `_sparing`.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -19,13 +23,23 @@ from rheostat_wire.v1 import (
     generation_service_pb2,
     monitor_service_pb2,
     steering_pb2,
+    steering_service_pb2,
 )
 
-from .hostile import EXPLAIN, GENERATE, SESSION, Attempt, explained, serialized, spoilt
+from .hostile import (
+    EXPLAIN,
+    GENERATE,
+    SESSION,
+    SET_GLOBAL,
+    Attempt,
+    explained,
+    serialized,
+    spoilt,
+)
 
 WATCH = "MonitorService/Watch"
 
-SHARES = {GENERATE: 44, WATCH: 30, SESSION: 16, EXPLAIN: 10}
+SHARES = {GENERATE: 42, WATCH: 29, SESSION: 15, EXPLAIN: 9, SET_GLOBAL: 5}
 """How often each rpc is called, in percent."""
 
 LABEL = "fuzz"
@@ -59,7 +73,9 @@ def attempts(seed: int, count: int, first: int = 0) -> Iterator[Attempt]:
 
 
 def _sparing(method: str, data: bytes) -> bytes:
-    """A message to a watch that ends no requests but those with our label."""
+    """A message that neither ends nor steers requests without our label."""
+    if method == SET_GLOBAL:
+        return _harmless(data)
     if method != WATCH:
         return data
     try:
@@ -69,11 +85,33 @@ def _sparing(method: str, data: bytes) -> bytes:
     if not message.HasField("open"):
         return data
     opened = message.open
-    ends = any(rule.HasField("stop") for rule in opened.rules) or (
+    ends = any(rule.HasField("stop") or rule.HasField("steer") for rule in opened.rules) or (
         opened.on_lost != monitor_service_pb2.WATCH_LOST_CONTINUE and opened.HasField("on_lost")
     )
     if ends and opened.filter.WhichOneof("kind") in ("every", "labels"):
         opened.filter.labels.labels[LABEL] = "red"
+    return message.SerializeToString()
+
+
+def _harmless(data: bytes) -> bytes:
+    """A policy whose rules that stop and steer never fire, without other steering."""
+    message = steering_service_pb2.SetGlobalRequest()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        return data
+    if not message.HasField("policy"):
+        return data
+    message.policy.ClearField("steering")
+    for rule in message.policy.rules:
+        if rule.HasField("stop") or rule.HasField("steer"):
+            rule.ClearField("combine")
+            rule.ClearField("threshold")
+            for condition in rule.conditions:
+                condition.ClearField("combine_sites")
+                condition.ClearField("below")
+                condition.ClearField("stays_below")
+                condition.above = 1e6
     return message.SerializeToString()
 
 
@@ -84,6 +122,8 @@ def _messages(rng: random.Random, method: str, number: int) -> Iterator[Message]
         yield explained(_request(rng, number))
     elif method == SESSION:
         yield from _session(rng, number)
+    elif method == SET_GLOBAL:
+        yield _policy(rng)
     else:
         yield from _watch(rng, number)
 
@@ -150,7 +190,7 @@ def _gated(rng: random.Random) -> list[rheostat.Intervention]:
 
 
 def _rules(rng: random.Random, count: int, *, of_watch: bool = False) -> list[rheostat.Rule]:
-    actions: list[rheostat.Observe | rheostat.Stop | rheostat.Steer] = [
+    actions: list[rheostat.Observe | rheostat.Stop | rheostat.Steer | rheostat.Gain] = [
         rheostat.Observe(),
         rheostat.Observe(),
         rheostat.Stop(
@@ -159,18 +199,39 @@ def _rules(rng: random.Random, count: int, *, of_watch: bool = False) -> list[rh
             all_samples=not of_watch and rng.random() < 0.3,
         ),
     ]
-    if not of_watch or rng.random() < 0.1:
-        late = rng.random() < 0.5
-        count_steered = rng.choice([1, 1, 3])
-        actions.append(rheostat.Steer([_placed(rng, late=late) for _ in range(count_steered)]))
+    if rng.random() < 0.2:  # because gated steering takes none
+        factor, chosen = rng.choice([0.0, 0.5, 1.0, 16.0]), rng.choice([[], [], [0], [1, 40]])
+        actions.append(rheostat.Gain(factor, chosen))
+    late = rng.random() < 0.5
+    count_steered = rng.choice([1, 1, 3])
+    actions.append(rheostat.Steer([_placed(rng, late=late) for _ in range(count_steered)]))
     probes = [_probe(rng, f"ruled-{number}", [number, 3]) for number in range(2)]
     found = []
     for number in range(count):
         action = rng.choice(actions)
-        hold = rng.choice([None, *_LATE_HOLDS]) if isinstance(action, rheostat.Steer) else None
+        held = isinstance(action, rheostat.Steer | rheostat.Gain)
+        hold = rng.choice([None, *_LATE_HOLDS]) if held else None
         condition = _condition(rng, rng.choice(probes))
         found.append(rheostat.Rule(f"rule-{number}", condition, action, hold=hold))
     return found
+
+
+def _policy(rng: random.Random) -> steering_service_pb2.SetGlobalRequest:
+    """A policy; most calls take it away."""
+    message = steering_service_pb2.SetGlobalRequest()
+    message.policy.SetInParent()
+    if rng.random() < 0.4:
+        rules = _rules(rng, rng.choice([1, 1, 3]), of_watch=True)
+        message.policy.probes.extend(probes_to_wire((), (), rules))
+        message.policy.rules.extend(rule.to_wire(f"rules[{n}]") for n, rule in enumerate(rules))
+        for probe in message.policy.probes:
+            probe.signals = False
+        for rule in message.policy.rules:
+            if rule.HasField("gain") and rng.random() < 0.8:
+                del rule.gain.interventions[:]
+    if rng.random() < 0.1:
+        message.expected_version = rng.choice([0, 1, 2**63])
+    return message
 
 
 def _name(rng: random.Random, number: int) -> str:

@@ -63,6 +63,7 @@ def play(target: str, log: Path, attempts: Iterable[Attempt], first: int = 0) ->
             try:
                 ends = list(pool.map(partial(end_of, channel), attempts))
             finally:
+                engine.steering.set_global(None)
                 over.set()
             problems = [
                 f"call {number}: {problem}"

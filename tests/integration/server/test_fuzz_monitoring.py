@@ -23,5 +23,5 @@ def test_hostile_monitoring_ends_with_typed_errors_and_leaves_nothing(
     assert sum(outcome.ends.values()) == ATTEMPTS
     assert outcome.neighbour_streams
     for method in SHARES:
-        assert outcome.ends[f"{method} OK"] > 0.1 * ATTEMPTS * SHARES[method] / 100, outcome.ends
+        assert outcome.ends[f"{method} OK"] > 0.05 * ATTEMPTS * SHARES[method] / 100, outcome.ends
         assert any(name.startswith(f"{method} REASON_") for name in outcome.ends), outcome.ends
