@@ -182,18 +182,26 @@ async def test_rows_that_a_recording_holds_count_and_go_to_its_disk_when_memory_
 
     monkeypatch.setattr(Scratch, "create", counted)
     slack = 1024 * KIB
+    hold = asyncio.Event()
     running = await starter(
-        engine(),
+        engine(hold=hold, hold_from=800),
         sinks=(f"disk=filesystem:root={tmp_path}",),
-        request_buffer_bytes=64 * KIB,
+        request_buffer_bytes=32 * KIB,
         capture_bytes=slack,
     )
     sink = capture_pb2.SinkTarget(sink_name="disk")
-    budget = running.manager.budget
+    budget, row_bytes = running.manager.budget, 2 * 4 * running.manager.sites.width
     async with peak(lambda: budget.used) as most:
-        events = await outcome(await stalled(running, "a", [spec(FAIL, sink=sink)]))
+        call = await stalled(running, "a", [spec(FAIL, sink=sink)])
+        counter = budget.byte_counter
+        # The recording has the rows so far but the last, which wait for a token. The others exceed
+        # the memory with them, not alone.
+        await until(lambda: counter.bytes >= 790 * row_bytes and counter.batches <= 1)
+        assert "spool" not in made
+        hold.set()
+        events = await outcome(call)
     assert made.count("spool") == 1
-    assert 0 < most.value <= 64 * KIB + UNCOUNTED + slack
+    assert 0 < most.value <= 32 * KIB + UNCOUNTED + slack
     assert events[-1].HasField("receipt")
     assert open_captures(tmp_path).verify() == 1
     (stored,) = open_captures(tmp_path)
