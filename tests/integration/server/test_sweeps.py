@@ -518,6 +518,27 @@ def test_putting_a_prompts_own_rows_back_under_steering_changes_no_bit(
         assert all(cell.below_noise for cell in one.cells.values())
 
 
+def test_a_background_patch_acts_in_all_runs(services: Services, reference: HfReference) -> None:
+    patched = steering_pb2.Intervention(
+        sites=sites("resid_post", layers=[1]),
+        where=positions((3, 4)),
+        replace=replace_pb2.Replace(zeros=replace_pb2.ZeroSource()),
+    )
+    background = Change(Site(Point.RESID_POST, 1).index, lambda x: 0 * x, [3])
+    clean, corrupt = services.tokens(CLEAN), services.tokens(CORRUPT)
+    (right,) = services.tokens(RIGHT, special=False)
+    steering, grades = steering_pb2.Steering(interventions=[patched]), [grade("LOGPROB")]
+    swept = sweep(services, grades=grades, steering=steering)
+    streams = reference.run(clean, [background]).streams
+    for cell in swept.cells.values():
+        site = Site(Point.RESID_POST, cell.row).index
+        row = torch.from_numpy(streams[site])[cell.column]
+        patch = Change(site, lambda x, row=row: row + 0 * x, [cell.column])
+        after = logprobs(reference, corrupt, [background, patch])
+        assert cell.values[0] == pytest.approx(after[right], abs=2e-3)
+    assert np.abs(swept.grid()[0] - sweep(services, grades=grades).grid()[0]).max() > 0.05
+
+
 def test_prompts_that_grade_alike_have_nothing_to_recover(services: Services) -> None:
     same = services.pair(corrupt=types_pb2.Prompt(text=CLEAN))
     with pytest.raises(grpc.RpcError) as caught:

@@ -141,14 +141,38 @@ def test_the_set_points_are_those_of_the_file() -> None:
         assert f"| {name} | {row['mean']:+.2f} | {row['joyful']} | " in DYNAMIC
 
 
-def test_the_problems_of_random_calls_are_those_of_the_file() -> None:
+def test_random_calls_of_causal_tracing_found_what_the_page_says() -> None:
     found = content("cpu/tracing-fuzz.json")
-    assert found["calls"] == 20_000
-    hangs = [problem for problem in found["problems"] if "Sweep hangs" in problem]
-    full = [problem for problem in found["problems"] if "REASON_BANK_FULL" in problem]
-    assert len(hangs) + len(full) == len(found["problems"])
-    assert f"lists {len(found['problems'])} problems. Of these, {len(hangs)} are" in RELIABILITY
-    assert f"The other {len(full)} are sweeps" in RELIABILITY
+    assert found["problems"] == []
+    assert found["calls"] == sum(found["ends"].values()) == 20_000
+    assert f"on a busy machine: {found['cells']:,} cells, and no problem" in RELIABILITY
+
+
+def test_rows_that_cells_copy_are_those_of_the_file() -> None:
+    for row in content("cpu/sweep-rows.json")["sweeps"]:
+        if row["cells_at_a_time"] != 64:
+            continue
+        before, now = (row[name] / row["prompts"] for name in ("rows_copied_before", "rows_copied"))
+        places = f"| {row['pairs']} | {row['columns']} | {row['positions_of_a_column']} | 64 |"
+        assert f"{places} {before:.1f} | {now:.1f} |" in PAGE
+
+
+def test_what_the_layers_below_cost_follows_from_the_file() -> None:
+    sweeps = content("h200/sweeps-qwen3-8b-copied-blocks.json")
+    most = {}
+    for length in ("40", "200"):
+        prefill, cells = (
+            sweeps["summary"][arm][length]
+            for arm in ("stock, whole prompts", "sweep, 256 cells at a time")
+        )
+        most[length] = prefill["tokens_per_s"] / cells["computed_tokens_per_cell"]
+    above = sum(range(sweeps["layers"])) / sweeps["layers"]
+    each = cells["computed_tokens_per_cell"]
+    assert f"{above} of {sweeps['layers']} layers on average" in PAGE.replace("\n  ", " ")
+    assert f"cells compute {each:.1f} tokens of 200" in PAGE
+    faster = most["200"] * sweeps["layers"] / above
+    assert f"allows {most['200']:.0f} cells/s at 200 tokens, and {faster:.0f} without" in PAGE
+    assert f"At 40 tokens it allows {most['40']:,.0f} already" in PAGE
 
 
 def test_random_calls_of_monitoring_found_what_the_page_says() -> None:
