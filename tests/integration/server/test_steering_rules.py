@@ -223,7 +223,7 @@ def test_a_rule_that_never_fires_changes_no_bit(engine: rheostat.Engine) -> None
 def test_a_prompt_is_shared_and_what_a_rule_changed_is_not(
     engine: rheostat.Engine, bound: float
 ) -> None:
-    prompt = " ".join(["Yesterday", *[PROMPT] * 30])
+    prompt = " ".join(["Earlier", *[PROMPT] * 30])
     read = probe(layers=LATE, where="generated")
     rule = rheostat.Rule("cheer", read.above(-1e6), rheostat.Steer(push()))
     options = {**OPTIONS, "max_tokens": 150, "logprobs": 0}
