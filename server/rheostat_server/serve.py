@@ -51,6 +51,7 @@ from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
 from rheostat_server.subscriptions.shared_memory import sweep
+from rheostat_server.tasks.event_loop import EventLoop
 from rheostat_server.tasks.open_files import raise_descriptor_limit
 from rheostat_server.vectors.files import VectorFiles
 from rheostat_wire.v1 import (
@@ -309,7 +310,8 @@ def run(config: ServerConfig) -> int:
     log_requests(config)
     _LOG.debug("up to %d descriptors", raise_descriptor_limit())
     try:
-        asyncio.run(_serve(config))
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
+            runner.run(_serve(config))
     except ServerFailed as error:
         _LOG.debug("the server failed", exc_info=error)
         print(f"rheostat: {error}", file=sys.stderr)
@@ -366,6 +368,10 @@ async def bring_up(config: ServerConfig) -> Backend:
     # Python delays the next full collection in proportion to the objects that the last one left.
     # Without this call, that number would include the frozen objects.
     gc.collect()
+    import stallwatch
+
+    global _WATCH
+    _WATCH = asyncio.create_task(stallwatch.watch_loop())
     return backend
 
 
