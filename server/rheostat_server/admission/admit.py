@@ -507,7 +507,7 @@ def _compile(
 ) -> CompiledRequest:
     """The plan of all that a request asks for, with the server-wide steering and its watches."""
     server_wide, always_read, policy_rules = here
-    own = (*own, *(one for part in watches for one in part.steered))
+    own = (*own, *(steering for part in watches for steering in part.steered))
     interventions = (*server_wide, *own)
     check_sums(interventions, FloatType(admission.sites.dtype))
     watched = tuple(probe for part in watches for probe in part.probes)

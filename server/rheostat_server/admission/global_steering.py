@@ -182,8 +182,8 @@ class GlobalSteering:
         message, path = self.policy.rules[number], f"rules[{number}]"
         assert self.sites is not None  # because rules have probes
         selections = [
-            _selection(one, context, f"{path}.steer.interventions[{index}]")
-            for index, one in enumerate(message.steer.interventions)
+            _selection(intervention, context, f"{path}.steer.interventions[{index}]")
+            for index, intervention in enumerate(message.steer.interventions)
         ]
         steered = list(zip(ops, selections, strict=True))
         origin = receipt_pb2.ORIGIN_GLOBAL

@@ -124,7 +124,7 @@ class PersistentVectorStore:
             StoreFull: vectors in use leave too little memory, or the disk is full.
             NotSupported: the folder cannot be written.
         """
-        return await self._see_through(self._put(vector))
+        return await self._complete(self._put(vector))
 
     async def put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
         """Stores a vector and puts a name on it. An existing name moves.
@@ -133,7 +133,7 @@ class PersistentVectorStore:
             StoreFull: vectors in use or other names leave too little memory, or the disk is full.
             NotSupported: the folder cannot be written.
         """
-        return await self._see_through(self._put_named(vector, name, label))
+        return await self._complete(self._put_named(vector, name, label))
 
     async def set_name(self, name: str, naming: Naming) -> bytes:
         """Puts a name on a stored vector. Returns the digest that had the name before, or nothing.
@@ -144,7 +144,7 @@ class PersistentVectorStore:
             StoreFull: other names leave too little memory, or the disk is full.
             NotSupported: the folder cannot be written.
         """
-        return await self._see_through(self._set_name(name, naming))
+        return await self._complete(self._set_name(name, naming))
 
     async def delete_name(self, name: str, path: str) -> bytes:
         """Deletes a name. Returns the digest of its vector.
@@ -153,7 +153,7 @@ class PersistentVectorStore:
             NameNotFound: there is no such name.
             StoreFull, NotSupported: the folder cannot be written.
         """
-        return await self._see_through(self._delete_name(name, path))
+        return await self._complete(self._delete_name(name, path))
 
     async def settle(self) -> None:
         """Returns once all changes are on the disk."""
@@ -224,7 +224,7 @@ class PersistentVectorStore:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _see_through(self, change: Coroutine[None, None, T]) -> T:
+    async def _complete(self, change: Coroutine[None, None, T]) -> T:
         return await asyncio.shield(self._begin(change))
 
 

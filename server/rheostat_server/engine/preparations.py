@@ -62,7 +62,7 @@ class Preparations:
         self._backend = backend
         self._queue = queue
         self._numbers = itertools.count()
-        self._held: dict[_Key, Preparation] = {}
+        self._preparations: dict[_Key, Preparation] = {}
         self._building: deque[Preparation] = deque()
         self._unused: list[str] = []
         self._sweeping = False
@@ -84,7 +84,7 @@ class Preparations:
             await asyncio.wait({self._task})
 
     async def prepare(self, plan: Plan) -> Preparation | None:
-        """Returns once the workers have a plan's tables; `release` gives them back.
+        """Returns once the workers have a plan's tables; `release` ends their use.
 
         Args:
             plan: a packed plan that the ledger holds.
@@ -97,13 +97,13 @@ class Preparations:
             Defect: a worker cannot build the tables.
         """
         if plan.acts and self._timer is None:
-            self._look_later()
+            self._sweep_later()
         if plan.plan_cost <= SMALL_PLAN_COST:
             return None
         encoded = plan.packed_acts.encoded, plan.packed_captures.encoded
         acts, captures = (b"" if table is None else table.digest for table in encoded)
         key = acts, captures
-        preparation = self._held.get(key)
+        preparation = self._preparations.get(key)
         if preparation is None:
             preparation = self._begin(key, plan)
         preparation.users += 1
@@ -119,8 +119,8 @@ class Preparations:
         preparation.users -= 1
         if preparation.users:
             return
-        if self._held.get(preparation.key) is preparation:
-            del self._held[preparation.key]
+        if self._preparations.get(preparation.key) is preparation:
+            del self._preparations[preparation.key]
         if preparation in self._building:
             self._building.remove(preparation)
         preparation.ready.cancel()
@@ -133,7 +133,7 @@ class Preparations:
         entry = replace(plan, request_id=name)
         self._queue.ledger.admit(entry, prompt_len=1, max_step_tokens=1, samples=0)
         ready = asyncio.get_running_loop().create_future()
-        preparation = self._held[key] = Preparation(key, name, entry, ready)
+        preparation = self._preparations[key] = Preparation(key, name, entry, ready)
         self._building.append(preparation)
         self._work_soon()
         return preparation
@@ -152,13 +152,13 @@ class Preparations:
                 self._sweeping = False
                 self._fail(error)
 
-    def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_IDLE, self._look)
+    def _sweep_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_IDLE, self._sweep_if_idle)
 
-    def _look(self) -> None:
+    def _sweep_if_idle(self) -> None:
         """If the engine is idle, has the workers release tables that no request uses."""
         if self._queue.ledger.requests:
-            self._look_later()
+            self._sweep_later()
             return
         self._timer = None
         self._sweeping = True
@@ -177,7 +177,7 @@ class Preparations:
             # Their steps release parts. The rest is released when these requests have ended.
             self._sweeping = False
             if self._timer is None:
-                self._look_later()
+                self._sweep_later()
 
     async def _build_part(self) -> None:
         """Builds a part of one preparation. They take turns, so that a small one is ready soon."""
@@ -211,5 +211,5 @@ class Preparations:
         if error is None:
             preparation.ready.set_result(None)
             return
-        del self._held[preparation.key]  # the next request with this plan tries again
+        del self._preparations[preparation.key]  # the next request with this plan tries again
         preparation.ready.set_exception(error)

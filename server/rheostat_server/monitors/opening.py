@@ -98,12 +98,15 @@ def _check_selectors(opened: monitor_service_pb2.WatchOpen) -> None:
     for number, rule in enumerate(opened.rules):
         path = f"open.rules[{number}].steer.interventions"
         validation.check_count(len(rule.steer.interventions), INTERVENTIONS, path, "interventions")
-        selecting += [(f"{path}[{i}]", one) for i, one in enumerate(rule.steer.interventions)]
+        selecting += [
+            (f"{path}[{index}]", intervention)
+            for index, intervention in enumerate(rule.steer.interventions)
+        ]
     ranges = size = 0
-    for path, one in selecting:
-        ranges += len(one.where.include) + len(one.where.exclude)
+    for path, part in selecting:
+        ranges += len(part.where.include) + len(part.where.exclude)
         validation.check_count(ranges, REQUEST_RANGES, f"{path}.where", "ranges in the watch")
-        size += one.where.ByteSize()
+        size += part.where.ByteSize()
         most = SUBSCRIPTION_SELECTOR_BYTES
         validation.check_count(size, most, f"{path}.where", "bytes of selectors")
 
@@ -117,8 +120,8 @@ def _resolve(
         lenient, sites = replace(context.typical, lenient=True), context.sites
         probes = resolve_probes(opened.probes, sites, lenient, vectors)
         rules = resolve_rules(opened.rules, probes, lenient)
-        for number, one in enumerate(opened.rules):
-            check_shared_gain(one, f"rules[{number}]")
+        for number, rule in enumerate(opened.rules):
+            check_shared_gain(rule, f"rules[{number}]")
         steered = resolve_rule_steering(opened.rules, rules, probes, sites, lenient, vectors, None)
         _check_steered(steered)
         check_sums(steered, FloatType(sites.dtype))
@@ -138,7 +141,7 @@ def _resolve(
         PreparedSelector(probe.where) if probe.HasField("where") else None
         for probe in opened.probes
     )
-    ops = {(one.rule, one.index): one.op for one in steered}
+    ops = {(intervention.rule, intervention.index): intervention.op for intervention in steered}
     return (
         WatchedReadings(
             templates,
@@ -148,9 +151,11 @@ def _resolve(
                 tuple(
                     Steered(
                         ops[rule.name, index],
-                        PreparedSelector(one.where) if one.HasField("where") else None,
+                        PreparedSelector(intervention.where)
+                        if intervention.HasField("where")
+                        else None,
                     )
-                    for index, one in enumerate(rule.steer.interventions)
+                    for index, intervention in enumerate(rule.steer.interventions)
                 )
                 for rule in opened.rules
             ),
@@ -164,10 +169,10 @@ def _resolve(
 def _check_steered(steered: Sequence[Intervention]) -> None:
     """Limits what the rules steer, because each request of others is admitted with it."""
     total = 0
-    for one in steered:
-        total += len(one.op.sites)
+    for intervention in steered:
+        total += len(intervention.op.sites)
         what = "sites of all interventions of the rules of a watch"
-        validation.check_count(total, WATCH_STEERED_SITES, one.op.path, what)
+        validation.check_count(total, WATCH_STEERED_SITES, intervention.op.path, what)
 
 
 def _template(probe: Probe) -> Probe:

@@ -135,7 +135,7 @@ class SteeredRequest(NamedTuple):
     @property
     def gates(self) -> set[Gate]:
         """Its own gates."""
-        every = [one.gate for one in (*self.own, *self.beside)]
+        every = [part.gate for part in (*self.own, *self.beside)]
         return {gate for gate in (*every, *(rule.gate for rule in self.rules)) if gate is not None}
 
 
@@ -165,7 +165,7 @@ def watch_parts(
         except (InvalidValue, GateOrder, NotSupported) as error:
             parts.append(WatchPart(watch, column, missed=f"{_UNGAINED}: {error.message}"))
             continue
-        steered = [one.gate for one in resolved.steered if one.gate is not None]
+        steered = [part.gate for part in resolved.steered if part.gate is not None]
         wanted = {*beside, *(rule.gate for rule in resolved.rules), *steered}
         gained = request._replace(own=own)
         columns = readings.columns

@@ -70,7 +70,7 @@ class WatchedReadings:
     def vectors(self) -> tuple[Vector, ...]:
         """The vectors of the probes, and of what the rules steer, each once."""
         vectors = [template.vector for template in self.templates]
-        vectors += [v for steered in self.steered for one in steered for v in one.op.vectors]
+        vectors += [v for parts in self.steered for part in parts for v in part.op.vectors]
         return tuple({vector.digest: vector for vector in vectors}.values())
 
     @property
@@ -110,7 +110,7 @@ class WatchedReadings:
     @cached_property
     def reads_tokens(self) -> bool:
         """Whether a selector depends on the tokens of the prompt."""
-        selectors = [one.selector for steered in self.steered for one in steered]
+        selectors = [part.selector for parts in self.steered for part in parts]
         return any(
             selector is not None and selector.reads_tokens
             for selector in (*self.selectors, *selectors)
@@ -145,11 +145,11 @@ class WatchedReadings:
         rules = [rule._replace(watch=watch) for rule in resolve_rules(self.rules, probes, context)]
         steered: list[Intervention] = []
         for number, (rule, parts) in enumerate(zip(rules, self.steered, strict=True)):
-            ops = [(one.op, selected(one.selector)) for one in parts]
+            ops = [(part.op, selected(part.selector)) for part in parts]
             path, origin = f"rules[{number}]", receipt_pb2.ORIGIN_WATCH
             message = self.rules[number]
             found = steered_by(rule, message, path, ops, origin, probes, self.model, context)
-            steered += [replace(one, watch_id=watch) for one in found]
+            steered += [replace(intervention, watch_id=watch) for intervention in found]
         return ResolvedReadings(tuple(probes.values()), tuple(rules), tuple(steered))
 
 

@@ -12,11 +12,11 @@ def drop_tracebacks(error: BaseException) -> None:
     errors: list[BaseException | None] = [error]
     seen = set[int]()
     while errors:
-        one = errors.pop()
-        if one is None or id(one) in seen:
+        linked = errors.pop()
+        if linked is None or id(linked) in seen:
             continue
-        seen.add(id(one))
-        errors += (one.__cause__, one.__context__)
-        one.__traceback__ = one.__cause__ = one.__context__ = None
-        if isinstance(one, BaseExceptionGroup):
-            errors += one.exceptions
+        seen.add(id(linked))
+        errors += (linked.__cause__, linked.__context__)
+        linked.__traceback__ = linked.__cause__ = linked.__context__ = None
+        if isinstance(linked, BaseExceptionGroup):
+            errors += linked.exceptions

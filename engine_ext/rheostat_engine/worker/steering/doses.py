@@ -28,7 +28,7 @@ _MOST = 512
 Norms = Mapping[bytes, npt.NDArray[np.float32]]
 """L2 norm of each row, by digest."""
 
-HeadDose = tuple[int, int, int, float, float, float]
+DoseFields = tuple[int, int, int, float, float, float]
 """The fields of a `Dose`."""
 
 
@@ -157,7 +157,7 @@ class Measures:
 
     def read(
         self, measured: npt.NDArray[np.float32], begins: Sequence[int], first_act: int
-    ) -> list[list[HeadDose]]:
+    ) -> list[list[DoseFields]]:
         """Reads the dose slots of requests with this table; of each by act, then site.
 
         Args:

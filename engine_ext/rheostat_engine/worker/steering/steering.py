@@ -33,7 +33,7 @@ from rheostat_engine.worker.state.position_functions import (
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.bank import Bank
 from rheostat_engine.worker.steering.built_tables import BuiltTable, BuiltTables
-from rheostat_engine.worker.steering.doses import Doses, HeadDose, Measures, Norms, SlotRange
+from rheostat_engine.worker.steering.doses import DoseFields, Doses, Measures, Norms, SlotRange
 from rheostat_engine.worker.steering.gain_states import GainedTable, GainedTokens, GainStates
 from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.token_rules import TokenRules
@@ -138,7 +138,7 @@ class RequestSteering(NamedTuple):
 
 def read_doses(
     measured: npt.NDArray[np.float32], requests: Sequence[RequestSteering]
-) -> list[list[HeadDose]]:
+) -> list[list[DoseFields]]:
     """Reads the dose slots of requests, as fields of `Dose`s.
 
     An act with gains has two at a site: one of the tokens whose gains are all 1, and one of the
@@ -148,7 +148,7 @@ def read_doses(
         measured: [sites, slots, 4]: the slots of all requests, in their order.
         requests: the requests.
     """
-    doses: list[list[HeadDose]] = [[] for _ in requests]
+    doses: list[list[DoseFields]] = [[] for _ in requests]
     # Requests with equal acts are read together.
     users: dict[tuple[Measures, int], list[tuple[int, int]]] = {}
     begin = 0
