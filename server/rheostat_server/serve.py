@@ -368,10 +368,6 @@ async def bring_up(config: ServerConfig) -> Backend:
     # Python delays the next full collection in proportion to the objects that the last one left.
     # Without this call, that number would include the frozen objects.
     gc.collect()
-    import stallwatch
-
-    global _WATCH
-    _WATCH = asyncio.create_task(stallwatch.watch_loop())
     return backend
 
 

@@ -11,7 +11,9 @@ import asyncio
 import functools
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVarTuple
+
+Arguments = TypeVarTuple("Arguments")
 
 _HANDLER = "PollerCompletionQueue._handle_events"
 """The function of gRPC that handles events. A test fails if its name changes."""
@@ -20,21 +22,33 @@ _BYTES = 4096
 """More bytes than can wait in the socket."""
 
 
+class HasFileno(Protocol):
+    """An object with a file descriptor."""
+
+    def fileno(self) -> int:
+        """The descriptor."""
+
+
 class EventLoop(asyncio.SelectorEventLoop):
     """An event loop that lets gRPC's thread never wait."""
 
-    # The arguments are those of asyncio, whose stubs leave their types open.
-    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
+    def add_reader(
+        self,
+        fd: int | HasFileno,
+        callback: Callable[[*Arguments], Any],
+        *args: *Arguments,
+    ) -> None:
         """Calls `callback` when `fd` can be read; see asyncio."""
         handler = callback.func if isinstance(callback, functools.partial) else callback
         if isinstance(fd, socket.socket) and getattr(handler, "__qualname__", "") == _HANDLER:
-            callback = functools.partial(_with_all_bytes, fd, callback)
-        super().add_reader(fd, callback, *args)
+            super().add_reader(fd, lambda: _with_all_bytes(fd, lambda: callback(*args)))
+        else:
+            super().add_reader(fd, callback, *args)
 
 
-def _with_all_bytes(wakeups: socket.socket, handle: Callable[..., object], *args: object) -> None:
+def _with_all_bytes(wakeups: socket.socket, handle: Callable[[], object]) -> None:
     """Handles events after reading all bytes but the one that gRPC reads."""
     waiting = len(wakeups.recv(_BYTES, socket.MSG_PEEK))
     if waiting > 1:
         wakeups.recv(waiting - 1)
-    handle(*args)
+    handle()
