@@ -5,18 +5,13 @@ Why they share
     for each cell would have to be packed here, and parsed and built by every worker. This took
     most of a cell's time on the host. Instead, a plan has the acts of several columns, and a
     window that limits them to the positions of one; see `rheostat_engine.Window`.
-Why their order matters
-    A worker releases tables that no request uses, and would build a shared one anew for each cell
-    if other prompts' cells ran in between. So the cells that share a plan run one after another in
-    each prompt; see `CellRequests.together`.
 
 Invariant: a cell's request replaces exactly the rows of the cell, shared or not.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, SMALL_PLAN_COST, Plan, Window
@@ -34,10 +29,7 @@ _COLUMNS = 16
 """The most columns that share a plan."""
 
 _PART = 4
-"""The rows of the shared plans that run take at most 1 / `_PART` of what the engine holds."""
-
-_TOGETHER = 1024
-"""Prompts that are run at most before the first of the cells that share plans is complete."""
+"""The rows of the shared plans of all prompts take at most 1 / `_PART` of what the engine holds."""
 
 
 class _Name(NamedTuple):
@@ -82,26 +74,15 @@ class CellRequests:
         prompts = sum(len(pair.bases) for pair in pairs)
         capacity = manager.sites.capacity
         held = min(capacity.bank_rows, capacity.steps, capacity.slots)
-        run = min(prompts, settings.concurrency)
-        self._rows = min(SMALL_PLAN_COST // 2, held // (_PART * run))
+        self._rows = min(SMALL_PLAN_COST // 2, held // (_PART * prompts))
         """The most rows, at all sites, of the columns that share a plan."""
-        self._columns = min(_COLUMNS, self._rows, _TOGETHER // prompts)
+        self._columns = min(_COLUMNS, self._rows)
         """The most columns that share a plan; cells have plans of their own if it is below 2."""
         self._shared: OrderedDict[_Name, _Shared | None] = OrderedDict()
         """None: these cells cannot share a plan. The least recently used first."""
         self._kept = 2 * prompts
         self._turn = asyncio.Lock()
         """Held while a shared plan is made, because all its cells ask for it at once."""
-
-    def together(self, cells: Iterable[int]) -> Iterator[list[int]]:
-        """Divides cells, in their order, into those that share a plan in each prompt."""
-        for _, group in groupby(cells, self._place):
-            yield list(group)
-
-    def _place(self, cell: int) -> tuple[int, int]:
-        """The row of a cell, and the first of the columns with which it shares a plan."""
-        row, column = self._settings.grid.place(cell)
-        return row, column - column % max(1, self._columns)
 
     async def request(self, cell: int, pair: int, noise: int) -> tuple[AdmittedRequest, Plan]:
         """The request of a cell in a prompt of a pair, and the plan that replaces the request's.
@@ -111,7 +92,7 @@ class CellRequests:
         """
         row, column = self._settings.grid.place(cell)
         if self._columns > 1:
-            name = _Name(*self._place(cell), pair, noise)
+            name = _Name(row, column - column % self._columns, pair, noise)
             shared = await self._shared_request(name)
             if shared is not None and column in shared.windows:
                 return shared.request, shared.request.plan.within(*shared.windows[column])

@@ -4,7 +4,7 @@ Invariant: a cell whose rows cannot be had raises an error. It is never asked wi
 """
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -82,10 +82,6 @@ class Measurements:
         self._unique = uuid.uuid4().hex[:12]
         self.computed = 0
         """Prompt tokens that were computed so far, rather than read from the prefix cache."""
-
-    def together(self, cells: Iterable[int]) -> Iterator[Sequence[int]]:
-        """Divides cells, in their order, into those that should run one after another."""
-        return self._requests.together(cells)
 
     async def prepare(self, index: int) -> None:
         """Captures the rows of a pair, before its cells are asked.

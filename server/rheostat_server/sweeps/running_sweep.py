@@ -195,16 +195,13 @@ class RunningSweep:
         await _together(run, self._settings.concurrency)
 
     def _work(self, cells: Iterable[int]) -> Iterator[_Work]:
-        """The prompts of cells; those of cells that share a plan follow each other."""
         grades = len(self._settings.grades)
-        waiting = sum(len(pair.bases) for pair in self._pairs)
-        for together in self._measurements.together(cells):
-            for cell in together:
-                self._progress.cells[cell] = _Cell(waiting, np.zeros((len(self._pairs), grades)))
+        for cell in cells:
+            waiting = sum(len(pair.bases) for pair in self._pairs)
+            self._progress.cells[cell] = _Cell(waiting, np.zeros((len(self._pairs), grades)))
             for index, pair in enumerate(self._pairs):
                 for noise in range(len(pair.bases)):
-                    for cell in together:
-                        yield _Work(cell, index, noise)
+                    yield _Work(cell, index, noise)
 
     async def _do(self, work: _Work, put: Put) -> None:
         """Runs one prompt, and puts its cell if that is complete."""

@@ -376,7 +376,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sweeps-qwen3-8b",
         "sweeps-qwen3-8b-copied-blocks",
         "sweeps-qwen3-8b-paced",
-        "sweeps-tiny",
+        "sweeps-tiny-36",
     }
 
 

@@ -148,13 +148,30 @@ def test_random_calls_of_causal_tracing_found_what_the_page_says() -> None:
     assert f"on a busy machine: {found['cells']:,} cells, and no problem" in RELIABILITY
 
 
+def test_the_sweep_of_many_pairs_is_that_of_the_file() -> None:
+    sweeps = content("cpu/sweeps-tiny-36.json")
+    assert sweeps["failures"] == {}
+    (pairs,) = (arm for arm in sweeps["turns"] if arm.startswith("sweep of 64 pairs"))
+    (turn,) = sweeps["turns"][pairs]["40"]
+    assert turn["cells"] == 64 * sweeps["layers"] * 4 == 9216
+    assert f"so {turn['cells']:,} prompts in {turn['seconds']:.0f} s" in PAGE
+    errors = [
+        turn["answer_error"]
+        for by_length in sweeps["turns"].values()
+        for turns in by_length.values()
+        for turn in turns
+        if turn["answer_error"] is not None
+    ]
+    assert f"They agree within {max(errors):.6f}." in PAGE
+
+
 def test_rows_that_cells_copy_are_those_of_the_file() -> None:
     for row in content("cpu/sweep-rows.json")["sweeps"]:
         if row["cells_at_a_time"] != 64:
             continue
-        before, now = (row[name] / row["prompts"] for name in ("rows_copied_before", "rows_copied"))
+        own, other = (row[name] / row["prompts"] for name in ("rows_copied", "rows_copied_by_pair"))
         places = f"| {row['pairs']} | {row['columns']} | {row['positions_of_a_column']} | 64 |"
-        assert f"{places} {before:.1f} | {now:.1f} |" in PAGE
+        assert f"{places} {own:.1f} | {other:.1f} |" in PAGE
 
 
 def test_what_the_layers_below_cost_follows_from_the_file() -> None:
@@ -277,7 +294,7 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "h200/sweeps-qwen3-8b-paced",
         "h200/sweeps-qwen3-8b-copied-blocks",
         "h200/sweeps-qwen3-0.6b",
-        "cpu/sweeps-tiny",
+        "cpu/sweeps-tiny-36",
     ],
 )
 def test_sweeps_are_those_of_the_files(name: str) -> None:

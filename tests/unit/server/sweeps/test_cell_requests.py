@@ -1,7 +1,5 @@
 """Cells of neighbouring columns share the tables of a plan, and each does what it alone should."""
 
-from itertools import groupby
-
 import numpy as np
 import pytest
 
@@ -55,28 +53,6 @@ async def test_the_cells_of_a_row_share_a_table_and_each_has_its_window(starter)
     alone, jobs = await run(starter, order(), sites_with())
     assert tables(jobs) == 2 * LAYERS  # less room: two columns share one
     assert values.tolist() == alone.tolist()
-
-
-async def test_the_cells_that_share_a_table_run_one_after_another_in_each_prompt(starter) -> None:
-    pairs = [pair(), pair(prompt=prompt(5, 6, 7, 1)), pair(corrupt=prompt(5, 2, 7, 8))]
-    values, jobs = await run(starter, order(*pairs, max_concurrent_cells=1))
-    order_of_tables = [table for table, _ in groupby(id(job.plan.packed_acts) for job in jobs)]
-    assert len(order_of_tables) == tables(jobs) == len(pairs) * LAYERS
-    assert len(jobs) == len(order_of_tables) * len(CLEAN)
-    together, jobs = await run(starter, order(*pairs, max_concurrent_cells=16))
-    assert tables(jobs) == len(pairs) * LAYERS
-    np.testing.assert_array_equal(together, values)
-
-
-async def test_few_cells_of_many_prompts_share_a_table(starter, monkeypatch) -> None:
-    monkeypatch.setattr(cell_requests, "_TOGETHER", 6)
-    pairs = [pair(), pair(prompt=prompt(5, 6, 7, 1)), pair(corrupt=prompt(5, 2, 7, 8))]
-    values, jobs = await run(starter, order(*pairs))
-    assert tables(jobs) == len(pairs) * LAYERS * len(CLEAN) // 2
-    monkeypatch.setattr(cell_requests, "_TOGETHER", 2)
-    alone, jobs = await run(starter, order(*pairs))
-    assert all(job.plan.window is None for job in jobs)
-    np.testing.assert_array_equal(alone, values)
 
 
 REQUESTS = {
