@@ -155,19 +155,25 @@ def variant_acts(clauses: Sequence[Clause], sets: Sequence[bytes]) -> VariantAct
     return VariantActs(tuple(sets[number] for number in numbers), tuple(variants))
 
 
-def combine(acts: Sequence[Act], members: Sequence[int], sites: range | None = None) -> Combination:
+def combine(
+    acts: Sequence[Act],
+    members: Sequence[int],
+    sites: range | None = None,
+    kept: Sequence[Gate] = (),
+) -> Combination:
     """Combines acts that apply to one token.
 
     Args:
         acts: the acts of the plan.
         members: the indices of the acts that apply.
         sites: the sites to combine; None for all.
+        kept: the plan's `Signals.kept`, whose numbers precede those of the acts' other gates.
 
     Raises:
         ValueError: a program is longer than `MAX_STEPS`.
     """
     gated = any(acts[member].gate is not None for member in members)
-    gates = gates_of([act.gate for act in acts]) if gated else ()
+    gates = gates_of([*kept, *(act.gate for act in acts)]) if gated else ()
     by_site = _openings(acts, members, sites, gates)
     adding: dict[int, list[tuple[bytes, int, float]]] = {}
     for member in ordered(acts, members):

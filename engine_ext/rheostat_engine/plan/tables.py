@@ -157,8 +157,11 @@ class SteeringTable:
         """
         clauses = [self.clauses[i] for i in self.intervals.members[number]]
         acts = variant_acts(clauses, self.sets)
-        variants = (Variant(members, combine(self.acts, members)) for members in acts.members)
-        return TokenVariants(acts.sets, tuple(variants))
+        kept = self.signals.kept
+        variants = tuple(
+            Variant(members, combine(self.acts, members, kept=kept)) for members in acts.members
+        )
+        return TokenVariants(acts.sets, variants)
 
     @property
     def all_token_variants(self) -> tuple[TokenVariants, ...]:

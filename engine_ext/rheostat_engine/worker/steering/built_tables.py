@@ -259,7 +259,8 @@ class BuiltTables:
         """Builds a small table without rules, several times as fast as slice by slice."""
         table = built.table
         by_set = [tuple(table.clauses[i].act for i in each) for each in table.intervals.members]
-        combinations = [combine(table.acts, members) for members in by_set]
+        kept = table.signals.kept
+        combinations = [combine(table.acts, members, kept=kept) for members in by_set]
         slots = self._with_space(partial(self._bank.acquire, combinations, self._vectors))
         columns = np.zeros((len(slots), 3), np.int32)
         for number, (members, combination) in enumerate(zip(by_set, combinations, strict=True)):
@@ -275,11 +276,11 @@ class BuiltTables:
 
     def _take_slot(self, built: BuiltTable, members: tuple[int, ...]) -> _Work[tuple[int, int]]:
         """Takes the slot of a variant; returns it and the first dose slot, counted from 1."""
-        acts = built.table.acts
+        acts, kept = built.table.acts, built.table.signals.kept
         first_slot = built.measures.first_slot(members)
         combination: Combination = ()
         for sites, cost in _slices(acts, members, self._slice_cost):
-            part = combine(acts, members, sites)
+            part = combine(acts, members, sites, kept)
             programs = [program for _, program in part]
             if cost > self._slice_cost:  # the directions of one site exceed a slice
                 cost -= yield from self._make_directions(built, programs)

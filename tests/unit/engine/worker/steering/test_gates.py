@@ -171,6 +171,30 @@ def test_gates_go_on_as_if_acts_beside_them_had_not_changed(data: st.DataObject)
     assert worker.held() == NOTHING
 
 
+def test_an_act_keeps_its_gate_if_the_act_of_an_earlier_gate_goes() -> None:
+    def gate(pool: Pool) -> Gate:
+        condition = Condition((0,), pool, Combine.ALL, -0.5, math.inf, 1)
+        return Gate((condition,), Combine.ALL, Form.STEP, 0.1, 0.6, Hold.TOKEN, 0, False)
+
+    reading = Reading(Normalise.NONE, Activation.IDENTITY, 0.0, 0.0, 0)
+    read = Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), EVERYWHERE, reading=reading)
+    earlier, later = (replace(add(2), gate=gate(pool)) for pool in (Pool.LAST, Pool.MEAN))
+    plan = Plan("r", (earlier, later, read))
+    table = plan.pack().packed_acts.table
+    assert table is not None
+    worker = Worker()
+    worker.add_request("v", plan)
+    worker.step([("v", 0, 3)])
+    new = (later, read)
+    update = Plan("r", new, signals=Signals(kept=table.gates)).pack()
+    assert worker.runtime.update_steering("r", update.to_wire(), 0) == UpdateResult(3, "")
+    worker.step([("v", 3, 5)])
+    assert any(one != other for one, other in gated(plan, "v", 0, 8).opened[3:])
+    for (position, site), stream in gated(update_steering(plan, new, 3), "v", 0, 8).streams.items():
+        found = worker.streams["v", position, site]
+        np.testing.assert_allclose(found, stream, rtol=1e-3, atol=1e-3)
+
+
 def test_acts_with_other_gates_take_states_of_their_own() -> None:
     def plan(*bounds: float, kept: tuple[Gate, ...] = ()) -> Plan:
         reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
