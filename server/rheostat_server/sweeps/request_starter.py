@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from rheostat_server.errors import CacheSuspect, ResourceExhausted
 from rheostat_server.requests.manager import RequestManager
+from rheostat_server.tasks.turns import Turns
 
 _TURN = 0.002
 """Seconds after which a cell in the background looks again whether requests wait."""
@@ -22,6 +23,9 @@ _LONGEST_STEP = 0.1
 
 _LATER = 0.05
 """Seconds after which a cell that the engine has no room for tries again."""
+
+_STARTS = 4
+"""Requests that start in one iteration of the event loop. Each takes about a millisecond."""
 
 T = TypeVar("T")
 
@@ -44,6 +48,7 @@ class RequestStarter:
         self._turn = asyncio.Lock()
         """Held by the request that waits to start. The others wait for the lock, which costs
         nothing, because a sweep may have hundreds."""
+        self._starts = Turns(_STARTS)
         self._full_until = 0.0
         """Time of the event loop until which no request starts, because the engine was full."""
         self._unique = uuid.uuid4().hex[:12]
@@ -56,6 +61,7 @@ class RequestStarter:
         """
         while True:
             await self._until_one_may_start()
+            await self._starts.turn()
             self._started += 1
             try:
                 return await ask_as(f"{self._unique}/{self._started}", self._manager)

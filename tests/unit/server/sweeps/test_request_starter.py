@@ -55,6 +55,27 @@ async def test_no_more_than_so_many_cells_run_at_once(starter) -> None:
     assert backend.most_at_once == 3
 
 
+async def test_few_cells_start_in_an_iteration_of_the_event_loop(running) -> None:
+    starts = request_starter.RequestStarter(running.manager, background=False)
+    begun: Counter[int] = Counter()
+    iteration = 0
+
+    async def ask(_: str, __: RequestManager) -> None:
+        begun[iteration] += 1
+
+    async def count() -> None:
+        nonlocal iteration
+        while True:
+            await asyncio.sleep(0)
+            iteration += 1
+
+    counting = asyncio.create_task(count())
+    await asyncio.gather(*(starts.run(ask) for _ in range(64)))
+    counting.cancel()
+    assert begun.total() == 64
+    assert max(begun.values()) <= 2 * request_starter._STARTS
+
+
 async def test_cells_in_the_background_wait_while_requests_wait(starter, monkeypatch) -> None:
     backend = PatchedBackend(waiting=1)
     running = await starter(backend)
