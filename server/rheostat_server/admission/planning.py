@@ -51,7 +51,7 @@ class Compiled(NamedTuple):
 
 
 class GoingOn(NamedTuple):
-    """What of a running request reads and decides on, whatever is steered beside it."""
+    """The readings and signals of a running request, which a change of its steering keeps."""
 
     reads: tuple[Act, ...] = ()
     signals: Signals = NO_SIGNALS

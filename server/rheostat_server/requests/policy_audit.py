@@ -36,7 +36,7 @@ _LISTED = 8
 
 
 class _Source(NamedTuple):
-    """What is counted together: the firings of a rule, or the losses under a version."""
+    """A group of counts: the firings of a rule, or the losses under a version of the policy."""
 
     version: int
     rule: str = ""

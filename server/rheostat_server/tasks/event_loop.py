@@ -2,7 +2,7 @@
 
 A thread of gRPC takes each event of all connections, such as a message that was received or sent,
 and writes one byte to a socket to wake the loop. The loop then handles all events, but gRPC reads
-only one byte. So on a busy loop the bytes pile up. After some 280 of them the thread waits in its
+only one byte. So on a busy loop the bytes pile up. When 278 are unread the thread waits in its
 write, and every connection gets one event in each iteration of the loop: tokens came up to 1.7
 seconds late. This loop reads all bytes at once.
 """
@@ -47,7 +47,7 @@ class EventLoop(asyncio.SelectorEventLoop):
 
 
 def _with_all_bytes(wakeups: socket.socket, handle: Callable[[], object]) -> None:
-    """Handles events after reading all bytes but the one that gRPC reads."""
+    """Reads all bytes but the last, which gRPC reads, and lets it handle all events."""
     waiting = len(wakeups.recv(_BYTES, socket.MSG_PEEK))
     if waiting > 1:
         wakeups.recv(waiting - 1)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -244,6 +245,23 @@ async def fill_caches(running: Running) -> None:
     await observer.rest()
 
 
+async def warmed_up(starter, scratch: Path, rng: random.Random, count: int) -> Running:
+    """A server with little memory, a sink and a spool, which has served `count` clients."""
+    running: Running = await starter(
+        engine(),
+        request_buffer_bytes=48 * KIB,
+        buffers_bytes=1024 * KIB,
+        capacity_wait=0.2,
+        resume_window=0.05,
+        spool=str(scratch / "spool"),
+        sinks=(f"disk=filesystem:root={scratch}",),
+    )
+    await fill_caches(running)
+    await storm(running, rng, "first", count)
+    await idle(running)
+    return running
+
+
 @at_length
 @pytest.mark.parametrize("seed", some(range(2), 0))
 async def test_nothing_of_a_request_stays_whatever_its_client_does(
@@ -252,18 +270,7 @@ async def test_nothing_of_a_request_stays_whatever_its_client_does(
     # Compiled requests stay, within a limit: here of as many as leave no doubt about the rest.
     monkeypatch.setattr(compiled_requests, "COMPILED_REQUESTS", 2)
     rng = random.Random(seed)
-    running = await starter(
-        engine(),
-        request_buffer_bytes=48 * KIB,
-        buffers_bytes=1024 * KIB,
-        capacity_wait=0.2,
-        resume_window=0.05,
-        spool=str(tmp_path / "spool"),
-        sinks=(f"disk=filesystem:root={tmp_path}",),
-    )
-    await fill_caches(running)
-    await storm(running, rng, "first", 30)
-    await idle(running)
+    running = await warmed_up(starter, tmp_path, rng, 30)
     before = objects()
     codes: Counter = Counter()
     for turn in range(3):
@@ -280,18 +287,7 @@ async def test_nothing_of_a_request_stays_whatever_its_client_does(
 async def test_calls_of_many_kinds_leave_no_cycles(starter, tmp_path) -> None:
     # They are refused, cancelled, too slow, observed and changed; they spill and write to sinks.
     rng = random.Random(0)
-    running = await starter(
-        engine(),
-        request_buffer_bytes=48 * KIB,
-        buffers_bytes=1024 * KIB,
-        capacity_wait=0.2,
-        resume_window=0.05,
-        spool=str(tmp_path / "spool"),
-        sinks=(f"disk=filesystem:root={tmp_path}",),
-    )
-    await fill_caches(running)
-    await storm(running, rng, "first", 10)
-    await idle(running)
+    running = await warmed_up(starter, tmp_path, rng, 10)
     async with no_cycles():
         await storm(running, rng, "second", 40)
         await idle(running)
