@@ -51,7 +51,6 @@ from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
 from rheostat_server.subscriptions.shared_memory import sweep
-from rheostat_server.tasks.event_loop import EventLoop
 from rheostat_server.tasks.open_files import raise_descriptor_limit
 from rheostat_server.vectors.files import VectorFiles
 from rheostat_wire.v1 import (
@@ -310,8 +309,7 @@ def run(config: ServerConfig) -> int:
     log_requests(config)
     _LOG.debug("up to %d descriptors", raise_descriptor_limit())
     try:
-        with asyncio.Runner(loop_factory=EventLoop) as runner:
-            runner.run(_serve(config))
+        asyncio.run(_serve(config))
     except ServerFailed as error:
         _LOG.debug("the server failed", exc_info=error)
         print(f"rheostat: {error}", file=sys.stderr)

@@ -23,6 +23,7 @@ from rheostat_wire.v1 import (
     steering_service_pb2,
     sweep_service_pb2,
 )
+from rheostat_wire.wakeups import all_wakeups_read
 
 _FILES: tuple[FileDescriptor, ...] = (
     engine_service_pb2.DESCRIPTOR,
@@ -77,7 +78,9 @@ class GrpcServer:
 
     def __init__(self, answer: Answer, *, share_port: bool = False) -> None:
         self._health = _Health()
-        self._server = grpc.aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", int(share_port))))
+        options = (*_OPTIONS, ("grpc.so_reuseport", int(share_port)))
+        with all_wakeups_read():
+            self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers((_Handlers(answer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)

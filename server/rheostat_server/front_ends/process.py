@@ -32,7 +32,6 @@ from rheostat_server.front_ends.records import (
 from rheostat_server.front_ends.shared_parts import SharedParts
 from rheostat_server.limits import STATUS_SECONDS
 from rheostat_server.tasks.allocator import keep_freed_memory
-from rheostat_server.tasks.event_loop import EventLoop
 
 _EAGER_READS = 4
 """Calls at a time whose first message is read before the server asks for it. Only a few, because
@@ -288,8 +287,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     keep_freed_memory()
-    with asyncio.Runner(loop_factory=EventLoop) as runner:
-        runner.run(_run(arguments))
+    asyncio.run(_run(arguments))
 
 
 async def _run(arguments: argparse.Namespace) -> None:

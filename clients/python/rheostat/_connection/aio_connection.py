@@ -28,6 +28,7 @@ from rheostat._connection.calls import (
     serialize,
 )
 from rheostat._connection.channel import OPTIONS, ConnectionBase, checked_timeout
+from rheostat_wire.wakeups import all_wakeups_read
 
 sleep = asyncio.sleep  # the generated twin of `rheostat.aio` calls `connection.sleep`
 
@@ -122,7 +123,8 @@ class Connection(ConnectionBase):
         """
         self.check_open()
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
+            with all_wakeups_read():
+                self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
         return self._channel
 
     async def unary(self, call: UnaryCall[Answer, Result], timeout: float | None = None) -> Result:
