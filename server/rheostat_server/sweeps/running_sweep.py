@@ -310,10 +310,14 @@ def _spread(late: Sequence[_Work], work: Iterable[_Work], count: int) -> Iterato
 
 
 async def _together(work: Callable[[], Coroutine[None, None, None]], count: int) -> None:
-    """Runs `count` calls of a coroutine at a time. Raises the first error."""
+    """Runs `count` calls of a coroutine at a time. Raises the first error.
+
+    One starts in an iteration of the event loop: up to its first wait, each may take milliseconds.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
                 group.create_task(work())
+                await asyncio.sleep(0)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
