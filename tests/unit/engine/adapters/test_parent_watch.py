@@ -1,6 +1,7 @@
 """An engine whose server is gone ends."""
 
 import ast
+import gc
 import multiprocessing
 import os
 import signal
@@ -87,8 +88,21 @@ def test_a_worker_leaves_the_group_once_its_model_is_loaded(
     monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", lambda self: done.append("warm"))
     monkeypatch.setattr(worker_rpc, "leave_group", lambda: done.append("left"))
     monkeypatch.setattr(worker_rpc, "skip_last_collection", lambda: done.append("prepared"))
+    monkeypatch.setattr(worker_rpc, "freeze_gc_heap", lambda: done.append("frozen"))
     CpuSiteWorker.compile_or_warm_up_model(object.__new__(CpuSiteWorker))
-    assert done == ["warm", "left", "prepared"]
+    assert done == ["warm", "left", "prepared", "frozen"]
+
+
+def test_no_collection_visits_the_objects_of_a_workers_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", lambda self: None)
+    assert gc.get_freeze_count() == 0
+    try:
+        CpuSiteWorker.compile_or_warm_up_model(object.__new__(CpuSiteWorker))
+        assert gc.get_freeze_count() > 100_000
+    finally:
+        gc.unfreeze()
 
 
 def test_the_gpu_worker_does_so_too() -> None:
