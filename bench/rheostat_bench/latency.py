@@ -29,13 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import grpc
-import grpc.aio
 import numpy as np
 import numpy.typing as npt
 
 import rheostat
 from rheostat_bench import controllers
+from rheostat_bench.calls import connect
 from rheostat_bench.machine import add_model_arguments, chosen, described, server_config
 from rheostat_bench.processes import Worker
 from rheostat_bench.served import address, connected, prompts, serving
@@ -373,7 +372,7 @@ async def watch_streams(engine: rheostat.aio.Engine, job: Job) -> list[Stream]:
         times[out.request_id] = 1e3 * (time.monotonic() - begun) / job.tokens
         return out
 
-    async with grpc.aio.insecure_channel(job.target) as channel:
+    async with connect(job.target) as channel:
         call = monitor_service_pb2_grpc.MonitorServiceStub(channel).Watch()
         await call.write(watcher.opening(before))
         await call.read()  # the watch stands

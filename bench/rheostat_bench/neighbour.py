@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 import rheostat
+from rheostat_bench.calls import connect
 from rheostat_bench.served_process import cpu_stolen
 
 _PING_EVERY = 0.1
@@ -219,10 +220,7 @@ class Neighbour:
         return _Undisturbed(tuple(out.token_ids), _rows(out.activations, job.capture))
 
     async def _ping(self) -> None:
-        channel = grpc.aio.insecure_channel(
-            self._target, options=[("grpc.use_local_subchannel_pool", 1)]
-        )
-        async with channel:
+        async with connect(self._target) as channel:
             check: Ping = channel.unary_unary("/grpc.health.v1.Health/Check")
             while True:
                 self._ping_since = began = time.monotonic()

@@ -18,8 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import grpc.aio
-
+from rheostat_bench.calls import connect
 from rheostat_bench.machine import circumstances
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine.backend import Backend
@@ -39,7 +38,7 @@ async def run(seed: int, first: int, count: int, front_ends: int) -> Outcome:
     config = ServerConfig(model="toy", port=0, drain_grace=5.0, front_ends=front_ends)
     server = await start(config, bring_up)
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        async with connect(f"127.0.0.1:{server.port}") as channel:
             running = Running(server, backend, Client(channel))
             return await play(running, calls(seed, count, first))
     finally:
