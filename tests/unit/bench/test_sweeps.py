@@ -22,6 +22,7 @@ from rheostat_bench.sweep_arms import (
     Neighbours,
     Result,
     cells_of,
+    hear,
     measure,
     measure_neighbours,
     positions_of,
@@ -195,8 +196,13 @@ class Machine:
     def __init__(self) -> None:
         self.beside = ""
         self.loads: list[tuple[str, object]] = []
+        self.stream_limits: dict[int, float] = {}
+        """By the number of tokens of a stream, the seconds that its call may take."""
 
     def ask(self, workers: list[object], calls: list[partial], seconds: float) -> list[Gaps]:
+        for call in calls:
+            assert call.func is Client.stream
+            self.stream_limits[call.keywords["tokens"]] = seconds
         gaps = [20.0 if self.beside and at % 50 == 0 else 5.0 for at in range(1000)]
         return [Gaps(10.0, 1001, gaps, [5.0], 100.0, 110.0) for _ in calls]
 
@@ -230,6 +236,15 @@ def test_streams_beside_a_sweep_stand_beside_as_many_prompts() -> None:
         ("begin_prompts", Load(2, 10.0, 1)),
         ("begin_prompts", Load(40, 10.0, 64)),
     ]
+
+
+@pytest.mark.parametrize("tokens", [64, 500, 10_000])
+def test_streams_may_take_a_quarter_of_a_second_for_a_token(tokens: int) -> None:
+    """A token takes up to 0.19 s beside a normal sweep on a CPU of two cores."""
+    machine = Machine()
+    bench: Any = SimpleNamespace(clients=[object()], limits=machine)
+    hear(bench, 8, tokens)
+    assert machine.stream_limits[tokens] >= 60 + tokens / 4
 
 
 async def test_prompts_are_sent_in_bursts_until_the_load_ends() -> None:
