@@ -51,6 +51,7 @@ from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
 from rheostat_server.subscriptions.shared_memory import sweep
+from rheostat_server.tasks.garbage import collect_rarely, collect_when_idle
 from rheostat_server.tasks.open_files import raise_descriptor_limit
 from rheostat_server.vectors.files import VectorFiles
 from rheostat_wire.v1 import (
@@ -75,13 +76,6 @@ The event loop releases the GIL at each socket call. If another thread resolves 
 request, the loop then waits for this interval. On two busy cores, a health check beside 16 clients
 that reconnect took up to 98 ms with Python's default of 5 ms. With this interval it takes 42 ms,
 and a token costs the same.
-"""
-
-_COLLECTED_OBJECTS = 10_000
-"""New objects until the youngest generation of garbage is collected; Python's default is 700.
-
-A collection visits all objects that survive it, and the objects of requests that arrive together
-do. A request that has ended leaves no cycles, so collections find next to nothing.
 """
 
 _FRONT_END_CORES = 8
@@ -189,6 +183,11 @@ class RunningServer:
         if self._files is not None:
             await self._manager.persistent_vectors.restore(self._files, backend.sites.width)
         await self.readiness.serve(self._manager)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs."""
+        return self._manager is None or not self._manager.open_requests
 
     async def stop(self, grace: float | None = None) -> None:
         """Drains for `grace` seconds (default: the config's), then ends everything."""
@@ -338,6 +337,7 @@ async def _serve(config: ServerConfig) -> None:
     await server.bind()
     loading = asyncio.create_task(server.load(bring_up))
     ending = asyncio.create_task(server.readiness.ended.wait())
+    collecting = asyncio.create_task(collect_when_idle(lambda: server.idle))
     try:
         await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
@@ -347,6 +347,7 @@ async def _serve(config: ServerConfig) -> None:
             await _abandon(loading)
     finally:
         ending.cancel()
+        collecting.cancel()
         gc.unfreeze()  # otherwise vLLM's objects are never collected, nor their finalizers run
         await server.stop()
     if server.readiness.lost:
@@ -356,16 +357,10 @@ async def _serve(config: ServerConfig) -> None:
 async def bring_up(config: ServerConfig) -> Backend:
     """Starts the backend, and excludes all objects that exist then from garbage collections.
 
-    vLLM and its imports leave about a million objects. A full collection visits each of them, and
-    holds the GIL, so that the event loop waits until the collection ends.
+    vLLM and its imports leave about a million objects.
     """
     backend = await start_backend(config)
-    gc.set_threshold(_COLLECTED_OBJECTS)
-    gc.collect()
-    gc.freeze()
-    # Python delays the next full collection in proportion to the objects that the last one left.
-    # Without this call, that number would include the frozen objects.
-    gc.collect()
+    collect_rarely()
     return backend
 
 

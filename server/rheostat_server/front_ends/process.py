@@ -32,6 +32,7 @@ from rheostat_server.front_ends.records import (
 from rheostat_server.front_ends.shared_parts import SharedParts
 from rheostat_server.limits import STATUS_SECONDS
 from rheostat_server.tasks.allocator import keep_freed_memory
+from rheostat_server.tasks.garbage import collect_rarely, collect_when_idle
 
 _EAGER_READS = 4
 """Calls at a time whose first message is read before the server asks for it. Only a few, because
@@ -89,6 +90,11 @@ class FrontEnd:
         self._eager = _EagerReads()
         self._stop: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """The grace period of calls in seconds; set by the record STOP."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs."""
+        return not self._calls
 
     async def run(self, connection: socket.socket, host: str, port: int) -> None:
         """Serves until the server sends STOP."""
@@ -287,6 +293,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     keep_freed_memory()
+    collect_rarely()
     asyncio.run(_run(arguments))
 
 
@@ -294,7 +301,10 @@ async def _run(arguments: argparse.Namespace) -> None:
     shared = SharedParts(arguments.memory)
     os.close(arguments.memory)
     connection = socket.socket(fileno=arguments.fd)
-    await FrontEnd(shared).run(connection, arguments.host, arguments.port)
+    front_end = FrontEnd(shared)
+    collecting = asyncio.create_task(collect_when_idle(lambda: front_end.idle))
+    await front_end.run(connection, arguments.host, arguments.port)
+    collecting.cancel()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,65 @@
+"""Full garbage collections wait until no request runs."""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from rheostat_server.tasks import garbage
+
+
+class Cycle:
+    """Garbage that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def aged_cycle() -> None:
+    """Leaves a cycle that only a full collection frees."""
+    cycle = Cycle()
+    gc.collect(0)
+    gc.collect(1)
+    del cycle
+
+
+def cycles() -> int:
+    return sum(isinstance(item, Cycle) for item in gc.get_objects())
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    threshold = gc.get_threshold()
+    yield
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
+    gc.collect()
+
+
+def test_objects_of_the_start_are_excluded_and_many_new_ones_make_no_full_collection() -> None:
+    garbage.collect_rarely()
+    assert gc.get_freeze_count() > 50_000
+    full = gc.get_stats()[2]["collections"]
+    plans = [[number] for number in range(1_000_000)]
+    assert gc.get_stats()[1]["collections"] > 0
+    assert gc.get_stats()[2]["collections"] == full
+    assert len(plans) == 1_000_000
+
+
+async def test_garbage_is_collected_once_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "_INTERVAL", 0.001)
+    garbage.collect_rarely()
+    idle = False
+    collecting = asyncio.create_task(garbage.collect_when_idle(lambda: idle))
+    aged_cycle()
+    await asyncio.sleep(0.02)
+    assert cycles() == 1
+    idle = True
+    async with asyncio.timeout(30):
+        while cycles():
+            await asyncio.sleep(0.01)
+    full = gc.get_stats()[2]["collections"]
+    await asyncio.sleep(0.02)
+    assert gc.get_stats()[2]["collections"] == full, "nothing has aged since"
+    collecting.cancel()
