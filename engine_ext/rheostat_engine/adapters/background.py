@@ -16,6 +16,11 @@ The bound
     that longest step if this is more. It then begins, however few steps have passed, and before the
     other requests that wait. If none of its requests can begin, because the most requests run
     already, the next step tries again.
+Long prompts
+    The rest of a background prompt that is longer than a step is computed in the next steps, from
+    what running requests of others leave of each. While others wait, it pauses, so that they need
+    not wait for all of it. It goes on after a step in which the others left room, and at the latest
+    `_LONGEST_WAIT` after its burst.
 Consequences
     Background requests always get on, and take at most about a tenth of the time. They lengthen
     about one in `_STEPS` steps of others, whatever the model, the device and the prompts, if so
@@ -137,6 +142,10 @@ class BackgroundQueue:
         """When the first of them was held, or the last burst began, whichever was later."""
         self._last: float | None = None
         """When the last step was scheduled; None: no request ran then."""
+        self._computing: list[Request] = []
+        """Requests that have begun, and whose prompts were not computed whole at the last step."""
+        self._room_left = False
+        """Whether prompts paused in the last step, and it still computed less than it could."""
         self._schedule = scheduler.schedule
         self._enqueue = scheduler._enqueue_waiting_request
         self._count = scheduler.get_request_counts
@@ -156,20 +165,52 @@ class BackgroundQueue:
         if running and self._last is not None:
             self._pace.add_step(now - self._last)
         self._last = now if running else None
+        pausing = self._pause_prompts(now)
+        output = self._schedule_burst(throttle_prefills, now)
+        computed = output.total_num_scheduled_tokens
+        self._room_left = pausing and computed < scheduler.max_num_scheduled_tokens
+        return output
+
+    def _schedule_burst(self, throttle_prefills: bool, now: float) -> SchedulerOutput:
+        """Schedules a step, in which the requests that are held begin if they may."""
+        scheduler = self._scheduler
         if not self._held or len(scheduler.running) >= scheduler.max_num_running_reqs:
             return self._schedule(throttle_prefills)
         beside = self._beside_others()
         overdue = beside and self._pace.overdue(now - self._since)
         if beside and not overdue and not self._pace.allows():
             return self._schedule(throttle_prefills)
-        count = len(self._held)
+        released = list(self._held.values())
         self._release(first=overdue)
         output = self._schedule(throttle_prefills)
         self._hold([request for request in scheduler.waiting if _may_wait(request)])
-        if len(self._held) < count:
+        if len(self._held) < len(released):
             self._pace.begin(beside=beside)
             self._since = now
+            self._computing += [one for one in released if one.request_id not in self._held]
         return output
+
+    def _pause_prompts(self, now: float) -> bool:
+        """Puts prompts in the background behind others, and pauses them for those that wait.
+
+        Returns:
+            Whether they pause in the next step.
+        """
+        scheduler = self._scheduler
+        self._computing = [request for request in self._computing if _is_computing(request)]
+        if not self._computing:
+            return False
+        behind = set(self._computing)
+        scheduler.running.sort(key=behind.__contains__)
+        recent = now - self._since < _LONGEST_WAIT
+        wait = any(request.priority <= 0 for request in scheduler.waiting)
+        if self._room_left or not recent or not wait:
+            return False
+        step = scheduler.current_step + 1
+        for request in self._computing:
+            # The scheduler skips a running request until this step.
+            request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + 1)
+        return True
 
     def _beside_others(self) -> bool:
         scheduler = self._scheduler
@@ -220,3 +261,9 @@ class BackgroundQueue:
 def _may_wait(request: Request) -> bool:
     """Whether a request is in the background, and has not begun."""
     return request.priority > 0 and request.status is RequestStatus.WAITING
+
+
+def _is_computing(request: Request) -> bool:
+    """Whether a request runs, and a part of its prompt is not computed yet."""
+    running = request.status is RequestStatus.RUNNING
+    return running and request.num_computed_tokens < request.num_prompt_tokens

@@ -55,6 +55,8 @@ class Engine:
     steps: list[tuple[float, int, int]] = field(default_factory=list)
     """Milliseconds, prompts in the background, others that ran."""
     number: int = 0
+    computed: dict[str, int] = field(default_factory=dict)
+    """Tokens of each request in the last step."""
 
     def __post_init__(self) -> None:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -100,9 +102,12 @@ class Engine:
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: at for at, name in enumerate(names)},
-                sampled_token_ids=[[7] for _ in names],
+                sampled_token_ids=[
+                    [] if self.scheduler.requests[name].is_prefill_chunk else [7] for name in names
+                ],
             ),
         )
+        self.computed = output.num_scheduled_tokens
         return began
 
     def beside(self) -> list[float]:
@@ -121,6 +126,9 @@ def test_vllm_puts_requests_into_its_queue_and_counts_them_as_before() -> None:
     for counted in (Scheduler.get_num_unfinished_requests, Scheduler.make_stats):
         assert "self.get_request_counts()" in inspect.getsource(counted), RELIES
     assert "num_waiting - num_deferred" in inspect.getsource(Scheduler.make_stats), RELIES
+    schedule = inspect.getsource(Scheduler.schedule)
+    assert "if self.current_step < request.next_decode_eligible_step:" in schedule, RELIES
+    assert schedule.count("self.current_step += 1") == 1, RELIES
     finish = inspect.getsource(Scheduler.finish_requests)
     assert "self.requests.get(req_id)" in finish, RELIES
     assert "self.deferred_waiting.difference_update(" in finish, RELIES
@@ -201,6 +209,51 @@ def test_a_neighbours_prompt_never_waits_behind_the_background(config: VllmConfi
     engine.step()
     (name,) = engine.add(1, background=False, tokens=2)
     assert engine.step() == [name]
+
+
+def test_a_prompt_in_the_background_pauses_while_prompts_of_others_are_computed(
+    config: VllmConfig,
+) -> None:
+    engine = Engine(config)
+    engine.scheduler.max_num_scheduled_tokens = 64
+    (cell,) = engine.add(1, background=True, tokens=1, length=450)
+    engine.step()
+    assert engine.computed == {cell: 64}
+    first, second = engine.add(2, background=False, tokens=40, length=100)
+    computed = []
+    for _ in range(6):
+        engine.step()
+        computed.append(engine.computed)
+    assert computed[:2] == [{first: 64}, {first: 36, second: 28}]
+    assert computed[2:4] == [{first: 1, second: 63}, {first: 1, second: 9, cell: 54}]
+    assert computed[4:] == 2 * [{first: 1, second: 1, cell: 62}]
+
+
+def test_a_prompt_in_the_background_goes_on_where_others_cannot_begin(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.scheduler.max_num_scheduled_tokens = 64
+    (cell,) = engine.add(1, background=True, tokens=1, length=450)
+    engine.step()
+    engine.scheduler.max_num_active_reqs = 1
+    (other,) = engine.add(1, background=False, tokens=40)
+    steps = 1
+    while cell in engine.scheduler.requests:
+        engine.step()
+        steps += 1
+    assert steps <= 2 * (450 // 64 + 1), "every other step at least"
+    assert engine.step() == [other]
+
+
+def test_a_prompt_in_the_background_pauses_for_a_limited_time(config: VllmConfig) -> None:
+    engine = Engine(config, decode=50.0)
+    engine.scheduler.max_num_scheduled_tokens = 64
+    (cell,) = engine.add(1, background=True, tokens=1, length=450)
+    engine.step()
+    while cell in engine.scheduler.requests:
+        engine.add(1, background=False, tokens=1, length=64)
+        engine.step()
+        assert engine.clock < 6_000
+    assert engine.clock > 5_000
 
 
 @pytest.mark.parametrize(("decode", "each"), [(200.0, 1.0), (5.0, 60.0), (300.0, 120.0)])
