@@ -96,13 +96,13 @@ def _change(
     before = delta.clone()
     while len(added) < len(codes) and (kinds := _kinds(steps, site, last=False)):
         for kind, own in kinds:
+            if kind == Kind.GATE:
+                steps[own] = _open(steps[own], tokens[own], site)
+                continue
             fields = site.ints[steps[own]].long().unbind(1)
             _, numbers, following, measured, settings, factors, writes = fields
             floats = site.floats[steps[own]]
             steps[own] = following
-            if kind == Kind.GATE:
-                open_gates(site.gates, numbers, factors - 1, tokens[own])
-                continue
             low, high, strength, written = floats[:, :4, None].unbind(1)
             factor = _factor(site, tokens[own], factors)
             strength = strength * factor
@@ -142,6 +142,23 @@ def _change(
         tokens, steps = tokens[own], steps[own]
         _replace(h, residual, tokens, steps, dose_slots[own], site, gain)
         _read(_stream(h, residual, tokens, gain), tokens, steps, site)
+
+
+def _open(steps: torch.Tensor, tokens: torch.Tensor, site: SiteBuffers) -> torch.Tensor:
+    """Opens the gates of steps [n] and of the steps after them, all at once.
+
+    Returns:
+        [n]: the first steps that open no gate.
+    """
+    opened, steps, own = [], steps.clone(), torch.arange(len(steps))
+    while len(own):
+        _, rows, following, _, _, factors, _ = site.ints[steps[own]].long().unbind(1)
+        opened.append((rows, factors - 1, tokens[own]))
+        steps[own] = following
+        own = own[(following > 0) & (site.ints[following, 0] == Kind.GATE)]
+    rows, numbers, tokens = map(torch.cat, zip(*opened, strict=True))
+    open_gates(site.gates, rows, numbers, tokens)
+    return steps
 
 
 def _kinds(

@@ -70,7 +70,7 @@ def open_gates(
         gates: the buffers.
         rows: [n]: the gate of each token, as a row of its table.
         numbers: [n]: the number of this gate in the token's plan.
-        tokens: [n]: indices of the tokens in the step, without repetition.
+        tokens: [n]: indices of the tokens in the step. No token has the same number twice.
     """
     row, number, token = (indices.numpy().astype(np.int64) for indices in (rows, numbers, tokens))
     state, first, _ = gates.tokens.numpy()[token].astype(np.int64).T

@@ -24,6 +24,7 @@ from rheostat_engine.plan.gates import (
 )
 from rheostat_engine.plan.tables import steering_table
 from rheostat_engine.plan.wire import steering_from, steering_to
+from rheostat_engine.sites import reference
 from rheostat_engine.worker.runtime import UpdateResult
 from rheostat_engine.worker.state.buffers import GateBuffers, TokenColumn
 from rheostat_engine.worker.steering.gate_reference import fold_step
@@ -91,6 +92,33 @@ def test_gates_open_as_the_readings_up_to_a_token_say_whatever_the_schedule(
             check_stream(by_id["mate"], request_id, position, site, stream)
     worker.finish(*by_id)
     assert worker.held() == NOTHING
+
+
+def test_the_gates_of_a_site_are_opened_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
+    read = Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), EVERYWHERE, reading=reading)
+    steered = []
+    for number in range(12):
+        condition = Condition((0,), Pool.LAST, Combine.ANY, number / 12 - 0.5, math.inf, 1)
+        gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN, 1, False)
+        steered.append(replace(add(2, digest=DIGESTS[1]), gate=gate))
+    worker, requests = Worker(), {f"p{n}": Plan("p", (*steered[n:], read)) for n in range(3)}
+    for request_id, plan in requests.items():
+        worker.add_request(request_id, plan)
+    calls: list[int] = []
+    stock = reference.open_gates
+
+    def counted(gates: GateBuffers, *opened: torch.Tensor) -> None:
+        calls.append(len(opened[0]))
+        stock(gates, *opened)
+
+    monkeypatch.setattr(reference, "open_gates", counted)
+    worker.step([(request_id, 0, 4) for request_id in requests])
+    assert calls == [4 * (12 + 11 + 10)]
+    for request_id, plan in requests.items():
+        for (position, site), stream in gated(plan, request_id, 0, 4).streams.items():
+            found = worker.streams[request_id, position, site]
+            np.testing.assert_allclose(found, stream, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("hold", [hold for hold in Hold if hold is not Hold.TOKEN])
