@@ -115,10 +115,21 @@ def test_batch_mates_of_steered_requests_equal_stock_vllm_bit_for_bit(
     assert not any(same(pair.stock[i], outcomes[i]) for i in range(1, 8, 2))
 
 
-def test_what_a_request_gets_does_not_depend_on_its_mates(pair: Pair) -> None:
-    plan = Plan("", (add(0, 4, scale=2.0), add(1, 3)), capture(*SITES).captures)
+@pytest.mark.parametrize(
+    "acts",
+    [(add(0, 4, scale=2.0), add(1, 3)), (put(0, 4, ((1, 4),)), put(1, 3, ((2, 3), (5, 6)), 0.5))],
+    ids=["added", "replaced"],
+)
+def test_what_a_request_gets_does_not_depend_on_its_mates(
+    pair: Pair, acts: tuple[Act, ...]
+) -> None:
+    plan = Plan("", acts, capture(*SITES).captures)
     others: list[Plan | None] = [
-        steer(add(i % 3, i % len(SITES), scale=float(i))) for i in range(8)
+        steer(
+            add(i % 3, i % len(SITES), scale=float(i)),
+            put(i % 3, (i + 2) % len(SITES), ((i, i + 2),)),
+        )
+        for i in range(8)
     ]
     others[2] = plan
     together = pair.run(others)[2]
@@ -126,6 +137,8 @@ def test_what_a_request_gets_does_not_depend_on_its_mates(pair: Pair) -> None:
     assert together.token_ids == alone.token_ids
     for site in SITES:
         np.testing.assert_allclose(together.stream(site), alone.stream(site), rtol=1e-4, atol=1e-4)
+    plain = pair.run([capture(*SITES)] * 8)[2]
+    assert np.abs(together.stream(4) - plain.stream(4)).max() > 0.1
 
 
 def test_the_order_of_additions_does_not_matter(pair: Pair) -> None:

@@ -49,11 +49,11 @@ def test_mates_of_steered_requests_are_bit_identical_to_stock_split_alike(start:
     engine.load(dict(vector(seed) for seed in range(VECTORS)))
     middle = 4 * (LAYERS // 2)
     steered = Plan("", (add(0, middle, EVERYWHERE, 2.0),), capture(middle).captures)
-    mixed = engine.run(
-        batch, [steered, None, capture(*range(site_count(LAYERS)))] * 2, max_tokens=6
-    )
-    for number, (one, other) in enumerate(zip(plain, mixed, strict=True)):
-        same = one.token_ids == other.token_ids and one.logprobs == other.logprobs
+    replaced = Plan("", (put(1, middle, ((4, 6), (22, 24))),))
+    other = capture(*range(site_count(LAYERS)))
+    mixed = engine.run(batch, [steered, None, other, replaced, None, other], max_tokens=6)
+    for number, (one, two) in enumerate(zip(plain, mixed, strict=True)):
+        same = one.token_ids == two.token_ids and one.logprobs == two.logprobs
         assert same == (number % 3 > 0)
 
 

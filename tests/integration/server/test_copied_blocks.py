@@ -1,8 +1,14 @@
-"""Cells that copy the part of a cached block before their row: what they compute, and how much."""
+"""Cells that copy the part of a cached block before their row: what they compute, and how much.
+
+And what others read beside them and after them.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+import rheostat
 from rheostat_engine import Point, Site
 from rheostat_wire.v1 import types_pb2
 
@@ -47,3 +53,41 @@ def test_cells_that_copy_a_part_of_a_block_are_what_hooks_give(
     # full, so each cell computes it, and so does the corrupt prompt when it runs again.
     cells = len(LAYERS) * sum(len(clean) - min(at, 2 * BLOCK) for at in COLUMNS)
     assert swept.summary.computed_token_count == 2 * len(clean) + cells + 3
+
+
+def test_patched_rows_never_reach_plain_requests_of_the_same_prompts(
+    engine: rheostat.Engine,
+) -> None:
+    """They read the blocks that cells read too, before, beside and after the cells."""
+    draw = np.random.default_rng(4)
+    prompts = [draw.integers(4, 1900, 2 * BLOCK + 3).tolist() for _ in range(2)]
+    greedy = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 5}
+    cold = [engine.generate(prompt, **greedy) for prompt in prompts]
+    assert [one.receipt.cached_prompt_token_count for one in cold] == [0, 0]
+    pair = rheostat.Pair(prompts[0], corrupt=prompts[1], answer=list(cold[0].token_ids[:1]))
+    beside: list[rheostat.Generation] = []
+
+    def ask(done: int, count: int) -> None:
+        """After every few cells, while others run."""
+        if done % 6 == 1:
+            beside.extend(pool.map(lambda prompt: engine.generate(prompt, **greedy), prompts))
+
+    with ThreadPoolExecutor(2) as pool:
+        swept = engine.sweep(
+            pair,
+            points="resid_post",
+            layers=LAYERS,
+            where=rheostat.positions(*COLUMNS),
+            grades="logprob",
+            progress=ask,
+            watch=False,
+        )
+    after = [engine.generate(prompt, **greedy) for prompt in prompts]
+    assert np.ptp(swept.array()) > 0.1
+    assert len(beside) >= 4
+    for number, plain in enumerate([*beside, *after]):
+        expected = cold[number % 2]
+        assert plain.receipt.cached_prompt_token_count == 2 * BLOCK
+        assert plain.token_ids == expected.token_ids
+        for one, other in zip(plain.logprobs, expected.logprobs, strict=True):
+            assert one.token.logprob == pytest.approx(other.token.logprob, abs=1e-4)

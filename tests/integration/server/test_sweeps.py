@@ -495,27 +495,28 @@ def test_runs_are_kept_if_asked_for(services: Services) -> None:
         services.runs.DeleteRun(run_service_pb2.DeleteRunRequest(run_id=run_id))
 
 
+ALONG = rheostat.inline(np.random.default_rng(0).standard_normal((1, 128)).astype(np.float32))
+UNDER = {
+    "add": 0.1 * ALONG,
+    "ablate": rheostat.ablate(ALONG),
+    "clamp": rheostat.clamp(ALONG, min=-0.05, max=0.05),
+}
+
+
+@pytest.mark.parametrize("op", UNDER)
+@pytest.mark.parametrize("point", ["resid_post", "attn_out", "mlp_out"])
 def test_putting_a_prompts_own_rows_back_under_steering_changes_no_bit(
-    services: Services,
+    engine: rheostat.Engine, point: str, op: str
 ) -> None:
-    values = np.random.default_rng(0).standard_normal((1, 128)).astype("<f4")
-    vector = tensor_pb2.Tensor(
-        dtype=tensor_pb2.DTYPE_FLOAT32,
-        shape=values.shape,
-        encoding=tensor_pb2.ENCODING_RAW,
-        inline=values.tobytes(),
-    )
-    added = steering_pb2.Intervention(
-        sites=sites("resid_post", layers=[2]),
-        add=steering_pb2.Add(vector=vector_pb2.VectorRef(inline=vector), scale=0.1),
-    )
-    steering = steering_pb2.Steering(interventions=[added])
-    same = services.pair(corrupt=types_pb2.Prompt(text=CLEAN))
-    plain, swept = sweep(services, same), sweep(services, same, steering=steering)
-    assert swept.grid()[0, 0] != plain.grid()[0, 0]
+    same = rheostat.Pair(CLEAN, corrupt=CLEAN, answer=RIGHT, foil=WRONG)
+    options = {"points": point, "layers": [1, 2], "grades": "logit_difference", "watch": False}
+    plain = engine.sweep(same, **options)
+    steering = UNDER[op].at(points=point, layers=2)
+    swept = engine.sweep(same, steering=steering, **options)
+    assert swept.base() != plain.base()
     for one in (plain, swept):
-        assert (one.grid() == one.summary.grades[0].noise.mean).all()
-        assert all(cell.below_noise for cell in one.cells.values())
+        assert (one.array() == one.base()).all()
+        assert not one.significant.any()
 
 
 def test_a_background_patch_acts_in_all_runs(services: Services, reference: HfReference) -> None:
