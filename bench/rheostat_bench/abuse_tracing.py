@@ -41,6 +41,7 @@ READ_RUN = "RunService/ReadRun"
 
 _PAIRS = 256
 _SWEEP_TOKENS = 1 << 20
+_SWEEP_ROWS = 32_768
 _SWEEP_REQUESTS = 1 << 22
 _SWEEP_CELLS = 65_536
 _TOP_K = 100
@@ -109,7 +110,8 @@ def _sweep(
         elif kind == "noise":
             pair.noise.noise.embedding_std = 3.0
             pair.noise.sites.CopyFrom(sites(types_pb2.POINT_RESID_PRE, layers=[0]))
-            pair.noise.where.CopyFrom(request.where)
+            most = max(1, _SWEEP_ROWS // (2 * pairs))
+            pair.noise.where.include.add().positions.end = min(columns, most)
             pair.noise.noise_count = 2
         else:
             pair.zeros.SetInParent()

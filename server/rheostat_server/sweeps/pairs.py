@@ -7,7 +7,7 @@ Columns are positions of the clean prompt. In the corrupt prompt they are the al
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rheostat_engine import Spans
@@ -27,6 +27,7 @@ from rheostat_server.limits import (
     SWEEP_PAIRS,
     SWEEP_POSITIONS,
     SWEEP_RANGES,
+    SWEEP_ROWS,
     SWEEP_TOKENS,
 )
 from rheostat_server.requests.manager import RequestManager
@@ -36,7 +37,7 @@ from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.steering.replacements import AlignedPrompts, align
 from rheostat_server.sweeps.answers import Answers, resolve_answers
 from rheostat_server.sweeps.grades import Grade
-from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.validation import field_path
 from rheostat_wire.v1 import (
     generation_pb2,
@@ -127,7 +128,7 @@ async def resolve_pairs(
     _check_labels(request)
     _check_ranges(request)
     pairs: list[Pair] = []
-    room = _Room(SWEEP_TOKENS, SWEEP_POSITIONS)
+    room = _Room(SWEEP_TOKENS, SWEEP_POSITIONS, SWEEP_ROWS)
     context = _Context(request, grades, manager, room, background)
     for index, message in enumerate(request.pairs):
         pair = await _pair(context, message, f"pairs[{index}]")
@@ -198,13 +199,25 @@ class _Room:
 
     tokens: int
     positions: int
+    rows: int
+    counted: set[int] = field(default_factory=set)
+    """Identities of the vectors that were counted, because prompts share those that are stored."""
 
     def take_prompt(self, prompt: AdmittedRequest, path: str) -> None:
-        """Counts a prompt.
+        """Counts a prompt, and the rows of its steering.
 
         Raises:
-            InvalidValue: the sweep's prompts have too many tokens.
+            InvalidValue: the sweep's prompts have too many tokens or rows.
         """
+        new = [vector for vector in prompt.vectors if id(vector) not in self.counted]
+        self.counted.update(map(id, new))
+        self.rows -= sum(vector.rows for vector in new)
+        if self.rows < 0:
+            raise InvalidValue(
+                f"noise and steering put more than {SWEEP_ROWS} rows into the prompts of the "
+                "sweep: choose fewer positions or sites, fewer noises, or fewer pairs in a call",
+                field=path,
+            )
         self.tokens -= prompt.prompt_len
         if self.tokens < 0:
             raise InvalidValue(
@@ -444,7 +457,7 @@ async def _columns(
     selection = SelectionContext(prompt, 1, manager.info.vocabulary)
     work = _TOKEN_BYTES * selection.prompt_len * max(1, len(selectors))
     paths = [f"{path}.groups[{index}]" for index in range(len(message.groups))]
-    spans = await offload(work, _spans, selectors, selection, paths or ["where"])
+    spans = await offload_plan(work, _spans, selectors, selection, paths or ["where"])
     context.room.take_columns(sum(map(length, spans)), path)
     columns = [_expanded(spans_of_column) for spans_of_column in spans]
     if request.group_labels:

@@ -207,7 +207,9 @@ class NoiseCorruption(_message.Message):
     WHERE_FIELD_NUMBER: _builtins.int
     NOISE_COUNT_FIELD_NUMBER: _builtins.int
     noise_count: _builtins.int
-    """Noises over which each cell is averaged, 1 to 64. Default 10."""
+    """Noises over which each cell is averaged, 1 to 64. Default 10. Each puts a row into its prompt for
+    each site and position; all prompts of a sweep may have 32,768 such rows.
+    """
     @_builtins.property
     def noise(self) -> _replace_pb2.NoiseSource:
         """The noise. Its seed, the next one, ... for each of noise_count."""

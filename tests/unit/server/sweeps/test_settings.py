@@ -5,12 +5,14 @@ import math
 import pytest
 
 from rheostat_server.sweeps import grid as grids
+from rheostat_server.sweeps import pairs
 from rheostat_wire.v1 import (
     replace_pb2,
     selector_pb2,
     steering_pb2,
     sweep_pb2,
     tensor_pb2,
+    types_pb2,
     vector_pb2,
 )
 
@@ -21,6 +23,7 @@ from ..fakes import (
 )
 from ..messages import GENERATED, above, add, selector, site_set, window
 from ..streams import settled
+from ..uploads import chunk, header, put, values
 from .patched import (
     POST,
     Code,
@@ -204,3 +207,36 @@ async def test_values_of_all_cells_are_limited(starter, monkeypatch) -> None:
     await swept(running, order(where=where, grades=[grade(), grade("RANK")]))
     refusal = await refused(running, order(where=where, grades=[grade()] * 3))
     assert (refusal.reason, refusal.field) == ("REASON_INVALID_VALUE", "grades")
+
+
+async def test_rows_of_all_prompts_are_limited(starter, monkeypatch) -> None:
+    monkeypatch.setattr(pairs, "SWEEP_ROWS", 11)
+    running = await starter(PatchedBackend())
+    noise = sweep_pb2.NoiseCorruption(
+        noise=replace_pb2.NoiseSource(std=1.0),
+        sites=site_set(types_pb2.POINT_RESID_PRE, layers=[0]),
+        where=selector(window(0, 2)),
+        noise_count=2,
+    )
+    where = selector(window(0, 1))
+    noisy = [pair(noise=noise) for _ in range(3)]
+    await swept(running, order(*noisy[:2], where=where))
+    refusal = await refused(running, order(*noisy, where=where))
+    assert (refusal.reason, refusal.field) == ("REASON_INVALID_VALUE", "pairs[2].noise")
+    assert "11 rows" in refusal.message
+    await settled(running)
+
+
+async def test_a_stored_vector_counts_once_however_many_prompts_it_steers(
+    starter, monkeypatch
+) -> None:
+    monkeypatch.setattr(pairs, "SWEEP_ROWS", 1)
+    running = await starter(PatchedBackend())
+    await put(running.client, header(name="calm"), chunk(values()))
+    calm = steering_pb2.Intervention(
+        sites=site_set(POST, layers=[0]),
+        where=selector(window(0, 1)),
+        replace=replace_pb2.Replace(vector=vector_pb2.VectorRef(name="calm")),
+    )
+    steering = steering_pb2.Steering(interventions=[calm])
+    await swept(running, order(pair(), pair(), where=selector(window(1, 2)), steering=steering))
