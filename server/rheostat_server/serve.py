@@ -186,8 +186,8 @@ class RunningServer:
 
     @property
     def idle(self) -> bool:
-        """Whether no request runs."""
-        return self._manager is None or not self._manager.open_requests
+        """Whether it serves, and no request runs."""
+        return self._manager is not None and not self._manager.open_requests
 
     async def stop(self, grace: float | None = None) -> None:
         """Drains for `grace` seconds (default: the config's), then ends everything."""

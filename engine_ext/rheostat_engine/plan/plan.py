@@ -7,12 +7,12 @@ is identified by a digest of its content (`tables`).
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Annotated, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
 
+from rheostat_engine.cached_property import cached_property
 from rheostat_engine.plan.acts import OPEN_END, Act, Capture
 from rheostat_engine.plan.controllers import MAX_CONTROLLED
 from rheostat_engine.plan.gate_table import states_of

@@ -8,8 +8,8 @@ import hashlib
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 
+from rheostat_engine.cached_property import cached_property
 from rheostat_engine.plan.gates import Readout
 
 RAW_KEY = b""

@@ -14,12 +14,12 @@ Why a cost
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from rheostat_engine.cached_property import cached_property
 from rheostat_engine.plan.acts import OPEN_END, Act, Capture, Kind, Spans
 from rheostat_engine.plan.composition import (
     MAX_TOKEN_SETS,

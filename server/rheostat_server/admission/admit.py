@@ -80,7 +80,7 @@ from rheostat_server.subscriptions.observer_captures import (
 )
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
-from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.offload import PLANNER, offload_plan, on_pool
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Lookups, Vector, VectorStore, VectorView
 from rheostat_server.vectors.token_directions import with_directions
@@ -242,7 +242,7 @@ async def _admit(
 ) -> AdmittedRequest:
     _check_head(request, admission)
     controlled = check_controlled(request, admission.controllers, in_session=changeable)
-    with_text = _selects(request) and await offload(
+    with_text = _selects(request) and await offload_plan(
         size, any_needs_text, steerings_of(request), request.captures, request.probes
     )
     prompt = await admission.prompts.resolve(request, with_text=with_text)
@@ -260,7 +260,7 @@ async def _admit(
         known = admission.compiled if controlled is None else None
         return admit_now(candidate, observers, admission, known)
     # The cache of compiled requests is used on the event loop alone.
-    return await asyncio.to_thread(admit_now, candidate, observers, admission, compiled_before=None)
+    return await on_pool(PLANNER, admit_now, candidate, observers, admission, compiled_before=None)
 
 
 @dataclass(frozen=True, slots=True)

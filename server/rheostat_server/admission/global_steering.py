@@ -50,7 +50,7 @@ from rheostat_server.steering.rules import (
     steered_by,
     with_rule_gains,
 )
-from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorView
@@ -304,7 +304,7 @@ class GlobalSteeringState:
         checked, plan = await with_directions(
             self._loader.store.directions,
             policy,
-            lambda: offload(work, self._compile, policy, context, vectors),
+            lambda: offload_plan(work, self._compile, policy, context, vectors),
         )
         self._fits([Reservation(plan)], context.prompt_len)
         return checked

@@ -12,7 +12,7 @@ from rheostat_server.errors import NotSupported
 from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.steering.interventions import Intervention, check_sums, resolve_steering
 from rheostat_server.steering.rules import refuse_gained_sums
-from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector, VectorView
 from rheostat_server.vectors.token_directions import with_directions
@@ -77,7 +77,7 @@ async def compile_update(
         InvalidArgument, FailedPrecondition, NotFound, MessageTooLarge: it cannot be applied.
     """
     check_ranges(steering)
-    if context.prompt.text is None and await offload(
+    if context.prompt.text is None and await offload_plan(
         steering.ByteSize(), any_needs_text, [steering], (), ()
     ):
         context = replace(context, prompt=await admission.prompts.decode(context.prompt))
@@ -85,7 +85,7 @@ async def compile_update(
     work = kept.work + estimate_steering(steering, context.prompt_len, admission.sites, view)
 
     def attempt() -> Awaitable[CompiledUpdate]:
-        return offload(
+        return offload_plan(
             work, _compile_update, steering, view, admission, context, kept, replacing, work
         )
 

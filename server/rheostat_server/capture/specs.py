@@ -6,9 +6,9 @@ Everything here may run on a thread, because vectors are looked up in a `VectorV
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property
 
 from rheostat_engine import Codec, Directions, ModelSites, RowEncoding, Site
+from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.capture.encodings import RAW, Form
 from rheostat_server.capture.projections import (

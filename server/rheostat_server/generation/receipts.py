@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, Dose, Released, Spans
+from rheostat_engine.cached_property import cached_property
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.engine.backend import Ending

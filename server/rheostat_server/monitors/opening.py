@@ -1,6 +1,5 @@
 """Checks and resolves the message that opens a watch, on a thread."""
 
-import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -29,6 +28,7 @@ from rheostat_server.steering.rules import (
 )
 from rheostat_server.subscriptions.observed import observed_requests
 from rheostat_server.subscriptions.opening import check_filter
+from rheostat_server.tasks.offload import PLANNER, on_pool
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import VectorStore, VectorView
 from rheostat_server.vectors.token_directions import with_directions
@@ -84,7 +84,7 @@ async def check_opening(
     readings, plan = await with_directions(
         context.store.directions,
         opened,
-        lambda: asyncio.to_thread(_resolve, opened, context, context.store.view()),
+        lambda: on_pool(PLANNER, _resolve, opened, context, context.store.view()),
     )
     if readings.steers:
         context.fits(plan)

@@ -8,10 +8,10 @@ watch is opened, and selectors are prepared. Results are kept by the length of p
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 from rheostat_engine import ModelSites
+from rheostat_engine.cached_property import cached_property
 from rheostat_server.limits import OBSERVER_SPANS
 from rheostat_server.selectors.prepared_selection import PreparedSelector
 from rheostat_server.selectors.selection import EVERYTHING, Selection, SelectionContext

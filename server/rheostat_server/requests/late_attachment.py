@@ -42,7 +42,7 @@ from rheostat_server.subscriptions.pending_changes import (
 )
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
-from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.tensors import FloatType
 
 _LOG = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class LateAttachment:
         spent = sum(
             observer_capture.subscription.captures.cost for observer_capture in _observing(active)
         )
-        (observer_capture,) = await offload(
+        (observer_capture,) = await offload_plan(
             estimate_observers(observers, context.prompt_len),
             observer_captures,
             observers,
@@ -229,7 +229,7 @@ class LateAttachment:
         captures = self._captured(active)
         if observer_capture is not None:
             captures += observer_capture.captures.values()
-        return await offload(
+        return await offload_plan(
             _work(active, observer_capture),
             _need_beside,
             active.sequences[0].job.plan,
@@ -348,7 +348,7 @@ class LateAttachment:
         numbers = {sequence.plan_id: sequence.capture_changes for sequence in _running(active)}
         try:
             captures, first = self._captured(active), _computed(active)
-            updated = await offload(_work(active), _captures_from, captures, first)
+            updated = await offload_plan(_work(active), _captures_from, captures, first)
         except Exception as error:  # any error ends the waits, and other requests go on
             name = active.admitted.request_id
             _LOG.error("the changed captures of %s could not be made", name, exc_info=error)

@@ -36,7 +36,7 @@ from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.sequence import EngineSequence, SampleGains
 from rheostat_server.steering.gains import check_indices
 from rheostat_server.steering.interventions import Intervention
-from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.offload import offload_plan
 from rheostat_wire.v1 import gain_pb2, generation_pb2
 
 Positions = Sequence[generation_pb2.SamplePosition]
@@ -197,7 +197,7 @@ class RequestGains:
             RheostatError: the engine cannot hold it, or every sample has ended.
         """
         plan_id = self._active.plan_id(name)
-        plan = await offload(self._work, _with_gains, self._interventions, self._plan, plan_id)
+        plan = await offload_plan(self._work, _with_gains, self._interventions, self._plan, plan_id)
         try:
             await install(plan)
         except RheostatError as error:

@@ -5,13 +5,13 @@ Each text is searched once, and no search iterates over all tokens in plain Pyth
 
 import re
 from collections.abc import Iterable
-from functools import cached_property
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Spans
+from rheostat_engine.cached_property import cached_property
 from rheostat_server.limits import SPAN_SEARCH
 from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.selectors.spans import runs

@@ -7,10 +7,10 @@ conditions are needed for generated positions only.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, Condition, Spans
+from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.config import ModelInfo
 from rheostat_server.errors import (

@@ -20,13 +20,13 @@ Nothing is published, not even in part, before `finish` returns.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Site
+from rheostat_engine.cached_property import cached_property
 from rheostat_server.tensors import FloatType
 from rheostat_wire.dtypes import StoredArray
 

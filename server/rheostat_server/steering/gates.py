@@ -8,7 +8,6 @@ tokens; see `_check_late`.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from rheostat_engine import (
@@ -30,6 +29,7 @@ from rheostat_engine import (
     Reading,
     Site,
 )
+from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.errors import (
     GateOrder,

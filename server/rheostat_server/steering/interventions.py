@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
 from rheostat_engine import Act, Gate, ModelSites, Site
+from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField, NonFinite, NotSupported
 from rheostat_server.limits import INTERVENTIONS

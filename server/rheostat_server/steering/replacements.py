@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
-from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import ModelSites, Site, Spans, largest_replaced
+from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.errors import (
     InvalidValue,

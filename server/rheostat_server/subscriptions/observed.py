@@ -6,8 +6,8 @@ rest is computed while another client's request is admitted, and delays that req
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
+from rheostat_engine.cached_property import cached_property
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.limits import OBSERVER_SPANS
 from rheostat_server.selectors.prepared_selection import PreparedSelector

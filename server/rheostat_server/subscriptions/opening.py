@@ -1,6 +1,5 @@
 """Checks and resolves the message that opens a subscription, on a thread."""
 
-import asyncio
 from dataclasses import dataclass, replace
 
 from rheostat_engine import ModelSites
@@ -28,6 +27,7 @@ from rheostat_server.subscriptions.observed import (
     observed_captures,
     observed_requests,
 )
+from rheostat_server.tasks.offload import PLANNER, on_pool
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorStore, VectorView
 from rheostat_server.vectors.token_directions import with_directions
@@ -82,7 +82,7 @@ async def check_opening(
     resolved, captures = await with_directions(
         store.directions,
         observer_capture,
-        lambda: asyncio.to_thread(_resolve, observer_capture, model, typical, store.view()),
+        lambda: on_pool(PLANNER, _resolve, observer_capture, model, typical, store.view()),
     )
     if captures.cost > OBSERVER_COST:
         raise InvalidValue(

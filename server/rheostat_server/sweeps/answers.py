@@ -11,9 +11,9 @@ tokens.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
+from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField
 from rheostat_server.limits import ANSWER_ALTERNATIVES, ANSWER_TOKENS

@@ -23,7 +23,7 @@ from rheostat_server.sweeps.cells import Replaced, estimate_packing, replacing, 
 from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.settings import Settings
 from rheostat_server.sweeps.sources import Source
-from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.offload import offload_plan
 
 _COLUMNS = 16
 """The most columns that share a plan."""
@@ -173,4 +173,4 @@ class CellRequests:
             vectors[blend.mask.digest] = blend.mask
         size = estimate_packing(base, sum(len(replacement.positions) for replacement in replaced))
         acts = replacing(replaced, blend)
-        return await offload(size, with_acts, base, acts, tuple(vectors.values()), window)
+        return await offload_plan(size, with_acts, base, acts, tuple(vectors.values()), window)

@@ -39,7 +39,7 @@ from rheostat_server.selectors.spans import runs as runs_of
 from rheostat_server.steering.replacements import averaged_rows
 from rheostat_server.sweeps.grid import Grid
 from rheostat_server.sweeps.pairs import Pair
-from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.offload import offload, offload_plan
 from rheostat_server.tensors import FloatType, widened
 from rheostat_server.vectors.store import Vector, make_vector
 from rheostat_wire.v1 import (
@@ -308,7 +308,7 @@ async def sources_of(
             averaged = averaged_rows(mean, run, path)
             return Captured([RunRows([run], (), model, window=window, averaged=averaged)], 0)
     size = _POSITION_BYTES * sum(map(len, pair.columns))
-    wanted = await offload(size, _wanted, pair, grid.columns)
+    wanted = await offload_plan(size, _wanted, pair, grid.columns)
     if pair.into_clean and pair.message.HasField("run_id"):
         return Captured([RunRows([_given(pair, held)], wanted, model, window=window)], 0)
     sources: list[Source] = []

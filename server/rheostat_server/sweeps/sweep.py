@@ -20,7 +20,7 @@ from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.running_sweep import Put, RunningSweep
 from rheostat_server.sweeps.settings import Settings, resolve
 from rheostat_server.sweeps.sources import HeldRuns
-from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.tasks.tracebacks import drop_tracebacks
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2, types_pb2
 
@@ -56,7 +56,7 @@ class Sweeps:
             sweep = RunningSweep(settings, pairs, Measurements(settings, pairs, runs, manager))
             kept = False
             try:
-                started = await offload(
+                started = await offload_plan(
                     _TOKEN_BYTES * sum(pair.token_count for pair in pairs),
                     _started,
                     request_id,

@@ -2,11 +2,19 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from rheostat_server.limits import OFFLOAD_BYTES
+
+PLANNER = ThreadPoolExecutor(1, "planner")
+"""The thread that makes plans.
+
+One, because making a plan is Python that holds the GIL, so that more threads would not make more.
+And whenever the event loop has released the GIL, only one other thread may take it, and gives it
+back soon; see `serve.SWITCH_INTERVAL`. With six, the loop waited for all their turns.
+"""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,6 +28,13 @@ async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kw
     if size <= OFFLOAD_BYTES:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
+
+
+async def offload_plan(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """As `offload`, for work that makes a plan: one such call after the other."""
+    if size <= OFFLOAD_BYTES:
+        return work(*args, **kwargs)
+    return await on_pool(PLANNER, work, *args, **kwargs)
 
 
 async def on_pool(pool: Executor, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

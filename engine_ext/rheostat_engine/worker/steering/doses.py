@@ -9,13 +9,13 @@ request. If too few slots are free for a request, the kernel writes its measurem
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from rheostat_engine.cached_property import cached_property
 from rheostat_engine.plan.acts import Act, Kind
 from rheostat_engine.plan.composition import MAX_STEPS, attribution
 from rheostat_engine.worker.state.id_allocators import RangeAllocator

@@ -7,7 +7,7 @@ import pytest
 from rheostat_server.admission.admit import admit
 from rheostat_server.generation.responses import run
 from rheostat_server.requests import late_attachment
-from rheostat_server.tasks.offload import offload
+from rheostat_server.tasks.offload import offload_plan
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, types_pb2
 
 from ..conftest import rest
@@ -248,12 +248,12 @@ async def test_a_change_that_cannot_be_made_is_lost_as_the_policy_says_and_logge
     async def broken(size, work, *args, **kwargs):
         if work is late_attachment._captures_from:
             raise MemoryError("no room")
-        return await offload(size, work, *args, **kwargs)
+        return await offload_plan(size, work, *args, **kwargs)
 
     running = await starter(ScriptedBackend(hold=Steps()))
     call = await begun(running, "a")
     with monkeypatch.context() as patch:
-        patch.setattr(late_attachment, "offload", broken)
+        patch.setattr(late_attachment, "offload_plan", broken)
         one = await Subscriber.open(running, opening(EVERY, [wanted(0)], overload=policy))
         assert attached(one.events[0].opened) == [("a", 0, None)]
         assert "the changed captures of a could not be made" in caplog.text

@@ -1,0 +1,32 @@
+"""`functools.cached_property` without a lock.
+
+Before Python 3.12, functools has one lock for a property of all objects of a class. While a thread
+computed the needs of a large plan, the event loop waited for up to 0.8 s to compute those of a
+small one. Without the lock, two threads may compute the same value, and the last one is kept.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or sys.version_info >= (3, 12):
+    from functools import cached_property  # noqa: TID251
+else:
+
+    class cached_property:  # as in functools
+        """A property that is computed once for each object."""
+
+        def __init__(self, compute: Any) -> None:
+            self._compute = compute
+            self.__doc__ = compute.__doc__
+
+        def __set_name__(self, owner: type, name: str) -> None:
+            self._name = name
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return self
+            value = instance.__dict__[self._name] = self._compute(instance)
+            return value
+
+
+__all__ = ["cached_property"]
