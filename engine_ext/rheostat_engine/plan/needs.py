@@ -4,17 +4,18 @@ Invariant: equal content has one key, and the worker shares it. Keys are hashed 
 this process, so that no client can construct colliding contents.
 """
 
-import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.plan.composition import Combination, only_adds
+from rheostat_engine.plan.acts import Act
+from rheostat_engine.plan.composition import Combination, combine, only_adds
 from rheostat_engine.plan.tables import SteeringTable
 
 SHARED: Final[tuple[str, ...]] = (
@@ -29,7 +30,14 @@ SHARED: Final[tuple[str, ...]] = (
 """Resources that requests share by content; fields of `Capacity`."""
 
 _SECRET = os.urandom(16)
+"""In front of what is hashed. Python's hash of bytes is SipHash, whose own key may be fixed by the
+environment."""
+_MOST = (1 << 64) - 1
+_PREFIXES = {resource: _SECRET + resource.encode() + b"\0" for resource in SHARED}
+_NUMBERS = {resource: number for number, resource in enumerate(SHARED)}
 _ENCODER = msgspec.msgpack.Encoder()
+_PAIR = _ENCODER.encode([None, None])[:1]
+"""How the encoding of a pair begins."""
 
 
 class Needs(NamedTuple):
@@ -58,7 +66,7 @@ _NOTHING = Needs(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.i
 def needs_of(contents: Iterator[tuple[str, object, int]]) -> Needs:
     """Collects (resource, content, weight), in any order; content may be repeated."""
     weights = {
-        _key(resource, content): (SHARED.index(resource), weight)
+        _key(_PREFIXES[resource], content): (_NUMBERS[resource], weight)
         for resource, content, weight in contents
     }
     if not weights:
@@ -78,6 +86,10 @@ def contents_of(table: SteeringTable) -> Iterator[tuple[str, object, int]]:
     """
     for number, members in enumerate(table.intervals.members):
         if not members:
+            continue
+        act = _single_row_act(table, members)
+        if act is not None:
+            yield from _contents_of_rows(act)
             continue
         token_variants = table.token_variants(number)
         if token_variants.sets:
@@ -105,8 +117,63 @@ def _contents(combination: Combination) -> Iterator[tuple[str, object, int]]:
             yield "steps", program, len(program)
 
 
-def _key(resource: str, content: object) -> int:
-    content_bytes = resource.encode() + b"\0" + _ENCODER.encode(content)
-    return int.from_bytes(
-        hashlib.blake2b(content_bytes, digest_size=8, key=_SECRET).digest(), "little"
+def _single_row_act(table: SteeringTable, members: Sequence[int]) -> Act | None:
+    """The act of a clause set, if it is alone there and puts one row in the place of each."""
+    if len(members) > 1:
+        return None
+    clause = table.clauses[members[0]]
+    act = table.acts[clause.act]
+    plain = clause.tokens is None and act.constant and len(act.vectors) == 1
+    return act if plain and act.kind.acts_last and act.in_force else None
+
+
+def _contents_of_rows(act: Act) -> Iterator[tuple[str, object, int]]:
+    """As `_contents`, for an act that differs at its sites by its row alone.
+
+    A patch of a whole run has an act for each of its positions, with a row for each site.
+    """
+    program, addends = _around_row(act)
+    rows = [_ENCODER.encode(row) for row in act.site_rows.rows[:, 0].tolist()]
+    programs = [program.around(row) for row in rows]
+    sites = map(_ENCODER.encode, act.site_rows.sites.tolist())
+    pairs = [_PAIR + site + own for site, own in zip(sites, programs, strict=True)]
+    begin = _ENCODER.encode([None] * len(pairs))[: -len(pairs)]
+    yield "slots", _Encoded(begin + b"".join(pairs)), 1
+    for row, own in zip(rows, programs, strict=True):
+        yield "bank_rows", addends.around(row), 1
+        yield "steps", own, 1
+
+
+class _Encoded(bytes):
+    """Content that is encoded already."""
+
+
+class _Frame(NamedTuple):
+    """The encoding of content, without the row in it."""
+
+    before: bytes
+    after: bytes
+
+    @classmethod
+    def of(cls, first: object, second: object) -> "_Frame":
+        """What two contents share that differ by the row alone, which is 0 and 1."""
+        one, other = _ENCODER.encode(first), _ENCODER.encode(second)
+        (at,) = np.flatnonzero(np.frombuffer(one, np.uint8) != np.frombuffer(other, np.uint8))
+        return cls(one[:at], one[at + 1 :])
+
+    def around(self, row: bytes) -> _Encoded:
+        """The content with an encoded row."""
+        return _Encoded(self.before + row + self.after)
+
+
+def _around_row(act: Act) -> tuple[_Frame, _Frame]:
+    """What stands around the row in the program of an act at a site, and in its addends."""
+    ((_, first),), ((_, second),) = (
+        combine([replace(act, rows=((0, (row,)),))], [0]) for row in (0, 1)
     )
+    return _Frame.of(first, second), _Frame.of(first[0].addends, second[0].addends)
+
+
+def _key(prefix: bytes, content: object) -> int:
+    encoded = content if isinstance(content, _Encoded) else _ENCODER.encode(content)
+    return hash(prefix + encoded) & _MOST
