@@ -26,9 +26,12 @@ from rheostat_engine import (
 from rheostat_wire.noise import normal_row
 
 from ...effort import at_length, some
+from .gated_points import GENERATED as GATED_TOKENS
+from .gated_points import PROBE, PUSH, GatedAct, GatedRun, gated_acts, run_gated
 from .groups import group_of
 from .models import CONFIGS, EXPERTS, LAYERS, MIXTURES, NO_MID, VOCAB, WIDTH, build
 from .offline import OfflineEngine, Outcome
+from .plans import vector
 from .reference import Add, Change, Float, HfReference, Run
 
 pytestmark = pytest.mark.integration
@@ -86,6 +89,8 @@ class Case(NamedTuple):
     embedding_std: float
     noisy: dict[int, Run]
     continued: list[Continued]
+    gated: list[GatedRun]
+    shut: list[GatedAct]
     engine: OfflineEngine
 
 
@@ -120,6 +125,9 @@ class Reference(NamedTuple):
     noisy: dict[int, Run]
     """With `noise` on the touched positions, by site."""
     continued: list[Continued]
+    gated: list[GatedRun]
+    shut: list[GatedAct]
+    """Acts whose gates no token opens."""
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +164,10 @@ def refer(models_root: Path) -> Callable[[str], Reference]:
             token_ids = model.generate(PROMPT, GENERATED, adds)
             read = [*PROMPT, *token_ids[:-1]]
             continued.append(Continued(site, token_ids, model.run(read, adds)))
-        return Reference(plain, other, steered, replaced, std, noisy, continued)
+        unsteered = continued[0].run
+        opening, shut = gated_acts(name, unsteered)
+        gated = [run_gated(model, one, PROMPT, unsteered) for one in opening]
+        return Reference(plain, other, steered, replaced, std, noisy, continued, gated, shut)
 
     return run_once
 
@@ -179,7 +190,7 @@ def case(
     name, eager = request.param
     reference = refer(name)
     engine = start(name, enforce_eager=eager)
-    engine.load({DIGEST: VECTOR})
+    engine.load({DIGEST: VECTOR, **dict(vector(seed) for seed in (PROBE, PUSH))})
     return Case(name, *reference, engine)
 
 
@@ -345,6 +356,27 @@ def test_noise_does_what_the_same_hook_does_in_hugging_face(case: Case) -> None:
         assert np.abs(outcome.logits() - reference.logprobs[-1]).max() < LOGPROBS, site
         effect = np.abs(reference.logprobs[-1] - case.plain.logprobs[-1]).max()
         assert effect > 1e-2, site
+
+
+def test_gates_that_read_at_any_point_do_what_hooks_do_in_hugging_face(case: Case) -> None:
+    outcomes = run_batch(case, [run.gated.acts for run in case.gated], GATED_TOKENS)
+    for expected, outcome in zip(case.gated, outcomes, strict=True):
+        assert outcome.token_ids == expected.token_ids, expected.gated
+        assert worst(outcome, expected.run) < ROWS, expected.gated
+        for step in range(GATED_TOKENS):
+            want = expected.run.logprobs[len(PROMPT) - 1 + step]
+            assert np.abs(outcome.logits(step) - want).max() < LOGPROBS, (step, expected.gated)
+    opened = [np.array(expected.opened) for expected in case.gated]
+    assert sum(0.1 < one.mean() < 0.9 for one in opened) == len(case.shut)
+    assert {one.mean() for one in opened} > {0.0, 1.0}
+
+
+def test_gates_that_no_token_opens_change_no_bit(case: Case) -> None:
+    """Two batches of as many requests, with and without acts, have the same schedule."""
+    plain = run_batch(case, [()] * len(case.shut), GATED_TOKENS)
+    shut = run_batch(case, [one.acts for one in case.shut], GATED_TOKENS)
+    for gated, one, other in zip(case.shut, plain, shut, strict=True):
+        assert same(one, other), gated
 
 
 def branches() -> set[int]:
