@@ -96,8 +96,7 @@ class CellRequests:
             shared = await self._shared_request(name)
             if shared is not None and column in shared.windows:
                 return shared.request, shared.request.plan.within(*shared.windows[column])
-        replaced = await self._replaced(row, column, pair, noise)
-        made = await self._made(pair, noise, replaced, window=None)
+        made = await self._alone(row, column, pair, noise)
         return made, made.plan
 
     async def _shared_request(self, name: _Name) -> _Shared | None:
@@ -137,11 +136,35 @@ class CellRequests:
         window = Window(0, OPEN_END, len(base.acts))
         try:
             request = await self._made(pair, noise, replaced, window)
-            reservation = Reservation(request.plan, 1)
-            self._manager.admission_queue.check_ever_fits([reservation], request.prompt_len)
+            self._check_ever_fits(request)
         except (InvalidValue, BankFull):  # the steering depends on tokens, or takes all the room
             return None
         return _Shared(request, windows)
+
+    async def _alone(self, row: int, column: int, pair: int, noise: int) -> AdmittedRequest:
+        """The request of a cell with a plan of its own.
+
+        Its plan has a window too, if possible. So the engine knows where the cell's first row is,
+        and the cell reads what other cells computed before it.
+        """
+        replaced = await self._replaced(row, column, pair, noise)
+        base = self._pairs[pair].bases[noise].unobserved
+        if base.packed_acts.ruled:
+            return await self._made(pair, noise, replaced, window=None)
+        positions = self._pairs[pair].positions(column).base
+        window = Window(positions[0], positions[-1] + 1, len(base.acts))
+        request = await self._made(pair, noise, replaced, window)
+        if base.acts:  # they may need further slots outside of the window
+            try:
+                self._check_ever_fits(request)
+            except BankFull:
+                return await self._made(pair, noise, replaced, window=None)
+        return request
+
+    def _check_ever_fits(self, request: AdmittedRequest) -> None:
+        """Raises BankFull if not even an empty engine has room for a request."""
+        reservation = Reservation(request.plan, 1)
+        self._manager.admission_queue.check_ever_fits([reservation], request.prompt_len)
 
     async def _replaced(self, row: int, column: int, pair: int, noise: int) -> list[Replaced]:
         """The rows that a cell replaces in a prompt."""

@@ -22,6 +22,12 @@ BLOCK = 128
 """Tokens of a block of the KV cache, vLLM's default on a CPU."""
 LAYERS = 0, 3
 COLUMNS = [1, 100, 127, 128, 129, 200, 255, 256, 258]
+GROUPS = {
+    "with a gap": [(100, 102), (200, 201)],
+    "with a common row": [(101, 104)],
+    "long": [(150, 258)],
+}
+"""Groups of positions, from first to end. Their cells share no plan."""
 
 
 def test_cells_that_copy_a_part_of_a_block_are_what_hooks_give(
@@ -52,6 +58,38 @@ def test_cells_that_copy_a_part_of_a_block_are_what_hooks_give(
     # Both prompts, and of each cell what follows its row. The last block, of three tokens, is not
     # full, so each cell computes it, and so does the corrupt prompt when it runs again.
     cells = len(LAYERS) * sum(len(clean) - min(at, 2 * BLOCK) for at in COLUMNS)
+    assert swept.summary.computed_token_count == 2 * len(clean) + cells + 3
+
+
+def test_cells_with_plans_of_their_own_copy_parts_of_blocks_too(
+    server: Server, reference: HfReference
+) -> None:
+    draw = np.random.default_rng(5)
+    clean, corrupt = (draw.integers(4, 1900, 2 * BLOCK + 3).tolist() for _ in range(2))
+    with connected(server) as services:
+        pair = services.pair(
+            prompt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=clean)),
+            corrupt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=corrupt)),
+            groups=[positions(*windows) for windows in GROUPS.values()],
+        )
+        swept = sweep(
+            services,
+            pair,
+            group_labels=list(GROUPS),
+            sites=sites("resid_post", layers=LAYERS),
+            grades=[grade("LOGPROB")],
+            baseline_count=1,
+            max_concurrent_cells=1,
+        )
+        (right,) = services.tokens(RIGHT, special=False)
+    groups = [[at for window in windows for at in range(*window)] for windows in GROUPS.values()]
+    for cell in swept.cells.values():
+        site = Site(Point.RESID_POST, LAYERS[cell.row])
+        changes = hooks(reference, clean, site, [(at, at) for at in groups[cell.column]])
+        after = logprobs(reference, corrupt, changes)
+        assert cell.values[0] == pytest.approx(after[right], abs=2e-3)
+    assert np.ptp(swept.grid()) > 0.1
+    cells = len(LAYERS) * sum(len(clean) - group[0] for group in groups)
     assert swept.summary.computed_token_count == 2 * len(clean) + cells + 3
 
 

@@ -79,10 +79,10 @@ async def test_shared_plans_give_what_plans_of_their_own_give(
     starter, monkeypatch, name: str
 ) -> None:
     shared, jobs = await run(starter, REQUESTS[name]())
-    assert any(job.plan.window is not None for job in jobs)
+    assert tables(jobs) < len(jobs)
     monkeypatch.setattr(cell_requests, "_COLUMNS", 1)
     alone, jobs = await run(starter, REQUESTS[name]())
-    assert all(job.plan.window is None for job in jobs)
+    assert tables(jobs) == len(jobs)
     np.testing.assert_array_equal(shared, alone)
 
 
@@ -94,8 +94,7 @@ async def test_cells_that_the_engine_can_only_hold_one_by_one_share_nothing(star
     )
     request = order(long_pair, group_labels=["first", "second"])
     values, jobs = await run(starter, request, sites_with())
-    assert len(jobs) == 2 * LAYERS
-    assert all(job.plan.window is None for job in jobs)
+    assert tables(jobs) == len(jobs) == 2 * LAYERS
     assert np.isfinite(values).all()
     few = order(pair(groups=[selector(window(0, 1)), selector(window(1, 4))]))
     few.group_labels.extend(["one", "three"])
@@ -111,7 +110,7 @@ async def test_cells_that_the_engine_can_only_hold_one_by_one_share_nothing(star
 async def test_columns_with_gaps_or_common_positions_have_plans_of_their_own(starter) -> None:
     groups = [
         selector(window(0, 1)),
-        selector(window(0, 1), window(3, 4)),  # a gap
+        selector(window(1, 2), window(3, 4)),  # a gap
         selector(window(0, 2)),  # overlaps the first
         selector(window(2, 3)),
     ]
@@ -119,8 +118,24 @@ async def test_columns_with_gaps_or_common_positions_have_plans_of_their_own(sta
     request = order(one, group_labels=["a", "b", "c", "d"], sites=site_set(POST, layers=[1]))
     request.max_concurrent_cells = 1
     _, jobs = await run(starter, request)
-    limits = [None if job.plan.window is None else job.plan.window[:2] for job in jobs]
-    assert limits == [(0, 1), None, None, (2, 3)]
+    first, gap, overlapping, last = (job.plan for job in jobs)
+    assert first.packed_acts is last.packed_acts
+    assert tables(jobs) == 3
+    # The cells of these plans too read what was computed before their first row.
+    assert [plan.window for plan in (gap, overlapping)] == [(1, 4, 0), (0, 2, 0)]
+
+
+async def test_a_cell_that_only_fits_without_a_window_has_none(starter) -> None:
+    """Steering at a row that the cell replaces takes one slot more outside of a window."""
+    steered = [replaced(selector(window(0, 1)), 0), replaced(selector(window(1, 2)))]
+    one = pair(groups=[selector(window(1, 3)), selector(window(0, 1), window(3, 4))])
+    request = order(one, group_labels=["a", "b"], sites=site_set(POST, layers=[1]))
+    request.steering.interventions.extend(steered)
+    values, jobs = await run(starter, request)
+    assert [job.plan.window for job in jobs] == [(1, 3, 2), (0, 4, 2)]
+    tight, jobs = await run(starter, request, sites_with(slots=3))
+    assert [job.plan.window for job in jobs] == [None, None]
+    np.testing.assert_array_equal(tight, values)
 
 
 async def test_a_column_without_a_partner_fails_alone(starter) -> None:
