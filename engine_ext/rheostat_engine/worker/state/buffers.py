@@ -37,9 +37,9 @@ class GateBuffers(NamedTuple):
     """[tokens, MAX_COLUMNS] float32: numbers read in this step; NaN where none was read, in all
     columns that any sample of the step uses."""
     openness: torch.Tensor
-    """[tokens, MAX_GATES] float32: by the gate's number in the token's plan. The forward
-    pass writes it
-    where acts have the gate; the fold, at all tokens of all gates of their samples."""
+    """[tokens, MAX_GATES] float32: by the gate's number in the token's plan. The forward pass
+    writes it at least where acts have the gate; the fold, at all tokens of all gates of their
+    samples."""
     gains: torch.Tensor
     """[tokens, MAX_GAINS] float32: by the gain's index; for tokens whose programs have gains."""
     step: torch.Tensor
@@ -48,8 +48,11 @@ class GateBuffers(NamedTuple):
     tokens: torch.Tensor
     """[tokens, 3] int32, a view of `step`; see `TokenColumn`."""
     states: torch.Tensor
-    """[states, rows of `State`, MAX_TERMS] float32: of each gate of each sample, before this step.
-    State 0 belongs to none."""
+    """[states, rows of `State`, MAX_TERMS] float32: of each gate of each sample, before this step
+    and after the tokens that `folded` counts. State 0 belongs to none."""
+    folded: torch.Tensor
+    """[states] int64: how many tokens of this step each state has taken already. Kernels take all
+    at once, and leave it 0."""
     ints: torch.Tensor
     """[gates, rows of `Ints`, MAX_TERMS] int32."""
     floats: torch.Tensor
@@ -70,6 +73,7 @@ class GateBuffers(NamedTuple):
             step=step,
             tokens=step[FOLD * states :].view(tokens, columns),
             states=torch.zeros(states + 1, len(State), MAX_TERMS, device=device),
+            folded=torch.zeros(states + 1, dtype=torch.int64, device=device),
             ints=ints,
             floats=floats,
         )

@@ -64,7 +64,10 @@ class _Folds(NamedTuple):
 def open_gates(
     gates: GateBuffers, rows: torch.Tensor, numbers: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """Computes how far gates are open at tokens. The states of their samples stay as they are.
+    """Computes how far gates are open at tokens.
+
+    The readings up to these tokens are folded on this occasion, because all of them are known where
+    a gate opens. Those of late gates are not: these are open by their states before the step.
 
     Args:
         gates: the buffers.
@@ -79,16 +82,19 @@ def open_gates(
     counts = np.zeros(len(states), np.int64)
     np.maximum.at(counts, fold, token - first + 1)
     folds = _Folds(states, row[at], first[at], counts)
+    late = gates.ints.numpy()[folds.gates, Ints.HEAD, Head.LATE] > 0
+    _fold(gates, folds.take(np.flatnonzero(~late)))
+    folds, own = folds.take(np.flatnonzero(late)), np.flatnonzero(late[fold])
     openness = gates.openness.numpy()
     for count, which in folds.by_count(gates):
         opened = _scan(gates, folds.take(which), count, store=False)
-        own = np.flatnonzero(np.isin(fold, which))
-        column = np.searchsorted(which, fold[own])
-        openness[token[own], number[own]] = opened[token[own] - first[own], column]
+        mine = own[np.isin(state[own], folds.states[which])]
+        column = np.searchsorted(folds.states[which], state[mine])
+        openness[token[mine], number[mine]] = opened[token[mine] - first[mine], column]
 
 
 def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
-    """Takes the readings of a step into the states of its samples.
+    """Takes the readings of a step into the states of its samples, as far as they are not yet.
 
     Stores how far each gate is open at each of its tokens, whether or not acts have it.
 
@@ -97,12 +103,22 @@ def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
         folds: [n, 4] int32: state, gate, first token, and number of tokens.
     """
     every = _Folds(*folds.numpy().astype(np.int64).T)
-    numbers = every.states - gates.tokens.numpy()[every.firsts, TokenColumn.STATE]
-    openness = gates.openness.numpy()
-    for count, which in every.by_count(gates):
-        opened = _scan(gates, every.take(which), count, store=True)
-        tokens = every.firsts[which] + np.arange(count)[:, None]
+    _fold(gates, every)
+    gates.folded.numpy()[every.states] = 0
+
+
+def _fold(gates: GateBuffers, folds: _Folds) -> None:
+    """As `fold_step`, for the first tokens of samples; a later call goes on with the next ones."""
+    folded, openness = gates.folded.numpy(), gates.openness.numpy()
+    done = folded[folds.states]
+    folds = folds._replace(firsts=folds.firsts + done, counts=folds.counts - done)
+    folds = folds.take(np.flatnonzero(folds.counts > 0))
+    numbers = folds.states - gates.tokens.numpy()[folds.firsts, TokenColumn.STATE]
+    for count, which in folds.by_count(gates):
+        opened = _scan(gates, folds.take(which), count, store=True)
+        tokens = folds.firsts[which] + np.arange(count)[:, None]
         openness[tokens, numbers[which]] = opened
+    folded[folds.states] += folds.counts
 
 
 def _scan(gates: GateBuffers, folds: _Folds, count: int, *, store: bool) -> Float32:
