@@ -1,11 +1,18 @@
 """Sends the gains of running samples to the engine.
 
 Why together
-    Every session may change a gain with every token. All gains of an iteration of the event loop go
-    into one message, and so do those that come while a message is on its way.
+    Every session may change a gain with every token, and the engine's core handles each message
+    between two steps. So all gains of an iteration of the event loop go into one message, and so do
+    those that come in the pause behind it.
 
-Invariants: there is one message at a time. Of several gains of an intervention in a message, the
-last counts. A message has about `_MESSAGE_GAINS` numbers, and at least one sample.
+Why a message waits for no answer
+    The core answers between two steps. A gain that waited for the answer to an earlier message
+    would reach it in the step after that, and act a position later. So only the pauses grow: each
+    is twice as long as the one before, until the core answers. A step gets few messages, however
+    long it is.
+
+Invariants: gains reach the core in their order. Of several gains of an intervention in a message,
+the last counts. A message has about `_MESSAGE_GAINS` numbers, and at least one sample.
 """
 
 import asyncio
@@ -16,10 +23,14 @@ from typing import NamedTuple
 from rheostat_engine import GainsUpdate, merged_gains
 from rheostat_server.engine.backend import Backend
 from rheostat_server.errors import Defect, EngineLost, RheostatError
+from rheostat_server.tasks.kept import keep
 
 _LOG = logging.getLogger(__name__)
 
 _MESSAGE_GAINS = 8192
+
+_PAUSE = 0.0005
+"""Seconds between the first message of a step and the second."""
 
 Fail = Callable[[RheostatError], None]
 
@@ -42,6 +53,10 @@ class GainUpdates:
         self._waiting: dict[str, _Waiting] = {}
         """By the ids of the samples' plans."""
         self._task: asyncio.Task[None] | None = None
+        self._unanswered: set[asyncio.Task[None]] = set()
+        """Messages that the core has not answered."""
+        self._pause = _PAUSE
+        """Seconds from the next message to the one after it, unless the core answers sooner."""
 
     def set(self, update: GainsUpdate, fail: Fail) -> None:
         """Changes gains of a sample from its next step on. An event reports the position.
@@ -57,15 +72,23 @@ class GainUpdates:
             self._task = asyncio.create_task(self._send_all())
 
     async def _send_all(self) -> None:
+        """Sends messages until no gain waits at the end of a pause."""
         while message := self._taken():
-            try:
-                await self._backend.set_gains([waiting.update for waiting in message])
-            except Exception as error:  # the task goes on; the requests must get the error
-                if not isinstance(error, EngineLost):
-                    _LOG.error("gains were not sent", exc_info=error)
-                    error = Defect("a gain did not reach the engine")
-                for waiting in message:
-                    waiting.fail(error)
+            keep(self._unanswered, self._send(message))
+            pause, self._pause = self._pause, 2 * self._pause
+            await asyncio.wait(self._unanswered, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _send(self, message: list[_Waiting]) -> None:
+        """Sends a message; returns once the core has answered."""
+        try:
+            await self._backend.set_gains([waiting.update for waiting in message])
+        except Exception as error:  # nobody awaits this; the requests must get the error
+            if not isinstance(error, EngineLost):
+                _LOG.error("gains were not sent", exc_info=error)
+                error = Defect("a gain did not reach the engine")
+            for waiting in message:
+                waiting.fail(error)
+        self._pause = _PAUSE
 
     def _taken(self) -> list[_Waiting]:
         """Takes the gains of the next message."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import GainsUpdate, Plan
+from rheostat_server.engine import gain_updates
 from rheostat_server.errors import Defect
 from rheostat_server.generation import session
 from rheostat_server.requests import request_gains, steering_control
@@ -92,7 +93,8 @@ async def test_every_sample_that_runs_gets_the_gains(starter) -> None:
     assert receipt.gain_count == 1
 
 
-async def test_gains_wait_for_no_answer_and_those_of_a_step_travel_together(starter) -> None:
+async def test_gains_wait_for_no_answer_and_travel_together(starter, monkeypatch) -> None:
+    monkeypatch.setattr(gain_updates, "_PAUSE", 60.0)  # until the engine has answered
     running, talk = await held(starter, steer=[add()])
     await talk.say(gain(1, 2.0))
     await talk.hear("applied")
