@@ -247,7 +247,11 @@ class _Stream:
         return self._release_held() if self._held_back else ()
 
     def _signals(self, sequence: EngineSequence) -> Iterator[Response]:
-        """The waiting signals of a sample, at positions whose tokens were sent."""
+        """The waiting signals of a sample that may leave.
+
+        The token that was sampled from their row was sent. In a session it is enough that their own
+        token was sent: the client may answer them while this token is being sampled.
+        """
         signals = self._active.signals
         if signals is None or sequence.kind is not SequenceKind.OWN:
             return
@@ -257,10 +261,15 @@ class _Stream:
             if not sample.ended and now < self._signals_left.get(sequence, 0.0) + _SPARSE * pause:
                 return
             self._signals_left[sequence] = now
+        ahead = self._admitted.in_session and not sample.ended
+        end = sample.token_end if ahead else sample.row_end
         while True:
-            message = signals.take(sample.index, sample.row_end, prompt, sample.tokens)
+            message = signals.take(sample.index, end, prompt, sample.tokens)
             if message is None:
                 return
+            if message.positions:
+                last = message.positions[-1]
+                sample.signals_end = last.start + last.count
             yield Response(signals=message)
 
     def _remove_done(self, sequence: EngineSequence) -> None:

@@ -53,6 +53,8 @@ class Sample:
         self.ending: Ending | None = None
         """How it ended; None while it runs."""
         self.released: Released | None = None
+        self.signals_end = 0
+        """One past the last position whose signals were sent."""
         self._sequence = sequence
         self._baseline = sequence.kind is SequenceKind.BASELINE
         self._compared = sequence.kind is SequenceKind.OWN and admitted.baseline is not None
@@ -105,12 +107,13 @@ class Sample:
     def row_end(self) -> int:
         """One past the last position that was an input of the model.
 
-        The last token is no input, unless a rule stopped the sample at its row.
+        The last token is no input, unless a rule stopped the sample at its row, or its session
+        ended after the signals of its row had left.
         """
         end = self.token_end
         if self.ending in (Ending.RULE, Ending.WATCH) and self._sequence.fired_row == end - 1:
             return end
-        return end - 1
+        return max(end - 1, self.signals_end)
 
     @property
     def token_end(self) -> int:

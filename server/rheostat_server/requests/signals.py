@@ -1,10 +1,10 @@
 """The signals of a request: what its probes read, and where its rules fired.
 
-Signals wait here until the tokens at their positions were sent. Then they leave in messages of
-several positions. Signals that come after their tokens leave at once: if they waited for the next
-tokens, a client that steers by them would lose a step. The memory of waiting signals is part of the
-request's. If it is full, the oldest are dropped, and their positions are reported with the next
-ones.
+Signals wait here until the tokens that were sampled from their rows were sent; those of a session,
+until the tokens at their positions were sent. Then they leave in messages of several positions.
+Signals that come later leave at once: if they waited for the next tokens, a client that steers by
+them would lose a step. The memory of waiting signals is part of the request's. If it is full, the
+oldest are dropped, and their positions are reported with the next ones.
 
 Invariants: where rules fire is decided when the signals come, so a slow client changes nothing for
 rules. No signals of a position at or behind the end of a sample leave. Work for each step is a few

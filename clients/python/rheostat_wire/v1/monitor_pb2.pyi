@@ -252,7 +252,8 @@ class Signals(_message.Message):
     Each position is sent once, in order, at the latest before the Receipt. Positions at which nothing
     was read and no rule fired are left out, unless a gate is sent. Prompt tokens that a probe reads are
     computed, not taken from the prefix cache. The last token of a sample is never an input and has no
-    signals; but the position at which a rule stopped the sample has.
+    signals; but the position at which a rule stopped the sample has, and that of the last token of a
+    session that was stopped may have.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

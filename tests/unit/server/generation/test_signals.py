@@ -20,7 +20,7 @@ from rheostat_wire.v1 import (
 from ..conftest import Events, Running, rest
 from ..fakes import ScriptedBackend, reading, sites_with
 from ..messages import PROMPT, above, add, at_post1, probe, request, selector, site_set
-from ..talks import start
+from ..talks import SessionCall, start, stop
 
 SAMPLING = generation_pb2.Sampling(max_tokens=4)
 SENT = gate_pb2.Probe(signals=True)
@@ -121,6 +121,70 @@ async def test_signals_that_come_after_their_token_do_not_wait_for_the_next_one(
     backend.hold.set()
     events += await rest(call)
     assert all_positions(events) == [0, 1, 2, 3]  # the others never came
+
+
+class Ahead(ScriptedBackend):
+    """A test delivers the signals of position 4, whose token is the last before `hold`."""
+
+    def _signal(self, job: Job, start: int, end: int) -> None:
+        if start != 4:
+            super()._signal(job, start, end)
+
+    def read_ahead(self) -> None:
+        """Delivers the signals that the next token is sampled from."""
+        rows = self.signals(self.jobs[0].plan, 4, 5)
+        assert rows is not None
+        self.deliver(rows)
+
+
+async def test_signals_of_a_session_do_not_wait_for_the_token_after_them(starter) -> None:
+    """A client that steers by signals has more of a step to answer."""
+    backend = Ahead(hold=asyncio.Event(), hold_from=2)
+    talk = SessionCall(await starter(backend))
+    await talk.say(start(probes=[sent()], sampling=SAMPLING))
+    found: list[int] = []
+    while len(found) < 4:
+        found += positions(await talk.hear("signals"))
+    backend.read_ahead()
+    signals = await talk.hear("signals")
+    assert (positions(signals), list(signals.token_ids)) == ([4], [14])
+    assert sum(len(event.tokens.token_ids) for event in talk.events) == 2
+    backend.hold.set()
+    assert all_signals(await talk.end())[0] == [0, 1, 2, 3, 4, 5]
+
+
+async def test_a_receipt_counts_the_signals_that_a_session_got_before_it_stopped(starter) -> None:
+    backend = Ahead(hold=asyncio.Event(), hold_from=2, openness=lambda *_: 1.0)
+    talk = SessionCall(await starter(backend))
+    observe = monitor_pb2.Rule(name="seen", conditions=[above(0.0)], observe=monitor_pb2.Observe())
+    await talk.say(start(probes=[sent()], rules=[observe], sampling=SAMPLING))
+    found: list[int] = []
+    while len(found) < 4:
+        found += positions(await talk.hear("signals"))
+    backend.read_ahead()
+    assert positions(await talk.hear("signals")) == [4]
+    await talk.say(stop(1))
+    events = await talk.end()
+    assert all_signals(events)[0] == [0, 1, 2, 3, 4]
+    (rule,) = events[-1].receipt.rules
+    assert rule.samples[0].position_count == 5
+
+
+async def test_other_requests_get_no_message_for_signals_alone(starter) -> None:
+    backend = Ahead(hold=asyncio.Event(), hold_from=2)
+    running = await starter(backend)
+    call = running.client.generation.Generate(
+        request(probes=[sent()], sampling=SAMPLING), timeout=10
+    )
+    events = []
+    while len(all_positions(events)) < 4:
+        events.append(await call.read())
+    backend.read_ahead()
+    await asyncio.sleep(0.05)
+    backend.hold.set()
+    following = await rest(call)
+    assert [event.WhichOneof("event") for event in following[:2]] == ["tokens", "signals"]
+    assert all_positions([*events, *following]) == [0, 1, 2, 3, 4, 5]
 
 
 async def test_positions_at_which_nothing_is_read_are_left_out(running: Running) -> None:
