@@ -22,6 +22,8 @@ class Panel(NamedTuple):
     """What they measure, with the unit."""
     bars: Mapping[str, Mapping[str, Bar]]
     """By arm, then series; an arm may lack some."""
+    stacked: bool = False
+    """Whether the bars of an arm are parts of one bar, in the alphabetical order of the series."""
 
 
 class Bars(NamedTuple):
@@ -162,13 +164,14 @@ def _latency(content: Mapping[str, Any]) -> tuple[Panel, ...]:
     bars = {}
     for arm, by_streams in content["summary"].items():
         for streams, row in by_streams.items():
-            shares = dict[str, float]()
+            shares = dict.fromkeys((*map(str, range(_LATE)), f"{_LATE} and more"), 0.0)
             for position, count in row["positions"].items():
                 name = position if int(position) < _LATE else f"{_LATE} and more"
-                shares[name] = shares.get(name, 0.0) + 100 * count / row["changes"]
+                shares[name] += 100 * count / row["changes"]
             name = f"{arm}, {streams} stream{'s' * (streams != '1')}"
-            bars[name] = {f"{late}": _exact(share) for late, share in shares.items()}
-    return (Panel("changes that act so many positions after their reading, %", bars),)
+            bars[name] = {late: _exact(share) for late, share in shares.items() if share}
+    label = "changes that act so many positions after their reading, %"
+    return (Panel(label, bars, stacked=True),)
 
 
 def _side_by_side(content: Mapping[str, Any]) -> tuple[Panel, ...]:

@@ -21,6 +21,8 @@ _STOCK = "#9a9a9a"
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee")
 """Paul Tol's bright scheme, which colour-blind readers can tell apart."""
 _INK = "#333333"
+_LABELLED = 0.04
+"""Part of a stacked bar from which on its number fits in."""
 _WIDE = 95
 """Letters of the arms' names beyond which a legend takes two lines."""
 
@@ -34,7 +36,10 @@ def draw(found: Comparison | PrefixCache | Bars) -> "Figure":
     from matplotlib.figure import Figure
 
     if isinstance(found, Bars):
-        rows = max(len(panel.bars) * len(_series(panel)) for panel in found.panels)
+        rows = max(
+            len(panel.bars) * (2 if panel.stacked else len(_series(panel)))
+            for panel in found.panels
+        )
         figure = Figure(figsize=(9.6, 2.2 + 0.2 * rows), layout="constrained")
         _panels(figure, found)
         return figure
@@ -156,7 +161,8 @@ def _prefix_cache(figure: "Figure", found: PrefixCache) -> None:
 
 
 def _series(panel: Panel) -> list[str]:
-    return list(dict.fromkeys(name for row in panel.bars.values() for name in row))
+    names = list(dict.fromkeys(name for row in panel.bars.values() for name in row))
+    return sorted(names) if panel.stacked else names
 
 
 def _panels(figure: "Figure", found: Bars) -> None:
@@ -164,28 +170,10 @@ def _panels(figure: "Figure", found: Bars) -> None:
         figure.subplots(1, len(found.panels), squeeze=False)[0], found.panels, strict=True
     ):
         series = _series(panel)
-        height = 0.84 / len(series)
-        for number, name in enumerate(series):
-            bars = {y: row[name] for y, row in enumerate(panel.bars.values()) if name in row}
-            places = [y + (number - (len(series) - 1) / 2) * height for y in bars]
-            axes.barh(
-                places,
-                [bar.value for bar in bars.values()],
-                height * 0.88,
-                color=_COLOURS[number % len(_COLOURS)],
-                label=name,
-            )
-            for y, bar in zip(places, bars.values(), strict=True):
-                axes.hlines(y, bar.low, bar.high, color=_INK, linewidth=1.1)
-                axes.annotate(
-                    _short(bar.value),
-                    (bar.high, y),
-                    (3, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=7,
-                    color=_INK,
-                )
+        if panel.stacked:
+            _stacked(axes, panel, series)
+        else:
+            _beside(axes, panel, series)
         axes.set_yticks(range(len(panel.bars)), panel.bars)
         axes.invert_yaxis()
         axes.set_xlabel(panel.label)
@@ -196,6 +184,46 @@ def _panels(figure: "Figure", found: Bars) -> None:
             )
         _plain(axes)
     figure.suptitle(found.title, fontsize=10)
+
+
+def _beside(axes: "Axes", panel: Panel, series: list[str]) -> None:
+    height = 0.84 / len(series)
+    for number, name in enumerate(series):
+        bars = {y: row[name] for y, row in enumerate(panel.bars.values()) if name in row}
+        places = [y + (number - (len(series) - 1) / 2) * height for y in bars]
+        axes.barh(
+            places,
+            [bar.value for bar in bars.values()],
+            height * 0.88,
+            color=_COLOURS[number % len(_COLOURS)],
+            label=name,
+        )
+        for y, bar in zip(places, bars.values(), strict=True):
+            axes.hlines(y, bar.low, bar.high, color=_INK, linewidth=1.1)
+            axes.annotate(
+                _short(bar.value),
+                (bar.high, y),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+                color=_INK,
+            )
+
+
+def _stacked(axes: "Axes", panel: Panel, series: list[str]) -> None:
+    whole = max(sum(bar.value for bar in row.values()) for row in panel.bars.values())
+    ends = [0.0] * len(panel.bars)
+    for number, name in enumerate(series):
+        colour = _COLOURS[number % len(_COLOURS)]
+        bars = {y: row[name].value for y, row in enumerate(panel.bars.values()) if name in row}
+        begins = [ends[y] for y in bars]
+        axes.barh(list(bars), list(bars.values()), 0.6, left=begins, color=colour, label=name)
+        for y, value in bars.items():
+            if value >= _LABELLED * whole:
+                middle = ends[y] + value / 2
+                axes.text(middle, y, _short(value), ha="center", va="center", fontsize=8, color="w")
+            ends[y] += value
 
 
 def _legend(figure: "Figure", wide: bool) -> None:
