@@ -25,7 +25,7 @@ from rheostat_engine import (
     GainsUpdate,
     Plan,
 )
-from rheostat_server.admission.planning import problem_of
+from rheostat_server.admission.planning import GoingOn, problem_of
 from rheostat_server.engine.gain_updates import GainUpdates
 from rheostat_server.errors import (
     InvalidValue,
@@ -245,9 +245,11 @@ class RequestGains:
 def _with_gains(interventions: Sequence[Intervention], plan: Plan, request_id: str) -> Plan:
     """A packed plan with the acts of another, the request's own with gains.
 
+    A sample keeps the states of its gates, so the plan reserves none.
+
     Args:
         interventions: whose acts the plan begins with.
-        plan: the plan; its other acts read.
+        plan: the packed plan; its other acts read.
         request_id: the id of the result.
 
     Raises:
@@ -261,8 +263,9 @@ def _with_gains(interventions: Sequence[Intervention], plan: Plan, request_id: s
             else intervention.acts
         )
     acts += plan.acts[len(acts) :]
+    signals = GoingOn.of(plan).signals
     try:
-        return Plan(request_id, tuple(acts), signals=plan.signals, gained=True).pack()
+        return Plan(request_id, tuple(acts), signals=signals, gained=True).pack()
     except ValueError as error:
         raise InvalidValue(
             f"with a gain for each intervention: {problem_of(error)}", field="gain"

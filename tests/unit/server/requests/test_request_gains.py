@@ -227,6 +227,26 @@ async def test_acts_that_read_stay_beside_acts_with_gains(starter) -> None:
     assert kinds(await talk.end())[-1] == "receipt"
 
 
+async def test_acts_with_gains_need_no_more_states_of_gates(starter) -> None:
+    """A sample keeps the states of its gates, so one state for each sample is enough."""
+    backend = ScriptedBackend(sites=sites_with(gate_states=2), hold=asyncio.Event())
+    running = await starter(backend)
+    talk = SessionCall(running)
+    gated = at_post1(add=add().add, gate={"conditions": [above(1.0)]})
+    two = Sampling(n=2, max_tokens=6)
+    await talk.say(start(probes=[probe()], steer=[gated], sampling=two))
+    await talk.hear("tokens")
+    used = running.manager.ledger.used
+    assert (used("gate_states"), used("gates")) == (2, 1)
+    await talk.say(gain(1, 2.0))
+    assert (await talk.hear("applied")).update_id == 1
+    assert (used("gate_states"), used("gates")) == (2, 1)
+    running.backend.hold.set()
+    assert kinds(await talk.end())[-1] == "receipt"
+    assert await no_leaks(running)
+    assert used("gate_states") == 0
+
+
 NAN, INFINITE = float("nan"), float("inf")
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Act, Gained, GainsUpdate, Kind, Plan, Released
+from rheostat_engine import Act, Gained, GainsUpdate, Kind, Plan, Released, Signals
 from rheostat_engine.plan.gains import (
     MAX_GAINS,
     merged_gains,
@@ -38,7 +38,9 @@ def with_gains(plan: Plan) -> Plan:
         act if act.kind is Kind.READ else replace(act, gain=index)
         for index, act in enumerate(plan.acts)
     ]
-    return Plan("gains", tuple(acts), gained=True)
+    table = plan.packed_acts.table
+    kept = Signals(kept=() if table is None else table.gates)
+    return Plan("gains", tuple(acts), signals=kept, gained=True)
 
 
 def give_gains(worker: Worker, plan: Plan) -> None:
@@ -221,7 +223,10 @@ def test_gains_multiply_what_gates_open(plan: Plan, first: int, gains: list[floa
     worker.add_request("v", plan)
     for position in range(length):
         if position == first:
+            held = worker.steering.gates.used
             give_gains(worker, plan)
+            assert with_gains(plan).packed_acts.gate_states == 0
+            assert worker.steering.gates.used == held
             worker.runtime.set_gains([GainsUpdate("p", 1, 0, chosen)])
         worker.step([("v", position, 1)])
 
