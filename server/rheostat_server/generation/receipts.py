@@ -10,7 +10,6 @@ from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_engine.cached_property import cached_property
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
-from rheostat_server.engine.backend import Ending
 from rheostat_server.generation.sample import Sample
 from rheostat_server.requests.signals import RequestSignals
 from rheostat_server.selectors.spans import clipped, length, united
@@ -90,7 +89,7 @@ def add_rules(
                 in_sample = message.samples.add(
                     sample=sample.index,
                     position_count=fired.count - beyond,
-                    stopped=fired.stopped and sample.ending is Ending.RULE,
+                    stopped=fired.stopped,
                 )
                 add_runs(in_sample.positions.add, positions)
 

@@ -552,8 +552,11 @@ class ActiveRequest:
         if delta.ending is not None:
             sequence.ended = True
             sequence.ending = delta.ending
+            if sequence.token_hold is not None:
+                sequence.fired_row = sequence.token_hold.fired_row
         self.queue.put_delta(sequence, delta)
         if sequence.ended:
+            self._decide(sequence, delta.stop if isinstance(delta.stop, StoppedBy) else None)
             sequence.installed_or_ended.set()
             if sequence.ending in (Ending.RULE, Ending.WATCH):
                 # The row at which the rule fired was computed, though no token after it is sent.
@@ -572,10 +575,22 @@ class ActiveRequest:
         stop = fired.rule.stop
         assert stop is not None
         by = StoppedBy(fired.rule.name, stop.label, fired.rule.watch, fired.rule.policy)
-        sequence.fired_row = fired.row
         for delta in hold.stop(fired.row, by, drop_sampled=stop.drop_sampled):
             self._accept(sequence, delta)
-        if stop.all_samples:
+        if sequence.ended:
+            self._decide(sequence)
+
+    def _decide(self, sequence: EngineSequence, by: StoppedBy | None = None) -> None:
+        """Notes whether the firing of a rule has ended a sample, and ends the others if it says so.
+
+        Args:
+            sequence: a sample that has ended.
+            by: the rule or watch that has ended it, if one has.
+        """
+        if self.signals is None or sequence.kind is not SequenceKind.OWN:
+            return
+        rule = self.signals.decide(sequence.sample, stopped=sequence.fired_row >= 0)
+        if by is not None and rule is not None and rule.stop is not None and rule.stop.all_samples:
             self.stop(by, excluding=sequence)
 
     def stop(self, by: StoppedBy, excluding: EngineSequence | None = None) -> None:

@@ -6,6 +6,9 @@ Signals that come later leave at once: if they waited for the next tokens, a cli
 them would lose a step. The memory of waiting signals is part of the request's. If it is full, the
 oldest are dropped, and their positions are reported with the next ones.
 
+The engine may compute a row beyond the last token of a sample, and report it before the token. So
+whether a firing has ended the sample is noted once the sample has ended.
+
 Invariants: where rules fire is decided when the signals come, so a slow client changes nothing for
 rules. No signals of a position at or behind the end of a sample leave. Work for each step is a few
 numpy calls for each request that has signals.
@@ -43,6 +46,14 @@ class Fired(NamedTuple):
     row: int
     """The first position at which it fired."""
     rule: Rule
+
+
+class _Undecided(NamedTuple):
+    """A firing of a rule that ends its sample, if the sample has this row."""
+
+    rule: Rule
+    positions: Spans
+    """All positions at which it fired in this step."""
 
 
 class Firings:
@@ -93,7 +104,7 @@ class _Chunk(NamedTuple):
 class _SampleSignals:
     """The signals of one sample."""
 
-    __slots__ = ("chunks", "dropped", "end", "firings", "sent")
+    __slots__ = ("chunks", "dropped", "end", "firings", "sent", "undecided")
 
     def __init__(self) -> None:
         self.chunks: deque[_Chunk] = deque()
@@ -104,6 +115,7 @@ class _SampleSignals:
         """One past the last position whose signals may leave, at the last `take`."""
         self.firings: dict[tuple[int, str], Firings] = {}
         """By the policy's version, or 0, and the name of the rule."""
+        self.undecided: _Undecided | None = None
 
 
 class RequestSignals(Holder):
@@ -239,11 +251,28 @@ class RequestSignals(Holder):
         """Where rules fired in a sample, by the policy's version, or 0, and the rule's name."""
         return self._samples[sample].firings
 
+    def decide(self, sample: int, *, stopped: bool) -> Rule | None:
+        """Notes whether a firing has ended a sample; returns its rule if it has.
+
+        Args:
+            sample: a sample that has ended.
+            stopped: whether it ended at the row of the firing.
+        """
+        signals = self._samples[sample]
+        undecided, signals.undecided = signals.undecided, None
+        if undecided is None:
+            return None
+        rule, positions = undecided
+        self._firings(sample, rule).stopped = stopped
+        self._log(sample, rule, positions, stopped=stopped)
+        return rule if stopped else None
+
     def close(self) -> None:
         """Drops all waiting signals, which count no more, and keeps no later ones."""
         self._closed = True
-        for sample in self._samples:
+        for number, sample in enumerate(self._samples):
             sample.chunks.clear()
+            self.decide(number, stopped=False)
         self._byte_counter.close()
 
     def _ends(self, first: int, fired: npt.NDArray[np.bool_]) -> Fired | None:
@@ -265,13 +294,20 @@ class RequestSignals(Holder):
         """Counts firings."""
         for number in np.flatnonzero(fired.any(axis=0)).tolist():
             rule = self.plan.rules[number]
-            firings = self._samples[sample].firings.setdefault((rule.policy, rule.name), Firings())
             positions = runs(first + np.flatnonzero(fired[:, number]))
-            stopped = ends is not None and ends.rule is rule and not self._closed
-            firings.add(positions)
-            firings.stopped |= stopped
-            if rule.policy and self._audit is not None:
-                self._audit.fired(sample, rule, positions, stopped=stopped)
+            self._firings(sample, rule).add(positions)
+            if ends is not None and ends.rule is rule and not self._closed:
+                self._samples[sample].undecided = _Undecided(rule, positions)
+            else:
+                self._log(sample, rule, positions, stopped=False)
+
+    def _firings(self, sample: int, rule: Rule) -> Firings:
+        key = rule.policy, rule.name
+        return self._samples[sample].firings.setdefault(key, Firings())
+
+    def _log(self, sample: int, rule: Rule, positions: Spans, *, stopped: bool) -> None:
+        if rule.policy and self._audit is not None:
+            self._audit.fired(sample, rule, positions, stopped=stopped)
 
     def _keep(
         self,

@@ -47,6 +47,8 @@ class TokenHold:
         """
         self.ended = False
         """Whether the last delta was released. Later deltas are ignored."""
+        self.fired_row = -1
+        """The position of the row at which a rule has ended the sample; -1: none has."""
         self._prompt_len = prompt_len
         self._known = 0 if watched else OPEN_END
         """One past the last position whose signals have come."""
@@ -148,6 +150,7 @@ class TokenHold:
                 if rest is not None:
                     released.append(rest)
             released.append(Delta(ending=stop.by.ending, stop=stop.by))
+            self.fired_row = stop.row
             self.drop()
         return released
 

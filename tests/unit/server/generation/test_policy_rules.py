@@ -25,7 +25,7 @@ from rheostat_wire.v1 import (
 )
 
 from ..conftest import Events, Running, rest
-from ..fakes import ScriptedBackend
+from ..fakes import Lagging, ScriptedBackend
 from ..messages import ONES, above, add, probe, request, site_set, tensor
 from ..streams import settled
 from ..sweeps.patched import PatchedBackend, order
@@ -94,6 +94,24 @@ async def test_a_rule_of_the_policy_stops_every_request(starter, caplog) -> None
     assert lines(caplog) == [
         "policy version=1 rule=grim action=stop request=r sample=0 positions=4 ended=sample"
     ]
+    await settled(running)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+async def test_the_log_says_that_a_rule_ended_a_sample_only_if_it_did(starter, caplog, lag) -> None:
+    """The engine may compute a row beyond the last token, and report it before the token."""
+    running = await starter(Lagging(openness=at(8), overrun=2, lag=lag))
+    await set_rules(running, rule())
+    events = await run(running)
+    assert finished(events).reason == types_pb2.FINISH_REASON_LENGTH
+    assert rules_of(events) == [("grim", True, [])]
+    stopping = "policy version=1 rule=grim action=stop request=r sample=0 positions="
+    assert lines(caplog) == [f"{stopping}8"]
+    running.backend.openness = at(7)
+    events = await run(running)
+    assert finished(events).reason == types_pb2.FINISH_REASON_RULE
+    assert events[-1].receipt.rules[0].samples[0].stopped
+    assert lines(caplog)[1:] == [f"{stopping}7 ended=sample"]
     await settled(running)
 
 

@@ -1,7 +1,9 @@
 """Rules: what fires, and what a rule that stops withholds, over gRPC with a scripted engine."""
 
+import asyncio
 import math
 from collections.abc import Callable
+from contextlib import aclosing
 
 import grpc
 import pytest
@@ -19,7 +21,7 @@ from rheostat_wire.v1 import (
 )
 
 from ..conftest import Events, Running, rest
-from ..fakes import Paced, ScriptedBackend
+from ..fakes import Lagging, Paced, ScriptedBackend
 from ..messages import above, add, capture, probe, request, selector, site_set, window
 from ..talks import start
 from .test_signals import all_signals, positions, sent
@@ -200,6 +202,33 @@ async def test_a_rule_of_one_sample_leaves_the_others(starter) -> None:
         assert (end.reason, end.rule_label) == (types_pb2.FINISH_REASON_RULE, "all")
     assert len(tokens_of(events, 1)) == 2
     assert receipt_of(events) == {1: [4]}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+async def test_a_row_beyond_the_last_token_of_a_sample_stops_no_other(starter, lag: int) -> None:
+    over = asyncio.Event()
+
+    class Uneven(Lagging):
+        """The second sample begins once the first has ended and run on, and does not fire."""
+
+        async def generate(self, job):
+            second = "#1" in job.plan.request_id
+            if second:
+                await over.wait()
+                self.openness = at()
+            async with aclosing(super().generate(job)) as deltas:
+                async for delta in deltas:
+                    yield delta
+            over.set()
+
+    every = rule(stop=monitor_pb2.Stop(all_samples=True))
+    backend = Uneven(openness=at(8), overrun=2, lag=lag)
+    sampling = generation_pb2.Sampling(max_tokens=6, n=2)
+    events = await run(starter, backend=backend, rules=[every], sampling=sampling)
+    for sample in range(2):
+        assert finished(events, sample).reason == types_pb2.FINISH_REASON_LENGTH
+        assert len(tokens_of(events, sample)) == 6
+    assert receipt_of(events) == {}
 
 
 async def test_lost_signals_fail_a_request_that_may_be_stopped(starter) -> None:
