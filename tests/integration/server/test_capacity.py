@@ -9,6 +9,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import pytest
 import rheostat
 
 from ..engine.reference import HfReference
+from .facts import landmarks
 from .naive import WIDTH, add, compare, everywhere, norm_add, row
 
 pytestmark = pytest.mark.integration
@@ -259,3 +261,21 @@ def test_many_requests_that_never_fit_together_all_run_steered(small: rheostat.E
         rows = [sum(site.row_count for site in one.sites) for one in out.receipt.interventions]
         made = ENOUGH - 1 + number
         assert rows == [6] * 128 + [len(out.prompt_token_ids) + made]
+
+
+def test_cells_that_wait_for_room_are_those_of_a_sweep_alone(small: rheostat.Engine) -> None:
+    """Beside the filler there is room for one cell of five layers, and never for two of them."""
+    nearly_all = functools.partial(filler, tokens=247)
+    taken = small.explain(PROMPT, steering=nearly_all(1), max_tokens=480).new_bank_row_count
+    everywhere = {"all": rheostat.window(0)}
+    pairs = [replace(pair, groups=everywhere) for pair in landmarks(24)]
+    needed = [5 * len(small.tokenize(pair.prompt).token_ids) for pair in pairs]
+    assert max(needed) <= ROWS - taken < 2 * min(needed)
+    options = {"points": "resid_post", "window": 5, "grades": "logprob", "pair_values": True}
+    alone = small.sweep(pairs, watch=False, **options)
+    with filled(small, nearly_all):
+        beside = small.sweep(pairs, watch=False, priority="normal", **options)
+        assert small.stats().running_request_count == 1, "the filler has ended too early"
+    assert not beside.skipped
+    np.testing.assert_allclose(beside.pair_values, alone.pair_values, rtol=0, atol=1e-4)
+    assert np.abs(alone.array() - alone.base()).max() > 0.1
