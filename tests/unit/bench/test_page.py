@@ -141,6 +141,22 @@ def test_the_set_points_are_those_of_the_file() -> None:
         assert f"| {name} | {row['mean']:+.2f} | {row['joyful']} | " in DYNAMIC
 
 
+def test_latencies_of_dynamic_steering_are_those_of_the_file() -> None:
+    found = content("cpu/latency.json")
+    for arm, by_streams in found["summary"].items():
+        cells = []
+        for row in by_streams.values():
+            assert row["changes"] == sum(row["positions"].values())
+            cells.append(f"{row['p50']}, {row['p99']}, {row['max']}")
+        assert f"| {arm} | {' | '.join(cells)} |" in PAGE
+    assert set(found["summary"]) == {"gate", "controller", "session", "watch"}
+    row = found["summary"]["watch"]["32"]
+    late = sum(count for position, count in row["positions"].items() if int(position) >= 5)
+    share = f"{100 * late / row['changes']:.0f} % of its gains act five positions late or more"
+    assert f"{share}, at most {row['max']}." in PAGE
+    assert f"{32_000 / row['token_ms']:.0f} in a second" in PAGE
+
+
 def test_random_calls_of_causal_tracing_found_what_the_page_says() -> None:
     found = content("cpu/tracing-fuzz.json")
     assert found["problems"] == []
