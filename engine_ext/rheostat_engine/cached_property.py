@@ -1,8 +1,8 @@
 """`functools.cached_property` without a lock.
 
-Before Python 3.12, functools has one lock for a property of all objects of a class. While a thread
-computed the needs of a large plan, the event loop waited for up to 0.8 s to compute those of a
-small one. Without the lock, two threads may compute the same value, and the last one is kept.
+Before Python 3.12, all objects of a class share one lock for each such property. While a thread
+computed the needs of a large plan, the event loop waited for up to 0.8 s to compute the needs of a
+small plan. Without the lock, two threads may both compute the value; the later one is kept.
 """
 
 import sys
@@ -12,7 +12,7 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
     from functools import cached_property  # noqa: TID251
 else:
 
-    class cached_property:  # as in functools
+    class cached_property:  # the name that it has in functools
         """A property that is computed once for each object."""
 
         def __init__(self, compute: Any) -> None:

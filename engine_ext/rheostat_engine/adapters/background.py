@@ -7,29 +7,30 @@ Why
     40 tokens.
 How
     Background requests arrive with a priority above 0. While the engine runs other requests, they
-    are held. Once enough steps have passed, all that are held begin in one step (a burst). After a
-    burst, the pace counts the steps that took longer than usual, and the next burst waits `_STEPS`
+    are held. Once enough steps have passed, all held requests begin in one step (a burst). After a
+    burst, the pace counts the steps that took longer than usual. The next burst waits `_STEPS`
     steps for each of them, and `_REST` times as long as the longest of them. If no other request
-    runs, nothing waits.
+    runs, background requests begin at once.
 The bound
-    A burst is overdue once its requests were held for `_LONGEST_WAIT`, or `_REST` times as long as
-    that longest step if this is more. It then begins, however few steps have passed, and before the
-    other requests that wait. If none of its requests can begin, because the most requests run
-    already, the next step tries again.
+    A burst is overdue once its requests were held for `_LONGEST_WAIT`, or for `_REST` times that
+    longest step if this is more. It then begins, however few steps have passed, and before the
+    other requests that wait. If none of its requests can begin because `max_num_running_reqs`
+    requests run already, the next step tries again.
 Long prompts
-    The rest of a background prompt that is longer than a step is computed in the next steps, from
-    what running requests of others leave of each. While others wait, it pauses, so that they need
-    not wait for all of it. It goes on after a step in which the others left room, and at the latest
-    `_LONGEST_WAIT` after its burst.
+    A background prompt that does not fit into one step is continued in the next steps. It gets the
+    tokens of a step that the other running requests do not use. While other requests wait to
+    begin, it pauses, so that they do not wait for the whole prompt. It continues after a step that
+    the others did not fill, and always once `_LONGEST_WAIT` has passed since the last burst, or
+    since requests were first held after the burst.
 Consequences
-    Background requests always get on, and take at most about a tenth of the time. They lengthen
-    about one in `_STEPS` steps of others, whatever the model, the device and the prompts, if so
-    many steps take less than `_LONGEST_WAIT`. One step of each burst is much longer than the
+    Background requests always make progress, and take at most about a tenth of the time. They
+    lengthen about one in `_STEPS` steps of others, whatever the model, the device and the prompts,
+    if `_STEPS` steps take less than `_LONGEST_WAIT`. One step of each burst is much longer than the
     others, because it computes the prompts of the whole burst, up to `max_num_batched_tokens`
     tokens.
 
-The requests that wait are no part of the scheduler's queue, so that a step does not scan them. They
-count as waiting and as deferred, so that the engine does not sleep, and can be aborted.
+Held requests are not in the scheduler's queue, so that a step does not scan them. They count as
+waiting and as deferred, so that the engine does not sleep, and they can be aborted.
 """
 
 import time
@@ -42,20 +43,20 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 _STEPS = 200
-"""Steps for each longer step. A client's 99th percentile is 1 in 100 steps. The rest is for delays
-outside the engine, and for the steps that were long before."""
+"""Steps for each longer step. A client's 99th percentile is 1 in 100 steps. The other half is for
+delays outside the engine, and for steps that are long without background requests."""
 _LONGER = 1.2
 """A step is longer if it takes this many times the median of the usual steps, and longer than
 nearly all of them: a device whose steps vary by themselves must not hold requests for that."""
 _WATCHED = 16
 """Steps after a burst that may be longer because of it."""
 _MOST_LONGER = 8
-"""Longer steps that count for one burst at most. Others may have caused some of them, and must not
-hold background requests for ever."""
+"""The most longer steps that count for one burst. Other requests may have caused some of them, and
+must not hold background requests for ever."""
 _USUAL = 64
-"""Steps whose median is the usual time."""
+"""The most usual steps that the pace remembers. Their median is the usual time."""
 _RARE = 16
-"""One in so many usual steps may take longer than the limit."""
+"""One in this many usual steps may take longer than the limit."""
 _KNOWN = 32
 """Steps that must be known before the first burst."""
 _LONGEST_WAIT = 5.0
@@ -84,7 +85,7 @@ class BackgroundPace:
         """Seconds of these steps."""
 
     def add_step(self, seconds: float) -> None:
-        """Takes the time of a step in which requests ran."""
+        """Adds the time of a step in which requests ran."""
         self._steps += 1
         self._seconds += seconds
         if self._steps > _WATCHED:
@@ -100,7 +101,7 @@ class BackgroundPace:
         return self._seconds >= (1 + _REST) * self._longest
 
     def overdue(self, held: float) -> bool:
-        """Whether background requests must begin, which were held for so many seconds."""
+        """Whether background requests that were held for `held` seconds must begin now."""
         return held >= max(_LONGEST_WAIT, _REST * self._longest)
 
     def begin(self, *, beside: bool) -> None:
@@ -118,7 +119,7 @@ class BackgroundPace:
 
 
 class BackgroundQueue:
-    """The background requests that wait in a scheduler beside its own queue."""
+    """Holds background requests outside of a scheduler's queue until they may begin."""
 
     def __init__(
         self,
@@ -126,26 +127,27 @@ class BackgroundQueue:
         pace: BackgroundPace,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Makes background requests of this scheduler wait here.
+        """Replaces methods of the scheduler, so that its background requests wait here.
 
         Args:
-            scheduler: whose methods are replaced.
-            pace: says when they begin.
-            now: seconds.
+            scheduler: the scheduler.
+            pace: decides when the requests begin.
+            now: the clock, in seconds.
         """
         self._scheduler = scheduler
         self._pace = pace
         self._now = now
         self._held: dict[str, Request] = {}
-        """By id, in the order in which they begin."""
+        """The held requests by id, in the order in which they begin."""
         self._since = 0.0
-        """When the first of them was held, or the last burst began, whichever was later."""
+        """When the first held request was held, or the last burst began, whichever was later."""
         self._last: float | None = None
-        """When the last step was scheduled; None: no request ran then."""
+        """When the last step was scheduled; None if no request ran then."""
         self._computing: list[Request] = []
-        """Requests that have begun, and whose prompts were not computed whole at the last step."""
+        """Background requests that have begun. `_pause_prompts` removes those whose prompts are
+        complete."""
         self._room_left = False
-        """Whether prompts paused in the last step, and it still computed less than it could."""
+        """Whether background prompts paused in the last step, and others did not fill it."""
         self._schedule = scheduler.schedule
         self._enqueue = scheduler._enqueue_waiting_request
         self._count = scheduler.get_request_counts
@@ -172,7 +174,7 @@ class BackgroundQueue:
         return output
 
     def _schedule_burst(self, throttle_prefills: bool, now: float) -> SchedulerOutput:
-        """Schedules a step, in which the requests that are held begin if they may."""
+        """Schedules a step. The held requests begin in it if the pace allows it."""
         scheduler = self._scheduler
         if not self._held or len(scheduler.running) >= scheduler.max_num_running_reqs:
             return self._schedule(throttle_prefills)
@@ -191,7 +193,9 @@ class BackgroundQueue:
         return output
 
     def _pause_prompts(self, now: float) -> bool:
-        """Puts prompts in the background behind others, and pauses them for those that wait.
+        """Moves background prompts behind the other running requests.
+
+        If other requests wait to begin, the prompts also pause for a step; see "Long prompts".
 
         Returns:
             Whether they pause in the next step.
@@ -230,7 +234,7 @@ class BackgroundQueue:
         self._held.clear()
 
     def _hold(self, requests: Sequence[Request]) -> None:
-        """Takes requests, for which the step had no room, out of the scheduler's queue."""
+        """Takes requests that did not fit into the step out of the scheduler's queue."""
         if requests:
             self._scheduler.waiting.remove_requests(requests)
             self._scheduler.deferred_waiting.update(requests)
@@ -259,11 +263,11 @@ class BackgroundQueue:
 
 
 def _may_wait(request: Request) -> bool:
-    """Whether a request is in the background, and has not begun."""
+    """Whether a request may be held: it is a background request that has not begun."""
     return request.priority > 0 and request.status is RequestStatus.WAITING
 
 
 def _is_computing(request: Request) -> bool:
-    """Whether a request runs, and a part of its prompt is not computed yet."""
+    """Whether a request runs, and its prompt is not completely computed."""
     running = request.status is RequestStatus.RUNNING
     return running and request.num_computed_tokens < request.num_prompt_tokens

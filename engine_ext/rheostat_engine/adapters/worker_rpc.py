@@ -178,10 +178,11 @@ class SiteRpc:
         }
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """As vLLM's; then leaves the server's process group, and freezes the objects of the start.
+        """As in vLLM. Then leaves the process group, and freezes all objects for the collector.
 
-        vLLM freezes those of the engine core alone. On a CPU, and with several ranks, the worker is
-        another process with 700,000 objects, and a full collection took 0.4 to 0.6 s of a step.
+        vLLM does the latter in the engine core's process only. On a CPU, and with several ranks,
+        each worker is a process of its own with 700,000 objects. A full garbage collection there
+        made a step 0.4 to 0.6 s longer.
         """
         times: CompilationTimes = super().compile_or_warm_up_model()  # type: ignore[misc]  # as below
         # Not sooner, because only a signal to the group ends a worker that is still loading.

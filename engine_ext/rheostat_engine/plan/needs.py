@@ -30,14 +30,14 @@ SHARED: Final[tuple[str, ...]] = (
 """Resources that requests share by content; fields of `Capacity`."""
 
 _SECRET = os.urandom(16)
-"""In front of what is hashed. Python's hash of bytes is SipHash, whose own key may be fixed by the
-environment."""
-_MOST = (1 << 64) - 1
+"""Precedes all hashed bytes. Python's hash of bytes is SipHash, but PYTHONHASHSEED may fix its own
+key."""
+_UINT64 = (1 << 64) - 1
 _PREFIXES = {resource: _SECRET + resource.encode() + b"\0" for resource in SHARED}
 _NUMBERS = {resource: number for number, resource in enumerate(SHARED)}
 _ENCODER = msgspec.msgpack.Encoder()
 _PAIR = _ENCODER.encode([None, None])[:1]
-"""How the encoding of a pair begins."""
+"""The first byte of an encoded pair, which is an array of two elements."""
 
 
 class Needs(NamedTuple):
@@ -118,7 +118,11 @@ def _contents(combination: Combination) -> Iterator[tuple[str, object, int]]:
 
 
 def _single_row_act(table: SteeringTable, members: Sequence[int]) -> Act | None:
-    """The act of a clause set, if it is alone there and puts one row in the place of each."""
+    """The act of a clause set whose content `_contents_of_rows` finds; None: it must be combined.
+
+    Such an act is the only one of the set, is unconditional, and replaces each row by one row or
+    adds one row to it.
+    """
     if len(members) > 1:
         return None
     clause = table.clauses[members[0]]
@@ -128,19 +132,21 @@ def _single_row_act(table: SteeringTable, members: Sequence[int]) -> Act | None:
 
 
 def _contents_of_rows(act: Act) -> Iterator[tuple[str, object, int]]:
-    """As `_contents`, for an act that differs at its sites by its row alone.
+    """The same as `_contents` of the combined act, which differs between sites only in its row.
 
-    A patch of a whole run has an act for each of its positions, with a row for each site.
+    This is faster for a patch of a whole run: it has an act for each position, and each act has a
+    row for each site.
     """
-    program, addends = _around_row(act)
+    program, addends = _templates(act)
     rows = [_ENCODER.encode(row) for row in act.site_rows.rows[:, 0].tolist()]
-    programs = [program.around(row) for row in rows]
+    programs = [program.with_row(row) for row in rows]
     sites = map(_ENCODER.encode, act.site_rows.sites.tolist())
     pairs = [_PAIR + site + own for site, own in zip(sites, programs, strict=True)]
+    # The encoding of an array without its elements. Each None takes one byte.
     begin = _ENCODER.encode([None] * len(pairs))[: -len(pairs)]
     yield "slots", _Encoded(begin + b"".join(pairs)), 1
     for row, own in zip(rows, programs, strict=True):
-        yield "bank_rows", addends.around(row), 1
+        yield "bank_rows", addends.with_row(row), 1
         yield "steps", own, 1
 
 
@@ -148,32 +154,32 @@ class _Encoded(bytes):
     """Content that is encoded already."""
 
 
-class _Frame(NamedTuple):
-    """The encoding of content, without the row in it."""
+class _Template(NamedTuple):
+    """The encoding of content, with a gap for the number of a row."""
 
     before: bytes
     after: bytes
 
     @classmethod
-    def of(cls, first: object, second: object) -> "_Frame":
-        """What two contents share that differ by the row alone, which is 0 and 1."""
+    def of(cls, first: object, second: object) -> "_Template":
+        """The template of two contents that differ only in the row: 0 in one, 1 in the other."""
         one, other = _ENCODER.encode(first), _ENCODER.encode(second)
         (at,) = np.flatnonzero(np.frombuffer(one, np.uint8) != np.frombuffer(other, np.uint8))
         return cls(one[:at], one[at + 1 :])
 
-    def around(self, row: bytes) -> _Encoded:
-        """The content with an encoded row."""
+    def with_row(self, row: bytes) -> _Encoded:
+        """The encoding with the encoded number of a row in the gap."""
         return _Encoded(self.before + row + self.after)
 
 
-def _around_row(act: Act) -> tuple[_Frame, _Frame]:
-    """What stands around the row in the program of an act at a site, and in its addends."""
+def _templates(act: Act) -> tuple[_Template, _Template]:
+    """The templates of an act's program at a site, and of the addends of this program."""
     ((_, first),), ((_, second),) = (
         combine([replace(act, rows=((0, (row,)),))], [0]) for row in (0, 1)
     )
-    return _Frame.of(first, second), _Frame.of(first[0].addends, second[0].addends)
+    return _Template.of(first, second), _Template.of(first[0].addends, second[0].addends)
 
 
 def _key(prefix: bytes, content: object) -> int:
     encoded = content if isinstance(content, _Encoded) else _ENCODER.encode(content)
-    return hash(prefix + encoded) & _MOST
+    return hash(prefix + encoded) & _UINT64

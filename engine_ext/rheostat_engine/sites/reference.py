@@ -145,10 +145,10 @@ def _change(
 
 
 def _open(steps: torch.Tensor, tokens: torch.Tensor, site: SiteBuffers) -> torch.Tensor:
-    """Opens the gates of steps [n] and of the steps after them, all at once.
+    """Opens the gates of steps [n] and of the gates that follow them, all in one call.
 
     Returns:
-        [n]: the first steps that open no gate.
+        [n]: the first step after these gates; 0: there is none.
     """
     opened, steps, own = [], steps.clone(), torch.arange(len(steps))
     while len(own):

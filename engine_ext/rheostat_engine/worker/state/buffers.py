@@ -37,9 +37,9 @@ class GateBuffers(NamedTuple):
     """[tokens, MAX_COLUMNS] float32: numbers read in this step; NaN where none was read, in all
     columns that any sample of the step uses."""
     openness: torch.Tensor
-    """[tokens, MAX_GATES] float32: by the gate's number in the token's plan. The forward pass
-    writes it at least where acts have the gate; the fold, at all tokens of all gates of their
-    samples."""
+    """[tokens, MAX_GATES] float32: how far each gate is open, by its number in the token's plan.
+    The forward pass writes it at least for the tokens at which acts have the gate. The fold writes
+    it for all tokens and all gates of a sample."""
     gains: torch.Tensor
     """[tokens, MAX_GAINS] float32: by the gain's index; for tokens whose programs have gains."""
     step: torch.Tensor
@@ -48,11 +48,11 @@ class GateBuffers(NamedTuple):
     tokens: torch.Tensor
     """[tokens, 3] int32, a view of `step`; see `TokenColumn`."""
     states: torch.Tensor
-    """[states, rows of `State`, MAX_TERMS] float32: of each gate of each sample, before this step
-    and after the tokens that `folded` counts. State 0 belongs to none."""
+    """[states, rows of `State`, MAX_TERMS] float32: the state of each gate of each sample, after
+    the earlier steps and the first `folded` tokens of this step. State 0 belongs to no gate."""
     folded: torch.Tensor
-    """[states] int64: how many tokens of this step each state has taken already. Kernels take all
-    at once, and leave it 0."""
+    """[states] int64: how many tokens of this step each state includes. Only the reference uses it.
+    Kernels fold all tokens at the end of the step, so it stays 0."""
     ints: torch.Tensor
     """[gates, rows of `Ints`, MAX_TERMS] int32."""
     floats: torch.Tensor

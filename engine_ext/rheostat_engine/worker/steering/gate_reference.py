@@ -1,6 +1,6 @@
 """Gates in numpy: they run on a CPU, and are the reference for the kernels.
 
-A fold is one gate of one sample in a step. It takes the readings of the sample's tokens into the
+A fold is one gate of one sample in a step. It adds the readings of the sample's tokens to the
 gate's state, in the order of positions.
 
 Why all tokens at once
@@ -31,7 +31,7 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 _WORD = 32
-"""Positions of a record in a number."""
+"""Positions in an int32 of a record: one in each bit."""
 _MOST = 1 << 18
 """About how many readings are computed at once, which bounds the memory of a step."""
 
@@ -41,7 +41,7 @@ class _Folds(NamedTuple):
 
     states: Int64
     gates: Int64
-    """As rows of their table."""
+    """Rows of the gates in `GateBuffers.ints`."""
     firsts: Int64
     """The first token of the sample in the step."""
     counts: Int64
@@ -66,14 +66,15 @@ def open_gates(
 ) -> None:
     """Computes how far gates are open at tokens.
 
-    The readings up to these tokens are folded on this occasion, because all of them are known where
-    a gate opens. Those of late gates are not: these are open by their states before the step.
+    Also folds the readings up to these tokens, because the model has read all of them before the
+    gate opens. Late gates depend on their states before the step, so their readings are not folded
+    here.
 
     Args:
         gates: the buffers.
-        rows: [n]: the gate of each token, as a row of its table.
-        numbers: [n]: the number of this gate in the token's plan.
-        tokens: [n]: indices of the tokens in the step. No token has the same number twice.
+        rows: [n]: rows of the gates in `gates.ints`.
+        numbers: [n]: numbers of the gates in the plans of the tokens.
+        tokens: [n]: indices of the tokens in the step. Each pair of number and token occurs once.
     """
     row, number, token = (indices.numpy().astype(np.int64) for indices in (rows, numbers, tokens))
     state, first, _ = gates.tokens.numpy()[token].astype(np.int64).T
@@ -94,9 +95,9 @@ def open_gates(
 
 
 def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
-    """Takes the readings of a step into the states of its samples, as far as they are not yet.
+    """Folds the readings of a step, except those that `open_gates` has folded already.
 
-    Stores how far each gate is open at each of its tokens, whether or not acts have it.
+    Stores how far each gate is open at all tokens of its sample, whether or not acts have it.
 
     Args:
         gates: the buffers.
@@ -108,7 +109,7 @@ def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
 
 
 def _fold(gates: GateBuffers, folds: _Folds) -> None:
-    """As `fold_step`, for the first tokens of samples; a later call goes on with the next ones."""
+    """Folds the first `counts` tokens, except those that an earlier call has folded."""
     folded, openness = gates.folded.numpy(), gates.openness.numpy()
     done = folded[folds.states]
     folds = folds._replace(firsts=folds.firsts + done, counts=folds.counts - done)
@@ -124,7 +125,7 @@ def _fold(gates: GateBuffers, folds: _Folds) -> None:
 def _scan(gates: GateBuffers, folds: _Folds, count: int, *, store: bool) -> Float32:
     """[T, F]: how far gates are open at each of `count` tokens.
 
-    If `store`, the readings are taken into the states.
+    If `store`, the readings are added to the states.
     """
     states = gates.states.numpy()
     head = gates.ints.numpy()[folds.gates, Ints.HEAD]
@@ -168,8 +169,8 @@ def _decided(
         head: [F, MAX_TERMS]: see `Head`.
         tokens: [T, F].
         at: [T, F]: the tokens' positions.
-        fresh: [T, F]: whether the state is without the token.
-        store: whether the readings are taken into the states.
+        fresh: [T, F]: whether the state does not include the token.
+        store: whether the readings are added to the states.
     """
     sizes = head[:, Head.TERMS]
     begins = np.cumsum(sizes) - sizes

@@ -1,4 +1,4 @@
-"""The content that a plan needs has the same keys, however they are computed."""
+"""The content that a plan needs has the same keys with and without the path for single rows."""
 
 from unittest.mock import patch
 
@@ -32,7 +32,7 @@ def test_any_plan_needs_what_combining_its_acts_gives(plan: Plan) -> None:
     st.sampled_from([kind for kind in Kind if kind.acts_last]),
     st.sampled_from([1.0, 0.5]),
 )
-def test_acts_that_put_a_row_in_the_place_of_each_need_a_row_and_a_step_for_each(
+def test_acts_that_replace_each_row_by_one_need_a_bank_row_and_a_step_for_each(
     rows: list[int], kind: Kind, scale: float
 ) -> None:
     acts = tuple(
