@@ -159,8 +159,8 @@ SWEEP_TOKENS = 1 << 20
 """Most tokens of all prompts of a sweep together."""
 
 SWEEP_ROWS = 32_768
-"""Most rows that noise and steering put into all prompts of a sweep together. Each is kept while
-the sweep runs, with an act of its own: 512 MiB at 4,096 elements."""
+"""Most rows that noise and steering put into all prompts of a sweep together. They are kept while
+the sweep runs. So many rows of 4,096 elements take 512 MiB."""
 
 SWEEP_POSITIONS = 1 << 18
 """Most positions of all columns of a sweep, in all pairs together."""

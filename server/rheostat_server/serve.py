@@ -186,7 +186,7 @@ class RunningServer:
 
     @property
     def idle(self) -> bool:
-        """Whether it serves, and no request runs."""
+        """Whether the model is loaded, and no request runs."""
         return self._manager is not None and not self._manager.open_requests
 
     async def stop(self, grace: float | None = None) -> None:
@@ -355,7 +355,7 @@ async def _serve(config: ServerConfig) -> None:
 
 
 async def bring_up(config: ServerConfig) -> Backend:
-    """Starts the backend, and excludes all objects that exist then from garbage collections.
+    """Starts the backend, and excludes all objects that then exist from garbage collections.
 
     vLLM and its imports leave about a million objects.
     """

@@ -1,9 +1,9 @@
 """What a watch reads of each request, and what its rules do to it.
 
 Everything that is the same for all requests is kept. A watch's probes are resolved while another
-client's request is admitted. So the client of a watch
-must not be able to slow the admission of others: vectors and sites are looked up once, when the
-watch is opened, and selectors are prepared. Results are kept by the length of prompt and answer.
+client's request is admitted, so a watch must not slow this admission. Vectors and sites are looked
+up once, when the watch is opened, and selectors are prepared then. Results are kept by the lengths
+of prompt and answer.
 """
 
 from collections.abc import Iterable

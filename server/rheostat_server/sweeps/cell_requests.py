@@ -1,12 +1,12 @@
 """The requests of a sweep's cells. Cells of neighbouring columns share a plan's tables.
 
 Why they share
-    The cells of a row differ only in the positions at which rows are replaced. A plan of its own
-    for each cell would have to be packed here, and parsed and built by every worker. This took
+    The cells of a row differ only in the positions at which rows are replaced. If each cell had a
+    plan of its own, the plan would be packed here, and parsed and built by every worker. This took
     most of a cell's time on the host. Instead, a plan has the acts of several columns, and a
-    window that limits them to the positions of one; see `rheostat_engine.Window`.
+    window that limits them to the positions of one column; see `rheostat_engine.Window`.
 
-Invariant: a cell's request replaces exactly the rows of the cell, shared or not.
+Invariant: a cell's request replaces exactly the rows of the cell, whether it shares a plan or not.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _COLUMNS = 16
 """The most columns that share a plan."""
 
 _PART = 4
-"""The rows of the shared plans of all prompts take at most 1 / `_PART` of what the engine holds."""
+"""The shared plans of all prompts take at most 1 / `_PART` of the engine's capacity for rows."""
 
 
 class _Name(NamedTuple):
@@ -77,15 +77,16 @@ class CellRequests:
         self._rows = min(SMALL_PLAN_COST // 2, held // (_PART * prompts))
         """The most rows, at all sites, of the columns that share a plan."""
         self._columns = min(_COLUMNS, self._rows)
-        """The most columns that share a plan; cells have plans of their own if it is below 2."""
+        """The most columns that share a plan. Below 2, each cell has a plan of its own."""
         self._shared: OrderedDict[_Name, _Shared | None] = OrderedDict()
-        """None: these cells cannot share a plan. The least recently used first."""
+        """Least recently used first. None: these cells cannot share a plan."""
         self._kept = 2 * prompts
+        """The most entries of `_shared`."""
         self._turn = asyncio.Lock()
         """Held while a shared plan is made, because all its cells ask for it at once."""
 
     async def request(self, cell: int, pair: int, noise: int) -> tuple[AdmittedRequest, Plan]:
-        """The request of a cell in a prompt of a pair, and the plan that replaces the request's.
+        """The request of a cell in a prompt of a pair, and the plan with which it runs.
 
         Raises:
             RheostatError: its rows cannot be had.
@@ -96,8 +97,8 @@ class CellRequests:
             shared = await self._shared_request(name)
             if shared is not None and column in shared.windows:
                 return shared.request, shared.request.plan.within(*shared.windows[column])
-        made = await self._alone(row, column, pair, noise)
-        return made, made.plan
+        request = await self._unshared_request(row, column, pair, noise)
+        return request, request.plan
 
     async def _shared_request(self, name: _Name) -> _Shared | None:
         """The request that some cells share; None if they cannot share one."""
@@ -125,7 +126,7 @@ class CellRequests:
                 continue
             try:
                 rows = await self._replaced(row, column, pair, noise)
-            except (RunIncomplete, NonFinite):  # the cell itself says why
+            except (RunIncomplete, NonFinite):  # the cell's own request reports the error
                 continue
             replaced += rows
             windows[column] = start, end
@@ -135,34 +136,36 @@ class CellRequests:
         base = self._pairs[pair].bases[noise].unobserved
         window = Window(0, OPEN_END, len(base.acts))
         try:
-            request = await self._made(pair, noise, replaced, window)
+            request = await self._make_request(pair, noise, replaced, window)
             self._check_ever_fits(request)
-        except (InvalidValue, BankFull):  # the steering depends on tokens, or takes all the room
+        except (InvalidValue, BankFull):  # the steering depends on tokens, or needs all capacity
             return None
         return _Shared(request, windows)
 
-    async def _alone(self, row: int, column: int, pair: int, noise: int) -> AdmittedRequest:
+    async def _unshared_request(
+        self, row: int, column: int, pair: int, noise: int
+    ) -> AdmittedRequest:
         """The request of a cell with a plan of its own.
 
-        Its plan has a window too, if possible. So the engine knows where the cell's first row is,
-        and the cell reads what other cells computed before it.
+        If possible, this plan has a window too. The window tells the engine the position of the
+        first replaced row, so the cell reuses cached blocks up to this row.
         """
         replaced = await self._replaced(row, column, pair, noise)
         base = self._pairs[pair].bases[noise].unobserved
-        if base.packed_acts.ruled:
-            return await self._made(pair, noise, replaced, window=None)
+        if base.packed_acts.ruled:  # acts that depend on token ids allow no window
+            return await self._make_request(pair, noise, replaced, window=None)
         positions = self._pairs[pair].positions(column).base
         window = Window(positions[0], positions[-1] + 1, len(base.acts))
-        request = await self._made(pair, noise, replaced, window)
-        if base.acts:  # they may need further slots outside of the window
+        request = await self._make_request(pair, noise, replaced, window)
+        if base.acts:  # with a window, they may need more slots: those outside of it
             try:
                 self._check_ever_fits(request)
             except BankFull:
-                return await self._made(pair, noise, replaced, window=None)
+                return await self._make_request(pair, noise, replaced, window=None)
         return request
 
     def _check_ever_fits(self, request: AdmittedRequest) -> None:
-        """Raises BankFull if not even an empty engine has room for a request."""
+        """Raises BankFull if even an empty engine has too little capacity for a request."""
         reservation = Reservation(request.plan, 1)
         self._manager.admission_queue.check_ever_fits([reservation], request.prompt_len)
 
@@ -180,10 +183,10 @@ class CellRequests:
             for site in self._settings.grid.rows[row].window
         ]
 
-    async def _made(
+    async def _make_request(
         self, pair: int, noise: int, replaced: Sequence[Replaced], window: Window | None
     ) -> AdmittedRequest:
-        """A request that replaces rows.
+        """Makes the request of a prompt in which rows are replaced.
 
         Raises:
             InvalidValue: no engine can run it.

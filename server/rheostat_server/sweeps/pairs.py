@@ -117,7 +117,7 @@ async def resolve_pairs(
         request: the sweep.
         grades: its grades.
         manager: runs its prompts.
-        background: whether they wait while other requests wait.
+        background: whether the prompts wait while other requests wait.
 
     Raises:
         RheostatError: something is malformed. The error names the field.
@@ -195,16 +195,16 @@ def _check_ranges(request: sweep_service_pb2.SweepRequest) -> None:
 
 @dataclass
 class _Room:
-    """What further pairs may take."""
+    """How many tokens, positions and rows further pairs may still have."""
 
     tokens: int
     positions: int
     rows: int
     counted: set[int] = field(default_factory=set)
-    """Identities of the vectors that were counted, because prompts share those that are stored."""
+    """The `id` of each counted vector. Prompts share a stored vector, so it is counted once."""
 
     def take_prompt(self, prompt: AdmittedRequest, path: str) -> None:
-        """Counts a prompt, and the rows of its steering.
+        """Counts a prompt's tokens, and the rows of its noise and steering.
 
         Raises:
             InvalidValue: the sweep's prompts have too many tokens or rows.
@@ -242,7 +242,7 @@ class _Room:
 
 
 class _Context(NamedTuple):
-    """What every pair is resolved in."""
+    """Everything that the resolution of a pair needs besides its message."""
 
     request: sweep_service_pb2.SweepRequest
     grades: Sequence[Grade]
@@ -254,7 +254,7 @@ class _Context(NamedTuple):
 async def _admit(
     context: _Context, run: generation_service_pb2.GenerateRequest, path: str
 ) -> AdmittedRequest:
-    """Admits a prompt. Lets the event loop go on in between, because there may be thousands."""
+    """Admits a prompt. First yields to the event loop, because a sweep may have thousands."""
     await asyncio.sleep(0)
     if context.manager.admission.server_wide.policy.rules:
         raise NotSupported("the server's policy has rules, which do not read the cells of sweeps")

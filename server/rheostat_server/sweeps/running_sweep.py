@@ -25,7 +25,7 @@ from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2, tensor_pb2
 _pb = sweep_service_pb2
 
 Put = Callable[[sweep_service_pb2.SweepResponse], Coroutine[None, None, None]]
-"""Puts an event. Waits while many events are not read."""
+"""Queues an event for the client. Waits while many events are unread."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Work(NamedTuple):
 
 @dataclass
 class _Progress:
-    """What a sweep knows so far."""
+    """The results of a sweep so far."""
 
     repeats: list[list[list[Values]]]
     """For each pair and noise, the values of its first baselines."""
@@ -144,7 +144,7 @@ class RunningSweep:
         )
 
     async def _prepare(self) -> None:
-        """Captures the rows of all pairs, and asks the prompts that they come from."""
+        """Captures the rows of all pairs, and measures the prompts that they come from."""
         waiting = iter(range(len(self._pairs)))
 
         async def work() -> None:
@@ -184,7 +184,10 @@ class RunningSweep:
     async def _run_cells(
         self, cells: Sequence[int], put: Put, first: Sequence[_Work], late: Sequence[_Work]
     ) -> None:
-        """Runs cells a few at a time, and baselines among the first of them and among all."""
+        """Runs cells and baselines, `concurrency` prompts at a time.
+
+        The first baselines alternate with the first cells. The late ones are spread over all cells.
+        """
         count = len(cells) * sum(len(pair.bases) for pair in self._pairs)
         work = _alternating(first, _spread(late, self._work(cells), count))
 
@@ -232,7 +235,7 @@ class RunningSweep:
             await self._finish(work.cell, put)
 
     async def _take_baseline(self, work: _Work, values: Values, put: Put) -> None:
-        """Takes what a baseline gives, and puts the cells that waited for the last first one."""
+        """Adds the values of a baseline. After the last first one, puts the cells held back."""
         progress = self._progress
         if work.late:
             if progress.waiting_baselines:
@@ -310,9 +313,10 @@ def _spread(late: Sequence[_Work], work: Iterable[_Work], count: int) -> Iterato
 
 
 async def _together(work: Callable[[], Coroutine[None, None, None]], count: int) -> None:
-    """Runs `count` calls of a coroutine at a time. Raises the first error.
+    """Runs `count` calls of `work` concurrently. Raises the first error.
 
-    One starts in an iteration of the event loop: up to its first wait, each may take milliseconds.
+    Only one call starts in each iteration of the event loop, because a call may take milliseconds
+    before it first waits.
     """
     try:
         async with asyncio.TaskGroup() as group:

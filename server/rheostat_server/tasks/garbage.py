@@ -1,11 +1,11 @@
-"""Collects garbage when no client waits for it.
+"""Makes full garbage collections when no request runs.
 
 A full collection visits all objects of the process and holds the GIL, so all calls wait until it
 ends. The plans of a large sweep have hundreds of thousands of objects. By default, Python makes a
 full collection whenever the number of objects has grown by a quarter.
 
-Requests leave no reference cycles, so that their objects are freed without a collection; gRPC
-leaves five objects for a call. So full collections can wait until no request runs.
+Requests leave no reference cycles, so their objects are freed without a collection. gRPC leaves
+five objects for each call. So full collections can wait until no request runs.
 """
 
 import asyncio
@@ -13,25 +13,25 @@ import gc
 from collections.abc import Callable
 
 _YOUNG = 10_000
-"""New objects until the youngest generation is collected. By default, it is 700.
+"""New objects until the youngest generation is collected. Python's default is 700.
 
-A collection visits all objects that survive it, and the objects of requests that arrive together
-do."""
+A collection visits all objects that survive it. The objects of requests that arrive together
+survive it."""
 
 _MIDDLE = 10
-"""Collections of the youngest generation until the middle one is collected, as by default."""
+"""Collections of the youngest generation until the middle one is collected: Python's default."""
 
 _FULL = 100
-"""Collections of the middle generation until all objects are visited, even if requests run: about
-ten million new objects. It bounds what the server keeps of the calls since it last was idle. By
-default, it is 10."""
+"""Collections of the middle generation until a full collection, even if requests run. This is about
+ten million new objects. It limits the garbage of a server that is never idle. Python's default is
+10."""
 
 _INTERVAL = 1.0
-"""Seconds after which `collect_when_idle` looks again."""
+"""Seconds between two checks of `collect_when_idle`."""
 
 
 def collect_rarely() -> None:
-    """Makes full collections rare, and excludes all objects that exist now from them."""
+    """Makes full collections rare, and excludes all current objects from collections."""
     gc.set_threshold(_YOUNG, _MIDDLE, _FULL)
     gc.collect()
     gc.freeze()
@@ -41,13 +41,14 @@ def collect_rarely() -> None:
 
 
 async def collect_when_idle(idle: Callable[[], bool]) -> None:
-    """Makes a full collection whenever nothing runs, if objects have aged since the last one.
+    """Makes full collections while nothing runs. Never returns.
 
     Args:
-        idle: whether nothing runs that would wait.
+        idle: returns whether nothing runs that a collection would delay.
     """
     while True:
         await asyncio.sleep(_INTERVAL)
-        _, _, aged = gc.get_count()
-        if aged and idle():
+        # Collections of the middle generation since the last full one. At 0 a full one is useless.
+        _, _, middle = gc.get_count()
+        if middle and idle():
             gc.collect()

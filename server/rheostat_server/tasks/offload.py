@@ -11,9 +11,10 @@ from rheostat_server.limits import OFFLOAD_BYTES
 PLANNER = ThreadPoolExecutor(1, "planner")
 """The thread that makes plans.
 
-One, because making a plan is Python that holds the GIL, so that more threads would not make more.
-And whenever the event loop has released the GIL, only one other thread may take it, and gives it
-back soon; see `serve.SWITCH_INTERVAL`. With six, the loop waited for all their turns.
+There is only one, because making a plan holds the GIL: more threads would not make plans faster.
+They would slow the event loop, which releases the GIL at each socket call. If one other thread
+takes it, the loop gets it back within `serve.SWITCH_INTERVAL`. If six threads take turns, the loop
+waits for all of them.
 """
 
 P = ParamSpec("P")
@@ -31,7 +32,10 @@ async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kw
 
 
 async def offload_plan(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """As `offload`, for work that makes a plan: one such call after the other."""
+    """As `offload`, for Python code that holds the GIL, such as making a plan.
+
+    All such calls share the thread `PLANNER`, so one runs after the other.
+    """
     if size <= OFFLOAD_BYTES:
         return work(*args, **kwargs)
     return await on_pool(PLANNER, work, *args, **kwargs)

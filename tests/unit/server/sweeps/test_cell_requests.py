@@ -121,12 +121,12 @@ async def test_columns_with_gaps_or_common_positions_have_plans_of_their_own(sta
     first, gap, overlapping, last = (job.plan for job in jobs)
     assert first.packed_acts is last.packed_acts
     assert tables(jobs) == 3
-    # The cells of these plans too read what was computed before their first row.
+    # With a window, these cells too reuse blocks that were computed before their first row.
     assert [plan.window for plan in (gap, overlapping)] == [(1, 4, 0), (0, 2, 0)]
 
 
 async def test_a_cell_that_only_fits_without_a_window_has_none(starter) -> None:
-    """Steering at a row that the cell replaces takes one slot more outside of a window."""
+    """With a window, steering at a replaced row needs one more slot: for rows outside of it."""
     steered = [replaced(selector(window(0, 1)), 0), replaced(selector(window(1, 2)))]
     one = pair(groups=[selector(window(1, 3)), selector(window(0, 1), window(3, 4))])
     request = order(one, group_labels=["a", "b"], sites=site_set(POST, layers=[1]))

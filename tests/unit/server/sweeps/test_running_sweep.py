@@ -25,7 +25,7 @@ async def test_one_call_starts_in_an_iteration_of_the_event_loop() -> None:
     await running_sweep._together(work, 64)
     counting.cancel()
     assert begun.total() == 64
-    # Both tasks take turns, so that a count may be one iteration late.
+    # Both tasks take turns, so that two starts may fall between two counts.
     assert max(begun.values()) <= 2
 
 
