@@ -1,10 +1,14 @@
-"""Lets gRPC's thread never wait for an asyncio event loop.
+"""Keeps gRPC's thread from waiting for an asyncio event loop.
 
-A thread of gRPC takes each event of all connections of a process, such as a message that was
-received or sent, and writes one byte to a socket to wake the loop. The loop then handles all
-events, but gRPC reads only one byte. So in a loop that has other work, the bytes pile up. When 278
-are unread the thread waits in its write, and all connections get one event in each iteration of the
-loop: tokens come seconds late. The same holds for uvloop.
+Why
+    gRPC has one thread for the events of all connections of a process, such as a message that was
+    received or sent. For each event, the thread writes one byte to a socket to wake the event loop.
+    The loop then handles all events, but gRPC reads only one byte. So in a loop that has other
+    work, unread bytes pile up. At 278 unread bytes the thread blocks in its write. From then on,
+    all connections together get one event in each iteration of the loop, and tokens come seconds
+    late. The same holds for uvloop.
+How
+    In each iteration, the loop reads all bytes but one, and gRPC reads the last one.
 """
 
 import asyncio
@@ -18,19 +22,20 @@ from typing import Any, TypeVarTuple
 Arguments = TypeVarTuple("Arguments")
 
 _BYTES = 4096
-"""More bytes than can wait in the socket."""
+"""More bytes than the socket can hold."""
 
 _reading = threading.Lock()
-"""Loops of several threads read the same socket."""
+"""Held while a loop reads the socket, because loops of several threads share it."""
 
 
 @contextmanager
 def all_wakeups_read() -> Iterator[None]:
-    """Objects of `grpc.aio` that are created within let the running loop read all bytes at once.
+    """Makes the running loop read all bytes at once. Create objects of `grpc.aio` within.
 
-    gRPC adds its socket to a loop when the first object is created there, and removes it with the
-    last object of the process. Nothing changes if the loop has such objects already, if it does not
-    run, or if its methods cannot be replaced.
+    gRPC adds its socket to a loop when the first object of `grpc.aio` is created there, and removes
+    the socket with the last object of the process. Meanwhile `add_reader` of the loop is replaced.
+    This has no effect if the loop has objects of `grpc.aio` already, if no loop runs, or if the
+    loop's methods cannot be replaced.
     """
     loop = _running_loop()
     own = getattr(loop, "__dict__", None)
@@ -64,7 +69,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _with_all_bytes(wakeups: socket.socket, handle: Callable[[], object]) -> None:
-    """Reads all bytes but the last, which gRPC reads, and lets it handle all events."""
+    """Reads all bytes but one. Then calls gRPC's handler, which reads it and handles all events."""
     if _reading.acquire(blocking=False):  # otherwise a loop of another thread reads them
         try:
             waiting = len(wakeups.recv(_BYTES, socket.MSG_PEEK))

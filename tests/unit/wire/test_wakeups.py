@@ -16,11 +16,11 @@ from rheostat_wire import wakeups
 from rheostat_wire.wakeups import all_wakeups_read
 
 CALLS = 600
-"""More than the bytes that fit into gRPC's socket."""
+"""More calls than gRPC's socket can hold bytes."""
 
 
 async def iterations() -> int:
-    """Iterations in which a loop that was busy receives a message of each of many calls."""
+    """The number of iterations in which a busy loop receives one message of each of many calls."""
     received = 0
 
     async def handle(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
@@ -43,7 +43,7 @@ async def iterations() -> int:
             assert await call.read() == b"ready"
         writes = [asyncio.create_task(call.write(b"message")) for call in calls]
         await asyncio.sleep(0.001)
-        time.sleep(0.3)  # gRPC's thread takes the events meanwhile
+        time.sleep(0.3)  # meanwhile gRPC's thread takes the events
         count = 0
         while received < CALLS:
             await asyncio.sleep(0)
@@ -63,9 +63,9 @@ BENCHMARK = "rheostat_bench.calls.connect('localhost:1')"
 
 
 def after(first: str, loop: str = "asyncio.SelectorEventLoop", module: str = "rheostat.aio") -> int:
-    """Iterations of a loop whose first object of gRPC is `first`.
+    """The `iterations` of a loop in which `first` was the first object of gRPC.
 
-    They run in a process of their own, because gRPC has one thread in each process.
+    The loop runs in a process of its own, because gRPC has one thread in each process.
     """
     code = (
         f"import asyncio, grpc.aio, {module}; from {__name__} import all_wakeups_read, iterations\n"
@@ -97,7 +97,7 @@ def test_a_channel_of_a_benchmark_does_too() -> None:
 
 
 def test_grpc_alone_would_take_many() -> None:
-    # If this fails, gRPC has mended it, and `all_wakeups_read` can go.
+    # If this fails, gRPC reads all bytes itself, and `all_wakeups_read` is no longer needed.
     assert after(CHANNEL) > CALLS / 10
 
 
@@ -127,7 +127,7 @@ def calls_of_a_loop(calls: int, answers: list[int]) -> None:
 
 
 def test_loops_of_several_threads_lose_no_event() -> None:
-    # They read the same socket. An event without a byte would never be handled.
+    # The loops read the same socket. If an event had no byte, no loop would handle it.
     answers: list[int] = []
     threads = [
         threading.Thread(target=calls_of_a_loop, args=(1000, answers), daemon=True)
@@ -141,7 +141,12 @@ def test_loops_of_several_threads_lose_no_event() -> None:
 
 
 def read_by_two_threads(byte_count: int, *, other_reads: bool) -> tuple[int, int]:
-    """Calls of gRPC's handler, and bytes left for it, with a loop of another thread."""
+    """The calls of gRPC's handler, and the bytes left for it.
+
+    Args:
+        byte_count: unread bytes in the socket.
+        other_reads: whether the loop of another thread reads them at the same time.
+    """
     calls = 0
 
     def handle() -> None:
@@ -164,7 +169,7 @@ def test_a_byte_stays_for_grpc_which_handles_the_events() -> None:
 
 
 def test_a_loop_reads_no_bytes_while_another_thread_does() -> None:
-    # Both would leave one byte of those that they saw, and together none.
+    # Each thread leaves one of the bytes that it sees. If both read, they may leave none.
     assert read_by_two_threads(5, other_reads=True) == (1, 5)
 
 

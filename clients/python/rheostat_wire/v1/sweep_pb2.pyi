@@ -207,8 +207,8 @@ class NoiseCorruption(_message.Message):
     WHERE_FIELD_NUMBER: _builtins.int
     NOISE_COUNT_FIELD_NUMBER: _builtins.int
     noise_count: _builtins.int
-    """Noises over which each cell is averaged, 1 to 64. Default 10. Each puts a row into its prompt for
-    each site and position; all prompts of a sweep may have 32,768 such rows.
+    """Noises over which each cell is averaged, 1 to 64. Default 10. Each noise takes a row for each site
+    and position. Noise and steering may take 32,768 rows in all prompts of a sweep together.
     """
     @_builtins.property
     def noise(self) -> _replace_pb2.NoiseSource:
