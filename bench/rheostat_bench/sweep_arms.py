@@ -1,4 +1,4 @@
-"""Ways to compute the cells of a sweep, and what streams beside a sweep feel: turns of each.
+"""Ways to compute the cells of a sweep, and delays of streams beside a sweep: turns of each.
 
 Every turn has new prompts, so that the prefix cache has none of them.
 """
@@ -57,16 +57,16 @@ _PROFILE_SECONDS = 8
 _PROFILE_RATE = 400
 """Samples in a second."""
 _LIMIT = 60.0
-"""Seconds of a call. A call that streams tokens has `_TOKEN_LIMIT` more for each of them."""
+"""Seconds that a call may take. A call that streams has `_TOKEN_LIMIT` more for each token."""
 _TOKEN_LIMIT = 0.25
-"""Seconds of a token of a stream. Beside a normal sweep, on a CPU, tokens take up to 0.19 s."""
+"""Seconds for each token of a stream. On a CPU, one beside a normal sweep takes up to 0.19 s."""
 _PAIRS_LIMIT = 600.0
-"""Seconds of a sweep of many pairs. It has thousands of cells."""
+"""Seconds that a sweep of many pairs may take. It has thousands of cells."""
 _GROUPS = 4
 _CHECKED_PAIRS = 3
 """Pairs whose cells Hugging Face's model computes too."""
 _REFERENCE_LIMIT = 300.0
-"""Seconds of a call of a reference, the first of which waits until its model is loaded."""
+"""Seconds that a call of a reference may take. The first call waits until the model is loaded."""
 
 
 class Result(NamedTuple):
@@ -83,22 +83,22 @@ class Result(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """What streams felt."""
+    """The token rates and delays of streams."""
 
     streams: int
     median_ms: float
-    """Of the times between two messages with tokens."""
+    """Median of the times between two messages with tokens."""
     p99_ms: float
     per_token_ms: float
     """Median of the streams."""
     tokens_per_s: float
     cells_per_s: float
-    """Of the sweep beside them, or prompts."""
+    """Cells of the sweep beside the streams, or prompts."""
     longer_share: float | None = None
     """Share of these times that are more than 1.25 times the 99th percentile of streams alone. At
     most 0.01 is the same as a 99th percentile of at most +25 %."""
     longer_ms: float | None = None
-    """Median of them."""
+    """Median of these longer times."""
     longest_ms: float = 0.0
 
 
@@ -420,24 +420,24 @@ def measure(
             bench.attempt(step, run)
 
 
-class Hearing(NamedTuple):
-    """What streams felt, with the times themselves."""
+class StreamTimes(NamedTuple):
+    """The times between the tokens of streams, and their summary."""
 
-    felt: Neighbours
+    summary: Neighbours
     gaps_ms: list[float]
     from_s: float
     to_s: float
 
 
-def hear(bench: Bench, streams: int, tokens: int) -> Hearing:
-    """What streams of so many tokens feel."""
+def time_streams(bench: Bench, streams: int, tokens: int) -> StreamTimes:
+    """Runs streams of so many tokens each, and times their tokens."""
     shares = spread(fresh_prompts(streams, _STREAM_PROMPT), bench.clients)
     calls = [partial(Client.stream, wanted=share, tokens=tokens) for share in shares]
     limit = _LIMIT + _TOKEN_LIMIT * tokens
     found: list[Gaps] = bench.limits.ask(bench.clients[: len(calls)], calls, limit)
     gaps = [gap for one in found for gap in one.gaps_ms]
     seconds = max(one.seconds for one in found)
-    felt = Neighbours(
+    summary = Neighbours(
         streams,
         statistics.median(gaps),
         percentile(gaps, 0.99),
@@ -446,7 +446,9 @@ def hear(bench: Bench, streams: int, tokens: int) -> Hearing:
         0.0,
         longest_ms=max(gaps),
     )
-    return Hearing(felt, gaps, max(one.from_s for one in found), min(one.to_s for one in found))
+    return StreamTimes(
+        summary, gaps, max(one.from_s for one in found), min(one.to_s for one in found)
+    )
 
 
 class Beside(NamedTuple):
@@ -475,16 +477,16 @@ def measure_neighbours(bench: Bench, beside: Beside, normal: bool = True) -> Non
     length show what their tokens add. Bursts show what a step with many prompts costs.
     """
     sweep = f"sweep, {beside.length} tokens, {beside.at_once} cells at a time"
-    hear(bench, beside.streams, _WARM_UP_TOKENS)
+    time_streams(bench, beside.streams, _WARM_UP_TOKENS)
     limits: list[float] = []
     for _ in range(beside.turns):
-        alone = hear(bench, beside.streams, beside.tokens)
-        limits.append(_BAR * alone.felt.p99_ms)
-        add = partial(_add_heard, bench, limit=statistics.median(limits))
+        alone = time_streams(bench, beside.streams, beside.tokens)
+        limits.append(_BAR * alone.summary.p99_ms)
+        add = partial(_add_times, bench, limit=statistics.median(limits))
         add(ALONE, alone)
-        heard = hear_sweep(bench, beside, "background")
-        add(f"beside a background {sweep}", heard)
-        rate = max(1.0, heard.felt.cells_per_s)
+        times = time_beside_sweep(bench, beside, "background")
+        add(f"beside a background {sweep}", times)
+        rate = max(1.0, times.summary.cells_per_s)
         for name, load in {
             f"prompts of {beside.length} tokens one by one": Load(beside.length, rate, 1),
             f"prompts of {_SHORT} tokens one by one": Load(_SHORT, rate, 1),
@@ -493,48 +495,48 @@ def measure_neighbours(bench: Bench, beside: Beside, normal: bool = True) -> Non
             ),
         }.items():
             begin = partial(Client.begin_prompts, load=load)
-            add(f"beside {name}, as many as cells", hear_beside(bench, beside, begin))
+            add(f"beside {name}, as many as cells", time_beside(bench, beside, begin))
         if normal:
-            add(f"beside a normal {sweep}", hear_sweep(bench, beside, "normal"))
+            add(f"beside a normal {sweep}", time_beside_sweep(bench, beside, "normal"))
         bench.save(bench.measured)
 
 
-def _add_heard(bench: Bench, name: str, heard: Hearing, limit: float) -> None:
-    """Keeps and prints what streams felt."""
-    longer = [gap for gap in heard.gaps_ms if gap > limit]
-    felt = heard.felt._replace(
-        longer_share=len(longer) / len(heard.gaps_ms),
+def _add_times(bench: Bench, name: str, times: StreamTimes, limit: float) -> None:
+    """Keeps and prints the times of streams."""
+    longer = [gap for gap in times.gaps_ms if gap > limit]
+    summary = times.summary._replace(
+        longer_share=len(longer) / len(times.gaps_ms),
         longer_ms=statistics.median(longer) if longer else None,
     )
-    bench.measured.neighbours.setdefault(name, []).append(felt)
+    bench.measured.neighbours.setdefault(name, []).append(summary)
     print(
-        f"{name:70} median {felt.median_ms:6.2f} ms, p99 {felt.p99_ms:6.2f} ms,"
-        f" {felt.longer_share:6.2%} above {limit:.2f} ms, longest {felt.longest_ms:6.1f} ms,"
-        f" {felt.cells_per_s:6.1f} cells/s",
+        f"{name:70} median {summary.median_ms:6.2f} ms, p99 {summary.p99_ms:6.2f} ms,"
+        f" {summary.longer_share:6.2%} above {limit:.2f} ms, longest {summary.longest_ms:6.1f} ms,"
+        f" {summary.cells_per_s:6.1f} cells/s",
         flush=True,
     )
 
 
-def hear_sweep(bench: Bench, beside: Beside, priority: Priority) -> Hearing:
-    """What streams feel while sweeps run."""
+def time_beside_sweep(bench: Bench, beside: Beside, priority: Priority) -> StreamTimes:
+    """Times streams while sweeps run."""
     begin = partial(
         Client.begin_sweeps, length=beside.length, at_once=beside.at_once, priority=priority
     )
-    return hear_beside(bench, beside, begin)
+    return time_beside(bench, beside, begin)
 
 
-def hear_beside(
+def time_beside(
     bench: Bench, beside: Beside, begin: Callable[[Client], Awaitable[None]]
-) -> Hearing:
-    """What streams feel beside a load."""
+) -> StreamTimes:
+    """Times streams beside a load."""
     bench.limits.ask_one(bench.sweeper, begin, _LIMIT)
     try:
-        heard = hear(bench, beside.streams, beside.tokens)
+        times = time_streams(bench, beside.streams, beside.tokens)
     finally:
         arrivals = bench.limits.ask_one(bench.sweeper, Client.end_load, _LIMIT)
-    came = sum(heard.from_s <= at <= heard.to_s for at in arrivals)
-    rate = came / (heard.to_s - heard.from_s)
-    return heard._replace(felt=heard.felt._replace(cells_per_s=rate))
+    came = sum(times.from_s <= at <= times.to_s for at in arrivals)
+    rate = came / (times.to_s - times.from_s)
+    return times._replace(summary=times.summary._replace(cells_per_s=rate))
 
 
 def profile(bench: Bench, py_spy: Path, length: int, at_once: int, out: Path) -> None:

@@ -22,11 +22,11 @@ from rheostat_bench.sweep_arms import (
     Neighbours,
     Result,
     cells_of,
-    hear,
     measure,
     measure_neighbours,
     positions_of,
     quarters,
+    time_streams,
     worst,
 )
 from rheostat_bench.sweep_clients import (
@@ -188,7 +188,7 @@ def test_only_the_arms_that_were_asked_for_run() -> None:
 
 
 class Machine:
-    """Stands for the processes of a run: streams feel 5 ms between tokens, and 20 ms now and then.
+    """Fakes the processes of a run: streams get a token every 5 ms, and now and then after 20 ms.
 
     One in 50 gaps is long beside a load.
     """
@@ -197,7 +197,7 @@ class Machine:
         self.beside = ""
         self.loads: list[tuple[str, object]] = []
         self.stream_limits: dict[int, float] = {}
-        """By the number of tokens of a stream, the seconds that its call may take."""
+        """The seconds that a call may take, by the number of tokens of each of its streams."""
 
     def ask(self, workers: list[object], calls: list[partial], seconds: float) -> list[Gaps]:
         for call in calls:
@@ -243,7 +243,7 @@ def test_streams_may_take_a_quarter_of_a_second_for_a_token(tokens: int) -> None
     """A token takes up to 0.19 s beside a normal sweep on a CPU of two cores."""
     machine = Machine()
     bench: Any = SimpleNamespace(clients=[object()], limits=machine)
-    hear(bench, 8, tokens)
+    time_streams(bench, 8, tokens)
     assert machine.stream_limits[tokens] >= 60 + tokens / 4
 
 
