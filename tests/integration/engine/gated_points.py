@@ -1,6 +1,6 @@
-"""Gates that read at one point and act at another, as plans and as hooks that decide alike.
+"""Acts whose gates read at one point and act at another: as plans, and as Hugging Face hooks.
 
-A hook reads the rows that pass it, and decides with `openings` how far the gate is open.
+A hook reads the rows of a site. From them, `openings` computes how far the gate is open.
 """
 
 from collections.abc import Sequence
@@ -43,16 +43,15 @@ READ_IN = {
     Point.MLP_OUT: 0,
     Point.RESID_POST: 1,
 }
-"""The layer at which gates read a point. Each other point comes later in the model."""
+"""The layer in which gates read each point. Every other point has sites behind it."""
 FAR = 1e6
-"""Further from 0 than anything that is read."""
+"""No reading has a magnitude this large."""
 MARGIN = 1e-4
-"""Of what is read, relative to the largest value of the stream. The engine's rows differ less from
-the reference's, so both decide alike."""
-
-
+"""The least distance of a reading from a bound, relative to the largest value of the stream. The
+engine's rows differ less from the reference's, so both open the same gates."""
 LEAD = 1e-4
-"""Of the likeliest token, in nats."""
+"""The least lead of the likeliest token over the second, in nats, so that rounding changes no
+token."""
 
 
 class GatedAct(NamedTuple):
@@ -66,7 +65,7 @@ class GatedAct(NamedTuple):
 
     @property
     def acts(self) -> tuple[Act, ...]:
-        """As a plan has it."""
+        """The acts of a plan: one that reads for the gate, and the gated one."""
         (probe, _), (push, _) = vector(PROBE), vector(PUSH)
         to_column = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
         rows = tuple((site, (0,)) for site in self.written)
@@ -84,20 +83,20 @@ class GatedRun(NamedTuple):
     token_ids: list[int]
     """Generated tokens."""
     run: Run
-    """Of the prompt and of all generated tokens but the last, which was no input."""
+    """The run of the prompt and of all generated tokens but the last, which is never an input."""
     opened: list[float]
     """How far the gate was open, by position."""
 
 
 class _Bounds(NamedTuple):
-    """Numbers that lie between those that a site's rows give, far from each of them."""
+    """Bounds for gates, far from each reading of a site's rows."""
 
     low: float
-    """Of the readings, about a third are lower."""
+    """About a third of the readings are lower."""
     high: float
-    """And about a third are higher."""
+    """About a third of the readings are higher."""
     above: float
-    """Slightly above the largest."""
+    """Slightly above the largest reading."""
 
 
 def gated_acts(name: str, plain: Run) -> tuple[list[GatedAct], list[GatedAct]]:
@@ -105,11 +104,11 @@ def gated_acts(name: str, plain: Run) -> tuple[list[GatedAct], list[GatedAct]]:
 
     Args:
         name: the architecture.
-        plain: what happens without acts, from which the bounds of gates follow.
+        plain: the run without acts. The bounds of the gates are chosen by its rows.
 
     Returns:
-        Acts with gates of which most change from token to token, some are open and some are shut;
-        and acts with gates that no token opens.
+        Two lists of acts. In the first, most gates change from token to token, some are always
+        open, and some always shut. In the second, no token opens a gate.
     """
     some, shut = [], []
     forms, kinds = cycle(FORMS), cycle(STRENGTHS)
@@ -143,13 +142,13 @@ def run_gated(model: HfReference, gated: GatedAct, prompt: Sequence[int], plain:
         opened: list[float] = []
         run = model.run(tokens, _hooks(gated, len(tokens), opened, margin))
         second, first = np.sort(run.logprobs[-1])[-2:]
-        assert first - second > LEAD, "the prompt leaves a token to the rounding"
+        assert first - second > LEAD, "with this prompt, rounding may change a token"
         tokens.append(int(run.logprobs[-1].argmax()))
     return GatedRun(gated, tokens[len(prompt) :], run, opened)
 
 
 def _readings(rows: Float) -> Float:
-    """What the gates read of rows [n, W], in float64."""
+    """[n]: the readings of the gates of rows [n, W], in float64."""
     probe = vector(PROBE)[1][0].astype(np.float64)
     return rows.astype(np.float64) @ (probe / np.linalg.norm(probe))
 
@@ -168,7 +167,7 @@ def _bounds(rows: Float) -> _Bounds:
 
 
 def _gate(form: Form, low: float, high: float) -> Gate:
-    """A gate that opens where the reading is above a number, or from one number to another."""
+    """A gate that opens above `low` (STEP), or more and more between `low` and `high`."""
     if form is Form.STEP:
         condition = GateCondition((0,), Pool.LAST, Combine.ANY, low, FAR)
         return Gate((condition,), Combine.ALL, form, 0.5, 0.0, Hold.TOKEN)
@@ -180,19 +179,19 @@ def _gate(form: Form, low: float, high: float) -> Gate:
 
 
 def _shut(form: Form, bounds: _Bounds) -> Gate:
-    """A gate that no token opens. A sigmoid is 0 in float32 where e^x is infinite."""
+    """A gate that no token opens. A sigmoid is exactly 0 only if its e^x is infinite."""
     if form is Form.SIGMOID:
         return _gate(form, FAR, FAR + 1)
     return _gate(form, bounds.above, bounds.above + 1)
 
 
 def _hooks(gated: GatedAct, count: int, opened: list[float], margin: float) -> list[Change]:
-    """Hooks for `count` tokens that read, decide how far the gate is open, and act."""
+    """Hooks for `count` tokens. The first one fills `opened`, and the others act accordingly."""
     row = torch.from_numpy(vector(PUSH)[1][0]).double()
     strength = STRENGTHS[gated.kind]
 
     def decide_apart(number: float, *bounds: float) -> None:
-        assert apart(number, bounds, margin), "the prompt leaves a decision to the rounding"
+        assert apart(number, bounds, margin), "with this prompt, rounding may change a gate"
 
     def read(x: torch.Tensor) -> torch.Tensor:
         history = [{0: number} for number in _readings(x.numpy()).tolist()]

@@ -1,6 +1,6 @@
-"""Cells that copy the part of a cached block before their row: what they compute, and how much.
+"""Cells that copy the part of a cached block before their first row.
 
-And what others read beside them and after them.
+Tests their values, how many tokens they compute, and plain requests that read the same blocks.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ GROUPS = {
     "with a common row": [(101, 104)],
     "long": [(150, 258)],
 }
-"""Groups of positions, from first to end. Their cells share no plan."""
+"""The windows of groups of positions. Cells of these groups share no plan."""
 
 
 def test_cells_that_copy_a_part_of_a_block_are_what_hooks_give(
@@ -96,7 +96,7 @@ def test_cells_with_plans_of_their_own_copy_parts_of_blocks_too(
 def test_patched_rows_never_reach_plain_requests_of_the_same_prompts(
     engine: rheostat.Engine,
 ) -> None:
-    """They read the blocks that cells read too, before, beside and after the cells."""
+    """The requests read the same cached blocks as the cells: before, beside and after them."""
     draw = np.random.default_rng(4)
     prompts = [draw.integers(4, 1900, 2 * BLOCK + 3).tolist() for _ in range(2)]
     greedy = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 5}
@@ -106,7 +106,7 @@ def test_patched_rows_never_reach_plain_requests_of_the_same_prompts(
     beside: list[rheostat.Generation] = []
 
     def ask(done: int, count: int) -> None:
-        """After every few cells, while others run."""
+        """Sends plain requests after every few cells, while other cells run."""
         if done % 6 == 1:
             beside.extend(pool.map(lambda prompt: engine.generate(prompt, **greedy), prompts))
 

@@ -495,15 +495,17 @@ def test_runs_are_kept_if_asked_for(services: Services) -> None:
         services.runs.DeleteRun(run_service_pb2.DeleteRunRequest(run_id=run_id))
 
 
-ALONG = rheostat.inline(np.random.default_rng(0).standard_normal((1, 128)).astype(np.float32))
-UNDER = {
-    "add": 0.1 * ALONG,
-    "ablate": rheostat.ablate(ALONG),
-    "clamp": rheostat.clamp(ALONG, min=-0.05, max=0.05),
+RANDOM_DIRECTION = rheostat.inline(
+    np.random.default_rng(0).standard_normal((1, 128)).astype(np.float32)
+)
+STEERING_OPS = {
+    "add": 0.1 * RANDOM_DIRECTION,
+    "ablate": rheostat.ablate(RANDOM_DIRECTION),
+    "clamp": rheostat.clamp(RANDOM_DIRECTION, min=-0.05, max=0.05),
 }
 
 
-@pytest.mark.parametrize("op", UNDER)
+@pytest.mark.parametrize("op", STEERING_OPS)
 @pytest.mark.parametrize("point", ["resid_post", "attn_out", "mlp_out"])
 def test_putting_a_prompts_own_rows_back_under_steering_changes_no_bit(
     engine: rheostat.Engine, point: str, op: str
@@ -511,7 +513,7 @@ def test_putting_a_prompts_own_rows_back_under_steering_changes_no_bit(
     same = rheostat.Pair(CLEAN, corrupt=CLEAN, answer=RIGHT, foil=WRONG)
     options = {"points": point, "layers": [1, 2], "grades": "logit_difference", "watch": False}
     plain = engine.sweep(same, **options)
-    steering = UNDER[op].at(points=point, layers=2)
+    steering = STEERING_OPS[op].at(points=point, layers=2)
     swept = engine.sweep(same, steering=steering, **options)
     assert swept.base() != plain.base()
     for one in (plain, swept):
