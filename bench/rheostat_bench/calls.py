@@ -58,9 +58,9 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 _FAILED_HERE = "Internal error from Core"
-"""What gRPC's client says if it writes to a call that ends meanwhile. No server says so."""
+"""The text of gRPC's own error if a call ends while its client writes. No server sends it."""
 _NICE = 10
-"""How far it gives way: a tenth of the server's share."""
+"""The niceness of a hostile client. On a busy core it gets a tenth of the server's time."""
 _LAST_ANSWERS = 10.0
 """Seconds that calls get to end once the time is over and they are cancelled."""
 

@@ -102,7 +102,7 @@ class Neighbour:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, job: Job, *, check: bool = True) -> None:
-        """Learns, then streams until the process ends.
+        """Calls `learn`, then streams until the process ends.
 
         Args:
             job: what to ask for.

@@ -164,10 +164,10 @@ class Bench:
     measured: Measured = field(default_factory=Measured)
 
     def attempt(self, step: str, run: Callable[[], object]) -> None:
-        """Takes a step of the run; if it fails, the others are taken nevertheless."""
+        """Runs a step. If it fails, the error is noted, and the other steps run nevertheless."""
         try:
             run()
-        except Exception as error:  # whatever it is, the file tells it
+        except Exception as error:  # any error is written to the file
             self.measured.failures[step] = f"{type(error).__name__}: {error}"
             print(f"error: {step}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         self.save(self.measured)
@@ -402,7 +402,7 @@ def measure(
     neighbours: Callable[[], None],
     arms: Collection[str] = ARMS,
 ) -> None:
-    """Takes all steps, first those that tell most: a run may be cut short.
+    """Runs all steps, the most informative first, because a run may be cut short.
 
     Every turn has new prompts.
     """

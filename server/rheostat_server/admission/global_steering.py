@@ -1,6 +1,6 @@
 """Server-wide steering: a versioned policy of steering, rules, and probes for its gates and rules.
 
-Invariants: it acts on every request, which cannot shed any of it. It is replaced as a whole. It
+Invariants: it acts on every request, which cannot remove any part. It is replaced as a whole. It
 names vectors by digest, and its vectors stay in the store and the workers until it is replaced. A
 request keeps the version that it was admitted under. Its probes have names of their own, and the
 first columns of readings.
@@ -150,7 +150,7 @@ class GlobalSteering:
             context: the request.
 
         Raises:
-            NotSupported: a rule cannot multiply them, and the request cannot shed the rule.
+            NotSupported: a rule cannot multiply them. The request cannot run without the rule.
         """
         if self.sites is None or not own or not any(rule.gains for rule in here.rules):
             return own

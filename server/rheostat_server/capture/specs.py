@@ -1,4 +1,4 @@
-"""CaptureSpecs resolved: which rows, under which names, in which form.
+"""Resolves CaptureSpecs: which rows, under which names, in which form.
 
 Everything here may run on a thread, because vectors are looked up in a `VectorView`.
 """
@@ -45,7 +45,7 @@ class Target(Enum):
 
 
 class SiteForms:
-    """The sites of a capture as the engine knows them, worked out once however often it is asked.
+    """The sites of a capture as the engine knows them, computed once.
 
     Captures that differ in nothing but their selection share it.
     """
@@ -278,7 +278,7 @@ def resolve_capture(
     path: str,
     target: Target,
 ) -> ResolvedCapture:
-    """A capture, apart from where it says that its rows go.
+    """Resolves a capture, except for the details of its destination, such as the sink.
 
     Raises:
         InvalidArgument: something is malformed.
@@ -309,7 +309,7 @@ _TEMPLATE_SITES = 256
 
 
 def _template_key(spec: capture_pb2.CaptureSpec) -> bytes:
-    """Everything of a capture but its tokens and where its rows go."""
+    """The fields of a capture except its tokens and the destination of its rows, serialized."""
     key = capture_pb2.CaptureSpec()
     key.CopyFrom(spec)
     for name in ("where", "inline", "subscription_id", "sink", "run"):
@@ -375,7 +375,7 @@ def _target(spec: capture_pb2.CaptureSpec, path: str) -> Target:
 def _aimed(
     capture: ResolvedCapture, spec: capture_pb2.CaptureSpec, sinks: Sinks | None, path: str
 ) -> ResolvedCapture:
-    """A capture with where it goes, which is there."""
+    """A capture with its subscription, run or sink, which is checked."""
     if capture.target is Target.SUBSCRIPTION:
         return replace(capture, subscription=spec.subscription_id)
     if capture.target is Target.INLINE:
@@ -403,7 +403,7 @@ def _form(spec: capture_pb2.CaptureSpec, width: int, path: str) -> Form:
             raise InvalidValue(f"has no meaning for {name}", field=field_path(path, "kept"))
         return Form(encoding)
     if not spec.HasField("kept"):
-        raise MissingField(f"{name} wants to know how many", field=field_path(path, "kept"))
+        raise MissingField(f"is required for {name}", field=field_path(path, "kept"))
     if not 1 <= spec.kept <= width:
         raise InvalidValue(f"must be 1 to {width}", field=field_path(path, "kept"))
     return Form(encoding, spec.kept, spec.seed)
@@ -416,7 +416,7 @@ _CODINGS = {
     tensor_pb2.ENCODING_RP8: Codec.RP8,
     tensor_pb2.ENCODING_TOPK8: Codec.TOPK8,
 }
-"""How the engine may code rows; planes are made of the elements once they are here."""
+"""The engine's codec for each encoding. The server makes the planes from the elements."""
 
 
 def _row_encodings(capture: ResolvedCapture, model: ModelSites) -> dict[Site, RowEncoding]:

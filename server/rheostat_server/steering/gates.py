@@ -479,7 +479,7 @@ def _condition(
 
 
 def _stays(message: gate_pb2.Condition, path: str) -> tuple[float | None, float | None]:
-    """The bounds of a value that counts already; None where they are the others."""
+    """The bounds within which a condition that holds keeps holding; None where not given."""
     found: list[float | None] = []
     for name, bound, sign in (("stays_above", "above", -1), ("stays_below", "below", 1)):
         if not message.HasField(name):  # type: ignore[arg-type]  # a field of the message

@@ -233,7 +233,7 @@ class HeldRuns:
         return run
 
     def expect(self, run_ids: Sequence[str]) -> None:
-        """Says which runs the sweep is about to make."""
+        """Notes the ids of runs that the sweep is about to make."""
         self._made += run_ids
 
     def made(self, run_id: str) -> Run:
@@ -244,7 +244,7 @@ class HeldRuns:
             raise Defect("the engine did not deliver every row") from error
 
     def release(self, *, keep: bool) -> None:
-        """Holds nothing any more. Deletes what the sweep has made, or begins its lease.
+        """Releases all runs. Deletes the runs that the sweep has made, or begins their lease.
 
         Args:
             keep: whether the runs are kept.

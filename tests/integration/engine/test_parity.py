@@ -97,7 +97,8 @@ class Case(NamedTuple):
 BRANCHES = (Point.ATTN_OUT, Point.MLP_OUT)
 
 COMPILED = ["gemma3", "gpt_neox", "granite", "llama", "olmo2", "qwen3_moe"]
-"""Of each form, and each way to branches, compiled; `test_invariants` compares more of what is.
+"""The compiled architectures: at least one for each form of the stream, and for each way in which
+branches are found. `test_invariants` compares more compiled models.
 
 `make soak` compiles every architecture.
 """

@@ -1,4 +1,4 @@
-"""A subscription takes part in requests that already run, from a position that it is told."""
+"""A subscription takes part in requests that already run, from a position that is reported."""
 
 import asyncio
 
