@@ -120,7 +120,7 @@ Global___Metric: _TypeAlias = Metric  # noqa: Y015
 
 @_typing.final
 class SweepPair(_message.Message):
-    """A clean prompt, and what is wrong with its corrupt twin."""
+    """A clean prompt, and how it is corrupted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -135,7 +135,7 @@ class SweepPair(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """A run, as the corrupt prompt's."""
+    """The id of a stored run, whose prompt and rows are the corrupt ones."""
     label: _builtins.str
     """For people. At most 128 bytes."""
     @_builtins.property
@@ -160,7 +160,7 @@ class SweepPair(_message.Message):
 
     @_builtins.property
     def answer(self) -> Global___Answer:
-        """The right answer. Required but for METRIC_KL and ProbeGrade."""
+        """The right answer. Required except for METRIC_KL and ProbeGrade."""
 
     @_builtins.property
     def foil(self) -> Global___Answer:
@@ -212,7 +212,7 @@ class NoiseCorruption(_message.Message):
     """
     @_builtins.property
     def noise(self) -> _replace_pb2.NoiseSource:
-        """The noise. Its seed, the next one, ... for each of noise_count."""
+        """The noise. Noise i of noise_count, counted from 0, has this seed plus i."""
 
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
@@ -245,8 +245,8 @@ class Zoom(_message.Message):
     """The grid that a sweep runs, coarse to fine. First every layer_stride-th row and column_stride-th
     column; then every cell within the radii of the largest effects, which SweepPhase announces.
     Columns before the first position at which the prompts differ are left out: both prompts have the
-    same rows there. The first column of the coarse grid is the last of the differing ones in a row, or
-    half a stride after the first of them.
+    same rows there. The coarse grid begins at the last of the first consecutive positions that differ,
+    but at most half a stride after the first of them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -304,8 +304,8 @@ class Grade(_message.Message):
     PROBE_FIELD_NUMBER: _builtins.int
     RECOVERED_FIELD_NUMBER: _builtins.int
     recovered: _builtins.bool
-    """Give (cell - corrupt) / (clean - corrupt) in the place of the number: 0 where the replacement
-    changes nothing, 1 where it changes all. Clean equal to corrupt within the noise:
+    """Report (cell - corrupt) / (clean - corrupt) instead of the number: 0 is the number of the corrupt
+    prompt, 1 that of the clean one. If both are equal within the noise, the call fails with
     REASON_NO_CONTRAST.
     """
     @_builtins.property
@@ -455,8 +455,8 @@ class SweepStarted(_message.Message):
     request_id: _builtins.str
     """The id, given or made."""
     cell_count: _builtins.int
-    """Cells to come, without those that are done; with zoom, those of the coarse grid. SweepPhase says
-    of more.
+    """Cells to come, without those that are done; with zoom, those of the coarse grid. SweepPhase
+    announces further cells.
     """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
@@ -557,7 +557,7 @@ Global___AlignedPrompts: _TypeAlias = AlignedPrompts  # noqa: Y015
 
 @_typing.final
 class SweepPhase(_message.Message):
-    """Cells are added, so that progress can be shown rightly."""
+    """Announces further cells of a sweep with zoom, so that clients can show its progress."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -567,7 +567,7 @@ class SweepPhase(_message.Message):
     """How many."""
     @_builtins.property
     def around(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of the cells that they lie around."""
+        """Indices of the cells around which they lie."""
 
     def __init__(
         self,
@@ -651,7 +651,7 @@ Global___SweepCell: _TypeAlias = SweepCell  # noqa: Y015
 
 @_typing.final
 class Noise(_message.Message):
-    """What batching alone does to a grade: of the unchanged prompts."""
+    """How much a grade varies by batching alone, measured with the unchanged prompts (baselines)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -666,7 +666,7 @@ class Noise(_message.Message):
     max: _builtins.float
     """Largest deviation of any baseline from `mean`."""
     sample_count: _builtins.int
-    """Of so many."""
+    """The number of baselines."""
     def __init__(
         self,
         *,
