@@ -439,20 +439,8 @@ class ActiveRequest:
             sequence.installed_or_ended.set()
 
     def _drop(self, sequence: EngineSequence, report: Report) -> None:
-        """Fails the request because a report of the engine could not be handled.
-
-        Tasks that wait for this report continue, because the engine does not repeat it.
-        """
-        if isinstance(report, Installed):
-            sequence.installed = sequence.install_failed = True
-        elif isinstance(report, Released):
-            sequence.release()
-        elif isinstance(report, Attached):
-            sequence.on_attached(
-                replace(report, error="the server could not handle the engine's answer")
-            )
-        elif isinstance(report, Gained):
-            sequence.on_gained(report)
+        """Fails the request because a report of the engine could not be handled."""
+        sequence.on_dropped(report)
         self.fail(Defect("the server could not handle a report of the engine"))
         self._close_outputs()
 
@@ -583,9 +571,7 @@ class ActiveRequest:
     def _decide(self, sequence: EngineSequence, by: StoppedBy | None = None) -> None:
         """Notes whether the firing of a rule has ended a sample, and ends the others if it says so.
 
-        Args:
-            sequence: a sample that has ended.
-            by: the rule or watch that has ended it, if one has.
+        `by` is the rule or watch that has ended it, if one has.
         """
         if self.signals is None or sequence.kind is not SequenceKind.OWN:
             return

@@ -8,10 +8,19 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
-from rheostat_engine import OPEN_END, Attached, ControllerDisabled, Gained
+from rheostat_engine import (
+    OPEN_END,
+    Attached,
+    ControllerDisabled,
+    Gained,
+    Installed,
+    Released,
+    Report,
+)
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.baseline import watched_sampling
 from rheostat_server.delivery.items import SequenceKey
@@ -241,6 +250,18 @@ class EngineSequence:
         self.released.set()
         self.resolve_all_changes()
         self._resolve_gains(self._gain_changes, None)
+
+    def on_dropped(self, report: Report) -> None:
+        """Ends the waits for a report that could not be handled; the engine does not repeat it."""
+        if isinstance(report, Installed):
+            self.installed = self.install_failed = True
+        elif isinstance(report, Released):
+            self.release()
+        elif isinstance(report, Attached):
+            error = "the server could not handle the engine's answer"
+            self.on_attached(replace(report, error=error))
+        elif isinstance(report, Gained):
+            self.on_gained(report)
 
     def resolve_all_changes(self) -> None:
         """Ends the wait for changes of captures, because the engine no longer has the sequence."""

@@ -36,7 +36,7 @@ def test_no_plan_waits_for_the_needs_of_another() -> None:
 
     class Large(PackedActs):
         @property
-        def table(self) -> None:  # type: ignore[override]
+        def table(self) -> None:  # type: ignore[override]  # is cached there
             begun.set()
             assert end.wait(30)
 

@@ -34,6 +34,7 @@ VLLM_FACE = (
     "vllm.v1.metrics",
 )
 ENGINE_LAYERS = (
+    "cached_property",
     "plan",
     "settings",
     "process_end",

@@ -25,12 +25,13 @@ from rheostat_wire.v1 import (
 )
 
 from ..conftest import Events, Running, rest
-from ..fakes import Lagging, ScriptedBackend
+from ..fakes import ScriptedBackend
 from ..messages import ONES, above, add, probe, request, site_set, tensor
 from ..streams import settled
 from ..sweeps.patched import PatchedBackend, order
 from ..talks import SessionCall, start, update
 from ..uploads import digest, refusal_of
+from .lagging import Lagging
 from .test_rules import at, finished, rule, tokens_of
 
 Code = grpc.StatusCode

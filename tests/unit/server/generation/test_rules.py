@@ -21,9 +21,10 @@ from rheostat_wire.v1 import (
 )
 
 from ..conftest import Events, Running, rest
-from ..fakes import Lagging, Paced, ScriptedBackend
+from ..fakes import Paced, ScriptedBackend
 from ..messages import above, add, capture, probe, request, selector, site_set, window
 from ..talks import start
+from .lagging import Lagging
 from .test_signals import all_signals, positions, sent
 
 SAMPLING = generation_pb2.Sampling(max_tokens=6, logprobs=1)
