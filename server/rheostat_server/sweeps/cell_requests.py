@@ -113,6 +113,9 @@ class CellRequests:
 
     async def _make_shared(self, name: _Name) -> _Shared | None:
         row, first, pair, noise = name
+        base = self._pairs[pair].bases[noise].unobserved
+        if not _may_have_window(base):
+            return None
         replaced: list[Replaced] = []
         windows: dict[int, tuple[int, int]] = {}
         taken: set[int] = set()
@@ -133,12 +136,11 @@ class CellRequests:
             taken.update(positions)
         if len(windows) < 2:
             return None
-        base = self._pairs[pair].bases[noise].unobserved
         window = Window(0, OPEN_END, len(base.acts))
         try:
             request = await self._make_request(pair, noise, replaced, window)
             self._check_ever_fits(request)
-        except (InvalidValue, BankFull):  # the steering depends on tokens, or needs all capacity
+        except (InvalidValue, BankFull):  # with the steering they need too much
             return None
         return _Shared(request, windows)
 
@@ -152,7 +154,7 @@ class CellRequests:
         """
         replaced = await self._replaced(row, column, pair, noise)
         base = self._pairs[pair].bases[noise].unobserved
-        if base.packed_acts.ruled:  # acts that depend on token ids allow no window
+        if not _may_have_window(base):
             return await self._make_request(pair, noise, replaced, window=None)
         positions = self._pairs[pair].positions(column).base
         window = Window(positions[0], positions[-1] + 1, len(base.acts))
@@ -200,3 +202,8 @@ class CellRequests:
         size = estimate_packing(base, sum(len(replacement.positions) for replacement in replaced))
         acts = replacing(replaced, blend)
         return await offload_plan(size, with_acts, base, acts, tuple(vectors.values()), window)
+
+
+def _may_have_window(plan: Plan) -> bool:
+    """Whether no act of a plan is gated, and none depends on token ids."""
+    return not plan.packed_acts.ruled and not plan.packed_acts.gate_states

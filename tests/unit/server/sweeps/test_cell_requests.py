@@ -6,10 +6,16 @@ import pytest
 from rheostat_engine import ModelSites
 from rheostat_server.engine.backend import Job
 from rheostat_server.sweeps import cell_requests
-from rheostat_wire.v1 import replace_pb2, steering_pb2, sweep_pb2, sweep_service_pb2
+from rheostat_wire.v1 import (
+    replace_pb2,
+    steering_pb2,
+    steering_service_pb2,
+    sweep_pb2,
+    sweep_service_pb2,
+)
 
 from ..fakes import LAYERS, sites_with
-from ..messages import add, at_post1, selector, site_set, token_range, window
+from ..messages import above, add, at_post1, probe, selector, site_set, token_range, window
 from ..streams import settled
 from ..tracing_calls import JitteryBackend
 from .patched import CLEAN, CORRUPT, POST, PatchedBackend, grid, order, pair, prompt, swept
@@ -162,4 +168,22 @@ async def test_cells_under_rules_about_tokens_have_plans_of_their_own(starter) -
     jobs = [job for job in backend.asked if len(job.plan.acts) > 1]
     assert len(jobs) == len(cells) == LAYERS * len(CLEAN)
     assert all(job.plan.window is None and job.plan.packed_acts.ruled for job in jobs)
+    await settled(running)
+
+
+async def test_cells_under_a_policy_with_gates_have_plans_of_their_own(starter) -> None:
+    backend = JitteryBackend()
+    backend.sites = ROOM
+    running = await starter(backend)
+    gated = add()
+    gated.gate.conditions.append(above(0.5))
+    policy = steering_service_pb2.Policy(
+        steering=steering_pb2.Steering(interventions=[gated]), probes=[probe()]
+    )
+    await running.client.steering.SetGlobal(steering_service_pb2.SetGlobalRequest(policy=policy))
+    cells, _ = await swept(running, order())
+    assert not [cell.error.message for cell in cells.values() if cell.HasField("error")]
+    jobs = [job for job in backend.asked if len(job.plan.acts) > 2]
+    assert len(jobs) == len(cells) == LAYERS * len(CLEAN)
+    assert all(job.plan.window is None and job.plan.packed_acts.gate_states for job in jobs)
     await settled(running)
