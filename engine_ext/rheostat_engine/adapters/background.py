@@ -143,9 +143,9 @@ class BackgroundQueue:
         """When the first held request was held, or the last burst began, whichever was later."""
         self._last: float | None = None
         """When the last step was scheduled; None if no request ran then."""
-        self._computing: list[Request] = []
-        """Background requests that have begun. `_pause_prompts` removes those whose prompts are
-        complete."""
+        self._computing: dict[Request, float] = {}
+        """Background requests that have begun, and when. `_pause_prompts` removes those whose
+        prompts are complete."""
         self._room_left = False
         """Whether background prompts paused in the last step, and others did not fill it."""
         self._schedule = scheduler.schedule
@@ -189,7 +189,8 @@ class BackgroundQueue:
         if len(self._held) < len(released):
             self._pace.begin(beside=beside)
             self._since = now
-            self._computing += [one for one in released if one.request_id not in self._held]
+            begun = [request for request in released if request.request_id not in self._held]
+            self._computing |= dict.fromkeys(begun, now)
         return output
 
     def _pause_prompts(self, now: float) -> bool:
@@ -201,17 +202,20 @@ class BackgroundQueue:
             Whether they pause in the next step.
         """
         scheduler = self._scheduler
-        self._computing = [request for request in self._computing if _is_computing(request)]
+        self._computing = {
+            request: begun for request, begun in self._computing.items() if _is_computing(request)
+        }
         if not self._computing:
             return False
-        behind = set(self._computing)
-        scheduler.running.sort(key=behind.__contains__)
-        recent = now - self._since < _LONGEST_WAIT
+        scheduler.running.sort(key=self._computing.__contains__)
+        recent = [
+            request for request, begun in self._computing.items() if now - begun < _LONGEST_WAIT
+        ]
         wait = any(request.priority <= 0 for request in scheduler.waiting)
         if self._room_left or not recent or not wait:
             return False
         step = scheduler.current_step + 1
-        for request in self._computing:
+        for request in recent:
             # The scheduler skips a running request until this step.
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + 1)
         return True

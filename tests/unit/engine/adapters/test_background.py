@@ -256,6 +256,22 @@ def test_a_prompt_in_the_background_pauses_for_a_limited_time(config: VllmConfig
     assert engine.clock > 5_000
 
 
+def test_later_requests_in_the_background_make_no_prompt_pause_longer(config: VllmConfig) -> None:
+    engine = Engine(config, decode=50.0)
+    engine.scheduler.max_num_scheduled_tokens = 64
+    (cell,) = engine.add(1, background=True, tokens=1, length=450)
+    engine.step()
+    later: list[str] = []
+    while cell in engine.scheduler.requests:
+        if engine.number % 40 == 0:  # a client that goes away after a few seconds, again and again
+            engine.scheduler.finish_requests(later, RequestStatus.FINISHED_ABORTED)
+            later = engine.add(1, background=True, tokens=1)
+        engine.add(1, background=False, tokens=1, length=64)
+        engine.step()
+        assert engine.clock < 6_000
+    assert engine.clock > 5_000
+
+
 @pytest.mark.parametrize(("decode", "each"), [(200.0, 1.0), (5.0, 60.0), (300.0, 120.0)])
 def test_bursts_come_in_time_and_take_a_tenth_of_it(
     config: VllmConfig, decode: float, each: float
