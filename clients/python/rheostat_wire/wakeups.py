@@ -70,13 +70,14 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 def _with_all_bytes(wakeups: socket.socket, handle: Callable[[], object]) -> None:
     """Reads all bytes but one. Then calls gRPC's handler, which reads it and handles all events."""
-    if _reading.acquire(blocking=False):  # otherwise a loop of another thread reads them
-        try:
-            waiting = len(wakeups.recv(_BYTES, socket.MSG_PEEK))
-            if waiting > 1:
-                wakeups.recv(waiting - 1)
-        except BlockingIOError:
-            return  # gRPC read the last byte in another thread, and handles all events there
-        finally:
-            _reading.release()
-    handle()
+    if not _reading.acquire(blocking=False):
+        return  # a loop of another thread handles all events; bytes that stay call this one again
+    try:
+        waiting = len(wakeups.recv(_BYTES, socket.MSG_PEEK))
+        if waiting > 1:
+            wakeups.recv(waiting - 1)
+        handle()
+    except BlockingIOError:
+        return  # another thread read the last byte, and handled all events
+    finally:
+        _reading.release()
