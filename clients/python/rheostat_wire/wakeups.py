@@ -8,7 +8,8 @@ Why
     all connections together get one event in each iteration of the loop, and tokens come seconds
     late. The same holds for uvloop.
 How
-    In each iteration, the loop reads all bytes but one, and gRPC reads the last one.
+    In each iteration, gRPC reads one byte and handles all events. Then the loop reads the bytes of
+    the other events.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVarTuple
 
 Arguments = TypeVarTuple("Arguments")
@@ -25,7 +26,8 @@ _BYTES = 4096
 """More bytes than the socket can hold."""
 
 _reading = threading.Lock()
-"""Held while a loop reads the socket, because loops of several threads share it."""
+"""Held while a loop handles events and reads their bytes, because the loops of all threads share
+the socket."""
 
 
 @contextmanager
@@ -69,14 +71,19 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _with_all_bytes(wakeups: socket.socket, handle: Callable[[], object]) -> None:
-    """Reads all bytes but one. Then calls gRPC's handler, which reads it and handles all events."""
+    """Calls gRPC's handler, which reads a byte and handles all events. Then reads their bytes.
+
+    The handler raises at an event whose loop is closed. Then the bytes stay, and the loop calls
+    this again for the events behind it.
+    """
     if not _reading.acquire(blocking=False):
         return  # a loop of another thread handles all events; bytes that stay call this one again
     try:
         waiting = len(wakeups.recv(_BYTES, socket.MSG_PEEK))
-        if waiting > 1:
-            wakeups.recv(waiting - 1)
         handle()
+        if waiting > 1:
+            with suppress(OSError):  # gRPC closes the socket with its last object
+                wakeups.recv(waiting - 1)
     except BlockingIOError:
         return  # another thread read the last byte, and handled all events
     finally:

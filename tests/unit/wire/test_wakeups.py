@@ -212,6 +212,39 @@ def test_no_event_is_left_without_a_byte_if_other_threads_run_between_two_reads(
     assert handled == [0, 1]
 
 
+def test_events_behind_one_of_a_closed_loop_are_handled() -> None:
+    # gRPC's handler raises at an event whose loop is closed, and leaves the events behind it.
+    events, handled = [*range(6)], list[int]()
+
+    def handle() -> None:
+        read.recv(1)
+        while events:
+            event = events.pop(0)
+            if event % 2:
+                raise RuntimeError("Event loop is closed")
+            handled.append(event)
+
+    read, write = socket.socketpair()
+    with read, write:
+        read.setblocking(False)
+        write.send(bytes(len(events)))
+        raised = 0
+        while select.select([read], [], [], 0)[0]:
+            try:
+                wakeups._with_all_bytes(read, handle)
+            except RuntimeError:
+                raised += 1
+    assert (handled, raised) == ([0, 2, 4], 3)
+
+
+def test_an_event_may_be_the_last_of_grpc_which_closes_the_socket() -> None:
+    read, write = socket.socketpair()
+    with read, write:
+        read.setblocking(False)
+        write.send(bytes(3))
+        wakeups._with_all_bytes(read, read.close)
+
+
 def test_a_loop_that_finds_no_byte_leaves_the_events_to_the_thread_that_read_it() -> None:
     assert read_by_two_threads(0, other_reads=False) == (0, 0)
 
