@@ -65,7 +65,7 @@ class GatedAct(NamedTuple):
 
     @property
     def acts(self) -> tuple[Act, ...]:
-        """The acts of a plan: one that reads for the gate, and the gated one."""
+        """The acts of a plan: the act that reads for the gate, and the gated act."""
         (probe, _), (push, _) = vector(PROBE), vector(PUSH)
         to_column = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, 0)
         rows = tuple((site, (0,)) for site in self.written)
