@@ -140,10 +140,10 @@ def described(model: Model, runner: str) -> dict[str, object]:
 
 
 def circumstances() -> dict[str, object]:
-    """The commit of the code, the host's cores and the time, which every result names."""
+    """The commit of the code, the cores that it may use and the time, which every result names."""
     return {
         "commit": commit(Path(__file__).parent),
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

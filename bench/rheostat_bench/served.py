@@ -99,7 +99,7 @@ async def stock(config: ServerConfig) -> AsyncIterator[Stock]:
 
 def add_client_argument(parser: argparse.ArgumentParser) -> None:
     """Adds `--client-processes`."""
-    half = (os.cpu_count() or 1) // 2
+    half = len(os.sched_getaffinity(0)) // 2
     parser.add_argument(
         "--client-processes", type=int, default=min(8, max(1, half)), help="which the clients share"
     )
