@@ -6,7 +6,7 @@ rheostat bench tables results
 import argparse
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ def tables(path: Path) -> list[str]:
         return _side_by_side(content["summary"])
     if about == "sweeps":
         return _sweeps(content["summary"], content["neighbours"])
+    if about == "watched":
+        return _watched(content["summary"])
     return _streamed(content["summary"]) if about == "streamed" else []
 
 
@@ -390,6 +392,32 @@ def _sweeps(summary: Mapping[str, Table], neighbours: Mapping[str, Any]) -> list
     streams = f"{alone['streams']:.0f} streams"
     heads = [streams, "ms between tokens, median", "p99", "tokens/s", "cells/s"]
     return [*shown, _markdown(heads, rows)]
+
+
+def _watched(summary: Table) -> list[str]:
+    """Time per token and CPU time, beside the arm's reference, and what the reader got."""
+    counts = list(next(iter(summary.values())))
+    cells: dict[str, Callable[[Mapping[str, float]], str]] = {
+        "ms per token": lambda row: (
+            f"{row['per_token_ms']:.2f} ({_signed(100 * (row['per_token_to_reference'] - 1))} %), "
+            f"p99 {row['p99_ms']:.2f}"
+        ),
+        "cores": lambda row: (
+            f"server {row['server_cores']:.3f} ({row['server_cores_more']:+.3f}), "
+            f"reader {row['reader_cores']:.3f}"
+        ).replace("(-", "(\N{MINUS SIGN}"),
+        "in a second": lambda row: (
+            f"{row['tokens_per_s']:.0f} tokens, {row['readings_per_s']:.0f} numbers, "
+            f"{row['gains_per_s']:.0f} gains; {row['lost']:.0f} lost"
+        ),
+    }
+    return [
+        _markdown(
+            [label, *map(_streams, counts)],
+            [[arm, *(cell(rows[count]) for count in counts)] for arm, rows in summary.items()],
+        )
+        for label, cell in cells.items()
+    ]
 
 
 def _more(value: float, beside: float) -> str:
