@@ -169,6 +169,7 @@ class SiteRpc:
             "gates_used": bank.programs.gates_used,
             "gate_states_used": runtime.steering.gates.used,
             "token_rules_used": len(runtime.steering.rules),
+            "unused_tables": runtime.steering.built_tables.has_unused,
             "requests": runtime.requests,
             **_capture_stats(runtime.captures),
             "steps": dict(runtime.steps),

@@ -288,7 +288,7 @@ class SiteRuntime:
 
         Also releases a part of the unused tables.
         """
-        self.steering.built_tables.collect(STEP_COST)
+        self.steering.built_tables.end_step(STEP_COST)
         if not self._removed:
             return
         removed, self._removed = self._removed, []

@@ -127,4 +127,5 @@ def _leaked(manager: RequestManager, workers: WorkerStats) -> int:
         return 0
     held = manager.ledger.requests + manager.store.pins
     held += manager.runs.unfinished - manager.runs.uploads
-    return held + manager.budget.used + workers.slots_used + workers.requests
+    slots = 0 if workers.unused_tables else workers.slots_used
+    return held + manager.budget.used + slots + workers.requests

@@ -111,6 +111,8 @@ class WorkerStats:
 
     bank_rows_used: int = 0
     slots_used: int = 0
+    unused_tables: bool = False
+    """Whether some rows and slots belong to tables that no request uses any more."""
     requests: int = 0
     captured_rows: int = 0
     lost_rows: int = 0

@@ -323,6 +323,7 @@ class VllmBackend:
         return WorkerStats(
             bank_rows_used=most("bank_rows_used"),
             slots_used=most("slots_used"),
+            unused_tables=any(of_all("unused_tables")),
             requests=most("requests"),
             captured_rows=sum(of_all("captured_rows")) - before.captured_rows,
             lost_rows=sum(of_all("lost_rows")) - before.lost_rows,

@@ -185,9 +185,13 @@ def test_rows_that_cells_copy_are_those_of_the_file() -> None:
     for row in content("cpu/sweep-rows.json")["sweeps"]:
         if row["cells_at_a_time"] != 64:
             continue
-        own, other = (row[name] / row["prompts"] for name in ("rows_copied", "rows_copied_by_pair"))
+        now, earlier, other = (
+            row[name] / row["prompts"]
+            for name in ("rows_copied", "rows_copied_earlier", "rows_copied_by_pair")
+        )
         places = f"| {row['pairs']} | {row['columns']} | {row['positions_of_a_column']} | 64 |"
-        assert f"{places} {own:.1f} | {other:.1f} |" in PAGE
+        assert f"{places} {now:.1f} | {earlier:.1f} | {other:.1f} |" in PAGE
+        assert row["positions_of_a_column"] <= now < 1.2 * row["positions_of_a_column"]
 
 
 def test_what_the_layers_below_cost_follows_from_the_file() -> None:

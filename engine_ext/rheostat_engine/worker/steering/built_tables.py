@@ -8,6 +8,10 @@ Why unused tables stay
     Releasing a large table takes long too, so each step releases a part of the unused tables. If a
     new table lacks resources, they are released at once. A request with an equal table reuses a
     table that is not released yet.
+Why tables of windows stay longer
+    Requests with different windows share a table; see `Window`. In a sweep of many pairs, the cells
+    of a pair run some steps apart, because the cells of the other pairs run in between. So steps
+    release such a table later: once it is old, if there are many, or while a resource is scarce.
 
 Invariants: a table has its slots, programs and rules once, or nothing. Unused tables never make a
 request fail for lack of resources.
@@ -51,6 +55,12 @@ _Work = Generator[int, None, _T]
 _ROW_BYTES = 8 << 20
 """About the most bytes of float32 rows that a slice makes, because wide rows take longer."""
 
+_KEPT_STEPS = 1000
+"""Steps after which an unused table of windows is released."""
+
+_KEPT_COST = 4000
+"""The most that the unused tables of windows may cost to build, all together."""
+
 _COLLECTED = 1000
 """The cost of the parts in which unused tables are released for lack of resources."""
 
@@ -90,6 +100,10 @@ class BuiltTable:
     """The work that is left; None if the table is complete."""
     problem: str = ""
     """The reason why it cannot be built; empty if it can."""
+    windowed: bool = False
+    """Whether a request with a window has used it."""
+    unused_since: int = 0
+    """The number of the step after which it had no user."""
 
 
 class BuiltTables:
@@ -114,6 +128,11 @@ class BuiltTables:
         self._norms = norms
         self._used: dict[bytes, BuiltTable] = {}
         self._unused: OrderedDict[bytes, BuiltTable] = OrderedDict()
+        self._kept: OrderedDict[bytes, BuiltTable] = OrderedDict()
+        """Unused tables of windows. As in `_unused`, the oldest is first."""
+        self._kept_cost = 0
+        """The cost of building them."""
+        self._steps = 0
         self._releasing: BuiltTable | None = None
         """A table that is partly released, so that no request can reuse it."""
         rows = _ROW_BYTES // (4 * bank.programs.rows.shape[1])
@@ -132,7 +151,7 @@ class BuiltTables:
             BankError: a vector is missing.
             ValueError: the bytes are no table.
         """
-        built = self._used.get(digest) or self._unused.pop(digest, None)
+        built = self._used.get(digest) or self._take_unused(digest)
         if built is None:
             table = read()
             built = BuiltTable(digest, table, Measures(table.acts, self._norms_of(table)))
@@ -179,10 +198,25 @@ class BuiltTables:
         built.users -= 1
         if not built.users and self._used.get(built.digest) is built:
             del self._used[built.digest]
-            self._unused[built.digest] = built
+            if not built.windowed:
+                self._unused[built.digest] = built
+                return
+            built.unused_since = self._steps
+            self._kept[built.digest] = built
+            self._kept_cost += built.table.plan_cost
+
+    def end_step(self, budget: int) -> None:
+        """Releases unused tables, but those of windows only if they are old or many.
+
+        Args:
+            budget: the cost after which it stops.
+        """
+        self._steps += 1
+        while budget > 0 and (self._releasing or self._unused or self._should_release_kept()):
+            budget -= self._release_part(budget)
 
     def collect(self, budget: int) -> bool:
-        """Releases unused tables, the oldest first.
+        """Releases unused tables, the oldest first, and those of windows last.
 
         Args:
             budget: the cost after which it stops.
@@ -190,14 +224,43 @@ class BuiltTables:
         Returns:
             Whether any is left.
         """
-        while budget > 0 and (self._releasing is not None or self._unused):
-            if self._releasing is None:
-                _, self._releasing = self._unused.popitem(last=False)
-            budget -= 1 + self._release_slots(self._releasing, budget)
-            if not self._releasing.slots:
-                self._free(self._releasing)
-                self._releasing = None
-        return self._releasing is not None or bool(self._unused)
+        while budget > 0 and self.has_unused:
+            budget -= self._release_part(budget)
+        return self.has_unused
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether a table without users has resources."""
+        return self._releasing is not None or bool(self._unused) or bool(self._kept)
+
+    def _should_release_kept(self) -> bool:
+        """Whether the oldest unused table of windows should be released."""
+        if not self._kept:
+            return False
+        oldest = next(iter(self._kept.values()))
+        return (
+            self._steps - oldest.unused_since > _KEPT_STEPS
+            or self._kept_cost > _KEPT_COST
+            or self._bank.more_than_half_used
+        )
+
+    def _take_unused(self, digest: bytes) -> BuiltTable | None:
+        """Removes an unused table from the unused ones; None if there is none."""
+        built = self._unused.pop(digest, None)
+        if built is None and (built := self._kept.pop(digest, None)) is not None:
+            self._kept_cost -= built.table.plan_cost
+        return built
+
+    def _release_part(self, budget: int) -> int:
+        """Releases a part of the oldest unused table; returns the cost."""
+        if self._releasing is None:
+            self._releasing = self._take_unused(next(iter(self._unused or self._kept)))
+            assert self._releasing is not None
+        cost = 1 + self._release_slots(self._releasing, budget)
+        if not self._releasing.slots:
+            self._free(self._releasing)
+            self._releasing = None
+        return cost
 
     def _norms_of(self, table: SteeringTable) -> Norms:
         """The norms of the vectors that a table uses.
@@ -323,7 +386,7 @@ class BuiltTables:
             try:
                 return take()
             except Exhausted:
-                if self._releasing is None and not self._unused:
+                if not self.has_unused:
                     raise
                 self.collect(_COLLECTED)
 

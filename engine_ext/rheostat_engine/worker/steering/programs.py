@@ -156,6 +156,17 @@ class Programs:
         """Steps in use."""
         return self._ints.tensor.shape[0] - 1 - len(self._free_steps)
 
+    @property
+    def more_than_half_used(self) -> bool:
+        """Whether more than half of the rows, directions, gates or steps are used."""
+        amounts = (
+            (self.rows_used, self.rows),
+            (self.directions_used, self.directions),
+            (self.gates_used, self.gate_ints),
+            (self.steps_used, self.ints),
+        )
+        return any(2 * used > table.shape[0] - 1 for used, table in amounts)
+
     def acquire(self, programs: Sequence[Program], vectors: Vectors) -> list[int]:
         """Adds a use of programs, and makes programs that do not exist yet; their codes.
 

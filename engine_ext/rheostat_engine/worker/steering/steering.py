@@ -321,6 +321,8 @@ class Steering:
                     before = RequestSteering(tuple(parts))
                     part = self._part(table, first, before, measured=False)
                 parts.append(part)
+                if part.plain.built_table is not None:
+                    part.plain.built_table.windowed = True
                 if part.gate_state or len(part.plain.variants):
                     raise ValueError("gated acts, and acts under rules, have no window")
         except (BankError, ValueError):

@@ -16,7 +16,7 @@ from rheostat_engine.adapters.embedding import EmbeddingPart
 from rheostat_engine.adapters.routers import Routers
 from rheostat_engine.adapters.unembedding import FinalNorm, Unembedding
 from rheostat_engine.adapters.worker_rpc import SiteRpc
-from rheostat_engine.plan.plan import EncodedTable, steering_of
+from rheostat_engine.plan.plan import EncodedTable, Window, steering_of
 from rheostat_engine.plan.tables import SteeringTable
 from rheostat_engine.worker.steering import steering
 
@@ -184,6 +184,23 @@ def test_plans_are_prepared_part_by_part_and_let_go_of() -> None:
     assert rpc.rheostat_stats()["slots_used"] == 0
 
 
+def test_statistics_release_unused_tables_in_parts_and_say_whether_some_are_left() -> None:
+    worker = Worker(capacity(slots=2000, bank_rows=2000))
+    rpc = Rpc(worker)
+    for number in range(4):
+        spans = [((n, n + 1),) for n in range(300)]
+        acts = [add(1, scale=1.0 + number + n / 999, where=where) for n, where in enumerate(spans)]
+        plan = Plan("r", tuple(acts), measured=False, window=Window(0, 300, 0))
+        worker.add_request("v", plan)
+        worker.finish("v")
+    found = [rpc.rheostat_stats() for _ in range(4)]
+    left = [stats["slots_used"] for stats in found]
+    assert 0 < left[0] < 1200
+    assert left == sorted(left, reverse=True)
+    assert [stats["unused_tables"] for stats in found] == [slots > 0 for slots in left]
+    assert left[-1] == 0
+
+
 def test_each_call_that_prepares_a_plan_does_a_bounded_part(monkeypatch) -> None:
     worker = Worker()
     rpc = Rpc(worker)
@@ -247,6 +264,7 @@ def test_statistics_say_what_is_in_use_and_what_has_been() -> None:
         "gates_used": 0,
         "gate_states_used": 0,
         "token_rules_used": 0,
+        "unused_tables": False,
         "requests": 1,
         "captured_rows": 3,
         "lost_rows": 0,

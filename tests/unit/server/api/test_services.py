@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import grpc
 import numpy as np
+import pytest
 from google.protobuf import empty_pb2
 
 from rheostat_server.api import generation as generation_services
@@ -259,6 +260,19 @@ async def test_many_callers_of_stats_ask_the_workers_once(starter) -> None:
     assert running.backend.asked <= periods + 1
     call.cancel()
     await settled(running)
+
+
+@pytest.mark.parametrize(("unused", "leaked"), [(True, 0), (False, 5)])
+async def test_slots_of_unused_tables_are_not_leaked(starter, unused: bool, leaked: int) -> None:
+    """Workers keep some tables of sweeps for a while."""
+
+    class Keeping(ScriptedBackend):
+        async def worker_stats(self) -> WorkerStats:
+            return WorkerStats(slots_used=5, unused_tables=unused)
+
+    running = await starter(Keeping())
+    stats = await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
+    assert stats.leaked_count == leaked
 
 
 async def test_control_messages_have_a_smaller_limit(running) -> None:

@@ -21,7 +21,7 @@ from rheostat_engine import (
     update_steering,
 )
 from rheostat_engine.plan.composition import TokenVariants, Variant
-from rheostat_engine.plan.plan import EncodedTable
+from rheostat_engine.plan.plan import EncodedTable, Window
 from rheostat_engine.worker.steering import built_tables as built_tables
 from rheostat_engine.worker.steering.steering import RequestSteering
 from rheostat_engine.worker.steering.vectors import BankError
@@ -39,7 +39,7 @@ from ...strategies import (
     add,
     plans,
 )
-from ...tables import WIDTH, capacity, norms
+from ...tables import WIDTH, capacity, norms, used
 
 A, B, C = DIGESTS
 RULED = Condition(((5, 9),), (1, 3), True)
@@ -241,6 +241,101 @@ def test_a_table_that_comes_again_soon_is_taken_up_as_it_is() -> None:
     worker.steering.remove(1, applied)
     worker.steering.set_acts(2, RICH)
     assert worker.steering.built_tables.built == built
+
+
+SCARCE = ("slots", "bank_rows", "directions", "steps")
+ANYWHERE = Window(0, 50, 0)
+
+
+def own_digest(number: int) -> bytes:
+    return b"own" + number.to_bytes(29)
+
+
+def own_table(number: int) -> EncodedTable:
+    """A table with slots, rows, directions and steps that no other table has."""
+    where, one = ((number, number + 1),), (own_digest(number),)
+    return acts(add(0, scale=1.0 + number, where=where), ablate(1, digests=one, where=where))
+
+
+def worker_with_room(**room: int) -> Worker:
+    """Room for 1000 of each resource but those that are given, and vectors of `own_table`."""
+    worker = Worker(capacity(**{**dict.fromkeys(SCARCE, 1000), **room}))
+    drawn = np.random.default_rng(0).normal(size=(100, 1, WIDTH)).astype(np.float32)
+    vectors = {own_digest(number): vector for number, vector in enumerate(drawn)}
+    worker.steering.load(vectors, norms(vectors))
+    return worker
+
+
+def use_once(worker: Worker, table: EncodedTable, window: Window | None = ANYWHERE) -> None:
+    if window is None:
+        applied = worker.steering.set_acts(1, table)
+    else:
+        applied = worker.steering.set_windowed_acts(1, table, window, None)
+    worker.steering.remove(1, applied)
+
+
+def test_tables_of_windows_that_come_again_after_many_steps_are_not_built_again() -> None:
+    """As those of a sweep of many pairs, where cells of the other pairs run in between."""
+    worker, built = worker_with_room(), []
+    for _ in range(3):
+        for number in range(60):
+            use_once(worker, own_table(number), Window(number, number + 1, 0))
+            worker.runtime.send_released()  # as each step does
+        built.append(worker.steering.built_tables.built)
+    assert built == [built[0]] * 3
+
+
+def test_steps_release_all_other_unused_tables() -> None:
+    worker = worker_with_room()
+    use_once(worker, own_table(0))
+    use_once(worker, own_table(1), None)
+    kept = worker.bank.slots_used
+    worker.runtime.send_released()
+    assert 0 < worker.bank.slots_used < kept
+    use_once(worker, own_table(0), None)  # now without a window
+    worker.runtime.send_released()
+    assert worker.bank.slots_used
+    assert worker.held() == NOTHING
+
+
+@pytest.mark.parametrize("resource", SCARCE)
+def test_steps_release_tables_of_windows_while_more_than_half_of_a_resource_is_used(
+    resource: str,
+) -> None:
+    worker = worker_with_room(**{resource: 100})
+    for number in range(90):
+        use_once(worker, own_table(number))
+    worker.runtime.send_released()
+    numbers = worker.bank.slots_used, *used(worker.bank)[:3]
+    assert 40 <= numbers[SCARCE.index(resource)] <= 50
+    assert worker.held() == NOTHING
+
+
+def test_steps_release_tables_of_windows_that_share_a_slot_if_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(built_tables, "_KEPT_COST", 40)
+    worker = Worker(capacity(slots=500))
+    for number in range(200):
+        use_once(worker, acts(add(0, where=((number, number + 1),))))
+    assert worker.bank.slots_used == 1
+    worker.runtime.send_released()
+    assert 10 < len(worker.steering.built_tables.functions) <= 40
+
+
+def test_steps_release_tables_of_windows_that_do_not_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(built_tables, "_KEPT_STEPS", 5)
+    worker = worker_with_room()
+    for number in range(3):
+        use_once(worker, own_table(number))
+        worker.runtime.send_released()
+    left = []
+    for _ in range(8):
+        left.append(worker.bank.slots_used)
+        worker.runtime.send_released()
+    assert left == [3] * left.count(3) + [2, 1] + [0] * left.count(0)
 
 
 def test_what_nobody_uses_makes_room_for_what_comes() -> None:
