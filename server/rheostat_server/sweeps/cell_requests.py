@@ -177,7 +177,7 @@ class CellRequests:
         if -1 in positions.base:
             raise RunIncomplete(
                 "a position of the column has no partner in the prompt that is run, which differs "
-                "from the clean one there"
+                "there or is shorter"
             )
         source = self._sources[pair][noise]
         return [

@@ -161,7 +161,8 @@ class RunRows:
     def _check_present(self, site: Site, positions: Sequence[int]) -> None:
         if -1 in positions:
             raise RunIncomplete(
-                "a position of the column has no partner in the other prompt, which differs there"
+                "a position of the column has no partner in the other prompt, which differs there "
+                "or is shorter"
             )
         run = self._run_with(site)
         for position in positions:

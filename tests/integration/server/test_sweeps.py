@@ -385,6 +385,24 @@ def test_prompts_of_unequal_length_are_aligned_and_the_rest_has_a_reason(
     assert missing == unaligned == void
 
 
+def test_prompts_of_unequal_length_can_be_aligned_position_by_position(
+    services: Services, reference: HfReference
+) -> None:
+    clean, corrupt = services.tokens(LONGER), services.tokens(CORRUPT)
+    pair = services.pair(prompt=types_pb2.Prompt(text=LONGER))
+    identity = replace_pb2.ALIGNMENT_IDENTITY
+    swept = sweep(services, pair, sites=sites("resid_post", layers=[2]), alignment=identity)
+    (right,), (wrong,) = (services.tokens(text, special=False) for text in (RIGHT, WRONG))
+    assert len(corrupt) < len(swept.cells) == len(clean)
+    for position, cell in swept.cells.items():
+        if position >= len(corrupt):
+            assert "is shorter" in cell.error.message
+            continue
+        changes = hooks(reference, clean, Site(Point.RESID_POST, 2), [(position, position)])
+        after = logprobs(reference, corrupt, changes)
+        assert cell.values[0] == pytest.approx(after[right] - after[wrong], abs=2e-3)
+
+
 def test_zeros_and_means_ablate_the_clean_prompt(
     services: Services, engine: rheostat.Engine, reference: HfReference
 ) -> None:

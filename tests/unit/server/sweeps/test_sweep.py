@@ -285,6 +285,55 @@ async def test_positions_without_partner_are_errors_of_their_cells(starter) -> N
     assert missing == [(0, 2), (3, 2), (6, 2)]
 
 
+@pytest.mark.parametrize("direction", ["DENOISE", "NOISE"])
+@pytest.mark.parametrize(
+    ("clean", "corrupt"),
+    [((*CLEAN, 2), CORRUPT), (CLEAN, (*CORRUPT, 2))],
+    ids=["longer", "shorter"],
+)
+async def test_cells_past_the_shorter_of_two_identically_aligned_prompts_are_errors(
+    starter, clean: tuple[int, ...], corrupt: tuple[int, ...], direction: str
+) -> None:
+    running = await starter(PatchedBackend())
+    request = order(
+        pair(prompt=prompt(*clean), corrupt=prompt(*corrupt)),
+        alignment=replace_pb2.ALIGNMENT_IDENTITY,
+        direction=sweep_pb2.SweepDirection.Value(f"SWEEP_DIRECTION_{direction}"),
+    )
+    started, *events, last = await rest(running.client.sweep.Sweep(request))
+    base, source = (corrupt, clean) if direction == "DENOISE" else (clean, corrupt)
+    shorter = min(len(clean), len(corrupt))
+    past = range(shorter, len(clean))
+    for event in events:
+        cell = event.cell
+        if cell.column in past:
+            assert cell.error.code == Code.FAILED_PRECONDITION.value[0]
+            assert "no partner" in cell.error.message
+            assert cell.error.message.endswith("which differs there or is shorter")
+            continue
+        change = (source[cell.column] - base[cell.column]) / (1 + site(cell.row))
+        assert cell.values[0] == pytest.approx(logprob(sum(base) + change))
+    (resolved,) = started.started.pairs
+    unaligned = [
+        p for one in resolved.alignment.unaligned for p in range(one.start, one.start + one.count)
+    ]
+    assert unaligned == [*past]
+    columns = len(started.started.columns)
+    missing = [i for one in last.summary.missing for i in range(one.start, one.start + one.count)]
+    assert missing == [row * columns + column for row in range(LAYERS) for column in past]
+
+
+async def test_groups_that_reach_past_the_shorter_prompt_are_errors_as_a_whole(starter) -> None:
+    running = await starter(PatchedBackend())
+    one = pair(
+        prompt=prompt(*CLEAN, 2),
+        groups=[selector(window(1, 2)), selector(window(1, 2), window(4, 5))],
+    )
+    request = order(one, group_labels=["in", "past"], alignment=replace_pb2.ALIGNMENT_IDENTITY)
+    cells, _ = await swept(running, request)
+    assert [cell.HasField("error") for _, cell in sorted(cells.items())] == [False, True] * LAYERS
+
+
 @pytest.mark.parametrize(
     "direction", [sweep_pb2.SWEEP_DIRECTION_NOISE, sweep_pb2.SWEEP_DIRECTION_DENOISE]
 )
