@@ -87,20 +87,46 @@ def _change(
     gain: float,
 ) -> None:
     """Runs the programs of tokens: the first step of all of them, then the second, and so on."""
+    dose_slots = site.dose_slot.index_select(0, tokens).long()
+    steps = (-codes).clamp(min=0)
+    added = (codes > 0).nonzero().squeeze(1)
+    # Most programs of a replaced row have no other step, and skip the part that sums changes.
+    if len(added) or _groups(steps, site, last=False):
+        _add(h, residual, tokens, codes, added, steps, dose_slots, site, gain)
+    if len(own := steps.nonzero().squeeze(1)):
+        if len(own) < len(steps):
+            tokens, steps, dose_slots = tokens[own], steps[own], dose_slots[own]
+        _replace(h, residual, tokens, steps, dose_slots, site, gain)
+        if steps.any():
+            _read(_stream(h, residual, tokens, gain), tokens, steps, site)
+
+
+def _add(
+    h: torch.Tensor,
+    residual: torch.Tensor | None,
+    tokens: torch.Tensor,
+    codes: torch.Tensor,
+    added: torch.Tensor,
+    steps: torch.Tensor,
+    dose_slots: torch.Tensor,
+    site: SiteBuffers,
+    gain: float,
+) -> None:
+    """Runs the steps of tokens up to those that act last. Changes `steps` and `dose_slots` [n].
+
+    `added` are the indices of the tokens to which a row of the bank is added.
+    """
     x = _stream(h, residual, tokens, gain)
     delta = site.rows.index_select(0, codes.clamp(min=0)).float()  # row 0 is zeros
-    dose_slots = site.dose_slot.index_select(0, tokens).long()
-    if len(added := (codes > 0).nonzero().squeeze(1)):
+    if len(added):
         _measure(site.doses, dose_slots[added], torch.ones(len(added), 1), None, x[added])
-    steps = (-codes).clamp(min=0)
     before = delta.clone()
-    while len(added) < len(codes) and (kinds := _kinds(steps, site, last=False)):
-        for kind, own in kinds:
+    while len(added) < len(codes) and (groups := _groups(steps, site, last=False)):
+        for kind, own, ints in groups:
             if kind == Kind.GATE:
                 steps[own] = _open(steps[own], tokens[own], site)
                 continue
-            fields = site.ints[steps[own]].long().unbind(1)
-            _, numbers, following, measured, settings, factors, writes = fields
+            _, numbers, following, measured, settings, factors, writes = ints.unbind(1)
             floats = site.floats[steps[own]]
             steps[own] = following
             low, high, strength, written = floats[:, :4, None].unbind(1)
@@ -138,10 +164,6 @@ def _change(
     # not finite.
     changes = (delta != 0) & ~delta.isnan() & x.isfinite()
     h[tokens] = torch.where(changes, changed, h[tokens])
-    if len(own := steps.nonzero().squeeze(1)):
-        tokens, steps = tokens[own], steps[own]
-        _replace(h, residual, tokens, steps, dose_slots[own], site, gain)
-        _read(_stream(h, residual, tokens, gain), tokens, steps, site)
 
 
 def _open(steps: torch.Tensor, tokens: torch.Tensor, site: SiteBuffers) -> torch.Tensor:
@@ -161,19 +183,22 @@ def _open(steps: torch.Tensor, tokens: torch.Tensor, site: SiteBuffers) -> torch
     return steps
 
 
-def _kinds(
+def _groups(
     steps: torch.Tensor, site: SiteBuffers, *, last: bool
-) -> list[tuple[Kind, torch.Tensor]]:
-    """The kinds of steps [n], each with the indices of its steps.
+) -> list[tuple[Kind, torch.Tensor, torch.Tensor]]:
+    """The kinds of steps [n], each with the indices of its steps and their rows of `ints`.
 
     Without steps of 0, without readings, and either all that act last or all that do not.
     """
-    kinds = torch.where(steps > 0, site.ints[steps, 0], Kind.READ)
-    return [
-        (kind, (kinds == kind).nonzero().squeeze(1))
-        for kind in map(Kind, sorted(set(kinds.tolist())))
-        if kind != Kind.READ and kind.acts_last == last
-    ]
+    ints = site.ints.index_select(0, steps).long()
+    kinds = torch.where(steps > 0, ints[:, 0], Kind.READ)
+    listed = kinds.tolist()
+    groups: list[tuple[Kind, torch.Tensor, torch.Tensor]] = []
+    for kind in map(Kind, sorted(set(listed))):
+        if kind != Kind.READ and kind.acts_last == last:
+            own = (kinds == kind).nonzero().squeeze(1)
+            groups.append((kind, own, ints if len(own) == len(steps) else ints[own]))
+    return groups
 
 
 def _factor(site: SiteBuffers, tokens: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -225,32 +250,42 @@ def _replace(
     """Runs the steps of tokens that act last. `steps` [n] become those that follow."""
     stream = _stream(h, residual, tokens, gain)
     value = stream.clone()
-    while kinds := _kinds(steps, site, last=True):
-        for kind, own in kinds:
-            _, numbers, following, _, masks, factors, _ = site.ints[steps[own]].long().unbind(1)
-            row, old = site.rows[numbers], value[own]
+    while groups := _groups(steps, site, last=True):
+        for kind, own, ints in groups:
+            _, numbers, following, _, masks, factors, _ = ints.unbind(1)
+            row, old = site.rows.index_select(0, numbers), value.index_select(0, own)
             added = kind == Kind.ADD_LAST
             wanted = old + row.float() if added else row.float()
-            weight = torch.where(masks[:, None] > 0, site.rows[masks].float(), 1.0)
             factor = _factor(site, tokens[own], factors)
-            weight = site.floats[steps[own], 2, None] * weight * factor
-            change = row.float() if added else wanted - old
-            new = torch.where(weight == 1, wanted, old + weight * change)
-            changes = (weight != 0) & ((old.to(row.dtype) != row) | added) & ~new.isnan()
+            weight = site.floats.index_select(0, steps[own])[:, 2, None]
+            if masks.any():
+                weight = weight * torch.where(masks[:, None] > 0, site.rows[masks].float(), 1.0)
+            weight = weight * factor
+            new = wanted
+            if not (weight == 1).all():
+                change = row.float() if added else wanted - old
+                new = torch.where(weight == 1, wanted, old + weight * change)
+            changes = (weight != 0) & ~new.isnan()
+            if not added:
+                changes &= old.to(row.dtype) != row
             new = torch.where(changes, new, old)
             _measure(site.doses, dose_slots[own], factor, new - old, old)
-            value[own] = new
+            value.index_copy_(0, own, new)
             dose_slots[own] += 1
             steps[own] = following
     replaced = (value != stream) & ~value.isnan()
     limit, finite = limits(h.dtype), stream.nan_to_num(0.0, torch.inf, -torch.inf)
     value = value.clamp(finite.clamp(max=-limit.stream), finite.clamp(min=limit.stream))
+    own_value = h.index_select(0, tokens)
     if residual is None:
-        own_value = (value * (1 / gain)).clamp(-limit.own, limit.own)
+        replacing = (value * (1 / gain)).clamp(-limit.own, limit.own)
+        own_value = torch.where(replaced, replacing.to(h.dtype), own_value)
     else:
-        residual[tokens] = torch.where(replaced, value.to(residual.dtype), residual[tokens])
-        own_value = torch.zeros_like(value)
-    h[tokens] = torch.where(replaced, own_value.to(h.dtype), h[tokens])
+        rest = residual.index_select(0, tokens)
+        rest = torch.where(replaced, value.to(residual.dtype), rest)
+        residual.index_copy_(0, tokens, rest)
+        own_value = own_value.masked_fill_(replaced, 0.0)
+    h.index_copy_(0, tokens, own_value)
 
 
 def _measure(

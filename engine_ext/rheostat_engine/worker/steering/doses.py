@@ -9,6 +9,7 @@ request. If too few slots are free for a request, the kernel writes its measurem
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -169,24 +170,37 @@ class Measures:
         if not len(entries.firsts):
             return [[] for _ in begins]
         at = np.array(begins)[:, None] + entries.dose_slots
-        values = measured[entries.sites, at].astype(np.float64)
-        values[values[..., 0] == 0] = 0.0
-        rows, change, share, largest = np.moveaxis(values, -1, 0)
-        change = np.where(entries.added, rows * entries.factors, change)
-        share, largest = share * entries.factors, largest * entries.factors
-        if len(entries.firsts) < len(entries.acts):
-            rows, change, share = (
-                np.add.reduceat(sums, entries.firsts, axis=1) for sums in (rows, change, share)
-            )
-            largest = np.maximum.reduceat(largest, entries.firsts, axis=1)
-        acts = (first_act + entries.acts[entries.firsts]).tolist()
-        sites = entries.sites[entries.firsts].tolist()
-        counts = np.rint(rows).astype(np.int64)
-        columns = (column.tolist() for column in (counts, change, share, largest))
-        doses = [list(zip(acts, sites, *own, strict=True)) for own in zip(*columns, strict=True)]
-        if counts.all():
-            return doses
-        return [[dose for dose in own if dose[2]] for own in doses]
+        # A table that replaces a row at each position has thousands of entries, and the prefix
+        # cache often leaves a request few of these positions. Doses are therefore made only for
+        # acts that touched a row, because making Python objects holds the GIL.
+        rows = measured[entries.sites, at, 0]
+        sizes = np.diff(entries.firsts, append=len(entries.acts))
+        touched = np.logical_or.reduceat(rows != 0, entries.firsts, axis=1)
+        request, entry = np.repeat(touched, sizes, axis=1).nonzero()
+        values = measured[entries.sites[entry], at[request, entry]].astype(np.float64)
+        values[values[:, 0] == 0] = 0.0
+        rows, change, share, largest = values.T
+        factors = entries.factors[entry]
+        change = np.where(entries.added[entry], rows * factors, change)
+        share, largest = share * factors, largest * factors
+        request, act = touched.nonzero()
+        if len(act) < len(entry):
+            sizes = sizes[act]
+            firsts = sizes.cumsum() - sizes
+            rows, change, share = (np.add.reduceat(sums, firsts) for sums in (rows, change, share))
+            largest = np.maximum.reduceat(largest, firsts)
+        heads = entries.firsts[act]
+        columns = (
+            first_act + entries.acts[heads],
+            entries.sites[heads],
+            np.rint(rows).astype(np.int64),
+            change,
+            share,
+            largest,
+        )
+        doses = list(zip(*(column.tolist() for column in columns), strict=True))
+        ends = request.searchsorted(range(len(begins) + 1)).tolist()
+        return [doses[begin:end] for begin, end in pairwise(ends)]
 
     @cached_property
     def _columns(self) -> _Entries:

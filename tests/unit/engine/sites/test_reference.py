@@ -1,12 +1,14 @@
 """The op in plain torch equals a loop in float64, and what changes nothing changes no bit."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rheostat_engine import Kind
 from rheostat_engine.sites.reference import run_site
@@ -82,6 +84,30 @@ def test_an_addition_is_one_float32_sum_rounded_once(dtype: torch.dtype) -> None
     captured = (expected.float() + residual).to(dtype)
     assert torch.equal(site.ring[3:5], captured[1:3])
     assert not site.ring[[0, 1, 2, *range(5, RING)]].any()
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # torch's own signature
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_tokens_whose_rows_are_only_replaced_take_few_operations() -> None:
+    # A step runs a site's op for each layer, and each operation takes about 10 us on a slow CPU.
+    site = buffers(
+        8, dtype=torch.float32, codes=[-1] * 4, captured=[0] * 4, programs=[[Step(Kind.REPLACE, 1)]]
+    )
+    with _Counting() as counting:
+        run_site(torch.ones(4, 8), torch.ones(4, 8), site)
+    assert counting.count < 120
 
 
 ABLATION = [Step(Kind.PULL, 1)]

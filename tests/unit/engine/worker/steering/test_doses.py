@@ -1,5 +1,6 @@
 """Cells are handed out zero, and what they hold is read back as what each act did."""
 
+import tracemalloc
 from collections import defaultdict
 
 import numpy as np
@@ -116,6 +117,26 @@ def test_an_act_without_rows_has_no_dose() -> None:
     measured[0, 1] = 1, 5.0, 0.5, 0.5
     made = measures(Plan("r", (ablate(0), ablate(0))))
     assert made.read(measured, [0], 0) == [[(1, 0, 1, 5.0, 0.5, 0.5)]]
+
+
+def test_reading_makes_objects_of_measured_acts_alone() -> None:
+    acts, requests = 200, 16
+    made = Measures([ablate(*range(SITES))] * acts, NORMS)
+    for index in range(acts):
+        made.measure((index,))
+        made.add((index,), 1)
+    slots = np.zeros((SITES, requests * acts, 4), np.float32)
+    begins = range(0, requests * acts, acts)
+    made.read(slots, begins, 0)  # the columns of the table are made once
+    slots[:, 3::acts] = 2, 5.0, 0.5, 0.25
+    tracemalloc.start()
+    try:
+        found = made.read(slots, begins, 0)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == [[(3, site, 2, 5.0, 0.5, 0.25) for site in range(SITES)]] * requests
+    assert most < 48 * SITES * requests * acts  # a tuple of a dose takes about 200 bytes
 
 
 def test_what_was_noted_slice_by_slice_is_what_was_noted_at_once() -> None:
