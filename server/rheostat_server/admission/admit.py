@@ -13,13 +13,7 @@ from rheostat_engine import Kind, ModelSites, Plan
 from rheostat_server import validation
 from rheostat_server.admission.baseline import Baseline, compared_logprobs
 from rheostat_server.admission.compiled_requests import CompiledRequest, CompiledRequests, key_of
-from rheostat_server.admission.estimates import (
-    estimate_captures,
-    estimate_observers,
-    estimate_probes,
-    estimate_steering,
-    estimate_watches,
-)
+from rheostat_server.admission.estimates import estimate_observers, estimate_watches
 from rheostat_server.admission.global_steering import GlobalSteering, ServerWide
 from rheostat_server.admission.planning import check_ranges, compile_plan, observe
 from rheostat_server.capture.specs import (
@@ -57,6 +51,11 @@ from rheostat_server.steering.controlled import (
     check_controlled,
     control,
 )
+from rheostat_server.steering.estimates import (
+    estimate_captures,
+    estimate_probes,
+    estimate_steering,
+)
 from rheostat_server.steering.gates import Probe, refuse_unused_probes, resolve_probes
 from rheostat_server.steering.interventions import (
     Intervention,
@@ -80,7 +79,7 @@ from rheostat_server.subscriptions.observer_captures import (
 )
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
-from rheostat_server.tasks.offload import PLANNER, offload_plan, on_pool
+from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Lookups, Vector, VectorStore, VectorView
 from rheostat_server.vectors.token_directions import with_directions
@@ -260,7 +259,9 @@ async def _admit(
         known = admission.compiled if controlled is None else None
         return admit_now(candidate, observers, admission, known)
     # The cache of compiled requests is used on the event loop alone.
-    return await on_pool(PLANNER, admit_now, candidate, observers, admission, compiled_before=None)
+    return await offload_plan(
+        work, admit_now, candidate, observers, admission, compiled_before=None
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,98 +1,14 @@
-"""Estimates the work of a request from its messages, before anything is compiled.
-
-The estimate decides whether the request is admitted on the event loop or on a thread; see
-`offload`. Explanations, receipts and late attachments use the same estimate. It is an upper bound,
-so that no client can send a request that is underestimated.
-"""
+"""Estimates the work that others add to a request; see `steering.estimates`."""
 
 from collections.abc import Sequence
 
-from rheostat_engine import ModelSites
-from rheostat_server.limits import OBSERVER_SPANS, OBSERVERS_COST, OFFLOAD_BYTES, REPLACED_ROWS
+from rheostat_server.limits import OBSERVER_SPANS, OBSERVERS_COST
 from rheostat_server.monitors.watch import Watch
+from rheostat_server.steering.estimates import SITE_BYTES, SPAN_BYTES
 from rheostat_server.subscriptions.subscription import Subscription
-from rheostat_server.vectors.store import VectorView
-from rheostat_wire.v1 import (
-    capture_pb2,
-    gate_pb2,
-    selector_pb2,
-    steering_pb2,
-    types_pb2,
-    vector_pb2,
-)
-
-_SITE_BYTES = 96
-"""Bytes that are counted for a site of an intervention or a capture."""
-
-_SPAN_BYTES = 1024
-"""Bytes that are counted for a span of positions, which is compared with every intervention."""
-
-_DIRECTION_BYTES = 256
-"""Bytes that are counted for a direction of a projection at a site."""
 
 _COST_BYTES = 64
 """Bytes that are counted for a unit of an observer's cost; see `OBSERVERS_COST`."""
-
-_ELEMENT_BYTES = 4
-"""Bytes that are counted for an element of a row that replaces another."""
-
-_TOKEN_BYTES = 4
-"""Bytes that are counted for a token of the prompt that a range may name."""
-
-
-def estimate_steering(
-    steering: steering_pb2.Steering,
-    prompt_len: int,
-    model: ModelSites,
-    vectors: VectorView,
-) -> int:
-    """Bytes that `offload` counts for resolving and compiling a steering."""
-    work = steering.ByteSize()
-    for intervention in steering.interventions:
-        if work > OFFLOAD_BYTES:
-            break
-        work += _SITE_BYTES * _site_count(intervention.sites, model)
-        work += _estimate_selector(intervention.where, prompt_len)
-        if intervention.HasField("replace"):
-            work += _estimate_replaced(intervention, prompt_len, model)
-        if intervention.HasField("ablate") and len(intervention.ablate.directions) > 1:
-            # `check_directions` compares these rows.
-            work += sum(_size(ref, vectors) for ref in intervention.ablate.directions)
-    return work
-
-
-def _estimate_replaced(
-    intervention: steering_pb2.Intervention, prompt_len: int, model: ModelSites
-) -> int:
-    """Bytes that are counted for the rows of a Replace."""
-    replace, sites = intervention.replace, _site_count(intervention.sites, model)
-    if replace.HasField("run") or replace.HasField("mean") or replace.HasField("noise"):
-        # A run may be longer than the prompt, and so may the answer whose rows are replaced.
-        return OFFLOAD_BYTES + 1
-    rows = min(REPLACED_ROWS, sites * prompt_len) if replace.HasField("rows") else sites
-    return rows * (_SITE_BYTES + _ELEMENT_BYTES * model.width)
-
-
-def estimate_captures(
-    captures: Sequence[capture_pb2.CaptureSpec], prompt_len: int, model: ModelSites
-) -> int:
-    """Bytes that `offload` counts for resolving and compiling captures."""
-    work = 0
-    for capture in captures:
-        sites = _site_count(capture.sites, model)
-        work += capture.ByteSize() + _SITE_BYTES * sites
-        work += _estimate_selector(capture.where, prompt_len)
-        work += _DIRECTION_BYTES * len(capture.projection.readouts.readouts) * sites
-    return work
-
-
-def estimate_probes(probes: Sequence[gate_pb2.Probe], prompt_len: int, model: ModelSites) -> int:
-    """Bytes that `offload` counts for resolving and compiling probes."""
-    work = 0
-    for probe in probes:
-        work += probe.ByteSize() + _SITE_BYTES * _site_count(probe.sites, model)
-        work += _estimate_selector(probe.where, prompt_len)
-    return work
 
 
 def estimate_observers(observers: Sequence[Subscription], prompt_len: int) -> int:
@@ -103,7 +19,7 @@ def estimate_observers(observers: Sequence[Subscription], prompt_len: int) -> in
         min(OBSERVER_SPANS, observer.captures.most_spans(prompt_len)) for observer in observers
     )
     cost = min(OBSERVERS_COST, sum(observer.captures.cost for observer in observers))
-    return _COST_BYTES * cost + len(observers) * prompt_len + _SPAN_BYTES * spans
+    return _COST_BYTES * cost + len(observers) * prompt_len + SPAN_BYTES * spans
 
 
 def estimate_watches(watches: Sequence[Watch]) -> int:
@@ -114,34 +30,4 @@ def estimate_watches(watches: Sequence[Watch]) -> int:
         for steered in watch.settings.readings.steered
         for intervention in steered
     ]
-    return sum(_SPAN_BYTES + _SITE_BYTES * len(op.sites) for op in ops)
-
-
-def _site_count(sites: types_pb2.SiteSet, model: ModelSites) -> int:
-    """The most sites that a set can name without being refused."""
-    layers = len(sites.list.layers) if sites.HasField("list") else model.num_layers
-    return len(sites.points) * layers
-
-
-def _estimate_selector(selector: selector_pb2.Selector, prompt_len: int) -> int:
-    """Bytes that are counted for a selector. Without ranges it selects every token: one span."""
-    ranges = len(selector.include) + len(selector.exclude)
-    work = _SPAN_BYTES * (ranges + 1)
-    if work > OFFLOAD_BYTES:
-        return work
-    for side in (selector.include, selector.exclude):
-        reading = sum(
-            token_range.HasField("token_ids") or token_range.HasField("text")
-            for token_range in side
-        )
-        if reading:
-            # Every other token may be selected.
-            work += reading * _TOKEN_BYTES * prompt_len + _SPAN_BYTES * (prompt_len // 2)
-    return work
-
-
-def _size(ref: vector_pb2.VectorRef, vectors: VectorView) -> int:
-    """Bytes of the elements of a vector; 0 if it is not known."""
-    if ref.HasField("inline"):
-        return len(ref.inline.inline)
-    return vectors.size(ref.name if ref.HasField("name") else ref.digest)
+    return sum(SPAN_BYTES + SITE_BYTES * len(op.sites) for op in ops)

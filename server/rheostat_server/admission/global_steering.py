@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rheostat_engine import ModelSites, Plan, Site
-from rheostat_server.admission.estimates import estimate_probes, estimate_steering
 from rheostat_server.admission.planning import check_ranges, compile_plan
 from rheostat_server.config import ModelInfo
 from rheostat_server.engine.admission_queue import Reservation
@@ -27,6 +26,7 @@ from rheostat_server.selectors.selection import (
     resolve_selector,
     typical_context,
 )
+from rheostat_server.steering.estimates import estimate_probes, estimate_steering
 from rheostat_server.steering.gates import (
     Probe,
     refuse_unused_probes,

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from rheostat_engine import Plan
 from rheostat_server.admission.admit import AdmissionContext, any_needs_text
-from rheostat_server.admission.estimates import estimate_steering
 from rheostat_server.admission.planning import GoingOn, check_ranges, compile_plan
 from rheostat_server.errors import NotSupported
 from rheostat_server.selectors.selection import SelectionContext
+from rheostat_server.steering.estimates import estimate_steering
 from rheostat_server.steering.interventions import Intervention, check_sums, resolve_steering
 from rheostat_server.steering.rules import refuse_gained_sums
 from rheostat_server.tasks.offload import offload_plan

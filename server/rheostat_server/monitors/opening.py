@@ -1,4 +1,4 @@
-"""Checks and resolves the message that opens a watch, on a thread."""
+"""Checks and resolves the message that opens a watch, on a thread if that takes long."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from rheostat_server.monitors.readings import Steered, WatchedReadings, table_of
 from rheostat_server.monitors.watch import WatchSettings
 from rheostat_server.selectors.prepared_selection import PreparedSelector
 from rheostat_server.selectors.selection import EVERYTHING, SelectionContext
+from rheostat_server.steering.estimates import estimate_probes, estimate_steering
 from rheostat_server.steering.gates import Probe, resolve_probes
 from rheostat_server.steering.interventions import Intervention, check_sums
 from rheostat_server.steering.rules import (
@@ -28,7 +29,7 @@ from rheostat_server.steering.rules import (
 )
 from rheostat_server.subscriptions.observed import observed_requests
 from rheostat_server.subscriptions.opening import check_filter
-from rheostat_server.tasks.offload import PLANNER, on_pool
+from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import VectorStore, VectorView
 from rheostat_server.vectors.token_directions import with_directions
@@ -53,7 +54,7 @@ class WatchContext:
     no_gates: str
     """Why the model's engine reads no probes; empty if it does."""
     compile: Compile
-    """Is called on a thread."""
+    """May be called on a thread."""
     fits: Callable[[Plan], None]
     """Raises ResourceExhausted if the engine, even empty, cannot hold a plan."""
 
@@ -81,10 +82,14 @@ async def check_opening(
     validation.known_enum(report, _pb.WatchReport.values(), "open.report")
     on_lost = opened.on_lost if opened.HasField("on_lost") else _pb.WATCH_LOST_CONTINUE
     validation.known_enum(on_lost, _pb.WatchLost.values(), "open.on_lost")
+    length, vectors = context.typical.prompt_len, context.store.view()
+    work = opened.filter.ByteSize() + estimate_probes(opened.probes, length, context.sites)
+    for rule in opened.rules:
+        work += rule.ByteSize() + estimate_steering(rule.steer, length, context.sites, vectors)
     readings, plan = await with_directions(
         context.store.directions,
         opened,
-        lambda: on_pool(PLANNER, _resolve, opened, context, context.store.view()),
+        lambda: offload_plan(work, _resolve, opened, context, context.store.view()),
     )
     if readings.steers:
         context.fits(plan)

@@ -1,4 +1,4 @@
-"""Checks and resolves the message that opens a subscription, on a thread."""
+"""Checks and resolves the message that opens a subscription, on a thread if that takes long."""
 
 from dataclasses import dataclass, replace
 
@@ -21,13 +21,14 @@ from rheostat_server.limits import (
     SUBSCRIPTION_SELECTOR_BYTES,
 )
 from rheostat_server.selectors.selection import SelectionContext
+from rheostat_server.steering.estimates import estimate_captures
 from rheostat_server.subscriptions.observed import (
     ObservedCaptures,
     ObservedRequests,
     observed_captures,
     observed_requests,
 )
-from rheostat_server.tasks.offload import PLANNER, on_pool
+from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector, VectorStore, VectorView
 from rheostat_server.vectors.token_directions import with_directions
@@ -79,10 +80,12 @@ async def check_opening(
             observer_capture.overload, capture_pb2.Overload.values(), "open.overload"
         )
         check_spill(observer_capture.overload, "open.overload", spools=spools)
+    work = observer_capture.filter.ByteSize()
+    work += estimate_captures(observer_capture.captures, typical.prompt_len, model)
     resolved, captures = await with_directions(
         store.directions,
         observer_capture,
-        lambda: on_pool(PLANNER, _resolve, observer_capture, model, typical, store.view()),
+        lambda: offload_plan(work, _resolve, observer_capture, model, typical, store.view()),
     )
     if captures.cost > OBSERVER_COST:
         raise InvalidValue(

@@ -1,24 +1,85 @@
 """Keeps long work off the event loop."""
 
 import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from rheostat_server.limits import OFFLOAD_BYTES
 
-PLANNER = ThreadPoolExecutor(1, "planner")
-"""The thread that makes plans.
-
-There is only one, because making a plan holds the GIL: more threads would not make plans faster.
-They would slow the event loop, which releases the GIL at each socket call. If one other thread
-takes it, the loop gets it back within `serve.SWITCH_INTERVAL`. If six threads take turns, the loop
-waits for all of them.
-"""
+_IN_TURN = 4
+"""One in this many plans is the one that came first, and the others are the smallest. So the
+smallest plan waits for at most two others: the one that is being made, and one that came first. A
+large plan waits for at most three others for each plan that came before it."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class _Plan(NamedTuple, Generic[R]):
+    """A plan that waits."""
+
+    size: int
+    work: Callable[[], R]
+    made: Future[R]
+
+
+class Planner:
+    """The thread that makes plans.
+
+    There is only one, because making a plan holds the GIL: more threads would not make plans
+    faster. They would slow the event loop, which releases the GIL at each socket call. If one other
+    thread takes it, the loop gets it back within `serve.SWITCH_INTERVAL`. If six threads take
+    turns, the loop waits for all of them.
+
+    Small plans go first, so that a client with many large plans does not delay the small plans of
+    others; see `_IN_TURN`.
+    """
+
+    def __init__(self) -> None:
+        """Nothing waits. The thread starts with the first plan."""
+        self._thread = ThreadPoolExecutor(1, "planner")
+        self._lock = threading.Lock()
+        self._waiting: list[_Plan[Any]] = []  # Any: of any result
+        """In the order in which they came."""
+        self._made = 0
+        """Plans since the last one that was made because it came first."""
+
+    def submit(
+        self, size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]:
+        """Calls `work` on the thread. `size` orders the plans that wait."""
+        plan = _Plan(size, partial(work, *args, **kwargs), Future[R]())
+        with self._lock:
+            self._waiting.append(plan)
+        # Each call makes a plan, so there are as many calls as plans.
+        self._thread.submit(self._make)
+        return plan.made
+
+    def _make(self) -> None:
+        """Makes the plan whose turn it is."""
+        plan = self._next()
+        if not plan.made.set_running_or_notify_cancel():
+            return
+        try:
+            made = plan.work()
+        except BaseException as error:  # the caller gets any error
+            plan.made.set_exception(error)
+        else:
+            plan.made.set_result(made)
+
+    def _next(self) -> _Plan[Any]:  # as above
+        with self._lock:
+            at = 0
+            self._made = (self._made + 1) % _IN_TURN
+            if self._made:
+                at = min(range(len(self._waiting)), key=lambda index: self._waiting[index].size)
+            return self._waiting.pop(at)
+
+
+PLANNER = Planner()
 
 
 async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -34,11 +95,11 @@ async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kw
 async def offload_plan(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """As `offload`, for Python code that holds the GIL, such as making a plan.
 
-    All such calls share the thread `PLANNER`, so one runs after the other.
+    All such calls share the thread of `PLANNER`, so one runs after the other, the smallest first.
     """
     if size <= OFFLOAD_BYTES:
         return work(*args, **kwargs)
-    return await on_pool(PLANNER, work, *args, **kwargs)
+    return await asyncio.wrap_future(PLANNER.submit(size, work, *args, **kwargs))
 
 
 async def on_pool(pool: Executor, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

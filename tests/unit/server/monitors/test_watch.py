@@ -1,6 +1,7 @@
 """Watches over gRPC, with a scripted engine."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 
 from rheostat_server.api import generation
 from rheostat_server.monitors import registry, watch
+from rheostat_server.tasks.offload import PLANNER
 from rheostat_wire.v1 import capture_pb2, generation_pb2, monitor_service_pb2, types_pb2
 
 from ..conftest import Refusal, Running, rest
@@ -54,6 +56,17 @@ async def test_a_watch_reads_every_token_of_others_requests(running: Running) ->
     assert [event.sequence for event in watcher.events[1:]] == list(range(1, len(watcher.events)))
     await watcher.rest()
     await settled(running)
+
+
+async def test_a_small_watch_opens_while_a_large_plan_is_made(running: Running) -> None:
+    end = threading.Event()
+    PLANNER.submit(1 << 30, end.wait, 30)
+    try:
+        async with asyncio.timeout(20):
+            watcher = await Watcher.open(running, opening(probe("a", sites=WIDE)))
+    finally:
+        end.set()
+    await watcher.rest()
 
 
 async def test_the_owner_gets_what_it_would_get_unwatched(running: Running) -> None:

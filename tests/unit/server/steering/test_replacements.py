@@ -10,12 +10,12 @@ import pytest
 from rheostat_engine import OPEN_END, Act, Kind, Point, Site
 from rheostat_server import errors
 from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest
-from rheostat_server.admission.estimates import estimate_steering
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.runs.targets import RunTarget
 from rheostat_server.sinks import CaptureAbout, Ending, Outcome, RowBlock
 from rheostat_server.steering import replacements
+from rheostat_server.steering.estimates import estimate_steering
 from rheostat_server.steering.replacements import align
 from rheostat_server.tensors import FloatType
 from rheostat_wire.noise import normal_row

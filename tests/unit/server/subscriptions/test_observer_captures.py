@@ -14,6 +14,7 @@ from rheostat_server.limits import (
 )
 from rheostat_server.subscriptions import observed, observer_captures
 from rheostat_server.subscriptions import opening as openings
+from rheostat_server.tasks.offload import PLANNER
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2, types_pb2
 
 from ..conftest import Refusal, rest
@@ -108,6 +109,16 @@ async def test_a_large_opening_is_worked_out_beside_the_event_loop(running, monk
     await Subscriber.open(running, opening(specs=[wanted(where=selector(*[ids] * 60))]))
     assert threads
     assert threading.main_thread() not in threads
+
+
+async def test_a_small_opening_waits_for_no_large_plan(running) -> None:
+    end = threading.Event()
+    PLANNER.submit(1 << 30, end.wait, 30)
+    try:
+        async with asyncio.timeout(20):
+            await Subscriber.open(running, opening(specs=[wanted(0), wanted(1)]))
+    finally:
+        end.set()
 
 
 async def test_what_no_prompt_changes_is_worked_out_once(starter, monkeypatch) -> None:
