@@ -22,6 +22,10 @@ Long prompts
     begin, it pauses, so that they do not wait for the whole prompt. It continues after a step that
     the others did not fill, and always once `_LONGEST_WAIT` has passed since the last burst, or
     since requests were first held after the burst.
+Preemption
+    If vLLM preempts a background request, it computes the prompt again, with the tokens of the
+    answer. vLLM puts the request in front of all that wait; here it waits behind them, and then
+    pauses as above. Once `_LONGEST_WAIT` has passed since the preemption, it goes first.
 Consequences
     Background requests always make progress, and take at most about a tenth of the time. They
     lengthen about one in `_STEPS` steps of others, whatever the model, the device and the prompts,
@@ -37,6 +41,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -144,19 +149,21 @@ class BackgroundQueue:
         self._last: float | None = None
         """When the last step was scheduled; None if no request ran then."""
         self._computing: dict[Request, float] = {}
-        """Background requests that have begun, and when. `_pause_prompts` removes those whose
-        prompts are complete."""
+        """Background requests that have begun, and when they began or were preempted.
+        `_pause_prompts` removes those that have no tokens to compute but the next one."""
         self._room_left = False
         """Whether background prompts paused in the last step, and others did not fill it."""
         self._schedule = scheduler.schedule
         self._enqueue = scheduler._enqueue_waiting_request
         self._count = scheduler.get_request_counts
         self._finish = scheduler.finish_requests
+        self._preempt = scheduler._preempt_request
         replaced = {
             "schedule": self._schedule_in_turn,
             "_enqueue_waiting_request": self._hold_or_enqueue,
             "get_request_counts": self._count_all,
             "finish_requests": self._finish_all,
+            "_preempt_request": self._preempt_and_note,
         }
         for name, method in replaced.items():
             setattr(scheduler, name, method)
@@ -194,7 +201,7 @@ class BackgroundQueue:
         return output
 
     def _pause_prompts(self, now: float) -> bool:
-        """Moves background prompts behind the other running requests.
+        """Moves background prompts behind the other running requests, and preempted ones in turn.
 
         If other requests wait to begin, the prompts also pause for a step; see "Long prompts".
 
@@ -212,6 +219,8 @@ class BackgroundQueue:
             request for request, begun in self._computing.items() if now - begun < _LONGEST_WAIT
         ]
         wait = any(request.priority <= 0 for request in scheduler.waiting)
+        if wait:
+            self._order_preempted(recent)
         if self._room_left or not recent or not wait:
             return False
         step = scheduler.current_step + 1
@@ -219,6 +228,23 @@ class BackgroundQueue:
             # The scheduler skips a running request until this step.
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + 1)
         return True
+
+    def _order_preempted(self, recent: Sequence[Request]) -> None:
+        """Puts preempted requests behind the others that wait, or before them if not `recent`."""
+        waiting = self._scheduler.waiting
+        preempted = [request for request in waiting if request in self._computing]
+        if preempted:
+            waiting.remove_requests(preempted)
+            for request in preempted:
+                if request in recent:
+                    waiting.add_request(request)
+                else:
+                    waiting.prepend_request(request)
+
+    def _preempt_and_note(self, request: Request, *args: Any, **kwargs: Any) -> None:  # vLLM's own
+        self._preempt(request, *args, **kwargs)
+        if request.priority > 0:
+            self._computing[request] = self._now()
 
     def _beside_others(self) -> bool:
         scheduler = self._scheduler
@@ -272,6 +298,6 @@ def _may_wait(request: Request) -> bool:
 
 
 def _is_computing(request: Request) -> bool:
-    """Whether a request runs, and its prompt is not completely computed."""
-    running = request.status is RequestStatus.RUNNING
-    return running and request.num_computed_tokens < request.num_prompt_tokens
+    """Whether a request that has begun has tokens to compute before it gets its next one."""
+    begun = request.status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+    return begun and request.num_computed_tokens < request.num_tokens - 1

@@ -129,6 +129,9 @@ def test_vllm_puts_requests_into_its_queue_and_counts_them_as_before() -> None:
     schedule = inspect.getsource(Scheduler.schedule)
     assert "if self.current_step < request.next_decode_eligible_step:" in schedule, RELIES
     assert schedule.count("self.current_step += 1") == 1, RELIES
+    assert "self._preempt_request(" in schedule, RELIES
+    preempt = inspect.getsource(Scheduler._preempt_request)
+    assert "self.waiting.prepend_request(request)" in preempt, RELIES
     finish = inspect.getsource(Scheduler.finish_requests)
     assert "self.requests.get(req_id)" in finish, RELIES
     assert "self.deferred_waiting.difference_update(" in finish, RELIES
@@ -269,6 +272,53 @@ def test_later_requests_in_the_background_make_no_prompt_pause_longer(config: Vl
         engine.add(1, background=False, tokens=1, length=64)
         engine.step()
         assert engine.clock < 6_000
+    assert engine.clock > 5_000
+
+
+def preempted(engine: Engine) -> None:
+    """Preempts all requests that run, as a lack of memory does."""
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 40], ids=["in its prompt", "in its answer"])
+def test_a_preempted_request_in_the_background_pauses_as_before(
+    config: VllmConfig, tokens: int
+) -> None:
+    engine = Engine(config)
+    engine.scheduler.max_num_scheduled_tokens = 64
+    length = 450 if tokens == 1 else 110
+    (cell,) = engine.add(1, background=True, tokens=tokens, length=length)
+    for _ in range(1 if tokens == 1 else 20):
+        engine.step()
+    left = length if tokens == 1 else length + 20 - length // 64
+    preempted(engine)
+    first, second = engine.add(2, background=False, tokens=40, length=100)
+    computed = []
+    for _ in range(4):
+        engine.step()
+        computed.append(engine.computed)
+    assert computed[:2] == [{first: 64}, {first: 36, second: 28}]
+    assert computed[2:] == [{first: 1, second: 63}, {first: 1, second: 9, cell: 54}]
+    engine.add(1, background=False, tokens=40, length=64)
+    engine.step()
+    assert cell not in engine.computed, "the rest of it pauses too"
+    assert engine.scheduler.requests[cell].num_tokens <= left + 1
+
+
+def test_a_preempted_request_in_the_background_waits_for_a_limited_time(
+    config: VllmConfig,
+) -> None:
+    engine = Engine(config, decode=50.0)
+    engine.scheduler.max_num_scheduled_tokens = 64
+    (cell,) = engine.add(1, background=True, tokens=1, length=450)
+    engine.step()
+    preempted(engine)
+    for _ in range(40):  # they never become fewer
+        engine.add(1, background=False, tokens=1, length=64)
+    while cell in engine.scheduler.requests:
+        engine.add(1, background=False, tokens=1, length=64)
+        engine.step()
+        assert engine.clock < 7_000
     assert engine.clock > 5_000
 
 
