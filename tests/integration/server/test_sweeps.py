@@ -1,7 +1,7 @@
 """Sweeps over gRPC: every cell equals the same hooks in Hugging Face's model."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import product
 from typing import NamedTuple
 
@@ -72,10 +72,15 @@ class Services(NamedTuple):
         return {run.run_id for run in self.runs.ListRuns(run_service_pb2.ListRunsRequest()).runs}
 
 
-@contextmanager
-def connected(server: Server) -> Iterator[Services]:
+def connected(server: Server) -> AbstractContextManager[Services]:
     """The services of a server."""
-    with grpc.insecure_channel(server.target) as channel:
+    return connected_to(server.target)
+
+
+@contextmanager
+def connected_to(target: str) -> Iterator[Services]:
+    """The services of the server at an address."""
+    with grpc.insecure_channel(target) as channel:
         yield Services(
             generation_service_pb2_grpc.GenerationServiceStub(channel),
             run_service_pb2_grpc.RunServiceStub(channel),

@@ -1,0 +1,136 @@
+"""Cells of a sweep that lose their place in a full KV cache, and are computed again.
+
+The server runs in the test's process, because only its engine reports that cells were preempted.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+import rheostat
+from rheostat_engine import Event, Point, Released, Site
+from rheostat_server.config import ServerConfig
+from rheostat_server.requests.active_request import ActiveRequest
+from rheostat_server.requests.sequence import EngineSequence
+from rheostat_server.serve import RunningServer, bring_up, start
+from rheostat_wire.v1 import sweep_pb2, types_pb2
+
+from ..engine.reference import HfReference
+from .test_sweeps import (
+    Swept,
+    connected_to,
+    hooks,
+    logprobs,
+    positions,
+    sites,
+    sweep,
+)
+
+pytestmark = pytest.mark.integration
+
+LENGTH = 450
+"""Tokens of a prompt: four of the cache's 16 blocks."""
+STREAMS = 8
+"""Beside the sweep. Each has a block of the cache, and takes another one after some steps."""
+LAYERS = range(6)
+ROUNDS = 5
+"""Sweeps at most, until a cell was preempted."""
+WHERE = (30, 100, 150, 200, 250, 300, 350, 400)
+
+
+@asynccontextmanager
+async def little_memory() -> AsyncIterator[RunningServer]:
+    """A server with a KV cache of 16 blocks of 128 tokens. A prompt takes many of its steps."""
+    config = ServerConfig(
+        model="demo",
+        port=0,
+        front_ends=0,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=32,
+        enforce_eager=True,
+        kv_cache_memory_bytes=6 << 20,
+        bank_bytes=16 << 20,
+        capture_bytes=16 << 20,
+    )
+    server = await start(config, bring_up)
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+def run_sweep(
+    target: str, clean: Sequence[int], corrupt: Sequence[int], right: int, wrong: int
+) -> Swept:
+    """A sweep whose cells do not wait for other requests."""
+    answer, foil = (
+        sweep_pb2.Answer(alternatives=[types_pb2.TokenIds(ids=[token])]) for token in (right, wrong)
+    )
+    pair = sweep_pb2.SweepPair(
+        prompt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=clean)),
+        corrupt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=corrupt)),
+        answer=answer,
+        foil=foil,
+    )
+    with connected_to(target) as services:
+        return sweep(
+            services,
+            pair,
+            sites=sites("resid_post", layers=LAYERS),
+            where=positions(*((position, position + 1) for position in WHERE)),
+            priority=sweep_pb2.SWEEP_PRIORITY_NORMAL,
+            max_concurrent_cells=8,
+        )
+
+
+async def stream_for_ever(client: rheostat.aio.Engine, seed: int) -> None:
+    """Generates from prompts of random lengths."""
+    rng = np.random.default_rng(seed)
+    while True:
+        prompt = rng.integers(3, 1900, rng.integers(20, 120)).tolist()
+        await client.generate(prompt, max_tokens=130, ignore_eos=True)
+
+
+async def test_cells_that_are_preempted_are_those_of_the_hooks(
+    reference: HfReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preemptions = []
+    deliver = ActiveRequest.deliver
+
+    def note(self: ActiveRequest, sequence: EngineSequence, event: Event) -> None:
+        if isinstance(event, Released) and self.admitted.sampling.only_token is not None:
+            preemptions.append(event.preemptions)
+        deliver(self, sequence, event)
+
+    monkeypatch.setattr(ActiveRequest, "deliver", note)
+    async with little_memory() as server:
+        target = f"127.0.0.1:{server.port}"
+        async with rheostat.aio.connect(target) as client, asyncio.TaskGroup() as group:
+            streams = [group.create_task(stream_for_ever(client, seed)) for seed in range(STREAMS)]
+            for seed in range(ROUNDS):
+                await asyncio.to_thread(check_cells, target, reference, seed)
+                if sum(preemptions):
+                    break
+            for stream in streams:
+                stream.cancel()
+    assert sum(preemptions) > 0
+
+
+def check_cells(target: str, reference: HfReference, seed: int) -> None:
+    """Runs a sweep of new prompts. Every cell is what hooks give."""
+    rng = np.random.default_rng(seed)
+    clean = rng.integers(3, 1900, LENGTH).tolist()
+    corrupt = [*clean[:20], *rng.integers(3, 1900, 5).tolist(), *clean[25:]]
+    right, wrong = rng.integers(3, 1900, 2).tolist()
+    swept = run_sweep(target, clean, corrupt, right, wrong)
+    assert len(swept.cells) == len(LAYERS) * len(WHERE)
+    for cell in swept.cells.values():
+        position = WHERE[cell.column]
+        site = Site(Point.RESID_POST, LAYERS[cell.row])
+        after = logprobs(reference, corrupt, hooks(reference, clean, site, [(position, position)]))
+        assert cell.values[0] == pytest.approx(after[right] - after[wrong], abs=2e-3)
