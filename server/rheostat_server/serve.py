@@ -51,7 +51,7 @@ from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sinks import Sinks, SinkSettingsError, parse_sink
 from rheostat_server.subscriptions.shared_memory import sweep
-from rheostat_server.tasks.garbage import collect_rarely, collect_when_idle
+from rheostat_server.tasks.garbage import collect_in_time, collect_rarely
 from rheostat_server.tasks.open_files import raise_descriptor_limit
 from rheostat_server.vectors.files import VectorFiles
 from rheostat_wire.v1 import (
@@ -337,7 +337,7 @@ async def _serve(config: ServerConfig) -> None:
     await server.bind()
     loading = asyncio.create_task(server.load(bring_up))
     ending = asyncio.create_task(server.readiness.ended.wait())
-    collecting = asyncio.create_task(collect_when_idle(lambda: server.idle))
+    collecting = asyncio.create_task(collect_in_time(lambda: server.idle))
     try:
         await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():

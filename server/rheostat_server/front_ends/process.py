@@ -32,7 +32,7 @@ from rheostat_server.front_ends.records import (
 from rheostat_server.front_ends.shared_parts import SharedParts
 from rheostat_server.limits import STATUS_SECONDS
 from rheostat_server.tasks.allocator import keep_freed_memory
-from rheostat_server.tasks.garbage import collect_rarely, collect_when_idle
+from rheostat_server.tasks.garbage import collect_in_time, collect_rarely
 
 _EAGER_READS = 4
 """Calls at a time whose first message is read before the server asks for it. Only a few, because
@@ -302,7 +302,7 @@ async def _run(arguments: argparse.Namespace) -> None:
     os.close(arguments.memory)
     connection = socket.socket(fileno=arguments.fd)
     front_end = FrontEnd(shared)
-    collecting = asyncio.create_task(collect_when_idle(lambda: front_end.idle))
+    collecting = asyncio.create_task(collect_in_time(lambda: front_end.idle))
     await front_end.run(connection, arguments.host, arguments.port)
     collecting.cancel()
 

@@ -1,7 +1,8 @@
-"""Full garbage collections wait until no request runs."""
+"""Full garbage collections wait until no request runs, unless they are short."""
 
 import asyncio
 import gc
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -49,9 +50,10 @@ def test_objects_of_the_start_are_excluded_and_many_new_ones_make_no_full_collec
 
 async def test_garbage_is_collected_once_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_INTERVAL", 0.001)
+    monkeypatch.setattr(garbage, "_BUSY", 0)
     garbage.collect_rarely()
     idle = False
-    collecting = asyncio.create_task(garbage.collect_when_idle(lambda: idle))
+    collecting = asyncio.create_task(garbage.collect_in_time(lambda: idle))
     aged_cycle()
     await asyncio.sleep(0.02)
     assert cycles() == 1
@@ -62,4 +64,41 @@ async def test_garbage_is_collected_once_nothing_runs(monkeypatch: pytest.Monkey
     full = gc.get_stats()[2]["collections"]
     await asyncio.sleep(0.02)
     assert gc.get_stats()[2]["collections"] == full, "nothing has aged since"
+    collecting.cancel()
+
+
+async def test_garbage_beside_a_request_that_never_ends_is_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(garbage, "_INTERVAL", 0.001)
+    monkeypatch.setattr(garbage, "_YOUNG", 100)
+    garbage.collect_rarely()
+    collecting = asyncio.create_task(garbage.collect_in_time(lambda: False))
+    running = deque[Cycle](maxlen=1500)  # each grows old before it ends
+    most = 0
+    for _ in range(100):
+        running.extend(Cycle() for _ in range(200))
+        await asyncio.sleep(0.002)
+        most = max(most, cycles() - len(running))
+    collecting.cancel()
+    assert most < 6_000  # of 18,500 that ended
+
+
+async def test_no_full_collection_of_many_objects_beside_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(garbage, "_INTERVAL", 0.001)
+    garbage.collect_rarely()
+    idle = True
+    collecting = asyncio.create_task(garbage.collect_in_time(lambda: idle))
+    plans = [[number] for number in range(400_000)]  # those of a large sweep
+    full = gc.get_stats()[2]["collections"]
+    async with asyncio.timeout(30):
+        while gc.get_stats()[2]["collections"] == full:
+            await asyncio.sleep(0.01)
+    idle, full = False, gc.get_stats()[2]["collections"]
+    plans += [[number] for number in range(400_000)]
+    await asyncio.sleep(0.05)
+    assert gc.get_stats()[2]["collections"] == full
+    assert len(plans) == 800_000
     collecting.cancel()
