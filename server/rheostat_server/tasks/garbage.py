@@ -58,12 +58,11 @@ async def collect_in_time(idle: Callable[[], bool]) -> None:
     left = 0  # objects that the last full collection left
     while True:
         await asyncio.sleep(_INTERVAL)
-        if not gc.get_freeze_count():
+        if gc.get_threshold() != (_YOUNG, _MIDDLE, _FULL):
             continue
         # Collections of the middle generation since the last full one. At 0 a full one is useless.
         _, _, middle = gc.get_count()
-        young, aged, _ = gc.get_threshold()
-        new = middle * young * (aged + 1)  # at most
+        new = middle * _YOUNG * (_MIDDLE + 1)  # at most
         if middle and (idle() or left <= new <= _BUSY - left):
             gc.collect()
             left = len(gc.get_objects(generation=2))
