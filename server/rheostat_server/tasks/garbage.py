@@ -7,7 +7,7 @@ full collection whenever the number of objects has grown by a quarter.
 Requests leave no reference cycles, so their objects are freed without a collection. gRPC leaves
 five objects for each call. So full collections can wait until no request runs. A process with one
 long stream is never idle, however many calls end beside the stream. So a full collection is also
-made once the objects have become twice as many, if it is short.
+made once the objects have become about twice as many, if it is short.
 """
 
 import asyncio
@@ -55,14 +55,21 @@ async def collect_in_time(idle: Callable[[], bool]) -> None:
     Args:
         idle: returns whether nothing runs that a collection would delay.
     """
-    left = 0  # objects that the last full collection left
+    left = counted = 0
     while True:
         await asyncio.sleep(_INTERVAL)
         if gc.get_threshold() != (_YOUNG, _MIDDLE, _FULL):
             continue
         # Collections of the middle generation since the last full one. At 0 a full one is useless.
         _, _, middle = gc.get_count()
-        new = middle * _YOUNG * (_MIDDLE + 1)  # at most
-        if middle and (idle() or left <= new <= _BUSY - left):
+        counted = min(counted, middle)  # Python may have made a full one
+        if not idle():
+            new = middle * _YOUNG * (_MIDDLE + 1)  # objects at most
+            if middle <= counted or new < min(left, _BUSY // 2):
+                continue
+            counted = middle
+            if len(gc.get_objects(generation=2)) > _BUSY:  # takes a fifth of a collection
+                continue
+        if middle:
             gc.collect()
-            left = len(gc.get_objects(generation=2))
+            left, counted = len(gc.get_objects(generation=2)), 0
