@@ -50,6 +50,7 @@ pytestmark = pytest.mark.integration
 SITES = range(site_count(LAYERS))
 READ = Site(Point.RESID_POST, 0).index, Site(Point.RESID_POST, 1).index
 ACT = Site(Point.RESID_MID, 2).index
+BESIDE = Site(Point.ATTN_OUT, 2).index
 BEHIND = Site(Point.RESID_POST, 2).index
 VECTORS = 6
 PROBE, PUSH, OTHER = 4, 5, 3
@@ -111,13 +112,25 @@ class Case(NamedTuple):
     acts: tuple[Act, ...]
     mixed: bool = True
     """Whether the gate is open at some tokens and shut at others."""
+    sites: tuple[int, ...] = tuple(SITES)
+    """The sites of the model's stream."""
 
     @property
     def plan(self) -> Plan:
         """Captures every site too, and sends what is read and how far each gate is open."""
         columns = sum(len(act.rows) for act in self.acts if act.reading is not None)
-        captures = (Capture(tuple(SITES), EVERYWHERE),)
+        captures = (Capture(self.sites, EVERYWHERE),)
         return Plan("", self.acts, captures, signals=Signals(columns, (), True))
+
+    @property
+    def without_mid(self) -> "Case":
+        """The case of a model whose blocks are parallel: it acts on attention's output."""
+        acts = tuple(
+            replace(act, rows=tuple((BESIDE if site == ACT else site, r) for site, r in act.rows))
+            for act in self.acts
+        )
+        mids = {Site(Point.RESID_MID, layer).index for layer in range(LAYERS)}
+        return Case(acts, self.mixed, tuple(site for site in SITES if site not in mids))
 
 
 def push(opening: Gate, *sites: int) -> Act:
@@ -290,7 +303,7 @@ def check_case(reference: HfReference, name: str, case: Case, outcome: Outcome) 
         reference.run(tokens[:end], reads)
         opened.update((one, open_gates(one)) for one in late)
     expected = reference.run(tokens, changes)
-    for site in SITES:
+    for site in case.sites:
         size = np.abs(expected.streams[site]).max()
         found = outcome.stream(site)
         assert np.abs(found - expected.streams[site]).max() / size < ROWS, (name, site)
@@ -333,11 +346,13 @@ def bound(numbers: Float) -> float:
 
 
 def check_cases(
-    engine: OfflineEngine, reference: HfReference, tokens: int = TOKENS
+    engine: OfflineEngine, reference: HfReference, tokens: int = TOKENS, *, has_mid: bool = True
 ) -> list[Outcome]:
     """All cases at once."""
     engine.load(dict(vector(seed) for seed in range(VECTORS)))
     known = cases(plain_numbers(engine))
+    if not has_mid:
+        known = {name: case.without_mid for name, case in known.items()}
     plans = [case.plan for case in known.values()]
     outcomes = engine.run([PROMPT] * len(plans), plans, max_tokens=tokens, logprobs=0)
     for (name, case), outcome in zip(known.items(), outcomes, strict=True):

@@ -1,14 +1,16 @@
 """A bank that is full: requests wait and then run steered, or are refused; never unsteered.
 
 The small server's bank has room for 1535 rows, 511 directions, 4095 combinations and 32 rules about
-token ids. A filler takes more than half of one of these, and little of the others.
+token ids. A filler takes more than half of one of these, and little of the others. It also has room
+for 1024 gates and for 4096 states of gates, of which a request takes at most 32 and 2048.
 """
 
 import functools
 import operator
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -279,3 +281,65 @@ def test_cells_that_wait_for_room_are_those_of_a_sweep_alone(small: rheostat.Eng
     assert not beside.skipped
     np.testing.assert_allclose(beside.pair_values, alone.pair_values, rtol=0, atol=1e-4)
     assert np.abs(alone.array() - alone.base()).max() > 0.1
+
+
+class GateFiller(NamedTuple):
+    """Requests that fill a resource of gates together."""
+
+    requests: int
+    samples: int
+    """Of each request."""
+    alike: bool
+    """Whether they have the same gates, which they share then."""
+    resource: str
+    """As refusals name it."""
+
+
+GATE_FILLERS = [GateFiller(32, 1, False, "gates"), GateFiller(2, 64, True, "gate states")]
+
+
+def gated_filler(seed: int) -> list[rheostat.Intervention]:
+    """Additions under 32 gates that stay shut."""
+    read = rheostat.probe(rheostat.inline(row(0)), points="resid_post", layers=0)
+    added = rheostat.inline(row(1)).at(points="resid_post", layers=2)
+    return [added.when(read.above(1e6 + 32 * seed + number)) for number in range(32)]
+
+
+@contextmanager
+def gates_filled(small: rheostat.Engine, full: GateFiller) -> Iterator[None]:
+    """While requests fill a resource of gates."""
+    with ExitStack() as streams:
+        for seed in range(full.requests):
+            stream = small.stream(
+                PROMPT,
+                steering=gated_filler(0 if full.alike else seed),
+                n=full.samples,
+                max_tokens=480,
+                ignore_eos=True,
+                when_full="refuse",
+            )
+            next(streams.enter_context(stream))
+        yield
+
+
+@pytest.mark.parametrize("full", GATE_FILLERS, ids=lambda full: full.resource)
+def test_who_brings_a_gate_waits_or_is_refused_while_gates_are_full(
+    small: rheostat.Engine, reference: HfReference, full: GateFiller
+) -> None:
+    read = rheostat.probe(rheostat.inline(row(0)), points="resid_post", layers=0)
+    own = everywhere(norm_add(row(2), 0.2), [2])
+    options = {"steering": own.ours.when(read.above(-1e6)), "max_tokens": 8, **OPTIONS}
+    with ThreadPoolExecutor(1) as reader, gates_filled(small, full):
+        with pytest.raises(rheostat.ResourceExhausted, match=f"1 more {full.resource};") as caught:
+            next(small.stream(PROMPT, when_full="refuse", **options))
+        assert (caught.value.reason, caught.value.path) == ("REASON_BANK_FULL", "steering")
+        assert caught.value.retry_after is not None
+        ungated = small.stream(PROMPT, when_full="refuse", **options | {"steering": own.ours})
+        next(ungated)  # it is admitted, and runs once the fillers leave a place in the batch
+        waiting = small.stream(PROMPT, when_full="wait", **options)
+        admitted = reader.submit(next, waiting)
+        with pytest.raises(TimeoutError):
+            admitted.result(1)
+    compare(reference, ungated.result(), [own])
+    compare(reference, waiting.result(), [own])
+    compare(reference, small.generate(PROMPT, when_full="refuse", **options), [own])

@@ -86,6 +86,30 @@ def test_probes_read_what_hooks_read_in_hugging_face(
     np.testing.assert_allclose(found[length:], expected[length:], atol=2e-3, rtol=0)
 
 
+def test_a_probe_with_a_row_per_layer_reads_each_layer_along_its_own(
+    engine: rheostat.Engine, reference: HfReference
+) -> None:
+    layers = [0, 2, 3, 5]
+    rows = np.concatenate([direction(20 + layer) for layer in layers])
+    read = rheostat.probe(rheostat.inline(rows), points="resid_post", layers=layers)
+    plain = engine.generate(PROMPT, probes=read, **OPTIONS)
+    tokens = tokens_of(plain)
+    expected = [
+        read_by_hooks(reference, tokens, layer, row[None])
+        for layer, row in zip(layers, rows, strict=True)
+    ]
+    np.testing.assert_allclose(plain.signals[read], np.stack(expected, 1), atol=2e-3, rtol=0)
+    largest = np.max(expected, 0)
+    ordered = np.sort(largest)
+    at = len(ordered) // 3 + int(np.argmax(np.diff(ordered[len(ordered) // 3 : -2])))
+    bound = float(ordered[at : at + 2].mean())
+    rule = rheostat.Rule("any", read.above(bound), rheostat.Observe())
+    ruled = engine.generate(PROMPT, rules=rule, **OPTIONS)
+    fired = ruled.signals.firings["any"].tolist()
+    assert fired == np.flatnonzero(largest > bound).tolist()
+    assert 0 < len(fired) < len(tokens)
+
+
 def test_signals_of_steered_tokens_are_those_behind_the_steering(
     engine: rheostat.Engine,
 ) -> None:
