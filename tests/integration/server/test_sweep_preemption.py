@@ -38,7 +38,9 @@ STREAMS = 8
 LAYERS = range(6)
 ROUNDS = 5
 """Sweeps at most, until a cell was preempted."""
-WHERE = (30, 100, 150, 200, 250, 300, 350, 400)
+FIRST = (30, 100, 150, 200, 250, 300, 350, 400)
+"""The first position of each column. The other one is the last token, which is computed at the end:
+a cell that forgets its replacements when it is preempted gets another grade."""
 
 
 @asynccontextmanager
@@ -76,13 +78,14 @@ def run_sweep(
         corrupt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=corrupt)),
         answer=answer,
         foil=foil,
+        groups=[positions(*((at, at + 1) for at in (first, LENGTH - 1))) for first in FIRST],
     )
     with connected_to(target) as services:
         return sweep(
             services,
             pair,
             sites=sites("resid_post", layers=LAYERS),
-            where=positions(*((position, position + 1) for position in WHERE)),
+            group_labels=map(str, FIRST),
             priority=sweep_pb2.SWEEP_PRIORITY_NORMAL,
             max_concurrent_cells=8,
         )
@@ -124,13 +127,12 @@ async def test_cells_that_are_preempted_are_those_of_the_hooks(
 def check_cells(target: str, reference: HfReference, seed: int) -> None:
     """Runs a sweep of new prompts. Every cell is what hooks give."""
     rng = np.random.default_rng(seed)
-    clean = rng.integers(3, 1900, LENGTH).tolist()
-    corrupt = [*clean[:20], *rng.integers(3, 1900, 5).tolist(), *clean[25:]]
+    clean, corrupt = rng.integers(3, 1900, (2, LENGTH)).tolist()
     right, wrong = rng.integers(3, 1900, 2).tolist()
     swept = run_sweep(target, clean, corrupt, right, wrong)
-    assert len(swept.cells) == len(LAYERS) * len(WHERE)
+    assert len(swept.cells) == len(LAYERS) * len(FIRST)
     for cell in swept.cells.values():
-        position = WHERE[cell.column]
         site = Site(Point.RESID_POST, LAYERS[cell.row])
-        after = logprobs(reference, corrupt, hooks(reference, clean, site, [(position, position)]))
+        placed = [(at, at) for at in (FIRST[cell.column], LENGTH - 1)]
+        after = logprobs(reference, corrupt, hooks(reference, clean, site, placed))
         assert cell.values[0] == pytest.approx(after[right] - after[wrong], abs=2e-3)
