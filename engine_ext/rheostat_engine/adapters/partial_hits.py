@@ -72,8 +72,10 @@ class PartialHits:
         self._pool = self._manager.block_pool
         self._size: int = scheduler.block_size
         self._hash_function = hash_function
+        self._noted: list[tuple[list[KVCacheBlock], int, int]] = []
+        """Blocks that the step which is being scheduled computes: a request's, from and to."""
         self._fresh: set[int] = set()
-        """Ids of the blocks that the step which is being scheduled computes."""
+        """Ids of such blocks, without those of `_noted`."""
         self._schedule = scheduler.schedule
         self._cache = self._pool.cache_full_blocks
         setattr(scheduler, _SCHEDULE, self._begin_step)
@@ -95,7 +97,7 @@ class PartialHits:
         if not start < end < start + self._size <= request.num_tokens or start % self._size:
             return hit
         cached = self._unchanged(request, keys, start)
-        if cached is None or cached.block_id in self._fresh:
+        if cached is None or self._is_fresh(cached):
             return hit
         whole: Sequence[KVCacheBlock] = blocks.blocks[0]
         return self._manager.create_kv_cache_blocks(([*whole, cached],)), end, boundary
@@ -114,6 +116,7 @@ class PartialHits:
         return found[0] if found else None
 
     def _begin_step(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._noted.clear()
         self._fresh.clear()
         return self._schedule(throttle_prefills)
 
@@ -131,4 +134,10 @@ class PartialHits:
             num_full_blocks=num_full_blocks,
             **others,
         )
-        self._fresh.update(block.block_id for block in blocks[num_cached_blocks:num_full_blocks])
+        self._noted.append((blocks, num_cached_blocks, num_full_blocks))
+
+    def _is_fresh(self, block: KVCacheBlock) -> bool:
+        for blocks, start, end in self._noted:
+            self._fresh.update(each.block_id for each in blocks[start:end])
+        self._noted.clear()
+        return block.block_id in self._fresh
