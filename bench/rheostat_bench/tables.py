@@ -289,9 +289,16 @@ def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:
         "tokens/s": ("tokens_per_s", ".0f", True),
         "ms per token": ("per_token_ms", ".2f", True),
         "ms to the first token": ("first_token_ms", ".0f", False),
+        "ms from the first stream's call to the first token": (
+            "first_token_of_burst_ms",
+            ".0f",
+            False,
+        ),
     }
     for label, (key, form, relative) in measures.items():
-        workloads = [name for name, row in summary[stock].items() if row[key]]
+        workloads = [name for name, row in summary[stock].items() if row.get(key)]
+        if not workloads:  # a file from before this was measured
+            continue
         rows = [[stock, *(format(summary[stock][name][key], form) for name in workloads)]]
         for arm in others:
             cells = []
