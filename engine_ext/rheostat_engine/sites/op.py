@@ -11,11 +11,14 @@ than the stream: no program changes them, and they fill the first columns of a r
 Invariants: the op is opaque to the compiler and reads only tensors that exist anyway, so the code
 compiled around it computes the same bits as without it. An inactive site launches no kernel.
 
-Why `site_handle`
-    It is a view of `Buffers`, through which the op finds its other tensors. So the compiled code of
-    equal blocks is equal. The op writes those tensors although the schema does not say so. That is
-    safe because no other node of the graph reads them.
+Why steps call the op directly
+    A prompt longer than the largest CUDA graph runs without one, so the host calls all sites of the
+    model, 145 for 36 layers. torch's dispatcher takes most of the time of such a call, although
+    nearly always nothing is to be done. `call_directly` replaces the C++ function behind the op by
+    a Python function, which in a step only looks whether the site is active.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -43,6 +46,34 @@ def site(
 ) -> None:
     """Calls the op; see the module's docstring."""
     torch.ops.rheostat.site(h, residual, site_handle)
+
+
+def call_directly() -> None:
+    """From now on, calls of the op in a step skip torch's dispatcher."""
+    packet = torch.ops.rheostat.site
+    for op in (packet, packet.default):
+        if not isinstance(op._op, _Direct):
+            op._op = _Direct(op._op)
+
+
+class _Direct:
+    """The function behind an op: calls the implementation in a step, else the dispatcher."""
+
+    def __init__(self, dispatch: Callable[..., None]) -> None:
+        self._dispatch = dispatch
+
+    def __call__(
+        self, h: torch.Tensor, residual: torch.Tensor | None, site_handle: torch.Tensor
+    ) -> None:
+        buffers = _Bound.buffers
+        real = type(h) is torch.Tensor  # and no tensor of a compiler, which might still run
+        if buffers is None or not buffers.active.in_step or not real:
+            self._dispatch(h, residual, site_handle)
+        elif buffers.active.key is not None:
+            (_on_cuda if h.is_cuda else _on_cpu)(h, residual, site_handle)
+
+    def __hash__(self) -> int:
+        return hash(self._dispatch)  # which is the hash of the op
 
 
 def _on_cpu(h: torch.Tensor, residual: torch.Tensor | None, site_handle: torch.Tensor) -> None:

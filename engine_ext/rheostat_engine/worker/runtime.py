@@ -329,7 +329,7 @@ class SiteRuntime:
         self.send_installed()
         numbers = self._numbers(batch.request_ids) if self._requests else None
         if numbers is None or not numbers.any():
-            self.steps["plain"] += 1
+            self._begin_plain()
             return
         scheduled = batch.scheduled.astype(np.int64)
         computed = batch.computed.astype(np.int64)
@@ -350,13 +350,17 @@ class SiteRuntime:
         mask = steered.sites if copies is None else steered.sites | copies.sites
         mask = mask & self._present
         if not mask.any():
-            self.steps["plain"] += 1
+            self._begin_plain()
             return
         self.steps["active"] += 1
         captured = (None, None, None) if copies is None else copies.columns
         columns = (steered.slot, steered.dose_slot, steered.rule, *captured)
         self._expander.write(Compact.padded(*columns, tokens=batch.padded_tokens), batch.input_ids)
         self.buffers.active.set(mask)
+
+    def _begin_plain(self) -> None:
+        self.steps["plain"] += 1
+        self.buffers.active.set_none()
 
     def end(self) -> None:
         """Deactivates all sites and sends captured rows, once the forward pass was launched."""

@@ -12,6 +12,8 @@ class ActiveSites:
     """The active sites of the current step."""
 
     def __init__(self, sites: int) -> None:
+        self.in_step = False
+        """Whether a step runs. Outside of steps no site is active."""
         self._none = np.zeros(sites, np.bool_)
         self.mask: npt.NDArray[np.bool_] = self._none
         """[sites]."""
@@ -23,11 +25,18 @@ class ActiveSites:
         """CUDA graphs for a single mask that exist now."""
 
     def set(self, mask: npt.NDArray[np.bool_]) -> None:
-        """Makes exactly the sites of `mask` active."""
+        """Begins a step in which exactly the sites of `mask` are active."""
+        self.in_step = True
         self.mask = mask
         self.key = mask.tobytes() if mask.any() else None
 
+    def set_none(self) -> None:
+        """Begins a step in which no site is active."""
+        self.clear()
+        self.in_step = True
+
     def clear(self) -> None:
-        """Makes no site active."""
+        """Ends the step."""
+        self.in_step = False
         self.mask = self._none
         self.key = None

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from rheostat_engine.plan.points import site_count
 from rheostat_engine.sites import install as installation
 from rheostat_engine.sites.block_layout import Block, BlockLayout, Branch, StreamLayout
 from rheostat_engine.sites.install import install
-from rheostat_engine.sites.op import bind, site
+from rheostat_engine.sites.op import bind, call_directly, site
 from rheostat_engine.sites.probe import probe
 from rheostat_engine.worker.state.buffers import Buffers
 
@@ -119,6 +120,72 @@ def test_compiled_blocks_equal_eager_ones_bit_for_bit(kind: type[Base]) -> None:
             results.append((*(out if isinstance(out, tuple) else (out,)), made.ring.clone()))
     assert all(map(torch.equal, *results))
     assert (results[0][-1][1:16].abs().sum(-1) > 0).all()
+
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The stream of each call that goes through torch's dispatcher, after `call_directly`."""
+    calls: list[torch.Tensor] = []
+    packet = torch.ops.rheostat.site
+    for op in (packet, packet.default):
+        stock = op._op
+
+        def counted(h: torch.Tensor, *rest: torch.Tensor, _stock: Any = stock) -> None:
+            calls.append(h)
+            _stock(h, *rest)
+
+        monkeypatch.setattr(op, "_op", counted)
+    before = hash(packet.default)
+    call_directly()
+    call_directly()
+    assert hash(packet.default) == before, "tables of torch are indexed by it"
+    return calls
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_a_step_calls_sites_without_the_dispatcher(
+    dispatched: list[torch.Tensor], backend: str | None
+) -> None:
+    model = Decoder(Pair, 2).eval()
+    layouts = probe(model.blocks(), WIDTH, lambda: model(stream()))
+    made = busy(2)
+    mask = made.active.mask
+    install(model.blocks(), layouts, made, width=WIDTH, entry=True)
+    bind(made)
+    run = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        made.ring.zero_()
+        out = run(stream())
+        return (*(out if isinstance(out, tuple) else (out,)), made.ring.clone())
+
+    with torch.inference_mode():
+        made.active.clear()
+        results()  # compiles
+        dispatched.clear()
+        idle = results()
+        assert len(dispatched) == made.sites
+        dispatched.clear()
+        made.active.set_none()
+        assert all(map(torch.equal, results(), idle))
+        made.active.set(mask)
+        direct = results()
+        assert not dispatched
+        assert (direct[-1][1:16].abs().sum(-1) > 0).all()
+        assert not torch.equal(direct[0], idle[0])
+
+
+def test_code_can_still_be_compiled_in_a_step(dispatched: list[torch.Tensor]) -> None:
+    made = busy(1)
+    bind(made)
+
+    def called(h: torch.Tensor) -> torch.Tensor:
+        site(h, None, made.site_handle(1))
+        return h + 1
+
+    changed = torch.compile(called, fullgraph=True)(stream())
+    assert dispatched, "by the compiler"
+    assert torch.equal(changed, called(stream()))
 
 
 class Tail(Base):
