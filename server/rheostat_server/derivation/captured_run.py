@@ -53,7 +53,7 @@ async def capture_run(
         check_prompt_selector(message.where)
     with _naming():
         admitted = await admit(_request(message), manager.admission)
-        selected_rows(admitted, message.where)
+        wanted = selected_rows(admitted, message.where)
         receipt: receipt_pb2.Receipt | None = None
         stopped = False
         async with aclosing(run(admitted, manager)) as responses:
@@ -64,9 +64,10 @@ async def capture_run(
     if receipt is None or not receipt.captures[0].run_id:
         if manager.draining:
             raise Draining("the server is ending; it did not run the prompt")
-        if stopped:
-            raise stopped_error()
         raise Defect("the request ended without its run")
+    if stopped and any(site.row_count < wanted for site in receipt.captures[0].sites):
+        manager.runs.delete(receipt.captures[0].run_id, "run_id")
+        raise stopped_error()
     return receipt
 
 

@@ -1,5 +1,7 @@
 """FitConditions over a real channel, on an engine whose rows follow from site and token."""
 
+from dataclasses import replace
+
 import grpc
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from rheostat_wire.v1 import gate_pb2, steering_service_pb2, types_pb2, vector_p
 from ..conftest import Refusal, rest
 from ..fakes import WIDTH
 from ..messages import selector, site_set, tensor, window
+from ..uploads import refusal_of
 from .test_derive import TABLE, TokenBackend, ids
 
 pb = steering_service_pb2
@@ -154,3 +157,12 @@ async def test_rows_of_all_calls_are_counted_together(starter, monkeypatch) -> N
         await rest(running.client.steering.FitConditions(order()))
     assert Refusal.of(raised.value).field == "sites"
     await fitted(running, order(pools=[gate_pb2.POOL_LAST]))
+
+
+async def test_a_pipeline_fits_no_conditions(starter) -> None:
+    backend = TokenBackend()
+    backend.info = replace(backend.info, pipeline_parallel=2)
+    running = await starter(backend)
+    refusal = await refusal_of(running.client.steering.FitConditions(order()).read())
+    assert refusal.brief == (grpc.StatusCode.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", "")
+    assert "pipeline parallelism" in refusal.message

@@ -19,6 +19,7 @@ from rheostat_wire.v1 import (
     lens_service_pb2,
     monitor_pb2,
     receipt_pb2,
+    run_service_pb2,
     steering_pb2,
     steering_service_pb2,
     types_pb2,
@@ -26,7 +27,7 @@ from rheostat_wire.v1 import (
 
 from ..conftest import Events, Running, rest
 from ..fakes import ScriptedBackend
-from ..messages import ONES, above, add, probe, request, site_set, tensor
+from ..messages import ONES, above, add, probe, request, selector, site_set, tensor, window
 from ..streams import settled
 from ..sweeps.patched import PatchedBackend, order
 from ..talks import SessionCall, start, update
@@ -318,6 +319,48 @@ async def test_a_prompt_whose_rows_do_not_all_come_is_refused(starter) -> None:
     refusal = await refusal_of(running.client.lens.Lens(message).read())
     assert refusal.brief[:2] == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED")
     await settled(running)
+
+
+@pytest.mark.parametrize(("begin", "refused"), [(0, True), (2, True), (1, False)])
+async def test_a_stored_run_whose_prompt_is_stopped_before_all_its_rows_came_is_refused(
+    starter, begin: int, refused: bool
+) -> None:
+    running = await starter(ScriptedBackend(openness=at(1)))
+    await set_rules(running, rule())
+    call = running.client.runs.CaptureRun(
+        run_service_pb2.CaptureRunRequest(
+            prompt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[10, 11, 12])),
+            sites=site_set(types_pb2.POINT_RESID_POST, layers=[0]),
+            where=selector(window(begin, 3 if refused else 2)),
+        )
+    )
+    if refused:
+        refusal = await refusal_of(call)
+        assert refusal.brief[:2] == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED")
+        assert "ended this prompt early" in refusal.message
+    else:
+        (positions,) = (await call).run.positions
+        assert (positions.start, positions.count) == (1, 1)
+    stats = await settled(running)
+    assert (stats.run_count, stats.leaked_count) == (not refused, 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "field"), [({"rules": [rule()]}, "probes"), ({"probes": []}, "rules")]
+)
+async def test_a_pipeline_has_no_rules_or_probes_in_its_policy(starter, policy, field) -> None:
+    backend = ScriptedBackend()
+    backend.info = replace(backend.info, pipeline_parallel=2)
+    running = await starter(backend)
+    policy = {"probes": [probe()], "rules": [rule()], **policy}
+    message = steering_service_pb2.SetGlobalRequest(policy=policy)
+    refusal = await refusal_of(running.client.steering.SetGlobal(message))
+    assert refusal.brief == (
+        Code.FAILED_PRECONDITION,
+        "REASON_NOT_SUPPORTED",
+        f"policy.{field}",
+    )
+    assert "pipeline parallelism" in refusal.message
 
 
 async def test_a_request_keeps_the_rules_that_it_was_admitted_under(starter, caplog) -> None:

@@ -464,6 +464,22 @@ async def test_what_a_watch_must_be_able_to_stop_is_refused_if_it_cannot(running
     )
 
 
+async def test_a_request_whose_readings_do_not_fit_beside_a_watch_that_stops_is_refused(
+    running: Running,
+) -> None:
+    many = [probe(f"p{number}") for number in range(64)]
+    for one in many:
+        one.signals = True
+    watcher = await Watcher.open(running, opening(rules=[rule(1.0, stop={})]))
+    message = request(probes=many, sampling=SAMPLING)
+    refusal = await refusal_of(running.client.generation.Generate(message).read())
+    assert refusal.brief == (Code.FAILED_PRECONDITION, "REASON_NOT_SUPPORTED", "")
+    assert "64" in refusal.message
+    await watcher.rest()
+    assert not watcher.of("begun")
+    assert not running.backend.jobs
+
+
 @pytest.mark.parametrize(
     ("message", "reason", "field"),
     [
