@@ -288,9 +288,9 @@ def runs_of_server(
 ) -> dict[str, Run]:
     """This server, idle and with everything that is asked of it."""
     layer = model.layer_count // 2
-    # Rows that come too fast are lost and counted. By default they would end the subscription.
+    # Rows that come too fast wait on disk. By default they would end the subscription.
     options = rheostat.SubscribeOptions(
-        every=True, capture=rheostat.Capture("resid_post", layers=layer), overload="drop_newest"
+        every=True, capture=rheostat.Capture("resid_post", layers=layer), overload="spill"
     )
 
     def run(arm: str, wanted: list[list[int]], tokens: int) -> Turn:
@@ -460,7 +460,8 @@ def _start(
     served: rheostat.ModelInfo | None = None
     for count in arguments.front_ends:
         log = scratch / f"server-{count}.log"
-        process = served_process(str(config.model), log, server_flags(config, count))
+        spooled = replace(config, spool=str(scratch / f"spool-{count}"))
+        process = served_process(str(config.model), log, server_flags(spooled, count))
         target = stack.enter_context(process).target
         served = store_vectors(target)
         watcher = stack.enter_context(Worker(partial(watching, target)))
@@ -484,6 +485,7 @@ def server_flags(config: ServerConfig, front_ends: int) -> list[str]:
         "--max-num-seqs": config.max_num_seqs,
         "--gpu-memory-utilization": config.gpu_memory_utilization,
         "--front-ends": front_ends,
+        "--spool": config.spool,
     }
     if config.kv_cache_memory_bytes is not None:
         flags["--kv-cache-memory-mib"] = config.kv_cache_memory_bytes >> 20
