@@ -29,6 +29,7 @@ from vllm.v1.request import Request
 from rheostat_engine.adapters.background import BackgroundPace, BackgroundQueue
 from rheostat_engine.adapters.gains import carry_gains
 from rheostat_engine.adapters.holds import HeldRequests
+from rheostat_engine.adapters.message_queues import sleep_between_messages
 from rheostat_engine.adapters.parent_watch import end_with_parent, leave_group
 from rheostat_engine.adapters.partial_hits import Hit, PartialHits, copies_parts
 from rheostat_engine.adapters.request_plan import RequestPlan, request_plan, with_plan_key
@@ -50,6 +51,7 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
     leave_group()
     skip_last_collection()
     end_with_parent(vllm_config)
+    sleep_between_messages(vllm_config.device_config.device_type)
     config = vllm_config.scheduler_config
     ours, config.scheduler_cls = config.scheduler_cls, None
     try:

@@ -263,7 +263,10 @@ def test_the_scheduler_is_the_one_that_vllm_would_have_made(
     config = SchedulerConfig(
         max_model_len=64, is_encoder_decoder=False, async_scheduling=True, scheduler_cls="ours"
     )
-    vllm_config: Any = SimpleNamespace(scheduler_config=config)  # in place of a VllmConfig
+    device = SimpleNamespace(device_type="cuda")
+    vllm_config: Any = SimpleNamespace(  # in place of a VllmConfig
+        scheduler_config=config, device_config=device
+    )
     made = site_scheduler(vllm_config, block_size=16, log_stats=True)
     assert isinstance(made, Made)
     assert made.arguments == {"vllm_config": vllm_config, "block_size": 16, "log_stats": True}
