@@ -23,7 +23,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,16 +34,9 @@ import numpy.typing as npt
 
 import rheostat
 from rheostat_bench import controllers
-from rheostat_bench.calls import connect
 from rheostat_bench.machine import add_model_arguments, chosen, described, server_config
 from rheostat_bench.processes import Worker
 from rheostat_bench.served import address, connected, prompts, serving
-from rheostat_wire.v1 import (
-    capture_service_pb2,
-    gain_pb2,
-    monitor_service_pb2,
-    monitor_service_pb2_grpc,
-)
 
 _PROMPT = 16
 """Tokens of a prompt."""
@@ -55,8 +48,6 @@ _PATIENCE = 300.0
 """Seconds for all streams of a turn."""
 _LABEL = "latency"
 """Label of the requests that a watch reads."""
-_ACKNOWLEDGED = 64
-"""Events of a watch that are acknowledged together."""
 
 _MOST_LAG = 8
 """Rows after which the gain of a controller is looked for."""
@@ -287,72 +278,52 @@ class Watcher:
         self.answers: dict[str, Answers] = {}
         """By request."""
         self.label = label
-        self._requests: dict[int, str] = {}
-        """By the numbers of the watch."""
         self._updates: dict[int, str] = {}
-        """The request of each update."""
-        self._unanswered = 0
+        """The request of each update that was not answered."""
+        self._gains = 0
         self._ended = 0
 
-    def opening(self, probe: rheostat.Probe) -> monitor_service_pb2.WatchRequest:
-        """The first message."""
-        message = monitor_service_pb2.WatchOpen(steers=True, credit_bytes=1 << 24)
-        message.filter.labels.labels[_LABEL] = self.label
-        message.probes.add().CopyFrom(probe.to_wire("probes[0]"))
-        return monitor_service_pb2.WatchRequest(open=message)
+    def take(self, event: rheostat.WatchEvent, gain: Callable[[str, float], int]) -> None:
+        """Answers an event.
 
-    def take(
-        self, event: monitor_service_pb2.WatchResponse
-    ) -> Iterator[monitor_service_pb2.WatchRequest]:
-        """The answers to an event."""
-        match event.WhichOneof("event"):
-            case "begun":
-                self._requests[event.begun.number] = event.begun.request_id
-                self.answers[event.begun.request_id] = Answers()
-                yield self._gain(event.begun.request_id, -1)
-            case "signals":
-                signals = event.signals
-                rows = zip(
-                    signals.numbers, signals.first_positions, signals.row_counts, strict=True
-                )
-                values = np.frombuffer(signals.values.inline, "<f4")
+        Args:
+            event: the event.
+            gain: sets the gain of a request, and returns the update's id.
+
+        Raises:
+            Broken: a request was not read.
+        """
+        match event:
+            case rheostat.WatchedRequestBegun():
+                self.answers[event.request_id] = Answers()
+                self._set(gain, event.request_id, -1)
+            case rheostat.WatchedSignals():
+                runs = zip(event.request_ids, event.first_positions, event.row_counts, strict=True)
                 end = 0
-                for number, first, count in rows:
+                for request, first, count in runs:
                     end += count
-                    if not np.isnan(values[end - 1]) and self._of(number).firsts:
-                        yield self._gain(self._requests[number], first + count - 1)
-            case "ended":
-                if event.ended.missed_reason:
-                    raise Broken(f"a watch missed a request: {event.ended.missed_reason}")
+                    if not np.isnan(event.values[end - 1, 0]) and self.answers[request].firsts:
+                        self._set(gain, request, int(first + count) - 1)
+            case rheostat.WatchedRequestEnded():
+                if event.missed_reason:
+                    raise Broken(f"a watch missed a request: {event.missed_reason}")
                 self._ended += 1
-            case "refused":
-                self._unanswered -= 1  # the request has ended
-            case "applied":
-                self._unanswered -= 1
-                firsts = {one.sample: one.position for one in event.applied.first_positions}
-                update = event.applied.update_id
-                self.answers[self._updates[update]].answered(update, firsts.get(0))
-        if event.sequence % _ACKNOWLEDGED == _ACKNOWLEDGED - 1:
-            ack = capture_service_pb2.Ack(sequence=event.sequence)
-            yield monitor_service_pb2.WatchRequest(ack=ack)
+            case rheostat.UpdateRefused():
+                del self._updates[event.update_id]  # the request has ended
+            case rheostat.UpdateApplied():
+                answers = self.answers[self._updates.pop(event.update_id)]
+                answers.answered(event.update_id, event.first_positions.get(0))
 
     def has_all(self, requests: int) -> bool:
         """Whether so many requests have ended, and every gain was answered."""
-        return self._ended == requests and not self._unanswered
+        return self._ended == requests and not self._updates
 
-    def _of(self, number: int) -> Answers:
-        return self.answers[self._requests[number]]
-
-    def _gain(self, request: str, position: int) -> monitor_service_pb2.WatchRequest:
-        update = len(self._updates) + 1
+    def _set(self, gain: Callable[[str, float], int], request: str, position: int) -> None:
+        self._gains += 1
+        factor = self._gains * 5 % _STEPS / _STEPS
+        update = gain(request, factor)
         self._updates[update] = request
-        self._unanswered += 1
-        factor = update * 5 % _STEPS / _STEPS
         self.answers[request].sent(update, position, factor)
-        steer = monitor_service_pb2.WatchSteer(
-            update_id=update, request_id=request, gain=gain_pb2.Gain(factor=factor)
-        )
-        return monitor_service_pb2.WatchRequest(steer=steer)
 
 
 async def watch_streams(engine: rheostat.aio.Engine, job: Job) -> list[Stream]:
@@ -372,18 +343,15 @@ async def watch_streams(engine: rheostat.aio.Engine, job: Job) -> list[Stream]:
         times[out.request_id] = 1e3 * (time.monotonic() - begun) / job.tokens
         return out
 
-    async with connect(job.target) as channel:
-        call = monitor_service_pb2_grpc.MonitorServiceStub(channel).Watch()
-        await call.write(watcher.opening(before))
-        await call.read()  # the watch stands
+    labels = {_LABEL: watcher.label}
+    async with engine.watch(probes=before, labels=labels, steers=True) as watch:
 
         async def steer() -> None:
-            while not watcher.has_all(len(job.prompts)):
-                event = await call.read()
-                if not isinstance(event, monitor_service_pb2.WatchResponse):
-                    raise Broken("the watch has ended before its requests")
-                for message in watcher.take(event):
-                    await call.write(message)
+            async for event in watch:
+                watcher.take(event, watch.gain)
+                if watcher.has_all(len(job.prompts)):
+                    return
+            raise Broken("the watch has ended before its requests")
 
         outs, _ = await asyncio.gather(_all_of(run, job), steer())
     streams = []

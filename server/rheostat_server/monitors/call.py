@@ -1,7 +1,7 @@
 """The calls of Watch."""
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 
 from rheostat_server import validation
@@ -12,7 +12,7 @@ from rheostat_server.errors import (
     RheostatError,
 )
 from rheostat_server.errors.status import to_status
-from rheostat_server.limits import LABEL_VALUE_BYTES
+from rheostat_server.limits import BATCH_EVENTS, LABEL_VALUE_BYTES
 from rheostat_server.monitors.registry import Watches
 from rheostat_server.monitors.watch import Response, Watch
 from rheostat_server.subscriptions.event_stream import Outgoing
@@ -85,32 +85,98 @@ def _handle(
     found: Watch,
     message: Message,
 ) -> bool:
-    """Carries out a message that acts on a request. It is answered now or later."""
-    action = message.WhichOneof("action")
-    if action not in ("stop", "steer"):
-        return False
-    number = message.stop.update_id if action == "stop" else message.steer.update_id
-    response = Response()
-    try:
-        found.check_update(number)
-        if action == "steer":
-            _steer(steer, keep, found, message.steer)
-            return True
-        _stop(stop, found, message.stop)
-        response.applied.update_id = number
-    except RheostatError as error:
-        response.refused.update_id = number
-        response.refused.status.CopyFrom(to_status(error))
-    found.answer(response)
+    """Carries out a message that acts on requests. It is answered now or later.
+
+    Raises:
+        InvalidValue: it has too many changes.
+    """
+    match message.WhichOneof("action"):
+        case "stop":
+            with _answering(found, message.stop.update_id):
+                found.check_update(message.stop.update_id)
+                _stop(stop, found, message.stop)
+                applied = generation_pb2.UpdateApplied(update_id=message.stop.update_id)
+                found.answer(Response(applied=applied))
+        case "steer":
+            _steer(steer, keep(), found, message.steer)
+        case "steer_batch":
+            steers = message.steer_batch.steers
+            validation.check_count(len(steers), BATCH_EVENTS, "steer_batch.steers", "changes")
+            release = _last_of(len(steers), keep())
+            for one in steers:
+                _steer(steer, release, found, one)
+        case _:
+            return False
     return True
+
+
+def _last_of(count: int, release: Callable[[], None]) -> Callable[[], None]:
+    """Calls `release` when the result has been called `count` times."""
+    left = count
+
+    def one() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            release()
+
+    if not count:
+        release()
+    return one
+
+
+@contextmanager
+def _answering(found: Watch, number: int) -> Iterator[None]:
+    """Answers an update that is refused.
+
+    Raises:
+        QueueFull: too many answers wait to be read.
+    """
+    try:
+        yield
+    except RheostatError as error:
+        refused = generation_pb2.UpdateRefused(update_id=number, status=to_status(error))
+        found.answer(Response(refused=refused))
 
 
 def _steer(
     steer: SteerRequest,
-    keep: Callable[[], Callable[[], None]],
+    release: Callable[[], None],
     found: Watch,
     message: monitor_service_pb2.WatchSteer,
 ) -> None:
+    """Carries out a change; `release` is called once it has been answered."""
+
+    def answer(result: generation_pb2.UpdateApplied | generation_pb2.UpdateRefused) -> None:
+        release()
+        if isinstance(result, generation_pb2.UpdateApplied):
+            found.answer_later(Response(applied=result))
+        else:
+            found.answer_later(Response(refused=result))
+
+    with _answering(found, message.update_id):
+        try:
+            found.check_update(message.update_id)
+            _check_steer(found, message)
+            _submit(steer, found, message, answer)
+        except RheostatError:
+            release()
+            raise
+
+
+def _submit(
+    steer: SteerRequest, found: Watch, message: monitor_service_pb2.WatchSteer, answer: Answer
+) -> None:
+    try:
+        running = steer(found, message, answer)
+    except RheostatError as error:
+        error.field = f"steer.{error.field}" if error.field else ""
+        raise
+    if not running:
+        raise RequestNotFound(_NOT_RUNNING, field="steer.request_id")
+
+
+def _check_steer(found: Watch, message: monitor_service_pb2.WatchSteer) -> None:
     validation.matches(message.request_id, validation.REQUEST_ID, "steer.request_id")
     if not found.settings.steers:
         raise NotSupported(
@@ -120,25 +186,6 @@ def _steer(
         )
     if message.WhichOneof("change") is None:
         raise MissingField("one of layer, gain and replace is required", field="steer")
-
-    release = keep()
-
-    def answer(result: generation_pb2.UpdateApplied | generation_pb2.UpdateRefused) -> None:
-        release()
-        if isinstance(result, generation_pb2.UpdateApplied):
-            found.answer_later(Response(applied=result))
-        else:
-            found.answer_later(Response(refused=result))
-
-    try:
-        running = steer(found, message, answer)
-    except RheostatError as error:
-        release()
-        error.field = f"steer.{error.field}" if error.field else ""
-        raise
-    if not running:
-        release()
-        raise RequestNotFound(_NOT_RUNNING, field="steer.request_id")
 
 
 def _stop(stop: StopRequest, found: Watch, message: monitor_service_pb2.WatchStop) -> None:

@@ -1,5 +1,6 @@
 """A watch: what probes read of requests that others run, and how each request ended."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -8,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_server.errors import InvalidValue, QueueFull, WatchLost
-from rheostat_server.limits import RETRY_SECONDS
+from rheostat_server.limits import BATCH_EVENTS, RETRY_SECONDS
 from rheostat_server.monitors.readings import WatchedReadings
 from rheostat_server.monitors.signal_buffer import SignalBuffer, SignalMessage, Step, WatchedRequest
 from rheostat_server.monitors.summaries import Summaries, Summary
-from rheostat_server.subscriptions.event_stream import EventStream
+from rheostat_server.subscriptions.event_stream import EventStream, Outgoing
 from rheostat_server.subscriptions.observed import ObservedRequests
 from rheostat_server.subscriptions.pending_changes import MissedRequest
 from rheostat_server.subscriptions.replay_window import Sent
@@ -285,6 +286,14 @@ class Watch(EventStream[SignalMessage]):
 
     def _silent(self, sign: capture_service_pb2.Heartbeat) -> Response:
         return Response(heartbeat=sign)
+
+    def _next_answers(self, answers: deque[Outgoing]) -> Outgoing:
+        """The first answer, or the first answers of a reader of several events in a message."""
+        if len(answers) == 1 or not self.buffer.batched:
+            return answers.popleft()
+        taken = [answers.popleft() for _ in range(min(len(answers), BATCH_EVENTS))]
+        events = [answer for answer in taken if isinstance(answer, Response)]
+        return Response(batch=_pb.WatchEventBatch(events=events))
 
     def _response(self, sent: Sequence[Sent[SignalMessage]]) -> MessageParts:
         events = [event.message.numbered(event.sequence) for event in sent]

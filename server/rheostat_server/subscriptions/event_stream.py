@@ -285,7 +285,7 @@ class EventStream(ABC, Generic[M]):
         while True:
             self._check(call)
             if self._answers:
-                yield self._answers.popleft()
+                yield self._next_answers(self._answers)
                 continue
             sent = await self._after(at, call)
             self._check(call)
@@ -343,6 +343,10 @@ class EventStream(ABC, Generic[M]):
     @abstractmethod
     def _take(self, message: M) -> None:
         """Removes the first event from the queue, because it is being sent."""
+
+    def _next_answers(self, answers: deque[Outgoing]) -> Outgoing:
+        """Takes the message of the first answers."""
+        return answers.popleft()
 
     def _acknowledged(self, message: M) -> None:  # most need nothing here
         """Frees what a message holds that was acknowledged."""

@@ -22,7 +22,6 @@ from rheostat_bench.latency import (
     summary,
 )
 from rheostat_engine import CONTROLLERS_GROUP
-from rheostat_wire.v1 import monitor_service_pb2
 
 
 def bools(text: str) -> np.ndarray:
@@ -101,32 +100,42 @@ def test_a_summary_has_the_histogram_of_all_streams() -> None:
     assert (found["p50"], found["p99"], found["answer_ms"]) == (2, 3, 2.0)
 
 
-def signals_event(sequence: int, number: int, first: int, readings: list[float]):
-    event = monitor_service_pb2.WatchResponse(sequence=sequence)
-    event.signals.numbers.append(number)
-    event.signals.first_positions.append(first)
-    event.signals.row_counts.append(len(readings))
-    event.signals.values.inline = np.array(readings, "<f4").tobytes()
-    return event
+def signals_event(first: int, readings: list[float]) -> rheostat.WatchedSignals:
+    return rheostat.WatchedSignals(
+        1,
+        (),
+        (),
+        ("a",),
+        np.array([0]),
+        np.array([first]),
+        np.array([len(readings)]),
+        np.array(readings, np.float32)[:, None],
+        np.zeros((0, 2), np.int64),
+    )
 
 
 def test_a_watch_answers_each_reading_of_a_generated_token_with_another_gain() -> None:
+    sent: list[tuple[str, float]] = []
+
+    def gain(request: str, factor: float) -> int:
+        sent.append((request, factor))
+        return len(sent)
+
     watcher = Watcher("label")
-    begun = monitor_service_pb2.WatchResponse(sequence=1)
-    begun.begun.request_id, begun.begun.number = "a", 7
-    (first,) = watcher.take(begun)
-    assert first.steer.request_id == "a"
-    assert list(watcher.take(signals_event(2, 7, 0, [np.nan, np.nan]))) == []  # prompt tokens
-    assert list(watcher.take(signals_event(3, 7, 2, [1.0]))) == []  # the first gain waits
-    applied = monitor_service_pb2.WatchResponse()
-    applied.applied.update_id = first.steer.update_id
-    applied.applied.first_positions.add(sample=0, position=3)
-    assert list(watcher.take(applied)) == []
-    (second,) = watcher.take(signals_event(4, 7, 3, [1.0]))
-    assert second.steer.gain.factor != first.steer.gain.factor
-    applied.applied.update_id = second.steer.update_id
-    applied.applied.first_positions[0].position = 5
-    assert list(watcher.take(applied)) == []
+    watcher.take(rheostat.WatchedRequestBegun(1, "a", {}, 1, 2), gain)
+    assert [request for request, _ in sent] == ["a"]
+    watcher.take(signals_event(0, [np.nan, np.nan]), gain)  # prompt tokens
+    watcher.take(signals_event(2, [1.0]), gain)  # the first gain waits
+    assert len(sent) == 1
+    watcher.take(rheostat.UpdateApplied(1, {0: 3}), gain)
+    watcher.take(signals_event(3, [1.0]), gain)
+    (_, first), (request, second) = sent
+    assert request == "a"
+    assert second != first
+    watcher.take(rheostat.WatchedRequestEnded(2, "a", 4, 0, ()), gain)
+    assert not watcher.has_all(1)
+    watcher.take(rheostat.UpdateApplied(2, {0: 5}), gain)
     assert watcher.answers["a"].positions == [2]
-    (ack,) = watcher.take(signals_event(63, 7, 4, [np.nan]))
-    assert ack.ack.sequence == 63
+    assert watcher.has_all(1)
+    with pytest.raises(Broken, match="no room"):
+        watcher.take(rheostat.WatchedRequestEnded(3, "b", 0, 0, (), (), "no room"), gain)

@@ -113,11 +113,19 @@ class Watcher:
         return found
 
 
-async def watched(starter, *interventions, rules=(), own_rules=(), backend=None, **fields: object):
+async def watched(
+    starter,
+    *interventions,
+    rules=(),
+    own_rules=(),
+    backend=None,
+    batches: bool = False,
+    **fields: object,
+):
     """A server, a watch that steers, and a call whose samples wait after two tokens."""
     backend = backend or ScriptedBackend(hold=asyncio.Event(), hold_from=2)
     running = await starter(backend)
-    watcher = await Watcher.open(running, opening(steers=True, rules=rules))
+    watcher = await Watcher.open(running, opening(steers=True, rules=rules, batches=batches))
     fields.setdefault("sampling", SAMPLING)
     call = running.client.generation.Generate(
         request(request_id="r", steer=interventions, rules=own_rules, **fields)

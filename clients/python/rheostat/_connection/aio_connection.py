@@ -20,6 +20,7 @@ from rheostat._connection.calls import (
     Answer,
     BidiCall,
     DownloadCall,
+    Joined,
     PagedCall,
     Result,
     Step,
@@ -183,7 +184,7 @@ class Connection(ConnectionBase):
         requests: asyncio.Queue[Message | None] = asyncio.Queue()
         timeout = checked_timeout(timeout)
         rpc = self.channel.stream_stream(call.path, serialize, call.answer.FromString)
-        running = rpc(_until_none(requests), timeout=timeout)
+        running = rpc(_until_none(requests, call.joined), timeout=timeout)
         return BidiResponses(running, requests, self.target, timeout)
 
     async def close(self) -> None:
@@ -193,9 +194,19 @@ class Connection(ConnectionBase):
             await self._channel.close()
 
 
-async def _until_none(requests: asyncio.Queue[Message | None]) -> AsyncIterator[Message]:
-    while (request := await requests.get()) is not None:
-        yield request
+async def _until_none(
+    requests: asyncio.Queue[Message | None], joined: Joined
+) -> AsyncIterator[Message]:
+    """The requests before None. Those that wait while one is sent are joined."""
+    request = await requests.get()
+    while request is not None:
+        waiting = [request]
+        while not requests.empty() and (request := requests.get_nowait()) is not None:
+            waiting.append(request)
+        for message in joined(waiting):
+            yield message
+        if request is not None:
+            request = await requests.get()
 
 
 def _task_is_cancelled() -> bool:

@@ -5,8 +5,8 @@ Both clients carry out the same values, so a call is defined only once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
@@ -81,12 +81,17 @@ class DownloadCall(Generic[Answer, Step, Result]):
     accumulator: Callable[[], Accumulator[Answer, Step, Result]]
 
 
+Joined: TypeAlias = Callable[[Sequence[Message]], Iterable[Message]]
+"""Makes fewer requests of those that wait to be sent, in their order."""
+
+
 @dataclass(frozen=True)
 class BidiCall(Generic[Answer]):
     """Many requests, many answers."""
 
     path: str
     answer: type[Answer]
+    joined: Joined = field(default=list, kw_only=True)
 
 
 PagedCall: TypeAlias = Generator[UnaryCall[Answer, Answer], Answer, Result]

@@ -15,6 +15,7 @@ from rheostat._connection.calls import (
     Answer,
     BidiCall,
     DownloadCall,
+    Joined,
     PagedCall,
     Result,
     Step,
@@ -144,10 +145,22 @@ class Connection(ConnectionBase):
         requests: SimpleQueue[Message | None] = SimpleQueue()
         timeout = checked_timeout(timeout)
         rpc = self.channel.stream_stream(call.path, serialize, call.answer.FromString)
-        running = rpc(iter(requests.get, None), timeout=timeout)
+        running = rpc(_until_none(requests, call.joined), timeout=timeout)
         return BidiResponses(running, requests, self.target, timeout)
 
     def close(self) -> None:
         """Close the channel and end every call on it."""
         self.closed = True
         self._channel.close()
+
+
+def _until_none(requests: SimpleQueue[Message | None], joined: Joined) -> Iterator[Message]:
+    """The requests before None. Those that wait while one is sent are joined."""
+    request = requests.get()
+    while request is not None:
+        waiting = [request]
+        while not requests.empty() and (request := requests.get()) is not None:
+            waiting.append(request)
+        yield from joined(waiting)
+        if request is not None:
+            request = requests.get()

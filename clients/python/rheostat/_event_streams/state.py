@@ -184,7 +184,7 @@ class EventStreamState(ABC, Generic[M, E]):
                     self._window = max(self._window, min(2 * self._window, MESSAGE_BYTES))
             case "batch":
                 for event in message.batch.events:
-                    self._enqueue(event)
+                    self.add(event)
             case _ if message.sequence:
                 self._enqueue(message)
 

@@ -9,9 +9,11 @@ gains of a request are set again in their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 import grpc
+from google.protobuf.message import Message
 
 from rheostat._connection.calls import BidiCall
 from rheostat._errors import Refused
@@ -28,8 +30,31 @@ BUFFER_BYTES = 8 * 1024 * 1024
 _MOST_UPDATES = 1024
 """Updates whose answers were not read. The server lets as many answers wait."""
 
+_JOINED = 1024
+"""Most gains in a message, which the server allows."""
+
+
+def join_gains(requests: Sequence[Message]) -> Iterator[Message]:
+    """Joins gains that follow each other, because a message costs more than what it says."""
+    for are_gains, some in groupby(requests, _is_gain):
+        several = [*some]
+        if not are_gains or len(several) == 1:
+            yield from several
+            continue
+        for start in range(0, len(several), _JOINED):
+            batch = monitor_service_pb2.WatchRequest()
+            for request in several[start : start + _JOINED]:
+                if isinstance(request, monitor_service_pb2.WatchRequest):
+                    batch.steer_batch.steers.append(request.steer)
+            yield batch
+
+
+def _is_gain(request: Message) -> bool:
+    return isinstance(request, monitor_service_pb2.WatchRequest) and request.steer.HasField("gain")
+
+
 _Response = monitor_service_pb2.WatchResponse
-_CALL = BidiCall("/rheostat.v1.MonitorService/Watch", _Response)
+_CALL = BidiCall("/rheostat.v1.MonitorService/Watch", _Response, joined=join_gains)
 
 
 class WatchState(EventStreamState[_Response, WatchEvent]):

@@ -108,6 +108,7 @@ class WatchRequest(_message.Message):
     STEER_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    STEER_BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___WatchOpen:
         """Starts or resumes."""
@@ -132,6 +133,10 @@ class WatchRequest(_message.Message):
     def leave(self) -> _capture_service_pb2.SubscribeLeave:
         """Ends the call, and the watch only if it says so."""
 
+    @_builtins.property
+    def steer_batch(self) -> Global___WatchSteerBatch:
+        """Changes the steering of several requests."""
+
     def __init__(
         self,
         *,
@@ -141,16 +146,41 @@ class WatchRequest(_message.Message):
         steer: Global___WatchSteer | None = ...,
         stop: Global___WatchStop | None = ...,
         leave: _capture_service_pb2.SubscribeLeave | None = ...,
+        steer_batch: Global___WatchSteerBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "leave", b"leave", "open", b"open", "steer", b"steer", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "leave", b"leave", "open", b"open", "steer", b"steer", "steer_batch", b"steer_batch", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "leave", b"leave", "open", b"open", "steer", b"steer", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "action", b"action", "credit", b"credit", "leave", b"leave", "open", b"open", "steer", b"steer", "steer_batch", b"steer_batch", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "credit", "ack", "steer", "stop", "leave"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["open", "credit", "ack", "steer", "stop", "leave", "steer_batch"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
 Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchSteerBatch(_message.Message):
+    """Several changes, in order. Each is carried out and answered as if it had come alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def steers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchSteer]:
+        """At most 1024."""
+
+    def __init__(
+        self,
+        *,
+        steers: _abc.Iterable[Global___WatchSteer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["steers", b"steers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchSteerBatch: _TypeAlias = WatchSteerBatch  # noqa: Y015
 
 @_typing.final
 class WatchOpen(_message.Message):
@@ -413,7 +443,9 @@ class WatchResponse(_message.Message):
 
     @_builtins.property
     def batch(self) -> Global___WatchEventBatch:
-        """Several numbered events, in order; `sequence` beside it is 0. Only with WatchOpen.batches."""
+        """Several numbered events, or several answers; `sequence` beside it is 0. Only with
+        WatchOpen.batches.
+        """
 
     def __init__(
         self,
@@ -448,7 +480,9 @@ class WatchEventBatch(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchResponse]:
-        """Each is begun, signals, dropped or ended, with its own sequence number."""
+        """In order. Each is begun, signals, dropped or ended, with its own sequence number, or applied or
+        refused.
+        """
 
     def __init__(
         self,

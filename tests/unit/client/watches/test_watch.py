@@ -2,13 +2,17 @@
 
 import asyncio
 import gc
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 
 import rheostat
 from rheostat import _notebook
+from rheostat._connection.calls import BidiCall
 from rheostat._watches import state
+from rheostat_wire.v1.monitor_service_pb2 import WatchRequest
 
 from ...server.fakes import WIDTH, ScriptedBackend, reading
 from ..notebooks import KERNEL, notebook
@@ -157,6 +161,51 @@ def test_a_watcher_changes_the_gain_of_a_request(starter, kind) -> None:
     assert (applied.update_id, applied.first_positions) == (sent, {0: 4})
     assert receipt.interventions[0].last_gain == 0.5
     assert [one.watch_id for one in receipt.watches] == [watch.id]
+
+
+def test_gains_that_are_set_together_travel_in_one_message(starter, kind, monkeypatch) -> None:
+    made: list[int] = []
+    join = state.join_gains
+
+    def counted(requests: Sequence[Message]) -> Iterator[Message]:
+        for message in join(requests):
+            made.append(len(message.steer_batch.steers) or int(message.HasField("steer")))
+            yield message
+
+    monkeypatch.setattr(state, "_CALL", BidiCall(state._CALL.path, state._Response, joined=counted))
+    running = starter(ScriptedBackend(hold=asyncio.Event(), hold_from=2))
+    push = ALONG.at(points="resid_post", layers=0)
+    with kind(running.target).watch(probes=MOOD, every=True, steers=True) as watch:
+        stream = running.engine.stream(
+            [10, 11, 12], request_id="a", steering=push, max_tokens=6, temperature=0
+        )
+        until(lambda: set(running.backend.positions.values()) == {4})
+        sent = [watch.gain("a", number / 200) for number in range(200)]
+        sent.append(watch.gain("gone", 0.5))
+        answers = {}
+        while len(answers) < len(sent):
+            event = next(watch)
+            if isinstance(event, rheostat.UpdateApplied | rheostat.UpdateRefused):
+                answers[event.update_id] = isinstance(event, rheostat.UpdateApplied)
+        running.do(running.backend.hold.set)
+        assert stream.result().receipt.interventions[0].last_gain == pytest.approx(199 / 200)
+    assert [answers.pop(update) for update in sent] == [True] * 200 + [False]
+    assert not answers
+    assert sum(made) == len(sent)
+    assert max(made) > 1
+
+
+def test_gains_alone_are_joined() -> None:
+    def steer(number: int, **change: object) -> WatchRequest:
+        return WatchRequest(steer={"update_id": number, "request_id": "a", **change})
+
+    gains = [steer(number, gain={"factor": 0.5}) for number in range(1, 5)]
+    layer, stop = steer(5, layer={}), WatchRequest(stop={"update_id": 6, "request_id": "a"})
+    joined = [*state.join_gains([*gains[:3], layer, stop, gains[3]])]
+    assert [one.WhichOneof("action") for one in joined] == ["steer_batch", "steer", "stop", "steer"]
+    assert list(joined[0].steer_batch.steers) == [one.steer for one in gains[:3]]
+    many = [*state.join_gains(gains[:1] * 1025)]
+    assert [len(one.steer_batch.steers) for one in many] == [1024, 1]
 
 
 def test_a_watcher_adds_a_layer_to_the_steering_of_a_request(starter, kind) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from rheostat_engine import MAX_COLUMNS, MAX_CONDITIONS
 from rheostat_server.limits import (
     ANSWER_ALTERNATIVES,
+    BATCH_EVENTS,
     CAPTURES,
     CHAT_MESSAGES,
     CHUNK_BYTES,
@@ -161,6 +162,7 @@ FIELD_LIMITS: Mapping[str, int] = {
     "WatchOpen.rules": RULES,
     "WatchResume.watch_id": ID_BYTES,
     "WatchSteer.request_id": ID_BYTES,
+    "WatchSteerBatch.steers": BATCH_EVENTS,
     "WatchStop.label": LABEL_VALUE_BYTES,
     "WatchStop.request_id": ID_BYTES,
     "VectorHeader.description": NAME_DESCRIPTION_BYTES,

@@ -2,12 +2,14 @@
 
 import asyncio
 
+import grpc
 import pytest
 
+from rheostat_server.limits import BATCH_EVENTS
 from rheostat_server.requests import steering_control
 from rheostat_wire.v1 import gain_pb2, generation_pb2, monitor_service_pb2, receipt_pb2
 
-from ..conftest import rest
+from ..conftest import Refusal, rest
 from ..fakes import ScriptedBackend
 from ..messages import add, request
 from ..streams import until
@@ -50,6 +52,43 @@ async def test_a_watch_multiplies_the_steering_of_a_request(starter) -> None:
     ]
     await watcher.rest()
     assert await clean(running)
+
+
+@pytest.mark.parametrize("batches", [False, True])
+async def test_gains_of_one_message_are_answered_one_by_one(starter, batches: bool) -> None:
+    running, watcher, call = await watched(starter, add(), batches=batches)
+    steers = [gain(1, 0.5), gain(2, 0.5, of="gone"), gain(2, 4.0), gain(3, 17.0), gain(4, 3.0)]
+    steers.append(pb.WatchSteer(update_id=5, request_id="r"))
+    await watcher.say(steer_batch=pb.WatchSteerBatch(steers=steers))
+    answers: dict[int, str] = {}
+    messages = 0
+    while len(answers) < 5:
+        event = await watcher.hear()
+        several = list(event.batch.events) or [event]
+        found = [one for one in several if one.HasField("applied") or one.HasField("refused")]
+        messages += bool(found)
+        for one in found:
+            kind = one.WhichOneof("event")
+            number = one.applied.update_id or one.refused.update_id
+            assert not one.sequence
+            assert answers.setdefault(number, kind) == kind
+    assert answers == {1: "applied", 2: "refused", 3: "refused", 4: "applied", 5: "refused"}
+    assert (messages < 5) == batches
+    running.backend.hold.set()
+    receipt = (await rest(call))[-1].receipt
+    assert [one.last_gain for one in receipt.interventions] == [3.0]
+    await watcher.rest()
+    assert await clean(running)
+
+
+async def test_too_many_changes_in_a_message_end_the_call(running) -> None:
+    watcher = await Watcher.open(running, opening(steers=True))
+    steers = [gain(number, 0.5) for number in range(1, BATCH_EVENTS + 2)]
+    await watcher.say(steer_batch=pb.WatchSteerBatch(steers=steers))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await watcher.until("refused")
+    refusal = Refusal.of(caught.value)
+    assert (refusal.reason, refusal.field) == ("REASON_INVALID_VALUE", "steer_batch.steers")
 
 
 async def test_gains_of_a_session_and_of_watches_multiply_each_other(starter) -> None:
