@@ -67,6 +67,7 @@ class Planner:
             made = plan.work()
         except BaseException as error:  # the caller gets any error
             plan.made.set_exception(error)
+            del plan  # the error refers to this frame, so this would be a cycle
         else:
             plan.made.set_result(made)
 

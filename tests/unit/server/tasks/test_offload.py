@@ -1,9 +1,13 @@
 """Long work is done on threads, and plans are made on one."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import pytest
 
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.tasks.offload import Planner, offload, offload_plan
@@ -82,3 +86,27 @@ def test_a_plan_whose_caller_has_left_is_not_made() -> None:
         assert left.cancel()
     stays.result(30)
     assert made == ["stays"]
+
+
+async def test_a_plan_that_was_refused_is_freed_without_a_garbage_collection() -> None:
+    class Message:
+        pass
+
+    async def refused() -> weakref.ref[Message]:
+        message = Message()
+
+        def refuse(_: Message) -> None:
+            raise ValueError("refused")
+
+        with pytest.raises(ValueError, match="refused"):
+            await offload_plan(LONG, refuse, message)
+        return weakref.ref(message)
+
+    gc.collect()
+    gc.disable()
+    try:
+        left = await refused()
+        await offload_plan(LONG, str)  # the thread has dropped the plan before
+        assert left() is None
+    finally:
+        gc.enable()
