@@ -8,7 +8,7 @@ underestimated.
 from collections.abc import Sequence
 
 from rheostat_engine import ModelSites
-from rheostat_server.limits import OFFLOAD_BYTES, REPLACED_ROWS
+from rheostat_server.limits import DIRECTIONS, OFFLOAD_BYTES, REPLACED_ROWS
 from rheostat_server.vectors.store import VectorView
 from rheostat_wire.v1 import (
     capture_pb2,
@@ -48,9 +48,10 @@ def estimate_steering(
         work += _estimate_selector(intervention.where, prompt_len)
         if intervention.HasField("replace"):
             work += _estimate_replaced(intervention, prompt_len, model)
-        if intervention.HasField("ablate") and len(intervention.ablate.directions) > 1:
+        directions = intervention.ablate.directions
+        if 1 < len(directions) <= DIRECTIONS:  # with more it is refused, and may have very many
             # `check_directions` compares these rows.
-            work += sum(_size(ref, vectors) for ref in intervention.ablate.directions)
+            work += sum(_size(ref, vectors) for ref in directions)
     return work
 
 
