@@ -8,6 +8,7 @@ from rheostat_server import validation
 from rheostat_server.errors import (
     MissingField,
     NotSupported,
+    QueueFull,
     RequestNotFound,
     RheostatError,
 )
@@ -89,6 +90,7 @@ def _handle(
 
     Raises:
         InvalidValue: it has too many changes.
+        QueueFull: too many answers wait to be read.
     """
     match message.WhichOneof("action"):
         case "stop":
@@ -103,8 +105,14 @@ def _handle(
             steers = message.steer_batch.steers
             validation.check_count(len(steers), BATCH_EVENTS, "steer_batch.steers", "changes")
             release = _last_of(len(steers), keep())
-            for one in steers:
-                _steer(steer, release, found, one)
+            left = iter(steers)
+            try:
+                for one in left:
+                    _steer(steer, release, found, one)
+            except QueueFull:
+                for _ in left:
+                    release()
+                raise
         case _:
             return False
     return True

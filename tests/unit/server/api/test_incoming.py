@@ -16,16 +16,18 @@ from rheostat_server.api.incoming import Calls, Reader
 from rheostat_server.errors import DeadlinePassed, QueueFull
 from rheostat_server.front_ends.call import GrpcCall
 from rheostat_server.limits import FIRST_READ_SECONDS, FIRST_READS, NUMBER_BYTES
+from rheostat_server.subscriptions import event_stream
 from rheostat_server.tasks import uploads
 from rheostat_server.vectors import upload
 from rheostat_wire.v1 import (
     engine_service_pb2,
+    gain_pb2,
     generation_pb2,
     generation_service_pb2,
     steering_pb2,
     steering_service_pb2,
 )
-from rheostat_wire.v1.monitor_service_pb2 import WatchSteer
+from rheostat_wire.v1.monitor_service_pb2 import WatchSteer, WatchSteerBatch
 
 from .. import talks, watchers
 from ..conftest import Client, Refusal, rest
@@ -203,6 +205,19 @@ async def test_a_change_that_is_refused_at_once_reserves_nothing(
     await watcher.hear()
     await watcher.say(steer=WatchSteer(update_id=2, request_id=request_id))
     await watcher.hear()
+    assert taken["bytes"] == 0
+
+
+async def test_changes_whose_answers_do_not_fit_reserve_nothing_once_the_call_has_ended(
+    running, taken, monkeypatch
+) -> None:
+    monkeypatch.setattr(event_stream, "UNREAD_ANSWERS", 2)
+    watcher = await Watcher.open(running, watchers.opening(steers=True))
+    gain = gain_pb2.Gain(factor=0.5)
+    changes = [WatchSteer(update_id=n, request_id="gone", gain=gain) for n in range(1, 1025)]
+    await watcher.say(steer_batch=WatchSteerBatch(steers=changes))
+    assert (await refused(watcher.call)).reason == "REASON_QUEUE_FULL"
+    assert await watchers.clean(running)
     assert taken["bytes"] == 0
 
 
