@@ -3,7 +3,6 @@
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rheostat_engine.adapters.message_queues import sleep_between_messages
 from rheostat_engine.adapters.runner_v1 import CpuSiteRunner
 from rheostat_engine.adapters.worker_rpc import SiteRpc
 
@@ -13,7 +12,6 @@ class CpuSiteWorker(SiteRpc, CPUWorker):
 
     def init_device(self) -> None:
         """As vLLM's, with our runner."""
-        sleep_between_messages("cpu")
         super().init_device()
         if self.use_v2_model_runner:
             raise RuntimeError(
