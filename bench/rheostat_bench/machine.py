@@ -140,7 +140,7 @@ def described(model: Model, runner: str) -> dict[str, object]:
 
 
 def circumstances() -> dict[str, object]:
-    """The commit of the code, the cores that it may use and the time, which every result names."""
+    """What every result names: the code's commit, the cores it may use, and the time."""
     return {
         "commit": commit(Path(__file__).parent),
         "cores": len(os.sched_getaffinity(0)),

@@ -74,9 +74,9 @@ class Turn(NamedTuple):
     first_token_ms: float
     """Median of the streams, each from its own call."""
     first_token_of_burst_ms: float
-    """Median of the streams, all from the first call. Calls in one process wait for each other: the
-    last of 256 calls of `AsyncLLM.generate` begins some 60 ms after the first. So a first token
-    that is late by this can look early to its own stream."""
+    """Median over the streams of the time from the first stream's call to a stream's first token.
+    Calls in one process wait for each other: the last of 256 calls of `AsyncLLM.generate` begins
+    about 60 ms after the first. `first_token_ms` does not include this wait."""
     lost_rows: int
 
 

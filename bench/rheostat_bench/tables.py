@@ -297,7 +297,7 @@ def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:
     }
     for label, (key, form, relative) in measures.items():
         workloads = [name for name, row in summary[stock].items() if row.get(key)]
-        if not workloads:  # a file from before this was measured
+        if not workloads:  # an older file lacks this measure
             continue
         rows = [[stock, *(format(summary[stock][name][key], form) for name in workloads)]]
         for arm in others:
@@ -402,7 +402,7 @@ def _sweeps(summary: Mapping[str, Table], neighbours: Mapping[str, Any]) -> list
 
 
 def _watched(summary: Table) -> list[str]:
-    """Time per token and CPU time, beside the arm's reference, and what the reader got."""
+    """Time per token and CPU time, compared with the arm's reference, and the reader's counts."""
     counts = list(next(iter(summary.values())))
     cells: dict[str, Callable[[Mapping[str, float]], str]] = {
         "ms per token": lambda row: (

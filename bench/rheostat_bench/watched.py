@@ -1,18 +1,19 @@
-"""What a watch of every token of every request costs, and the loops that steer by readings.
+"""Measures the cost of watching every token of every request, and of steering by the readings.
 
-One server over gRPC. In turns, a number of streams that begin together run beside different
-readers. A reader is one Python process. It reads 64 numbers of every token, prompts included: 16
+All calls go to one server over gRPC. In each turn of an arm, a number of streams begin together.
+The reader is one Python process, whose watch reads 64 numbers of every token, prompts included: 16
 linear probes at four layers each. The arms:
 
-    unwatched   nobody reads anything
-    summaries   the 64 numbers are read; the reader gets a summary at each request's end
-    every token the reader gets all numbers, and compares their count with the tokens
-    steered     nobody reads anything, and one layer is steered
-    gains       as every token, and the reader answers with gains of the steering; each stream gets
-                a gain as soon as its last one was answered
-    controller  a plugin of the server sets a gain of the steering after each token, by one probe
+    unwatched   there is no watch
+    summaries   the watch sends the reader a summary of the 64 numbers at each request's end
+    every token the watch sends the reader all numbers, and the reader counts missing ones
+    steered     there is no watch, and one layer is steered
+    gains       as steered, with the watch of every token; the reader sets gains of the steering,
+                a new one for each stream as soon as the stream's last gain was answered
+    controller  as steered; a controller plugin of the server sets the gain after each token, from
+                what one probe reads
 
-CPU time is that of all threads of a process in a second of wall time, so 1.0 is one core.
+CPU time is given in cores: seconds of all threads of a process in a second of wall time.
 
     rheostat bench watched --shape qwen3-8b --out results
 """
@@ -47,9 +48,10 @@ _PROMPT = 32
 _PROBES = 16
 _LAYERS = 4
 _WARM_UP = 150
-"""Least tokens of an arm's first turn, enough for a set of sites to get a graph of its own."""
+"""The least tokens of a stream in an arm's warm-up, enough for the engine to make a CUDA graph for
+the arm's active sites."""
 _PATIENCE = 60.0
-"""Seconds that the reader has for what was read when the streams have ended."""
+"""Seconds in which the reader must finish after the streams have ended."""
 
 UNWATCHED, SUMMARIES, EVERY = "unwatched", "64 readings, summaries", "64 readings of every token"
 STEERED = "one layer steered"
@@ -63,32 +65,32 @@ REFERENCES = {
     CONTROLLER: STEERED,
 }
 """The arms, each with the arm that it is compared with."""
-READ = (SUMMARIES, EVERY, GAINS)
+WATCHED = (SUMMARIES, EVERY, GAINS)
 """Arms with a watch."""
 
 
 class Stream(NamedTuple):
-    """One request, as its client sees it. Moments by `time.monotonic`."""
+    """One request, as its client sees it. Times are of `time.monotonic`."""
 
     began: float
     first: float
-    """When its first token was there."""
+    """When its first token arrived."""
     last: float
-    """When its last token was there."""
+    """When its last token arrived."""
     tokens: int
     waits: list[float]
-    """Seconds between two arrivals of tokens."""
+    """Seconds between consecutive arrivals of tokens."""
 
 
 class Read(NamedTuple):
-    """What came to a reader."""
+    """What a reader received in a turn."""
 
     positions: int = 0
-    """Positions whose readings came."""
+    """Positions whose readings arrived."""
     lost: int = 0
-    """Positions whose readings the server counts as lost, or that are missing."""
+    """Positions whose readings did not arrive, as the server or the reader counts (the larger)."""
     gains: int = 0
-    """Gains that were carried out."""
+    """Gains that were applied."""
     cpu_s: float = 0.0
     """CPU time of the reader's process."""
 
@@ -100,19 +102,19 @@ class Turn(NamedTuple):
     per_token_ms: float
     """Median of the streams."""
     p99_ms: float
-    """Between two arrivals of tokens of a stream; all streams together."""
+    """99th percentile of the times between arrivals of tokens, over all streams."""
     server_cores: float
-    """Cores on which the server is busy, with its front ends and without its engine."""
+    """CPU time of the server and its front ends, without the engine; in cores."""
     engine_cores: float
-    """Cores on which the engine's processes are busy."""
+    """CPU time of the engine's processes, in cores."""
     reader_cores: float
-    """Cores on which the reader is busy."""
+    """CPU time of the reader, in cores."""
     readings_per_s: float
-    """Numbers that came to the reader."""
+    """Numbers that the reader received."""
     lost: int
-    """Positions whose readings did not come."""
+    """Positions whose readings did not arrive."""
     gains_per_s: float
-    """Gains that were carried out."""
+    """Gains that were applied."""
 
 
 def figures(
@@ -122,9 +124,9 @@ def figures(
 
     Args:
         streams: its streams, of more than one token each.
-        read: what came to its reader.
+        read: what its reader received.
         cpu: CPU seconds of the server by kind of thread; see `costs.taken`.
-        seconds: wall time in which the CPU time was taken.
+        seconds: wall time over which the CPU time was measured.
         columns: numbers of each position that was read.
     """
     whole = max(stream.last for stream in streams) - min(stream.began for stream in streams)
@@ -157,12 +159,16 @@ class Reader:
     """A client that has one watch at a time, and reads it in a thread. Its methods are orders."""
 
     def __init__(self, engine: rheostat.Engine) -> None:
-        """Has none."""
+        """No watch is open yet."""
         self._engine = engine
         self._reading: asyncio.Task[Read] | None = None
 
     async def open(self, arm: str, requests: int) -> int:
-        """Opens a watch, reads it to the end of so many requests; returns its number of columns."""
+        """Opens a watch, and starts to read it until so many requests have ended.
+
+        Returns:
+            The number of the watch's columns.
+        """
         model = self._engine.model()
         watch = self._engine.watch(
             probes=probes(model.width, model.layer_count),
@@ -175,12 +181,12 @@ class Reader:
         return len(watch.columns)
 
     async def finish(self) -> Read:
-        """Waits until the watch has been read, and has been closed.
+        """Waits until the watch has been read and closed; returns what was received.
 
         Raises:
-            TimeoutError: it has not been within a minute.
+            TimeoutError: this took more than a minute.
         """
-        assert self._reading is not None, "it was opened"
+        assert self._reading is not None, "`open` comes first"
         async with asyncio.timeout(_PATIENCE):
             return await self._reading
 
@@ -188,8 +194,8 @@ class Reader:
 def _read(watch: rheostat.Watch, requests: int, answers: bool) -> Read:
     began = time.process_time()
     with watch:
-        came = read_events(watch, requests, watch.gain if answers else None)
-    return came._replace(cpu_s=time.process_time() - began)
+        read = read_events(watch, requests, watch.gain if answers else None)
+    return read._replace(cpu_s=time.process_time() - began)
 
 
 def read_events(
@@ -197,19 +203,19 @@ def read_events(
     requests: int,
     gain: Callable[[str, float], int] | None,
 ) -> Read:
-    """Reads the events of so many requests.
+    """Reads the events of a watch until so many requests have ended.
 
     Args:
         events: the events.
-        requests: how many requests are read to their ends.
+        requests: how many requests must end.
         gain: sets a gain of a request, and returns the update's id; None: no gains are set.
 
     Raises:
         RuntimeError: a request was not read.
     """
     positions = lost = sent = gains = ended = 0
-    waiting: dict[int, str] = {}
-    busy: set[str] = set()
+    waiting: dict[int, str] = {}  # the request of each unanswered gain, by the update's id
+    busy: set[str] = set()  # requests with an unanswered gain
     for event in events:
         match event:
             case rheostat.WatchedSignals():
@@ -241,7 +247,7 @@ async def reading(target: str) -> AsyncIterator[Reader]:
 
 
 def options_of(arm: str, model: rheostat.ModelInfo, tokens: int) -> rheostat.GenerateOptions:
-    """What the requests of an arm ask for."""
+    """The options of an arm's requests."""
     options: rheostat.GenerateOptions = {
         "max_tokens": tokens,
         "temperature": 0,
@@ -294,7 +300,7 @@ class _Stage:
         """One turn of an arm."""
         wanted = prompts(streams, _PROMPT)
         columns = 0
-        if arm in READ:
+        if arm in WATCHED:
             columns = self._reader.do(partial(Reader.open, arm=arm, requests=streams))
         orders = [
             partial(stream_all, wanted=share, tokens=tokens, arm=arm)
@@ -302,7 +308,7 @@ class _Stage:
         ]
         before, began = thread_times(self._pid), time.monotonic()
         parts = together(self._clients[: len(orders)], orders)
-        read = self._reader.do(Reader.finish) if arm in READ else Read()
+        read = self._reader.do(Reader.finish) if arm in WATCHED else Read()
         seconds, cpu = time.monotonic() - began, taken(before, thread_times(self._pid))
         if arm in (EVERY, GAINS):
             missing = streams * (_PROMPT + tokens - 1) - read.positions
@@ -317,10 +323,10 @@ def measure(
     repeats: int,
     save: Callable[[Mapping[str, Mapping[str, Sequence[Turn]]]], None],
 ) -> None:
-    """Times every arm at every number of streams; arms take turns.
+    """Measures every arm at every number of streams, in alternating turns.
 
     Args:
-        turn: runs a turn, of an arm, a number of streams, and tokens of each.
+        turn: runs a turn, given its arm, its number of streams, and the tokens of each stream.
         streams: the numbers of streams.
         tokens: tokens of each stream.
         repeats: turns of each arm and number of streams.
@@ -338,7 +344,7 @@ def measure(
 
 
 def summary(turns: Mapping[str, Mapping[str, Sequence[Turn]]]) -> Table:
-    """Medians by arm and number of streams, beside those of the arm's reference."""
+    """Medians by arm and number of streams, compared with those of the arm's reference."""
     table: Table = {}
     for arm, by_count in turns.items():
         for count, some in by_count.items():
@@ -424,7 +430,7 @@ def main() -> None:
 def _save(
     path: Path, about: Mapping[str, object], turns: Mapping[str, Mapping[str, Sequence[Turn]]]
 ) -> None:
-    """Writes the turns so far, so that a run which is cut short leaves what it has measured."""
+    """Writes the turns so far, so that an interrupted run keeps its measurements."""
     by_arm = {
         arm: {count: [one._asdict() for one in some] for count, some in by_count.items()}
         for arm, by_count in turns.items()

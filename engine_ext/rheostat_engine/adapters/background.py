@@ -23,9 +23,9 @@ Long prompts
     the others did not fill, and always once `_LONGEST_WAIT` has passed since the last burst, or
     since requests were first held after the burst.
 Preemption
-    If vLLM preempts a background request, it computes the prompt again, with the tokens of the
-    answer. vLLM puts the request in front of all that wait; here it waits behind them, and then
-    pauses as above. Once `_LONGEST_WAIT` has passed since the preemption, it goes first.
+    A background request that vLLM preempts must compute its prompt and its generated tokens again.
+    vLLM puts it in front of all waiting requests. Here it waits behind them, and then pauses as
+    above. Once `_LONGEST_WAIT` has passed since the preemption, it goes first.
 Consequences
     Background requests always make progress, and take at most about a tenth of the time. They
     lengthen about one in `_STEPS` steps of others, whatever the model, the device and the prompts,
@@ -149,8 +149,8 @@ class BackgroundQueue:
         self._last: float | None = None
         """When the last step was scheduled; None if no request ran then."""
         self._computing: dict[Request, float] = {}
-        """Background requests that have begun, and when they began or were preempted.
-        `_pause_prompts` removes those that have no tokens to compute but the next one."""
+        """Background requests that have begun, and when they began or were last preempted.
+        `_pause_prompts` removes those whose prompts, or lost tokens, are computed."""
         self._room_left = False
         """Whether background prompts paused in the last step, and others did not fill it."""
         self._schedule = scheduler.schedule
@@ -201,9 +201,10 @@ class BackgroundQueue:
         return output
 
     def _pause_prompts(self, now: float) -> bool:
-        """Moves background prompts behind the other running requests, and preempted ones in turn.
+        """Moves background prompts behind the other running requests.
 
-        If other requests wait to begin, the prompts also pause for a step; see "Long prompts".
+        If other requests wait to begin, the prompts also pause for a step; see "Long prompts". The
+        preempted ones change their places in the queue; see "Preemption".
 
         Returns:
             Whether they pause in the next step.
@@ -230,7 +231,10 @@ class BackgroundQueue:
         return True
 
     def _order_preempted(self, recent: Sequence[Request]) -> None:
-        """Puts preempted requests behind the others that wait, or before them if not `recent`."""
+        """Moves preempted background requests behind the other waiting requests.
+
+        Those that are not `recent` have waited long enough, and move in front of the others.
+        """
         waiting = self._scheduler.waiting
         preempted = [request for request in waiting if request in self._computing]
         if preempted:
@@ -298,6 +302,6 @@ def _may_wait(request: Request) -> bool:
 
 
 def _is_computing(request: Request) -> bool:
-    """Whether a request that has begun has tokens to compute before it gets its next one."""
+    """Whether a request that has begun must compute other tokens before its last one."""
     begun = request.status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
     return begun and request.num_computed_tokens < request.num_tokens - 1

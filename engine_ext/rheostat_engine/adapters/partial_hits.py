@@ -72,10 +72,10 @@ class PartialHits:
         self._pool = self._manager.block_pool
         self._size: int = scheduler.block_size
         self._hash_function = hash_function
-        self._noted: list[tuple[list[KVCacheBlock], int, int]] = []
-        """Blocks that the step which is being scheduled computes: a request's, from and to."""
+        self._fresh_ranges: list[tuple[list[KVCacheBlock], int, int]] = []
+        """Blocks that the step being scheduled computes: a request's blocks, start and end."""
         self._fresh: set[int] = set()
-        """Ids of such blocks, without those of `_noted`."""
+        """Ids of the blocks of entries that `_is_fresh` has removed from `_fresh_ranges`."""
         self._schedule = scheduler.schedule
         self._cache = self._pool.cache_full_blocks
         setattr(scheduler, _SCHEDULE, self._begin_step)
@@ -116,7 +116,7 @@ class PartialHits:
         return found[0] if found else None
 
     def _begin_step(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self._noted.clear()
+        self._fresh_ranges.clear()
         self._fresh.clear()
         return self._schedule(throttle_prefills)
 
@@ -134,10 +134,14 @@ class PartialHits:
             num_full_blocks=num_full_blocks,
             **others,
         )
-        self._noted.append((blocks, num_cached_blocks, num_full_blocks))
+        self._fresh_ranges.append((blocks, num_cached_blocks, num_full_blocks))
 
     def _is_fresh(self, block: KVCacheBlock) -> bool:
-        for blocks, start, end in self._noted:
+        """Whether the step being scheduled computes a block.
+
+        The ids are listed only here, because most steps never ask.
+        """
+        for blocks, start, end in self._fresh_ranges:
             self._fresh.update(each.block_id for each in blocks[start:end])
-        self._noted.clear()
+        self._fresh_ranges.clear()
         return block.block_id in self._fresh

@@ -180,12 +180,12 @@ class SiteRpc:
         }
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """As in vLLM. Then prepares the worker for requests, when nothing is compiled any more.
+        """As in vLLM. Then prepares the worker for requests, because nothing is compiled any more.
 
-        It leaves the process group, lets steps call sites directly, and freezes all objects for the
-        collector. vLLM does the last in the engine core's process only. On a CPU, and with several
-        ranks, each worker is a process of its own with 700,000 objects. A full garbage collection
-        there made a step 0.4 to 0.6 s longer.
+        It leaves the process group, lets steps call sites directly, and freezes all objects, which
+        garbage collections then skip. vLLM freezes those of the engine core's process only. On a
+        CPU, and with several ranks, each worker is a process of its own with 700,000 objects. A
+        full garbage collection there made a step 0.4 to 0.6 s longer.
         """
         times: CompilationTimes = super().compile_or_warm_up_model()  # type: ignore[misc]  # as below
         # Not sooner, because only a signal to the group ends a worker that is still loading.

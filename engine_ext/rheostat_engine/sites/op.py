@@ -14,8 +14,8 @@ compiled around it computes the same bits as without it. An inactive site launch
 Why steps call the op directly
     A prompt longer than the largest CUDA graph runs without one, so the host calls all sites of the
     model, 145 for 36 layers. torch's dispatcher takes most of the time of such a call, although
-    nearly always nothing is to be done. `call_directly` replaces the C++ function behind the op by
-    a Python function, which in a step only looks whether the site is active.
+    in most steps no site is active. `call_directly` replaces the C++ function behind the op by a
+    Python function. In a step, it calls the implementation, and only if a site is active.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def call_directly() -> None:
 
 
 class _Direct:
-    """The function behind an op: calls the implementation in a step, else the dispatcher."""
+    """Replaces the function of an op: calls the implementation in a step, else the dispatcher."""
 
     def __init__(self, dispatch: Callable[..., None]) -> None:
         self._dispatch = dispatch
@@ -66,14 +66,16 @@ class _Direct:
         self, h: torch.Tensor, residual: torch.Tensor | None, site_handle: torch.Tensor
     ) -> None:
         buffers = _Bound.buffers
-        real = type(h) is torch.Tensor  # and no tensor of a compiler, which might still run
-        if buffers is None or not buffers.active.in_step or not real:
+        # A compiler, which may run in a step too, passes tensors of its own types.
+        plain = type(h) is torch.Tensor
+        if buffers is None or not buffers.active.in_step or not plain:
             self._dispatch(h, residual, site_handle)
         elif buffers.active.key is not None:
             (_on_cuda if h.is_cuda else _on_cpu)(h, residual, site_handle)
 
     def __hash__(self) -> int:
-        return hash(self._dispatch)  # which is the hash of the op
+        # The hash of an op is that of this function, and torch has tables that are indexed by it.
+        return hash(self._dispatch)
 
 
 def _on_cpu(h: torch.Tensor, residual: torch.Tensor | None, site_handle: torch.Tensor) -> None:

@@ -90,7 +90,7 @@ def _change(
     dose_slots = site.dose_slot.index_select(0, tokens).long()
     steps = (-codes).clamp(min=0)
     added = (codes > 0).nonzero().squeeze(1)
-    # Most programs of a replaced row have no other step, and skip the part that sums changes.
+    # Most programs that replace a row have no other step, so they skip `_add`.
     if len(added) or _groups(steps, site, last=False):
         _add(h, residual, tokens, codes, added, steps, dose_slots, site, gain)
     if len(own := steps.nonzero().squeeze(1)):
@@ -112,9 +112,10 @@ def _add(
     site: SiteBuffers,
     gain: float,
 ) -> None:
-    """Runs the steps of tokens up to those that act last. Changes `steps` and `dose_slots` [n].
+    """Runs the steps of tokens before those that act last, and sums their changes.
 
-    `added` are the indices of the tokens to which a row of the bank is added.
+    `added` are the indices of the tokens to which a row of the bank is added. `steps` [n] and
+    `dose_slots` [n] become those that follow.
     """
     x = _stream(h, residual, tokens, gain)
     delta = site.rows.index_select(0, codes.clamp(min=0)).float()  # row 0 is zeros
@@ -186,9 +187,10 @@ def _open(steps: torch.Tensor, tokens: torch.Tensor, site: SiteBuffers) -> torch
 def _groups(
     steps: torch.Tensor, site: SiteBuffers, *, last: bool
 ) -> list[tuple[Kind, torch.Tensor, torch.Tensor]]:
-    """The kinds of steps [n], each with the indices of its steps and their rows of `ints`.
+    """Groups steps [n] by kind: the kind, the indices of its steps, and their rows of `ints`.
 
-    Without steps of 0, without readings, and either all that act last or all that do not.
+    Leaves out steps of 0 and readings. `last` selects the kinds that act last; otherwise all other
+    kinds are selected.
     """
     ints = site.ints.index_select(0, steps).long()
     kinds = torch.where(steps > 0, ints[:, 0], Kind.READ)

@@ -1,4 +1,4 @@
-"""Estimates the work that others add to a request; see `steering.estimates`."""
+"""Estimates the work that subscriptions and watches add to a request; see `steering.estimates`."""
 
 from collections.abc import Sequence
 

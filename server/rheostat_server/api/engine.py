@@ -127,5 +127,6 @@ def _leaked(manager: RequestManager, workers: WorkerStats) -> int:
         return 0
     held = manager.ledger.requests + manager.store.pins
     held += manager.runs.unfinished - manager.runs.uploads
+    # Unused tables, which workers keep for a while, hold slots that are not leaked.
     slots = 0 if workers.unused_tables else workers.slots_used
     return held + manager.budget.used + slots + workers.requests

@@ -88,6 +88,9 @@ def _handle(
 ) -> bool:
     """Carries out a message that acts on requests. It is answered now or later.
 
+    Returns:
+        Whether it is such a message.
+
     Raises:
         InvalidValue: it has too many changes.
         QueueFull: too many answers wait to be read.
@@ -104,7 +107,7 @@ def _handle(
         case "steer_batch":
             steers = message.steer_batch.steers
             validation.check_count(len(steers), BATCH_EVENTS, "steer_batch.steers", "changes")
-            release = _last_of(len(steers), keep())
+            release = _after(len(steers), keep())
             left = iter(steers)
             try:
                 for one in left:
@@ -118,11 +121,14 @@ def _handle(
     return True
 
 
-def _last_of(count: int, release: Callable[[], None]) -> Callable[[], None]:
-    """Calls `release` when the result has been called `count` times."""
+def _after(count: int, release: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that calls `release` when it has been called `count` times.
+
+    If `count` is 0, `release` is called at once.
+    """
     left = count
 
-    def one() -> None:
+    def count_down() -> None:
         nonlocal left
         left -= 1
         if not left:
@@ -130,12 +136,12 @@ def _last_of(count: int, release: Callable[[], None]) -> Callable[[], None]:
 
     if not count:
         release()
-    return one
+    return count_down
 
 
 @contextmanager
 def _answering(found: Watch, number: int) -> Iterator[None]:
-    """Answers an update that is refused.
+    """Answers an update with a refusal if the block raises a RheostatError.
 
     Raises:
         QueueFull: too many answers wait to be read.
@@ -153,7 +159,7 @@ def _steer(
     found: Watch,
     message: monitor_service_pb2.WatchSteer,
 ) -> None:
-    """Carries out a change; `release` is called once it has been answered."""
+    """Changes the steering of a request; `release` is called once that has been answered."""
 
     def answer(result: generation_pb2.UpdateApplied | generation_pb2.UpdateRefused) -> None:
         release()

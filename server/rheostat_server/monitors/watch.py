@@ -288,7 +288,7 @@ class Watch(EventStream[SignalMessage]):
         return Response(heartbeat=sign)
 
     def _next_answers(self, answers: deque[Outgoing]) -> Outgoing:
-        """The first answer, or the first answers of a reader of several events in a message."""
+        """Takes the first answer, or several in one message if the client reads batches."""
         if len(answers) == 1 or not self.buffer.batched:
             return answers.popleft()
         taken = [answers.popleft() for _ in range(min(len(answers), BATCH_EVENTS))]

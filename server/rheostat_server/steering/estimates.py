@@ -1,8 +1,8 @@
 """Estimates the work of parts of a request from their messages, before anything is compiled.
 
-The estimate decides whether the work is done on the event loop or on a thread; see `offload`. There
-the smallest work is done first. It is an upper bound, so that no client can send a request that is
-underestimated.
+The estimate decides whether the work is done on the event loop or on a thread; see `offload`. On
+the thread, it decides the order; see `Planner`. It is an upper bound, so that no client can send a
+request that is underestimated.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,8 @@ def _estimate_replaced(
     """Bytes that are counted for the rows of a Replace."""
     replace, sites = intervention.replace, _site_count(intervention.sites, model)
     if replace.HasField("run") or replace.HasField("mean") or replace.HasField("noise"):
-        # A run may be longer than the prompt, and so may the answer whose rows are replaced.
+        # Never on the event loop: a run may be longer than the prompt, and so may the answer whose
+        # rows are replaced.
         return OFFLOAD_BYTES + 1 + SITE_BYTES * min(REPLACED_ROWS, sites * prompt_len)
     rows = min(REPLACED_ROWS, sites * prompt_len) if replace.HasField("rows") else sites
     return rows * (SITE_BYTES + _ELEMENT_BYTES * model.width)

@@ -345,7 +345,7 @@ class EventStream(ABC, Generic[M]):
         """Removes the first event from the queue, because it is being sent."""
 
     def _next_answers(self, answers: deque[Outgoing]) -> Outgoing:
-        """Takes the message of the first answers."""
+        """Takes the first answers from the queue; returns the message that contains them."""
         return answers.popleft()
 
     def _acknowledged(self, message: M) -> None:  # most need nothing here

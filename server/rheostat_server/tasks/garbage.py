@@ -1,13 +1,13 @@
-"""Makes full garbage collections when no request runs, and short ones also beside requests.
+"""Makes full garbage collections when no request runs, or if they are short.
 
 A full collection visits all objects of the process and holds the GIL, so all calls wait until it
 ends. The plans of a large sweep have hundreds of thousands of objects. By default, Python makes a
 full collection whenever the number of objects has grown by a quarter.
 
 Requests leave no reference cycles, so their objects are freed without a collection. gRPC leaves
-five objects for each call. So full collections can wait until no request runs. A process with one
-long stream is never idle, however many calls end beside the stream. So a full collection is also
-made beside requests, as long as there are so few objects that it is short.
+five objects for each call. So full collections can wait until no request runs. But a process with
+one long stream is never idle, however many other calls end. So a full collection is also made while
+requests run, if the process has so few objects that the collection is short.
 """
 
 import asyncio
@@ -29,10 +29,11 @@ _FULL = 100
 ten million new objects. It limits the garbage of a server that is never idle. Python's default is
 10."""
 
-_BUSY = 400_000
-"""The most blocks of memory, beyond those of the start, with which a full collection is made while
-requests run. A small object takes one or more of them, and only some objects are visited. On two
-slow cores such a collection takes 14 ms if all these objects stay, and 28 ms if it frees them."""
+_BUSY_BLOCKS = 400_000
+"""While requests run, a full collection is made only if the process has at most this many blocks of
+memory more than at its start. A small object takes one or more blocks, and a collection visits only
+some objects. On two slow cores, a collection at this limit takes 14 ms if all these objects stay,
+and 28 ms if it frees them."""
 
 _INTERVAL = 1.0
 """Seconds between two checks of `collect_in_time`."""
@@ -51,13 +52,13 @@ def collect_rarely() -> None:
 
 class _Start:
     blocks: int | None = None
-    """Blocks of memory after `collect_rarely`; None: it was not called."""
+    """Blocks of memory after `collect_rarely`; None before it was called."""
 
 
 async def collect_in_time(idle: Callable[[], bool]) -> None:
     """Makes full collections while nothing runs, or while they are short. Never returns.
 
-    Does nothing before `collect_rarely`.
+    Does nothing until `collect_rarely` has been called.
 
     Args:
         idle: returns whether nothing runs that a collection would delay.
@@ -68,6 +69,6 @@ async def collect_in_time(idle: Callable[[], bool]) -> None:
             continue
         # Collections of the middle generation since the last full one. At 0 a full one is useless.
         _, _, middle = gc.get_count()
-        # To count the objects themselves takes a fifth of a collection.
-        if middle and (idle() or sys.getallocatedblocks() - _Start.blocks <= _BUSY):
+        # Counts blocks, because counting the objects takes a fifth of the time of a collection.
+        if middle and (idle() or sys.getallocatedblocks() - _Start.blocks <= _BUSY_BLOCKS):
             gc.collect()

@@ -9,21 +9,23 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from rheostat_server.limits import OFFLOAD_BYTES
 
-_IN_TURN = 4
-"""One in this many plans is the one that came first, and the others are the smallest. So the
-smallest plan waits for at most two others: the one that is being made, and one that came first. A
-large plan waits for at most three others for each plan that came before it."""
+_OLDEST_EVERY = 4
+"""Once in this many plans, the planner takes the oldest plan, and otherwise the smallest. So the
+smallest plan waits for at most two others: the plan in progress, and the oldest. A large plan waits
+for at most three others for each older plan, and for three more."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class _Plan(NamedTuple, Generic[R]):
-    """A plan that waits."""
+    """A plan that is not made yet."""
 
     size: int
+    """Estimated bytes."""
     work: Callable[[], R]
     made: Future[R]
+    """Gets the result of `work`."""
 
 
 class Planner:
@@ -35,22 +37,22 @@ class Planner:
     turns, the loop waits for all of them.
 
     Small plans go first, so that a client with many large plans does not delay the small plans of
-    others; see `_IN_TURN`.
+    others; see `_OLDEST_EVERY`.
     """
 
     def __init__(self) -> None:
-        """Nothing waits. The thread starts with the first plan."""
+        """No plan waits. The thread starts with the first plan."""
         self._thread = ThreadPoolExecutor(1, "planner")
         self._lock = threading.Lock()
-        self._waiting: list[_Plan[Any]] = []  # Any: of any result
-        """In the order in which they came."""
-        self._made = 0
-        """Plans since the last one that was made because it came first."""
+        self._waiting: list[_Plan[Any]] = []  # Any: plans have different results
+        """In order of arrival."""
+        self._since_oldest = 0
+        """Plans taken since the oldest was last taken because of its age."""
 
     def submit(
         self, size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[R]:
-        """Calls `work` on the thread. `size` orders the plans that wait."""
+        """Calls `work` on the thread, in an order that depends on `size` (estimated bytes)."""
         plan = _Plan(size, partial(work, *args, **kwargs), Future[R]())
         with self._lock:
             self._waiting.append(plan)
@@ -59,7 +61,7 @@ class Planner:
         return plan.made
 
     def _make(self) -> None:
-        """Makes the plan whose turn it is."""
+        """Makes the next plan."""
         plan = self._next()
         if not plan.made.set_running_or_notify_cancel():
             return
@@ -72,10 +74,11 @@ class Planner:
             plan.made.set_result(made)
 
     def _next(self) -> _Plan[Any]:  # as above
+        """Takes the oldest or the smallest waiting plan; see `_OLDEST_EVERY`."""
         with self._lock:
             at = 0
-            self._made = (self._made + 1) % _IN_TURN
-            if self._made:
+            self._since_oldest = (self._since_oldest + 1) % _OLDEST_EVERY
+            if self._since_oldest:
                 at = min(range(len(self._waiting)), key=lambda index: self._waiting[index].size)
             return self._waiting.pop(at)
 
@@ -96,7 +99,7 @@ async def offload(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kw
 async def offload_plan(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """As `offload`, for Python code that holds the GIL, such as making a plan.
 
-    All such calls share the thread of `PLANNER`, so one runs after the other, the smallest first.
+    All such calls share the thread of `PLANNER`, so one runs after the other; see `Planner`.
     """
     if size <= OFFLOAD_BYTES:
         return work(*args, **kwargs)

@@ -113,7 +113,7 @@ class Case(NamedTuple):
     mixed: bool = True
     """Whether the gate is open at some tokens and shut at others."""
     sites: tuple[int, ...] = tuple(SITES)
-    """The sites of the model's stream."""
+    """The sites that the model has. All of them are captured."""
 
     @property
     def plan(self) -> Plan:
@@ -124,7 +124,7 @@ class Case(NamedTuple):
 
     @property
     def without_mid(self) -> "Case":
-        """The case of a model whose blocks are parallel: it acts on attention's output."""
+        """The case for parallel blocks, which have no RESID_MID: acts on ATTN_OUT instead."""
         acts = tuple(
             replace(act, rows=tuple((BESIDE if site == ACT else site, r) for site, r in act.rows))
             for act in self.acts
@@ -348,7 +348,7 @@ def bound(numbers: Float) -> float:
 def check_cases(
     engine: OfflineEngine, reference: HfReference, tokens: int = TOKENS, *, has_mid: bool = True
 ) -> list[Outcome]:
-    """All cases at once."""
+    """Runs and checks all cases at once. `has_mid`: whether the model has the point RESID_MID."""
     engine.load(dict(vector(seed) for seed in range(VECTORS)))
     known = cases(plain_numbers(engine))
     if not has_mid:

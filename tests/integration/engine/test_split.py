@@ -218,6 +218,6 @@ def test_gains_act_from_one_position_on_all_workers(split: Split) -> None:
 def test_gates_of_parallel_blocks_are_those_of_the_whole_model(
     start: Start, models_root: Path
 ) -> None:
-    """The last test here, because its engine is another one. Its attention and MLP read one row."""
+    """Their attention and MLP read the same row. The last test, because it starts a new engine."""
     reference = HfReference("gpt_neox", build("gpt_neox", models_root))
     check_cases(start("gpt_neox", tensor_parallel_size=2), reference, has_mid=False)

@@ -1,8 +1,8 @@
 """A bank that is full: requests wait and then run steered, or are refused; never unsteered.
 
 The small server's bank has room for 1535 rows, 511 directions, 4095 combinations and 32 rules about
-token ids. A filler takes more than half of one of these, and little of the others. It also has room
-for 1024 gates and for 4096 states of gates, of which a request takes at most 32 and 2048.
+token ids. A filler takes more than half of one of these, and little of the others. The bank also
+has room for 1024 gates and 4096 states of gates. A request takes at most 32 and 2048 of them.
 """
 
 import functools
@@ -284,15 +284,15 @@ def test_cells_that_wait_for_room_are_those_of_a_sweep_alone(small: rheostat.Eng
 
 
 class GateFiller(NamedTuple):
-    """Requests that fill a resource of gates together."""
+    """Requests that together fill a resource of gates."""
 
     requests: int
     samples: int
     """Of each request."""
     alike: bool
-    """Whether they have the same gates, which they share then."""
+    """Whether the requests have the same gates, and therefore share them."""
     resource: str
-    """As refusals name it."""
+    """Its name in refusals."""
 
 
 GATE_FILLERS = [GateFiller(32, 1, False, "gates"), GateFiller(2, 64, True, "gate states")]
@@ -307,7 +307,7 @@ def gated_filler(seed: int) -> list[rheostat.Intervention]:
 
 @contextmanager
 def gates_filled(small: rheostat.Engine, full: GateFiller) -> Iterator[None]:
-    """While requests fill a resource of gates."""
+    """Requests fill a resource of gates during the block."""
     with ExitStack() as streams:
         for seed in range(full.requests):
             stream = small.stream(
@@ -323,7 +323,7 @@ def gates_filled(small: rheostat.Engine, full: GateFiller) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("full", GATE_FILLERS, ids=lambda full: full.resource)
-def test_who_brings_a_gate_waits_or_is_refused_while_gates_are_full(
+def test_a_request_with_a_gate_waits_or_is_refused_while_gates_are_full(
     small: rheostat.Engine, reference: HfReference, full: GateFiller
 ) -> None:
     read = rheostat.probe(rheostat.inline(row(0)), points="resid_post", layers=0)

@@ -86,7 +86,7 @@ def test_probes_read_what_hooks_read_in_hugging_face(
     np.testing.assert_allclose(found[length:], expected[length:], atol=2e-3, rtol=0)
 
 
-def test_a_probe_with_a_row_per_layer_reads_each_layer_along_its_own(
+def test_a_probe_with_a_row_per_layer_reads_each_layer_with_its_own_row(
     engine: rheostat.Engine, reference: HfReference
 ) -> None:
     layers = [0, 2, 3, 5]
@@ -101,6 +101,7 @@ def test_a_probe_with_a_row_per_layer_reads_each_layer_along_its_own(
     np.testing.assert_allclose(plain.signals[read], np.stack(expected, 1), atol=2e-3, rtol=0)
     largest = np.max(expected, 0)
     ordered = np.sort(largest)
+    # The bound lies in the widest gap between readings, so that rounding changes no firing.
     at = len(ordered) // 3 + int(np.argmax(np.diff(ordered[len(ordered) // 3 : -2])))
     bound = float(ordered[at : at + 2].mean())
     rule = rheostat.Rule("any", read.above(bound), rheostat.Observe())

@@ -1,4 +1,4 @@
-"""Cells of a sweep that lose their place in a full KV cache, and are computed again.
+"""Cells of a sweep that vLLM preempts because the KV cache is full, and computes again.
 
 The server runs in the test's process, because only its engine reports that cells were preempted.
 """
@@ -34,18 +34,18 @@ pytestmark = pytest.mark.integration
 LENGTH = 450
 """Tokens of a prompt: four of the cache's 16 blocks."""
 STREAMS = 8
-"""Beside the sweep. Each has a block of the cache, and takes another one after some steps."""
+"""Streams beside the sweep. Each takes one block of the cache, and another one after some steps."""
 LAYERS = range(6)
 ROUNDS = 5
-"""Sweeps at most, until a cell was preempted."""
+"""The most sweeps that are run until a cell is preempted."""
 FIRST = (30, 100, 150, 200, 250, 300, 350, 400)
 """The first position of each column. The other one is the last token, which is computed at the end:
-a cell that forgets its replacements when it is preempted gets another grade."""
+a cell that lost its replacements when it was preempted would get another value."""
 
 
 @asynccontextmanager
 async def little_memory() -> AsyncIterator[RunningServer]:
-    """A server with a KV cache of 16 blocks of 128 tokens. A prompt takes many of its steps."""
+    """A server with a KV cache of 16 blocks of 128 tokens. A prompt takes many steps."""
     config = ServerConfig(
         model="demo",
         port=0,
@@ -69,7 +69,7 @@ async def little_memory() -> AsyncIterator[RunningServer]:
 def run_sweep(
     target: str, clean: Sequence[int], corrupt: Sequence[int], right: int, wrong: int
 ) -> Swept:
-    """A sweep whose cells do not wait for other requests."""
+    """Runs a sweep of normal priority, so that its cells do not wait for other requests."""
     answer, foil = (
         sweep_pb2.Answer(alternatives=[types_pb2.TokenIds(ids=[token])]) for token in (right, wrong)
     )
@@ -99,7 +99,7 @@ async def stream_for_ever(client: rheostat.aio.Engine, seed: int) -> None:
         await client.generate(prompt, max_tokens=130, ignore_eos=True)
 
 
-async def test_cells_that_are_preempted_are_those_of_the_hooks(
+async def test_preempted_cells_equal_hooks_in_hugging_face(
     reference: HfReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preemptions = []
@@ -125,7 +125,7 @@ async def test_cells_that_are_preempted_are_those_of_the_hooks(
 
 
 def check_cells(target: str, reference: HfReference, seed: int) -> None:
-    """Runs a sweep of new prompts. Every cell is what hooks give."""
+    """Checks that each cell of a sweep of random prompts equals hooks in Hugging Face's model."""
     rng = np.random.default_rng(seed)
     clean, corrupt = rng.integers(3, 1900, (2, LENGTH)).tolist()
     right, wrong = rng.integers(3, 1900, 2).tolist()

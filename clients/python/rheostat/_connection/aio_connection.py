@@ -20,7 +20,7 @@ from rheostat._connection.calls import (
     Answer,
     BidiCall,
     DownloadCall,
-    Joined,
+    JoinRequests,
     PagedCall,
     Result,
     Step,
@@ -184,7 +184,7 @@ class Connection(ConnectionBase):
         requests: asyncio.Queue[Message | None] = asyncio.Queue()
         timeout = checked_timeout(timeout)
         rpc = self.channel.stream_stream(call.path, serialize, call.answer.FromString)
-        running = rpc(_until_none(requests, call.joined), timeout=timeout)
+        running = rpc(_until_none(requests, call.join_requests), timeout=timeout)
         return BidiResponses(running, requests, self.target, timeout)
 
     async def close(self) -> None:
@@ -195,15 +195,15 @@ class Connection(ConnectionBase):
 
 
 async def _until_none(
-    requests: asyncio.Queue[Message | None], joined: Joined
+    requests: asyncio.Queue[Message | None], join_requests: JoinRequests
 ) -> AsyncIterator[Message]:
-    """The requests before None. Those that wait while one is sent are joined."""
+    """Yields the requests up to None. Requests that wait at the same time are joined."""
     request = await requests.get()
     while request is not None:
         waiting = [request]
         while not requests.empty() and (request := requests.get_nowait()) is not None:
             waiting.append(request)
-        for message in joined(waiting):
+        for message in join_requests(waiting):
             yield message
         if request is not None:
             request = await requests.get()

@@ -81,8 +81,8 @@ class DownloadCall(Generic[Answer, Step, Result]):
     accumulator: Callable[[], Accumulator[Answer, Step, Result]]
 
 
-Joined: TypeAlias = Callable[[Sequence[Message]], Iterable[Message]]
-"""Makes fewer requests of those that wait to be sent, in their order."""
+JoinRequests: TypeAlias = Callable[[Sequence[Message]], Iterable[Message]]
+"""Joins requests that wait to be sent into fewer requests, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class BidiCall(Generic[Answer]):
 
     path: str
     answer: type[Answer]
-    joined: Joined = field(default=list, kw_only=True)
+    join_requests: JoinRequests = field(default=list, kw_only=True)
 
 
 PagedCall: TypeAlias = Generator[UnaryCall[Answer, Answer], Answer, Result]

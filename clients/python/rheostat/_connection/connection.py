@@ -15,7 +15,7 @@ from rheostat._connection.calls import (
     Answer,
     BidiCall,
     DownloadCall,
-    Joined,
+    JoinRequests,
     PagedCall,
     Result,
     Step,
@@ -145,7 +145,7 @@ class Connection(ConnectionBase):
         requests: SimpleQueue[Message | None] = SimpleQueue()
         timeout = checked_timeout(timeout)
         rpc = self.channel.stream_stream(call.path, serialize, call.answer.FromString)
-        running = rpc(_until_none(requests, call.joined), timeout=timeout)
+        running = rpc(_until_none(requests, call.join_requests), timeout=timeout)
         return BidiResponses(running, requests, self.target, timeout)
 
     def close(self) -> None:
@@ -154,13 +154,15 @@ class Connection(ConnectionBase):
         self._channel.close()
 
 
-def _until_none(requests: SimpleQueue[Message | None], joined: Joined) -> Iterator[Message]:
-    """The requests before None. Those that wait while one is sent are joined."""
+def _until_none(
+    requests: SimpleQueue[Message | None], join_requests: JoinRequests
+) -> Iterator[Message]:
+    """Yields the requests up to None. Requests that wait at the same time are joined."""
     request = requests.get()
     while request is not None:
         waiting = [request]
         while not requests.empty() and (request := requests.get()) is not None:
             waiting.append(request)
-        yield from joined(waiting)
+        yield from join_requests(waiting)
         if request is not None:
             request = requests.get()

@@ -30,20 +30,20 @@ BUFFER_BYTES = 8 * 1024 * 1024
 _MOST_UPDATES = 1024
 """Updates whose answers were not read. The server lets as many answers wait."""
 
-_JOINED = 1024
-"""Most gains in a message, which the server allows."""
+_MOST_GAINS = 1024
+"""The most gains that the server accepts in one message."""
 
 
 def join_gains(requests: Sequence[Message]) -> Iterator[Message]:
-    """Joins gains that follow each other, because a message costs more than what it says."""
+    """Joins consecutive gains into batches, because a message costs more than its gain."""
     for are_gains, some in groupby(requests, _is_gain):
         several = [*some]
         if not are_gains or len(several) == 1:
             yield from several
             continue
-        for start in range(0, len(several), _JOINED):
+        for start in range(0, len(several), _MOST_GAINS):
             batch = monitor_service_pb2.WatchRequest()
-            for request in several[start : start + _JOINED]:
+            for request in several[start : start + _MOST_GAINS]:
                 if isinstance(request, monitor_service_pb2.WatchRequest):
                     batch.steer_batch.steers.append(request.steer)
             yield batch
@@ -54,7 +54,7 @@ def _is_gain(request: Message) -> bool:
 
 
 _Response = monitor_service_pb2.WatchResponse
-_CALL = BidiCall("/rheostat.v1.MonitorService/Watch", _Response, joined=join_gains)
+_CALL = BidiCall("/rheostat.v1.MonitorService/Watch", _Response, join_requests=join_gains)
 
 
 class WatchState(EventStreamState[_Response, WatchEvent]):

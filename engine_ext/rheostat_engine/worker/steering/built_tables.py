@@ -59,7 +59,7 @@ _KEPT_STEPS = 1000
 """Steps after which an unused table of windows is released."""
 
 _KEPT_COST = 4000
-"""The most that the unused tables of windows may cost to build, all together."""
+"""The most that all unused tables of windows together may have cost to build."""
 
 _COLLECTED = 1000
 """The cost of the parts in which unused tables are released for lack of resources."""
@@ -206,7 +206,9 @@ class BuiltTables:
             self._kept_cost += built.table.plan_cost
 
     def end_step(self, budget: int) -> None:
-        """Releases unused tables, but those of windows only if they are old or many.
+        """Releases unused tables after a step.
+
+        Tables of windows are released only if they are old or many, or if a resource is scarce.
 
         Args:
             budget: the cost after which it stops.
@@ -230,7 +232,7 @@ class BuiltTables:
 
     @property
     def has_unused(self) -> bool:
-        """Whether a table without users has resources."""
+        """Whether a table without users holds resources."""
         return self._releasing is not None or bool(self._unused) or bool(self._kept)
 
     def _should_release_kept(self) -> bool:
@@ -245,7 +247,7 @@ class BuiltTables:
         )
 
     def _take_unused(self, digest: bytes) -> BuiltTable | None:
-        """Removes an unused table from the unused ones; None if there is none."""
+        """Takes a table out of the unused tables; None if it is not among them."""
         built = self._unused.pop(digest, None)
         if built is None and (built := self._kept.pop(digest, None)) is not None:
             self._kept_cost -= built.table.plan_cost

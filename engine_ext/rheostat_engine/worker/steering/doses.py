@@ -171,7 +171,7 @@ class Measures:
             return [[] for _ in begins]
         at = np.array(begins)[:, None] + entries.dose_slots
         # A table that replaces a row at each position has thousands of entries, and the prefix
-        # cache often leaves a request few of these positions. Doses are therefore made only for
+        # cache often leaves few of these positions to compute. Doses are therefore made only for
         # acts that touched a row, because making Python objects holds the GIL.
         rows = measured[entries.sites, at, 0]
         sizes = np.diff(entries.firsts, append=len(entries.acts))

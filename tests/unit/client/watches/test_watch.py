@@ -163,7 +163,7 @@ def test_a_watcher_changes_the_gain_of_a_request(starter, kind) -> None:
     assert [one.watch_id for one in receipt.watches] == [watch.id]
 
 
-def test_gains_that_are_set_together_travel_in_one_message(starter, kind, monkeypatch) -> None:
+def test_gains_that_are_set_together_are_sent_in_one_message(starter, kind, monkeypatch) -> None:
     made: list[int] = []
     join = state.join_gains
 
@@ -172,7 +172,9 @@ def test_gains_that_are_set_together_travel_in_one_message(starter, kind, monkey
             made.append(len(message.steer_batch.steers) or int(message.HasField("steer")))
             yield message
 
-    monkeypatch.setattr(state, "_CALL", BidiCall(state._CALL.path, state._Response, joined=counted))
+    monkeypatch.setattr(
+        state, "_CALL", BidiCall(state._CALL.path, state._Response, join_requests=counted)
+    )
     running = starter(ScriptedBackend(hold=asyncio.Event(), hold_from=2))
     push = ALONG.at(points="resid_post", layers=0)
     with kind(running.target).watch(probes=MOOD, every=True, steers=True) as watch:
@@ -195,7 +197,7 @@ def test_gains_that_are_set_together_travel_in_one_message(starter, kind, monkey
     assert max(made) > 1
 
 
-def test_gains_alone_are_joined() -> None:
+def test_only_consecutive_gains_are_joined() -> None:
     def steer(number: int, **change: object) -> WatchRequest:
         return WatchRequest(steer={"update_id": number, "request_id": "a", **change})
 

@@ -275,8 +275,8 @@ def test_later_requests_in_the_background_make_no_prompt_pause_longer(config: Vl
     assert engine.clock > 5_000
 
 
-def preempted(engine: Engine) -> None:
-    """Preempts all requests that run, as a lack of memory does."""
+def preempt_all(engine: Engine) -> None:
+    """Preempts all running requests, as vLLM does when it lacks memory."""
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
@@ -291,7 +291,7 @@ def test_a_preempted_request_in_the_background_pauses_as_before(
     for _ in range(1 if tokens == 1 else 20):
         engine.step()
     left = length if tokens == 1 else length + 20 - length // 64
-    preempted(engine)
+    preempt_all(engine)
     first, second = engine.add(2, background=False, tokens=40, length=100)
     computed = []
     for _ in range(4):
@@ -312,8 +312,8 @@ def test_a_preempted_request_in_the_background_waits_for_a_limited_time(
     engine.scheduler.max_num_scheduled_tokens = 64
     (cell,) = engine.add(1, background=True, tokens=1, length=450)
     engine.step()
-    preempted(engine)
-    for _ in range(40):  # they never become fewer
+    preempt_all(engine)
+    for _ in range(40):  # the queue never becomes shorter
         engine.add(1, background=False, tokens=1, length=64)
     while cell in engine.scheduler.requests:
         engine.add(1, background=False, tokens=1, length=64)

@@ -294,7 +294,7 @@ def test_every_field_that_can_be_long_has_a_limit() -> None:
     # Sessions and watches answer these with UpdateRefused, and go on.
     answered = {"Gain.interventions", "WatchSteer.request_id"}
     answered |= {"WatchStop.label", "WatchStop.request_id"}
-    later = {"WatchSteerBatch.steers"}  # in no first message; test_watch_gains sends it
+    later = {"WatchSteerBatch.steers"}  # not allowed in the first message; see test_watch_gains
     assert set(FIELD_LIMITS) == {*CASES, *answered, *later}
     assert set(CONTEXT_FIELDS) == set(CONTEXT_CASES)
 

@@ -1,7 +1,7 @@
-"""How soon a cancelled sweep holds nothing any more, by a clock that counts iterations.
+"""How soon a cancelled sweep has released everything, by a clock that counts iterations.
 
-The clock of the event loop is set forward by `TICK` in each iteration. So the bound is one on the
-iterations and on the timers that a cancellation waits for. The machine's speed has no influence.
+Each iteration of the event loop sets its clock forward by `TICK`. So `BOUND` limits the iterations
+and the timers that a cancellation waits for. The machine's speed has no influence.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ..fakes import INFO, sites_with
 from .patched import PatchedBackend, order, pair, prompt
 
 BOUND = 0.2
-"""Seconds after which a cancelled sweep holds nothing."""
+"""Seconds within which a cancelled sweep releases everything."""
 TICK = 0.0001
 """Seconds that an iteration of the event loop counts as."""
 STEP = 0.01
@@ -87,7 +87,7 @@ class Clock:
         self.now += TICK
 
     async def until(self, condition: Callable[[], bool], at_most: float) -> float:
-        """Runs the loop until something holds. Returns the seconds that this took."""
+        """Runs the loop until the condition holds. Returns the seconds that this took."""
         begin = self.now
         while not condition() and self.now < begin + at_most:
             await self.tick()
@@ -106,7 +106,7 @@ class Clock:
 async def seconds_until_free(
     running: Running, request: sweep_service_pb2.SweepRequest, ready: Callable[[], bool]
 ) -> float:
-    """Cancels a sweep once it is ready. Returns how long anything of it is held after that."""
+    """Cancels a sweep once it is ready. Returns the seconds until everything is released."""
     manager, backend = running.manager, running.backend
     assert isinstance(backend, SteppingBackend)
 

@@ -50,7 +50,7 @@ def test_objects_of_the_start_are_excluded_and_many_new_ones_make_no_full_collec
 
 async def test_garbage_is_collected_once_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_INTERVAL", 0.001)
-    monkeypatch.setattr(garbage, "_BUSY", -(10**9))
+    monkeypatch.setattr(garbage, "_BUSY_BLOCKS", -(10**9))
     garbage.collect_rarely()
     idle = False
     collecting = asyncio.create_task(garbage.collect_in_time(lambda: idle))
@@ -74,7 +74,7 @@ async def test_garbage_beside_a_request_that_never_ends_is_collected(
     monkeypatch.setattr(garbage, "_YOUNG", 100)
     garbage.collect_rarely()
     collecting = asyncio.create_task(garbage.collect_in_time(lambda: False))
-    # It goes over all frozen objects, which takes 150 ms after vLLM was loaded.
+    # The loop must not call this: it visits all frozen objects, 150 ms after vLLM was loaded.
     monkeypatch.delattr(gc, "get_freeze_count")
     running = deque[Cycle](maxlen=1500)  # each grows old before it ends
     most = 0
@@ -91,7 +91,7 @@ async def test_no_full_collection_of_many_objects_beside_requests(
 ) -> None:
     monkeypatch.setattr(garbage, "_INTERVAL", 0.001)
     garbage.collect_rarely()
-    plans = [[number] for number in range(400_000)]  # those of a large sweep
+    plans = [[number] for number in range(400_000)]  # as the plans of a large sweep
     collecting = asyncio.create_task(garbage.collect_in_time(lambda: False))
     full = gc.get_stats()[2]["collections"]
     await asyncio.sleep(0.05)
