@@ -40,8 +40,8 @@ def sleep_between_messages(device: str) -> None:
         device: the type of the worker's device.
     """
     if device == "cpu" and len(os.sched_getaffinity(0)) <= _FEW_CORES:
-        # On the class, because some queues exist already. mypy has no type for a replaced method.
-        SpinCondition.wait = _wait  # type: ignore[method-assign, assignment]
+        # On the class, because some queues exist already.
+        SpinCondition.wait = _wait  # type: ignore[method-assign, assignment]  # a method is replaced
 
 
 def _wait(condition: SpinCondition, timeout_ms: int | None = None) -> None:
