@@ -182,7 +182,12 @@ def test_gains_that_are_set_together_are_sent_in_one_message(starter, kind, monk
             [10, 11, 12], request_id="a", steering=push, max_tokens=6, temperature=0
         )
         until(lambda: set(running.backend.positions.values()) == {4})
-        sent = [watch.gain("a", number / 200) for number in range(200)]
+        sent: list[int] = []
+        for _ in range(20):  # a sender that is quick finds only one gain at a time
+            sent += [watch.gain("a", number / 200) for number in range(200)]
+            until(lambda count=len(sent): sum(made) == count)
+            if max(made) > 1:
+                break
         sent.append(watch.gain("gone", 0.5))
         answers = {}
         while len(answers) < len(sent):
@@ -191,7 +196,8 @@ def test_gains_that_are_set_together_are_sent_in_one_message(starter, kind, monk
                 answers[event.update_id] = isinstance(event, rheostat.UpdateApplied)
         running.do(running.backend.hold.set)
         assert stream.result().receipt.interventions[0].last_gain == pytest.approx(199 / 200)
-    assert [answers.pop(update) for update in sent] == [True] * 200 + [False]
+    assert [answers.pop(update) for update in sent[:-1]] == [True] * (len(sent) - 1)
+    assert answers.pop(sent[-1]) is False
     assert not answers
     assert sum(made) == len(sent)
     assert max(made) > 1
