@@ -362,52 +362,6 @@ def test_groups_of_pairs_with_other_lengths(services: Services, reference: HfRef
         assert cell.standard_errors[0] == pytest.approx(np.std(values) / 1, abs=2e-3)
 
 
-def test_prompts_of_unequal_length_are_aligned_and_the_rest_has_a_reason(
-    services: Services, reference: HfReference
-) -> None:
-    clean, corrupt = services.tokens(LONGER), services.tokens(CORRUPT)
-    pair = services.pair(prompt=types_pb2.Prompt(text=LONGER))
-    swept = sweep(services, pair, sites=sites("resid_post", layers=[2]))
-    alignment = swept.started.pairs[0].alignment
-    suffix = alignment.suffix_token_count
-    assert suffix >= 6
-    (right,), (wrong,) = (services.tokens(text, special=False) for text in (RIGHT, WRONG))
-    missing = []
-    for position in range(len(clean)):
-        cell = swept.cells[position]
-        if alignment.prefix_token_count <= position < len(clean) - suffix:
-            missing.append(position)
-            assert "no partner" in cell.error.message
-            continue
-        other = position
-        if position >= alignment.prefix_token_count:
-            other += len(corrupt) - len(clean)
-        changes = hooks(reference, clean, Site(Point.RESID_POST, 2), [(other, position)])
-        after = logprobs(reference, corrupt, changes)
-        assert cell.values[0] == pytest.approx(after[right] - after[wrong], abs=2e-3)
-    unaligned = [p for one in alignment.unaligned for p in range(one.start, one.start + one.count)]
-    void = [p for one in swept.summary.missing for p in range(one.start, one.start + one.count)]
-    assert missing == unaligned == void
-
-
-def test_prompts_of_unequal_length_can_be_aligned_position_by_position(
-    services: Services, reference: HfReference
-) -> None:
-    clean, corrupt = services.tokens(LONGER), services.tokens(CORRUPT)
-    pair = services.pair(prompt=types_pb2.Prompt(text=LONGER))
-    identity = replace_pb2.ALIGNMENT_IDENTITY
-    swept = sweep(services, pair, sites=sites("resid_post", layers=[2]), alignment=identity)
-    (right,), (wrong,) = (services.tokens(text, special=False) for text in (RIGHT, WRONG))
-    assert len(corrupt) < len(swept.cells) == len(clean)
-    for position, cell in swept.cells.items():
-        if position >= len(corrupt):
-            assert "is shorter" in cell.error.message
-            continue
-        changes = hooks(reference, clean, Site(Point.RESID_POST, 2), [(position, position)])
-        after = logprobs(reference, corrupt, changes)
-        assert cell.values[0] == pytest.approx(after[right] - after[wrong], abs=2e-3)
-
-
 def test_zeros_and_means_ablate_the_clean_prompt(
     services: Services, engine: rheostat.Engine, reference: HfReference
 ) -> None:
