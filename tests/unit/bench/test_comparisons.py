@@ -368,6 +368,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sidebyside-qwen3-0.6b",
         "sidebyside-qwen3-8b",
         "sidebyside-qwen3-8b-16-cores",
+        "sidebyside-qwen3-8b-16-cores-4-front-ends",
         "sidebyside-qwen3-8b-openai",
         "sinks",
         "stalled",
@@ -376,6 +377,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sweeps-qwen3-0.6b",
         "sweeps-qwen3-8b",
         "sweeps-qwen3-8b-copied-blocks",
+        "sweeps-qwen3-8b-one-run",
         "sweeps-qwen3-8b-paced",
         "sweeps-tiny-36",
     }
