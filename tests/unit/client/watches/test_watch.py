@@ -183,9 +183,13 @@ def test_gains_that_are_set_together_are_sent_in_one_message(starter, kind, monk
         )
         until(lambda: set(running.backend.positions.values()) == {4})
         sent: list[int] = []
+
+        def all_are_made() -> bool:
+            return sum(made) == len(sent)
+
         for _ in range(20):  # a sender that is quick finds only one gain at a time
             sent += [watch.gain("a", number / 200) for number in range(200)]
-            until(lambda count=len(sent): sum(made) == count)
+            until(all_are_made)
             if max(made) > 1:
                 break
         sent.append(watch.gain("gone", 0.5))
