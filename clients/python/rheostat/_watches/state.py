@@ -30,8 +30,9 @@ BUFFER_BYTES = 8 * 1024 * 1024
 _MOST_UPDATES = 1024
 """Updates whose answers were not read. The server lets as many answers wait."""
 
-_MOST_GAINS = 1024
-"""The most gains that the server accepts in one message."""
+_MOST_GAINS = 40
+"""Most gains in a message. The server decodes messages of more than 256 fields in turn with large
+messages of others, and refuses one of more than 1000 if large messages take all the memory."""
 
 
 def join_gains(requests: Sequence[Message]) -> Iterator[Message]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from rheostat._watches.state import join_gains
 from rheostat_server.api import incoming
 from rheostat_server.api.incoming import Calls, Reader
 from rheostat_server.errors import DeadlinePassed, QueueFull
@@ -27,7 +28,7 @@ from rheostat_wire.v1 import (
     steering_pb2,
     steering_service_pb2,
 )
-from rheostat_wire.v1.monitor_service_pb2 import WatchSteer, WatchSteerBatch
+from rheostat_wire.v1.monitor_service_pb2 import WatchRequest, WatchSteer, WatchSteerBatch
 
 from .. import talks, watchers
 from ..conftest import Client, Refusal, rest
@@ -219,6 +220,25 @@ async def test_changes_whose_answers_do_not_fit_reserve_nothing_once_the_call_ha
     assert (await refused(watcher.call)).reason == "REASON_QUEUE_FULL"
     assert await watchers.clean(running)
     assert taken["bytes"] == 0
+
+
+async def test_gains_that_a_client_joins_need_no_memory_and_wait_for_no_large_message(
+    running, monkeypatch
+) -> None:
+    monkeypatch.setattr(incoming, "REQUESTS_BYTES", 0)
+    watcher = await Watcher.open(running, watchers.opening(steers=True))
+    gain = gain_pb2.Gain(factor=0.5, interventions=[0])
+    gains = [
+        WatchRequest(steer=WatchSteer(update_id=n, request_id="gone", gain=gain))
+        for n in range(1, 1001)
+    ]
+    for message in join_gains(gains):
+        reader = Reader(WatchRequest.FromString)
+        walk = reader.walk(message.SerializeToString())
+        assert walk is None or reader.advance(walk, incoming._FEW_FIELDS)
+        await watcher.call.write(message)
+    assert (await watcher.until("refused", 1000)).refused.update_id == 1000
+    await watcher.rest()
 
 
 async def test_many_large_requests_at_once_are_decoded_one_by_one(running, monkeypatch) -> None:
