@@ -9,7 +9,7 @@ How
     So it notices a message at most one percent too late, and the loop takes little time.
 Why not in the worker too
     Beside sessions that update their steering, first tokens of others then came after 320 to 410 ms
-    (five runs) instead of 105 to 137 (three). The cause is not known. A worker waits little.
+    (five runs) instead of 105 to 137 (four). The cause is not known. A worker waits little.
 Why not until the writer notifies it
     vLLM's readers do so after a second. The writer's socket drops a notification if it has not
     noticed yet that the last one was received, and it looks for that once in a millisecond.
