@@ -76,7 +76,8 @@ class ActiveRequest:
         Args:
             admitted: the request.
             share: the memory for its waiting rows and tokens.
-            pace: limits how often its tokens are sent. None: every token is sent at once.
+            pace: counts its streams, and limits how often their tokens are sent. None: every token
+                is sent at once.
             row_turns: limits how many requests send rows in an iteration of the event loop.
             held_samples: holds its samples in the engine; None: it is never held.
             audit: logs where rules of the policy fire; None: it does not run.
@@ -104,7 +105,7 @@ class ActiveRequest:
         self.outputs = RequestOutputs()
         """Destinations of captured rows."""
         # A session's client reacts to its tokens, so they must not wait.
-        self.queue = ResponseQueue(share, self.overflow, None if admitted.in_session else pace)
+        self.queue = ResponseQueue(share, self.overflow, pace, at_once=admitted.in_session)
         """Messages that wait for the reader of the response."""
         self.interrupt: Callable[[RheostatError], None] = lambda _: None
         """Ends the call, even if its client does not read."""

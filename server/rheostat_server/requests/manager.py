@@ -275,8 +275,6 @@ class RequestManager:
         except BaseException as error:
             await self._discard(active, error)
             raise
-        streams = admitted.sampling.samples
-        self._pace.add(streams)
         try:
             self.counts.admitted += 1
             await active.start(self.backend, epoch=self.epoch)
@@ -285,7 +283,6 @@ class RequestManager:
             active.failed = True
             raise
         finally:
-            self._pace.add(-streams)
             self.counts.end(completed=active.completed and not active.aborted, failed=active.failed)
             active.close()
             active.queue.close()

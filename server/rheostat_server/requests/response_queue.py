@@ -154,6 +154,10 @@ class Pace:
     Why
         A message costs the server, the front end and the client more than its tokens. With 256
         streams of a small model, a message for each token would cost more than the model.
+    What counts
+        A stream is a sample that has had a token and will have more. Requests that wait in the
+        engine, such as the cells of a sweep in the background, and requests of one token send no
+        messages that could be merged. So they do not make the tokens of others wait.
     How
         Up to `_UNPACED` streams, each token is sent at once. With more streams, tokens wait for
         later ones, so that all streams send about `_MESSAGES` messages per second. The first
@@ -180,13 +184,17 @@ class ResponseQueue(Holder):
         share: Share,
         on_full: Callable[[ResponseOverflow], None],
         pace: Pace | None = None,
+        *,
+        at_once: bool = False,
     ) -> None:
         """An empty queue.
 
         Args:
             share: the memory of the request.
             on_full: is called with an error when the waiting tokens exceed that memory.
-            pace: limits how often tokens are sent. None: every token is sent at once.
+            pace: counts the streams, and limits how often their tokens are sent. None: every token
+                is sent at once.
+            at_once: whether every token is sent at once, however many streams run.
         """
         self.byte_counter = ByteCounter(share.byte_counter)
         """Counts the memory of waiting tokens, with those that the reader holds back."""
@@ -197,7 +205,10 @@ class ResponseQueue(Holder):
         self._deltas: dict[EngineSequence, WaitingDeltas] = {}
         self._reader: asyncio.Future[Entry] | None = None
         """Set while the reader waits for an entry."""
-        self._pace = pace
+        self._pace = pace or Pace()
+        self._at_once = at_once or pace is None
+        self._streams: set[EngineSequence] = set()
+        """The samples that `pace` counts."""
         self._clock = asyncio.get_running_loop().time
         self._left = 0.0
         """When a waiting reader last got tokens."""
@@ -228,7 +239,7 @@ class ResponseQueue(Holder):
     @property
     def interval(self) -> float:
         """Seconds between two messages of tokens; 0: every token is sent at once."""
-        return 0.0 if self._pace is None else self._pace.interval
+        return 0.0 if self._at_once else self._pace.interval
 
     def __len__(self) -> int:
         """Number of waiting messages and events."""
@@ -247,6 +258,11 @@ class ResponseQueue(Holder):
 
     def put_delta(self, sequence: EngineSequence, delta: Delta) -> None:
         """Adds a delta of a sample, or merges it into the sample's last message."""
+        if delta.ending is not None:
+            self._end_stream(sequence)
+        elif sequence not in self._streams:
+            self._streams.add(sequence)
+            self._pace.add(1)
         reader = self._reader
         waits = reader is not None and not reader.done()
         due = waits and self._is_due(delta)
@@ -260,7 +276,7 @@ class ResponseQueue(Holder):
             self._entries.append(sequence)
         if due:
             self._wake()
-        elif waits and self._timer is None and self._pace is not None:
+        elif waits and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(self._left + self._pace.interval, self._wake)
         self._share.check()  # last, because it may close this queue
@@ -285,15 +301,23 @@ class ResponseQueue(Holder):
         # The reader still has to get the error that ended the request.
         self._entries = deque(entry for entry in self._entries if isinstance(entry, RheostatError))
         self._deltas.clear()
+        self._pace.add(-len(self._streams))
+        self._streams.clear()
         self.byte_counter.close()
         self._on_full = lambda _: None  # it refers to the request, which refers to this queue
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
+    def _end_stream(self, sequence: EngineSequence) -> None:
+        """Counts a sample no longer, because it has its last token."""
+        if sequence in self._streams:
+            self._streams.remove(sequence)
+            self._pace.add(-1)
+
     def _is_due(self, delta: Delta) -> bool:
         """Whether a waiting reader gets a delta at once."""
-        if self._pace is None or not self._pace.interval:
+        if self._at_once or not self._pace.interval:
             return True
         now = self._clock()
         if delta.ending is None and now < self._left + self._pace.interval:

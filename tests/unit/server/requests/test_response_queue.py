@@ -308,6 +308,46 @@ async def settled(reader: "asyncio.Task[object]") -> "asyncio.Task[object]":
     return reader
 
 
+async def test_samples_count_as_streams_between_their_first_and_last_token() -> None:
+    pace = Pace()
+    pace.add(64)  # one more, and tokens wait
+    queue = paced(pace)
+    one, two = sequence(0), sequence(1)
+    queue.put_delta(one, delta(0, 1, None, Ending.LENGTH))
+    assert not pace.interval, "it has no further token"
+    queue.put_delta(two, delta(0, 1, None))
+    first = pace.interval
+    assert first
+    queue.put_delta(two, delta(1, 1, None))
+    assert pace.interval == first
+    queue.put_delta(two, delta(2, 1, None, Ending.LENGTH))
+    assert not pace.interval
+
+
+async def test_a_queue_that_is_closed_counts_no_streams() -> None:
+    pace = Pace()
+    pace.add(64)
+    queue = paced(pace)
+    for sample in range(3):
+        queue.put_delta(sequence(sample), delta(0, 1, None))
+    assert pace.interval
+    for _ in range(2):
+        queue.close()
+        assert not pace.interval
+
+
+async def test_a_sample_of_a_session_counts_as_a_stream_but_never_waits(pace: Pace) -> None:
+    share = Budget(1 << 20, 1 << 20, slack=0).share()
+    queue = ResponseQueue(share, lambda _: None, pace, at_once=True)
+    before, one = pace.interval, sequence(0)
+    assert queue.interval == 0
+    for number in range(3):
+        reader = await next_of(queue)
+        queue.put_delta(one, delta(number, 1, None))
+        assert taken(await settled(reader)).token_ids == (number,)
+    assert pace.interval > before
+
+
 def test_the_pace_depends_on_the_streams_that_run() -> None:
     pace = Pace()
     pace.add(64)

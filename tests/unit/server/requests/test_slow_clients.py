@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import grpc
 import pytest
@@ -46,6 +46,27 @@ class Eager(ScriptedBackend):
                 yield delta
                 self.step.clear()
                 await self.step.wait()
+
+
+@dataclass
+class Waiting(ScriptedBackend):
+    """Streams a token in every few iterations of the event loop, so that a reader waits for it.
+
+    Requests of one token wait in it until `free` is set.
+    """
+
+    free: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: int = 0
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        if job.sampling.max_tokens == 1:
+            self.waiting += 1
+            await self.free.wait()
+        async with aclosing(super().generate(job)) as deltas:
+            async for delta in deltas:
+                yield delta
+                for _ in range(4):
+                    await asyncio.sleep(0)
 
 
 def engine(kind: type[ScriptedBackend] = Paced, **script: object) -> ScriptedBackend:
@@ -97,6 +118,22 @@ async def read(running, message, pace) -> list:
             events.append(received(response))
             await pace(len(events))
     return events
+
+
+async def test_tokens_beside_requests_that_wait_in_the_engine_do_not_merge(starter) -> None:
+    backend = engine(Waiting)
+    running = await starter(backend)
+    one, many = request_message(1), request_message(40)
+
+    async def at_once(_: int) -> None:
+        pass
+
+    waiting = [asyncio.create_task(read(running, one, at_once)) for _ in range(400)]
+    await until(lambda: backend.waiting == len(waiting))
+    events = await read(running, many, at_once)
+    assert sum(event.HasField("tokens") for event in events) == 40
+    backend.free.set()
+    await asyncio.gather(*waiting)
 
 
 @pytest.mark.parametrize("n", [1, 3])
