@@ -28,6 +28,7 @@ from rheostat_engine.front_end import (
     watch_scheduler,
 )
 from rheostat_engine.model_sites import ModelSites
+from rheostat_engine.output import Output
 from rheostat_engine.plan.acts import (
     OPEN_END,
     Act,
@@ -144,6 +145,7 @@ __all__ = [
     "Kind",
     "ModelSites",
     "Normalise",
+    "Output",
     "PackedActs",
     "Plan",
     "PlanTooLarge",

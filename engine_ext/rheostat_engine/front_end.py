@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from rheostat_engine.output import Pace, Receive
 from rheostat_engine.plan.gains import GainsUpdate
 
 if TYPE_CHECKING:
     from rheostat_engine.adapters.gains import Client
     from rheostat_engine.adapters.output_handler import OutputReader
-    from rheostat_engine.adapters.outputs import Collector, Receive
+    from rheostat_engine.adapters.outputs import Client as OutputClient
+    from rheostat_engine.adapters.outputs import Collector
     from rheostat_engine.adapters.scheduler_stats import Engine, Record
 
 
@@ -61,12 +63,16 @@ def keep_end_token(llm: "Engine") -> None:
 
 
 def receive_outputs(
-    collector: "Collector", receive: "Receive", fail: Callable[[Exception], None]
+    llm: "OutputClient",
+    collector: "Collector",
+    receive: Receive,
+    fail: Callable[[Exception], None],
+    pace: Pace | None = None,
 ) -> None:
     """Calls a function with each output of a request; see `adapters.outputs`."""
     from rheostat_engine.adapters import outputs
 
-    outputs.receive_outputs(collector, receive, fail)
+    outputs.receive_outputs(llm, collector, receive, fail, pace)
 
 
 async def send_gains(llm: "Client", updates: Iterable[GainsUpdate]) -> None:

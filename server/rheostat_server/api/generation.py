@@ -13,6 +13,7 @@ from rheostat_server.generation.responses import run
 from rheostat_server.generation.session import run_session
 from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.tasks.client_messages import ClientMessages
+from rheostat_server.tasks.direct_messages import direct_messages
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import (
@@ -42,7 +43,7 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         begun = False
         try:
             admitted = await admit(request, manager.admission)
-            async with aclosing(run(admitted, manager)) as responses:
+            async with aclosing(run(admitted, manager, direct=direct_messages())) as responses:
                 async for response in responses:
                     begun = True
                     if isinstance(response, CapturedRows):

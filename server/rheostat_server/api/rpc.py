@@ -35,6 +35,7 @@ from rheostat_server.limits import (
     SUBSCRIBE_OPEN_BYTES,
     TENSOR_MESSAGE_BYTES,
 )
+from rheostat_server.tasks.direct_messages import DirectMessages, offer_direct_messages
 from rheostat_server.tasks.interruption import Interruption
 from rheostat_server.tasks.tracebacks import drop_tracebacks
 from rheostat_wire.message_parts import MessageParts
@@ -181,10 +182,14 @@ class _Method:
 
     async def _write(self, responses: AsyncGenerator[object, None], call: Call) -> None:
         """Writes all responses."""
+        encode = self._encode
+        offer_direct_messages(
+            DirectMessages(call.has_room, lambda response: call.write_now(encode(response)))
+        )
         async with aclosing(responses):
             interruption = Interruption()
             async for response in responses:
-                message = response if isinstance(response, MessageParts) else self._encode(response)
+                message = response if isinstance(response, MessageParts) else encode(response)
                 with interruption:
                     await call.write(message)
             with interruption:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from rheostat_engine import Capture, Event, GainsUpdate, ModelSites, Plan
 from rheostat_server.config import ModelInfo
+from rheostat_server.engine.pace import Pace
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.errors import Defect
 from rheostat_server.prompts.tokenizer import Tokenizer
@@ -85,6 +86,8 @@ class Job:
     """Adapter; empty: none."""
     background: bool = False
     """Whether the engine may let it wait while it runs others."""
+    pace: Pace | None = field(default=None, compare=False)
+    """Lets its tokens wait for later ones. None: each is received at once."""
 
     @property
     def has_plan(self) -> bool:

@@ -211,7 +211,7 @@ class VllmBackend:
         except vllm.EngineDeadError as error:
             raise self._lost_engine() from error
         reader = DeltaReader(job, self._texts, self._turns, receive, failed)
-        receive_outputs(collector, reader.put, failed)
+        receive_outputs(self._llm, collector, reader.put, failed, job.pace)
 
     async def abort(self, plan_ids: Sequence[str]) -> None:
         """Aborts samples."""

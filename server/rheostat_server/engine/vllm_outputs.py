@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from rheostat_engine import Output
 from rheostat_server.engine.backend import Delta, Ending, Job
 from rheostat_server.errors import Defect
 from rheostat_wire.v1 import generation_pb2
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
-    from vllm.outputs import RequestOutput
     from vllm.tokenizers import TokenizerLike
 
 _LOGPROB_ENTRIES = 2000
@@ -135,13 +135,13 @@ class DeltaReader:
         self._turns = turns
         self._receive = receive
         self._fail = fail
-        self._waiting: deque[RequestOutput] | None = None
+        self._waiting: deque[Output] | None = None
         """Outputs that wait for `_reading`; None if there is no such task."""
         self._reading: asyncio.Task[None] | None = None
         self._later = 0
         """Outputs that wait for their turn."""
 
-    def put(self, output: "RequestOutput") -> None:
+    def put(self, output: Output) -> None:
         """Reads an output.
 
         Raises:
@@ -158,18 +158,18 @@ class DeltaReader:
         else:
             self._receive(_delta(self._job, output, self._text_of))
 
-    def _is_long(self, output: "RequestOutput") -> bool:
+    def _is_long(self, output: Output) -> bool:
         alternatives = self._job.sampling.prompt_logprobs or 0
         return len(output.prompt_logprobs or ()) * (alternatives + 1) > _LOGPROB_ENTRIES
 
-    def _entries(self, output: "RequestOutput") -> int:
+    def _entries(self, output: Output) -> int:
         """Log-probabilities of the output's tokens."""
         alternatives = self._job.sampling.logprobs
         if alternatives is None:
             return 0
-        return len(output.outputs[0].token_ids) * (alternatives + 1)
+        return len(output.token_ids) * (alternatives + 1)
 
-    def _read_later(self, output: "RequestOutput") -> None:
+    def _read_later(self, output: Output) -> None:
         self._later -= 1
         try:
             self._receive(_delta(self._job, output, self._text_of))
@@ -189,34 +189,33 @@ class DeltaReader:
             self._waiting = None
 
 
-def _delta(job: Job, output: "RequestOutput", text_of: TextOf) -> Delta:
-    completion = output.outputs[0]
-    token_ids = tuple(completion.token_ids)
+def _delta(job: Job, output: Output, text_of: TextOf) -> Delta:
+    token_ids = tuple(output.token_ids)
     readings: Sequence[generation_pb2.TokenLogprobs] = ()
-    if completion.logprobs and job.sampling.logprobs is not None:
+    if output.logprobs and job.sampling.logprobs is not None:
         readings = [
             _reading(token, cast("Mapping[int, Logprob]", position), job.sampling.logprobs, text_of)
-            for token, position in zip(token_ids, completion.logprobs, strict=True)
+            for token, position in zip(token_ids, output.logprobs, strict=True)
         ]
     ending = None
-    if completion.finish_reason is not None:
+    if output.finish_reason is not None:
         try:
-            ending = Ending(completion.finish_reason)
+            ending = Ending(output.finish_reason)
         except ValueError as error:
             raise Defect("the engine gave the request up") from error
     return Delta(
         token_ids=token_ids,
-        text=completion.text,
+        text=output.text,
         logprobs=readings,
         prompt_logprobs=_prompt_readings(job, output, text_of) if output.prompt_logprobs else None,
-        cached_tokens=output.num_cached_tokens or 0,
+        cached_tokens=output.cached_tokens,
         ending=ending,
-        stop=completion.stop_reason,
+        stop=output.stop_reason,
     )
 
 
 def _prompt_readings(
-    job: Job, output: "RequestOutput", text_of: TextOf
+    job: Job, output: Output, text_of: TextOf
 ) -> list[generation_pb2.TokenLogprobs] | None:
     wanted = job.sampling.prompt_logprobs
     if wanted is None or not output.prompt_logprobs:

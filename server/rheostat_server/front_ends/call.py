@@ -53,6 +53,12 @@ class Call(Protocol):
             CancelledError: the client has disconnected.
         """
 
+    def has_room(self) -> bool:
+        """Whether `write` would not wait, so that `write_now` may be called."""
+
+    def write_now(self, message: bytes) -> None:
+        """Sends a message. To be called if `has_room`, while no other method runs."""
+
     async def flush(self) -> None:
         """Returns when gRPC has taken all messages.
 
@@ -125,6 +131,14 @@ class GrpcCall:
             if with_headers:
                 return
         await _sent(self._context.write(joined))
+
+    def has_room(self) -> bool:
+        """False, because gRPC sends a message only when its coroutine is awaited."""
+        return False
+
+    def write_now(self, message: bytes) -> NoReturn:
+        """Is never called, because there is never room."""
+        raise AssertionError("there is no room")
 
     async def flush(self) -> None:
         """Does nothing, because `write` waits for every message."""

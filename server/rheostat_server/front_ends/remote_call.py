@@ -91,6 +91,16 @@ class RemoteCall:
         while len(self._unwritten) > _WINDOW or self._unwritten_bytes > _WINDOW_BYTES:
             await self._until_written(min(_WINDOW, len(self._unwritten) - 1))
 
+    def has_room(self) -> bool:
+        """Whether the front end's gRPC has taken all but a few of the last messages."""
+        return len(self._unwritten) < _WINDOW and self._unwritten_bytes < _WINDOW_BYTES
+
+    def write_now(self, message: bytes) -> None:
+        """Sends a message."""
+        self._send(Kind.MESSAGE, message)
+        self._unwritten.append(len(message))
+        self._unwritten_bytes += len(message)
+
     async def flush(self) -> None:
         """Returns when the front end's gRPC has taken all messages."""
         if self._unwritten:

@@ -35,6 +35,7 @@ from rheostat_server.requests.sequence import (
     EngineSequence,
     SequenceKind,
 )
+from rheostat_server.tasks.direct_messages import DirectMessages
 from rheostat_server.tasks.interruption import interrupter
 from rheostat_server.tasks.offload import offload
 from rheostat_wire.v1 import generation_pb2
@@ -51,7 +52,10 @@ Companion = Callable[[ActiveRequest], Coroutine[None, None, None]]
 
 
 async def run(
-    admitted: AdmittedRequest, manager: RequestManager, companion: Companion | None = None
+    admitted: AdmittedRequest,
+    manager: RequestManager,
+    companion: Companion | None = None,
+    direct: DirectMessages | None = None,
 ) -> AsyncGenerator[Response | CapturedRows | Notice, None]:
     """Runs a request, and yields its responses.
 
@@ -59,6 +63,7 @@ async def run(
         admitted: the request.
         manager: runs it.
         companion: updates the running request. Without a companion, no `Notice` is yielded.
+        direct: sends tokens for which the generator need not be resumed. None: all are yielded.
 
     Raises:
         RheostatError: the request could not start, or failed.
@@ -68,7 +73,7 @@ async def run(
         yield _started(admitted, manager)
         if admitted.signals is not None and admitted.signals.reported:
             yield Response(signal_table=admitted.signals.table)
-        stream = _Stream(admitted, active, manager)
+        stream = _Stream(admitted, active, manager, direct)
         beside = asyncio.create_task(companion(active)) if companion is not None else None
         try:
             async for response in stream.responses():
@@ -118,7 +123,11 @@ class _Stream:
     """Turns the entries of a request's queue into responses."""
 
     def __init__(
-        self, admitted: AdmittedRequest, active: ActiveRequest, manager: RequestManager
+        self,
+        admitted: AdmittedRequest,
+        active: ActiveRequest,
+        manager: RequestManager,
+        direct: DirectMessages | None,
     ) -> None:
         self._samples = {
             sequence: Sample(admitted, sequence, active.admitted_at, active.queue.byte_counter)
@@ -144,6 +153,9 @@ class _Stream:
         self._silence = UNSCHEDULED_GRACE
         self._lost = 0
         """Number of lost rows whose policy allows no loss."""
+        self._direct = direct
+        if direct is not None:
+            active.queue.direct = self._send_directly
 
     @property
     def own_samples(self) -> list[Sample]:
@@ -246,6 +258,33 @@ class _Stream:
             return ()
         return self._release_held() if self._held_back else ()
 
+    def _send_directly(self, sequence: EngineSequence, delta: Delta) -> bool:
+        """Sends the message of new tokens, and signals, while `responses` waits in `_next`.
+
+        Returns:
+            Whether it did. Otherwise `responses` has to take the delta.
+        """
+        direct = self._direct
+        if (
+            direct is None
+            or delta.ending is not None
+            or delta.prompt_logprobs is not None
+            or self._held_back
+            or sequence in self._scores
+            or not (delta.token_ids or delta.text)
+            or not direct.has_room()
+            or not self._may_go(sequence)
+        ):
+            return False
+        if self._prompt_logprobs_due:
+            self._prompt_logprobs_due.discard(sequence.kind)
+        direct.send(self._samples[sequence].message(delta))
+        for signals in self._signals(sequence):
+            direct.send(signals)
+            if not direct.has_room():
+                break  # the others leave with the next tokens
+        return True
+
     def _signals(self, sequence: EngineSequence) -> Iterator[Response]:
         """The waiting signals of a sample that may leave.
 
@@ -256,7 +295,8 @@ class _Stream:
         if signals is None or sequence.kind is not SequenceKind.OWN:
             return
         sample, prompt = self._samples[sequence], self._admitted.prompt.token_ids
-        if pause := self._active.queue.interval:
+        pace = self._active.pace
+        if pace is not None and (pause := pace.interval):
             now = time.monotonic()
             if not sample.ended and now < self._signals_left.get(sequence, 0.0) + _SPARSE * pause:
                 return

@@ -127,7 +127,7 @@ class Sample:
     def take(self, delta: Delta) -> list[Response]:
         """The messages of a delta."""
         if delta.prompt_logprobs is None and delta.ending is None:
-            return [self._tokens(delta)] if delta.token_ids or delta.text else []
+            return [self.message(delta)] if delta.token_ids or delta.text else []
         responses = []
         if delta.prompt_logprobs is not None:
             reading = generation_pb2.PromptLogprobs(
@@ -135,7 +135,7 @@ class Sample:
             )
             responses.append(Response(prompt_logprobs=reading))
         if delta.token_ids or delta.text:
-            responses.append(self._tokens(delta))
+            responses.append(self.message(delta))
         if delta.ending is not None:
             self.ended = True
             self.ending = delta.ending
@@ -148,7 +148,7 @@ class Sample:
         self._byte_counter.add_tokens(-self._readings_weight)
         self._readings_weight = 0
 
-    def _tokens(self, delta: Delta) -> Response:
+    def message(self, delta: Delta) -> Response:
         """The message of new tokens.
 
         Fields are set in place, because a constructor that copies a message takes four times as
@@ -184,7 +184,7 @@ class Sample:
         return asked_for(readings, self._admitted.sampling.logprobs)
 
     def _finished(self, delta: Delta, ending: Ending) -> Response:
-        """The message of a sample's end. Its fields are set in place, as in `_tokens`."""
+        """The message of a sample's end. Its fields are set in place, as in `message`."""
         response = Response()
         message = response.finished
         message.sample = self.index

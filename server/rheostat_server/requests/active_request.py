@@ -29,14 +29,20 @@ from rheostat_server.delivery.response_rows import ResponseRows
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.engine.backend import Backend, Delta, Ending, StoppedBy
 from rheostat_server.engine.held_samples import HeldSamples
+from rheostat_server.engine.pace import Pace
 from rheostat_server.engine.preparations import Preparation
 from rheostat_server.errors import Defect, RheostatError, RowsLost
 from rheostat_server.monitors.parts import WatchedPart
 from rheostat_server.requests.policy_audit import PolicyAudit
-from rheostat_server.requests.request_holds import RequestHolds, hold_tokens
+from rheostat_server.requests.request_holds import RequestHolds, hold_tokens, let_tokens_wait
 from rheostat_server.requests.request_outputs import RequestOutputs
-from rheostat_server.requests.response_queue import Notice, Pace, ResponseItem, ResponseQueue, Sign
-from rheostat_server.requests.sequence import EngineSequence, SequenceKind, make_sequences
+from rheostat_server.requests.response_queue import Notice, ResponseItem, ResponseQueue, Sign
+from rheostat_server.requests.sequence import (
+    EngineSequence,
+    SequenceKind,
+    make_sequences,
+    reservations,
+)
 from rheostat_server.requests.signals import Fired, RequestSignals
 from rheostat_server.requests.steering_change import Control
 from rheostat_server.requests.token_hold import TokenHold
@@ -76,8 +82,7 @@ class ActiveRequest:
         Args:
             admitted: the request.
             share: the memory for its waiting rows and tokens.
-            pace: counts its streams, and limits how often their tokens are sent. None: every token
-                is sent at once.
+            pace: counts its streams, and limits how often their tokens are sent. None: no limit.
             row_turns: limits how many requests send rows in an iteration of the event loop.
             held_samples: holds its samples in the engine; None: it is never held.
             audit: logs where rules of the policy fire; None: it does not run.
@@ -104,8 +109,7 @@ class ActiveRequest:
         self.share = share
         self.outputs = RequestOutputs()
         """Destinations of captured rows."""
-        # A session's client reacts to its tokens, so they must not wait.
-        self.queue = ResponseQueue(share, self.overflow, pace, at_once=admitted.in_session)
+        self.queue = ResponseQueue(share, self.overflow, pace)
         """Messages that wait for the reader of the response."""
         self.interrupt: Callable[[RheostatError], None] = lambda _: None
         """Ends the call, even if its client does not read."""
@@ -136,6 +140,9 @@ class ActiveRequest:
         """The watches that hold it."""
         stops = self.signals is not None and self.signals.plan.stops
         hold_tokens(self.own_samples, admitted, stops, self.queue.byte_counter.add_tokens)
+        self.pace = None if admitted.in_session else pace
+        """Limits how often its tokens are sent. None in a session, whose client reacts to them."""
+        let_tokens_wait(self.sequences, self.queue, self.pace)
         self.watched: tuple[WatchedPart, ...] = ()
         """The watches that read it, until it ends."""
         self._closed = False
@@ -187,14 +194,7 @@ class ActiveRequest:
     @property
     def reservations(self) -> list[Reservation]:
         """The capacity for samples, for baselines, and for scoring the samples."""
-        samples = len(self.own_samples)
-        plans = {sequence.kind: sequence.job.plan for sequence in reversed(self.sequences)}
-        if SequenceKind.BASELINE in plans:
-            scoring = self.plan_id(0, SequenceKind.SCORE)
-            plans[SequenceKind.SCORE] = replace(
-                plans[SequenceKind.BASELINE], request_id=scoring, captures=()
-            )
-        return [Reservation(plan, samples) for plan in plans.values() if plan.acts or plan.captures]
+        return reservations(self.sequences, self.plan_id(0, SequenceKind.SCORE))
 
     def never_scheduled(self, sequence: EngineSequence) -> bool:
         """Whether a sample was aborted before the engine reported anything about it."""

@@ -37,6 +37,7 @@ from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
 from rheostat_server.engine.backend import Backend
 from rheostat_server.engine.gain_updates import GainUpdates
 from rheostat_server.engine.held_samples import HeldSamples
+from rheostat_server.engine.pace import Pace
 from rheostat_server.engine.persistent_vectors import PersistentVectorStore
 from rheostat_server.engine.preparations import Preparations
 from rheostat_server.engine.steering_updates import SteeringUpdates
@@ -58,7 +59,6 @@ from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.late_attachment import LateAttachment
 from rheostat_server.requests.open_outputs import open_outputs
 from rheostat_server.requests.policy_audit import PolicyAudit
-from rheostat_server.requests.response_queue import Pace
 from rheostat_server.requests.sequence import RELEASE_GRACE, EngineSequence
 from rheostat_server.requests.signal_delivery import begin_watches, deliver_signals
 from rheostat_server.requests.steering_control import SteeringControl

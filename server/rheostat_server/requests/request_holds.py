@@ -7,12 +7,14 @@ begins. No token is released, not even those that the engine was computing when 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.engine.backend import Delta
 from rheostat_server.engine.held_samples import Fail, HeldSamples
+from rheostat_server.engine.pace import Pace
 from rheostat_server.errors import RheostatError
+from rheostat_server.requests.response_queue import ResponseQueue
 from rheostat_server.requests.sequence import EngineSequence
 from rheostat_server.requests.token_hold import TokenHold
 from rheostat_wire.v1 import receipt_pb2
@@ -39,6 +41,25 @@ def hold_tokens(
         sequence.token_hold = TokenHold(
             admitted.prompt_len, watched=stops, hold_back=admitted.hold_back, count=count
         )
+
+
+def let_tokens_wait(
+    sequences: Sequence[EngineSequence], queue: ResponseQueue, pace: Pace | None
+) -> None:
+    """Lets the tokens of a request wait for later ones, as early as possible.
+
+    The server must know tokens that are held at once. They wait after they are released.
+
+    Args:
+        sequences: all sequences of the request, after `hold_tokens`.
+        queue: the queue of the request.
+        pace: says how long tokens wait. None: they don't.
+    """
+    if any(sequence.token_hold is not None for sequence in sequences):
+        queue.paced = pace is not None
+        return
+    for sequence in sequences:
+        sequence.job = replace(sequence.job, pace=pace)
 
 
 @dataclass

@@ -7,7 +7,8 @@ bounded size. They count in the memory of the request. When this memory is full,
 because tokens must not be lost.
 
 A waiting reader gets an entry directly, so that tokens of a fast reader are neither stored nor
-counted. While many streams run, tokens wait for later tokens; see `Pace`.
+counted. While many streams run, tokens wait for later tokens; see `Pace`. Those of most requests
+have waited before they come here.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from rheostat_engine import Event
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Holder, Share
 from rheostat_server.engine.backend import Delta, Ending
+from rheostat_server.engine.pace import Pace
 from rheostat_server.errors import ResponseOverflow, RheostatError
 from rheostat_server.requests.delta_weight import DELTA_BYTES, weight
 from rheostat_server.requests.sequence import EngineSequence
@@ -26,14 +28,6 @@ from rheostat_wire.v1 import generation_pb2
 
 _MESSAGE_BYTES = 1 << 20
 """Memory of the tokens that merge into one message. The message on the wire is smaller."""
-
-_UNPACED = 64
-"""Streams up to which every token is sent at once."""
-
-_MESSAGES = 6000.0
-"""Messages per second of the streams above `_UNPACED`. With 256 streams, a stream sends a message
-every 32 ms, which are three tokens of an 8B model on one H200."""
-
 
 Notice = generation_pb2.UpdateApplied | generation_pb2.UpdateRefused
 """The result of an update."""
@@ -148,34 +142,6 @@ class WaitingDeltas:
             yield self.take()
 
 
-class Pace:
-    """How often the tokens of a stream are sent while many streams run.
-
-    Why
-        A message costs the server, the front end and the client more than its tokens. With 256
-        streams of a small model, a message for each token would cost more than the model.
-    What counts
-        A stream is a sample that has had a token and will have more. Requests that wait in the
-        engine, such as the cells of a sweep in the background, and requests of one token send no
-        messages that could be merged. So they do not make the tokens of others wait.
-    How
-        Up to `_UNPACED` streams, each token is sent at once. With more streams, tokens wait for
-        later ones, so that all streams send about `_MESSAGES` messages per second. The first
-        tokens and the end of a stream never wait.
-    """
-
-    def __init__(self) -> None:
-        """No streams."""
-        self.interval = 0.0
-        """Seconds between two messages of a stream."""
-        self._streams = 0
-
-    def add(self, streams: int) -> None:
-        """Counts streams that begin, or streams that have ended if the number is negative."""
-        self._streams += streams
-        self.interval = max(0, self._streams - _UNPACED) / _MESSAGES
-
-
 class ResponseQueue(Holder):
     """The queue of one request. It has one reader, and is used on the event loop alone."""
 
@@ -184,18 +150,18 @@ class ResponseQueue(Holder):
         share: Share,
         on_full: Callable[[ResponseOverflow], None],
         pace: Pace | None = None,
-        *,
-        at_once: bool = False,
     ) -> None:
         """An empty queue.
 
         Args:
             share: the memory of the request.
             on_full: is called with an error when the waiting tokens exceed that memory.
-            pace: counts the streams, and limits how often their tokens are sent. None: every token
-                is sent at once.
-            at_once: whether every token is sent at once, however many streams run.
+            pace: counts the streams. If `paced`, it limits how often their tokens are sent.
         """
+        self.direct: Callable[[EngineSequence, Delta], bool] = lambda sequence, delta: False
+        """Sends a delta without waking the reader, which waits. Returns whether it did."""
+        self.paced = False
+        """Whether tokens wait here for later ones. Those of most requests have waited before."""
         self.byte_counter = ByteCounter(share.byte_counter)
         """Counts the memory of waiting tokens, with those that the reader holds back."""
         self._share = share
@@ -206,7 +172,6 @@ class ResponseQueue(Holder):
         self._reader: asyncio.Future[Entry] | None = None
         """Set while the reader waits for an entry."""
         self._pace = pace or Pace()
-        self._at_once = at_once or pace is None
         self._streams: set[EngineSequence] = set()
         """The samples that `pace` counts."""
         self._clock = asyncio.get_running_loop().time
@@ -236,11 +201,6 @@ class ResponseQueue(Holder):
             )
         )
 
-    @property
-    def interval(self) -> float:
-        """Seconds between two messages of tokens; 0: every token is sent at once."""
-        return 0.0 if self._at_once else self._pace.interval
-
     def __len__(self) -> int:
         """Number of waiting messages and events."""
         return len(self._entries)
@@ -267,7 +227,8 @@ class ResponseQueue(Holder):
         waits = reader is not None and not reader.done()
         due = waits and self._is_due(delta)
         if due and not self._entries and reader is not None:
-            reader.set_result(ResponseItem(sequence, delta))
+            if not self.direct(sequence, delta):
+                reader.set_result(ResponseItem(sequence, delta))
             return
         deltas = self._deltas.get(sequence)
         if deltas is None:
@@ -304,7 +265,9 @@ class ResponseQueue(Holder):
         self._pace.add(-len(self._streams))
         self._streams.clear()
         self.byte_counter.close()
-        self._on_full = lambda _: None  # it refers to the request, which refers to this queue
+        # Both refer to the request, which refers to this queue.
+        self._on_full = lambda _: None
+        self.direct = lambda sequence, delta: False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -317,7 +280,7 @@ class ResponseQueue(Holder):
 
     def _is_due(self, delta: Delta) -> bool:
         """Whether a waiting reader gets a delta at once."""
-        if self._at_once or not self._pace.interval:
+        if not self.paced or not self._pace.interval:
             return True
         now = self._clock()
         if delta.ending is None and now < self._left + self._pace.interval:

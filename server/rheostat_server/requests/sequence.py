@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from rheostat_engine import (
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.admission.baseline import watched_sampling
 from rheostat_server.delivery.items import SequenceKey
+from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.engine.backend import Ending, Job, WorkerStats
 from rheostat_server.errors import EngineLost
 from rheostat_server.requests.token_hold import TokenHold
@@ -329,3 +330,19 @@ def make_sequences(
         for kind, plan, sampling in kinds
         for sample in range(sampling.samples)
     ]
+
+
+def reservations(sequences: Sequence[EngineSequence], scoring_id: str) -> list[Reservation]:
+    """The capacity for samples, for baselines, and for scoring the samples.
+
+    Args:
+        sequences: from `make_sequences`.
+        scoring_id: the id of a plan that scores a sample.
+    """
+    samples = sum(sequence.kind is SequenceKind.OWN for sequence in sequences)
+    plans = {sequence.kind: sequence.job.plan for sequence in reversed(sequences)}
+    if SequenceKind.BASELINE in plans:
+        plans[SequenceKind.SCORE] = replace(
+            plans[SequenceKind.BASELINE], request_id=scoring_id, captures=()
+        )
+    return [Reservation(plan, samples) for plan in plans.values() if plan.acts or plan.captures]

@@ -39,6 +39,7 @@ ENGINE_LAYERS = (
     "settings",
     "process_end",
     "model_sites",
+    "output",
     "channel",
     "worker.state",
     "worker.transport",

@@ -122,8 +122,8 @@ def read_signals(message: monitor_pb2.Signals, columns: tuple[SignalColumn, ...]
     positions = positions_of(message.positions)
     if message.HasField("values"):
         values = read_tensor(message.values).values
-    else:
-        values = np.zeros((len(positions), 0), np.float32)
+    else:  # nothing is read, or signals were only dropped
+        values = np.zeros((len(positions), 0 if len(positions) else len(columns)), np.float32)
     if values.shape != (len(positions), len(columns)) or len(message.token_ids) != len(positions):
         raise ServerError("the server sent signals whose parts do not fit together")
     return Signals(

@@ -62,6 +62,15 @@ WHOLE = [
 ]
 
 
+def test_signals_that_were_only_dropped_are_read(client, server) -> None:
+    dropped = response("signals { dropped_positions { start: 0 count: 2 } }")
+    server.on("Generate", [STARTED, TABLE, dropped, *WHOLE[3:]])
+    _, out = client.stream("x")
+    assert out.signals.positions.tolist() == [3, 4]
+    assert out.signals.dropped.tolist() == [0, 1, 2]
+    assert out.signals["wide"].tolist() == VALUES[2:, :2].tolist()
+
+
 def test_the_signals_of_a_sample_are_put_together(client, server) -> None:
     server.on("Generate", WHOLE)
     events, out = client.stream("x")

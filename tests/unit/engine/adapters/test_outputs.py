@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -15,6 +14,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from rheostat_engine.front_end import receive_outputs
+from rheostat_engine.output import Output
 
 RELIES = "rheostat_engine.adapters.outputs relies on it"
 
@@ -88,16 +88,16 @@ class Receiver:
     """Keeps what it receives."""
 
     def __init__(self) -> None:
-        self.outputs: list[RequestOutput] = []
+        self.outputs: list[Output] = []
         self.errors: list[Exception] = []
 
     @property
     def token_ids(self) -> list[int]:
-        return [token for output in self.outputs for token in output.outputs[0].token_ids]
+        return [token for output in self.outputs for token in output.token_ids]
 
     @property
     def reasons(self) -> list[str | None]:
-        return [output.outputs[0].finish_reason for output in self.outputs]
+        return [output.finish_reason for output in self.outputs]
 
 
 async def added(llm: Any, name: str = "r") -> Receiver:
@@ -106,7 +106,7 @@ async def added(llm: Any, name: str = "r") -> Receiver:
     prompt = {"type": "token", "prompt_token_ids": [1, 2]}
     collector = await llm.add_request(name, prompt, params)
     assert isinstance(collector, RequestOutputCollector), RELIES
-    receive_outputs(collector, receiver.outputs.append, receiver.errors.append)
+    receive_outputs(llm, collector, receiver.outputs.append, receiver.errors.append)
     return receiver
 
 
@@ -178,7 +178,7 @@ async def test_an_output_that_cannot_be_taken_fails_its_request_alone() -> None:
     params = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False)
     prompt = {"type": "token", "prompt_token_ids": [1]}
     collector = await llm.add_request("r", prompt, params)
-    receive_outputs(collector, lambda output: {}[output.request_id], errors.append)
+    receive_outputs(llm, collector, lambda output: {}[output.text], errors.append)
     for name in ("r", "other"):
         step(llm, 3, name=name)
     assert [type(error) for error in errors] == [KeyError]

@@ -55,7 +55,7 @@ def all_signals(events: Events, sample: int = 0) -> tuple[list[int], np.ndarray,
         if event.HasField("signals") and event.signals.sample == sample
     ]
     where = [p for one in found for p in positions(one)]
-    values = np.concatenate([numbers(one) for one in found])
+    values = np.concatenate([numbers(one) for one in found if one.positions])
     return where, values, [token for one in found for token in one.token_ids]
 
 

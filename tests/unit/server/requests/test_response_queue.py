@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from rheostat_engine import Installed, Plan
 from rheostat_server.delivery.byte_budget import Budget
 from rheostat_server.engine.backend import Delta, Ending, Job
+from rheostat_server.engine.pace import Pace
 from rheostat_server.engine.sampling import SamplingSettings
 from rheostat_server.errors import ResponseOverflow
 from rheostat_server.requests.response_queue import (
-    Pace,
     ResponseItem,
     ResponseQueue,
     Sign,
@@ -206,7 +206,9 @@ def pace() -> Pace:
 
 
 def paced(pace: Pace) -> ResponseQueue:
-    return ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None, pace)
+    queue = ResponseQueue(Budget(1 << 20, 1 << 20, slack=0).share(), lambda _: None, pace)
+    queue.paced = True
+    return queue
 
 
 async def next_of(queue: ResponseQueue) -> "asyncio.Task[object]":
@@ -287,6 +289,7 @@ async def test_no_timer_refers_to_a_queue_that_has_overflowed(pace: Pace) -> Non
 
     share = Budget(1 << 20, 1 << 20, slack=0).share()
     queues = [ResponseQueue(share, overflow, pace)]
+    queues[0].paced = True
     queue = weakref.ref(queues[0])
     reader = await next_of(queues[0])
     one = sequence(0)
@@ -336,23 +339,12 @@ async def test_a_queue_that_is_closed_counts_no_streams() -> None:
         assert not pace.interval
 
 
-async def test_a_sample_of_a_session_counts_as_a_stream_but_never_waits(pace: Pace) -> None:
+async def test_a_sample_whose_tokens_do_not_wait_here_counts_as_a_stream(pace: Pace) -> None:
     share = Budget(1 << 20, 1 << 20, slack=0).share()
-    queue = ResponseQueue(share, lambda _: None, pace, at_once=True)
+    queue = ResponseQueue(share, lambda _: None, pace)
     before, one = pace.interval, sequence(0)
-    assert queue.interval == 0
     for number in range(3):
         reader = await next_of(queue)
         queue.put_delta(one, delta(number, 1, None))
         assert taken(await settled(reader)).token_ids == (number,)
     assert pace.interval > before
-
-
-def test_the_pace_depends_on_the_streams_that_run() -> None:
-    pace = Pace()
-    pace.add(64)
-    pace.add(60)
-    assert pace.interval == pytest.approx(0.01)
-    pace.add(-60)
-    pace.add(-64)
-    assert pace.interval == 0.0

@@ -1,0 +1,176 @@
+"""Tokens that are sent without waking the task of their call."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from rheostat_server.engine.backend import Delta, Ending, Job
+from rheostat_server.front_ends.records import CallBegin, First, Kind, count_body
+from rheostat_server.front_ends.remote_call import RemoteCall
+from rheostat_wire.v1 import generation_service_pb2
+
+from ..conftest import Running
+from ..fakes import ScriptedBackend
+from ..messages import add, request
+
+GENERATE = "/rheostat.v1.GenerationService/Generate"
+WINDOW = 4
+"""Messages that are sent ahead of the front end."""
+
+
+@dataclass
+class ByHand(ScriptedBackend):
+    """An engine whose tokens the test makes."""
+
+    receive: Callable[[Delta], None] = print
+    job: Job | None = None
+
+    async def add_request(self, job, receive, fail) -> None:
+        self.job, self.receive = job, receive
+
+
+@dataclass
+class FrontEnd:
+    """The other end of a call, which takes messages when the test says so."""
+
+    messages: list[generation_service_pb2.GenerateResponse] = field(default_factory=list)
+    taken: int = 0
+    status: bytes | None = None
+    call: RemoteCall | None = None
+
+    def send(self, kind: Kind, *body: bytes) -> None:
+        if kind is Kind.MESSAGE:
+            message = generation_service_pb2.GenerateResponse()
+            message.ParseFromString(b"".join(body))
+            self.messages.append(message)
+        elif kind is Kind.END:
+            self.status = b"".join(body)
+
+    def take(self, count: int | None = None) -> None:
+        """Takes messages; all that were sent if `count` is None."""
+        count = len(self.messages) - self.taken if count is None else count
+        if count:
+            self.taken += count
+            assert self.call is not None
+            self.call.receive(Kind.WRITTEN, count_body(count))
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for message in self.messages for token in message.tokens.token_ids]
+
+    def tokens(self) -> Iterator[tuple[int, list[int]]]:
+        """Offset and ids of each message with tokens."""
+        for message in self.messages:
+            if message.WhichOneof("event") == "tokens":
+                yield message.tokens.offset, list(message.tokens.token_ids)
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def begun(running: Running, asked: object) -> "tuple[FrontEnd, asyncio.Task[None]]":
+    """A call whose task waits for tokens."""
+    front_end = FrontEnd()
+    body = asked.SerializeToString()
+    call = front_end.call = RemoteCall(front_end.send, CallBegin(GENERATE, None, First.HERE, body))
+    task = asyncio.create_task(running.server._rpcs.answer(GENERATE, call))
+    async with asyncio.timeout(10):
+        while running.backend.job is None or not front_end.messages:
+            await asyncio.sleep(0.001)
+    await turns()
+    front_end.take()
+    return front_end, task
+
+
+@pytest.fixture
+async def running(starter) -> Running:
+    return await starter(ByHand())
+
+
+async def ended(running: Running, task: "asyncio.Task[None]", front_end: FrontEnd) -> None:
+    running.backend.receive(Delta(ending=Ending.LENGTH))
+    async with asyncio.timeout(10):
+        while not task.done():
+            front_end.take()
+            await asyncio.sleep(0.001)
+    await task
+
+
+async def test_tokens_are_sent_before_anything_else_runs(running) -> None:
+    front_end, task = await begun(running, request())
+    for token in range(3):
+        running.backend.receive(Delta(token_ids=(token,), text=str(token)))
+        assert front_end.token_ids == list(range(token + 1))
+    await ended(running, task, front_end)
+    assert list(front_end.tokens()) == [(0, [0]), (1, [1]), (2, [2])]
+    assert front_end.messages[-1].WhichOneof("event") == "receipt"
+
+
+async def test_a_front_end_that_takes_nothing_gets_a_few_messages_and_later_the_rest(
+    running,
+) -> None:
+    front_end, task = await begun(running, request())
+    for token in range(100):
+        running.backend.receive(Delta(token_ids=(token,)))
+        await turns(3)
+    sent = len(list(front_end.tokens()))
+    assert sent <= WINDOW + 1
+    front_end.take(1)
+    await turns()
+    front_end.take()
+    await ended(running, task, front_end)
+    assert front_end.token_ids == list(range(100))
+    assert len(list(front_end.tokens())) < 20, "tokens that waited are sent together"
+
+
+async def test_tokens_that_follow_tokens_in_the_queue_wait_for_them(running) -> None:
+    front_end, task = await begun(running, request())
+    for token in range(20):  # beyond the window, no task runs in between
+        running.backend.receive(Delta(token_ids=(token,)))
+    front_end.take()
+    running.backend.receive(Delta(token_ids=(20,)))
+    await turns()
+    front_end.take()
+    await ended(running, task, front_end)
+    assert front_end.token_ids == list(range(21))
+
+
+async def test_the_first_token_waits_until_the_plan_is_in_force(running) -> None:
+    front_end, task = await begun(running, request(steer=[add(scale=2.0)]))
+    running.backend.receive(Delta(token_ids=(7,)))
+    await turns()
+    assert front_end.token_ids == []
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_any_order_of_tokens_and_readers_gives_the_same_stream(starter, seed) -> None:
+    rng = np.random.default_rng(seed)
+    running = await starter(ByHand())
+    front_end, task = await begun(running, request())
+    said: list[int] = []
+    for _ in range(200):
+        what = rng.random()
+        if what < 0.6:
+            count = int(rng.integers(1, 4))
+            new = tuple(range(len(said), len(said) + count))
+            said += new
+            running.backend.receive(Delta(token_ids=new, text="".join(f"{one} " for one in new)))
+        elif what < 0.8:
+            front_end.take(int(rng.integers(0, len(front_end.messages) - front_end.taken + 1)))
+        else:
+            await turns(int(rng.integers(1, 5)))
+    await ended(running, task, front_end)
+    assert front_end.token_ids == said
+    offsets = [offset for offset, _ in front_end.tokens()]
+    lengths = [len(ids) for _, ids in front_end.tokens()]
+    assert offsets == [sum(lengths[:number]) for number in range(len(lengths))]
+    text = "".join(message.tokens.text for message in front_end.messages)
+    assert text == "".join(f"{one} " for one in said)
+    assert front_end.messages[-1].WhichOneof("event") == "receipt"
