@@ -7,13 +7,15 @@ import pytest
 from rheostat_server.engine.pace import Pace
 
 
-def test_the_interval_depends_on_the_streams_that_run() -> None:
+def test_many_streams_send_as_many_messages_as_a_few_more() -> None:
     pace = Pace()
     pace.add(64)
-    pace.add(60)
+    assert pace.interval == 0.0
+    pace.add(16)
     assert pace.interval == pytest.approx(0.01)
-    pace.add(-60)
-    pace.add(-64)
+    pace.add(80)
+    assert pace.interval == pytest.approx(0.02)
+    pace.add(-96)
     assert pace.interval == 0.0
 
 
