@@ -20,12 +20,19 @@ Long prompts
     A background prompt that does not fit into one step is continued in the next steps. It gets the
     tokens of a step that the other running requests do not use. While other requests wait to
     begin, it pauses, so that they do not wait for the whole prompt. It continues after a step that
-    the others did not fill, and always once `_LONGEST_WAIT` has passed since the last burst, or
-    since requests were first held after the burst.
+    the others did not fill, and always once `_LONGEST_WAIT` has passed since it first began.
 Preemption
-    A background request that vLLM preempts must compute its prompt and its generated tokens again.
-    vLLM puts it in front of all waiting requests. Here it waits behind them, and then pauses as
-    above. Once `_LONGEST_WAIT` has passed since the preemption, it goes first.
+    If KV memory is short, vLLM preempts the last running request, and puts it in front of all
+    waiting requests. Background requests run behind the others, so they are preempted first, and
+    never take the memory of others. A preempted one must compute its prompt and its generated
+    tokens again. So it is held again, in front of the other held requests, and begins with the next
+    burst. Once `_LONGEST_WAIT` has passed since it first began, its prompt pauses no more. So no
+    other request begins, and takes its memory, before the prompt is computed.
+Memory
+    If there is no memory for an overdue burst, the next step tries again. Until then no other
+    request begins, because it could take the memory. So these tries take at most about a tenth of
+    the time: a period of tries is followed by a rest that is `_REST` times as long. Each period is
+    at least twice as long as the last, so that memory is found at some time.
 Consequences
     Background requests always make progress, and take at most about a tenth of the time. They
     lengthen about one in `_STEPS` steps of others, whatever the model, the device and the prompts,
@@ -39,7 +46,7 @@ waiting and as deferred, so that the engine does not sleep, and they can be abor
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -69,6 +76,8 @@ _LONGEST_WAIT = 5.0
 even after bursts with `_MOST_LONGER` longer steps, at most 0.9 % of the steps are longer."""
 _REST = 9
 """The next burst begins at the earliest after this many times the longest step of the last one."""
+_TRIES = 0.5
+"""Seconds of the first period in which an overdue burst tries to find memory."""
 
 
 class BackgroundPace:
@@ -123,6 +132,31 @@ class BackgroundPace:
         return max(_LONGER * median(ordered), ordered[-1 - len(ordered) // _RARE])
 
 
+class _Tries:
+    """When an overdue burst may try to find memory; see "Memory"."""
+
+    def __init__(self) -> None:
+        """Nothing was tried."""
+        self._began: float | None = None
+        """When this period of tries began; None between two periods."""
+        self._length = _TRIES
+        """Seconds after which this period ends."""
+        self._rest_until = 0.0
+
+    def allowed(self, now: float) -> bool:
+        """Whether the burst may go before others in this step."""
+        return now >= self._rest_until
+
+    def fail(self, now: float) -> None:
+        """A try has found no memory, and others wait."""
+        if self._began is None:
+            self._began = now
+        elif now - self._began >= self._length:
+            self._length = 2 * (now - self._began)
+            self._rest_until = now + _REST * (now - self._began)
+            self._began = None
+
+
 class BackgroundQueue:
     """Holds background requests outside of a scheduler's queue until they may begin."""
 
@@ -148,21 +182,23 @@ class BackgroundQueue:
         """When the first held request was held, or the last burst began, whichever was later."""
         self._last: float | None = None
         """When the last step was scheduled; None if no request ran then."""
-        self._computing: dict[Request, float] = {}
-        """Background requests that have begun, and when they began or were last preempted.
-        `_pause_prompts` removes those whose prompts, or lost tokens, are computed."""
+        self._begun: dict[Request, float] = {}
+        """Background requests that have begun and not ended, and when each first began."""
+        self._preempted = False
+        """Whether background requests were preempted that are in the scheduler's queue."""
         self._room_left = False
         """Whether background prompts paused in the last step, and others did not fill it."""
+        self._tries = _Tries()
         self._schedule = scheduler.schedule
         self._enqueue = scheduler._enqueue_waiting_request
         self._count = scheduler.get_request_counts
-        self._finish = scheduler.finish_requests
+        self._free = scheduler._free_request
         self._preempt = scheduler._preempt_request
         replaced = {
             "schedule": self._schedule_in_turn,
             "_enqueue_waiting_request": self._hold_or_enqueue,
             "get_request_counts": self._count_all,
-            "finish_requests": self._finish_all,
+            "_free_request": self._free_and_forget,
             "_preempt_request": self._preempt_and_note,
         }
         for name, method in replaced.items():
@@ -174,8 +210,10 @@ class BackgroundQueue:
         if running and self._last is not None:
             self._pace.add_step(now - self._last)
         self._last = now if running else None
-        pausing = self._pause_prompts(now)
+        self._hold_preempted(now)
+        pausing = bool(self._begun) and self._order_running(now)
         output = self._schedule_burst(throttle_prefills, now)
+        self._hold_preempted(now)
         computed = output.total_num_scheduled_tokens
         self._room_left = pausing and computed < scheduler.max_num_scheduled_tokens
         return output
@@ -186,43 +224,43 @@ class BackgroundQueue:
         if not self._held or len(scheduler.running) >= scheduler.max_num_running_reqs:
             return self._schedule(throttle_prefills)
         beside = self._beside_others()
-        overdue = beside and self._pace.overdue(now - self._since)
+        overdue = beside and self._pace.overdue(now - self._since) and self._tries.allowed(now)
         if beside and not overdue and not self._pace.allows():
             return self._schedule(throttle_prefills)
         released = list(self._held.values())
         self._release(first=overdue)
         output = self._schedule(throttle_prefills)
-        self._hold([request for request in scheduler.waiting if _may_wait(request)])
-        if len(self._held) < len(released):
+        self._hold_again()
+        begun = [request for request in released if request.request_id not in self._held]
+        if begun:
             self._pace.begin(beside=beside)
+            self._tries = _Tries()
             self._since = now
-            begun = [request for request in released if request.request_id not in self._held]
-            self._computing |= dict.fromkeys(begun, now)
+            for request in begun:
+                self._begun.setdefault(request, now)
+        elif overdue and scheduler.waiting:
+            self._tries.fail(now)
         return output
 
-    def _pause_prompts(self, now: float) -> bool:
-        """Moves background prompts behind the other running requests.
+    def _order_running(self, now: float) -> bool:
+        """Moves background requests behind the other running requests, prompts last.
 
-        If other requests wait to begin, the prompts also pause for a step; see "Long prompts". The
-        preempted ones change their places in the queue; see "Preemption".
+        If other requests wait to begin, the prompts also pause for a step; see "Long prompts".
 
         Returns:
             Whether they pause in the next step.
         """
         scheduler = self._scheduler
-        self._computing = {
-            request: begun for request, begun in self._computing.items() if _is_computing(request)
-        }
-        if not self._computing:
+        running = [request for request in self._begun if request.status is RequestStatus.RUNNING]
+        if not running:
             return False
-        scheduler.running.sort(key=self._computing.__contains__)
-        recent = [
-            request for request, begun in self._computing.items() if now - begun < _LONGEST_WAIT
-        ]
-        wait = any(request.priority <= 0 for request in scheduler.waiting)
-        if wait:
-            self._order_preempted(recent)
-        if self._room_left or not recent or not wait:
+        computing = [request for request in running if _is_computing(request)]
+        places = dict.fromkeys(running, 1) | dict.fromkeys(computing, 2)
+        scheduler.running.sort(key=lambda request: places.get(request, 0))
+        recent = [request for request in computing if now - self._begun[request] < _LONGEST_WAIT]
+        if self._room_left or not recent:
+            return False
+        if all(request.priority > 0 for request in scheduler.waiting):
             return False
         step = scheduler.current_step + 1
         for request in recent:
@@ -230,25 +268,18 @@ class BackgroundQueue:
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, step + 1)
         return True
 
-    def _order_preempted(self, recent: Sequence[Request]) -> None:
-        """Moves preempted background requests behind the other waiting requests.
-
-        Those that are not `recent` have waited long enough, and move in front of the others.
-        """
-        waiting = self._scheduler.waiting
-        preempted = [request for request in waiting if request in self._computing]
-        if preempted:
-            waiting.remove_requests(preempted)
-            for request in preempted:
-                if request in recent:
-                    waiting.add_request(request)
-                else:
-                    waiting.prepend_request(request)
-
     def _preempt_and_note(self, request: Request, *args: Any, **kwargs: Any) -> None:  # vLLM's own
         self._preempt(request, *args, **kwargs)
-        if request.priority > 0:
-            self._computing[request] = self._now()
+        # It is held later, because the caller may take it out of the scheduler's queue.
+        self._preempted |= request.priority > 0
+
+    def _hold_preempted(self, now: float) -> None:
+        """Holds background requests that were preempted since the last call."""
+        if self._preempted:
+            self._preempted = False
+            if not self._held:
+                self._since = now
+            self._hold_again()
 
     def _beside_others(self) -> bool:
         scheduler = self._scheduler
@@ -267,12 +298,17 @@ class BackgroundQueue:
                 waiting.add_request(request)
         self._held.clear()
 
-    def _hold(self, requests: Sequence[Request]) -> None:
-        """Takes requests that did not fit into the step out of the scheduler's queue."""
+    def _hold_again(self) -> None:
+        """Takes background requests out of the scheduler's queue, in front of the held ones.
+
+        They did not fit into the step, or were preempted.
+        """
+        scheduler = self._scheduler
+        requests = [request for request in scheduler.waiting if _may_wait(request)]
         if requests:
-            self._scheduler.waiting.remove_requests(requests)
-            self._scheduler.deferred_waiting.update(requests)
-            self._held.update((request.request_id, request) for request in requests)
+            scheduler.waiting.remove_requests(requests)
+            scheduler.deferred_waiting.update(requests)
+            self._held = {request.request_id: request for request in requests} | self._held
 
     def _hold_or_enqueue(self, request: Request) -> None:
         if _may_wait(request):
@@ -287,21 +323,20 @@ class BackgroundQueue:
         running, waiting = self._count()
         return running, waiting + len(self._held)
 
-    def _finish_all(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
-        finished = self._finish(request_ids, finished_status)
-        for request in finished:
-            self._held.pop(request.request_id, None)
-        return finished
+    def _free_and_forget(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:  # vLLM's own
+        self._held.pop(request.request_id, None)
+        self._begun.pop(request, None)
+        return self._free(request, delay_free_blocks)
 
 
 def _may_wait(request: Request) -> bool:
-    """Whether a request may be held: it is a background request that has not begun."""
-    return request.priority > 0 and request.status is RequestStatus.WAITING
+    """Whether a request may be held: it is a background request that does not run."""
+    waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    return request.priority > 0 and waits
 
 
 def _is_computing(request: Request) -> bool:
-    """Whether a request that has begun must compute other tokens before its last one."""
-    begun = request.status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
-    return begun and request.num_computed_tokens < request.num_tokens - 1
+    """Whether a running request must compute other tokens before its last one."""
+    return request.num_computed_tokens < request.num_tokens - 1

@@ -51,6 +51,8 @@ class Engine:
     """Milliseconds more of the step after such a step."""
     decode: float = DECODE
     each: float = EACH
+    blocks: int = 4000
+    """Blocks of KV memory. One of them is vLLM's own."""
     clock: float = 0.0
     steps: list[tuple[float, int, int]] = field(default_factory=list)
     """Milliseconds, prompts in the background, others that ran."""
@@ -60,10 +62,10 @@ class Engine:
 
     def __post_init__(self) -> None:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        self.config.cache_config.num_gpu_blocks = 4000
+        self.config.cache_config.num_gpu_blocks = self.blocks
         self.scheduler = Scheduler(
             self.config,
-            KVCacheConfig(4000, [], [KVCacheGroupSpec(["layer"], spec)]),
+            KVCacheConfig(self.blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
             StructuredOutputManager(self.config),
             BLOCK,
             log_stats=True,
@@ -132,9 +134,12 @@ def test_vllm_puts_requests_into_its_queue_and_counts_them_as_before() -> None:
     assert "self._preempt_request(" in schedule, RELIES
     preempt = inspect.getsource(Scheduler._preempt_request)
     assert "self.waiting.prepend_request(request)" in preempt, RELIES
+    assert "preempted_req = self.running[-1]" in schedule, RELIES
     finish = inspect.getsource(Scheduler.finish_requests)
     assert "self.requests.get(req_id)" in finish, RELIES
     assert "self.deferred_waiting.difference_update(" in finish, RELIES
+    assert "self._free_request(request" in finish, RELIES
+    assert "self._free_request(request)" in inspect.getsource(Scheduler.update_from_output), RELIES
 
 
 @pytest.mark.parametrize("after", [0.0, 9.0])
@@ -281,7 +286,7 @@ def preempt_all(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 40], ids=["in its prompt", "in its answer"])
-def test_a_preempted_request_in_the_background_pauses_as_before(
+def test_a_preempted_request_in_the_background_begins_again_with_the_next_burst(
     config: VllmConfig, tokens: int
 ) -> None:
     engine = Engine(config)
@@ -290,19 +295,19 @@ def test_a_preempted_request_in_the_background_pauses_as_before(
     (cell,) = engine.add(1, background=True, tokens=tokens, length=length)
     for _ in range(1 if tokens == 1 else 20):
         engine.step()
-    left = length if tokens == 1 else length + 20 - length // 64
     preempt_all(engine)
-    first, second = engine.add(2, background=False, tokens=40, length=100)
-    computed = []
-    for _ in range(4):
+    (other,) = engine.add(1, background=False, tokens=400, length=8)
+    (later,) = engine.add(1, background=True, tokens=1, length=8)
+    began: list[str] = []
+    while not began:
         engine.step()
-        computed.append(engine.computed)
-    assert computed[:2] == [{first: 64}, {first: 36, second: 28}]
-    assert computed[2:] == [{first: 1, second: 63}, {first: 1, second: 9, cell: 54}]
-    engine.add(1, background=False, tokens=40, length=64)
-    engine.step()
-    assert cell not in engine.computed, "the rest of it pauses too"
-    assert engine.scheduler.requests[cell].num_tokens <= left + 1
+        began = [name for name in engine.computed if name != other]
+        assert engine.scheduler.get_num_unfinished_requests() == 3
+    assert 32 <= len(engine.beside()) <= 210, "as any burst"
+    assert began == [cell], "it has no room for the later one"
+    while cell in engine.scheduler.requests:
+        engine.step()
+    assert engine.scheduler.requests[later].num_computed_tokens == 0
 
 
 def test_a_preempted_request_in_the_background_waits_for_a_limited_time(
@@ -320,6 +325,79 @@ def test_a_preempted_request_in_the_background_waits_for_a_limited_time(
         engine.step()
         assert engine.clock < 7_000
     assert engine.clock > 5_000
+
+
+def preemptions(engine: Engine, names: Sequence[str]) -> int:
+    requests = engine.scheduler.requests
+    return sum(requests[name].num_preemptions for name in names if name in requests)
+
+
+def test_where_memory_is_short_only_the_background_is_preempted(config: VllmConfig) -> None:
+    """The background requests have computed their prompts, and began before the others."""
+    engine = Engine(config, blocks=41)
+    cells = engine.add(4, background=True, tokens=300, length=100)
+    engine.step()
+    others = engine.add(8, background=False, tokens=120, length=20)
+    for _ in range(100):
+        engine.step()
+        assert preemptions(engine, others) == 0
+    assert preemptions(engine, cells) >= 2
+    assert all(engine.scheduler.requests[name].num_output_tokens >= 99 for name in others)
+
+
+def test_preempted_requests_in_the_background_lengthen_few_steps(config: VllmConfig) -> None:
+    engine = Engine(config, blocks=41)
+    cells = engine.add(4, background=True, tokens=300, length=100)
+    engine.step()
+    longer = 0
+    for _ in range(900):
+        others = [name for name in engine.scheduler.requests if name not in cells]
+        for _ in range(8 - len(others)):
+            tokens = 60 + engine.number * 7 % 50
+            others += engine.add(1, background=False, tokens=tokens, length=20)
+        assert preemptions(engine, others) == 0
+        engine.step()
+        longer += any(engine.computed.get(name, 0) > 1 for name in cells)
+    assert preemptions(engine, cells) >= len(cells) - 1
+    assert longer <= 900 / 100, "about as many as bursts lengthen"
+
+
+def test_the_background_ends_although_others_take_all_memory(config: VllmConfig) -> None:
+    engine = Engine(config, decode=50.0, blocks=33)
+    engine.scheduler.max_num_scheduled_tokens = 64
+    cells = engine.add(3, background=True, tokens=1, length=450)
+    engine.step()
+    asked: dict[str, float] = {}
+    preempted = 0
+    while left := [name for name in cells if name in engine.scheduler.requests]:
+        for _ in range(16 + len(left) - len(engine.scheduler.requests)):
+            tokens = 60 + engine.number % 50
+            (name,) = engine.add(1, background=False, tokens=tokens, length=20)
+            asked[name] = engine.clock
+        for name in engine.step():
+            assert engine.clock - asked.pop(name, engine.clock) < 5_000
+        preempted = max(preempted, preemptions(engine, cells))
+        assert engine.clock < 200_000
+    assert preempted
+
+
+def test_others_begin_although_the_background_finds_no_memory(config: VllmConfig) -> None:
+    engine = Engine(config, decode=50.0, blocks=21)
+    engine.add(1, background=False, tokens=400, length=110)
+    engine.step()
+    (cell,) = engine.add(1, background=True, tokens=1, length=500)
+    waits: list[float] = []
+    while cell in engine.scheduler.requests:
+        (name,) = engine.add(1, background=False, tokens=1, length=8)
+        asked = engine.clock
+        while name not in engine.step():
+            assert engine.clock < 60_000
+        if engine.clock - asked > 3 * engine.decode:
+            waits.append(engine.clock - asked)
+    *earlier, last = waits
+    assert waits == sorted(waits)
+    assert earlier
+    assert sum(earlier) <= 0.1 * (engine.clock - last)
 
 
 @pytest.mark.parametrize(("decode", "each"), [(200.0, 1.0), (5.0, 60.0), (300.0, 120.0)])
