@@ -6,8 +6,9 @@ run does. So its steering, its run and its errors are the same.
 
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 
-from rheostat_server.admission.admit import admit
+from rheostat_server.admission.admit import AdmittedRequest, admit
 from rheostat_server.derivation.prompt_rows import (
     check_prompt_selector,
     is_stop,
@@ -53,7 +54,7 @@ async def capture_run(
         check_prompt_selector(message.where)
     with _naming():
         admitted = await admit(_request(message), manager.admission)
-        wanted = selected_rows(admitted, message.where)
+        admitted = _all_or_none(admitted, selected_rows(admitted, message.where))
         receipt: receipt_pb2.Receipt | None = None
         stopped = False
         async with aclosing(run(admitted, manager)) as responses:
@@ -64,11 +65,21 @@ async def capture_run(
     if receipt is None or not receipt.captures[0].run_id:
         if manager.draining:
             raise Draining("the server is ending; it did not run the prompt")
+        if stopped:
+            raise stopped_error()
         raise Defect("the request ended without its run")
-    if stopped and any(site.row_count < wanted for site in receipt.captures[0].sites):
-        manager.runs.delete(receipt.captures[0].run_id, "run_id")
-        raise stopped_error()
     return receipt
+
+
+def _all_or_none(admitted: AdmittedRequest, count: int) -> AdmittedRequest:
+    """The request, whose run is stored only if it has rows at `count` positions.
+
+    If it were stored and then deleted, other clients could use, delete or replace it before.
+    """
+    (capture,) = admitted.captures
+    assert capture.run is not None, "the request asks for it"
+    target = capture.run._replace(least=count)
+    return replace(admitted, captures=(replace(capture, run=target),))
 
 
 def _request(

@@ -230,7 +230,8 @@ class RunDraft:
 
     def keep(self) -> bool:
         """Stores the run if it is complete and was not dropped. Returns whether it is stored."""
-        return self.complete and self.store.keep(self)
+        enough = sum(map(len, self._positions)) >= self.target.least
+        return self.complete and enough and self.store.keep(self)
 
     def to_run(self, number: int, now: float) -> Run:
         """The finished run."""

@@ -25,6 +25,8 @@ class RunTarget(NamedTuple):
     """From the request, or random."""
     lease: float
     """Seconds after its completion before it may be evicted."""
+    least: int = 0
+    """Positions that the run must have. A run with fewer is not stored."""
 
 
 def run_target(spec: capture_pb2.CaptureSpec, path: str) -> RunTarget:

@@ -11,6 +11,7 @@ from rheostat_engine import Dropped, SignalRows
 from rheostat_server.admission.admit import admit
 from rheostat_server.engine.backend import Job
 from rheostat_server.requests import policy_audit
+from rheostat_server.runs.store import RunDraft
 from rheostat_server.sweeps import sources
 from rheostat_wire.v1 import (
     gain_pb2,
@@ -343,6 +344,34 @@ async def test_a_stored_run_whose_prompt_is_stopped_before_all_its_rows_came_is_
         assert (positions.start, positions.count) == (1, 1)
     stats = await settled(running)
     assert (stats.run_count, stats.leaked_count) == (not refused, 0)
+
+
+async def test_a_run_without_all_its_rows_is_never_seen_by_another_client(
+    starter, monkeypatch
+) -> None:
+    running = await starter(ScriptedBackend(openness=at(1)))
+    await set_rules(running, rule())
+    runs = running.manager.runs
+    keep = runs.keep
+
+    def keep_and_delete(draft: RunDraft) -> bool:
+        kept = keep(draft)
+        runs.delete(draft.id, "")  # as another client does at once
+        return kept
+
+    monkeypatch.setattr(runs, "keep", keep_and_delete)
+    call = running.client.runs.CaptureRun(
+        run_service_pb2.CaptureRunRequest(
+            prompt=types_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[10, 11, 12])),
+            sites=site_set(types_pb2.POINT_RESID_POST, layers=[0]),
+            where=selector(window(0, 3)),
+            run_id="shared",
+        )
+    )
+    refusal = await refusal_of(call)
+    assert refusal.reason == "REASON_NOT_SUPPORTED"
+    assert "ended this prompt early" in refusal.message
+    await settled(running)
 
 
 @pytest.mark.parametrize(
