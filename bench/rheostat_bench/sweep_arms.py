@@ -80,6 +80,8 @@ class Result(NamedTuple):
     """Those that the engine computed, if they are known."""
     answer_error: float | None
     """Largest difference of ln p(answer) to Hugging Face, in nats, if the weights are equal."""
+    first_cell_s: float | None = None
+    """Seconds from the call to the first cell, if they are known."""
 
 
 class Neighbours(NamedTuple):
@@ -228,7 +230,8 @@ class Bench:
             wanted = self.limits.ask_one(self.hugging_face, check, _REFERENCE_LIMIT)
             errors.append(float(np.abs(swept.answer[number] - wanted).max()))
         error = max(errors, default=None)
-        return Result(swept.seconds, cells, cells * length, swept.computed_tokens, error)
+        first = swept.first_cell_s
+        return Result(swept.seconds, cells, cells * length, swept.computed_tokens, error, first)
 
     def singles(
         self, prompts: Prompts, cells: Sequence[Cell], at_once: int, wanted: Graded | None

@@ -5,6 +5,7 @@ Each runs in a process of its own.
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -21,6 +22,10 @@ POINT = "resid_post"
 """The point whose rows all cells replace."""
 
 Priority = Literal["background", "normal"]
+
+
+class LateError(Exception):
+    """A call had not ended when its time was over. The message says how far it got."""
 
 
 class Swept(NamedTuple):
@@ -43,6 +48,8 @@ class SweptPairs(NamedTuple):
     answer: Grid
     """[pairs, layers, groups]: ln p(answer)."""
     computed_tokens: int
+    first_cell_s: float
+    """From the call to the first cell. Before it, all clean prompts and most baselines run."""
 
 
 class Single(NamedTuple):
@@ -118,23 +125,37 @@ class Client:
     async def sweep_pairs(
         self, pairs: Sequence[Prompts], groups: Sequence[range], at_once: int
     ) -> SweptPairs:
-        """Sweeps groups of positions of every layer for many pairs, in one call."""
+        """Sweeps groups of positions of every layer for many pairs, in one call.
+
+        Raises:
+            LateError: the call was cancelled because it took too long.
+        """
         named = {
             f"{group.start}-{group.stop - 1}": rheostat.window(group.start, group.stop)
             for group in groups
         }
         began = time.monotonic()
-        result = await self._engine.sweep(
-            [replace(pair_of(prompts), groups=named) for prompts in pairs],
-            points=POINT,
-            grades="logprob",
-            concurrency=at_once,
-            pair_values=True,
-            progress=self._count,
-            watch=False,
-        )
+        arrivals: list[float] = []
+        try:
+            result = await self._engine.sweep(
+                [replace(pair_of(prompts), groups=named) for prompts in pairs],
+                points=POINT,
+                grades="logprob",
+                concurrency=at_once,
+                pair_values=True,
+                progress=lambda done, count: arrivals.append(time.monotonic() - began),
+                watch=False,
+            )
+        except asyncio.CancelledError:
+            seconds = time.monotonic() - began
+            raise LateError(
+                f"after {seconds:.1f} s, {len(arrivals)} cells of {len(pairs)} pairs each had come,"
+                f" the first after {arrivals[0] if arrivals else math.nan:.1f} s"
+            ) from None
         seconds = time.monotonic() - began
-        return SweptPairs(seconds, result.pair_values[:, 0], result.computed_token_count)
+        return SweptPairs(
+            seconds, result.pair_values[:, 0], result.computed_token_count, arrivals[0]
+        )
 
     def _count(self, done: int, count: int) -> None:
         self._arrivals.append(time.monotonic())

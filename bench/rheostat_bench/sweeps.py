@@ -11,6 +11,7 @@ A cell's tokens are those of its prompt, whether the prefix cache had some or no
 
     rheostat bench sweeps --shape qwen3-8b --out results
     rheostat bench sweeps --shape qwen3-8b --arms neighbours --no-normal --budget 150 --out results
+    rheostat bench sweeps --shape qwen3-8b --arms pairs --concurrency 256 --budget 225 --out results
     rheostat bench sweeps --shape tiny --same-weights --transformer-lens --out results
 """
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from rheostat_bench.sweep_arms import (
 from rheostat_bench.sweep_clients import (
     Client,
     Gaps,
+    LateError,
     Load,
     Single,
     SweptPairs,
@@ -92,7 +94,7 @@ def test_a_sweep_of_many_pairs_is_one_call_and_some_pairs_are_checked(
     def ask_one(worker: object, call: partial, seconds: float) -> object:
         asked.append(call)
         if worker == "sweeper":
-            return SweptPairs(2.0, np.full((5, 2, 4), -3.0), 600)
+            return SweptPairs(2.0, np.full((5, 2, 4), -3.0), 600, 0.5)
         return np.full((2, 4), -3.5)
 
     bench = Bench(
@@ -107,7 +109,7 @@ def test_a_sweep_of_many_pairs_is_one_call_and_some_pairs_are_checked(
         limits=SimpleNamespace(ask_one=ask_one),
         save=lambda _: None,
     )
-    assert bench.pairs(12, 5, 64) == Result(2.0, 40, 480, 600, error)
+    assert bench.pairs(12, 5, 64) == Result(2.0, 40, 480, 600, error, 0.5)
     sweep, *checks = asked
     assert [len(sweep.keywords[name]) for name in ("pairs", "groups")] == [5, 4]
     pairs = sweep.keywords["pairs"]
@@ -272,3 +274,16 @@ async def test_a_load_that_fails_is_reported() -> None:
     engine: Any = SimpleNamespace(sweep=sweep)
     with pytest.raises(ValueError, match="no sweep"):
         await Client(engine).begin_sweeps(40, 64, "background")
+
+
+async def test_a_sweep_of_many_pairs_that_ends_too_late_says_how_far_it_got() -> None:
+    async def sweep(*_: object, progress: Callable[[int, int], None], **options: object) -> None:
+        for done in range(3):
+            progress(done, 8)
+        await asyncio.Event().wait()
+
+    engine: Any = SimpleNamespace(sweep=sweep)
+    pairs = [new_prompts(8) for _ in range(5)]
+    with pytest.raises(LateError, match="3 cells of 5 pairs each had come"):
+        async with asyncio.timeout(0.01):
+            await Client(engine).sweep_pairs(pairs, quarters(8), 64)
