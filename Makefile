@@ -4,9 +4,11 @@ MODEL ?= demo
 BIN := .venv/bin
 # Tests start hundreds of Python processes, each of which would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Processes that run tests at the same time.
+# Processes that run tests or check types at the same time.
 WORKERS ?= 2
-PYTEST := $(BIN)/pytest --numprocesses $(WORKERS)
+# Three for unit tests, which wait for nearly half of their time.
+unit: WORKERS := 3
+PYTEST = $(BIN)/pytest --numprocesses $(WORKERS)
 # Tests of the server that also run through front ends in processes of their own.
 THROUGH_FRONT_ENDS := generation/test_generate generation/test_session subscriptions/test_subscribe \
 	delivery/test_slow_readers requests/test_trouble
@@ -40,7 +42,7 @@ breaking: setup ## Whether the protos still keep the promises of the main branch
 	$(BIN)/python tools/breaking
 
 types: setup ## mypy --strict on all packages
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(WORKERS)
 
 unit: setup ## Tests without an engine
 	$(PYTEST) --dist worksteal tests/unit
