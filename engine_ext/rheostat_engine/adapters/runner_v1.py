@@ -47,6 +47,7 @@ class CpuSiteRunner(CPUModelRunner):
             return super().execute_model(scheduler_output, intermediate_tensors)
         finally:
             self._scheduled = None
+            self.sites.runtime.send_gained()  # if the step had no forward pass
 
     def _model_forward(
         self,

@@ -139,6 +139,8 @@ class SiteRuntime:
         """Request ids of the last batch scanned for pending updates; None forces a scan."""
         self._installed: list[Head] = []
         """Reports of added requests, which are sent together."""
+        self._gained: list[Gained] = []
+        """Reports of changed gains, which are sent together."""
         self._removed: list[_Removed] = []
         self._numbers_free: list[int] = []
         self._numbers_made = 0
@@ -217,19 +219,26 @@ class SiteRuntime:
         return UpdateResult(first, "")
 
     def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
-        """Changes gains of running requests from their next step on; a `GainsHead` reports it.
+        """Changes gains of running requests from their next step on. `send_gained` reports it.
 
         Requests that have ended are ignored.
         """
-        set_gains: list[Gained] = []
         for name, change, not_before, gains in updates:
             request = self._requests.get(self._ids.get(name, ""))
             if request is not None:
                 first = max(int(self._progress.computed_end[request.number]), not_before)
                 first = self.steering.set_gains(request.steering, first, gains)
-                set_gains.append(Gained(name, change, first))
-        if set_gains:
-            self._send(GainsHead(self._rank, set_gains))
+                self._gained.append(Gained(name, change, first))
+
+    def send_gained(self) -> None:
+        """Reports the changed gains, in one frame.
+
+        `end` calls it, so that the server gets the report just after the signals of the step, and
+        can send both in one message.
+        """
+        if self._gained:
+            gained, self._gained = self._gained, []
+            self._send(GainsHead(self._rank, gained))
 
     def update_captures(self, updates: Mapping[str, CapturesUpdate | None]) -> None:
         """Replaces the captures of requests, each from its next step on.
@@ -291,6 +300,7 @@ class SiteRuntime:
         self.steering.built_tables.end_step(STEP_COST)
         if not self._removed:
             return
+        self.send_gained()
         removed, self._removed = self._removed, []
         steered = [request.steering for request, _ in removed]
         measured = self.steering.take_out(steered)
@@ -367,6 +377,7 @@ class SiteRuntime:
         self.buffers.active.clear()
         self.steering.gates.end()
         self._signals.end()
+        self.send_gained()
         self.controllers.end()
         if self.captures is not None:
             self.captures.end()

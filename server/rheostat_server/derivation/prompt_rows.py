@@ -108,7 +108,7 @@ def stopped_error() -> NotSupported:
     return NotSupported("a rule of the server's policy, or a watch, ended this prompt early")
 
 
-def is_stop(response: Response | CapturedRows | Notice) -> bool:
+def is_stop(response: Response | CapturedRows | Notice | None) -> bool:
     """Whether a response says that a rule or a watch ended the request."""
     reasons = types_pb2.FINISH_REASON_RULE, types_pb2.FINISH_REASON_WATCH
     return isinstance(response, Response) and response.finished.reason in reasons

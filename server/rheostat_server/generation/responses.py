@@ -56,13 +56,15 @@ async def run(
     manager: RequestManager,
     companion: Companion | None = None,
     direct: DirectMessages | None = None,
-) -> AsyncGenerator[Response | CapturedRows | Notice, None]:
+) -> AsyncGenerator[Response | CapturedRows | Notice | None, None]:
     """Runs a request, and yields its responses.
 
     Args:
         admitted: the request.
         manager: runs it.
-        companion: updates the running request. Without a companion, no `Notice` is yielded.
+        companion: updates the running request. With a companion, `None` is yielded before the
+            stream waits, so that its reader can join responses. Without one, neither `None` nor a
+            `Notice` is yielded.
         direct: sends tokens for which the generator need not be resumed. None: all are yielded.
 
     Raises:
@@ -73,7 +75,7 @@ async def run(
         yield _started(admitted, manager)
         if admitted.signals is not None and admitted.signals.reported:
             yield Response(signal_table=admitted.signals.table)
-        stream = _Stream(admitted, active, manager, direct)
+        stream = _Stream(admitted, active, manager, direct, marks_waits=companion is not None)
         beside = asyncio.create_task(companion(active)) if companion is not None else None
         try:
             async for response in stream.responses():
@@ -82,6 +84,8 @@ async def run(
             if beside is not None:
                 beside.cancel()
                 await asyncio.wait({beside})
+        if companion is not None:
+            yield None  # sinks may take long
         active.finish()
         manager.release_engine(active)
         await active.outputs.written()
@@ -128,7 +132,11 @@ class _Stream:
         active: ActiveRequest,
         manager: RequestManager,
         direct: DirectMessages | None,
+        *,
+        marks_waits: bool,
     ) -> None:
+        self._marks_waits = marks_waits
+        """Whether None is yielded before a wait for the queue."""
         self._samples = {
             sequence: Sample(admitted, sequence, active.admitted_at, active.queue.byte_counter)
             for sequence in active.sequences
@@ -162,10 +170,12 @@ class _Stream:
         """The request's own samples, in order."""
         return [self._samples[sequence] for sequence in self._active.own_samples]
 
-    async def responses(self) -> AsyncIterator[Response | CapturedRows | Notice]:
-        """Every message between Started and Receipt."""
+    async def responses(self) -> AsyncIterator[Response | CapturedRows | Notice | None]:
+        """Every message between Started and Receipt; None before a wait, if waits are marked."""
         active, rows_ready = self._active, False
         while active.unanswered or self._open:
+            if self._marks_waits and await self._runs_dry():
+                yield None
             item = await self._next()
             rows_ready = rows_ready or item is Sign.ROWS
             if isinstance(item, ResponseItem):
@@ -200,6 +210,8 @@ class _Stream:
                     yield await self._rows(rows)
                 rows_ready = False
                 continue
+            if self._marks_waits and await self._runs_dry():
+                yield None
             item = await active.next()
             rows_ready = item is Sign.ROWS
             if not isinstance(item, ResponseItem | Sign):
@@ -209,6 +221,12 @@ class _Stream:
         for sequence in active.own_samples:
             for signals in self._signals(sequence):
                 yield signals
+
+    async def _runs_dry(self) -> bool:
+        """Whether the queue is empty, also after the callbacks that the event loop runs now."""
+        if not len(self._active.queue):
+            await asyncio.sleep(0)
+        return not len(self._active.queue)
 
     async def _next(self) -> ResponseItem | Notice | Sign:
         """Waits for the next item. Once all samples have ended, the wait has a time limit.

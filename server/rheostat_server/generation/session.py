@@ -1,7 +1,12 @@
 """A session: a request whose client may change its steering while it runs.
 
-Invariant: each update is answered once. If it came before the last sample ended, its answer
-precedes the receipt.
+Why events are joined
+    A session that sets a gain with every token gets three events for each: the gain's answer, the
+    signals that the client answers next, and the token. A message costs more than its event. So the
+    events that are ready at the same time are sent in one message, if the client reads batches.
+
+Invariants: each update is answered once. If it came before the last sample ended, its answer
+precedes the receipt. No event waits for a later one.
 """
 
 import logging
@@ -19,7 +24,7 @@ from rheostat_server.errors import (
 )
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.sample import Response
-from rheostat_server.limits import RETRY_SECONDS, UNREAD_ANSWERS
+from rheostat_server.limits import BATCH_EVENTS, RETRY_SECONDS, UNREAD_ANSWERS
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.response_queue import Notice
@@ -33,6 +38,10 @@ _LOG = logging.getLogger(__name__)
 _pb = generation_service_pb2
 Message = generation_service_pb2.SessionRequest
 Answer = generation_service_pb2.SessionResponse
+Happening = Response | CapturedRows | Notice
+
+_BATCH_BYTES = 64 << 10
+"""Bytes of events up to which another event is joined."""
 
 
 async def run_session(
@@ -43,35 +52,84 @@ async def run_session(
     Raises:
         RheostatError: the request could not start, or failed.
     """
-    request = await _opening(messages)
+    opening = await _opening(messages)
     begun = False
     try:
-        admitted = await admit(request, manager.admission, changeable=True)
+        admitted = await admit(opening.start, manager.admission, changeable=True)
 
         async def listen(active: ActiveRequest) -> None:
             await _Control(active, messages).listen()
 
-        async with aclosing(run(admitted, manager, listen)) as happenings:
-            async for happening in happenings:
+        send = _joined if opening.batches else _one_by_one
+        async with (
+            aclosing(run(admitted, manager, listen)) as happenings,
+            aclosing(send(happenings)) as answers,
+        ):
+            async for answer in answers:
                 begun = True
-                yield _to_wire(happening)
+                yield answer
     except RheostatError as error:
         if error.field and not begun:
             error.field = f"start.{error.field}"
         raise
 
 
-async def _opening(messages: ClientMessages[Message]) -> generation_service_pb2.GenerateRequest:
+async def _opening(messages: ClientMessages[Message]) -> Message:
     async for message in messages:
         if message.WhichOneof("action") != "start":
             break
         if message.update_id:
             raise InvalidValue("start has no update_id", field="update_id")
-        return message.start
+        return message
     raise MissingField("a session's first message is start", field="start")
 
 
-def _to_wire(happening: Response | CapturedRows | Notice) -> Answer | MessageParts:
+async def _one_by_one(
+    happenings: AsyncGenerator[Happening | None, None],
+) -> AsyncGenerator[Answer | MessageParts, None]:
+    """Makes a message of each event."""
+    async for happening in happenings:
+        if happening is not None:
+            yield _to_wire(happening)
+
+
+async def _joined(
+    happenings: AsyncGenerator[Happening | None, None],
+) -> AsyncGenerator[Answer | MessageParts, None]:
+    """Joins the events between two waits, except captured rows, which are large."""
+    events: list[Answer] = []
+    size = 0
+    try:
+        async for happening in happenings:
+            rows: MessageParts | None = None
+            if happening is not None:
+                message = _to_wire(happening)
+                if isinstance(message, Answer):
+                    events.append(message)
+                    size += message.ByteSize()
+                    if size < _BATCH_BYTES and len(events) < BATCH_EVENTS:
+                        continue
+                else:
+                    rows = message
+            if events:
+                yield _batch(events)
+                events, size = [], 0
+            if rows is not None:
+                yield rows
+    except RheostatError:
+        if events:
+            yield _batch(events)
+        raise
+    if events:
+        yield _batch(events)
+
+
+def _batch(events: list[Answer]) -> Answer:
+    """One message with all events."""
+    return events[0] if len(events) == 1 else Answer(batch=_pb.SessionEventBatch(events=events))
+
+
+def _to_wire(happening: Happening) -> Answer | MessageParts:
     if isinstance(happening, CapturedRows):
         return happening.as_field(_pb.SessionResponse.CAPTURED_FIELD_NUMBER)
     if isinstance(happening, generation_pb2.UpdateApplied):
@@ -131,6 +189,8 @@ class _Control:
             raise MissingField("one of steering, stop and gain is required")
         if action == "start":
             raise InvalidValue("only a session's first message is start", field="start")
+        if message.batches:
+            raise InvalidValue("is set beside start", field="batches")
         if message.update_id <= self._last_number:
             raise InvalidValue(
                 f"update ids must rise; the last was {self._last_number}", field="update_id"

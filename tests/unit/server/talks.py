@@ -20,9 +20,9 @@ P = 3
 """Tokens of the prompt."""
 
 
-def start(**fields: object) -> generation_service_pb2.SessionRequest:
+def start(*, batches: bool = False, **fields: object) -> generation_service_pb2.SessionRequest:
     fields.setdefault("sampling", generation_pb2.Sampling(max_tokens=6))
-    return generation_service_pb2.SessionRequest(start=request(**fields))
+    return generation_service_pb2.SessionRequest(start=request(**fields), batches=batches)
 
 
 def update(number: int, *interventions: steering_pb2.Intervention):
@@ -79,11 +79,16 @@ class SessionCall:
     async def hear(self, kind: str):
         """The next event of a kind; those before it are kept."""
         while True:
-            event = await asyncio.wait_for(self.call.read(), 10)
-            assert event is not grpc.aio.EOF
-            self.events.append(event)
+            event = await self.next()
             if event.WhichOneof("event") == kind:
                 return getattr(event, kind)
+
+    async def next(self) -> generation_service_pb2.SessionResponse:
+        """The next message, which is kept."""
+        event = await asyncio.wait_for(self.call.read(), 10)
+        assert event is not grpc.aio.EOF
+        self.events.append(event)
+        return event
 
     async def refused(self) -> RefusedUpdate:
         """The next refusal; what comes before it is kept."""
@@ -94,13 +99,14 @@ class SessionCall:
         return await rest(self.call, self.events)
 
 
-async def held(starter, count: int = 1, **fields: object):
+async def held(starter, count: int = 1, *, batches: bool = False, **fields: object):
     """A server, and a session whose samples wait after `count` tokens each."""
     backend = ScriptedBackend(hold=asyncio.Event(), hold_from=count)
     running = await starter(backend)
     talk = SessionCall(running)
-    await talk.say(start(**fields))
+    await talk.say(start(batches=batches, **fields))
     heard = 0
     while heard < count:
-        heard += len((await talk.hear("tokens")).token_ids)
+        event = await talk.next()
+        heard += sum(len(one.tokens.token_ids) for one in (event.batch.events or [event]))
     return running, talk

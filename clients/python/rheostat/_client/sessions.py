@@ -43,7 +43,7 @@ class Updates:
         self._unanswered: dict[int, None] = {}
         self._stops: set[int] = set()
         self._ended = False
-        send(generation_service_pb2.SessionRequest(start=start))
+        send(generation_service_pb2.SessionRequest(start=start, batches=True))
 
     def steer(self, steering: SteeringLike) -> int:
         """Replace the request's steering. Raises Refused if the request has ended."""
@@ -113,6 +113,8 @@ class SessionAccumulator:
     def add(self, message: generation_service_pb2.SessionResponse) -> list[SessionEvent]:
         """The events of a message."""
         match message.WhichOneof("event"):
+            case "batch":
+                return [event for one in message.batch.events for event in self.add(one)]
             case "applied":
                 is_update = self._updates.answered(message.applied.update_id)
                 return [read_applied(message.applied)] if is_update else []

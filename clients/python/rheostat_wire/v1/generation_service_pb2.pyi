@@ -301,9 +301,14 @@ class SessionRequest(_message.Message):
     STEERING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     GAIN_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
     update_id: _builtins.int
     """Echoed in UpdateApplied or UpdateRefused; at least 1 and rising, else REASON_INVALID_VALUE. Not
     in `start`.
+    """
+    batches: _builtins.bool
+    """Beside `start` only, else REASON_INVALID_VALUE. The client reads `SessionResponse.batch`.
+    Otherwise each event comes in a message of its own, which costs more than most events.
     """
     @_builtins.property
     def start(self) -> Global___GenerateRequest:
@@ -339,10 +344,11 @@ class SessionRequest(_message.Message):
         steering: _steering_pb2.Steering | None = ...,
         stop: Global___SessionStop | None = ...,
         gain: _gain_pb2.Gain | None = ...,
+        batches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "gain", b"gain", "start", b"start", "steering", b"steering", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "gain", b"gain", "start", b"start", "steering", b"steering", "stop", b"stop", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "batches", b"batches", "gain", b"gain", "start", b"start", "steering", b"steering", "stop", b"stop", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["start", "steering", "stop", "gain"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
@@ -385,6 +391,7 @@ class SessionResponse(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     DIVERGENCE_FIELD_NUMBER: _builtins.int
     SIGNAL_TABLE_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> _generation_pb2.Started:
         """As in GenerateResponse."""
@@ -433,6 +440,10 @@ class SessionResponse(_message.Message):
     def signal_table(self) -> _monitor_pb2.SignalTable:
         """As in GenerateResponse."""
 
+    @_builtins.property
+    def batch(self) -> Global___SessionEventBatch:
+        """Several events that could be sent at the same time, in order. Only with SessionRequest.batches."""
+
     def __init__(
         self,
         *,
@@ -448,16 +459,41 @@ class SessionResponse(_message.Message):
         refused: _generation_pb2.UpdateRefused | None = ...,
         divergence: _generation_pb2.Divergence | None = ...,
         signal_table: _monitor_pb2.SignalTable | None = ...,
+        batch: Global___SessionEventBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "batch", b"batch", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "batch", b"batch", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "refused", b"refused", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signals", "finished", "receipt", "applied", "refused", "divergence", "signal_table"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signals", "finished", "receipt", "applied", "refused", "divergence", "signal_table", "batch"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionEventBatch(_message.Message):
+    """Events of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionResponse]:
+        """Two or more, none of them a batch."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___SessionResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionEventBatch: _TypeAlias = SessionEventBatch  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):

@@ -54,7 +54,10 @@ BANK_FULL = answer(
          }
        }"""
 )
-START = asked('start { text: "x" sampling { max_tokens: 9 } return_prompt_token_ids: true }')
+START = asked(
+    """start { text: "x" sampling { max_tokens: 9 } return_prompt_token_ids: true }
+       batches: true"""
+)
 
 
 def ignore(_session, _event):
@@ -127,6 +130,20 @@ def test_a_session_is_steered_and_stopped_while_it_is_read(client, server):
         Receipt("r1", 0, 3, update_count=1),
     ]
     assert (out.text, out.finish_reason, out.receipt.update_count) == ("abc", "aborted", 1)
+
+
+def test_events_of_one_message_are_read_one_by_one(client, server):
+    def serve(requests, _context):
+        next(requests)
+        yield STARTED
+        batch = generation_service_pb2.SessionEventBatch(events=[FIRST, SECOND, THIRD])
+        yield generation_service_pb2.SessionResponse(batch=batch)
+        yield from (ABORTED, RECEIPT)
+
+    server.on("Session", serve)
+    events, out = client.session("x", ignore, max_tokens=9)
+    assert events[1:4] == [Tokens(0, text, (n,), ()) for n, text in enumerate("abc", start=1)]
+    assert out.text == "abc"
 
 
 def test_an_update_that_nobody_answered_is_refused_before_the_receipt(client, server):

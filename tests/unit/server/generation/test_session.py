@@ -7,11 +7,14 @@ import grpc
 import numpy as np
 import pytest
 
+from rheostat_server.errors import Defect
+from rheostat_server.generation import session
 from rheostat_server.prompts import prompts
 from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_wire.v1 import (
     engine_service_pb2,
     generation_pb2,
+    generation_service_pb2,
     receipt_pb2,
     steering_pb2,
     steering_service_pb2,
@@ -37,6 +40,80 @@ async def test_a_session_without_updates_is_a_request(running) -> None:
     plain = await running.client.generate(request(request_id="r", steer=[add()]))
     assert events[0].started == plain[0].started
     assert events[-1].receipt == plain[-1].receipt
+
+
+def flat(events) -> list[generation_service_pb2.SessionResponse]:
+    """The events, those of batches one by one."""
+    return [one for event in events for one in (event.batch.events or [event])]
+
+
+async def test_events_that_are_ready_together_come_in_one_message_if_the_client_reads_them(
+    starter,
+) -> None:
+    found = {}
+    for batches in (False, True):
+        running, talk = await held(starter, 2, batches=batches, steer=[add()])
+        ((active, _),) = running.manager._routes.values()
+        for number in range(3, 10):
+            active.pending_notices += 1
+            active.notify(generation_pb2.UpdateApplied(update_id=number))
+        running.backend.hold.set()
+        await talk.call.done_writing()
+        found[batches] = await talk.end()
+    assert "batch" not in kinds(found[False])
+    assert flat(found[True]) != found[True]
+    assert len(found[True]) <= len(found[False]) - 6
+    assert all(len(event.batch.events) > 1 for event in found[True] if event.HasField("batch"))
+    answered = [e.applied.update_id for e in flat(found[True]) if e.HasField("applied")]
+    assert answered == [*range(3, 10)]
+    assert tokens(flat(found[True])) == tokens(found[False]) == [13, 14, 15, 16, 17, 18]
+    assert [kinds(flat(found[True]))[i] for i in (0, -1)] == ["started", "receipt"]
+
+
+async def test_no_event_waits_for_the_next_and_all_are_sent_before_a_failure() -> None:
+    async def happenings():
+        for number in (1, 2):
+            yield generation_pb2.UpdateApplied(update_id=number)
+        yield None
+        assert sent == [[1, 2]]
+        yield None
+        yield generation_pb2.UpdateApplied(update_id=3)
+        raise Defect("x")
+
+    async def send() -> None:
+        async for message in session._joined(happenings()):
+            sent.append([event.applied.update_id for event in flat([message])])
+
+    sent: list[list[int]] = []
+    with pytest.raises(Defect):
+        await send()
+    assert sent == [[1, 2], [3]]
+
+
+async def test_only_so_many_events_and_bytes_are_joined(monkeypatch) -> None:
+    monkeypatch.setattr(session, "BATCH_EVENTS", 3)
+
+    async def happenings():
+        for number in range(1, 8):
+            yield generation_pb2.UpdateApplied(update_id=number)
+
+    async def sizes() -> list[int]:
+        return [len(flat([message])) async for message in session._joined(happenings())]
+
+    assert await sizes() == [3, 3, 1]
+    monkeypatch.setattr(session, "_BATCH_BYTES", 1)
+    assert await sizes() == [1] * 7
+
+
+async def test_batches_are_asked_for_beside_start_only(starter) -> None:
+    running, talk = await held(starter)
+    late = stop(1)
+    late.batches = True
+    await talk.say(late)
+    refused = await talk.refused()
+    assert (refused.reason, refused.field) == ("REASON_INVALID_VALUE", "batches")
+    running.backend.hold.set()
+    assert kinds(await talk.end())[-1] == "receipt"
 
 
 @pytest.mark.parametrize("steer", [[], [add()]])

@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Act, Gained, GainsUpdate, Kind, Plan, Released, Signals
+from rheostat_engine import (
+    Act,
+    Activation,
+    Gained,
+    GainsUpdate,
+    Kind,
+    Normalise,
+    Plan,
+    Reading,
+    Released,
+    SignalRows,
+    Signals,
+)
 from rheostat_engine.plan.gains import (
     MAX_GAINS,
     merged_gains,
@@ -25,7 +37,7 @@ from ...gated import gated, gated_plans
 from ...naive import applied
 from ...no_gates import no_gates
 from ...schedules import check_doses, check_stream, expected_doses
-from ...strategies import DIGESTS, LAST, LIMIT, ablate, add, plans, selects
+from ...strategies import DIGESTS, EVERYWHERE, LAST, LIMIT, ablate, add, plans, selects
 from ...tables import VECTORS, capacity
 from ...wires import packed
 
@@ -114,6 +126,7 @@ def test_each_token_gets_the_gains_of_its_position_whatever_the_schedule(
             sample.now |= chosen
             updates.append(GainsUpdate(sample.plan.request_id, sample.changes, 0, chosen))
             worker.runtime.set_gains(updates_from(updates_to(updates[-1:])))
+            worker.runtime.send_gained()
             assert worker.row_sender.events[-1] == Gained(
                 sample.plan.request_id, sample.changes, sample.furthest
             )
@@ -291,12 +304,43 @@ def test_gains_that_cannot_be_made_leave_the_request_as_it_was() -> None:
     assert worker.held() == NOTHING
 
 
+def test_gains_are_reported_just_behind_the_signals_of_their_step() -> None:
+    worker = Worker()
+    reading = Reading(Normalise.NONE, Activation.IDENTITY, 0.0, 0.0, 0)
+    probe = Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), EVERYWHERE, reading=reading)
+    plan = Plan("r", (add(1), probe), signals=Signals(1))
+    worker.add_request("v", plan)
+    give_gains(worker, plan)
+    worker.step([("v", 0, 2)])
+    before = len(worker.row_sender.events)
+    worker.runtime.set_gains([GainsUpdate("r", 1, 0, {0: 2.0})])
+    worker.runtime.set_gains([GainsUpdate("r", 2, 0, {0: 3.0})])
+    assert len(worker.row_sender.events) == before
+    worker.step([("v", 2, 1)])
+    signals, *gained = worker.row_sender.events[before:]
+    assert isinstance(signals, SignalRows)
+    assert gained == [Gained("r", 1, 2), Gained("r", 2, 2)]
+
+
+def test_gains_of_a_request_that_ends_are_reported_before_its_end() -> None:
+    worker = Worker()
+    plan = Plan("r", (add(1),))
+    worker.add_request("v", plan)
+    give_gains(worker, plan)
+    worker.step([("v", 0, 2)])
+    worker.runtime.set_gains([GainsUpdate("r", 1, 0, {0: 2.0})])
+    worker.finish("v")
+    assert worker.row_sender.events[-2] == Gained("r", 1, 2)
+    assert isinstance(worker.row_sender.events[-1], Released)
+
+
 def test_gains_of_nobody_and_of_acts_that_are_missing_are_ignored() -> None:
     worker = Worker()
     plan = Plan("r", (add(1),))
     worker.add_request("v", plan)
     give_gains(worker, plan)
     worker.runtime.set_gains([GainsUpdate("gone", 1, 0, {0: 2.0})])
+    worker.runtime.send_gained()
     assert not any(isinstance(event, Gained) for event in worker.row_sender.events)
     worker.runtime.set_gains([GainsUpdate("r", 2, 0, {MAX_GAINS - 1: 2.0})])
     worker.step([("v", 0, 2)])
