@@ -458,7 +458,7 @@ def _work(
 ) -> int:
     """Bytes that `offload` counts for `admit_now`."""
     length, vectors = len(prompt.token_ids), admission.store.view()
-    work = estimate_observers(observers, length)
+    work = estimate_observers(observers, length) + admission.server_wide.work.at(length)
     for steering in steerings_of(request):
         work += estimate_steering(steering, length, admission.sites, vectors)
     if request.captures:
@@ -466,12 +466,6 @@ def _work(
     if request.probes:
         work += estimate_probes(request.probes, length, admission.sites)
     work += sum(rule.ByteSize() for rule in request.rules)
-    policy = admission.server_wide.policy
-    for steering in admission.server_wide.steerings:
-        work += estimate_steering(steering, length, admission.sites, vectors)
-    if policy.probes:
-        work += sum(rule.ByteSize() for rule in policy.rules)
-        work += estimate_probes(policy.probes, length, admission.sites)
     return work
 
 

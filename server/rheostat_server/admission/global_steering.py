@@ -26,7 +26,7 @@ from rheostat_server.selectors.selection import (
     resolve_selector,
     typical_context,
 )
-from rheostat_server.steering.estimates import estimate_probes, estimate_steering
+from rheostat_server.steering.estimates import PromptWork, estimate_probes, estimate_steering
 from rheostat_server.steering.gates import (
     Probe,
     refuse_unused_probes,
@@ -91,6 +91,8 @@ class GlobalSteering:
     """The model's sites, if it has gates."""
     set_time: float | None = None
     """Seconds since the epoch; None for version 0."""
+    work: PromptWork = field(default_factory=PromptWork)
+    """Bytes that `offload` counts for it in the admission of a request."""
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -265,10 +267,10 @@ class GlobalSteeringState:
                     field="expected_version",
                     metadata={"version": str(before.version)},
                 )
-            checked = await self._check(policy)
+            checked, work = await self._check(policy)
             written = _spelled_out(policy, checked)
             sites = self._sites if checked.probes else None
-            after = GlobalSteering(before.version + 1, written, *checked, sites, time.time())
+            after = GlobalSteering(before.version + 1, written, *checked, sites, time.time(), work)
             store = self._loader.store
             store.retain(after.vectors)
             unused = after.vectors
@@ -287,7 +289,19 @@ class GlobalSteeringState:
             )
             return after
 
-    async def _check(self, policy: steering_service_pb2.Policy) -> _Checked:
+    def _work(self, policy: steering_service_pb2.Policy) -> PromptWork:
+        """Bytes that `offload` counts for resolving and compiling a policy."""
+        vectors = self._loader.store.view()
+
+        def estimate(prompt_len: int) -> int:
+            work = sum(rule.ByteSize() for rule in policy.rules)
+            for steering in (policy.steering, *(rule.steer for rule in policy.rules)):
+                work += estimate_steering(steering, prompt_len, self._sites, vectors)
+            return work + estimate_probes(policy.probes, prompt_len, self._sites)
+
+        return PromptWork.of(estimate)
+
+    async def _check(self, policy: steering_service_pb2.Policy) -> tuple[_Checked, PromptWork]:
         """The parts of a policy, after all checks in the context of a typical request."""
         check_rule_count(policy.rules)
         if (policy.probes or policy.rules) and self._info.no_gates:
@@ -297,17 +311,15 @@ class GlobalSteeringState:
         _refuse_signals(policy)
         _check_gains(policy)
         context, vectors = typical_context(self._info), self._loader.store.view()
-        work = sum(rule.ByteSize() for rule in policy.rules)
-        for steering in (policy.steering, *(rule.steer for rule in policy.rules)):
-            work += estimate_steering(steering, context.prompt_len, self._sites, vectors)
-        work += estimate_probes(policy.probes, context.prompt_len, self._sites)
+        work = self._work(policy)
+        size = work.at(context.prompt_len)
         checked, plan = await with_directions(
             self._loader.store.directions,
             policy,
-            lambda: offload_plan(work, self._compile, policy, context, vectors),
+            lambda: offload_plan(size, self._compile, policy, context, vectors),
         )
         self._fits([Reservation(plan)], context.prompt_len)
-        return checked
+        return checked, work
 
     def _compile(
         self,

@@ -5,7 +5,8 @@ the thread, it decides the order; see `Planner`. It is an upper bound, so that n
 request that is underestimated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from rheostat_engine import ModelSites
 from rheostat_server.limits import DIRECTIONS, OFFLOAD_BYTES, REPLACED_ROWS
@@ -33,6 +34,30 @@ _ELEMENT_BYTES = 4
 
 _TOKEN_BYTES = 4
 """Bytes that are counted for a token of the prompt that a range may name."""
+
+
+class PromptWork(NamedTuple):
+    """An upper bound of the work on parts that every request gets, for any length of the prompt.
+
+    Estimating the largest policy takes 30 ms, so it is not done for each request. An estimate grows
+    with the prompt by a fixed amount for every two tokens, until it reaches limits of its parts. So
+    the estimates of two prompts bound all others.
+    """
+
+    fixed: int = 0
+    """Bytes for an empty prompt."""
+    per_pair: int = 0
+    """Further bytes for every two tokens of the prompt."""
+
+    @classmethod
+    def of(cls, estimate: Callable[[int], int]) -> "PromptWork":
+        """The bound for parts whose estimate is a function of the prompt's length."""
+        fixed = estimate(0)
+        return cls(fixed, estimate(2) - fixed)
+
+    def at(self, prompt_len: int) -> int:
+        """Bytes for a prompt of this length."""
+        return self.fixed + (prompt_len + 1) // 2 * self.per_pair
 
 
 def estimate_steering(

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 import time
 import weakref
 
@@ -11,8 +12,9 @@ import pytest
 
 from rheostat_engine import OPEN_END, Act, Kind
 from rheostat_engine.plan import tables
+from rheostat_server.admission import global_steering
 from rheostat_server.admission.admit import admit
-from rheostat_server.steering import gates
+from rheostat_server.steering import estimates, gates
 from rheostat_wire.v1 import (
     engine_service_pb2,
     gate_pb2,
@@ -573,3 +575,23 @@ async def test_it_holds_nothing_that_counts_as_leaked(running) -> None:
     assert (stats.leaked_count, stats.vector_count) == (0, 1)
     (vector,) = (await running.client.steering.ListVectors(pb.ListVectorsRequest())).vectors
     assert vector.request_count == 0
+
+
+async def test_admissions_do_not_estimate_the_policy_anew(running, monkeypatch) -> None:
+    estimated: list[steering_pb2.Steering] = []
+    estimate = estimates.estimate_steering
+
+    def counted(steering: steering_pb2.Steering, *rest: object) -> int:
+        estimated.append(steering)
+        return estimate(steering, *rest)
+
+    for module in (sys.modules[admit.__module__], global_steering):
+        monkeypatch.setattr(module, "estimate_steering", counted)
+    await set_global(running, add(), add(scale=2.0))
+    once = len(estimated)
+    assert once > 0
+    for prompt_len in range(1, 6):
+        ids = types_pb2.TokenIds(ids=[10] * prompt_len)
+        await running.client.generate(request(token_ids=ids, steer=[add()]))
+    own = estimated[once:]
+    assert [len(steering.interventions) for steering in own] == [1] * 5
