@@ -94,6 +94,7 @@ class Engines:
         capture_bytes: int = CAPTURE_BYTES,
         copies_in_flight: Sequence[int] = (),
         controllers: Sequence[str] = (),
+        stock: bool = True,
     ) -> None:
         """Starts them all.
 
@@ -106,6 +107,7 @@ class Engines:
             capture_bytes: memory of the ring that captured rows pass through.
             copies_in_flight: a setting of further engines with sites, which come after `starts`.
             controllers: plugins that the engines with sites have. None is too slow for them.
+            stock: whether stock vLLM is started too.
         """
         from vllm import LLM
 
@@ -117,7 +119,7 @@ class Engines:
         self.sited: list[LLM] = []
         count = starts + len(copies_in_flight)
         for start in range(count):
-            if start < starts:
+            if stock and start < starts:
                 self.stock.append(LLM(model=str(model), **options))
             settings = EngineSettings(
                 channel=f"ipc://{scratch}/channel-{start}",

@@ -7,6 +7,9 @@ A hit rate counts the shared tokens that the requests found in the cache. Only w
 cached, so it can't exceed the part of them that lies in blocks that the requests have in common.
 
     rheostat bench prefix_cache --shape qwen3-8b --out results
+    rheostat bench prefix_cache --shape qwen3-8b --arms unfired-gate --repeats 2 --out results
+
+Without the arm "stock", stock vLLM is not started, which halves the time until the first batch.
 """
 
 import argparse
@@ -67,6 +70,8 @@ Samples = dict[str, dict[str, list[float]]]
 class Arm:
     """One way to steer the requests."""
 
+    key: str
+    """What the command line calls it."""
     name: str
     """What the table calls it."""
     plan: Callable[[ModelSites, int], Plan | None]
@@ -107,18 +112,19 @@ def _late_gate(sites: ModelSites, i: int) -> Plan:
 
 
 ARMS = (
-    Arm("stock", lambda sites, i: None, stock=True),
-    Arm("unsteered", lambda sites, i: None),
+    Arm("stock", "stock", lambda sites, i: None, stock=True),
+    Arm("unsteered", "unsteered", lambda sites, i: None),
     Arm(
+        "alike",
         "steered alike",
         lambda sites, i: Plan("", _pair(sites, 0, EVERYWHERE)),
         warmed_alike=True,
     ),
-    Arm("decode-only, each another", _from(SHARED + TAIL)),
-    Arm("from the middle, each another", _from(MIDDLE), shared=MIDDLE),
-    Arm("late gate that stays shut", _late_gate),
+    Arm("decode-only", "decode-only, each another", _from(SHARED + TAIL)),
+    Arm("from-middle", "from the middle, each another", _from(MIDDLE), shared=MIDDLE),
+    Arm("unfired-gate", "late gate that stays shut", _late_gate),
 )
-"""The measured arms; the first is the reference."""
+"""All arms; the first is the reference."""
 
 
 def run(engines: Engines, arm: Arm, state: str) -> Ran:
@@ -165,11 +171,11 @@ def figures(cached: Samples, first_token: Samples) -> Figures:
     """Hit rates over all requests and repeats, and times to the first token.
 
     A time is the median over the repeats, in milliseconds. The gains say how many times sooner the
-    first token comes with a warm cache than with a cold and an unread one; `warm_to_stock` compares
-    the warm time with the first arm's.
+    first token comes with a warm cache than with a cold and an unread one. If stock vLLM was
+    measured, `warm_to_stock` compares the warm time with its time.
     """
     table: Figures = {}
-    stock = statistics.median(next(iter(first_token.values()))["warm"])
+    reference = first_token.get(ARMS[0].name)
     for arm, states in cached.items():
         row: dict[str, float] = {}
         for state, found in states.items():
@@ -181,7 +187,8 @@ def figures(cached: Samples, first_token: Samples) -> Figures:
         warm = row["ttft_warm_ms"]
         row["gain_over_cold"] = row["ttft_cold_ms"] / warm
         row["gain_over_unread"] = row["ttft_unread_ms"] / warm
-        row["warm_to_stock"] = warm / stock
+        if reference is not None:
+            row["warm_to_stock"] = warm / statistics.median(reference["warm"])
         table[arm] = row
     return table
 
@@ -203,7 +210,10 @@ def main() -> None:
     add_model_arguments(parser, default="qwen3-8b")
     parser.add_argument("--out", type=Path, required=True, help="a folder, for prefix-cache.json")
     parser.add_argument("--repeats", type=int, default=5)
+    keys = [arm.key for arm in ARMS]
+    parser.add_argument("--arms", nargs="+", choices=keys, default=keys)
     arguments = parser.parse_args()
+    arms = [arm for arm in ARMS if arm.key in arguments.arms]
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         model = chosen(arguments, Path(scratch))
@@ -214,8 +224,9 @@ def main() -> None:
             enable_prefix_caching=True,
             disable_log_stats=False,
         )
-        engines = Engines(model.path, scratch, device(), 1, options)
-        cached, first_token = measure(engines, ARMS, arguments.repeats)
+        stock = any(arm.stock for arm in arms)
+        engines = Engines(model.path, scratch, device(), 1, options, stock=stock)
+        cached, first_token = measure(engines, arms, arguments.repeats)
         table = figures(cached, first_token)
         block = engines.block_size
         result = {
@@ -227,7 +238,7 @@ def main() -> None:
             "requests": REQUESTS,
             "steered_from": MIDDLE,
             "repeats": arguments.repeats,
-            "most_hits": {arm.name: most(arm.shared, block) for arm in ARMS},
+            "most_hits": {arm.name: most(arm.shared, block) for arm in arms},
             "summary": table,
             "cached_tokens": cached,
             "ttft_ms": first_token,

@@ -144,7 +144,7 @@ def _prefix_cache(found: PrefixCache) -> str:
             f"{found.most_hits[arm]:.1%}",
             *(f"{row[f'ttft_{state}_ms']:.1f} ms" for state in ("unread", "cold", "warm")),
             f"{row['gain_over_unread']:.2f}",
-            f"{_signed((row['warm_to_stock'] - 1) * 100)} %",
+            f"{_signed((row['warm_to_stock'] - 1) * 100)} %" if "warm_to_stock" in row else "",
         ]
         for arm, row in found.figures.items()
     ]

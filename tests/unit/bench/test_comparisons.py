@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +183,40 @@ def test_hit_rates_count_shared_tokens_and_gains_compare_waits() -> None:
         3.0,
         2.0,
     ]
+
+
+def test_without_stock_nothing_is_compared_with_it() -> None:
+    alone = {"steered": WAITS["steered"]}
+    figures = prefix_cache.figures({"steered": cached(1.0)["steered"]}, alone)
+    assert figures["steered"]["hit_rate_warm"] == 1.0
+    assert "warm_to_stock" not in figures["steered"]
+
+
+@pytest.mark.parametrize(("keys", "stock"), [(["unfired-gate"], False), (["stock", "alike"], True)])
+def test_only_the_arms_that_are_asked_for_are_measured(
+    monkeypatch, tmp_path: Path, keys: list[str], stock: bool
+) -> None:
+    started: list[bool] = []
+    measured: list[str] = []
+
+    class Stop(Exception):
+        pass
+
+    def start(*_args: object, stock: bool) -> object:
+        started.append(stock)
+        return object()
+
+    def measure(_engines: object, arms: Sequence[prefix_cache.Arm], _repeats: int) -> None:
+        measured.extend(arm.key for arm in arms)
+        raise Stop
+
+    monkeypatch.setattr(prefix_cache, "Engines", start)
+    monkeypatch.setattr(prefix_cache, "measure", measure)
+    command = ["prefix_cache", "--shape", "tiny", "--out", str(tmp_path), "--arms", *keys]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(Stop):
+        prefix_cache.main()
+    assert (started, measured) == ([stock], keys)
 
 
 @pytest.mark.parametrize(
