@@ -1,6 +1,6 @@
 """The calls of Watch."""
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 
@@ -8,7 +8,6 @@ from rheostat_server import validation
 from rheostat_server.errors import (
     MissingField,
     NotSupported,
-    QueueFull,
     RequestNotFound,
     RheostatError,
 )
@@ -72,17 +71,18 @@ async def watch(
         credit=opened.credit_bytes,
         batched=opened.batches,
         attach=attach,
-        handle=partial(_handle, stop, steer, messages.keep),
+        handle=partial(_handle, stop, steer, messages.keep, watches.change_turns.turn),
     )
     async with aclosing(events):
         async for event in events:
             yield event
 
 
-def _handle(
+async def _handle(
     stop: StopRequest,
     steer: SteerRequest,
     keep: Callable[[], Callable[[], None]],
+    turn: Callable[[], Awaitable[None]],
     found: Watch,
     message: Message,
 ) -> bool:
@@ -97,28 +97,45 @@ def _handle(
     """
     match message.WhichOneof("action"):
         case "stop":
+            await turn()
             with _answering(found, message.stop.update_id):
                 found.check_update(message.stop.update_id)
                 _stop(stop, found, message.stop)
                 applied = generation_pb2.UpdateApplied(update_id=message.stop.update_id)
                 found.answer(Response(applied=applied))
         case "steer":
-            _steer(steer, keep(), found, message.steer)
+            await _steer_all(steer, keep(), turn, found, [message.steer])
         case "steer_batch":
             steers = message.steer_batch.steers
             validation.check_count(len(steers), BATCH_EVENTS, "steer_batch.steers", "changes")
-            release = _after(len(steers), keep())
-            left = iter(steers)
-            try:
-                for one in left:
-                    _steer(steer, release, found, one)
-            except QueueFull:
-                for _ in left:
-                    release()
-                raise
+            await _steer_all(steer, keep(), turn, found, steers)
         case _:
             return False
     return True
+
+
+async def _steer_all(
+    steer: SteerRequest,
+    release: Callable[[], None],
+    turn: Callable[[], Awaitable[None]],
+    found: Watch,
+    messages: Sequence[monitor_service_pb2.WatchSteer],
+) -> None:
+    """Changes the steering of requests; `release` is called once all changes have been answered.
+
+    Raises:
+        QueueFull: too many answers wait to be read. The other changes are not carried out.
+    """
+    release = _after(len(messages), release)
+    begun = 0
+    try:
+        for message in messages:
+            await turn()
+            begun += 1
+            _steer(steer, release, found, message)
+    finally:
+        for _ in range(len(messages) - begun):
+            release()
 
 
 def _after(count: int, release: Callable[[], None]) -> Callable[[], None]:

@@ -23,6 +23,7 @@ from rheostat_server.monitors.watch import Watch, lost_watch_error
 from rheostat_server.subscriptions.observed import ObservedRequests
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.stream_registry import EventStreams
+from rheostat_server.tasks.turns import Turns
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import monitor_service_pb2
 
@@ -30,6 +31,11 @@ _LOG = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 8 * MIB
 """Bytes of a watch's buffer by default."""
+
+_CHANGES = 16
+"""Turns for changes of requests in an iteration of the event loop. With changes whose turn came in
+the iteration before, at most twice as many are made, in a millisecond if all are refused. A message
+may have 1,024, which must not delay the tokens of other clients."""
 
 _Key = tuple[frozenset[str] | None, frozenset[tuple[str, str]]]
 """Equal for filters that select the same requests."""
@@ -70,6 +76,8 @@ class Watches(EventStreams[Watch]):
         """Holds the requests of a watch that has no reader."""
         self.go_on: Callable[[Watch], None] = lambda _: None
         """Lets the requests go on that a watch holds."""
+        self.change_turns = Turns(_CHANGES)
+        """Limits the changes that all watches make in an iteration of the event loop."""
         self._context = context
         self._loader = loader
         self._subscriptions = subscriptions

@@ -105,7 +105,7 @@ async def call_events(
     credit: int,
     batched: bool,
     attach: Callable[[S], Awaitable[None]],
-    handle: Callable[[S, C], bool],
+    handle: Callable[[S, C], Awaitable[bool]],
 ) -> AsyncGenerator[Outgoing, None]:
     """Yields the messages of a call, whose first message of the client was read.
 
@@ -157,7 +157,7 @@ async def _read_messages(
     call: object,
     left: asyncio.Event,
     discard: Callable[[S], None],
-    handle: Callable[[S, C], bool],
+    handle: Callable[[S, C], Awaitable[bool]],
 ) -> None:
     """Handles the client's messages. An invalid message ends the call.
 
@@ -188,7 +188,7 @@ async def _read_messages(
                 stream.acknowledge(message.ack.sequence)
             elif action == "open":
                 raise InvalidValue("only the first message is open", field="open")
-            elif not handle(stream, message):
+            elif not await handle(stream, message):
                 raise MissingField("one of the actions of this message is required")
         await asyncio.sleep(_CLOSE_SECONDS)
         if stream.read_by(call):

@@ -1,11 +1,15 @@
 """Gains that a watch sets on the requests of others, over a real channel."""
 
 import asyncio
+from collections import Counter
+from typing import cast
 
 import grpc
 import pytest
 
 from rheostat_server.limits import BATCH_EVENTS
+from rheostat_server.monitors import call
+from rheostat_server.monitors.watch import Watch
 from rheostat_server.requests import steering_control
 from rheostat_wire.v1 import gain_pb2, generation_pb2, monitor_service_pb2, receipt_pb2
 
@@ -89,6 +93,56 @@ async def test_too_many_changes_in_a_message_end_the_call(running) -> None:
         await watcher.until("refused")
     refusal = Refusal.of(caught.value)
     assert (refusal.reason, refusal.field) == ("REASON_INVALID_VALUE", "steer_batch.steers")
+
+
+async def test_an_iteration_of_the_event_loop_makes_few_changes_of_all_watches(
+    running, monkeypatch
+) -> None:
+    iteration = 0
+    made: Counter[int] = Counter()
+    steer = call._steer
+
+    def count_iteration() -> None:
+        nonlocal iteration
+        iteration += 1
+        asyncio.get_running_loop().call_soon(count_iteration)
+
+    def counted(*arguments: object) -> None:
+        made[iteration] += 1
+        steer(*arguments)
+
+    monkeypatch.setattr(call, "_steer", counted)
+    asyncio.get_running_loop().call_soon(count_iteration)
+    watchers = [await Watcher.open(running, opening(steers=True)) for _ in range(2)]
+    for watcher in watchers:
+        steers = [gain(number, 0.5, of="gone") for number in range(1, 501)]
+        await watcher.say(steer_batch=pb.WatchSteerBatch(steers=steers))
+    for watcher in watchers:
+        assert (await watcher.until("refused", 500)).refused.update_id == 500
+        await watcher.rest()
+    assert made.total() == 1000
+    assert max(made.values()) <= 2 * running.manager.watches.change_turns._most == 32
+
+
+async def test_changes_that_wait_for_their_turn_when_the_call_ends_keep_no_memory() -> None:
+    released = 0
+
+    def release() -> None:
+        nonlocal released
+        released += 1
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    steers = [gain(1, 0.5), gain(2, 0.5)]
+    changing = asyncio.create_task(
+        call._steer_all(lambda *_: True, release, never, cast(Watch, None), steers)
+    )
+    await asyncio.sleep(0)
+    assert not released
+    changing.cancel()
+    await asyncio.wait({changing})
+    assert released == 1
 
 
 async def test_gains_of_a_session_and_of_watches_multiply_each_other(starter) -> None:
