@@ -27,6 +27,11 @@ pytestmark = pytest.mark.integration
 
 PROMPT = "My day was"
 LONG = {"max_tokens": 480, "temperature": 0, "ignore_eos": True}
+ATTEMPTS = 5
+"""How often calls are made during a request, at most, until it still runs after them.
+
+On a busy machine a request may end before the calls that follow its first token.
+"""
 
 
 ROWS = {
@@ -184,22 +189,27 @@ def test_a_name_that_is_moved_and_deleted_changes_nothing_for_who_runs(
     alone = engine.generate(PROMPT, steering=steering, **options)
     plain = engine.generate(PROMPT, **{**LONG, "max_tokens": 40})
     assert alone.token_ids[:40] != plain.token_ids
-    with (
-        engine.stream(PROMPT, steering=steering, **options) as one,
-        engine.stream(PROMPT, steering=steering, **options) as two,
-    ):
-        next(one)
-        next(two)
-        engine.vectors.put(row(1), name="kept")
-        other = engine.generate(PROMPT, steering=steering, **{**LONG, "max_tokens": 2})
-        engine.vectors.delete("kept")
-        # Both requests ran when the name moved, and when it was deleted.
-        assert engine.stats().running_request_count == 2
-        outs = [one.result(), two.result()]
-    for out in outs:
-        assert out.token_ids == alone.token_ids
-        assert out.receipt.interventions[0].digests == alone.receipt.interventions[0].digests
-    assert other.receipt.interventions[0].digests != alone.receipt.interventions[0].digests
+    for _ in range(ATTEMPTS):
+        engine.vectors.put(row(0), name="kept")
+        with (
+            engine.stream(PROMPT, steering=steering, **options) as one,
+            engine.stream(PROMPT, steering=steering, **options) as two,
+        ):
+            next(one)
+            next(two)
+            engine.vectors.put(row(1), name="kept")
+            other = engine.generate(PROMPT, steering=steering, **{**LONG, "max_tokens": 2})
+            engine.vectors.delete("kept")
+            running = engine.stats().running_request_count
+            outs = [one.result(), two.result()]
+        for out in outs:
+            digests = out.receipt.interventions[0].digests
+            assert out.token_ids == alone.token_ids
+            assert digests == alone.receipt.interventions[0].digests
+        assert other.receipt.interventions[0].digests != digests
+        if running == 2:  # when the name moved, and when it was deleted
+            break
+    assert running == 2
     with pytest.raises(rheostat.NotFound) as caught:
         engine.generate(PROMPT, steering=steering, **LONG)
     assert caught.value.reason == "REASON_NAME_NOT_FOUND"
@@ -210,13 +220,18 @@ def test_a_run_that_is_deleted_changes_nothing_for_who_uses_its_rows(
 ) -> None:
     rows, options = _weak("run"), {**LONG, "max_tokens": 240}
     alone = engine.generate(PROMPT, steering=rows, **options)
-    with engine.stream(PROMPT, steering=rows, n=1, **options) as stream:
-        next(stream)
-        engine.delete_run("stored")
-        assert engine.stats().running_request_count == 1
-        out = stream.result()
-    assert out.token_ids == alone.token_ids
-    assert out.receipt.interventions == alone.receipt.interventions
+    for _ in range(ATTEMPTS):
+        with engine.stream(PROMPT, steering=rows, n=1, **options) as stream:
+            next(stream)
+            engine.delete_run("stored")
+            running = engine.stats().running_request_count
+            out = stream.result()
+        assert out.token_ids == alone.token_ids
+        assert out.receipt.interventions == alone.receipt.interventions
+        if running == 1:  # when the run was deleted
+            break
+        put_stored(engine, [1, 3])
+    assert running == 1
     assert out.token_ids != engine.generate(PROMPT, **options).token_ids
     with pytest.raises(rheostat.NotFound) as caught:
         engine.generate(PROMPT, steering=rows, **LONG)
