@@ -113,7 +113,7 @@ class OfflineEngine:
             "disable_log_stats": True,
         }
         if device == "cpu":
-            defaults["kv_cache_memory_bytes"] = 1 << 30
+            defaults["kv_cache_memory_bytes"] = 128 << 20  # vLLM writes all of it at the start
         self.llm = LLM(model=str(model), **{**defaults, **options}, **extension)
         self.sites: ModelSites | None = None
         if self._channel is not None:
