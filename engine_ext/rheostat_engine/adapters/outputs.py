@@ -168,16 +168,19 @@ class _LateDetokenizer(IncrementalDetokenizer):
         """Takes the place of a detokenizer of vLLM."""
         super().__init__()
         self._detokenizer = detokenizer
+        self._count = detokenizer.num_output_tokens()
+        """Generated tokens. The output processor asks for their number in every step."""
         self._undecoded: list[int] = []
         self._stopped = False
         """Whether the last token is a stop token, which has no text."""
 
     def num_output_tokens(self) -> int:
         """Number of generated tokens."""
-        return self._detokenizer.num_output_tokens() + len(self._undecoded)
+        return self._count
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> None:
         """Adds tokens. Returns None, because no stop text can be found."""
+        self._count += len(new_token_ids)
         self._undecoded += new_token_ids
         self._stopped = stop_terminated
 
