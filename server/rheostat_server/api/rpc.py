@@ -183,9 +183,8 @@ class _Method:
     async def _write(self, responses: AsyncGenerator[object, None], call: Call) -> None:
         """Writes all responses."""
         encode = self._encode
-        offer_direct_messages(
-            DirectMessages(call.has_room, lambda response: call.write_now(encode(response)))
-        )
+        messages = DirectMessages(call.has_room, lambda response: call.write_now(encode(response)))
+        offer_direct_messages(messages)
         async with aclosing(responses):
             interruption = Interruption()
             async for response in responses:

@@ -4,14 +4,16 @@ Why: waking the task of a call, and its chain of generators, takes longer than e
 a message with a token costs.
 """
 
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
 
-class DirectMessages(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class DirectMessages:
     """The functions that send messages of a call. They must not be used while its task runs."""
 
     has_room: Callable[[], bool]
@@ -20,14 +22,20 @@ class DirectMessages(NamedTuple):
     """Sends a message of the call's response type."""
 
 
-_CURRENT: ContextVar[DirectMessages | None] = ContextVar("messages of a rheostat call")
+_CURRENT: ContextVar[weakref.ref[DirectMessages]] = ContextVar("messages of a rheostat call")
+"""A weak reference, because tasks and timers that a call starts keep its context. The call refers
+to one of them, and others outlive it."""
 
 
 def offer_direct_messages(messages: DirectMessages) -> None:
-    """Makes `direct_messages` return these functions in the current task."""
-    _CURRENT.set(messages)
+    """Makes `direct_messages` return these functions in the current task.
+
+    The caller must keep a reference to them as long as they may be used.
+    """
+    _CURRENT.set(weakref.ref(messages))
 
 
 def direct_messages() -> DirectMessages | None:
     """The functions of the current task's call; None outside of a call."""
-    return _CURRENT.get(None)
+    reference = _CURRENT.get(None)
+    return None if reference is None else reference()
