@@ -24,7 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(pytest.mark.xdist_group(_group(item)))
     begin = {group: number for number, group in enumerate(LONG)}
     places = {id(item): begin.get(_group(item), len(LONG)) for item in ours}
-    items.sort(key=lambda item: (places.get(id(item), len(LONG)), _ends_its_server(item)))
+    items.sort(
+        key=lambda item: (
+            places.get(id(item), len(LONG)),
+            _ends_its_server(item),
+            *_engine_of(item),
+        )
+    )
     yield
     # pytest-xdist 3.8 adds the group to an attribute that pytest 9.2 no longer reads.
     for item in ours:
@@ -39,3 +45,14 @@ def _group(item: pytest.Item) -> str:
 
 def _ends_its_server(item: pytest.Item) -> bool:
     return item.path.name == "test_ending.py"
+
+
+def _engine_of(item: pytest.Item) -> tuple[bool, bool]:
+    """Sorts tests of a group so that no engine is started twice.
+
+    `test_invariants` comes first, because it starts stock vLLM before the engine that all tests of
+    its group share. Compiled engines come before others.
+    """
+    if item.path.parent.name != "engine":
+        return False, False
+    return item.path.name != "test_invariants.py", "compiled" not in item.name

@@ -131,7 +131,7 @@ class Reference(NamedTuple):
     """Acts whose gates no token opens."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def refer(models_root: Path) -> Callable[[str], Reference]:
     """Runs an architecture's reference once, and before vLLM does.
 

@@ -51,7 +51,7 @@ class Pair(NamedTuple):
     params=[
         pytest.param((name, eager), marks=group_of(name, eager=eager))
         for name in ("llama", "granite")
-        for eager in (False, True)  # test_parity ends with the compiled one
+        for eager in (False, True)
     ],
     ids=lambda param: f"{param[0]}-{'eager' if param[1] else 'compiled'}",
 )
