@@ -136,6 +136,11 @@ class Client:
         }
         began = time.monotonic()
         arrivals: list[float] = []
+
+        def arrived(done: int, count: int) -> None:
+            if done:  # it is also called when the sweep has begun
+                arrivals.append(time.monotonic() - began)
+
         try:
             result = await self._engine.sweep(
                 [replace(pair_of(prompts), groups=named) for prompts in pairs],
@@ -143,7 +148,7 @@ class Client:
                 grades="logprob",
                 concurrency=at_once,
                 pair_values=True,
-                progress=lambda done, count: arrivals.append(time.monotonic() - began),
+                progress=arrived,
                 watch=False,
             )
         except asyncio.CancelledError:
@@ -158,7 +163,8 @@ class Client:
         )
 
     def _count(self, done: int, count: int) -> None:
-        self._arrivals.append(time.monotonic())
+        if done:  # it is also called when the sweep has begun
+            self._arrivals.append(time.monotonic())
 
     async def capture(self, prompts: Prompts, run_id: str) -> None:
         """Stores the rows of the clean prompt."""

@@ -278,7 +278,7 @@ async def test_a_load_that_fails_is_reported() -> None:
 
 async def test_a_sweep_of_many_pairs_that_ends_too_late_says_how_far_it_got() -> None:
     async def sweep(*_: object, progress: Callable[[int, int], None], **options: object) -> None:
-        for done in range(3):
+        for done in range(4):
             progress(done, 8)
         await asyncio.Event().wait()
 
@@ -287,3 +287,22 @@ async def test_a_sweep_of_many_pairs_that_ends_too_late_says_how_far_it_got() ->
     with pytest.raises(LateError, match="3 cells of 5 pairs each had come"):
         async with asyncio.timeout(0.01):
             await Client(engine).sweep_pairs(pairs, quarters(8), 64)
+
+
+async def test_streams_beside_a_sweep_begin_after_its_first_cell() -> None:
+    cell = asyncio.Event()
+
+    async def sweep(*_: object, progress: Callable[[int, int], None], **options: object) -> None:
+        progress(0, 8)
+        await cell.wait()
+        progress(1, 8)
+        await asyncio.Event().wait()
+
+    engine: Any = SimpleNamespace(sweep=sweep)
+    client = Client(engine)
+    begun = asyncio.create_task(client.begin_sweeps(40, 64, "background"))
+    await asyncio.sleep(0.01)
+    assert not begun.done()
+    cell.set()
+    await begun
+    assert len(await client.end_load()) == 1
