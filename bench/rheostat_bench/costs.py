@@ -197,7 +197,8 @@ def main() -> None:
         if model.load_format == "dummy":
             copy_tokenizer(model.path)
         config = server_config(model, engines=1, requests=arguments.streams)
-        config = replace(config, skip_tokenizer_init=False)
+        # Rows that a subscriber reads too slowly wait in the spool.
+        config = replace(config, skip_tokenizer_init=False, spool=str(scratch / "spool"))
         flags = server_flags(config, arguments.front_ends)
         name = f"costs-{model.name}-{arguments.front_ends}"
         log = arguments.out / f"{name}.log"
