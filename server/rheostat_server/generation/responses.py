@@ -156,7 +156,7 @@ class _Stream:
         the log-probabilities of the prompt come first."""
         wanted = admitted.sampling.prompt_logprobs is not None
         self._prompt_logprobs_due = {sequence.kind for sequence in active.sequences if wanted}
-        self._signals_left: dict[EngineSequence, float] = {}
+        self._signals_sent_at: dict[EngineSequence, float] = {}
         """When signals of each sample were sent last, while many streams run."""
         self._silence = UNSCHEDULED_GRACE
         self._lost = 0
@@ -263,8 +263,8 @@ class _Stream:
             return ()
         sample = self._samples[sequence]
         if isinstance(what, Delta):
-            if not self._held_back and self._may_go(sequence):
-                return self._said(sequence, what)
+            if not self._held_back and self._may_send(sequence):
+                return self._responses_of(sequence, what)
             sequence.held_back = True
             held = self._held_back.get(sequence)
             if held is None:
@@ -291,7 +291,7 @@ class _Stream:
             or sequence in self._scores
             or not (delta.token_ids or delta.text)
             or not direct.has_room()
-            or not self._may_go(sequence)
+            or not self._may_send(sequence)
         ):
             return False
         if self._prompt_logprobs_due:
@@ -316,9 +316,10 @@ class _Stream:
         pace = self._active.pace
         if pace is not None and (pause := pace.interval):
             now = time.monotonic()
-            if not sample.ended and now < self._signals_left.get(sequence, 0.0) + _SPARSE * pause:
+            sent_at = self._signals_sent_at.get(sequence, 0.0)
+            if not sample.ended and now < sent_at + _SPARSE * pause:
                 return
-            self._signals_left[sequence] = now
+            self._signals_sent_at[sequence] = now
         ahead = self._admitted.in_session and not sample.ended
         end = sample.token_end if ahead else sample.row_end
         while True:
@@ -338,7 +339,7 @@ class _Stream:
                 self._scored_tokens -= len(sequence.job.prompt)
                 self._start_scores()
 
-    def _may_go(self, sequence: EngineSequence) -> bool:
+    def _may_send(self, sequence: EngineSequence) -> bool:
         """Whether a sample's tokens may be sent now; see `_held_back`."""
         if (
             self._prompt_logprobs_due
@@ -351,11 +352,11 @@ class _Stream:
     def _release_held(self) -> Iterator[Response]:
         """Yields the responses of tokens that were held back and may be sent now."""
         for sequence in sorted(self._held_back, key=lambda sequence: sequence.sample):
-            if self._may_go(sequence):
+            if self._may_send(sequence):
                 for delta in self._held_back.pop(sequence).take_all():
-                    yield from self._said(sequence, delta)
+                    yield from self._responses_of(sequence, delta)
 
-    def _said(self, sequence: EngineSequence, delta: Delta) -> list[Response]:
+    def _responses_of(self, sequence: EngineSequence, delta: Delta) -> list[Response]:
         """The responses of a delta, and of the comparison that the end of a sample starts."""
         if self._prompt_logprobs_due:
             self._prompt_logprobs_due.discard(sequence.kind)

@@ -175,8 +175,8 @@ class ResponseQueue(Holder):
         self._streams: set[EngineSequence] = set()
         """The samples that `pace` counts."""
         self._clock = asyncio.get_running_loop().time
-        self._left = 0.0
-        """When a waiting reader last got tokens."""
+        self._passed_on = 0.0
+        """When tokens were passed on last, if they may wait for later ones."""
         self._timer: asyncio.TimerHandle | None = None
         """Set while tokens wait for later tokens."""
         share.add(self)
@@ -239,7 +239,7 @@ class ResponseQueue(Holder):
             self._wake()
         elif waits and self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(self._left + self._pace.interval, self._wake)
+            self._timer = loop.call_at(self._passed_on + self._pace.interval, self._wake)
         self._share.check()  # last, because it may close this queue
 
     async def get(self) -> Entry:
@@ -283,9 +283,9 @@ class ResponseQueue(Holder):
         if not self.paced or not self._pace.interval:
             return True
         now = self._clock()
-        if delta.ending is None and now < self._left + self._pace.interval:
+        if delta.ending is None and now < self._passed_on + self._pace.interval:
             return False
-        self._left = now
+        self._passed_on = now
         return True
 
     def _append(self, entry: Entry) -> None:
@@ -301,7 +301,7 @@ class ResponseQueue(Holder):
             self._timer.cancel()
             self._timer = None
         if self._entries and self._reader is not None and not self._reader.done():
-            self._left = self._clock()
+            self._passed_on = self._clock()
             self._reader.set_result(self._pop())
 
     def _pop(self) -> Entry:
