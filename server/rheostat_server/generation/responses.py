@@ -184,6 +184,8 @@ class _Stream:
                 for signals in self._signals(item.sequence):
                     yield signals
                 if item.sequence in self._scores and self._scores[item.sequence].done:
+                    if self._marks_waits:
+                        yield None  # long samples are compared on a thread
                     divergence = await self._scores[item.sequence].divergence(
                         self._admitted.prompt_len
                     )
@@ -198,6 +200,8 @@ class _Stream:
             # Rows take turns with tokens. If they waited until the queue is empty, rows of many
             # samples would never leave, and the request would fail as if its reader were slow.
             while rows_ready and (rows := active.response_rows.take()) is not None:
+                if self._marks_waits:
+                    yield None  # many rows are encoded on a thread
                 yield await self._rows(rows)
                 if len(active.queue):
                     break
@@ -207,6 +211,8 @@ class _Stream:
         while not active.response_rows.ended:
             if rows_ready:
                 while (rows := active.response_rows.take()) is not None:
+                    if self._marks_waits:
+                        yield None
                     yield await self._rows(rows)
                 rows_ready = False
                 continue

@@ -7,8 +7,10 @@ import grpc
 import numpy as np
 import pytest
 
+from rheostat_server.delivery.items import Chunk
+from rheostat_server.delivery.row_messages import CapturedRows, captured_rows
 from rheostat_server.errors import Defect
-from rheostat_server.generation import session
+from rheostat_server.generation import responses, session
 from rheostat_server.prompts import prompts
 from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_wire.v1 import (
@@ -22,7 +24,7 @@ from rheostat_wire.v1 import (
 )
 
 from ..fakes import WIDTH, ScriptedBackend
-from ..messages import GENERATED, add, request, selector, span, tensor
+from ..messages import GENERATED, add, capture, request, selector, span, tensor
 from ..streams import kinds, settled, tokens, until
 from ..talks import P, RefusedUpdate, SessionCall, applied, held, start, stop, update
 
@@ -88,6 +90,22 @@ async def test_no_event_waits_for_the_next_and_all_are_sent_before_a_failure() -
     with pytest.raises(Defect):
         await send()
     assert sent == [[1, 2], [3]]
+
+
+async def test_no_event_waits_until_rows_are_encoded(running, monkeypatch) -> None:
+    encoded = asyncio.Event()
+
+    async def encode(item: Chunk) -> CapturedRows:
+        await encoded.wait()
+        return await captured_rows(item)
+
+    monkeypatch.setattr(responses, "captured_rows", encode)
+    talk = SessionCall(running)
+    await talk.say(start(batches=True, captures=[capture()]))
+    assert kinds(flat([await talk.next()])) == ["started"]
+    encoded.set()
+    await talk.call.done_writing()
+    assert kinds(flat(await talk.end()))[-1] == "receipt"
 
 
 async def test_only_so_many_events_and_bytes_are_joined(monkeypatch) -> None:
