@@ -37,7 +37,7 @@ _Rows = Mapping[str, Mapping[str, float]]
 
 
 def read_bars(path: Path) -> Bars | None:
-    """What the picture of a file shows; None: it is none of these.
+    """What the picture of a file shows; None: it is none of these, or has no bars.
 
     Raises:
         ValueError: it is no JSON.
@@ -48,7 +48,10 @@ def read_bars(path: Path) -> Bars | None:
     panels = _PANELS.get(about) if isinstance(about, str) else None
     if panels is None:
         return None
-    return Bars(f"{about} ({content['device']})", panels(content))
+    shown = panels(content)
+    if not any(row for panel in shown for row in panel.bars.values()):
+        return None
+    return Bars(f"{about} ({content['device']})", shown)
 
 
 def _series(label: str, rows: _Rows, names: Mapping[str, str]) -> Panel:

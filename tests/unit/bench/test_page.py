@@ -185,6 +185,21 @@ def test_the_sweep_of_many_pairs_is_that_of_the_file() -> None:
     assert f"They agree within {max(errors):.6f}." in PAGE
 
 
+def test_the_later_sweep_of_many_pairs_is_that_of_the_file() -> None:
+    sweeps = content("cpu/sweeps-tiny-36-pairs.json")
+    assert sweeps["failures"] == {}
+    assert not sweeps["commit"].endswith("-dirty")
+    ((arm, by_length),) = sweeps["turns"].items()
+    (turn,) = by_length["40"]
+    assert turn["cells"] == 64 * sweeps["layers"] * 4 == 9216
+    assert turn["answer_error"] < 1e-6
+    (before,) = content("cpu/sweeps-tiny-36.json")["turns"][arm]["40"]
+    tokens = [found["computed_tokens"] / found["cells"] for found in (turn, before)]
+    assert "a cell computes {:.1f} tokens instead of {:.1f}:".format(*tokens) in PAGE
+    assert f"It took {turn['seconds']:.0f} s. The first cell came after" in PAGE
+    assert f"came after {turn['first_cell_s']:.0f} s, once" in PAGE
+
+
 def test_rows_that_cells_copy_are_those_of_the_file() -> None:
     for row in content("cpu/sweep-rows.json")["sweeps"]:
         if row["cells_at_a_time"] != 64:
@@ -320,6 +335,7 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "h200/sweeps-qwen3-8b-one-run",
         "h200/sweeps-qwen3-0.6b",
         "cpu/sweeps-tiny-36",
+        "cpu/sweeps-tiny-36-pairs",
         "h100/watched-qwen3-8b",
     ],
 )

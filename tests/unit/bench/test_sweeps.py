@@ -165,6 +165,14 @@ def test_a_sweep_stands_beside_the_prefill(
     assert content["neighbours"]["alone"][0]["streams"] == 32
 
 
+def test_a_run_without_shares_and_streams_has_no_picture(tmp_path: Path) -> None:
+    pairs = Measured({"pairs": {"40": [Result(2.0, 40, 480, 600, None, 0.5)]}})
+    save(tmp_path / "sweeps.json", {"benchmark": "sweeps", "device": "CPU"}, pairs)
+    assert read_bars(tmp_path / "sweeps.json") is None
+    (cells,) = tables(tmp_path / "sweeps.json")
+    assert "| pairs | 20.0 |  |  |" in cells
+
+
 def test_a_run_that_is_cut_short_can_be_written(tmp_path: Path) -> None:
     write = partial(save, tmp_path / "sweeps.json", {})
     write(Measured())
