@@ -66,9 +66,10 @@ _TIMED_CALLS = 4096
 _FEWEST = 16
 """Requests for which memory is allocated initially."""
 
-_LAST_GAINS = 16
+_LAST_GAINS = 32
 """The last decisions about a sample that are reported at its end, for the rows that are computed
-beyond its last token. The engine runs fewer steps than that."""
+beyond its last token. If the server ends a sample, up to 16 tokens still wait for later ones (see
+`adapters.outputs`), and the engine runs a few steps more."""
 
 
 class ControllerDisabledError(Exception):

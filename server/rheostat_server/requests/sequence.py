@@ -103,9 +103,10 @@ class _PendingGain(NamedTuple):
     """Is called with the first position; None if the sample has ended."""
 
 
-_LAST_GAINS = 16
+_LAST_GAINS = 32
 """Changes of gains that are kept with their positions, for the rows that the engine computes beyond
-the last token of a sample. It runs fewer steps than that."""
+the last token of a sample. If the server ends a sample, up to 16 tokens still wait for later ones
+(see `Pace`), and the engine runs a few steps more."""
 
 
 class EngineSequence:

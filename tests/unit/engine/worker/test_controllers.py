@@ -111,7 +111,7 @@ def test_each_position_is_seen_once_and_decides_the_next(data: st.DataObject) ->
         if isinstance(one, Released):
             end = lengths[one.request_id]
             gains = dict(one.gains)
-            assert len(gains) <= 16
+            assert len(gains) <= 32
             assert list(gains) == sorted(p for p in gains if PROMPT <= p < end)
             held = (1.0,)
             for position in range(max(PROMPT, end - 16), end):

@@ -7,7 +7,12 @@ from rheostat_server.delivery.byte_budget import ByteCounter
 from rheostat_server.engine.backend import Job
 from rheostat_server.generation.receipts import write_receipt
 from rheostat_server.generation.sample import Sample
-from rheostat_server.requests.sequence import EngineSequence, SequenceKind, SteeringChange
+from rheostat_server.requests.sequence import (
+    EngineSequence,
+    SampleGains,
+    SequenceKind,
+    SteeringChange,
+)
 from rheostat_wire.v1 import generation_pb2, receipt_pb2, types_pb2
 
 from ..admissions import admitted
@@ -225,3 +230,29 @@ def test_steering_that_was_changed_is_told_by_update() -> None:
         [],
         [rows(positions=[Run(start=5, count=1)])],
     ]
+
+
+def test_rows_beyond_the_end_are_counted_by_their_gains_though_tokens_still_waited() -> None:
+    asked = admitted(request(steer=[add()], sampling=Sampling(max_tokens=40)))
+    sequence = EngineSequence(
+        Job(asked.plan, asked.prompt.token_ids, asked.sampling, 0), SequenceKind.OWN, 0
+    )
+    sample = Sample(asked, sequence, 0.0, ByteCounter())
+    sample.tokens = [13, 14]
+    end = 4
+    waiting = 16  # the server ended the sample while as many tokens waited for later ones
+    source = asked.interventions[0].source
+    sequence.note_gains(SampleGains(end, source, (0.0,)))
+    for position in range(end + 1, end + 1 + waiting):
+        sequence.note_gains(SampleGains(position, source, (2.0,)))
+    sample.released = Released(
+        request_id="r",
+        doses=(Dose(0, AT, end + waiting, 10, 2.5, 0.5),),
+        measured=True,
+        captured={},
+        lost_rows=0,
+        preemptions=0,
+        computed=(0, end + 1 + waiting),
+    )
+    got = write_receipt(asked, [sample], {}, {})
+    assert got.interventions[0].sites[0].row_count == end
