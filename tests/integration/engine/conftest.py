@@ -1,8 +1,9 @@
 """Engines for the tests of the extension: vLLM in this process makes batches deterministic."""
 
 import gc
+import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
@@ -37,6 +38,32 @@ def uncollected() -> Iterator[None]:
     were ever imported, which takes a second.
     """
     with mock.patch.multiple(gc, collect=mock.DEFAULT, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT):
+        yield
+
+
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+CACHE = os.environ.get(INDUCTOR_CACHE)
+"""Inductor's cache of all sessions, if it is not the default."""
+AHEAD_OF_TIME = frozenset({"enforce_eager", "pipeline_parallel_size", "sited"})
+"""Options of engines that compile Llama as a server does."""
+
+
+@contextmanager
+def reusing_compiled_code(name: str, options: Mapping[str, object]) -> Iterator[None]:
+    """Most engines that start here compile just in time, so that Inductor reuses equal graphs.
+
+    A server compiles ahead of time. vLLM 0.32 on a CPU compiles anew whenever it does so, for 15
+    seconds: it stores the code and cannot load it (`finalize_loading`). Inductor's code is the same
+    either way. Llama's engines that have no other options than `AHEAD_OF_TIME` compile as a server.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if name != "llama" or options.keys() - AHEAD_OF_TIME:
+            patch.setenv("VLLM_USE_AOT_COMPILE", "0")
+            # An engine that compiled ahead of time has set a cache of its own.
+            if CACHE is None:
+                patch.delenv(INDUCTOR_CACHE, raising=False)
+            else:
+                patch.setenv(INDUCTOR_CACHE, CACHE)
         yield
 
 
@@ -77,7 +104,7 @@ def start(models_root: Path) -> Iterator[Start]:
             collect()
             count += 1
             model, channel = build(name, models_root), f"ipc://{scratch}/{count}"
-            with uncollected():
+            with uncollected(), reusing_compiled_code(name, options):
                 running[asked] = OfflineEngine(model, channel, **options)
             return running[asked]
 
