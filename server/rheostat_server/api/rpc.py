@@ -182,13 +182,16 @@ class _Method:
 
     async def _write(self, responses: AsyncGenerator[object, None], call: Call) -> None:
         """Writes all responses."""
-        encode = self._encode
-        messages = DirectMessages(call.has_room, lambda response: call.write_now(encode(response)))
+
+        def encoded(response: object) -> bytes | MessageParts:
+            return response if isinstance(response, MessageParts) else self._encode(response)
+
+        messages = DirectMessages(call.has_room, lambda response: call.write_now(encoded(response)))
         offer_direct_messages(messages)
         async with aclosing(responses):
             interruption = Interruption()
             async for response in responses:
-                message = response if isinstance(response, MessageParts) else encode(response)
+                message = encoded(response)
                 with interruption:
                     await call.write(message)
             with interruption:

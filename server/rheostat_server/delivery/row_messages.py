@@ -6,6 +6,7 @@ from typing import NamedTuple
 from rheostat_engine import Spans
 from rheostat_server.capture.row_tensors import bytes_of, write_raw, write_rows
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
+from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.selectors.sites import write_site
 from rheostat_server.selectors.spans import runs
 from rheostat_server.tasks.offload import offload
@@ -99,6 +100,13 @@ def captured_of(chunk: Chunk) -> capture_pb2.Captured:
     label_captured(message, chunk)
     write_rows(block.parts, block.capture, block.row_type, message.tensor)
     return message
+
+
+def few_rows(item: Chunk | EncodedChunk) -> CapturedRows | None:
+    """Rows, encoded; None if they are so many that `captured_rows` would encode them elsewhere."""
+    if isinstance(item, EncodedChunk):
+        return CapturedRows(item.message)
+    return encoded_rows(item) if item.block.work <= OFFLOAD_BYTES else None
 
 
 async def captured_rows(item: Chunk | EncodedChunk) -> CapturedRows:

@@ -56,7 +56,7 @@ class Call(Protocol):
     def has_room(self) -> bool:
         """Whether `write` would not wait, so that `write_now` may be called."""
 
-    def write_now(self, message: bytes) -> None:
+    def write_now(self, message: bytes | MessageParts) -> None:
         """Sends a message. To be called if `has_room`, while no other method runs."""
 
     async def flush(self) -> None:
@@ -136,7 +136,7 @@ class GrpcCall:
         """False, because gRPC sends a message only when its coroutine is awaited."""
         return False
 
-    def write_now(self, message: bytes) -> NoReturn:
+    def write_now(self, message: bytes | MessageParts) -> NoReturn:
         """Is never called, because there is never room."""
         raise AssertionError("there is no room")
 

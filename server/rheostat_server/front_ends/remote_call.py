@@ -83,11 +83,7 @@ class RemoteCall:
 
         Waiting for each message would wake the task twice per token.
         """
-        parts = message if isinstance(message, MessageParts) else (message,)
-        size = sum(map(len, parts))
-        self._send(Kind.MESSAGE, *parts)
-        self._unwritten.append(size)
-        self._unwritten_bytes += size
+        self.write_now(message)
         while len(self._unwritten) > _WINDOW or self._unwritten_bytes > _WINDOW_BYTES:
             await self._until_written(min(_WINDOW, len(self._unwritten) - 1))
 
@@ -95,11 +91,13 @@ class RemoteCall:
         """Whether the front end's gRPC has taken all but a few of the last messages."""
         return len(self._unwritten) < _WINDOW and self._unwritten_bytes < _WINDOW_BYTES
 
-    def write_now(self, message: bytes) -> None:
+    def write_now(self, message: bytes | MessageParts) -> None:
         """Sends a message."""
-        self._send(Kind.MESSAGE, message)
-        self._unwritten.append(len(message))
-        self._unwritten_bytes += len(message)
+        parts = message if isinstance(message, MessageParts) else (message,)
+        size = sum(map(len, parts))
+        self._send(Kind.MESSAGE, *parts)
+        self._unwritten.append(size)
+        self._unwritten_bytes += size
 
     async def flush(self) -> None:
         """Returns when the front end's gRPC has taken all messages."""

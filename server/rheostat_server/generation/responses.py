@@ -15,7 +15,7 @@ from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
 from rheostat_server.delivery.items import DeliveryItem as RowItem
 from rheostat_server.delivery.response_rows import LOSSLESS
-from rheostat_server.delivery.row_messages import CapturedRows, captured_rows, dropped
+from rheostat_server.delivery.row_messages import CapturedRows, captured_rows, dropped, few_rows
 from rheostat_server.engine.backend import Delta
 from rheostat_server.errors import Defect, RowsLost
 from rheostat_server.generation.receipts import (
@@ -164,6 +164,9 @@ class _Stream:
         self._direct = direct
         if direct is not None:
             active.queue.direct = self._send_directly
+            active.queue.direct_rows = self._send_rows_directly
+        self._next_rows: RowItem | None = None
+        """Rows that were taken, and are too many for `_send_rows_directly`."""
 
     @property
     def own_samples(self) -> list[Sample]:
@@ -199,7 +202,7 @@ class _Stream:
                 yield item
             # Rows take turns with tokens. If they waited until the queue is empty, rows of many
             # samples would never leave, and the request would fail as if its reader were slow.
-            while rows_ready and (rows := active.response_rows.take()) is not None:
+            while rows_ready and (rows := self._take_rows()) is not None:
                 if self._marks_waits:
                     yield None  # many rows are encoded on a thread
                 yield await self._rows(rows)
@@ -210,7 +213,7 @@ class _Stream:
         active.finish()  # the rows that remain come with their ends
         while not active.response_rows.ended:
             if rows_ready:
-                while (rows := active.response_rows.take()) is not None:
+                while (rows := self._take_rows()) is not None:
                     if self._marks_waits:
                         yield None
                     yield await self._rows(rows)
@@ -308,6 +311,33 @@ class _Stream:
             if not direct.has_room():
                 break  # the others leave with the next tokens
         return True
+
+    def _send_rows_directly(self) -> bool:
+        """Sends the rows that are ready, while `responses` waits.
+
+        Returns:
+            Whether it sent all, and more will come. Otherwise `responses` has to go on.
+        """
+        direct = self._direct
+        while direct is not None and direct.has_room():
+            item = self._take_rows()
+            if item is None:
+                return not self._active.response_rows.ended
+            if isinstance(item, Loss):
+                direct.send(self._dropped(item))
+                continue
+            assert isinstance(item, Chunk | EncodedChunk)
+            rows = few_rows(item)
+            if rows is None:
+                self._next_rows = item
+                return False
+            direct.send(rows.as_field(Response.CAPTURED_FIELD_NUMBER))
+        return False
+
+    def _take_rows(self) -> RowItem | None:
+        """Removes and returns the next rows, or the report of lost rows; None: there are none."""
+        item, self._next_rows = self._next_rows, None
+        return self._active.response_rows.take() if item is None else item
 
     def _signals(self, sequence: EngineSequence) -> Iterator[Response]:
         """The waiting signals of a sample that may leave.
@@ -411,6 +441,10 @@ class _Stream:
         if isinstance(item, Chunk | EncodedChunk):
             return await captured_rows(item)
         assert isinstance(item, Loss)
+        return self._dropped(item)
+
+    def _dropped(self, item: Loss) -> Response:
+        """The response for lost rows."""
         if item.feed.policy in LOSSLESS:
             self._lost += item.rows
         return Response(dropped=dropped(item))

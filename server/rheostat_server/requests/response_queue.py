@@ -160,6 +160,8 @@ class ResponseQueue(Holder):
         """
         self.direct: Callable[[EngineSequence, Delta], bool] = lambda sequence, delta: False
         """Sends a delta without waking the reader, which waits. Returns whether it did."""
+        self.direct_rows: Callable[[], bool] = lambda: False
+        """Sends the rows that are ready in the same way. Returns whether it sent all."""
         self.paced = False
         """Whether tokens wait here for later ones. Those of most requests have waited before."""
         self.byte_counter = ByteCounter(share.byte_counter)
@@ -208,6 +210,8 @@ class ResponseQueue(Holder):
     def put(self, entry: Entry) -> None:
         """Adds an entry, or merges its tokens into the last message of the sample."""
         if not isinstance(entry, ResponseItem):
+            if entry is Sign.ROWS and self._waits_for_entry and self.direct_rows():
+                return
             self._append(entry)
         elif isinstance(entry.what, Delta):
             self.put_delta(entry.sequence, entry.what)
@@ -265,9 +269,10 @@ class ResponseQueue(Holder):
         self._pace.add(-len(self._streams))
         self._streams.clear()
         self.byte_counter.close()
-        # Both refer to the request, which refers to this queue.
+        # They refer to the request, which refers to this queue.
         self._on_full = lambda _: None
         self.direct = lambda sequence, delta: False
+        self.direct_rows = lambda: False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -288,8 +293,13 @@ class ResponseQueue(Holder):
         self._passed_on = now
         return True
 
+    @property
+    def _waits_for_entry(self) -> bool:
+        """Whether the reader waits, and gets the next entry at once."""
+        return not self._entries and self._reader is not None and not self._reader.done()
+
     def _append(self, entry: Entry) -> None:
-        if not self._entries and self._reader is not None and not self._reader.done():
+        if self._waits_for_entry and self._reader is not None:
             self._reader.set_result(entry)
         else:
             self._entries.append(entry)

@@ -1,7 +1,7 @@
 """Sends messages of a call without its task, while the task waits for something to send.
 
 Why: waking the task of a call, and its chain of generators, takes longer than everything else that
-a message with a token costs.
+a message with a token or a row costs.
 """
 
 import weakref
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
+from rheostat_wire.message_parts import MessageParts
+
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class DirectMessages:
@@ -18,8 +20,8 @@ class DirectMessages:
 
     has_room: Callable[[], bool]
     """Whether the next message may be sent. If not, the task has to send it, and wait."""
-    send: Callable[[Message], None]
-    """Sends a message of the call's response type."""
+    send: Callable[[Message | MessageParts], None]
+    """Sends a message of the call's response type, or its parts in wire format."""
 
 
 _CURRENT: ContextVar[weakref.ref[DirectMessages]] = ContextVar("messages of a rheostat call")

@@ -2,19 +2,22 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
+from rheostat_server.delivery import row_messages
 from rheostat_server.engine.backend import Delta, Ending, Job
 from rheostat_server.front_ends.records import CallBegin, First, Kind, count_body
 from rheostat_server.front_ends.remote_call import RemoteCall
-from rheostat_wire.v1 import generation_service_pb2
+from rheostat_server.requests.response_queue import ResponseQueue
+from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 
 from ..conftest import Running
 from ..fakes import ScriptedBackend
-from ..messages import add, request
+from ..messages import add, capture, request
 
 GENERATE = "/rheostat.v1.GenerationService/Generate"
 WINDOW = 4
@@ -73,12 +76,18 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-async def begun(running: Running, asked: object) -> "tuple[FrontEnd, asyncio.Task[None]]":
-    """A call whose task waits for tokens."""
+async def called(running: Running, asked: object) -> "tuple[FrontEnd, asyncio.Task[None]]":
+    """A call that has begun."""
     front_end = FrontEnd()
     body = asked.SerializeToString()
     call = front_end.call = RemoteCall(front_end.send, CallBegin(GENERATE, None, First.HERE, body))
     task = asyncio.create_task(running.server._rpcs.answer(GENERATE, call))
+    return front_end, task
+
+
+async def begun(running: Running, asked: object) -> "tuple[FrontEnd, asyncio.Task[None]]":
+    """A call whose task waits for tokens."""
+    front_end, task = await called(running, asked)
     async with asyncio.timeout(10):
         while running.backend.job is None or not front_end.messages:
             await asyncio.sleep(0.001)
@@ -174,3 +183,76 @@ async def test_any_order_of_tokens_and_readers_gives_the_same_stream(starter, se
     text = "".join(message.tokens.text for message in front_end.messages)
     assert text == "".join(f"{one} " for one in said)
     assert front_end.messages[-1].WhichOneof("event") == "receipt"
+
+
+def row_positions(messages) -> list[int]:
+    return [
+        position
+        for message in messages
+        if message.HasField("captured")
+        for run in message.captured.positions
+        for position in range(run.start, run.start + run.count)
+    ]
+
+
+def capturing():
+    return request(captures=[capture()], sampling=generation_pb2.Sampling(max_tokens=30))
+
+
+@dataclass
+class Slow(ScriptedBackend):
+    """Makes a token in every few iterations of the event loop, so that the reader waits."""
+
+    async def generate(self, job):
+        async with aclosing(super().generate(job)) as deltas:
+            async for delta in deltas:
+                yield delta
+                await turns(6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_rows_are_sent_whole_and_in_order(starter, seed) -> None:
+    rng = np.random.default_rng(seed)
+    running = await starter(Slow())
+    expected = row_positions(await running.client.generate(capturing()))
+    front_end, task = await called(running, capturing())
+    async with asyncio.timeout(20):
+        while not task.done():
+            left = len(front_end.messages) - front_end.taken
+            front_end.take(int(rng.integers(0, left + 1)) if rng.random() < 0.9 else left)
+            await turns(int(rng.integers(1, 12)))
+    await task
+    assert row_positions(front_end.messages) == expected
+    assert front_end.messages[-1].WhichOneof("event") == "receipt"
+
+
+async def test_rows_wake_no_task_while_the_front_end_has_room(starter, monkeypatch) -> None:
+    running = await starter(Slow())
+    woken: list[object] = []
+    get = ResponseQueue.get
+
+    async def counted(self) -> object:
+        woken.append(entry := await get(self))
+        return entry
+
+    monkeypatch.setattr(ResponseQueue, "get", counted)
+    front_end, task = await called(running, capturing())
+    async with asyncio.timeout(20):
+        while not task.done():
+            front_end.take()
+            await asyncio.sleep(0)
+    await task
+    assert len(row_positions(front_end.messages)) == 32
+    assert len(woken) < 8
+
+
+async def test_many_rows_are_left_to_the_task(starter, monkeypatch) -> None:
+    monkeypatch.setattr(row_messages, "OFFLOAD_BYTES", -1)
+    running = await starter(Slow())
+    front_end, task = await called(running, capturing())
+    async with asyncio.timeout(20):
+        while not task.done():
+            front_end.take()
+            await asyncio.sleep(0)
+    await task
+    assert row_positions(front_end.messages) == list(range(32))
