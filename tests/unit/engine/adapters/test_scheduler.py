@@ -251,8 +251,7 @@ class Made:
     def _enqueue_waiting_request(self, request: Request) -> None:
         raise NotImplementedError
 
-    get_request_counts = finish_requests = _free_request = _enqueue_waiting_request
-    _preempt_request = _enqueue_waiting_request
+    get_request_counts = _free_request = _preempt_request = _enqueue_waiting_request
 
 
 @pytest.mark.usefixtures("_as_it_was")
@@ -272,5 +271,5 @@ def test_the_scheduler_is_the_one_that_vllm_would_have_made(
     assert made.arguments == {"vllm_config": vllm_config, "block_size": 16, "log_stats": True}
     assert config.scheduler_cls == "ours"
     assert made.kv_cache_manager.get_computed_blocks is not None
-    assert {"schedule", "finish_requests", "_free_request"} <= vars(made).keys()
+    assert {"schedule", "_preempt_request", "_free_request"} <= vars(made).keys()
     assert getattr(kv_cache_utils, NAME) is not STOCK

@@ -234,7 +234,7 @@ async def test_many_prompt_logprobs_are_written_off_the_loop(
 
 @dataclass
 class Output:
-    """An output of vLLM's, as far as `DeltaReader` looks at it."""
+    """An output, as far as `DeltaReader` looks at it."""
 
     text: str
     prompt_logprobs: list[None] | None = None
@@ -307,9 +307,7 @@ async def test_log_probabilities_of_many_samples_are_read_in_several_iterations(
     ]
     for text, tokens in (("a", [1]), ("b", [1, 2]), ("c", [])):
         for reader in readers:
-            output = SimpleNamespace(
-                prompt_logprobs=None, text=text, outputs=[SimpleNamespace(token_ids=tokens)]
-            )
+            output = SimpleNamespace(prompt_logprobs=None, text=text, token_ids=tokens)
             reader.put(output)
     await until(lambda: len(read) == 3 * 64)
     ticking.cancel()
@@ -349,9 +347,7 @@ async def test_an_output_that_cannot_be_read_in_its_turn_fails_its_sample_alone(
     deltas, errors, turns = [], [], vllm_outputs.OutputTurns()
     job = SimpleNamespace(sampling=SimpleNamespace(prompt_logprobs=None, logprobs=1))
     for text in ("a", "bad", "b"):
-        output = SimpleNamespace(
-            prompt_logprobs=None, text=text, outputs=[SimpleNamespace(token_ids=[1])]
-        )
+        output = SimpleNamespace(prompt_logprobs=None, text=text, token_ids=[1])
         reader_of(job, deltas.append, errors.append, turns).put(output)
     await until(lambda: len(deltas) == 2)
     assert (deltas, len(errors)) == (["a", "b"], 1)
