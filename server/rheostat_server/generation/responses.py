@@ -17,6 +17,7 @@ from rheostat_server.delivery.items import DeliveryItem as RowItem
 from rheostat_server.delivery.response_rows import LOSSLESS
 from rheostat_server.delivery.row_messages import CapturedRows, captured_rows, dropped, few_rows
 from rheostat_server.engine.backend import Delta
+from rheostat_server.engine.pace import Pace
 from rheostat_server.errors import Defect, RowsLost
 from rheostat_server.generation.receipts import (
     add_controller,
@@ -46,6 +47,9 @@ LOG = logging.getLogger(__name__)
 _SPARSE = 4
 """While many streams run, signals of a sample are sent with every fourth message of tokens, because
 a message costs more than the numbers in it."""
+
+_STALLED = 2 * _SPARSE
+"""Intervals without signals of a sample after which they are sent without a message of tokens."""
 
 Companion = Callable[[ActiveRequest], Coroutine[None, None, None]]
 """A coroutine that runs beside a stream until the stream ends."""
@@ -158,6 +162,8 @@ class _Stream:
         self._prompt_logprobs_due = {sequence.kind for sequence in active.sequences if wanted}
         self._signals_sent_at: dict[EngineSequence, float] = {}
         """When signals of each sample were sent last, while many streams run."""
+        self._looks_for_signals = False
+        """Whether `_look_for_late_signals` will look."""
         self._silence = UNSCHEDULED_GRACE
         self._lost = 0
         """Number of lost rows whose policy allows no loss."""
@@ -354,6 +360,7 @@ class _Stream:
             now = time.monotonic()
             sent_at = self._signals_sent_at.get(sequence, 0.0)
             if not sample.ended and now < sent_at + _SPARSE * pause:
+                self._look_for_late_signals(pace)
                 return
             self._signals_sent_at[sequence] = now
         ahead = self._admitted.in_session and not sample.ended
@@ -366,6 +373,24 @@ class _Stream:
                 last = message.positions[-1]
                 sample.signals_end = last.start + last.count
             yield Response(signals=message)
+
+    def _look_for_late_signals(self, pace: Pace) -> None:
+        """Makes waiting signals leave later, even if no token follows that would bring them."""
+        if self._looks_for_signals:
+            return
+        self._looks_for_signals = True
+
+        def look() -> None:
+            self._looks_for_signals = False
+            if self._active.closed or not self._open:
+                return
+            latest = time.monotonic() - _STALLED * pace.interval
+            if any(sent_at < latest for sent_at in self._signals_sent_at.values()):
+                self._active.queue.put(Sign.SIGNALS)
+            else:
+                self._look_for_late_signals(pace)
+
+        pace.call_later(look)
 
     def _remove_done(self, sequence: EngineSequence) -> None:
         """Removes a sequence if it can produce no more output or events."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import SignalRows
+from rheostat_server.engine import pace
 from rheostat_server.engine.backend import Job
 from rheostat_wire.v1 import (
     gate_pb2,
@@ -90,8 +91,12 @@ async def test_signals_leave_with_the_token_after_them(running: Running) -> None
             assert max(positions(event.signals)) < known - 1
 
 
-async def test_signals_that_come_after_their_token_do_not_wait_for_the_next_one(starter) -> None:
+@pytest.mark.parametrize("unpaced", [64, 0])
+async def test_signals_that_come_after_their_token_do_not_wait_for_the_next_one(
+    starter, monkeypatch, unpaced: int
+) -> None:
     """A client that steers by signals would lose a step."""
+    monkeypatch.setattr(pace, "_UNPACED", unpaced)
     late: list[SignalRows] = []
 
     class Late(ScriptedBackend):
