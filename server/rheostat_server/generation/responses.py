@@ -173,6 +173,8 @@ class _Stream:
             active.queue.direct_rows = self._send_rows_directly
         self._next_rows: RowItem | None = None
         """Rows that were taken, and are too many for `_send_rows_directly`."""
+        self._rows_error: Exception | None = None
+        """The error of `_send_rows_directly`, for `responses` to raise."""
 
     @property
     def own_samples(self) -> list[Sample]:
@@ -315,33 +317,44 @@ class _Stream:
         for signals in self._signals(sequence):
             direct.send(signals)
             if not direct.has_room():
-                break  # the others leave with the next tokens
+                self._active.queue.put(Sign.SIGNALS)  # `responses` sends the rest
+                break
         return True
 
     def _send_rows_directly(self) -> bool:
         """Sends the rows that are ready, while `responses` waits.
 
+        Other requests share the callback that calls it, so it raises nothing.
+
         Returns:
             Whether it sent all, and more will come. Otherwise `responses` has to go on.
         """
         direct = self._direct
-        while direct is not None and direct.has_room():
-            item = self._take_rows()
-            if item is None:
-                return not self._active.response_rows.ended
-            if isinstance(item, Loss):
-                direct.send(self._dropped(item))
-                continue
-            assert isinstance(item, Chunk | EncodedChunk)
-            rows = few_rows(item)
-            if rows is None:
-                self._next_rows = item
-                return False
-            direct.send(rows.as_field(Response.CAPTURED_FIELD_NUMBER))
+        try:
+            while direct is not None and direct.has_room():
+                item = self._take_rows()
+                if item is None:
+                    return not self._active.response_rows.ended
+                if isinstance(item, Loss):
+                    direct.send(self._dropped(item))
+                    continue
+                assert isinstance(item, Chunk | EncodedChunk)
+                rows = few_rows(item)
+                if rows is None:
+                    self._next_rows = item
+                    return False
+                direct.send(rows.as_field(Response.CAPTURED_FIELD_NUMBER))
+        except Exception as error:  # any error must fail this request alone
+            self._rows_error = error
         return False
 
     def _take_rows(self) -> RowItem | None:
-        """Removes and returns the next rows, or the report of lost rows; None: there are none."""
+        """Removes and returns the next rows, or the report of lost rows; None: there are none.
+
+        Raises the error of `_send_rows_directly`, if it had one.
+        """
+        if self._rows_error is not None:
+            raise self._rows_error
         item, self._next_rows = self._next_rows, None
         return self._active.response_rows.take() if item is None else item
 
@@ -375,7 +388,7 @@ class _Stream:
             yield Response(signals=message)
 
     def _look_for_late_signals(self, pace: Pace) -> None:
-        """Makes waiting signals leave later, even if no token follows that would bring them."""
+        """Has waiting signals sent later, even if no token follows."""
         if self._looks_for_signals:
             return
         self._looks_for_signals = True
@@ -385,7 +398,8 @@ class _Stream:
             if self._active.closed or not self._open:
                 return
             latest = time.monotonic() - _STALLED * pace.interval
-            if any(sent_at < latest for sent_at in self._signals_sent_at.values()):
+            sent_at = self._signals_sent_at
+            if any(sent_at.get(sequence, latest) < latest for sequence in self._open):
                 self._active.queue.put(Sign.SIGNALS)
             else:
                 self._look_for_late_signals(pace)

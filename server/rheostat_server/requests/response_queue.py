@@ -163,7 +163,7 @@ class ResponseQueue(Holder):
         self.direct_rows: Callable[[], bool] = lambda: False
         """Sends the rows that are ready in the same way. Returns whether it sent all."""
         self.paced = False
-        """Whether tokens wait here for later ones. Those of most requests have waited before."""
+        """Whether tokens wait here for later ones. Those of most requests wait before they come."""
         self.byte_counter = ByteCounter(share.byte_counter)
         """Counts the memory of waiting tokens, with those that the reader holds back."""
         self._share = share

@@ -7,17 +7,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from google.rpc import code_pb2, status_pb2
 
+from rheostat_engine import Installed, Released
 from rheostat_server.delivery import row_messages
 from rheostat_server.engine.backend import Delta, Ending, Job
 from rheostat_server.front_ends.records import CallBegin, First, Kind, count_body
 from rheostat_server.front_ends.remote_call import RemoteCall
+from rheostat_server.generation import responses
+from rheostat_server.requests import signals
 from rheostat_server.requests.response_queue import ResponseQueue
+from rheostat_server.tasks.turns import Turns
 from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 
 from ..conftest import Running
 from ..fakes import ScriptedBackend
-from ..messages import add, capture, request
+from ..messages import add, capture, probe, request
 
 GENERATE = "/rheostat.v1.GenerationService/Generate"
 WINDOW = 4
@@ -51,6 +56,8 @@ class FrontEnd:
             self.messages.append(message)
         elif kind is Kind.END:
             self.status = b"".join(body)
+            assert self.call is not None
+            self.call.receive(Kind.DONE, b"")
 
     def take(self, count: int | None = None) -> None:
         """Takes messages; all that were sent if `count` is None."""
@@ -185,6 +192,14 @@ async def test_any_order_of_tokens_and_readers_gives_the_same_stream(starter, se
     assert front_end.messages[-1].WhichOneof("event") == "receipt"
 
 
+async def read_to_the_end(front_end: FrontEnd, task: "asyncio.Task[None]") -> None:
+    async with asyncio.timeout(20):
+        while not task.done():
+            front_end.take()
+            await asyncio.sleep(0)
+    await task
+
+
 def row_positions(messages) -> list[int]:
     return [
         position
@@ -237,11 +252,7 @@ async def test_rows_wake_no_task_while_the_front_end_has_room(starter, monkeypat
 
     monkeypatch.setattr(ResponseQueue, "get", counted)
     front_end, task = await called(running, capturing())
-    async with asyncio.timeout(20):
-        while not task.done():
-            front_end.take()
-            await asyncio.sleep(0)
-    await task
+    await read_to_the_end(front_end, task)
     assert len(row_positions(front_end.messages)) == 32
     assert len(woken) < 8
 
@@ -250,9 +261,50 @@ async def test_many_rows_are_left_to_the_task(starter, monkeypatch) -> None:
     monkeypatch.setattr(row_messages, "OFFLOAD_BYTES", -1)
     running = await starter(Slow())
     front_end, task = await called(running, capturing())
-    async with asyncio.timeout(20):
-        while not task.done():
+    await read_to_the_end(front_end, task)
+    assert row_positions(front_end.messages) == list(range(32))
+
+
+async def test_rows_that_cannot_be_encoded_fail_their_request_alone(starter, monkeypatch) -> None:
+    """They are encoded in a callback of the event loop that all requests share."""
+    running = await starter(Slow())
+    monkeypatch.setattr(running.manager, "_row_turns", Turns(1))  # the others wait for their turn
+    calls = [await called(running, capturing()) for _ in range(3)]
+    encode = responses.few_rows
+    encoded = 0
+
+    def once_broken(item):
+        nonlocal encoded
+        encoded += 1
+        if encoded == 2:
+            raise ValueError("no rows")
+        return encode(item)
+
+    monkeypatch.setattr(responses, "few_rows", once_broken)
+    for front_end, task in calls:
+        await read_to_the_end(front_end, task)
+    statuses = [status_pb2.Status.FromString(one.status or b"").code for one, _ in calls]
+    assert sorted(statuses) == [0, 0, code_pb2.INTERNAL]
+    for (front_end, _), status in zip(calls, statuses, strict=True):
+        if not status:
+            assert row_positions(front_end.messages) == list(range(32))
+
+
+async def test_signals_beyond_the_room_need_no_further_token(running, monkeypatch) -> None:
+    monkeypatch.setattr(signals, "CHUNK_BYTES", 1)  # a message for the signals of each step
+    reads = probe()
+    reads.signals = True
+    front_end, task = await begun(running, request(probes=[reads]))
+    backend = running.backend
+    plan = backend.job.plan
+    backend.deliver(Installed(plan.request_id, ""))
+    for position in range(12):
+        backend.deliver(backend.signals(plan, position, position + 1))
+    backend.receive(Delta(token_ids=tuple(range(10))))
+    async with asyncio.timeout(10):
+        while sum(one.HasField("signals") for one in front_end.messages) < 12:
             front_end.take()
             await asyncio.sleep(0)
-    await task
-    assert row_positions(front_end.messages) == list(range(32))
+    task.cancel()
+    await asyncio.wait([task])
+    backend.deliver(Released(plan.request_id, (), True, {}, 0, 0, (0, 12)))
