@@ -29,7 +29,7 @@ from rheostat_wire.v1 import (
 from ..conftest import Events, Running, rest
 from ..fakes import ScriptedBackend
 from ..messages import ONES, above, add, probe, request, selector, site_set, tensor, window
-from ..streams import settled
+from ..streams import kinds, settled
 from ..sweeps.patched import PatchedBackend, order
 from ..talks import SessionCall, start, update
 from ..uploads import digest, refusal_of
@@ -201,7 +201,8 @@ GATED.gate.CopyFrom(GATE)
 
 
 @pytest.mark.parametrize("own", [[GATED], [add(), add()]])
-async def test_no_request_sheds_a_gain_of_the_policy(running, own) -> None:
+async def test_no_request_sheds_a_gain_of_the_policy(starter, own) -> None:
+    running = await starter(ScriptedBackend(hold=asyncio.Event()))
     await set_rules(running, rule(gain=HALF))
     probes = [probe(name="mood")] if own[0].HasField("gate") else []
     refusal = await refusal_of(run(running, steer=own, probes=probes))
@@ -210,6 +211,8 @@ async def test_no_request_sheds_a_gain_of_the_policy(running, own) -> None:
     call = SessionCall(running)
     await call.say(start(request_id="s", steer=[add()]), update(1, add(scale=2.0)))
     assert (await call.hear("refused")).update_id == 1
+    running.backend.hold.set()
+    assert kinds(await call.end())[-1] == "receipt"
     await settled(running)
 
 
