@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from rheostat_engine.plan.capacity import Capacity
+from rheostat_engine.plan.capacity import MAX_BANK_ROWS, Capacity
 
 _MIB = 1 << 20
 _PACKAGE = Path(__file__).parent
@@ -70,7 +70,7 @@ class EngineSettings:
         row = width * itemsize
         directions = self.bank_bytes // 4
         return Capacity(
-            bank_rows=max(1, (self.bank_bytes - directions) // row - 1),
+            bank_rows=min(MAX_BANK_ROWS, max(1, (self.bank_bytes - directions) // row - 1)),
             directions=max(1, directions // (width * 4) - 1),
             steps=self.steps,
             slots=self.slots - 1,

@@ -21,6 +21,9 @@ from rheostat_engine.plan.plan import Plan
 from rheostat_engine.plan.shared_content import SharedContent
 from rheostat_engine.plan.tables import CaptureNeed
 
+MAX_BANK_ROWS = (1 << 22) - 1
+"""The most `Capacity.bank_rows`, because one int32 names a row, and a gate or a gain."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:

@@ -20,7 +20,7 @@ from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.instructions import Instructions
 from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers, TokenColumn
 from rheostat_engine.worker.steering.gate_kernels import launch_fold, scan
-from rheostat_engine.worker.steering.programs import FLOATS, GAIN_UNIT, INTS
+from rheostat_engine.worker.steering.programs import FLOATS, GAIN_UNIT, INTS, ROW_UNIT
 
 _ADD = tl.constexpr(int(Kind.ADD))
 _NORM_ADD = tl.constexpr(int(Kind.NORM_ADD))
@@ -34,6 +34,7 @@ _COLUMNS = tl.constexpr(MAX_COLUMNS)
 _GATES = tl.constexpr(MAX_GATES)
 _GAINS = tl.constexpr(MAX_GAINS)
 _GAIN_UNIT = tl.constexpr(GAIN_UNIT)
+_ROW_UNIT = tl.constexpr(ROW_UNIT)
 _STATE = tl.constexpr(len(State) * MAX_TERMS)
 _PER_TOKEN = tl.constexpr(len(TokenColumn))
 _STATE_COLUMN = tl.constexpr(int(TokenColumn.STATE))
@@ -46,7 +47,9 @@ _FLOATS = tl.constexpr(FLOATS)
 
 
 @triton.jit
-def _measure(dose_slot_ptr, factor, moved, share):
+def _measure(dose_slot_ptr, factor, moved, norm):
+    """Adds a change of a row with a norm; `moved` as in `Doses`."""
+    share = tl.where(norm > 0, moved / norm, 0.0)
     tl.atomic_add(dose_slot_ptr, tl.where(factor > 0, 1.0, 0.0), sem="relaxed")
     tl.atomic_add(dose_slot_ptr + 1, moved, sem="relaxed")
     tl.atomic_add(dose_slot_ptr + 2, share, sem="relaxed")
@@ -100,6 +103,16 @@ def _factor(openness_ptr, gains_ptr, token, factors):
     gate = factors % _GAIN_UNIT
     gain = factors // _GAIN_UNIT
     openness = tl.load(openness_ptr + token * _GATES + gate - 1, mask=gate > 0, other=1.0)
+    return openness * tl.load(gains_ptr + token * _GAINS + gain - 1, mask=gain > 0, other=1.0)
+
+
+@triton.jit
+def _factor_of_code(openness_ptr, gains_ptr, token, code):
+    """By what the row that a code names is multiplied; see `addition_code`."""
+    number = code // _ROW_UNIT
+    is_gate = (number > 0) & (number <= _GATES)
+    openness = tl.load(openness_ptr + token * _GATES + number - 1, mask=is_gate, other=1.0)
+    gain = number - _GATES
     return openness * tl.load(gains_ptr + token * _GAINS + gain - 1, mask=gain > 0, other=1.0)
 
 
@@ -170,12 +183,11 @@ def _run_chain(
         if last != 0:
             start = x + before
             norm = tl.sqrt(tl.sum(start * start))
-            change = delta - before
-            moved = tl.sqrt(tl.sum(change * change))
-            constant = (kind == _ADD) & (factors == 0)
-            share = tl.where(constant, 1.0, moved)
-            moved = tl.where(constant, 0.0, moved)
-            _measure(dose_slot, factor, moved, tl.where(norm > 0, share / norm, 0.0))
+            moved = factor
+            if kind != _ADD:
+                change = delta - before
+                moved = tl.sqrt(tl.sum(change * change))
+            _measure(dose_slot, factor, moved, norm)
             before = delta
             dose_slot += 4
         step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
@@ -223,7 +235,7 @@ def _run_replacements(
         new = tl.where(changes, new, stream)
         norm = tl.sqrt(tl.sum(stream * stream))
         moved = tl.sqrt(tl.sum((new - stream) * (new - stream)))
-        _measure(dose_slot, factor, moved, tl.where(norm > 0, moved / norm, 0.0))
+        _measure(dose_slot, factor, moved, norm)
         stream = new
         dose_slot += 4
         step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
@@ -308,8 +320,9 @@ def _site_kernel(
         # All loads are issued before the first use, to overlap their latencies. Row 0 is zero.
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
-        added = tl.maximum(code, 0) * WIDTH
-        row = tl.load(rows_ptr + added + column, mask=inside, other=0.0)
+        added = tl.maximum(code, 0)
+        row = tl.load(rows_ptr + added % _ROW_UNIT * WIDTH + column, mask=inside, other=0.0)
+        factor = _factor_of_code(openness_ptr, gains_ptr, token, added)
         h = tl.load(h_ptr + token * h_stride + column, mask=inside, other=0.0)
         x = h.to(tl.float32) * gain
         if HAS_RESIDUAL:
@@ -318,7 +331,7 @@ def _site_kernel(
             )
             residual = residual.to(tl.float32)
             x = x + residual
-        delta = row.to(tl.float32)
+        delta = factor * row.to(tl.float32)
         if code < 0:
             delta, step, dose_slot = _run_chain(
                 step,
@@ -347,7 +360,7 @@ def _site_kernel(
             tl.store(h_ptr + token * h_stride + column, h, mask=inside)
         if code > 0:
             norm = tl.sqrt(tl.sum(x * x))
-            _measure(dose_slot, 1.0, 0.0, tl.where(norm > 0, 1.0 / norm, 0.0))
+            _measure(dose_slot, factor, factor, norm)
         if step > 0:
             stream = h.to(tl.float32) * gain
             if HAS_RESIDUAL:

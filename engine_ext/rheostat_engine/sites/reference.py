@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 
 from rheostat_engine.plan.acts import Kind, largest_replaced
-from rheostat_engine.plan.gates import Activation, Normalise
+from rheostat_engine.plan.gates import MAX_GATES, Activation, Normalise
 from rheostat_engine.worker.state.buffers import SiteBuffers
 from rheostat_engine.worker.steering.gate_reference import open_gates
-from rheostat_engine.worker.steering.programs import GAIN_UNIT
+from rheostat_engine.worker.steering.programs import GAIN_UNIT, ROW_UNIT
 
 
 class Limits(NamedTuple):
@@ -118,9 +118,12 @@ def _add(
     `dose_slots` [n] become those that follow.
     """
     x = _stream(h, residual, tokens, gain)
-    delta = site.rows.index_select(0, codes.clamp(min=0)).float()  # row 0 is zeros
+    named = codes.clamp(min=0)
+    delta = site.rows.index_select(0, named % ROW_UNIT).float()  # row 0 is zeros
     if len(added):
-        _measure(site.doses, dose_slots[added], torch.ones(len(added), 1), None, x[added])
+        factor = _factor_of_codes(site, tokens[added], named[added])
+        delta[added] *= factor
+        _measure(site.doses, dose_slots[added], factor, None, x[added])
     before = delta.clone()
     while len(added) < len(codes) and (groups := _groups(steps, site, last=False)):
         for kind, own, ints in groups:
@@ -147,16 +150,13 @@ def _add(
                 unread = (settings >> 8 != 0)[:, None] & (along == 0)
                 amount = torch.where((strength == 0) | unread, 0.0, amount)
                 delta[own] += amount * site.directions[torch.where(writes > 0, writes, numbers)]
-            for plain in (True, False) if kind == Kind.ADD else (False,):
-                ends = measured != 0
-                if kind == Kind.ADD:
-                    ends &= (factors == 0) == plain
-                if len(which := own[ends]):
-                    change = None if plain else delta[which] - before[which]
-                    at = x[which] + before[which]
-                    _measure(site.doses, dose_slots[which], factor[ends], change, at)
-                    before[which] = delta[which]
-                    dose_slots[which] += 1
+            ends = measured != 0
+            if len(which := own[ends]):
+                change = None if kind == Kind.ADD else delta[which] - before[which]
+                at = x[which] + before[which]
+                _measure(site.doses, dose_slots[which], factor[ends], change, at)
+                before[which] = delta[which]
+                dose_slots[which] += 1
     limit = limits(h.dtype)
     down, up = x.clamp(max=-limit.stream) - x, x.clamp(min=limit.stream) - x
     changed = h[tokens].float() + delta.clamp(down, up) * (1 / gain)
@@ -212,6 +212,13 @@ def _factor(site: SiteBuffers, tokens: torch.Tensor, factors: torch.Tensor) -> t
     factor = torch.where(gates > 0, openness, 1.0)
     changed = site.gates.gains[tokens, (gains - 1).clamp(min=0)]
     return torch.where(gains > 0, factor * changed, factor)[:, None]
+
+
+def _factor_of_codes(site: SiteBuffers, tokens: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """[n, 1]: by what the rows that codes name are multiplied; see `addition_code`."""
+    numbers = codes // ROW_UNIT
+    gates = torch.where(numbers > MAX_GATES, 0, numbers)
+    return _factor(site, tokens, gates + GAIN_UNIT * (numbers - MAX_GATES).clamp(min=0))
 
 
 def _read(x: torch.Tensor, tokens: torch.Tensor, steps: torch.Tensor, site: SiteBuffers) -> None:
@@ -299,12 +306,11 @@ def _measure(
 ) -> None:
     """Adds to each token's dose slot. A token whose factor is 0 is not counted.
 
-    The change None is that of an addition that nothing multiplies: share 1 / |x|, and no |change|.
+    The change None is that of an addition; see `Doses`.
     """
     norm = x.square().sum(1).sqrt()
-    moved = torch.zeros_like(norm) if change is None else change.square().sum(1).sqrt()
-    share = (torch.ones_like(norm) if change is None else moved) / norm
-    share = torch.where(norm > 0, share, 0.0)
+    moved = factor[:, 0] if change is None else change.square().sum(1).sqrt()
+    share = torch.where(norm > 0, moved / norm, 0.0)
     counts = (factor[:, 0] > 0).float()
     doses.index_add_(
         0, dose_slots, torch.stack([counts, moved, share, torch.zeros_like(norm)], dim=1)

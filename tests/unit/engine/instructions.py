@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rheostat_engine import Activation, Kind, Normalise
+from rheostat_engine import MAX_GATES, Activation, Kind, Normalise
 from rheostat_engine.worker.state.buffers import SiteBuffers
-from rheostat_engine.worker.steering.programs import FLOATS, GAIN_UNIT, INTS
+from rheostat_engine.worker.steering.programs import FLOATS, GAIN_UNIT, INTS, ROW_UNIT
 
 from .no_gates import no_gates
 
@@ -105,7 +105,7 @@ def buffers(
     Args:
         width: W.
         dtype: of the rows and the ring.
-        codes: of each token: 0, a row, or minus a program's number from 1.
+        codes: of each token: 0, that of an addition, or minus a program's number from 1.
         captured: ring row of each token.
         programs: the chains.
         seed: of the rows and directions.
@@ -166,8 +166,14 @@ def naive(h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers) -> 
         x = before = expected.h[token] + rest
         code, dose_slot = int(site.code[token]), int(site.dose_slot[token])
         if code > 0:
-            x = x + rows[code]
-            _count(expected.doses[dose_slot], before, None)
+            number, row = divmod(code, ROW_UNIT)
+            gates = site.gates
+            if number > MAX_GATES:
+                by = float(gates.gains[token, number - MAX_GATES - 1])
+            else:
+                by = float(gates.openness[token, number - 1]) if number else 1.0
+            x = x + by * rows[row]
+            _count(expected.doses[dose_slot], before, None, by)
         step = max(0, -code)
         while step:
             kind, number, following, last, mask, _, write = site.ints[step].tolist()
@@ -214,12 +220,14 @@ def number_of(x: np.ndarray, unit: np.ndarray, settings: int, floats: list[float
     return z
 
 
-def _count(dose_slot: np.ndarray, before: np.ndarray, change: np.ndarray | None) -> None:
+def _count(
+    dose_slot: np.ndarray, before: np.ndarray, change: np.ndarray | None, factor: float = 1.0
+) -> None:
     norm = np.linalg.norm(before)
-    moved = 0.0 if change is None else np.linalg.norm(change)
-    share = (1.0 if change is None else moved) / norm if norm > 0 else 0.0
+    moved = factor if change is None else np.linalg.norm(change)
+    share = moved / norm if norm > 0 else 0.0
     dose_slot[:] = (
-        dose_slot[0] + 1,
+        dose_slot[0] + (factor > 0),
         dose_slot[1] + moved,
         dose_slot[2] + share,
         max(dose_slot[3], share),

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from itertools import cycle, product
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from rheostat_engine import Kind
 from rheostat_engine.plan.gains import MAX_GAINS
 from rheostat_engine.plan.gate_table import State, gate_rows
 from rheostat_engine.plan.gates import (
+    MAX_GATES,
     MAX_TERMS,
     NEVER,
     Activation,
@@ -23,6 +25,7 @@ from rheostat_engine.plan.gates import (
     Hold,
     Normalise,
     Pool,
+    Readout,
 )
 from rheostat_engine.sites.kernels import launch_site, warm_up
 from rheostat_engine.sites.reference import run_site
@@ -33,7 +36,7 @@ from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers
 from rheostat_engine.worker.steering import gate_kernels
 from rheostat_engine.worker.steering.gate_kernels import launch_fold
 from rheostat_engine.worker.steering.gate_reference import fold_step
-from rheostat_engine.worker.steering.programs import FLOATS, INTS
+from rheostat_engine.worker.steering.programs import FLOATS, INTS, ROW_UNIT
 from rheostat_engine.worker.steering.token_rules import TokenRules
 
 from .gate_chunks import any_gate, chunk_differences, reading_differences, twin
@@ -98,6 +101,43 @@ def check_additions(
     torch.testing.assert_close(site.doses, other.doses, rtol=1e-5, atol=1e-6)
     assert not torch.equal(ones, h)
     assert site.doses[:, 0].sum() == 5
+
+
+def check_multiplied(width: int, dtype: torch.dtype, residual: torch.dtype | None) -> None:
+    """Rows that a gate or a gain multiplies are added bit for bit, as chains of one step do."""
+    numbers = [1, MAX_GATES, MAX_GATES + 1, MAX_GATES + MAX_GAINS]
+    codes = [0, *(row + ROW_UNIT * number for row in (1, 3, 0) for number in numbers), 2]
+    chained = [
+        [Step(Kind.ADD, row, column=gate, gain=gain)]
+        for row in (1, 3, 0)
+        for gate, gain in ((1, 0), (MAX_GATES, 0), (0, 1), (0, MAX_GAINS))
+    ]
+    captured = [1 + n % 11 for n in range(len(codes))]
+    h = noise(len(codes), width, dtype, 1)
+    rest = None if residual is None else noise(len(codes), width, residual, 2)
+    for most in (3.0, 1.0, 0.0):
+        site = buffers(width, dtype=dtype, codes=codes, captured=captured, programs=[])
+        chain_codes = [0, *range(-1, -len(chained) - 1, -1), 2]
+        chain = buffers(width, dtype=dtype, codes=chain_codes, captured=captured, programs=chained)
+        for gates in (site.gates, chain.gates):
+            generator = torch.Generator().manual_seed(5)
+            gates.openness.uniform_(0, 1, generator=generator)
+            gates.gains.uniform_(0, 1, generator=generator)
+            for factors in (gates.openness, gates.gains):
+                factors.mul_(most) if most == 3 else factors.fill_(most)
+        other = twin(site)
+        ones, others, chains_of_one = h.clone(), h.clone(), h.clone()
+        launch_site(ones, rest, site)
+        run_site(others, rest, other)
+        launch_site(chains_of_one, rest, chain)
+        assert same_bits(ones, others)
+        assert same_bits(ones, chains_of_one)
+        assert same_bits(site.ring, other.ring)
+        torch.testing.assert_close(site.doses, other.doses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(site.doses, chain.doses, rtol=1e-5, atol=1e-6)
+        if most == 0:
+            assert same_bits(ones[:-1], h[:-1])
+            assert site.doses[:, 0].sum() == 1
 
 
 def check_chains(
@@ -222,7 +262,8 @@ def check_idle(dtype: torch.dtype, residual: torch.dtype | None) -> None:
     launch_site(h, None if residual is None else noise(len(codes), 13, residual, 6), site)
     assert same_bits(h, before)
     assert not site.ring.any()
-    assert not site.doses[:, 1].any()
+    added = sum(one.kind is Kind.ADD for chain in programs for one in chain)
+    assert site.doses[:, 1].sum() == added  # a factor of 1, for rows of zeros
 
 
 def some_gates() -> list[Gate]:
@@ -253,7 +294,9 @@ GATED = 5
 """Tokens of the first sample; the second has two, and the last token has no gates."""
 
 
-def gated_buffers(width: int, dtype: torch.dtype, gate: Gate) -> SiteBuffers:
+def gated_buffers(
+    width: int, dtype: torch.dtype, gate: Gate, readouts: Sequence[Readout]
+) -> SiteBuffers:
     """Two samples, each in the middle, with numbers that were read in this step."""
     opening = Step(Kind.GATE, 1, last=False, column=1)
     steps = [
@@ -269,13 +312,13 @@ def gated_buffers(width: int, dtype: torch.dtype, gate: Gate) -> SiteBuffers:
             Kind.READ,
             1,
             last=False,
-            mask=normalise | activation << 4,
+            mask=readout.normalise | readout.activation << 4,
             column=11 + n,
             bias=0.5,
             theta=0.25,
             factor=2.0,
         )
-        for n, (normalise, activation) in enumerate(product(Normalise, Activation))
+        for n, readout in enumerate(readouts)
     ]
     programs = [[opening, *steps, *readings], [*readings], [Step(Kind.ADD, 1), *readings[:2]]]
     codes = [-1] * (GATED + 2) + [-3]
@@ -300,13 +343,15 @@ def gated_buffers(width: int, dtype: torch.dtype, gate: Gate) -> SiteBuffers:
     return site
 
 
-def check_gates(width: int, dtype: torch.dtype, gate: Gate) -> torch.Tensor:
+def check_gates(
+    width: int, dtype: torch.dtype, gate: Gate, readouts: Sequence[Readout]
+) -> torch.Tensor:
     """Steps with a gate and steps that read; then the step's readings enter the states.
 
     Returns:
         How far the gate was open.
     """
-    site = gated_buffers(width, dtype, gate)
+    site = gated_buffers(width, dtype, gate, readouts)
     h = noise(len(site.code), width, dtype, 3)
     other, ones, others = twin(site), h.clone(), h.clone()
     launch_site(ones, None, site)
@@ -441,6 +486,9 @@ def main() -> None:
     for width in (4, 24, 9):
         check_narrow(width, torch.float32, torch.float32)
         check_narrow(width, torch.float32, torch.float16)
+    for width, dtype in ((48, torch.float32), (7, torch.float16)):
+        for residual in (None, torch.float32):
+            check_multiplied(width, dtype, residual)
     for width, dtype in product([300, 5], exact):
         for residual in (None, dtype, torch.float32):
             check_replacements(width, dtype, residual)
@@ -461,11 +509,15 @@ def main() -> None:
     for captures, rules in product([False, True], repeat=2):
         check_expand(captures=captures, rules=rules)
     check_warm_up()
-    opened = torch.cat([check_gates(24, torch.float32, gate) for gate in some_gates()])
+    readouts = [Readout(*kinds) for kinds in product(Normalise, Activation)]
+    pairs = cycle(zip(readouts, readouts[5:] + readouts[:5], strict=True))
+    gate_kernels._ROWS = tl.constexpr(8)  # see check_chunks
+    opened = torch.cat([check_gates(24, torch.float32, gate, next(pairs)) for gate in some_gates()])
     assert ((opened > 0) & (opened < 1)).sum() > 5
     assert (opened == 0).sum() > 5
     assert (opened == 1).sum() > 5
-    check_gates(300, torch.float16, some_gates()[1])
+    gate_kernels._ROWS = tl.constexpr(256)
+    check_gates(300, torch.float16, some_gates()[1], readouts)
     for residual, gain in product((None, torch.float32), (1.0, 0.5)):
         assert reading_differences(300, torch.float32, residual, gain) < 1e-5
     check_chunks()

@@ -1,8 +1,9 @@
 """Measurements: how far each act moved the rows that it touched, summed up on the device.
 
 A dose slot has one measurement at one site, for one variant of one request: the number of rows, the
-sum of |change|, and sum and maximum of |change| / |x|. An addition changes every row equally. The
-kernel then sums 1 / |x| instead, and the sums are multiplied here.
+sum of |change|, and sum and maximum of |change| / |x|. An addition changes a row by its vector,
+multiplied by a factor f: how far a gate is open, a gain, or 1. In place of |change|, the kernel
+then takes f, and the sums are multiplied here by the norm of the vector.
 
 Invariants: dose slots are zero when a request gets them. The first `MAX_STEPS` slots belong to no
 request. If too few slots are free for a request, the kernel writes its measurements there.
@@ -79,10 +80,8 @@ class _Entries(NamedTuple):
     acts: Int64
     sites: Int64
     dose_slots: Int64
-    factors: npt.NDArray[np.float64]
-    """The factor for the sums of an addition; 1 for any other act."""
-    added: npt.NDArray[np.bool_]
-    """Whether the act is an addition."""
+    norms: npt.NDArray[np.float64]
+    """By what the sums are multiplied: of an addition |v|, 1 for any other act."""
     firsts: Int64
     """[m]: the first entry of each act at a site. The others follow it."""
 
@@ -106,7 +105,7 @@ class Measures:
         self._norms = norms
         self._first_slots: dict[tuple[int, ...], int] = {}
         self._entries: list[tuple[int, int, int, float]] = []
-        """Act, site, dose slot and factor of each measured act."""
+        """Act, site, dose slot and norm of each measured act, as in `_Entries`."""
         self._later: list[tuple[tuple[int, ...], int]] = []
         """Variants whose measurements are noted when the first is read, and their first slots."""
 
@@ -133,8 +132,8 @@ class Measures:
         for site, groups in attribution(acts, members, sites).items():
             for dose_slot, group in enumerate(groups, first_slot):
                 for index in group:
-                    factor = self._factor(acts[index], rows[index][site][0])
-                    self._entries.append((index, site, dose_slot, factor))
+                    norm = self._norm(acts[index], rows[index][site][0])
+                    self._entries.append((index, site, dose_slot, norm))
 
     def add(self, members: tuple[int, ...], dose_slots: int) -> int:
         """Adds a variant whose measurements were noted; returns its first dose slot, from 0.
@@ -180,9 +179,8 @@ class Measures:
         values = measured[entries.sites[entry], at[request, entry]].astype(np.float64)
         values[values[:, 0] == 0] = 0.0
         rows, change, share, largest = values.T
-        factors = entries.factors[entry]
-        change = np.where(entries.added[entry], rows * factors, change)
-        share, largest = share * factors, largest * factors
+        norms = entries.norms[entry]
+        change, share, largest = change * norms, share * norms, largest * norms
         request, act = touched.nonzero()
         if len(act) < len(entry):
             sizes = sizes[act]
@@ -211,15 +209,14 @@ class Measures:
         listed = np.array(self._entries, np.float64).reshape(-1, 4)
         listed = listed[np.lexsort((listed[:, 1], listed[:, 0]))]
         acts, sites, dose_slots = listed[:, :3].astype(np.int64).T
-        factors = listed[:, 3]
+        norms = listed[:, 3]
         self._entries.clear()
-        added = factors >= 0
         another = (np.diff(acts, prepend=-1) != 0) | (np.diff(sites, prepend=-1) != 0)
         firsts = np.flatnonzero(another)
-        return _Entries(acts, sites, dose_slots, np.where(added, factors, 1.0), added, firsts)
+        return _Entries(acts, sites, dose_slots, norms, firsts)
 
-    def _factor(self, act: Act, row: int) -> float:
-        """The factor for the sums of a constant addition; negative for any other act."""
-        if act.kind is not Kind.ADD or not act.constant:
-            return -1.0
+    def _norm(self, act: Act, row: int) -> float:
+        """The norm of a row that an act adds; 1 for an act of another kind."""
+        if act.kind is not Kind.ADD:
+            return 1.0
         return abs(act.scale) * float(self._norms[act.vectors[0]][row])

@@ -1,11 +1,17 @@
 """Programs on the device: the steps for a token at a site, shared by content.
 
-A program of one addition is a row of the bank. Any other program is a chain of steps. Each step has
-the number of its row or direction, the number of its mask, and the number of the next step.
+A program of one constant addition is a row of the bank. Any other program has a chain of steps.
+Each step has the number of its row or direction, the number of its mask, and the number of the next
+step.
 
 Invariant: a program keeps its rows, directions and steps as long as it has a use. A site's
-instruction is the code of a program: 0 does nothing, r > 0 adds row r, -s runs the chain from step
-s on.
+instruction is the code of a program: 0 does nothing, -s runs the chain from step s on. A code above
+0 adds a row of the bank; see `addition_code`.
+
+Why some additions are codes although they have a chain
+    A site loads a row that a code names together with the stream. A chain takes some microseconds
+    longer, at each site: it first loads its step, then the row. An addition that a gate or a gain
+    multiplies is usually alone at a site, apart from the first, where the gate is opened.
 """
 
 from collections.abc import Sequence
@@ -14,10 +20,11 @@ from typing import NamedTuple
 
 import torch
 
-from rheostat_engine.plan.capacity import Capacity
+from rheostat_engine.plan.acts import Kind
+from rheostat_engine.plan.capacity import MAX_BANK_ROWS, Capacity
 from rheostat_engine.plan.composition import Direction, Program, RowKey, Step, only_adds
 from rheostat_engine.plan.gate_table import Floats, Ints, gate_rows
-from rheostat_engine.plan.gates import MAX_TERMS, Gate, Normalise
+from rheostat_engine.plan.gates import MAX_GATES, MAX_TERMS, Gate, Normalise
 from rheostat_engine.worker.state.device_table import Table
 from rheostat_engine.worker.state.id_allocators import Full, RefCountedIds
 from rheostat_engine.worker.steering.vectors import BankError, Basis, Exhausted, Vectors, sums_of
@@ -29,6 +36,9 @@ FLOATS = 8
 """Floats of a step."""
 GAIN_UNIT = 256
 """More than the number of any gate, so that one integer names a gate and a gain."""
+
+ROW_UNIT = MAX_BANK_ROWS + 1
+"""More than the number of any row, so that one integer names a row, and a gate or a gain."""
 
 _INFINITE = 2.0**128 - 2.0**103
 """The smallest number that float32 rounds to infinity."""
@@ -306,7 +316,8 @@ class Programs:
             for step, used, following in lines
         )
         new.floats.extend(floats)
-        return _Entry(-chain[0], chain)
+        code = addition_code(program, numbers[0].first)
+        return _Entry(-chain[0] if code is None else code, chain)
 
     def _take(self, step: Step, basis: Basis) -> _Numbers:
         """Adds a use of a step's row, directions or gate, and of its mask; their numbers."""
@@ -386,6 +397,24 @@ def _factors(step: Step) -> int:
         return 1 + step.reading.column
     gate = 0 if step.gate is None else 1 + step.gate
     return gate + (0 if step.gain is None else GAIN_UNIT * (1 + step.gain))
+
+
+def addition_code(program: Program, row: int) -> int | None:
+    """The code of a program that only adds a row; None of any other program.
+
+    It is the row, and `ROW_UNIT` times what multiplies the row: 1 plus the number of a gate,
+    `MAX_GATES` plus 1 plus the index of a gain, or 0.
+
+    Args:
+        program: the program.
+        row: the row's number.
+    """
+    step = program[0]
+    if len(program) > 1 or step.kind is not Kind.ADD:
+        return None
+    if step.gate is None:
+        return row + (0 if step.gain is None else ROW_UNIT * (MAX_GATES + 1 + step.gain))
+    return row + ROW_UNIT * (1 + step.gate) if step.gain is None else None
 
 
 def settings_of(step: Step) -> int:

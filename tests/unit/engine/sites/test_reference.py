@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rheostat_engine import Kind
+from rheostat_engine import MAX_GAINS, MAX_GATES, Kind
 from rheostat_engine.sites.reference import run_site
+from rheostat_engine.worker.steering.programs import ROW_UNIT
 
 from ..instructions import MASK, RING, Step, buffers, chains, huge_chains, naive
 
@@ -28,7 +29,9 @@ def test_the_op_equals_a_loop_over_tokens_and_steps(
     generator = torch.Generator().manual_seed(seed)
     tokens, width = data.draw(st.integers(1, 6)), data.draw(st.integers(3, 9))
     programs = chains()
-    code = st.integers(-len(programs), 4)
+    factors = st.sampled_from([0, 1, MAX_GATES, MAX_GATES + 1, MAX_GATES + MAX_GAINS])
+    multiplied = st.builds(lambda row, by: row + ROW_UNIT * by, st.integers(0, 4), factors)
+    code = st.integers(-len(programs), 4) | multiplied
     site_slots = data.draw(st.permutations(range(1, RING)))
     site = buffers(
         width,
@@ -38,6 +41,8 @@ def test_the_op_equals_a_loop_over_tokens_and_steps(
         programs=programs,
         seed=seed,
     )
+    site.gates.openness.uniform_(generator=generator)
+    site.gates.gains.uniform_(0, 3, generator=generator)
     h = torch.randn(tokens, width, generator=generator).to(dtype)
     residual = None
     if data.draw(st.booleans()):
@@ -150,7 +155,8 @@ def test_what_changes_nothing_changes_no_bit(
     run_site(h, rest, site)
     assert torch.equal(h.view(torch.uint8), special(dtype).view(torch.uint8))
     assert site.doses[:, 0].sum() == 4 * sum(one.last for one in IDLE[name])
-    assert not site.doses[:, 1].any()
+    added = sum(one.kind is Kind.ADD for one in IDLE[name])
+    assert site.doses[:, 1].sum() == 4 * added  # a factor of 1, for a row of zeros
 
 
 def test_elements_that_a_change_leaves_alone_keep_their_bits() -> None:
@@ -265,7 +271,7 @@ def test_a_row_of_zeros_has_a_share_of_zero_and_no_nan() -> None:
     run_site(h, None, site)
     assert torch.equal(h[0], site.rows[1])
     assert not h[1].any()
-    assert site.doses[[0, 5]].tolist() == [[1, 0, 0, 0]] * 2
+    assert site.doses[[0, 5]].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
 
 
 def test_measurements_add_up_over_tokens_and_steps_that_share_cells() -> None:
@@ -275,7 +281,22 @@ def test_measurements_add_up_over_tokens_and_steps_that_share_cells() -> None:
     h[:, 0] = torch.tensor([2.0, 4.0, 0.5])
     run_site(h.clone(), None, site)
     run_site(h.clone(), None, site)
-    assert site.doses[7].tolist() == [6, 0, 2 * (0.5 + 0.25 + 2), 2]
+    assert site.doses[7].tolist() == [6, 6, 2 * (0.5 + 0.25 + 2), 2]
+
+
+def test_an_addition_is_measured_by_what_multiplies_it() -> None:
+    open_half, shut, gained = 1 + ROW_UNIT, 1 + ROW_UNIT, 1 + ROW_UNIT * (MAX_GATES + MAX_GAINS)
+    codes = [open_half, shut, gained, 1]
+    site = buffers(8, dtype=torch.float32, codes=codes, captured=[0] * 4, programs=[])
+    site.gates.openness[:, 0] = torch.tensor([0.5, 0.0, 0.25, 0.25])
+    site.gates.gains[:, -1] = torch.tensor([3.0, 3.0, 2.0, 3.0])
+    h = torch.zeros(4, 8)
+    h[:, 0] = 4.0
+    expected = h + torch.outer(torch.tensor([0.5, 0.0, 2.0, 1.0]), site.rows[1])
+    run_site(h, None, site)
+    assert torch.equal(h, expected)
+    measured = site.doses[site.dose_slot.long()].tolist()
+    assert measured == [[1, 0.5, 0.125, 0.125], [0] * 4, [1, 2, 0.5, 0.5], [1, 1, 0.25, 0.25]]
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (2, 2, 8), (1, 4, 8)])

@@ -82,9 +82,8 @@ def test_cells_are_read_as_sums_over_the_variants_of_each_act_and_site(
                     if acts[index].kind is Kind.ADD:
                         row = dict(acts[index].rows)[site][0]
                         factor = acts[index].scale * float(NORMS[acts[index].vectors[0]][row])
-                        change = rows * factor
                     total[0] += rows
-                    total[1] += change
+                    total[1] += change * factor
                     total[2] += share * factor
                     total[3] = max(total[3], largest * factor)
     beside = 2  # slots of another request, which come first
@@ -103,7 +102,7 @@ def test_cells_are_read_as_sums_over_the_variants_of_each_act_and_site(
 
 def test_a_negative_scale_is_a_dose_of_its_size() -> None:
     measured = np.zeros((SITES, 1, 4), np.float32)
-    measured[2, 0] = 4, 0, 2.0, 0.75
+    measured[2, 0] = 4, 4.0, 2.0, 0.75
     norm = float(NORMS[A][0])
     made = measures(Plan("r", (add(2, scale=-3.0),)))
     ((act, site, rows, change, share, largest),) = made.read(measured, [0], 0)[0]

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Activation, Kind, Normalise, Readout
+from rheostat_engine import MAX_GAINS, MAX_GATES, Activation, Kind, Normalise, Readout
 from rheostat_engine.plan.composition import Direction, Program, Step
-from rheostat_engine.worker.steering.programs import Programs
+from rheostat_engine.worker.steering.programs import ROW_UNIT, Programs
 from rheostat_engine.worker.steering.vectors import BankError, Basis
 
 from ...naive import units
@@ -56,6 +56,33 @@ def test_a_single_addition_is_a_row_and_no_step() -> None:
     assert code > 0
     assert programs.rows[code].tolist() == (2 * VECTORS[A][0]).tolist()
     assert counts(programs) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("by", "number"),
+    [
+        ({"gate": 0}, 1),
+        ({"gate": MAX_GATES - 1}, MAX_GATES),
+        ({"gain": 0}, MAX_GATES + 1),
+        ({"gain": MAX_GAINS - 1}, MAX_GATES + MAX_GAINS),
+    ],
+)
+def test_the_code_of_an_addition_names_its_row_and_what_multiplies_it(
+    by: dict[str, int], number: int
+) -> None:
+    programs = make()
+    code = acquire(programs, (row(A)._replace(**by),))
+    programs.flush()
+    assert code // ROW_UNIT == number
+    assert code < 2**31
+    assert programs.rows[code % ROW_UNIT].tolist() == VECTORS[A][0].tolist()
+
+
+def test_an_addition_with_a_gate_and_a_gain_or_beside_another_is_a_chain() -> None:
+    programs = make()
+    gated = row(A)._replace(gate=3)
+    for program in ((gated._replace(gain=4),), (gated, row(B))):
+        assert acquire(programs, program) < 0
 
 
 def test_a_chain_names_what_it_uses_step_by_step() -> None:
