@@ -17,7 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -54,32 +53,46 @@ class Group(NamedTuple):
         return self.rows * (raw if self.encoding is None else self.encoding.row_bytes)
 
 
-@dataclass
 class _PendingRows:
     """A step's rows in the queue; also the fence after which they were copied off the device."""
 
-    head: RowsHead | SignalsHead
-    rows: torch.Tensor
-    groups: Sequence[Group]
-    written: torch.cuda.Event | None
-    """The fence after which the rows are complete; None: they already are."""
-    launched: threading.Event = field(default_factory=threading.Event)
-    copied: Fence | None = None
-    """The fence of the copies; set before `launched`."""
+    __slots__ = ("_launched", "bytes", "copied", "groups", "head", "rows", "written")
+
+    def __init__(
+        self,
+        head: RowsHead | SignalsHead,
+        rows: torch.Tensor,
+        groups: Sequence[Group],
+        written: torch.cuda.Event | None,
+    ) -> None:
+        """`written` is the fence after which the rows are complete; None: they already are."""
+        self.head = head
+        self.rows = rows
+        self.groups = groups
+        self.written = written
+        self.copied: Fence | None = None
+        """The fence of the copies; set before `set_launched`."""
+        raw = rows.nbytes
+        encoded = any(group.encoding is not None for group in groups)
+        self.bytes = aligned(max(raw, packed_bytes(rows, groups)) if encoded else raw)
+        """The most bytes that the rows take in the staging area."""
+        # A `threading.Event` would take ten times as long to make.
+        self._launched = threading.Lock()
+        self._launched.acquire()
+
+    def set_launched(self) -> None:
+        """The copies were launched, or have failed."""
+        self._launched.release()
 
     @property
     def captured(self) -> int:
         """The number of captured rows."""
         return len(self.rows) if isinstance(self.head, RowsHead) else 0
 
-    @property
-    def bytes(self) -> int:
-        """The most bytes that the rows take in the staging area."""
-        return aligned(max(self.rows.nbytes, packed_bytes(self.rows, self.groups)))
-
     def synchronize(self) -> None:
         """Waits until no copy reads the rows. Does not wait for the server."""
-        self.launched.wait()
+        with self._launched:
+            pass
         if self.copied is not None:
             self.copied.synchronize()
 
@@ -103,11 +116,17 @@ class PacedCopies:
 
         `target` is uint8 on the host; `values`, on the device, has as many bytes.
         """
-        chunks = values.view(torch.uint8).flatten().split(_CHUNK)
-        for chunk, part in zip(chunks, target.split(_CHUNK), strict=True):
-            if self._stream is not None and self._in_flight:
-                self._wait(chunk.nbytes)
-            part.copy_(chunk, non_blocking=True)
+        values = values.view(torch.uint8).flatten()
+        if len(values) <= _CHUNK:
+            self._copy_chunk(target, values)
+            return
+        for chunk, part in zip(values.split(_CHUNK), target.split(_CHUNK), strict=True):
+            self._copy_chunk(part, chunk)
+
+    def _copy_chunk(self, target: torch.Tensor, chunk: torch.Tensor) -> None:
+        if self._stream is not None and self._in_flight:
+            self._wait(chunk.nbytes)
+        target.copy_(chunk, non_blocking=True)
 
     def _wait(self, nbytes: int) -> None:
         if self._bytes + nbytes > _CHUNK:
@@ -272,7 +291,7 @@ class RowSender:
                 self._count(-pending.bytes)
             return Frame(head.without_rows)
         finally:
-            pending.launched.set()  # the step thread may be waiting in `Ring.reserve`
+            pending.set_launched()  # the step thread may be waiting in `Ring.reserve`
         assert head.staging_range is not None
         self.left_bytes += head.staging_range.size
         return Frame(head, pending.copied, (head.without_rows,), pending.captured)
@@ -355,6 +374,9 @@ def pack(
 
     Encoding takes at most `scratch` bytes of device memory at once.
     """
+    if len(groups) == 1 and groups[0].encoding is None:  # few calls, as in most decode steps
+        copies.copy(target, rows)
+        return
     raw = rows.shape[1] * rows.element_size()
     parts = rows.split([group.rows for group in groups])
     targets = target.split([group.bytes(raw) for group in groups])
