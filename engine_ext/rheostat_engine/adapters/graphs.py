@@ -22,8 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from cuda.bindings import runtime
 
@@ -59,15 +57,15 @@ class _SetGraphLimits:
     def __init__(self, active: ActiveSites) -> None:
         self.active = active
         self._stopped = False
-        self._last: npt.NDArray[np.bool_] | None = None
+        self._last_step = 0
         self._graphs: OrderedDict[tuple[int, bytes], weakref.ref[SiteGraph]] = OrderedDict()
         """By `id` of the captured graph and key of the set; the last used is last."""
 
     def try_take(self) -> bool:
         """Whether a set graph may be made now. True at most once in a step."""
-        if self._stopped or self._last is self.active.mask:
+        if self._stopped or self._last_step == self.active.steps:
             return False
-        self._last = self.active.mask
+        self._last_step = self.active.steps
         return True
 
     def stop(self) -> None:

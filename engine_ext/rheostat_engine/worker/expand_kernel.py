@@ -12,18 +12,19 @@ from rheostat_engine.worker.state.buffers import Buffers
 _TOKENS = 128
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "first_row"])
 def _expand_kernel(
     packed_ptr,  # [5, count] int32: slot, dose slot, rule, block (0: not captured), order
     ids_ptr,  # [T] int32
     bits_ptr,  # [rules, vocabulary] uint8
     variants_ptr,  # [variants, 2] int32
     code_of_ptr,  # [S, slots] int32
-    base_ptr,  # [B, S] int32, row of the block's first token, 0: not captured there
+    base_ptr,  # [B, S] int32, 1 + the block's first row after first_row, 0: not captured there
     code_ptr,  # [S, tokens] int32
     cap_ptr,  # [S, tokens] int32
     dose_slot_ptr,  # [tokens] int32
     count,
+    first_row,
     vocabulary,
     slots,
     sites,
@@ -57,7 +58,7 @@ def _expand_kernel(
         order = tl.load(packed_ptr + 4 * count + token, mask=inside, other=0)
         wanted = inside & (block > 0)
         base = tl.load(base_ptr + (block - 1) * sites + site, mask=wanted, other=0)
-        target = tl.where(base > 0, base + order, 0)
+        target = tl.where(base > 0, first_row + base - 1 + order, 0)
     tl.store(cap_ptr + site * tokens + token, target, mask=inside)
 
 
@@ -75,6 +76,7 @@ def launch_expand(step: Instructions, buffers: Buffers) -> None:
         buffers.cap_row,
         buffers.dose_slot,
         count,
+        step.first_row,
         step.bits.shape[1],
         step.code_of.shape[1],
         sites,

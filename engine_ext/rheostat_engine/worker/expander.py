@@ -33,10 +33,25 @@ class Expander:
             host = torch.zeros(COLUMNS * tokens, dtype=torch.int32, pin_memory=self._cuda)
             self._stages.append((host, None))
         self._packed = torch.zeros(COLUMNS * tokens, dtype=torch.int32, device=self._device)
+        self._last: Instructions | None = None
 
     def write(self, compact: Compact, ids: torch.Tensor) -> None:
         """Writes a step's instructions to the buffers; `ids`, [T or more] int32: input ids."""
-        step = self.instructions(compact, ids)
+        self._last = self.instructions(compact, ids)
+        self._expand(self._last)
+
+    def write_again(self, first_row: int, ids: torch.Tensor) -> None:
+        """Writes the last step's instructions for other ring rows and input ids.
+
+        The device has the rest. `first_row` as in `Compact`; `ids` as in `write`.
+        """
+        last = self._last
+        assert last is not None
+        if last.ids is None and last.base is None:
+            return  # the buffers still have them
+        self._expand(last._replace(ids=None if last.ids is None else ids, first_row=first_row))
+
+    def _expand(self, step: Instructions) -> None:
         if not self._cuda:
             expand_reference(step, self._buffers)
             return
@@ -59,6 +74,7 @@ class Expander:
             variants=self._rules.variants,
             code_of=self._code_of,
             base=base,
+            first_row=compact.first_row,
         )
 
     def _upload(self, compact: Compact) -> torch.Tensor:

@@ -30,10 +30,15 @@ class Compact(NamedTuple):
     order: npt.NDArray[np.int32]
     """[T]: index within the block."""
     base: npt.NDArray[np.int32] | None
-    """[B, sites]: ring row of the block's first token at each site, 0: not captured there."""
+    """[B, sites]: 1 + the block's first row at each site, counted from `first_row`; 0: the block is
+    not captured there."""
+    first_row: int = 0
+    """The ring row of the step's first row."""
 
     @classmethod
-    def padded(cls, *columns: npt.NDArray[np.int32] | None, tokens: int) -> "Compact":
+    def padded(
+        cls, *columns: npt.NDArray[np.int32] | None, tokens: int, first_row: int = 0
+    ) -> "Compact":
         """Pads all columns but the last to `tokens`; a column of None becomes zeros."""
         *short, base = columns
         padded = np.zeros((COLUMNS, tokens), np.int32)
@@ -41,7 +46,7 @@ class Compact(NamedTuple):
             if column is not None:
                 row[: len(column)] = column
         slot, dose_slot, rule, block, order = padded
-        return cls(slot, dose_slot, rule, block, order, base)
+        return cls(slot, dose_slot, rule, block, order, base, first_row)
 
 
 class Instructions(NamedTuple):
@@ -59,10 +64,16 @@ class Instructions(NamedTuple):
     """[sites, slots] int32, the bank's."""
     base: torch.Tensor | None
     """[B, sites] int32; None if nothing is captured."""
+    first_row: int
+    """See `Compact`."""
 
 
 def expand_reference(step: Instructions, buffers: Buffers) -> None:
-    """code[s, t] = code_of[s, slot[t]]; cap_row[s, t] = base[block[t]-1, s] + order[t] or 0."""
+    """Writes a step's instructions.
+
+    code[s, t] = code_of[s, slot[t]]; cap_row[s, t] = first_row + base[block[t]-1, s]-1 + order[t],
+    or 0.
+    """
     slot, dose_slot, rule, block, order = step.packed.long()
     count = len(slot)
     if step.ids is not None:
@@ -77,4 +88,5 @@ def expand_reference(step: Instructions, buffers: Buffers) -> None:
     if step.base is not None:
         start = step.base[(block - 1).clamp(min=0)].T
         wanted = (start > 0) & (block > 0)
-        buffers.cap_row[:, :count] = torch.where(wanted, start + order, 0).int()
+        rows = start + order + (step.first_row - 1)
+        buffers.cap_row[:, :count] = torch.where(wanted, rows, 0).int()

@@ -33,7 +33,7 @@ from rheostat_engine.plan.gains import GainsUpdate
 from rheostat_engine.plan.plan import ReceivedPlan, read_plan, read_request_id
 from rheostat_engine.plan.tables import REQUEST_COST, STEP_COST
 from rheostat_engine.worker.capture.capture_sets import RequestCaptures
-from rheostat_engine.worker.capture.captures import Captures
+from rheostat_engine.worker.capture.captures import Captures, StepCopies
 from rheostat_engine.worker.capture.request_progress import RequestProgress
 from rheostat_engine.worker.controllers import ControllerHost, Share, StepControllers
 from rheostat_engine.worker.expander import Expander
@@ -43,8 +43,14 @@ from rheostat_engine.worker.signals import StepSignals
 from rheostat_engine.worker.state.buffers import Buffers
 from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.state.site_slots import SiteSlots
-from rheostat_engine.worker.steering.steering import RequestSteering, Steering, read_doses
+from rheostat_engine.worker.steering.steering import (
+    Instruction,
+    RequestSteering,
+    Steering,
+    read_doses,
+)
 from rheostat_engine.worker.steering.vectors import BankError
+from rheostat_engine.worker.step_tokens import TokensOfSteps
 from rheostat_engine.worker.transport.event_sender import Frame
 from rheostat_engine.worker.transport.row_sender import RowSender
 
@@ -92,6 +98,20 @@ class _Request:
     number: int
     steering: RequestSteering
     captures: RequestCaptures
+
+
+class _Written(NamedTuple):
+    """The instructions of the last step."""
+
+    steered: Instruction
+    base: npt.NDArray[np.int32] | None
+    """`StepCopies.base`; None: nothing was captured."""
+    tokens: int
+    """The number of tokens, including padding."""
+    mask: npt.NDArray[np.bool_]
+    """[sites]: where they act or capture."""
+    active: bool
+    """Whether there is such a site."""
 
 
 class _Removed(NamedTuple):
@@ -151,8 +171,12 @@ class SiteRuntime:
         self.controllers = StepControllers(buffers.gates, hosts, share, steering.gains.values)
         self._controlled: dict[int, str] = {}
         """The names of the requests with a controller, by number."""
+        self._tokens = TokensOfSteps()
+        self._written: _Written | None = None
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
+        self._any_number = False
+        """Whether one of them has a plan."""
 
     @property
     def requests(self) -> int:
@@ -338,35 +362,53 @@ class SiteRuntime:
             self._apply_updates(batch)
         self.send_installed()
         numbers = self._numbers(batch.request_ids) if self._requests else None
-        if numbers is None or not numbers.any():
+        if numbers is None or not self._any_number:
             self._begin_plain()
             return
         scheduled = batch.scheduled.astype(np.int64)
         computed = batch.computed.astype(np.int64)
-        ends = np.cumsum(scheduled)
-        token_number = np.repeat(numbers, scheduled)
-        positions = np.arange(ends[-1]) + np.repeat(computed - ends + scheduled, scheduled)
-        steered = self.steering.lookup(token_number, positions)
+        token_number, positions, repeated = self._tokens.find(numbers, computed, scheduled)
+        steered = self.steering.lookup(token_number, positions, repeated=repeated)
         copies = None
         if self.captures is not None:
-            copies = self.captures.begin(token_number, positions, self._progress)
+            copies = self.captures.begin(token_number, positions, self._progress, repeated=repeated)
         signals = self._signals.begin(numbers, computed, scheduled, self._progress)
         controlled = self.controllers.begin(numbers, computed, scheduled)
-        self._progress.advance(numbers, computed, computed + scheduled)
-        if signals or controlled or steered.gate_states.any():
+        self._progress.advance(numbers, computed, computed + scheduled, repeated=repeated)
+        if signals or controlled or steered.gated:
             self.steering.gates.begin(steered.gate_states, token_number, positions)
         if steered.gained is not None:
             self.steering.gains.write(steered.gained)
-        mask = steered.sites if copies is None else steered.sites | copies.sites
-        mask = mask & self._present
-        if not mask.any():
+        self._write(steered, copies, batch)
+
+    def _write(self, steered: Instruction, copies: StepCopies | None, batch: Batch) -> None:
+        """Writes the instructions of a step."""
+        base = None if copies is None else copies.base
+        written = self._written
+        again = (
+            written is not None
+            and written.steered is steered
+            and written.base is base
+            and written.tokens == batch.padded_tokens
+        )
+        if written is None or not again:
+            mask = steered.sites if copies is None else steered.sites | copies.sites
+            mask = mask & self._present
+            written = _Written(steered, base, batch.padded_tokens, mask, bool(mask.any()))
+            self._written = written
+        if not written.active:
             self._begin_plain()
             return
         self.steps["active"] += 1
-        captured = (None, None, None) if copies is None else copies.columns
-        columns = (steered.slot, steered.dose_slot, steered.rule, *captured)
-        self._expander.write(Compact.padded(*columns, tokens=batch.padded_tokens), batch.input_ids)
-        self.buffers.active.set(mask)
+        first_row = 0 if copies is None else copies.first_row
+        if again:
+            self._expander.write_again(first_row, batch.input_ids)
+        else:
+            captured = (None, None, None) if copies is None else copies.columns
+            columns = (steered.slot, steered.dose_slot, steered.rule, *captured)
+            compact = Compact.padded(*columns, tokens=batch.padded_tokens, first_row=first_row)
+            self._expander.write(compact, batch.input_ids)
+        self.buffers.active.set(written.mask)
 
     def _begin_plain(self) -> None:
         self.steps["plain"] += 1
@@ -505,6 +547,7 @@ class SiteRuntime:
             self._last_numbers = np.array(
                 [requests[i].number if i in requests else 0 for i in request_ids], np.int64
             )
+            self._any_number = bool(self._last_numbers.any())
         return self._last_numbers
 
     def _send(self, head: Head) -> None:

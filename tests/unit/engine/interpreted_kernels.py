@@ -446,7 +446,7 @@ def check_expand(*, captures: bool, rules: bool) -> None:
     starts = rng.integers(1, 900, (3, SITES)) * rng.integers(0, 2, (3, SITES))
     rule = each(4) if rules else np.zeros(count, np.int32)
     base = starts.astype(np.int32) if captures else None
-    compact = Compact(each(6), each(99), rule, each(4), each(50), base)
+    compact = Compact(each(6), each(99), rule, each(4), each(50), base, first_row=700)
     code_of = torch.from_numpy(rng.integers(-100, 100, (SITES, 6)).astype(np.int32))
     names = np.where(rule > 0, rng.integers(0, VOCABULARY, count), 10**9)
     ids = torch.from_numpy(names.astype(np.int32))

@@ -52,15 +52,30 @@ class Schedule:
                     batch.append((request_id, start, count))
                     room -= count
             worker.step(batch, self._data.draw(st.integers(0, 8), "padding"))
-            finished = []
-            for request_id, start, count in batch:
-                self._next[request_id] = start + count
-                self.furthest[request_id] = max(self.furthest[request_id], start + count)
-                self.computed[request_id] += range(start, start + count)
-                if start + count == self._lengths[request_id]:
-                    finished.append(request_id)
-                    self._running.remove(request_id)
-            worker.finish(*finished)
+            self._advance(worker, batch)
+            if self._running and self._data.draw(st.booleans(), "decode"):
+                self._decode(worker)
+
+    def _decode(self, worker: Worker) -> None:
+        """Each request computes a token in each of some steps, all in the same order."""
+        padding = self._data.draw(st.integers(0, 8), "padding")
+        left = min(self._lengths[i] - self._next[i] for i in self._running)
+        for _ in range(self._data.draw(st.integers(1, left), "steps")):
+            batch = [(i, self._next[i], 1) for i in self._running]
+            worker.step(batch, padding)
+            self._advance(worker, batch)
+
+    def _advance(self, worker: Worker, batch: list[tuple[str, int, int]]) -> None:
+        """Counts the tokens of a step, and ends the requests that are complete."""
+        finished = []
+        for request_id, start, count in batch:
+            self._next[request_id] = start + count
+            self.furthest[request_id] = max(self.furthest[request_id], start + count)
+            self.computed[request_id] += range(start, start + count)
+            if start + count == self._lengths[request_id]:
+                finished.append(request_id)
+                self._running.remove(request_id)
+        worker.finish(*finished)
 
     def _preempt(self, worker: Worker) -> None:
         victim = self._data.draw(st.sampled_from([None, None, *self._running]), "preempt")

@@ -6,9 +6,11 @@ that do not fit into the ring are counted as lost.
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -42,7 +44,7 @@ _LOG_INTERVAL = 60.0
 class _PendingCopy:
     region: Region
     head: RowsHead
-    groups: list[Group]
+    groups: Sequence[Group]
 
 
 class StepCopies(NamedTuple):
@@ -51,6 +53,8 @@ class StepCopies(NamedTuple):
     blocks: RowBlocks
     base: npt.NDArray[np.int32]
     """[B, sites]: see `Compact`."""
+    first_row: int
+    """The ring row of the step's first row."""
     sites: npt.NDArray[np.bool_]
     """[sites]: whether rows are copied at a site."""
 
@@ -58,6 +62,39 @@ class StepCopies(NamedTuple):
     def columns(self) -> tuple[npt.NDArray[np.int32], ...]:
         """The columns of a `Compact`: block and order of each token, and the base."""
         return self.blocks.token_block, self.blocks.token_order, self.base
+
+
+class _StepRows(NamedTuple):
+    """The rows of a step, and their labels. `copies.first_row` is unknown."""
+
+    copies: StepCopies
+    head: RowsHead
+    starts: Int64
+    """[p]: the position of each part's first row, as in `head`."""
+    groups: Sequence[Group]
+    total: int
+    """The number of rows."""
+    plain: int
+    """Rows sent raw although an encoding was requested."""
+    complete: bool
+    """Whether all selected rows fit."""
+
+    def one_later(self) -> "_StepRows":
+        """The rows of a step in which each position is one higher."""
+        starts = self.starts + 1
+        head = msgspec.structs.replace(self.head, start=_int64(starts))
+        return self._replace(head=head, starts=starts)
+
+
+class _Known(NamedTuple):
+    """The rows of the last step, for the steps that repeat it."""
+
+    rows: _StepRows | None
+    """None: no row is selected."""
+    steps: int
+    """The number of steps for which they are right."""
+    changes: int
+    """`Requests.changes` when they were looked up."""
 
 
 class Captures:
@@ -81,6 +118,7 @@ class Captures:
         """Rows sent raw although an encoding was requested."""
         self.encodings = encodings
         self._rows = ring
+        self._row_bytes = ring.shape[1] * ring.dtype.itemsize
         self.row_sender = row_sender
         self.rank = rank
         self._ring = Ring(ring.shape[0])
@@ -88,6 +126,7 @@ class Captures:
         self.sets = CaptureSets(self._site_sets, encodings, site_slots, present)
         self._requests = Requests(self.sets.functions)
         self._pending: _PendingCopy | None = None
+        self._known: _Known | None = None
 
     @property
     def ring_bytes(self) -> int:
@@ -138,15 +177,58 @@ class Captures:
         return rows
 
     def begin(
-        self, numbers: Int64, positions: Int64, progress: RequestProgress
+        self,
+        numbers: Int64,
+        positions: Int64,
+        progress: RequestProgress,
+        *,
+        repeated: bool = False,
     ) -> StepCopies | None:
         """Reserves ring rows for the current step; returns None if there are no rows to copy.
 
-        `numbers` and `positions`, [n], are the request number and position of each token.
-        `progress` is the progress before this step.
+        If a step only repeats the last one, `blocks`, `base` and `sites` may be the same objects.
+
+        Args:
+            numbers: [n]: the request number of each token.
+            positions: [n]: its position.
+            progress: the progress before this step.
+            repeated: as in `StepTokens`.
         """
         if not len(self._requests):
             return None
+        known, self._known = self._known, None
+        if repeated and known is not None and self._holds(known):
+            rows = None if known.rows is None else known.rows.one_later()
+            self._known = _Known(rows, known.steps - 1, known.changes)
+        else:
+            rows = self._find(numbers, positions, progress)
+            if repeated and not (positions < progress.computed_end[numbers]).any():
+                self._known = self._keep(rows, numbers, positions)
+        if rows is None or not rows.total:
+            return None
+        self.captured_rows += rows.total
+        self.plain_rows += rows.plain
+        region = self._ring.reserve(rows.total)
+        self._pending = _PendingCopy(region, rows.head, rows.groups)
+        return rows.copies._replace(first_row=region.start)
+
+    def _holds(self, known: _Known) -> bool:
+        """Whether a step that repeats the last one has the known rows, and they fit."""
+        if not known.steps or known.changes != self._requests.changes:
+            return False
+        return known.rows is None or known.rows.total <= self._free_rows()
+
+    def _keep(self, rows: _StepRows | None, numbers: Int64, positions: Int64) -> _Known | None:
+        """The rows of the current step for the steps that repeat it; None if rows are lost."""
+        if rows is not None and not rows.complete:
+            return None
+        steps = self._requests.steps_alike(numbers, positions)
+        return _Known(rows, steps, self._requests.changes)
+
+    def _find(
+        self, numbers: Int64, positions: Int64, progress: RequestProgress
+    ) -> _StepRows | None:
+        """The rows of the current step; None if none is selected."""
         site_sets = self._requests.lookup(numbers, positions)[0][:, 0]
         site_sets = np.where(positions >= progress.computed_end[numbers], site_sets, 0)
         if not site_sets.any():
@@ -155,24 +237,21 @@ class Captures:
         layout = lay_out(blocks, self._site_sets.table, self._free_rows())
         copied = layout.base >= 0
         fits: npt.NDArray[np.bool_] = np.logical_or.reduce(copied, axis=1)
-        if not fits.all():
+        complete = bool(fits.all())
+        if not complete:
             progress.count_lost(blocks, ~fits, self._site_sets.table.ranks)
             self._report_lost(int(layout.rows[~fits].sum()))
-        total = layout.total
-        self.captured_rows += total
-        if not total:
-            return None
-        region = self._ring.reserve(total)
-        self._pending = _PendingCopy(region, *self._label(blocks, layout))
-        base = np.where(copied, layout.base + region.start, 0).astype(np.int32)
-        return StepCopies(blocks, base, np.logical_or.reduce(copied, axis=0))
+        sites: npt.NDArray[np.bool_] = np.logical_or.reduce(copied, axis=0)
+        copies = StepCopies(blocks, layout.base + np.int32(1), 0, sites)
+        return self._label(copies, layout, complete=complete)
 
     def end(self) -> None:
         """Sends the rows of the forward pass, once the pass was launched."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        rows = self._rows[pending.region.start : pending.region.end]
+        start, end = pending.region
+        rows = self._rows.narrow(0, start, end - start)
         fence = self.row_sender.send_rows(pending.head, rows, pending.groups)
         if fence is not None:
             self._ring.set_fence(pending.region, fence)
@@ -193,12 +272,11 @@ class Captures:
         )
 
     def _free_rows(self) -> int:
-        row = self._rows.shape[1] * self._rows.dtype.itemsize
-        return min(self._ring.capacity, self.row_sender.free_bytes // row)
+        return min(self._ring.capacity, self.row_sender.free_bytes // self._row_bytes)
 
-    def _label(self, blocks: RowBlocks, layout: RingLayout) -> tuple[RowsHead, list[Group]]:
-        """The labels of a step's rows, and their encodings in row order."""
-        table = self._site_sets.table
+    def _label(self, copies: StepCopies, layout: RingLayout, *, complete: bool) -> _StepRows:
+        """Adds the labels of a step's rows, and their encodings in row order."""
+        table, blocks = self._site_sets.table, copies.blocks
         block, encoding = layout.part_block, layout.part_encoding
         count = table.counts.shape[1]
         kinds, which = np.unique(
@@ -210,8 +288,7 @@ class Captures:
             Group(self.encodings[number], size)
             for number, size in zip(used.tolist(), rows.tolist(), strict=True)
         ]
-        row_bytes = self._rows.shape[1] * self._rows.dtype.itemsize
-        self.plain_rows += int(layout.part_rows[encoding == REFUSED].sum())
+        starts = blocks.start[block]
         head = RowsHead(
             rank=self.rank,
             dtype=str(self._rows.dtype).removeprefix("torch."),
@@ -219,17 +296,18 @@ class Captures:
             site_sets=[self._site_sets.sites_of(*divmod(kind, count)) for kind in kinds.tolist()],
             number=_int64(blocks.request[block]),
             which=_int64(which),
-            start=_int64(blocks.start[block]),
+            start=_int64(starts),
             count=_int64(blocks.count[block]),
             encodings=[
-                (RAW_KEY, row_bytes)
+                (RAW_KEY, self._row_bytes)
                 if group.encoding is None
                 else (group.encoding.key, group.encoding.row_bytes)
                 for group in groups
             ],
             encoding_of=np.searchsorted(used, kinds % count).tolist(),
         )
-        return head, groups
+        plain = int(layout.part_rows[encoding == REFUSED].sum())
+        return _StepRows(copies, head, starts, groups, layout.total, plain, complete)
 
 
 def _int64(values: npt.NDArray[np.integer]) -> bytes:

@@ -51,9 +51,13 @@ class RequestProgress:
         self.cached_tokens_recomputed[number] = cached_tokens_recomputed
         self._lost.pop(number, None)
 
-    def advance(self, numbers: Int64, start: Int64, end: Int64) -> None:
-        """Records that the requests compute positions [start, end) in this step."""
-        self.computed_start[numbers] = np.minimum(self.computed_start[numbers], start)
+    def advance(self, numbers: Int64, start: Int64, end: Int64, *, repeated: bool = False) -> None:
+        """Records that the requests compute positions [start, end) in this step.
+
+        With `repeated`, the step is as in `StepTokens`.
+        """
+        if not repeated:
+            self.computed_start[numbers] = np.minimum(self.computed_start[numbers], start)
         self.computed_end[numbers] = np.maximum(self.computed_end[numbers], end)
         self.computed_end[0] = 0
         self.computed_tokens[numbers] += end - start

@@ -14,6 +14,8 @@ class ActiveSites:
     def __init__(self, sites: int) -> None:
         self.in_step = False
         """Whether a step runs. Outside of steps no site is active."""
+        self.steps = 0
+        """Steps with active sites since the start."""
         self._none = np.zeros(sites, np.bool_)
         self.mask: npt.NDArray[np.bool_] = self._none
         """[sites]."""
@@ -27,6 +29,7 @@ class ActiveSites:
     def set(self, mask: npt.NDArray[np.bool_]) -> None:
         """Begins a step in which exactly the sites of `mask` are active."""
         self.in_step = True
+        self.steps += 1
         self.mask = mask
         self.key = mask.tobytes() if mask.any() else None
 

@@ -17,8 +17,12 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
+FOREVER = 2**62
+"""A position beyond all others."""
+
 _POSITION_BITS = 32
-_EVERYWHERE = 0, 0, 2**62
+_POSITION_MASK = (1 << _POSITION_BITS) - 1
+_EVERYWHERE = 0, 0, FOREVER
 """The window of a request without one; see `Requests.put_window`."""
 _SMALLEST = 1024
 """Intervals for which memory is allocated initially."""
@@ -86,6 +90,17 @@ class Functions:
         values: Int32 = self._values[index]
         return values
 
+    def ends(self, functions: Int64, positions: Int64) -> Int64:
+        """The end of each position's interval, [n]; `FOREVER` for the last interval.
+
+        `functions` and `positions` as in `lookup`.
+        """
+        keys = (functions << _POSITION_BITS) + positions
+        index = np.searchsorted(self._keys[: self._end], keys, side="right")
+        following = self._keys[np.minimum(index, self._end - 1)]
+        inside = (index < self._end) & (following >> _POSITION_BITS == functions)
+        return np.where(inside, following & _POSITION_MASK, FOREVER)
+
     def _grow(self, least: int) -> None:
         size = 2 * least
         for name in ("_keys", "_values", "_alive"):
@@ -123,6 +138,8 @@ class Requests:
 
     def __init__(self, functions: Functions, bases: int = 0) -> None:
         """Each request has `bases` integers of its own."""
+        self.changes = 0
+        """Changes of a request's functions since the start."""
         self._functions = functions
         self._last_first: Int64 = np.zeros(1, np.int64)
         self._last_function: Int64 = np.zeros(1, np.int64)
@@ -146,6 +163,7 @@ class Requests:
         if not segments:
             self.drop(number)
             return
+        self.changes += 1
         self._make_room(number)
         self._drop_window(number)
         *earlier, last = segments
@@ -168,6 +186,7 @@ class Requests:
             start: the first position of the window.
             end: the position after its last.
         """
+        self.changes += 1
         self._make_room(number)
         self._last_function[number] = inside
         self._windows[number] = outside, start, end
@@ -192,6 +211,7 @@ class Requests:
     def drop(self, number: int) -> None:
         """Removes the functions of a request, if there are any."""
         if number in self._numbers:
+            self.changes += 1
             self._numbers.remove(number)
             self._drop_window(number)
             self._earlier.pop(number, None)
@@ -221,6 +241,22 @@ class Requests:
         """The values, [n, columns], and the bases, [n, bases], at each token; see `find`."""
         functions, bases = self.find(numbers, positions)
         return self._functions.lookup(functions, positions), bases
+
+    def steps_alike(self, numbers: Int64, positions: Int64) -> int:
+        """How many steps after this one find the same at every token, until `changes` rises.
+
+        In each step the position of each token is one higher. `numbers` and `positions` as in
+        `find`. 0 may stand for a larger number, if the functions of a request were changed.
+        """
+        existing = np.where(numbers < len(self._last_first), numbers, 0)
+        if self._earlier and (positions < self._last_first[existing]).any():
+            return 0
+        functions, _ = self.find(numbers, positions)
+        ends = self._functions.ends(functions, positions)
+        if self._windowed:
+            for edge in self._windows[existing, 1:].T:
+                ends = np.where(edge > positions, np.minimum(edge, ends), ends)
+        return int((ends - positions).min(initial=FOREVER)) - 1
 
     def _look_back(
         self, number: int, positions: Int64, tokens: Int64, functions: Int64, bases: Int64

@@ -176,8 +176,20 @@ class Instruction(NamedTuple):
     """[sites]: whether a token may change at the site."""
     gate_states: Int64
     """[n]: see `GateStates.begin`."""
+    gated: bool
+    """Whether a token's sample has gates."""
     gained: GainedTokens | None
     """The tokens whose gains are not all 1; see `GainStates.write`."""
+
+
+class _Known(NamedTuple):
+    """The instructions of a step, for the steps that repeat it."""
+
+    instruction: Instruction
+    steps: int
+    """The number of steps for which they are right."""
+    changes: int
+    """`Requests.changes` when they were looked up."""
 
 
 class Steering:
@@ -204,6 +216,7 @@ class Steering:
         self._functions = Functions(columns=3)
         self.built_tables = BuiltTables(bank, rules, self._functions, self._vectors, self._norms)
         self._requests = Requests(self._functions, bases=4)
+        self._known: _Known | None = None
         self._variants: dict[int, Int32] = {}
         """By request number: the first variants of all its parts, one after the other."""
 
@@ -357,11 +370,24 @@ class Steering:
         """Takes the dose slots of requests that have ended, [sites, slots, 4], in their order."""
         return self._doses.take_out([slots for request in requests for slots in request.dose_slots])
 
-    def lookup(self, numbers: Int64, positions: Int64) -> Instruction:
+    def lookup(self, numbers: Int64, positions: Int64, *, repeated: bool = False) -> Instruction:
         """Looks up the instructions for each token of a step; see `Requests.lookup`.
 
-        Rows and programs that they need are copied to the device.
+        Rows and programs that they need are copied to the device. With `repeated`, the step is as
+        in `StepTokens`. The result may then be the same object as in the last step.
         """
+        known, self._known = self._known, None
+        if repeated and not len(self.gains):
+            if known is not None and known.steps and known.changes == self._requests.changes:
+                self._known = known._replace(steps=known.steps - 1)
+                return known.instruction
+            instruction = self._look_up(numbers, positions)
+            steps = self._requests.steps_alike(numbers, positions)
+            self._known = _Known(instruction, steps, self._requests.changes)
+            return instruction
+        return self._look_up(numbers, positions)
+
+    def _look_up(self, numbers: Int64, positions: Int64) -> Instruction:
         self.bank.flush()
         functions, bases = self._requests.find(numbers, positions)
         gained = None
@@ -373,10 +399,12 @@ class Steering:
         dose_slots = bases[:, _DOSE_SLOTS]
         measured = (values[:, _DOSE_SLOT] > 0) & (dose_slots > 0)
         dose_slot = np.where(measured, dose_slots + values[:, _DOSE_SLOT] - 1, 0).astype(np.int32)
+        gate_states = bases[:, _GATE_STATES]
+        gated = bool(gate_states.any())
         ruled = np.flatnonzero(rule)
         if not len(ruled):
             sites = self.bank.sites_of(slot)
-            return Instruction(slot, dose_slot, rule, sites, bases[:, _GATE_STATES], gained)
+            return Instruction(slot, dose_slot, rule, sites, gate_states, gated, gained)
         # Under a rule the slot is the number of a combination, whose variants are the request's.
         wanted = bases[ruled, _VARIANTS] + slot[ruled]
         names, at, which = np.unique(
@@ -394,7 +422,8 @@ class Steering:
             dose_slot,
             rule,
             self.bank.sites_of(np.concatenate([plain, *variants])),
-            bases[:, _GATE_STATES],
+            gate_states,
+            gated,
             gained,
         )
 

@@ -33,7 +33,8 @@ def instructions(draw: st.DrawFn) -> tuple[Compact, list[int]]:
     if blocks:
         values = st.lists(st.integers(0, 20), min_size=blocks * SITES, max_size=blocks * SITES)
         base = np.array(draw(values), np.int32).reshape(blocks, SITES)
-    compact = Compact(each(SLOTS - 1), each(70), each(rules), each(blocks), each(5), base)
+    columns = each(SLOTS - 1), each(70), each(rules), each(blocks), each(5)
+    compact = Compact(*columns, base, draw(st.integers(1, 9)))
     ids = [
         draw(st.integers(0, VOCABULARY - 1) if rule else st.integers(-9, 10**6))
         for rule in compact.rule.tolist()
@@ -64,9 +65,10 @@ def test_every_sites_instructions_begin_where_the_first_sites_do(tokens: int) ->
         assert {part.data_ptr() % 16 for part in (one.code, one.cap_row)} == {0}
 
 
-@given(st.lists(instructions(), min_size=1, max_size=3), st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("again", [False, True])
+@given(steps=st.lists(instructions(), min_size=1, max_size=3), seed=st.integers(0, 2**32 - 1))
 def test_instructions_are_expanded_token_by_token_and_site_by_site(
-    steps: list[tuple[Compact, list[int]]], seed: int
+    again: bool, steps: list[tuple[Compact, list[int]]], seed: int
 ) -> None:
     buffers = made()
     generator = torch.Generator().manual_seed(seed)
@@ -78,8 +80,13 @@ def test_instructions_are_expanded_token_by_token_and_site_by_site(
     assert rules.add_variants(np.array([slots], np.int32), np.array([dose_slots], np.int32)) == [0]
     expander = Expander(buffers, code_of, rules, TOKENS)
     for step, ids in steps:
+        others = [(name + 1) % VOCABULARY for name in ids]
         before = buffers.code.clone(), buffers.cap_row.clone(), buffers.dose_slot.clone()
-        expander.write(step, torch.tensor(ids, dtype=torch.int32))
+        if again:
+            expander.write(step._replace(first_row=30), torch.tensor(others, dtype=torch.int32))
+            expander.write_again(step.first_row, torch.tensor(ids, dtype=torch.int32))
+        else:
+            expander.write(step, torch.tensor(ids, dtype=torch.int32))
         count = len(step.slot)
         for now, then in zip(
             (buffers.code, buffers.cap_row, buffers.dose_slot), before, strict=True
@@ -97,5 +104,5 @@ def test_instructions_are_expanded_token_by_token_and_site_by_site(
                 target = 0
                 if step.base is not None and step.block[token]:
                     first = step.base[step.block[token] - 1, site]
-                    target = first + step.order[token] if first else 0
+                    target = first - 1 + step.first_row + step.order[token] if first else 0
                 assert buffers.cap_row[site, token] == target

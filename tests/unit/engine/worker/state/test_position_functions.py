@@ -80,12 +80,15 @@ def test_lookups_equal_those_of_dictionaries_whatever_came_and_went(columns: int
             _, intervals, base = [part for part in held if part[0] <= position][-1]
             expected.append(value_at(intervals, position)[:columns])
             bases.append([base])
-        found, based = requests.lookup(
-            np.array([n for n, _ in tokens], np.int64), np.array([p for _, p in tokens], np.int64)
-        )
+        whose = np.array([n for n, _ in tokens], np.int64)
+        positions = np.array([p for _, p in tokens], np.int64)
+        found, based = requests.lookup(whose, positions)
         assert found.shape == (len(tokens), columns)
         assert [tuple(row) for row in found.tolist()] == expected
         assert based.tolist() == bases
+        for step in range(1, 1 + min(30, requests.steps_alike(whose, positions))):
+            then, based_then = requests.lookup(whose, positions + step)
+            assert (then.tolist(), based_then.tolist()) == (found.tolist(), based.tolist())
 
 
 @given(st.lists(st.one_of(FUNCTIONS, st.integers(0, 9)), max_size=60), st.integers(0, 14))
@@ -114,6 +117,30 @@ def test_a_position_far_away_stays_with_its_function() -> None:
     one, other = (functions.add(np.array([0]), [value]) for value in (3, 5))
     far = np.full(2, 2**31 - 2, np.int64)
     assert functions.lookup(np.array([one, other]), far).tolist() == [[3], [5]]
+
+
+def test_steps_are_alike_until_a_function_changes_or_a_window_begins_or_ends() -> None:
+    functions = Functions()
+    requests = Requests(functions)
+    function = functions.add(np.array([0, 5, 9]), [0, 1, 0])
+    other = functions.add(np.array([0]), [1])
+
+    def alike(number: int, position: int) -> int:
+        return requests.steps_alike(np.array([number, 0]), np.array([position, 3]))
+
+    requests.put(1, [Segment(0, function)])
+    requests.put_window(2, other, function, 20, 30)
+    requests.put(3, [Segment(0, function), Segment(7, other)])
+    assert [alike(1, position) for position in (0, 4, 5, 8)] == [4, 0, 3, 0]
+    assert alike(1, 9) > 2**31
+    assert [alike(2, position) for position in (5, 9, 19, 20, 29)] == [3, 10, 0, 9, 0]
+    assert alike(2, 30) > 2**31
+    assert alike(3, 6) == 0
+    assert alike(3, 7) > 2**31
+    changes = requests.changes
+    requests.drop(1)
+    requests.put(3, [Segment(0, other)])
+    assert requests.changes == changes + 2
 
 
 def test_a_request_that_comes_or_goes_costs_nothing_that_others_brought() -> None:

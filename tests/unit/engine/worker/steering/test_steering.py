@@ -106,7 +106,7 @@ def test_what_cannot_be_put_in_force_leaves_nothing_behind(
     numbers, positions = np.ones(LIMIT, np.int64), np.arange(LIMIT)
     found = worker.steering.lookup(numbers, positions)
     assert found.gained is None
-    assert not any(one.any() for one in found if one is not None)
+    assert not any(np.any(one) for one in found if one is not None)
     applied = worker.steering.set_acts(1, RICH)
     assert applied.dose_slots[0].start == 64  # the first cells that there are
 
@@ -476,7 +476,7 @@ def test_the_sites_of_a_token_hold_all_where_one_of_its_variants_acts(one: Plan)
         assert bool(found.rule[0]) <= bool(token_variants.sets)
     nobody = worker.steering.lookup(np.array([3]), np.array([0]))
     assert nobody.gained is None
-    assert not any(part.any() for part in nobody if part is not None)
+    assert not any(np.any(part) for part in nobody if part is not None)
 
 
 def test_acts_that_do_nothing_hold_nothing() -> None:

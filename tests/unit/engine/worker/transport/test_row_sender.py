@@ -90,7 +90,8 @@ class Device:
         assert copying is not None
         for token, position in enumerate(positions):
             for site in np.flatnonzero(copying.base[0]):
-                self.ring[copying.base[0, site] + token] = torch.from_numpy(row(site, position))
+                at = copying.first_row + copying.base[0, site] - 1 + token
+                self.ring[at] = torch.from_numpy(row(site, position))
         self.captures.end()
 
     def release(self) -> None:
