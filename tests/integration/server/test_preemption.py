@@ -1,7 +1,8 @@
 """Samples that lose their place in a full KV cache and come back are steered as if nothing was.
 
 The small server's cache holds 16 blocks of 128 tokens: too few for any five of these samples. Those
-of a request begin together, so that some must give way.
+of a request begin together, so that some must give way. Each sample needs a third block after 26
+tokens and a fourth one after 154, so that it may give way twice.
 """
 
 import asyncio
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.integration
 
 REQUESTS = 3
 SAMPLES = 6
-LENGTH = 150
-OPTIONS = {"max_tokens": 340, "n": SAMPLES, "seed": 1, "ignore_eos": True, "logprobs": 0}
+LENGTH = 230
+OPTIONS = {"max_tokens": 170, "n": SAMPLES, "seed": 1, "ignore_eos": True, "logprobs": 0}
 
 
 ROWS = [
@@ -94,7 +95,7 @@ def test_preempted_samples_that_capture_deliver_each_row_once(
 ) -> None:
     rng = np.random.default_rng(6)
     prompts = [rng.integers(3, 1900, LENGTH).tolist() for _ in range(REQUESTS)]
-    first = (0, 100, 140)
+    first, end = (0, 180, 220), LENGTH + 100
     direction = rng.normal(size=(1, 128)).astype(np.float32)
     forms = ({}, {"encoding": "full8"}, {"projection": direction})
 
@@ -104,7 +105,7 @@ def test_preempted_samples_that_capture_deliver_each_row_once(
                 *(
                     client.generate(
                         prompt,
-                        capture=rheostat.Capture("resid_post", 2, window(start, 250), **form),
+                        capture=rheostat.Capture("resid_post", 2, window(start, end), **form),
                         **OPTIONS,
                     )
                     for prompt, start, form in zip(prompts, first, forms, strict=True)
@@ -116,10 +117,10 @@ def test_preempted_samples_that_capture_deliver_each_row_once(
     for prompt, start, form, out in zip(prompts, first, forms, outs, strict=True):
         for sample in out.samples:
             rows = sample.activations
-            assert rows.positions("resid_post", 2).tolist() == list(range(start, 250))
+            assert rows.positions("resid_post", 2).tolist() == list(range(start, end))
             tokens = prompt + list(sample.token_ids)
             site = number_of(Site(Point.RESID_POST, 2))
-            stream = reference.run(tokens).streams[site][start:250]
+            stream = reference.run(tokens).streams[site][start:end]
             wanted = stream @ direction.T if "projection" in form else stream
             coded = rows.max_error("resid_post", 2)[:, None]
             slack = 1e-3 * np.maximum(1.0, np.abs(wanted))
