@@ -2,8 +2,14 @@
 
 Invariant: the instructions of a step are enqueued on the device before its forward pass. No site is
 active outside a real step, such as during warm-up, profiling and dummy batches.
+
+Why the instructions come last
+    They may wait for controllers, which decide from what the device computes in the step before.
+    So they are made when vLLM has prepared everything else of a step, its attention metadata
+    included: `prepare_inputs` of the model's state is the last call before the launch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -17,12 +23,16 @@ from rheostat_engine.adapters.graphs import site_graphs
 from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
 from rheostat_engine.worker.runtime import Batch
 
+_PREPARE_INPUTS = "prepare_inputs"
+
 
 class GpuSiteRunner(GPUModelRunner):
     """The V2 runner with sites."""
 
     runner_name = "V2"
     sites: Assembled
+    _prepared: InputBatch | None = None
+    """The batch of the current step, until its instructions are made."""
 
     def load_model(
         self,
@@ -33,6 +43,7 @@ class GpuSiteRunner(GPUModelRunner):
     ) -> None:
         """Loads the model, then installs the sites before anything is compiled."""
         super().load_model(load_dummy_weights, *args, model=model, **kwargs)
+        call_after(self.model_state, self._begin_step)
         disable_lora(self)
         self.sites = assemble(
             self.model,
@@ -62,13 +73,24 @@ class GpuSiteRunner(GPUModelRunner):
             )
         apply_scheduler_output(self.sites.runtime, scheduler_output)
         try:
-            return super().execute_model(scheduler_output, intermediate_tensors, **kwargs)
+            output = super().execute_model(scheduler_output, intermediate_tensors, **kwargs)
+            if self._prepared is not None:
+                raise RuntimeError("vLLM ran a step without the instructions of its sites")
+            return output
         finally:
+            self._prepared = None
             self.sites.runtime.end()
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:  # vLLM's, passed through
-        """Prepares the step's inputs, and the instructions of its sites."""
-        batch = super().prepare_inputs(*args, **kwargs)
+        """Prepares the step's inputs. `_begin_step` makes the instructions of its sites."""
+        self._prepared = super().prepare_inputs(*args, **kwargs)
+        return self._prepared
+
+    def _begin_step(self) -> None:
+        """Makes the instructions of the step, if it is a real one."""
+        batch, self._prepared = self._prepared, None
+        if batch is None:
+            return
         self.sites.runtime.begin(
             Batch(
                 request_ids=batch.req_ids,
@@ -78,4 +100,15 @@ class GpuSiteRunner(GPUModelRunner):
                 input_ids=batch.input_ids,
             )
         )
-        return batch
+
+
+def call_after(model_state: object, begin: Callable[[], None]) -> None:
+    """Calls a function after each call of a model state's `prepare_inputs`."""
+    stock = getattr(model_state, _PREPARE_INPUTS)
+
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:  # vLLM's, passed through
+        inputs = stock(*args, **kwargs)
+        begin()
+        return inputs
+
+    setattr(model_state, _PREPARE_INPUTS, prepare_inputs)

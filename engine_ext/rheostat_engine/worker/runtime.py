@@ -357,21 +357,22 @@ class SiteRuntime:
 
     def begin(self, batch: Batch) -> None:
         """Writes the instructions of the next forward pass. Call `end` after the pass."""
-        self._apply_decisions()
         if self._updates:
             self._apply_updates(batch)
         self.send_installed()
         numbers = self._numbers(batch.request_ids) if self._requests else None
         if numbers is None or not self._any_number:
+            self._apply_decisions()
             self._begin_plain()
             return
         scheduled = batch.scheduled.astype(np.int64)
         computed = batch.computed.astype(np.int64)
         token_number, positions, repeated = self._tokens.find(numbers, computed, scheduled)
-        steered = self.steering.lookup(token_number, positions, repeated=repeated)
         copies = None
         if self.captures is not None:
             copies = self.captures.begin(token_number, positions, self._progress, repeated=repeated)
+        self._apply_decisions()  # it may wait, so whatever does not depend on gains comes before
+        steered = self.steering.lookup(token_number, positions, repeated=repeated)
         signals = self._signals.begin(numbers, computed, scheduled, self._progress)
         controlled = self.controllers.begin(numbers, computed, scheduled)
         self._progress.advance(numbers, computed, computed + scheduled, repeated=repeated)

@@ -37,6 +37,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu_input_batch import InputBatch as InputBatchV1
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
@@ -235,6 +236,7 @@ def test_a_model_config_answers_what_an_adapter_asks(name: str, module: str) -> 
         (InputBatchV1, "def num_reqs(", "runner_v1"),
         (InputBatchV1, "def req_ids(", "runner_v1"),
         (GPUModelRunnerV2.execute_model, "self.prepare_inputs(", "runner_v2"),
+        (GPUModelRunnerV2.load_model, "self.model_state = ", "runner_v2"),
         (Worker, "= self._make_model_runner()", "worker_cuda"),
         (Worker, "self.use_v2_model_runner =", "worker_cuda"),
         (CPUWorker.init_device, "self.model_runner", "worker_cpu"),
@@ -254,6 +256,23 @@ def test_dummy_batches_of_the_second_runner_prepare_no_inputs() -> None:
     before = source[: source.index("self.prepare_inputs(")]
     guard = before.rindex("if not dummy_run:")
     assert "else:" not in before[guard:], "rheostat_engine.adapters.runner_v2 relies on it"
+
+
+def test_the_second_runner_prepares_the_inputs_of_the_models_state_last() -> None:
+    source = inspect.getsource(GPUModelRunnerV2.execute_model)
+    calls = [
+        "self.prepare_inputs(",
+        "self.prepare_attn(",
+        "self.model_state.prepare_attn(",
+        "self.model_state.prepare_inputs(",
+        "self.cudagraph_manager.run_fullgraph(",
+        "self.cudagraph_manager.run_pw_graph(",
+        "self.model(**model_inputs)",
+    ]
+    places = [source.index(call) for call in calls]
+    assert places == sorted(places), "rheostat_engine.adapters.runner_v2 relies on it"
+    assert source.count("self.model_state.prepare_inputs(") == 1
+    assert parameters(DefaultModelState.prepare_inputs) == ["self", "input_batch", "req_states"]
 
 
 def test_a_forward_pass_can_skip_what_is_compiled() -> None:
