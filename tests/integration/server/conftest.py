@@ -1,5 +1,6 @@
 """Real servers on the bundled model, each in a process of its own, for all tests here."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import rheostat
 
+from ..controller_plugins import install
 from ..engine.reference import HfReference
 from .adapters import write_adapter
 
@@ -156,11 +158,20 @@ def small_server(
 
 @pytest.fixture(scope="session")
 def tight_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose device has no memory for directions, and a sink."""
+    """A server whose device has no memory for directions, with a sink and with controllers.
+
+    The budget of the controllers is large, because tests run beside it.
+    """
     folder = tmp_path_factory.mktemp("tight")
-    sink = f"--sink=disk=filesystem:root={folder}/rows"
-    with serving(folder, "--capture-mib", "16", "--encode-mib", "0", sink) as one:
-        yield one
+    install(folder)
+    options = ["--capture-mib", "16", "--encode-mib", "0"]
+    options.append(f"--sink=disk=filesystem:root={folder}/rows")
+    options += [f"--controller={name}" for name in ("hold", "fails", "alsofails")]
+    options += ["--controller-budget-ms", "500"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        with serving(folder, *options) as one:
+            yield one
 
 
 @pytest.fixture(scope="session")

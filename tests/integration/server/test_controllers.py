@@ -1,6 +1,5 @@
 """Controllers over gRPC, under async scheduling, against hooks in Hugging Face's model."""
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,9 +9,9 @@ import torch
 
 import rheostat
 
-from ..controller_plugins import Hold, install
+from ..controller_plugins import Hold
 from ..engine.reference import Change, HfReference
-from .conftest import ONE_PROCESS, serving
+from .conftest import Server, watched
 from .test_gates import MOOD, PROMPT, probe, site
 from .test_signals import read_by_hooks, tokens_of
 
@@ -24,20 +23,10 @@ PROBE = probe(layers=READ)
 OPTIONS = {"temperature": 0, "ignore_eos": True, "max_tokens": 24}
 
 
-@pytest.fixture(scope="module")
-def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rheostat.Engine]:
-    """A server with controllers. Its budget is large, because tests run beside it."""
-    folder = tmp_path_factory.mktemp("controllers")
-    install(folder)
-    chosen = [f"--controller={name}" for name in ("hold", "fails", "alsofails")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        one_process = ["--distributed-executor-backend", ONE_PROCESS, "--front-ends", "0"]
-        with (
-            serving(folder, *chosen, "--controller-budget-ms", "500", *one_process) as server,
-            rheostat.connect(server.target) as engine,
-        ):
-            yield engine
+@pytest.fixture
+def controlled(tight_server: Server) -> Iterator[rheostat.Engine]:
+    """A client of the server with controllers."""
+    yield from watched(tight_server)
 
 
 def push() -> rheostat.Intervention:
