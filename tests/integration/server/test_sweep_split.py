@@ -11,7 +11,8 @@ from ..engine.reference import HfReference
 from .conftest import Server, serving
 from .test_sweeps import LAYERS, Services, assert_cells, connected, grade, sites, sweep
 
-pytestmark = pytest.mark.integration
+# Both tests are of the group of `tight_server`, so that one worker starts the split server once.
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("tight_server")]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,9 @@ def test_every_cell_of_a_split_model_is_what_hooks_give(
     assert not split.run_ids()
 
 
-def test_a_split_model_gives_the_sweep_of_the_whole_model(split: Services, server: Server) -> None:
+def test_a_split_model_gives_the_sweep_of_the_whole_model(
+    split: Services, tight_server: Server
+) -> None:
     """At all points, and by grades that read rows of the workers."""
     reading = vector_pb2.Readout()
     reading.vector.token_direction.token_id = split.tokens(" Paris", special=False)[0]
@@ -41,7 +44,7 @@ def test_a_split_model_gives_the_sweep_of_the_whole_model(split: Services, serve
         sweep_pb2.Grade(probe=sweep_pb2.ProbeGrade(probe=probe)),
     ]
     every = sites("resid_post", "attn_out", "mlp_out", layers=[0, 2, LAYERS - 1])
-    with connected(server) as whole:
+    with connected(tight_server) as whole:
         one, other = (sweep(at, sites=every, grades=grades) for at in (split, whole))
     assert not one.summary.missing
     assert one.started.columns == other.started.columns
