@@ -19,6 +19,7 @@ from rheostat_server.serve import RunningServer, bring_up, start
 from rheostat_wire.v1 import sweep_pb2, types_pb2
 
 from ..engine.reference import HfReference
+from .conftest import ONE_PROCESS
 from .test_sweeps import (
     Swept,
     connected_to,
@@ -58,6 +59,7 @@ async def little_memory() -> AsyncIterator[RunningServer]:
         kv_cache_memory_bytes=6 << 20,
         bank_bytes=16 << 20,
         capture_bytes=16 << 20,
+        distributed_executor_backend=ONE_PROCESS,
     )
     server = await start(config, bring_up)
     try:
