@@ -28,3 +28,5 @@ TIGHT: dict[str, Any] = {
 """Options of a compiled engine that cuts prompts in pieces and preempts requests."""
 IN_TIGHT = pytest.mark.xdist_group("llama tight")
 """Uses the engine that `start(**TIGHT)` starts."""
+FORKED = pytest.mark.xdist_group("test_split")
+"""Its workers are forked from the process from which those of `test_split` are forked."""

@@ -13,6 +13,7 @@ from rheostat_engine.plan.plan import Control, PackedActs
 
 from ..controller_plugins import HoldAtThree, install
 from .forked import Context
+from .groups import FORKED
 from .models import build
 from .offline import OfflineEngine, Outcome
 from .plans import add, prompts, vector
@@ -153,6 +154,7 @@ def test_a_controller_that_fails_is_disabled_alone(
     assert [one.first for one in later.disabled] == [len(batch[0])]
 
 
+@FORKED
 def test_two_ranks_decide_alike(start: Start, models_root: Path) -> None:
     from vllm.v1.executor import multiproc_executor
 
