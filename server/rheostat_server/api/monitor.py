@@ -39,6 +39,7 @@ class MonitorService(monitor_service_pb2_grpc.MonitorServiceServicer):
             manager.watches,
             manager.watched.stop,
             manager.watched.steer,
+            manager.watched.send_gains,
             manager.watched.announce_running,
         )
         async with aclosing(answers) as responses:

@@ -3,7 +3,7 @@
 `VllmBackend` implements `Backend` in a server. Tests use a scripted engine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -276,11 +276,11 @@ class Backend(Protocol):
             EngineLost: the engine is gone.
         """
 
-    async def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
+    def set_gains(self, updates: Sequence[GainsUpdate]) -> Awaitable[None]:
         """Changes gains of samples, each from its next step on. Events report the positions.
 
-        Returns once the engine will do so. Samples that have ended are ignored, and so are those
-        whose acts have no gains; see `Plan.gained`.
+        The result is ready once the engine will do so. Samples that have ended are ignored, and so
+        are those whose acts have no gains; see `Plan.gained`.
 
         Raises:
             EngineLost: the engine is gone.

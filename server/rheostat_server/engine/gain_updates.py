@@ -3,7 +3,8 @@
 Why together
     Every session may change a gain with every token, and the engine's core handles each message
     between two steps. So all gains of an iteration of the event loop go into one message, and so do
-    those that come in the pause behind it.
+    those that come in the pause behind it. The gains of a watch come together, and are sent before
+    the iteration ends.
 
 Why a message waits for no answer
     The core answers between two steps. A gain that waited for the answer to an earlier message
@@ -17,12 +18,13 @@ the last counts. A message has about `_MESSAGE_GAINS` numbers, and at least one 
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from rheostat_engine import GainsUpdate, merged_gains
 from rheostat_server.engine.backend import Backend
 from rheostat_server.errors import Defect, EngineLost, RheostatError
+from rheostat_server.tasks.eager import begin_now
 from rheostat_server.tasks.kept import keep
 
 _LOG = logging.getLogger(__name__)
@@ -52,7 +54,10 @@ class GainUpdates:
         self._backend = backend
         self._waiting: dict[str, _Waiting] = {}
         """By the ids of the samples' plans."""
-        self._task: asyncio.Task[None] | None = None
+        self._scheduled = False
+        """Whether waiting gains will be sent in the next iteration of the event loop."""
+        self._sending: asyncio.Future[None] | None = None
+        """Sends messages and pauses behind each; None: it was never begun."""
         self._unanswered: set[asyncio.Task[None]] = set()
         """Messages that the core has not answered."""
         self._pause = _PAUSE
@@ -68,20 +73,31 @@ class GainUpdates:
         before = self._waiting.get(update.name)
         earlier = None if before is None else before.update
         self._waiting[update.name] = _Waiting(merged_gains(earlier, update), fail)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._send_all())
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._send_scheduled)
+
+    def send_now(self) -> None:
+        """Sends waiting gains, or after the pause if there is one."""
+        if self._waiting and (self._sending is None or self._sending.done()):
+            self._sending = begin_now(self._send_all())
+
+    def _send_scheduled(self) -> None:
+        self._scheduled = False
+        self.send_now()
 
     async def _send_all(self) -> None:
         """Sends messages until no gain waits at the end of a pause."""
         while message := self._taken():
-            keep(self._unanswered, self._send(message))
+            answer = self._backend.set_gains([waiting.update for waiting in message])
+            keep(self._unanswered, self._answered(answer, message))
             pause, self._pause = self._pause, 2 * self._pause
             await asyncio.wait(self._unanswered, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _send(self, message: list[_Waiting]) -> None:
-        """Sends a message; returns once the core has answered."""
+    async def _answered(self, answer: Awaitable[None], message: list[_Waiting]) -> None:
+        """Returns once the core has answered a message."""
         try:
-            await self._backend.set_gains([waiting.update for waiting in message])
+            await answer
         except Exception as error:  # nobody awaits this; the requests must get the error
             if not isinstance(error, EngineLost):
                 _LOG.error("gains were not sent", exc_info=error)

@@ -51,6 +51,7 @@ from rheostat_server.engine.warm_up import warm_up
 from rheostat_server.errors import Defect, EngineFailed, EngineLost
 from rheostat_server.prompts.tokenizer import HuggingFaceTokenizer, Tokenizer
 from rheostat_server.tasks.allocator import keep_freed_memory
+from rheostat_server.tasks.eager import begin_now
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Vector
@@ -246,10 +247,13 @@ class VllmBackend:
         )
         return [_positions(workers) for workers in zip(*answers, strict=True)]
 
-    async def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
+    def set_gains(self, updates: Sequence[GainsUpdate]) -> Awaitable[None]:
         """Changes gains of samples, each from its next step on."""
+        return self._set_gains(begin_now(send_gains(self._llm, updates)))  # it is sent by now
+
+    async def _set_gains(self, sending: asyncio.Future[None]) -> None:
         try:
-            await _answered(self._llm, send_gains(self._llm, updates))
+            await _answered(self._llm, sending)
         except EngineLost as error:
             self._lost(error.message)
             raise

@@ -1,12 +1,20 @@
 """From an error to the google.rpc.Status in a call's trailing metadata."""
 
+from functools import lru_cache
 from itertools import islice
+from typing import NamedTuple
 
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from rheostat_server.errors import AlreadyExists, FailedPrecondition, NotFound, RheostatError
+from rheostat_server.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    NotFound,
+    Resource,
+    RheostatError,
+)
 
 DOMAIN = "rheostat.dev"
 """Domain of every ErrorInfo."""
@@ -19,44 +27,83 @@ _METADATA_BYTES = 128
 _METADATA_ENTRIES = 4
 
 
+class _Facts(NamedTuple):
+    """What a status says. Texts are cut."""
+
+    code: str
+    reason: str
+    message: str
+    field: str
+    metadata: tuple[tuple[str, str], ...]
+    failed_precondition: bool
+    resource: Resource | None
+    retry_after: float | None
+
+
 def to_status(error: RheostatError) -> status_pb2.Status:
     """The status of an error.
 
     Details are an ErrorInfo, then, as far as they apply: BadRequest, PreconditionFailure,
     ResourceInfo, RetryInfo. Texts are cut so that the status fits into a call's metadata.
     """
-    message, field = _cut(error.message, _MESSAGE_BYTES), _cut(error.field, _NAME_BYTES)
-    metadata = {
-        _cut(key, _METADATA_BYTES): _cut(value, _METADATA_BYTES)
-        for key, value in islice(error.metadata.items(), _METADATA_ENTRIES)
-    }
+    resource = error.resource if isinstance(error, NotFound | AlreadyExists) else None
+    if resource is not None:
+        resource = Resource(_cut(resource.kind, _NAME_BYTES), _cut(resource.name, _NAME_BYTES))
+    facts = _Facts(
+        error.code,
+        error.reason,
+        _cut(error.message, _MESSAGE_BYTES),
+        _cut(error.field, _NAME_BYTES),
+        tuple(
+            (_cut(key, _METADATA_BYTES), _cut(value, _METADATA_BYTES))
+            for key, value in islice(error.metadata.items(), _METADATA_ENTRIES)
+        ),
+        isinstance(error, FailedPrecondition),
+        resource,
+        error.retry_after,
+    )
+    status = status_pb2.Status()
+    status.CopyFrom(_status(facts))  # the caller may change it
+    return status
+
+
+@lru_cache(maxsize=64)
+def _status(facts: _Facts) -> status_pb2.Status:
+    """The status with these facts.
+
+    It is kept, because a client may have a thousand updates refused at once for the same reason,
+    and packing the details takes most of the time of a refusal.
+    """
+    message, field = facts.message, facts.field
     details: list[Message] = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
+        error_details_pb2.ErrorInfo(
+            reason=facts.reason, domain=DOMAIN, metadata=dict(facts.metadata)
+        )
     ]
     if field:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=field, description=message, reason=error.reason
+            field=field, description=message, reason=facts.reason
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, FailedPrecondition):
+    if facts.failed_precondition:
         failure = error_details_pb2.PreconditionFailure.Violation(
-            type=error.reason, subject=field, description=message
+            type=facts.reason, subject=field, description=message
         )
         details.append(error_details_pb2.PreconditionFailure(violations=[failure]))
-    if error.resource is not None and isinstance(error, NotFound | AlreadyExists):
+    if facts.resource is not None:
         details.append(
             error_details_pb2.ResourceInfo(
-                resource_type=_cut(error.resource.kind, _NAME_BYTES),
-                resource_name=_cut(error.resource.name, _NAME_BYTES),
+                resource_type=facts.resource.kind,
+                resource_name=facts.resource.name,
                 description=message,
             )
         )
-    if error.retry_after is not None:
+    if facts.retry_after is not None:
         delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(error.retry_after * 1000))
+        delay.FromMilliseconds(round(facts.retry_after * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return status_pb2.Status(
-        code=code_pb2.Code.Value(error.code),
+        code=code_pb2.Code.Value(facts.code),
         message=message,
         details=[_packed(detail) for detail in details],
     )

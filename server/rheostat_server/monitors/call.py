@@ -39,6 +39,7 @@ async def watch(
     watches: Watches,
     stop: StopRequest,
     steer: SteerRequest,
+    send_gains: Callable[[], None],
     running: Callable[[Watch], None],
 ) -> AsyncGenerator[Outgoing, None]:
     """Answers a call of Watch.
@@ -48,6 +49,7 @@ async def watch(
         watches: the open watches.
         stop: ends a request.
         steer: changes the steering of a request.
+        send_gains: sends the gains that were set by `steer`.
         running: tells a new watch of the requests that already run.
 
     Raises:
@@ -71,7 +73,7 @@ async def watch(
         credit=opened.credit_bytes,
         batched=opened.batches,
         attach=attach,
-        handle=partial(_handle, stop, steer, messages.keep, watches.change_turns.turn),
+        handle=partial(_handle, stop, steer, send_gains, messages.keep, watches.change_turns.turn),
     )
     async with aclosing(events):
         async for event in events:
@@ -81,12 +83,27 @@ async def watch(
 async def _handle(
     stop: StopRequest,
     steer: SteerRequest,
+    send_gains: Callable[[], None],
     keep: Callable[[], Callable[[], None]],
     turn: Callable[[], Awaitable[None]],
     found: Watch,
     message: Message,
+    reads: Callable[[], bool],
 ) -> bool:
     """Carries out a message that acts on requests. It is answered now or later.
+
+    If another call resumes the watch meanwhile, the rest of the message is not carried out: the
+    client sends there again what was not answered.
+
+    Args:
+        stop: ends a request.
+        steer: changes the steering of a request.
+        send_gains: sends the gains that were set by `steer`.
+        keep: see `ClientMessages.keep`.
+        turn: returns when the next change may be made.
+        found: the watch.
+        message: the message.
+        reads: whether the call still reads the watch.
 
     Returns:
         Whether it is such a message.
@@ -98,17 +115,21 @@ async def _handle(
     match message.WhichOneof("action"):
         case "stop":
             await turn()
+            if not reads():
+                return True
             with _answering(found, message.stop.update_id):
                 found.check_update(message.stop.update_id)
                 _stop(stop, found, message.stop)
                 applied = generation_pb2.UpdateApplied(update_id=message.stop.update_id)
                 found.answer(Response(applied=applied))
         case "steer":
-            await _steer_all(steer, keep(), turn, found, [message.steer])
+            await _steer_all(steer, keep(), turn, found, [message.steer], reads)
+            send_gains()
         case "steer_batch":
             steers = message.steer_batch.steers
             validation.check_count(len(steers), BATCH_EVENTS, "steer_batch.steers", "changes")
-            await _steer_all(steer, keep(), turn, found, steers)
+            await _steer_all(steer, keep(), turn, found, steers, reads)
+            send_gains()
         case _:
             return False
     return True
@@ -120,8 +141,11 @@ async def _steer_all(
     turn: Callable[[], Awaitable[None]],
     found: Watch,
     messages: Sequence[monitor_service_pb2.WatchSteer],
+    reads: Callable[[], bool],
 ) -> None:
-    """Changes the steering of requests; `release` is called once all changes have been answered.
+    """Changes the steering of requests while the call reads the watch.
+
+    `release` is called once all changes have been answered.
 
     Raises:
         QueueFull: too many answers wait to be read. The other changes are not carried out.
@@ -131,6 +155,8 @@ async def _steer_all(
     try:
         for message in messages:
             await turn()
+            if not reads():
+                return
             begun += 1
             _steer(steer, release, found, message)
     finally:

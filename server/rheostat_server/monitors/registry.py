@@ -23,7 +23,7 @@ from rheostat_server.monitors.watch import Watch, lost_watch_error
 from rheostat_server.subscriptions.observed import ObservedRequests
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.stream_registry import EventStreams
-from rheostat_server.tasks.turns import Turns
+from rheostat_server.tasks.turns import TimedTurns
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import monitor_service_pb2
 
@@ -32,11 +32,10 @@ _LOG = logging.getLogger(__name__)
 _BUFFER_BYTES = 8 * MIB
 """Bytes of a watch's buffer by default."""
 
-_CHANGES = 64
-"""Turns for changes of requests in an iteration of the event loop. With changes whose turn came in
-the iteration before, at most twice as many are made, in about four milliseconds if all are refused.
-A message may have 1,024, which must not delay the tokens of other clients. The gains of 32 streams
-come in one message, and should be set at once."""
+_CHANGES_SECONDS = 0.004
+"""Processor time in an iteration of the event loop in which changes of requests begin. A message
+may have 1,024 changes, which must not delay the tokens of other clients. But the gains of 32
+streams, which come in one message, should be set at once."""
 
 _Key = tuple[frozenset[str] | None, frozenset[tuple[str, str]]]
 """Equal for filters that select the same requests."""
@@ -77,8 +76,8 @@ class Watches(EventStreams[Watch]):
         """Holds the requests of a watch that has no reader."""
         self.go_on: Callable[[Watch], None] = lambda _: None
         """Lets the requests go on that a watch holds."""
-        self.change_turns = Turns(_CHANGES)
-        """Limits the changes that all watches make in an iteration of the event loop."""
+        self.change_turns = TimedTurns(_CHANGES_SECONDS)
+        """Limits the time for the changes of all watches in an iteration of the event loop."""
         self._context = context
         self._loader = loader
         self._subscriptions = subscriptions

@@ -126,6 +126,10 @@ class ActiveRequest:
         """Ids of subscriptions that were attached, or could not be."""
         self._number = next(_NUMBERS)
         self.sequences = make_sequences(admitted, self.plan_id)
+        self.own_samples = [
+            sequence for sequence in self.sequences if sequence.kind is SequenceKind.OWN
+        ]
+        """The request's own samples, without baselines."""
         self.signals: RequestSignals | None = None
         """What its probes read; None if it has no signals."""
         if admitted.signals is not None:
@@ -151,11 +155,6 @@ class ActiveRequest:
         """Tasks that add samples to the engine."""
         self._aborting: set[asyncio.Task[None]] = set()
         """Tasks that abort samples in the engine."""
-
-    @property
-    def own_samples(self) -> list[EngineSequence]:
-        """The request's own samples, without baselines."""
-        return [sequence for sequence in self.sequences if sequence.kind is SequenceKind.OWN]
 
     @property
     def closed(self) -> bool:

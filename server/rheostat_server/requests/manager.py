@@ -168,7 +168,7 @@ class RequestManager:
         self.config = config
         self.worker_stats = SharedQuery(backend.worker_stats, keep=STATS_SECONDS)
         self._active_requests: dict[str, ActiveRequest] = {}
-        self.watched = WatchedRequests(self.watches, self._active_requests)
+        self.watched = WatchedRequests(self.watches, self._active_requests, self.gain_updates)
         self._pace = Pace()
         self._row_turns = Turns(_ROWS_TURNS)
         self._foreground = 0

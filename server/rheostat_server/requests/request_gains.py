@@ -138,25 +138,41 @@ class RequestGains:
         """Whether a gain is not 1."""
         return any(gain != 1 for gain in self._gains)
 
-    async def apply(
-        self, setter: str, update_id: int, gain: gain_pb2.Gain, install: Install, answer: Answer
+    @property
+    def installed(self) -> bool:
+        """Whether the samples have the table with gains, so that gains are numbers."""
+        return self._installed
+
+    async def install(
+        self, setter: str, update_id: int, gain: gain_pb2.Gain, install: Install
     ) -> None:
-        """Sends a checked gain to the engine. It is answered once the engine has reported it.
+        """Gives the samples the table with gains, unless the gain that needs it is refused.
 
         Args:
-            setter: the id of the watch that sets it; empty: the session.
+            setter: the id of the watch that sets the gain; empty: the session.
             update_id: the setter's update.
             gain: the message; see `check_form`.
-            install: gives samples the table with gains, if they do not have it.
-            answer: is called with the first positions.
+            install: gives samples a table.
 
         Raises:
             EngineLost, Defect: the request has failed.
             RheostatError: the gain is refused.
         """
+        self._changed(setter, gain)
+        await self._install_table(f"gains{update_id}{setter}", install)
+
+    def apply(self, setter: str, gain: gain_pb2.Gain, answer: Answer) -> None:
+        """Sends a checked gain to the engine. It is answered once the engine has reported it.
+
+        Args:
+            setter: the id of the watch that sets it; empty: the session.
+            gain: the message; see `check_form`. The table is `installed`.
+            answer: is called with the first positions.
+
+        Raises:
+            RheostatError: the gain is refused.
+        """
         factors, changed = self._changed(setter, gain)
-        if not self._installed:
-            await self._install_table(f"gains{update_id}{setter}", install)
         self._send(changed, answer)
         self._factors[setter] = factors
 

@@ -8,7 +8,8 @@ what it has reserved.
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -122,6 +123,8 @@ class SteeringControl:
         self._queue: deque[Change] = deque()
         self._unanswered: Counter[tuple[str, bool]] = Counter()
         """Changes that were not answered, by watch, and by whether they are gains."""
+        self._pending = 0
+        """Changes of watches that were not answered."""
         self._gains = RequestGains(active, engine.gain_updates)
         self._task: asyncio.Task[None] | None = None
         self._receipts: dict[str, receipt_pb2.WatchReceipt] = {}
@@ -130,7 +133,7 @@ class SteeringControl:
     @property
     def pending(self) -> bool:
         """Whether a change of a watch was not answered. The receipt would lack it."""
-        return any(count for (watch, _), count in self._unanswered.items() if watch)
+        return self._pending > 0
 
     @property
     def by_watches(self) -> Iterable[receipt_pb2.WatchReceipt]:
@@ -164,7 +167,15 @@ class SteeringControl:
                 retry_after=RETRY_SECONDS,
             )
         self._unanswered[kind] += 1
-        self._queue.append(change._replace(answer=partial(self._answer, change)))
+        self._pending += bool(change.watch)
+        change = change._replace(answer=partial(self._answer, change))
+        if self.task is None and self._gains.installed and isinstance(change.what, gain_pb2.Gain):
+            # A gain is sent at once. A task for each would cost more than the gain, and an
+            # iteration of the event loop.
+            with self._refusing(change):
+                self._gains.apply(change.watch, change.what, partial(_answer_gain, change))
+            return
+        self._queue.append(change)
         if self.task is None:
             self._task = asyncio.create_task(self._work())
             self._task.add_done_callback(self._ended)
@@ -183,6 +194,7 @@ class SteeringControl:
 
     def _answer(self, change: Change, notice: Notice) -> None:
         self._unanswered[change.watch, change.is_gain] -= 1
+        self._pending -= bool(change.watch)
         if change.watch and isinstance(notice, generation_pb2.UpdateApplied):
             self._record(change, notice)
         change.answer(notice)
@@ -209,31 +221,34 @@ class SteeringControl:
         """Applies changes of the steering, and sends gains, one after another."""
         while self._queue:
             change = self._queue.popleft()
-            try:
+            with self._refusing(change):
                 if isinstance(change.what, gain_pb2.Gain):
-                    await self._gains.apply(
-                        change.watch,
-                        change.number,
-                        change.what,
-                        self._install,
-                        partial(_answer_gain, change),
-                    )
+                    setter, number, gain = change.watch, change.number, change.what
+                    if not self._gains.installed:
+                        await self._gains.install(setter, number, gain, self._install)
+                    self._gains.apply(setter, gain, partial(_answer_gain, change))
                 else:
                     await self._gains.settled()
                     change.answer(await self._apply(change, change.what))
-            except asyncio.CancelledError:
-                change.refuse(RequestNotFound(_ENDED))
-                raise
-            except (EngineLost, Defect) as error:
-                self._active.fail(error)
-                change.refuse(error)
-            except RheostatError as error:
-                change.refuse(error)
-            except Exception as error:  # no caller awaits this, so any error fails the request
-                _LOG.error("update of %s failed", self._admitted.request_id, exc_info=error)
-                failure = Defect("the server could not carry an update out")
-                self._active.fail(failure)
-                change.refuse(failure)
+
+    @contextmanager
+    def _refusing(self, change: Change) -> Iterator[None]:
+        """Answers a change with a refusal if the block raises an exception."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            change.refuse(RequestNotFound(_ENDED))
+            raise
+        except (EngineLost, Defect) as error:
+            self._active.fail(error)
+            change.refuse(error)
+        except RheostatError as error:
+            change.refuse(error)
+        except Exception as error:  # no caller handles this, so any error fails the request
+            _LOG.error("update of %s failed", self._admitted.request_id, exc_info=error)
+            failure = Defect("the server could not carry an update out")
+            self._active.fail(failure)
+            change.refuse(failure)
 
     async def _apply(
         self, change: Change, steering: steering_pb2.Steering

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.engine.backend import StoppedBy
+from rheostat_server.engine.gain_updates import GainUpdates
 from rheostat_server.errors import NotSupported
 from rheostat_server.limits import MISSED_REQUESTS
 from rheostat_server.monitors.registry import Watches
@@ -24,13 +25,21 @@ _LOG = logging.getLogger(__name__)
 class WatchedRequests:
     """Acts on requests for watches. Used on the event loop alone."""
 
-    def __init__(self, watches: Watches, active_requests: Mapping[str, ActiveRequest]) -> None:
+    def __init__(
+        self,
+        watches: Watches,
+        active_requests: Mapping[str, ActiveRequest],
+        gain_updates: GainUpdates,
+    ) -> None:
         """Acts on the running requests.
 
         Args:
             watches: the open watches.
             active_requests: a live view of the running requests, by id.
+            gain_updates: sends gains to the engine.
         """
+        self.send_gains = gain_updates.send_now
+        """Sends the gains that were set by `steer`. They would be sent soon anyway."""
         self._watches = watches
         self._active_requests = active_requests
         watches.stop = self._stop_all

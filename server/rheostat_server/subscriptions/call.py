@@ -49,7 +49,7 @@ async def subscribe(
             yield event
 
 
-async def _handle(subscription: Subscription, message: Message) -> bool:
+async def _handle(subscription: Subscription, message: Message, _: Callable[[], bool]) -> bool:
     if message.WhichOneof("action") != "proof":
         return False
     subscription.prove(message.proof.nonce)

@@ -7,6 +7,7 @@ messages are handled before the call ends.
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -105,7 +106,7 @@ async def call_events(
     credit: int,
     batched: bool,
     attach: Callable[[S], Awaitable[None]],
-    handle: Callable[[S, C], Awaitable[bool]],
+    handle: Callable[[S, C, Callable[[], bool]], Awaitable[bool]],
 ) -> AsyncGenerator[Outgoing, None]:
     """Yields the messages of a call, whose first message of the client was read.
 
@@ -118,7 +119,7 @@ async def call_events(
         batched: whether the client reads several events in a message.
         attach: attaches a new stream to requests that already run.
         handle: handles a message of any other kind than credit, ack and leave; returns whether it
-            knows the kind.
+            knows the kind. Its last argument says whether the call still reads the stream.
 
     Raises:
         RheostatError: the stream has failed.
@@ -157,7 +158,7 @@ async def _read_messages(
     call: object,
     left: asyncio.Event,
     discard: Callable[[S], None],
-    handle: Callable[[S, C], Awaitable[bool]],
+    handle: Callable[[S, C, Callable[[], bool]], Awaitable[bool]],
 ) -> None:
     """Handles the client's messages. An invalid message ends the call.
 
@@ -169,9 +170,10 @@ async def _read_messages(
         discard: ends a stream, and drops the events that wait.
         handle: see `call_events`.
     """
+    reads = partial(stream.read_by, call)
     try:
         async for message in messages:
-            if not stream.read_by(call):
+            if not reads():
                 return
             action = message.WhichOneof("action")
             if action == "leave":
@@ -188,10 +190,10 @@ async def _read_messages(
                 stream.acknowledge(message.ack.sequence)
             elif action == "open":
                 raise InvalidValue("only the first message is open", field="open")
-            elif not await handle(stream, message):
+            elif not await handle(stream, message, reads):
                 raise MissingField("one of the actions of this message is required")
         await asyncio.sleep(_CLOSE_SECONDS)
-        if stream.read_by(call):
+        if reads():
             stream.dismiss()
             stream.close()
     except RheostatError as error:

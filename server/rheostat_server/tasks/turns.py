@@ -6,8 +6,12 @@ for a few pieces of such work, and not for all of it.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
+
+_WOKEN = 8
+"""Waiting callers of `TimedTurns` that go on in an iteration, however long each takes."""
 
 
 class Turns:
@@ -45,4 +49,51 @@ class Turns:
             self._free -= 1
             self._waiting.popleft()()
         if self._free < self._most:
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+
+
+class TimedTurns:
+    """Lets callers work for a limited time in each iteration of the event loop, in order.
+
+    Cheap pieces of work all pass at once. Of expensive ones, few do.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.thread_time) -> None:
+        """Work begins in the first `seconds` of an iteration that `clock` counts.
+
+        By default that is the processor time of the thread. If it counted the time for which the
+        thread waits for a processor, callers would wait longest on a busy machine.
+
+        In an iteration, `_WOKEN` callers that have waited also do one piece of work each.
+        """
+        self._seconds = seconds
+        self._clock = clock
+        self._end: float | None = None
+        """When no more work begins in this iteration; None: none was begun."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def turn(self) -> None:
+        """Returns when the caller may do a piece of work, which must not wait."""
+        if not self._waiting and self._has_time():
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+    def _has_time(self) -> bool:
+        now = self._clock()
+        if self._end is None:
+            self._end = now + self._seconds
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+        return now < self._end
+
+    def _begin_iteration(self) -> None:
+        self._end = None
+        woken = 0
+        while self._waiting and woken < _WOKEN:
+            future = self._waiting.popleft()
+            if not future.done():  # otherwise the caller was cancelled
+                future.set_result(None)
+                woken += 1
+        if self._waiting:
             asyncio.get_running_loop().call_soon(self._begin_iteration)

@@ -50,6 +50,20 @@ async def test_gains_of_an_iteration_share_a_message_in_which_the_last_one_count
     core.between_steps.set()
 
 
+async def test_gains_can_be_sent_before_the_iteration_ends() -> None:
+    core, updates = sending()
+    updates.send_now()
+    assert not core.messages
+    for name in "ab":
+        updates.set(update(name, 1), unexpected)
+    updates.send_now()
+    await asyncio.sleep(0)  # the core's coroutine has begun
+    assert core.messages == [[update("a", 1), update("b", 1)]]
+    core.between_steps.set()
+    await until(lambda: not updates._unanswered)
+    assert len(core.messages) == 1
+
+
 async def test_a_gain_does_not_wait_until_the_step_of_the_gains_before_it_has_ended() -> None:
     # It would act a position later.
     core, updates = sending()

@@ -145,3 +145,13 @@ def test_no_status_exceeds_what_grpc_takes_of_headers(kind, letter: str) -> None
 def test_a_short_text_is_not_cut() -> None:
     text = "ä" * 256
     assert to_status(errors.InvalidValue(text)).message == text
+
+
+def test_a_status_may_be_changed_without_effect_on_later_ones() -> None:
+    first = to_status(errors.RequestNotFound("it has ended", field="steer.request_id"))
+    first.message = "another"
+    del first.details[:]
+    later = to_status(errors.RequestNotFound("it has ended", field="steer.request_id"))
+    assert later.message == "it has ended"
+    assert len(later.details) == 2
+    assert to_status(errors.RequestNotFound("it has ended", field="stop")) != later

@@ -11,6 +11,7 @@ from rheostat_server.limits import BATCH_EVENTS
 from rheostat_server.monitors import call
 from rheostat_server.monitors.watch import Watch
 from rheostat_server.requests import steering_control
+from rheostat_server.tasks.turns import TimedTurns
 from rheostat_wire.v1 import gain_pb2, generation_pb2, monitor_service_pb2, receipt_pb2
 
 from ..conftest import Refusal, rest
@@ -95,33 +96,76 @@ async def test_too_many_changes_in_a_message_end_the_call(running) -> None:
     assert (refusal.reason, refusal.field) == ("REASON_INVALID_VALUE", "steer_batch.steers")
 
 
-async def test_an_iteration_of_the_event_loop_makes_few_changes_of_all_watches(
-    running, monkeypatch
+class Clock:
+    """The processor time of a thread on which nothing but changes takes time."""
+
+    def __init__(self, monkeypatch, cost: float) -> None:
+        """A change takes `cost` seconds."""
+        self.iteration = 0
+        self.made: Counter[int] = Counter()
+        """Changes, by iteration of the event loop."""
+        steer = call._steer
+
+        def counted(steers: object, release: object, found: Watch, message: object) -> None:
+            self.made[self.iteration] += 1
+            steer(steers, release, found, message)
+
+        self._cost = cost
+        monkeypatch.setattr(call, "_steer", counted)
+        self._count_iteration()
+
+    def __call__(self) -> float:
+        return self._cost * self.made.total()
+
+    def _count_iteration(self) -> None:
+        self.iteration += 1
+        asyncio.get_running_loop().call_soon(self._count_iteration)
+
+
+@pytest.mark.parametrize(("cost", "most"), [(0.0, 100), (0.1, 16), (3.0, 2)])
+async def test_an_iteration_of_the_event_loop_changes_requests_for_a_limited_time(
+    running, monkeypatch, cost: float, most: int
 ) -> None:
-    iteration = 0
-    made: Counter[int] = Counter()
-    steer = call._steer
-
-    def count_iteration() -> None:
-        nonlocal iteration
-        iteration += 1
-        asyncio.get_running_loop().call_soon(count_iteration)
-
-    def counted(*arguments: object) -> None:
-        made[iteration] += 1
-        steer(*arguments)
-
-    monkeypatch.setattr(call, "_steer", counted)
-    asyncio.get_running_loop().call_soon(count_iteration)
+    clock = Clock(monkeypatch, cost)
+    running.manager.watches.change_turns = TimedTurns(1.5, clock)
     watchers = [await Watcher.open(running, opening(steers=True)) for _ in range(2)]
     for watcher in watchers:
-        steers = [gain(number, 0.5, of="gone") for number in range(1, 501)]
+        steers = [gain(number, 0.5, of="gone") for number in range(1, 101)]
         await watcher.say(steer_batch=pb.WatchSteerBatch(steers=steers))
     for watcher in watchers:
-        assert (await watcher.until("refused", 500)).refused.update_id == 500
+        assert (await watcher.until("refused", 100)).refused.update_id == 100
         await watcher.rest()
-    assert made.total() == 1000
-    assert max(made.values()) <= 2 * running.manager.watches.change_turns._most == 128
+    assert clock.made.total() == 200
+    fullest = max(clock.made.values())
+    assert fullest <= most + 2 if cost else fullest >= most
+
+
+@pytest.mark.parametrize("action", ["steer_batch", "stop"])
+async def test_a_resumed_watch_makes_no_more_changes_of_its_earlier_call(
+    running, monkeypatch, action: str
+) -> None:
+    waits = asyncio.Event()
+
+    async def turn_of_the_next_call() -> None:
+        (watch,) = running.manager.watches._open.values()
+        reader = watch._call
+        waits.set()
+        while watch._call is reader:
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(running.manager.watches.change_turns, "turn", turn_of_the_next_call)
+    first = await Watcher.open(running, opening(steers=True))
+    (watch,) = running.manager.watches._open.values()
+    steers = [gain(number, 0.5, of="gone") for number in range(1, 4)]
+    stop = pb.WatchStop(update_id=1, request_id="gone")
+    batch = pb.WatchSteerBatch(steers=steers)
+    await first.say(**{action: stop if action == "stop" else batch})
+    await waits.wait()
+    second = await Watcher.resume(running, first.name, 0)
+    await second.rest()
+    assert watch._last_update == 0
+    assert not second.of("refused")
+    assert await clean(running)
 
 
 async def test_changes_that_wait_for_their_turn_when_the_call_ends_keep_no_memory() -> None:
@@ -136,7 +180,7 @@ async def test_changes_that_wait_for_their_turn_when_the_call_ends_keep_no_memor
 
     steers = [gain(1, 0.5), gain(2, 0.5)]
     changing = asyncio.create_task(
-        call._steer_all(lambda *_: True, release, never, cast(Watch, None), steers)
+        call._steer_all(lambda *_: True, release, never, cast(Watch, None), steers, lambda: True)
     )
     await asyncio.sleep(0)
     assert not released

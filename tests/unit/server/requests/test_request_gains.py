@@ -205,7 +205,7 @@ async def test_an_update_waits_for_the_gains_before_it(starter) -> None:
 
     running.backend.set_gains = slow
     await talk.say(gain(2, 3.0), update(3, add(scale=4.0)))
-    await until(lambda: running.manager.gain_updates._task is not None)
+    await until(lambda: running.manager.gain_updates._sending is not None)
     await asyncio.sleep(0.05)
     assert not any(not one.plan.gained for call in running.backend.update_calls for one in call)
     release.set()
@@ -395,7 +395,7 @@ async def test_a_stop_answers_the_gains_that_wait(starter) -> None:
 
     running.backend.set_gains = never
     await talk.say(gain(1, 2.0), gain(2, 3.0))
-    await until(lambda: running.manager.gain_updates._task is not None)
+    await until(lambda: running.manager.gain_updates._sending is not None)
     await talk.say(stop(3))
     events = await talk.end()
     answers = [one for one in kinds(events) if one in ("applied", "refused")]

@@ -1,8 +1,8 @@
-"""Work starts in order, a few pieces in each iteration of the event loop."""
+"""Work starts in order, for a limited number or time in each iteration of the event loop."""
 
 import asyncio
 
-from rheostat_server.tasks.turns import Turns
+from rheostat_server.tasks.turns import TimedTurns, Turns
 
 
 async def test_few_calls_start_in_an_iteration() -> None:
@@ -40,3 +40,60 @@ async def test_a_call_whose_client_has_left_keeps_nobody_waiting() -> None:
     left.cancel()
     async with asyncio.timeout(10):
         await asyncio.gather(first, last)
+
+
+class Worker:
+    """Work whose pieces take time, by a clock of its own, and are counted by iteration."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now = 0.0
+        self.turns = TimedTurns(seconds, lambda: self.now)
+        self.done: list[str] = []
+
+    async def work(self, name: str, pieces: int, cost: float) -> None:
+        for _ in range(pieces):
+            await self.turns.turn()
+            self.now += cost
+            self.done.append(name)
+
+    async def iterations(self, tasks: list[asyncio.Task[None]]) -> list[int]:
+        """Pieces of work in each iteration, until all tasks are done."""
+        counts = []
+        while not all(task.done() for task in tasks):
+            before = len(self.done)
+            await asyncio.sleep(0)
+            counts.append(len(self.done) - before)
+        return counts
+
+
+async def test_cheap_work_is_done_at_once() -> None:
+    worker = Worker(1.0)
+    counts = await worker.iterations([asyncio.create_task(worker.work("a", 100, 0.001))])
+    assert max(counts) == 100
+
+
+async def test_expensive_work_is_spread_over_iterations() -> None:
+    worker = Worker(1.0)
+    counts = await worker.iterations([asyncio.create_task(worker.work("a", 100, 0.3))])
+    assert len(worker.done) == 100
+    assert 3 <= max(counts) <= 5  # 1 s, and a piece after a wait
+
+
+async def test_callers_share_the_time_and_nobody_waits_for_all_work_of_another() -> None:
+    worker = Worker(1.0)
+    names = [str(number) for number in range(20)]
+    tasks = [asyncio.create_task(worker.work(name, 50, 0.3)) for name in names]
+    counts = await worker.iterations(tasks)
+    assert max(counts) <= 8 + 4 + 4
+    assert set(worker.done[:200]) == {*names}
+    assert worker.done.count("0") == 50
+
+
+async def test_a_cancelled_caller_keeps_nobody_waiting() -> None:
+    worker = Worker(1.0)
+    first, left, last = (asyncio.create_task(worker.work(name, 2, 2.0)) for name in "abc")
+    await asyncio.sleep(0)
+    left.cancel()
+    async with asyncio.timeout(10):
+        await asyncio.gather(first, last)
+    assert "b" not in worker.done
