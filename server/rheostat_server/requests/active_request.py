@@ -73,6 +73,7 @@ class ActiveRequest:
         admitted: AdmittedRequest,
         share: Share,
         pace: Pace | None = None,
+        wake_turns: Turns | None = None,
         row_turns: Turns | None = None,
         held_samples: HeldSamples | None = None,
         audit: PolicyAudit | None = None,
@@ -83,6 +84,7 @@ class ActiveRequest:
             admitted: the request.
             share: the memory for its waiting rows and tokens.
             pace: counts its streams, and limits how often their tokens are sent. None: no limit.
+            wake_turns: limits how many readers of responses wake in an iteration of the event loop.
             row_turns: limits how many requests send rows in an iteration of the event loop.
             held_samples: holds its samples in the engine; None: it is never held.
             audit: logs where rules of the policy fire; None: it does not run.
@@ -109,7 +111,7 @@ class ActiveRequest:
         self.share = share
         self.outputs = RequestOutputs()
         """Destinations of captured rows."""
-        self.queue = ResponseQueue(share, self.overflow, pace)
+        self.queue = ResponseQueue(share, self.overflow, pace, wake_turns)
         """Messages that wait for the reader of the response."""
         self.interrupt: Callable[[RheostatError], None] = lambda _: None
         """Ends the call, even if its client does not read."""

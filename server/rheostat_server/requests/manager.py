@@ -83,9 +83,14 @@ _LAST_READS = 5.0
 
 _UNHANDLED = "the server could not handle what the request's probes have read"
 
+_WAKE_TURNS = 8
+"""Readers of responses that wake in an iteration of the event loop. Each takes about 0.1 ms to send
+a token. What comes meanwhile, such as gains, waits for no more."""
+
 _ROWS_TURNS = 8
-"""Requests that may send rows in an iteration of the event loop. Tokens, which come between two
-iterations, wait for no more. Rows of 36 layers take as long as ten tokens."""
+"""Requests that may send rows in an iteration of the event loop; one while readers wait for their
+turns. Tokens, which come between two iterations, wait for no more. Rows of 36 layers take as long
+as ten tokens."""
 
 _ENDING = "the server is shutting down; it admits no more requests"
 
@@ -170,7 +175,8 @@ class RequestManager:
         self._active_requests: dict[str, ActiveRequest] = {}
         self.watched = WatchedRequests(self.watches, self._active_requests, self.gain_updates)
         self._pace = Pace()
-        self._row_turns = Turns(_ROWS_TURNS)
+        self._wake_turns = Turns(_WAKE_TURNS)
+        self._row_turns = Turns(_ROWS_TURNS, after=self._wake_turns)
         self._foreground = 0
         """Number of active requests that are not in the background."""
         self._samples = 0
@@ -256,6 +262,7 @@ class RequestManager:
             admitted,
             self.budget.share(),
             self._pace,
+            self._wake_turns,
             self._row_turns,
             self._held_samples,
             self._audit,

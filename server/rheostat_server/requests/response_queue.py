@@ -7,14 +7,16 @@ bounded size. They count in the memory of the request. When this memory is full,
 because tokens must not be lost.
 
 A waiting reader gets an entry directly, so that tokens of a fast reader are neither stored nor
-counted. While many streams run, tokens wait for later tokens; see `Pace`. Those of most requests
-have waited before they come here.
+counted. If many readers would wake in one iteration of the event loop, they take turns, because an
+iteration in which all of them send their messages would take milliseconds. While many streams run,
+tokens wait for later tokens; see `Pace`. Those of most requests have waited before they come here.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from rheostat_engine import Event
@@ -24,6 +26,7 @@ from rheostat_server.engine.pace import Pace
 from rheostat_server.errors import ResponseOverflow, RheostatError
 from rheostat_server.requests.delta_weight import DELTA_BYTES, weight
 from rheostat_server.requests.sequence import EngineSequence
+from rheostat_server.tasks.turns import Turns
 from rheostat_wire.v1 import generation_pb2
 
 _MESSAGE_BYTES = 1 << 20
@@ -150,6 +153,7 @@ class ResponseQueue(Holder):
         share: Share,
         on_full: Callable[[ResponseOverflow], None],
         pace: Pace | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """An empty queue.
 
@@ -157,6 +161,7 @@ class ResponseQueue(Holder):
             share: the memory of the request.
             on_full: is called with an error when the waiting tokens exceed that memory.
             pace: counts the streams. If `paced`, it limits how often their tokens are sent.
+            turns: limits how many readers wake in an iteration of the event loop. None: no limit.
         """
         self.direct: Callable[[EngineSequence, Delta], bool] = lambda sequence, delta: False
         """Sends a delta without waking the reader, which waits. Returns whether it did."""
@@ -173,6 +178,9 @@ class ResponseQueue(Holder):
         self._deltas: dict[EngineSequence, WaitingDeltas] = {}
         self._reader: asyncio.Future[Entry] | None = None
         """Set while the reader waits for an entry."""
+        self._turns = turns
+        self._turn_asked = False
+        """Whether the reader will wake at its turn."""
         self._pace = pace or Pace()
         self._streams: set[EngineSequence] = set()
         """The samples that `pace` counts."""
@@ -230,9 +238,8 @@ class ResponseQueue(Holder):
         reader = self._reader
         waits = reader is not None and not reader.done()
         due = waits and self._is_due(delta)
-        if due and not self._entries and reader is not None:
-            if not self.direct(sequence, delta):
-                reader.set_result(ResponseItem(sequence, delta))
+        at_once = due and not self._entries and reader is not None
+        if at_once and (self.direct(sequence, delta) or self._give(ResponseItem(sequence, delta))):
             return
         deltas = self._deltas.get(sequence)
         if deltas is None:
@@ -240,7 +247,7 @@ class ResponseQueue(Holder):
         if deltas.add(delta):
             self._entries.append(sequence)
         if due:
-            self._wake()
+            self._wake_in_turn()
         elif waits and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(self._passed_on + self._pace.interval, self._wake)
@@ -299,11 +306,38 @@ class ResponseQueue(Holder):
         return not self._entries and self._reader is not None and not self._reader.done()
 
     def _append(self, entry: Entry) -> None:
-        if self._waits_for_entry and self._reader is not None:
-            self._reader.set_result(entry)
-        else:
-            self._entries.append(entry)
+        if self._waits_for_entry and self._give(entry):
+            return
+        self._entries.append(entry)
+        if isinstance(entry, RheostatError):
             self._wake()
+        else:
+            self._wake_in_turn()
+
+    def _give(self, entry: Entry) -> bool:
+        """Gives an entry to the waiting reader, unless that has to wait for its turn."""
+        reader = self._reader
+        if reader is None:
+            return False
+        if self._turns is None:
+            reader.set_result(entry)
+        elif self._turns.free:
+            self._turns.call(partial(reader.set_result, entry))
+        else:
+            return False
+        return True
+
+    def _wake_in_turn(self) -> None:
+        """As `_wake`, at the reader's turn."""
+        if self._turns is None:
+            self._wake()
+        elif not self._turn_asked and self._reader is not None and not self._reader.done():
+            self._turn_asked = True
+            self._turns.call(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._turn_asked = False
+        self._wake()
 
     def _wake(self) -> None:
         """Gives the first entry to the reader, if it waits for one."""

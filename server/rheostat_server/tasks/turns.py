@@ -17,16 +17,24 @@ _WOKEN = 8
 class Turns:
     """Calls a limited number of functions in each iteration of the event loop, in order."""
 
-    def __init__(self, most: int) -> None:
-        """At most `most` are called in an iteration."""
+    def __init__(self, most: int, after: "Turns | None" = None) -> None:
+        """At most `most` are called in an iteration; one while functions of `after` wait."""
         self._most = self._free = most
+        self._after = after
         self._waiting: deque[Callable[[], object]] = deque()
+        self._scheduled = False
+        """Whether `_begin_iteration` will be called."""
+
+    @property
+    def free(self) -> bool:
+        """Whether `call` would call its work now."""
+        waits = self._after is not None and self._after._waiting
+        return self._free == self._most if waits else self._free > 0
 
     def call(self, work: Callable[[], object]) -> None:
         """Calls `work`, now or in a later iteration. It may not raise."""
-        if self._free == self._most:
-            asyncio.get_running_loop().call_soon(self._begin_iteration)
-        if self._free:
+        self._schedule()
+        if self.free:
             self._free -= 1
             work()
         else:
@@ -43,13 +51,18 @@ class Turns:
         self.call(resolve)
         await future
 
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+
     def _begin_iteration(self) -> None:
-        self._free = self._most
-        while self._waiting and self._free:
+        self._free, self._scheduled = self._most, False
+        while self._waiting and self.free:
             self._free -= 1
             self._waiting.popleft()()
-        if self._free < self._most:
-            asyncio.get_running_loop().call_soon(self._begin_iteration)
+        if self._waiting or self._free < self._most:
+            self._schedule()
 
 
 class TimedTurns:

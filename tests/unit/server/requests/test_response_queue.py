@@ -14,7 +14,7 @@ from rheostat_server.delivery.byte_budget import Budget
 from rheostat_server.engine.backend import Delta, Ending, Job
 from rheostat_server.engine.pace import Pace
 from rheostat_server.engine.sampling import SamplingSettings
-from rheostat_server.errors import ResponseOverflow
+from rheostat_server.errors import Defect, ResponseOverflow
 from rheostat_server.requests.response_queue import (
     ResponseItem,
     ResponseQueue,
@@ -22,6 +22,7 @@ from rheostat_server.requests.response_queue import (
     WaitingDeltas,
 )
 from rheostat_server.requests.sequence import EngineSequence, SequenceKind
+from rheostat_server.tasks.turns import Turns
 from rheostat_wire.v1 import generation_pb2
 
 
@@ -195,6 +196,48 @@ async def test_a_reader_that_stops_waiting_when_an_entry_comes_loses_nothing() -
         ResponseItem(one, first),
         ResponseItem(one, second),
     ]
+
+
+async def test_few_readers_wake_in_an_iteration_and_get_their_entries_in_order() -> None:
+    share, turns = Budget(1 << 20, 1 << 20, slack=0).share(), Turns(3)
+    queues = [ResponseQueue(share, lambda _: None, turns=turns) for _ in range(8)]
+    samples = [sequence(number) for number in range(8)]
+    readers = [asyncio.ensure_future(queue.get()) for queue in queues]
+    await asyncio.sleep(0)
+    for queue, sample in zip(queues, samples, strict=True):
+        queue.put_delta(sample, delta(1, 1, None))
+        queue.put_delta(sample, delta(2, 1, None))
+        queue.put(Sign.SIGNALS)
+    woken = []
+    while not all(reader.done() for reader in readers):
+        await asyncio.sleep(0)
+        woken.append(sum(reader.done() for reader in readers))
+    steps = [after - before for before, after in zip([0, *woken], woken, strict=False)]
+    assert max(steps) == 3
+    for queue, sample, reader in zip(queues, samples, readers, strict=True):
+        tokens: list[int] = []
+        item = reader.result()
+        while isinstance(item, ResponseItem):
+            assert item.sequence is sample
+            tokens += item.what.token_ids
+            item = await queue.get()
+        assert (tokens, item) == ([1, 2], Sign.SIGNALS)
+    assert share.byte_counter.token_bytes == 0
+
+
+async def test_an_error_waits_for_no_turn() -> None:
+    turns = Turns(1)
+    turns.call(lambda: None)
+    share = Budget(1 << 20, 1 << 20, slack=0).share()
+    queue = ResponseQueue(share, lambda _: None, turns=turns)
+    reader = asyncio.ensure_future(queue.get())
+    await asyncio.sleep(0)
+    turns.call(lambda: None)
+    queue.put_delta(sequence(0), delta(1, 1, None))
+    queue.close()
+    queue.put(error := Defect("failed"))
+    async with asyncio.timeout(10):
+        assert await reader is error
 
 
 @pytest.fixture

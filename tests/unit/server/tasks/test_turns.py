@@ -42,6 +42,21 @@ async def test_a_call_whose_client_has_left_keeps_nobody_waiting() -> None:
         await asyncio.gather(first, last)
 
 
+async def test_one_is_called_in_an_iteration_while_calls_wait_that_come_first() -> None:
+    first = Turns(2)
+    later = Turns(4, after=first)
+    called: list[str] = []
+    for _ in range(7):
+        first.call(lambda: called.append("first"))
+    for _ in range(9):
+        later.call(lambda: called.append("later"))
+    counts = []
+    while len(called) < 16:
+        counts.append((called.count("first"), called.count("later")))
+        await asyncio.sleep(0)
+    assert counts == [(2, 1), (4, 2), (6, 3), (7, 7)]
+
+
 class Worker:
     """Work whose pieces take time, by a clock of its own, and are counted by iteration."""
 
