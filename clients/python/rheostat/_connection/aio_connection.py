@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, Self
 
@@ -78,18 +79,57 @@ class Responses(Generic[Answer]):
         self._call.cancel()
 
 
+class Requests:
+    """The requests of a running call that wait to be sent."""
+
+    def __init__(self, join_requests: JoinRequests) -> None:
+        self._join = join_requests
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[Message | None] = deque()
+        self._news = asyncio.Event()
+
+    def add(self, request: Message | None) -> None:
+        """Add a request; None is the last. Thread-safe.
+
+        Does nothing once the event loop is closed, because its calls have ended with it.
+        """
+        self._waiting.append(request)
+        if _running_loop() is self._loop:
+            # Through `call_soon_threadsafe`, a request would wait for the next iteration of the
+            # loop, and each costs a write to the loop's socket.
+            self._news.set()
+            return
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def until_none(self) -> AsyncIterator[Message]:
+        """Yields the requests up to None. Requests that wait at the same time are joined."""
+        last = False
+        while not last:
+            await self._news.wait()
+            self._news.clear()
+            waiting: list[Message] = []
+            while self._waiting and not last:
+                request = self._waiting.popleft()
+                if request is None:
+                    last = True
+                else:
+                    waiting.append(request)
+            for message in self._join(waiting):
+                yield message
+
+
 class BidiResponses(Responses[Answer]):
     """The answers of a call that sends further requests while it runs."""
 
     def __init__(
         self,
         call: grpc.aio.StreamStreamCall[Message, Answer],
-        requests: asyncio.Queue[Message | None],
+        requests: Requests,
         target: str,
         timeout: float | None,
     ) -> None:
         super().__init__(call, target, timeout)
-        self._loop = asyncio.get_running_loop()
         self._requests = requests
         self._status = ServerStatus(call)
 
@@ -97,12 +137,8 @@ class BidiResponses(Responses[Answer]):
         return await self._status.behind(error)
 
     def send(self, request: Message | None) -> None:
-        """Send a request; None ends the stream of requests. Thread-safe.
-
-        Does nothing once the event loop is closed, because its calls have ended with it.
-        """
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
+        """Send a request; None ends the stream of requests. Thread-safe."""
+        self._requests.add(request)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the call has ended."""
@@ -181,10 +217,10 @@ class Connection(ConnectionBase):
 
     def bidi(self, call: BidiCall[Answer], timeout: float | None) -> BidiResponses[Answer]:
         """As `download`, for a call that sends further requests while it runs."""
-        requests: asyncio.Queue[Message | None] = asyncio.Queue()
+        requests = Requests(call.join_requests)
         timeout = checked_timeout(timeout)
         rpc = self.channel.stream_stream(call.path, serialize, call.answer.FromString)
-        running = rpc(_until_none(requests, call.join_requests), timeout=timeout)
+        running = rpc(requests.until_none(), timeout=timeout)
         return BidiResponses(running, requests, self.target, timeout)
 
     async def close(self) -> None:
@@ -194,19 +230,11 @@ class Connection(ConnectionBase):
             await self._channel.close()
 
 
-async def _until_none(
-    requests: asyncio.Queue[Message | None], join_requests: JoinRequests
-) -> AsyncIterator[Message]:
-    """Yields the requests up to None. Requests that wait at the same time are joined."""
-    request = await requests.get()
-    while request is not None:
-        waiting = [request]
-        while not requests.empty() and (request := requests.get_nowait()) is not None:
-            waiting.append(request)
-        for message in join_requests(waiting):
-            yield message
-        if request is not None:
-            request = await requests.get()
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _task_is_cancelled() -> bool:

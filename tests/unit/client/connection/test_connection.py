@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import rheostat
+from rheostat._connection.aio_connection import Requests
 from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2, steering_service_pb2
 
 MODEL = engine_service_pb2.GetModelResponse()
@@ -137,3 +138,40 @@ def test_a_watch_whose_event_loop_is_closed_can_be_finished(server):
     watch = loop.run_until_complete(begin())
     loop.close()
     watch.finish()
+
+
+async def test_a_request_of_the_event_loop_is_sent_in_the_next_iteration() -> None:
+    requests = Requests(list)
+    sending = requests.until_none()
+    first = asyncio.ensure_future(anext(sending))
+    await asyncio.sleep(0)
+    requests.add(STARTED)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert first.done()
+
+
+async def test_requests_of_threads_and_of_the_event_loop_keep_their_order() -> None:
+    requests = Requests(lambda waiting: [*waiting])
+    numbered = [generation_service_pb2.SessionRequest(update_id=number) for number in range(100)]
+
+    def add(some: list) -> None:
+        for request in some:
+            requests.add(request)
+
+    async def read() -> list[int]:
+        return [request.update_id async for request in requests.until_none()]
+
+    reading = asyncio.create_task(read())
+    for begin in range(0, 100, 10):
+        if begin % 20:
+            add(numbered[begin : begin + 10])
+        else:  # the loop does not run meanwhile, as if it were busy
+            thread = threading.Thread(target=add, args=(numbered[begin : begin + 10],))
+            thread.start()
+            thread.join()
+        if begin % 30:
+            await asyncio.sleep(0)
+    requests.add(None)
+    async with asyncio.timeout(10):
+        assert await reading == [*range(100)]
