@@ -152,8 +152,10 @@ def test_latencies_of_dynamic_steering_are_those_of_the_file() -> None:
             assert f"| {arm} | {' | '.join(cells)} |" in PAGE
         assert set(found["summary"]) == {"gate", "controller", "session", "watch"}
     watch, session = (found["summary"][arm]["32"] for arm in ("watch", "session"))
-    assert f"sets {32_000 / watch['token_ms']:,.0f} gains in a second, and keeps the bar" in PAGE
-    assert watch["p99"] <= 4 < session["p99"]
+    assert f"sets {32_000 / watch['token_ms']:,.0f} gains in a second" in PAGE
+    for arm in ("session", "watch"):  # with 32 streams, both miss the bar
+        by_streams = found["summary"][arm]
+        assert [number for number, row in by_streams.items() if row["p99"] > 4] == ["32"]
     late = sum(count for position, count in session["positions"].items() if int(position) >= 5)
     share = (
         f"{100 * late / session['changes']:.0f} % of their gains act five positions late or more"
