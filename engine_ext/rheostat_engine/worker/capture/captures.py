@@ -235,13 +235,11 @@ class Captures:
             return None
         blocks = cut_row_blocks(numbers, site_sets, positions)
         layout = lay_out(blocks, self._site_sets.table, self._free_rows())
-        copied = layout.base >= 0
-        fits: npt.NDArray[np.bool_] = np.logical_or.reduce(copied, axis=1)
-        complete = bool(fits.all())
+        complete = bool(layout.fits.all())
         if not complete:
-            progress.count_lost(blocks, ~fits, self._site_sets.table.ranks)
-            self._report_lost(int(layout.rows[~fits].sum()))
-        sites: npt.NDArray[np.bool_] = np.logical_or.reduce(copied, axis=0)
+            progress.count_lost(blocks, ~layout.fits, self._site_sets.table.ranks)
+            self._report_lost(int(layout.rows[~layout.fits].sum()))
+        sites: npt.NDArray[np.bool_] = layout.base.max(axis=0) >= 0
         copies = StepCopies(blocks, layout.base + np.int32(1), 0, sites)
         return self._label(copies, layout, complete=complete)
 
@@ -279,10 +277,8 @@ class Captures:
         table, blocks = self._site_sets.table, copies.blocks
         block, encoding = layout.part_block, layout.part_encoding
         count = table.counts.shape[1]
-        kinds, which = np.unique(
-            blocks.site_set[block].astype(np.int64) * count + encoding, return_inverse=True
-        )
-        used, of_part = np.unique(encoding, return_inverse=True)
+        kinds, which = _distinct(blocks.site_set[block].astype(np.int64) * count + encoding)
+        used, of_part = _distinct(encoding)
         rows = np.bincount(of_part, layout.part_rows).astype(np.int64)
         groups = [
             Group(self.encodings[number], size)
@@ -308,6 +304,14 @@ class Captures:
         )
         plain = int(layout.part_rows[encoding == REFUSED].sum())
         return _StepRows(copies, head, starts, groups, layout.total, plain, complete)
+
+
+def _distinct(values: Int64) -> tuple[Int64, Int64]:
+    """As `np.unique` with the inverse, but fast if all values are equal, as in most steps."""
+    if len(values) and (values == values[0]).all():
+        return values[:1], np.zeros(len(values), np.int64)
+    distinct, inverse = np.unique(values, return_inverse=True)
+    return distinct, inverse
 
 
 def _int64(values: npt.NDArray[np.integer]) -> bytes:

@@ -9,6 +9,7 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rheostat_engine.worker.capture.site_sets import SiteSetTable
 from rheostat_engine.worker.state.position_functions import Int32, Int64
@@ -90,6 +91,16 @@ def cut_row_blocks(numbers: Int64, site_sets: Int32, positions: Int64) -> RowBlo
         | (site_sets[1:] != site_sets[:-1])
         | (positions[1:] != positions[:-1] + 1)
     )
+    if begins.all():  # a decode step, or requests without captures
+        captured = site_sets > 0
+        return RowBlocks(
+            token_block=np.where(captured, captured.cumsum(dtype=np.int32), np.int32(0)),
+            token_order=np.zeros(n, np.int32),
+            request=numbers[captured],
+            site_set=site_sets[captured],
+            start=positions[captured],
+            count=np.ones(np.count_nonzero(captured), np.int64),
+        )
     first = np.flatnonzero(begins)
     group = np.cumsum(begins) - 1
     captured = site_sets[first] > 0
@@ -115,6 +126,8 @@ class RingLayout(NamedTuple):
     block doesn't fit."""
     rows: Int64
     """[b]: rows of each block."""
+    fits: npt.NDArray[np.bool_]
+    """[b]: whether the block fits."""
     part_block: Int64
     """[p]: the block of each part, in row order. A part has a block's rows in one encoding."""
     part_encoding: Int64
@@ -136,9 +149,15 @@ def lay_out(blocks: RowBlocks, site_sets: SiteSetTable, capacity: int) -> RingLa
     parts = site_sets.counts[blocks.site_set] * blocks.count[:, None]
     rows = parts.sum(axis=1)
     fits = np.ones(len(rows), np.bool_)
-    if rows.sum() > capacity:
+    ends = rows.cumsum()
+    if len(rows) and ends[-1] > capacity:
         order = rows.argsort(kind="stable")
         fits[order] = np.cumsum(rows[order]) <= capacity
+    elif parts.shape[1] == 1:  # all rows are raw, so a block's rows lie together
+        base = (ends - rows)[:, None] + ranks * blocks.count[:, None]
+        base[ranks < 0] = -1
+        block = np.arange(len(rows))
+        return RingLayout(base.astype(np.int32), rows, fits, block, np.zeros_like(block), rows)
     encoding, block = np.nonzero(parts.T * fits)
     part_rows = parts[block, encoding]
     first = np.zeros_like(parts)
@@ -147,4 +166,4 @@ def lay_out(blocks: RowBlocks, site_sets: SiteSetTable, capacity: int) -> RingLa
         first = np.take_along_axis(first, site_sets.encodings[blocks.site_set], axis=1)
     base = first + ranks * blocks.count[:, None]
     base = np.where((ranks >= 0) & fits[:, None], base, -1)
-    return RingLayout(base.astype(np.int32), rows, block, encoding, part_rows)
+    return RingLayout(base.astype(np.int32), rows, fits, block, encoding, part_rows)

@@ -97,6 +97,11 @@ def test_the_smallest_blocks_that_fit_are_placed_one_after_the_other_site_by_sit
     assert layout.base.tolist() == expected_base
     assert layout.rows.tolist() == expected_rows
     assert layout.total == used
+    assert np.flatnonzero(layout.fits).tolist() == sorted(fitting)
+    parts = (layout.part_block, layout.part_encoding, layout.part_rows)
+    assert list(zip(*(part.tolist() for part in parts), strict=True)) == [
+        (block, 0, expected_rows[block]) for block in sorted(fitting)
+    ]
 
 
 def test_rows_that_do_not_fit_take_no_room_from_a_smaller_request() -> None:
