@@ -19,6 +19,7 @@ from rheostat_engine.channel.events import (
 from rheostat_engine.channel.staging import StagingError
 from rheostat_engine.channel.worker_channel import WorkerChannel
 from rheostat_engine.front_end import (
+    add_requests_fast,
     keep_end_token,
     prepare_front_end,
     receive_outputs,
@@ -167,6 +168,7 @@ __all__ = [
     "TokenSet",
     "Window",
     "WorkerChannel",
+    "add_requests_fast",
     "engine_kwargs",
     "keep_end_token",
     "largest_replaced",

@@ -23,6 +23,7 @@ def prepare_front_end() -> None:
     # imports, and so every frame that was on the stack. If such a frame referred to an `AsyncLLM`,
     # it would be freed only at interpreter shutdown, and fail there.
     from rheostat_engine.adapters import (  # noqa: F401
+        core_messages,
         end_token,
         gains,
         holds,
@@ -60,6 +61,13 @@ def keep_end_token(llm: "Engine") -> None:
     from rheostat_engine.adapters import end_token
 
     end_token.keep_end_token(llm)
+
+
+def add_requests_fast(llm: "Engine") -> None:
+    """Makes an engine add requests with less work; see `adapters.core_messages`."""
+    from rheostat_engine.adapters import core_messages
+
+    core_messages.add_requests_fast(llm)
 
 
 def receive_outputs(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rheostat_engine import (
     EngineSettings,
+    add_requests_fast,
     engine_kwargs,
     keep_end_token,
     prepare_front_end,
@@ -190,6 +191,7 @@ def _start(
     )
     watch_scheduler(loaded.llm, loaded.counter.add)
     keep_end_token(loaded.llm)
+    add_requests_fast(loaded.llm)
     return loaded
 
 

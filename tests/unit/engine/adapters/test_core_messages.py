@@ -1,0 +1,157 @@
+"""Requests reach the engine's core in order, through vLLM's own client and sockets."""
+
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core_client import AsyncMPClient, BackgroundResources
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from rheostat_engine import add_requests_fast
+
+from .test_logprobs import asked
+
+RELIES = "rheostat_engine.adapters.core_messages relies on it"
+_ENGINE = b"\x00\x00"
+_WAIT_MS = 5000
+
+
+class Link:
+    """vLLM's client, and the socket of an engine's core, which may connect late."""
+
+    def __init__(self, folder: Any) -> None:
+        self.context = zmq.asyncio.Context()
+        self.address = f"ipc://{folder}/core"
+        client: Any = object.__new__(AsyncMPClient)
+        client.resources = BackgroundResources(ctx=self.context)
+        client.resources.output_queue_task = SimpleNamespace()
+        client.encoder = MsgpackEncoder()
+        client.client_index, client.core_engine = 0, _ENGINE
+        client.input_socket = self.context.socket(zmq.ROUTER)
+        client.input_socket.setsockopt(zmq.SNDHWM, 0)
+        client.input_socket.bind(self.address)
+        client._finalizer = lambda: None
+        self.client = client
+        self.core = zmq.Socket(zmq.Context.shadow(self.context), zmq.DEALER)
+        self.core.setsockopt(zmq.IDENTITY, _ENGINE)
+        self.core.setsockopt(zmq.RCVHWM, 0)
+
+    def connect(self) -> None:
+        """The core says that it is ready, as vLLM's does."""
+        self.core.connect(self.address)
+        self.core.send(b"ready")
+        ready = zmq.Socket.shadow(self.client.input_socket)
+        assert ready.poll(_WAIT_MS)
+        assert ready.recv_multipart() == [_ENGINE, b"ready"]
+
+    def received(self) -> list[Any]:
+        """The next message, but for its type."""
+        assert self.core.poll(_WAIT_MS), "the message was not sent"
+        kind, *parts = self.core.recv_multipart()
+        assert kind == b"\x00"
+        return parts
+
+
+@pytest.fixture
+async def stock(tmp_path) -> AsyncIterator[Link]:
+    link = Link(tmp_path)
+    link.connect()
+    yield link
+    link.core.close(linger=0)
+    link.context.destroy(linger=0)
+
+
+def make_fast(link: Link) -> None:
+    add_requests_fast(SimpleNamespace(engine_core=link.client, input_processor=SimpleNamespace()))
+
+
+@pytest.fixture
+def link(stock) -> Link:
+    make_fast(stock)
+    return stock
+
+
+def request(*prompt: int, extra: object = None) -> EngineCoreRequest:
+    return asked(list(prompt), SamplingParams(extra_args={"x": extra} if extra else None))
+
+
+async def test_a_request_arrives_as_vllm_sends_it(link) -> None:
+    one, stock = request(1, 2, 3), MsgpackEncoder().encode(request(1, 2, 3))
+    await link.client.add_request_async(one)
+    parts = link.received()
+    assert parts == list(stock), RELIES
+    assert MsgpackDecoder(EngineCoreRequest).decode(parts).prompt_token_ids == [1, 2, 3]
+
+
+async def test_no_future_is_made_for_a_small_message(link, monkeypatch) -> None:
+    def send(*_: object, **__: object) -> None:
+        raise AssertionError(RELIES)
+
+    monkeypatch.setattr(link.client.input_socket, "_add_send_event", send)
+    await link.client.add_request_async(request(1))
+    assert link.received()
+
+
+async def test_messages_of_any_size_keep_their_order(link) -> None:
+    for number in range(50):
+        size = 100_000 if number % 3 == 1 else 3
+        await link.client.add_request_async(request(number, *range(size)))
+    decoder = MsgpackDecoder(EngineCoreRequest)
+    for number in range(50):
+        assert decoder.decode(link.received()).prompt_token_ids[0] == number
+
+
+async def test_no_message_overtakes_one_that_waits(stock, monkeypatch) -> None:
+    """The socket is full for a moment, so that the first message waits in `zmq.asyncio`."""
+    socket, full = stock.client.input_socket, True
+    send = zmq.backend.Socket.send
+
+    def send_unless_full(*arguments: Any, **keywords: Any) -> object:
+        if full:
+            raise zmq.Again
+        return send(*arguments, **keywords)
+
+    def send_all(parts: Sequence[bytes], **_: object) -> None:
+        if full:
+            raise zmq.Again
+        zmq.Socket.send_multipart(socket._shadow_sock, parts)
+
+    monkeypatch.setattr(zmq.backend, "Socket", SimpleNamespace(send=send_unless_full))
+    monkeypatch.setattr(socket._shadow_sock, "send_multipart", send_all)
+    make_fast(stock)
+    first = stock.client._send_input_message((b"\x00", b"first"), _ENGINE)
+    assert len(socket._send_futures) == 1, RELIES
+    full = False
+    await stock.client._send_input_message((b"\x00", b"second"), _ENGINE)
+    await first
+    assert [stock.received(), stock.received()] == [[b"first"], [b"second"]]
+
+
+async def test_a_dead_engine_gets_no_message(link) -> None:
+    link.client.resources.engine_dead = True
+    with pytest.raises(EngineDeadError):
+        await link.client.add_request_async(request(1))
+
+
+def test_ids_are_unique_and_begin_with_the_given_id() -> None:
+    llm = SimpleNamespace(engine_core=None, input_processor=object.__new__(InputProcessor))
+    assert callable(InputProcessor.assign_request_id), RELIES
+    add_requests_fast(llm)
+    requests = [request(1) for _ in range(100)]
+    for one in requests:
+        one.request_id, one.external_req_id = "same", None
+        llm.input_processor.assign_request_id(one)
+    assert len({one.request_id for one in requests}) == len(requests)
+    for one, other in itertools.pairwise(requests):
+        assert one.request_id.startswith("same-")
+        assert one.external_req_id == other.external_req_id == "same"
+    with pytest.raises(ValueError, match="already"):
+        llm.input_processor.assign_request_id(requests[0])
