@@ -20,8 +20,12 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 _NAME = "FastIncrementalDetokenizer"
 
-_LAST_TOKENS = 64
-"""The least tokens of the prompt to decode. A character takes at most four tokens."""
+_LAST_TOKENS = 16
+"""The least tokens of the prompt to decode, three times for each request. A character takes at most
+four tokens."""
+
+_SHORT_PROMPT = 2 * _LAST_TOKENS
+"""Tokens of a prompt that is decoded as a whole, because looking for its end takes as long."""
 
 _REPLACEMENT_CHARACTER = "\ufffd"
 """The replacement character for invalid UTF-8."""
@@ -32,7 +36,7 @@ class LastTokensDetokenizer(FastIncrementalDetokenizer):
 
     def __init__(self, tokenizer: Any, request: EngineCoreRequest) -> None:  # vLLM's own
         prompt, params = request.prompt_token_ids, request.sampling_params
-        if prompt is not None and params is not None:
+        if prompt is not None and params is not None and len(prompt) > _SHORT_PROMPT:
             skip = params.skip_special_tokens
             count = _LAST_TOKENS
             while count < len(prompt) and not _is_complete(tokenizer.decode(prompt[-count:], skip)):
