@@ -6,13 +6,18 @@ and Explain share this path.
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rheostat_engine import Kind, ModelSites, Plan
 from rheostat_server import validation
 from rheostat_server.admission.baseline import Baseline, compared_logprobs
-from rheostat_server.admission.compiled_requests import CompiledRequest, CompiledRequests, key_of
+from rheostat_server.admission.compiled_requests import (
+    CompiledRequest,
+    CompiledRequests,
+    key_of,
+    may_select,
+)
 from rheostat_server.admission.estimates import estimate_observers, estimate_watches
 from rheostat_server.admission.global_steering import GlobalSteering, ServerWide
 from rheostat_server.admission.planning import check_ranges, compile_plan, observe
@@ -239,13 +244,14 @@ async def admit(
 async def _admit(
     request: GenerateRequest, size: int, admission: AdmissionContext, *, changeable: bool
 ) -> AdmittedRequest:
-    _check_head(request, admission)
+    selects = may_select(request)
+    _check_head(request, admission, selects=selects)
     controlled = check_controlled(request, admission.controllers, in_session=changeable)
-    with_text = _selects(request) and await offload_plan(
+    with_text = selects and await offload_plan(
         size, any_needs_text, steerings_of(request), request.captures, request.probes
     )
     prompt = await admission.prompts.resolve(request, with_text=with_text)
-    request_id = request.request_id or secrets.token_hex(16)
+    request_id = request.request_id or next(_NEW_IDS)
     observers: Sequence[Subscription] = ()
     if admission.subscriptions is not None and len(admission.subscriptions):
         observers = admission.subscriptions.selecting(request_id, request.labels)
@@ -262,6 +268,17 @@ async def _admit(
     return await offload_plan(
         work, admit_now, candidate, observers, admission, compiled_before=None
     )
+
+
+def _new_ids() -> Iterator[str]:
+    """Ids that nobody can guess, 64 for each call of the kernel."""
+    while True:
+        digits = secrets.token_hex(16 * 64)
+        for first in range(0, len(digits), 32):
+            yield digits[first : first + 32]
+
+
+_NEW_IDS = _new_ids()
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +329,8 @@ def admit_now(
     if compiled_before is not None:
         key = key_of(request, context, admission.server_wide, candidate.watches)
         known = None if key is None else compiled_before.find(key)
-    lookups = Lookups(admission.store.view())
     if known is None:
+        lookups = Lookups(admission.store.view())
         columns = admission.server_wide.columns
         probes = resolve_probes(request.probes, admission.sites, context, lookups, columns)
         own = resolve_steering(
@@ -337,7 +354,9 @@ def admit_now(
         captures = _resolve_captures(request, context, sampling.samples, lookups, admission)
     else:
         captures = known.captures
-    wanted = merged([*_directed(captures, admission), *observer_captures(observers, context)])
+    wanted: tuple[ObserverCapture, ...] = ()
+    if captures or observers:
+        wanted = merged([*_directed(captures, admission), *observer_captures(observers, context)])
     compiled = known
     if compiled is None:
         here = admission.server_wide.resolve(context)
@@ -417,8 +436,11 @@ def admit_now(
     )
 
 
-def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
-    """Checks the fields that depend neither on the prompt nor on vectors."""
+def _check_head(request: GenerateRequest, admission: AdmissionContext, *, selects: bool) -> None:
+    """Checks the fields that depend neither on the prompt nor on vectors.
+
+    `selects` is the result of `may_select`.
+    """
     if request.request_id:
         validation.matches(request.request_id, validation.REQUEST_ID, "request_id")
     check_rule_count(request.rules)
@@ -435,14 +457,8 @@ def _check_head(request: GenerateRequest, admission: AdmissionContext) -> None:
     _check_lora(request.lora_name, admission.info.loras)
     validation.labels(request.labels, "labels")
     _waits(request)
-    if _selects(request):
+    if selects:
         check_ranges(request.steering, request.captures, request.probes, request.rules)
-
-
-def _selects(request: GenerateRequest) -> bool:
-    """Whether a request has parts that may have selectors."""
-    parts = request.captures, request.probes, request.rules
-    return request.HasField("steering") or any(map(bool, parts))
 
 
 def steerings_of(request: GenerateRequest) -> list[steering_pb2.Steering]:
@@ -457,8 +473,11 @@ def _work(
     admission: AdmissionContext,
 ) -> int:
     """Bytes that `offload` counts for `admit_now`."""
-    length, vectors = len(prompt.token_ids), admission.store.view()
+    length = len(prompt.token_ids)
     work = estimate_observers(observers, length) + admission.server_wide.work.at(length)
+    if not may_select(request):
+        return work
+    vectors = admission.store.view()
     for steering in steerings_of(request):
         work += estimate_steering(steering, length, admission.sites, vectors)
     if request.captures:
@@ -555,8 +574,10 @@ def any_needs_text(
 
 
 def _check_lora(name: str, known: Sequence[str]) -> None:
+    if not name:
+        return
     validation.text_bytes(name, ID_BYTES, "lora_name")
-    if name and name not in known:
+    if name not in known:
         raise LoraNotFound(
             f"there is no adapter {name!r}: the server has {', '.join(known) or 'none'}",
             field="lora_name",

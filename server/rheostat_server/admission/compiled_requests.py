@@ -157,6 +157,8 @@ def key_of(
     watches: Sequence[Watch] = (),
 ) -> Key | None:
     """The key of a request in the cache; None if it is not kept."""
+    if not watches and server_wide.empty and not may_select(request):
+        return Key(b"", (), (), (), (), server_wide.version, 0, 0)
     if any(watch.settings.readings.reads_tokens for watch in watches):
         return None
     steering = request.steering.SerializeToString() if request.HasField("steering") else b""
@@ -186,6 +188,11 @@ def key_of(
     length, most = (context.prompt_len, context.max_tokens) if counts else (0, 0)
     names = tuple([watch.name for watch in watches])
     return Key(steering, captures, probes, rules, names, server_wide.version, length, most)
+
+
+def may_select(request: generation_service_pb2.GenerateRequest) -> bool:
+    """Whether a request has parts that may have selectors."""
+    return bool(request.HasField("steering") or request.captures or request.probes or request.rules)
 
 
 def _counts_positions(interventions: Sequence[steering_pb2.Intervention]) -> bool | None:

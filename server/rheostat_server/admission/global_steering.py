@@ -102,6 +102,11 @@ class GlobalSteering:
         return tuple({v.digest: v for v in vectors}.values())
 
     @property
+    def empty(self) -> bool:
+        """Whether it neither steers nor reads."""
+        return not (self.ops or self.rule_ops or self.probes)
+
+    @property
     def steering(self) -> steering_pb2.Steering:
         """Its steering."""
         return self.policy.steering
