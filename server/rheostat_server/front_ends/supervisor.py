@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
@@ -163,7 +164,8 @@ class _FrontEnd:
         self._connection = RecordConnection(self._receive, self._lost)
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls: dict[int, tuple[RemoteCall, asyncio.Task[None]]] = {}
+        self._calls: dict[int, tuple[RemoteCall, asyncio.Task[None] | None]] = {}
+        """Each has a task once it is its turn to start."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that answer calls. A call may have ended while its task still cleans up."""
         self._responsive = False
@@ -270,7 +272,7 @@ class _FrontEnd:
             call.receive(kind, body)
             if kind is Kind.DONE:
                 del self._calls[number]
-                if not call.ended:
+                if task is not None and not call.ended:
                     task.cancel()  # the client has disconnected
 
     def _begin(self, number: int, body: bytes) -> None:
@@ -280,15 +282,21 @@ class _FrontEnd:
             self._connection.send(kind, number, *body)
 
         call = RemoteCall(send, begin)
-        task = asyncio.create_task(self._answer_in_turn(begin.method, call))
+        self._calls[number] = call, None
+        self._starts.call(partial(self._start, number, begin.method, call))
+
+    def _start(self, number: int, path: str, call: RemoteCall) -> None:
+        """Starts to answer a call, unless its client has disconnected."""
+        if number not in self._calls:
+            return
+        task = asyncio.create_task(self._answer_to_end(path, call))
         self._calls[number] = call, task
         self._tasks.add(task)
         task.add_done_callback(self._remove_task)
 
-    async def _answer_in_turn(self, path: str, call: RemoteCall) -> None:
+    async def _answer_to_end(self, path: str, call: RemoteCall) -> None:
         """Answers a call, and reports its end to the front end even if answering fails."""
         try:
-            await self._starts.turn()
             await self._answer(path, call)
             call.end()
         finally:
@@ -312,7 +320,8 @@ class _FrontEnd:
         self._finish_start(FrontEndFailed("a front end has ended before it listened"))
         for call, task in self._calls.values():
             call.receive(Kind.DONE, b"")
-            task.cancel()
+            if task is not None:
+                task.cancel()
         self._calls.clear()
 
 

@@ -127,10 +127,10 @@ class ActiveRequest:
         self.attachment_attempts: set[str] = set()
         """Ids of subscriptions that were attached, or could not be."""
         self._number = next(_NUMBERS)
-        self.sequences = make_sequences(admitted, self.plan_id)
-        self.own_samples = [
-            sequence for sequence in self.sequences if sequence.kind is SequenceKind.OWN
-        ]
+        self.pace = None if admitted.in_session else pace
+        """Limits how often its tokens are sent. None in a session, whose client reacts to them."""
+        self.sequences = make_sequences(admitted, self.plan_id, self.pace)
+        self.own_samples = [own for own in self.sequences if own.kind is SequenceKind.OWN]
         """The request's own samples, without baselines."""
         self.signals: RequestSignals | None = None
         """What its probes read; None if it has no signals."""
@@ -146,8 +146,6 @@ class ActiveRequest:
         """The watches that hold it."""
         stops = self.signals is not None and self.signals.plan.stops
         hold_tokens(self.own_samples, admitted, stops, self.queue.byte_counter.add_tokens)
-        self.pace = None if admitted.in_session else pace
-        """Limits how often its tokens are sent. None in a session, whose client reacts to them."""
         let_tokens_wait(self.sequences, self.queue, self.pace)
         self.watched: tuple[WatchedPart, ...] = ()
         """The watches that read it, until it ends."""

@@ -128,6 +128,8 @@ class LateAttachment:
 
         Is called once the request has reserved its capacity.
         """
+        if not len(self._subscriptions) and not active.unobserved:
+            return
         admitted = active.admitted
         attempted = {
             observer_capture.subscription.name for observer_capture in admitted.observer_captures

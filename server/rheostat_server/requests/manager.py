@@ -375,13 +375,16 @@ class RequestManager:
 
     async def _prepare(self, active: ActiveRequest) -> None:
         """Reserves all that a request needs, and opens the receivers of its rows."""
-        await self.pin_vectors(active, active.admitted.vectors)
+        admitted = active.admitted
+        if admitted.vectors:
+            await self.pin_vectors(active, admitted.vectors)
         self._check_serving()
         for reservation in await self._reserve(active):
             active.prepared.append(await self.preparations.prepare(reservation.plan))
         await self.late_attachment.catch_up(active)
         self._check_serving()
-        await open_outputs(active, self)
+        if admitted.captures or admitted.observer_captures:
+            await open_outputs(active, self)
         self._check_serving()
 
     async def _discard(self, active: ActiveRequest, error: BaseException) -> None:

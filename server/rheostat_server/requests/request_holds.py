@@ -46,20 +46,20 @@ def hold_tokens(
 def let_tokens_wait(
     sequences: Sequence[EngineSequence], queue: ResponseQueue, pace: Pace | None
 ) -> None:
-    """Lets the tokens of a request wait for later ones, as early as possible.
+    """Lets held tokens of a request wait for later ones only after they are released.
 
-    The server must know tokens that are held at once. They wait after they are released.
+    The server must know tokens that are held at once.
 
     Args:
-        sequences: all sequences of the request, after `hold_tokens`.
+        sequences: all sequences of the request, after `hold_tokens`. Their jobs have the pace.
         queue: the queue of the request.
         pace: says how long tokens wait. None: they don't.
     """
-    if any(sequence.token_hold is not None for sequence in sequences):
-        queue.paced = pace is not None
+    if pace is None or all(sequence.token_hold is None for sequence in sequences):
         return
+    queue.paced = True
     for sequence in sequences:
-        sequence.job = replace(sequence.job, pace=pace)
+        sequence.job = replace(sequence.job, pace=None)
 
 
 @dataclass

@@ -26,6 +26,7 @@ from rheostat_server.admission.baseline import watched_sampling
 from rheostat_server.delivery.items import SequenceKey
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.engine.backend import Ending, Job, WorkerStats
+from rheostat_server.engine.pace import Pace
 from rheostat_server.errors import EngineLost
 from rheostat_server.requests.token_hold import TokenHold
 from rheostat_server.steering.interventions import Intervention
@@ -267,7 +268,8 @@ class EngineSequence:
 
     def resolve_all_changes(self) -> None:
         """Ends the wait for changes of captures, because the engine no longer has the sequence."""
-        self.resolve_changes(Attached(self.plan_id, self.capture_changes, OPEN_END, ""))
+        if self.pending_changes:
+            self.resolve_changes(Attached(self.plan_id, self.capture_changes, OPEN_END, ""))
 
     async def until_released(self, workers: SharedQuery[WorkerStats]) -> None:
         """Returns once the engine has released the sequence, or has never had it.
@@ -299,13 +301,16 @@ class EngineSequence:
 
 
 def make_sequences(
-    admitted: AdmittedRequest, plan_id: Callable[[int, SequenceKind], str]
+    admitted: AdmittedRequest,
+    plan_id: Callable[[int, SequenceKind], str],
+    pace: Pace | None = None,
 ) -> list[EngineSequence]:
     """The samples of a request, then those of its baseline.
 
     Args:
         admitted: the request.
         plan_id: the id of a sample's plan.
+        pace: lets their tokens wait for later ones. None: they don't.
     """
     baseline = admitted.baseline
     kinds = [(SequenceKind.OWN, admitted.plan, admitted.sampling)]
@@ -324,6 +329,7 @@ def make_sequences(
                 sample,
                 admitted.lora,
                 admitted.background,
+                pace,
             ),
             kind,
             sample,
@@ -340,6 +346,8 @@ def reservations(sequences: Sequence[EngineSequence], scoring_id: str) -> list[R
         sequences: from `make_sequences`.
         scoring_id: the id of a plan that scores a sample.
     """
+    if not any(sequence.job.plan.acts or sequence.job.plan.captures for sequence in sequences):
+        return []  # as for most requests; a baseline captures what its sample captures
     samples = sum(sequence.kind is SequenceKind.OWN for sequence in sequences)
     plans = {sequence.kind: sequence.job.plan for sequence in reversed(sequences)}
     if SequenceKind.BASELINE in plans:
