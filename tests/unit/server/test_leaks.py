@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
+from functools import lru_cache
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,7 @@ import pytest
 
 from rheostat_engine import Capacity
 from rheostat_server.admission import compiled_requests
+from rheostat_server.engine import sampling
 from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_wire.v1 import capture_pb2, generation_pb2, generation_service_pb2, run_service_pb2
 
@@ -268,8 +270,10 @@ async def warmed_up(starter, scratch: Path, rng: random.Random, count: int) -> R
 async def test_nothing_of_a_request_stays_whatever_its_client_does(
     starter, tmp_path, seed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Compiled requests stay, within a limit: here of as many as leave no doubt about the rest.
+    # Compiled requests and sampling settings stay, within limits: here of as many as leave no doubt
+    # about the rest.
     monkeypatch.setattr(compiled_requests, "COMPILED_REQUESTS", 2)
+    monkeypatch.setattr(sampling, "_kept", lru_cache(2)(sampling._kept.__wrapped__))
     rng = random.Random(seed)
     running = await warmed_up(starter, tmp_path, rng, 30)
     before = objects()
