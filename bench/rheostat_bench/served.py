@@ -45,7 +45,7 @@ async def address(server: RunningServer) -> str:
 async def connected(target: str) -> AsyncIterator[rheostat.aio.Engine]:
     """A client with a connection of its own."""
     gc.collect()
-    gc.freeze()  # or full collections visit the modules of the benchmark, for 50 ms
+    gc.freeze()  # otherwise full collections visit all imported modules, which takes 50 ms
     async with rheostat.aio.connect(target) as engine:
         yield engine
 

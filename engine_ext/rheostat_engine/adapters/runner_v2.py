@@ -4,9 +4,9 @@ Invariant: the instructions of a step are enqueued on the device before its forw
 active outside a real step, such as during warm-up, profiling and dummy batches.
 
 Why the instructions come last
-    They may wait for controllers, which decide from what the device computes in the step before.
-    So they are made when vLLM has prepared everything else of a step, its attention metadata
-    included: `prepare_inputs` of the model's state is the last call before the launch.
+    Making them may wait for controllers, which decide from the readings of the step before. So
+    vLLM first prepares everything else of a step, also its attention metadata. The last call before
+    the launch is `prepare_inputs` of the model's state, and the instructions are made after it.
 """
 
 from collections.abc import Callable
@@ -103,7 +103,7 @@ class GpuSiteRunner(GPUModelRunner):
 
 
 def call_after(model_state: object, begin: Callable[[], None]) -> None:
-    """Calls a function after each call of a model state's `prepare_inputs`."""
+    """Makes a model state's `prepare_inputs` call `begin` before it returns."""
     stock = getattr(model_state, _PREPARE_INPUTS)
 
     def prepare_inputs(*args: Any, **kwargs: Any) -> Any:  # vLLM's, passed through

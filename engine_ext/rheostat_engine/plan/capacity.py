@@ -22,7 +22,7 @@ from rheostat_engine.plan.shared_content import SharedContent
 from rheostat_engine.plan.tables import CaptureNeed
 
 MAX_BANK_ROWS = (1 << 22) - 1
-"""The most `Capacity.bank_rows`, because one int32 names a row, and a gate or a gain."""
+"""The largest `Capacity.bank_rows`. One int32 names a row and its gate or gain; see `ROW_UNIT`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,10 @@ _FLOATS = tl.constexpr(FLOATS)
 
 @triton.jit
 def _measure(dose_slot_ptr, factor, moved, norm):
-    """Adds a change of a row with a norm; `moved` as in `Doses`."""
+    """Adds a change of a row of norm `norm` to a dose slot.
+
+    `moved` is |change|, or the factor of an addition; see `worker/steering/doses`.
+    """
     share = tl.where(norm > 0, moved / norm, 0.0)
     tl.atomic_add(dose_slot_ptr, tl.where(factor > 0, 1.0, 0.0), sem="relaxed")
     tl.atomic_add(dose_slot_ptr + 1, moved, sem="relaxed")
@@ -108,7 +111,7 @@ def _factor(openness_ptr, gains_ptr, token, factors):
 
 @triton.jit
 def _factor_of_code(openness_ptr, gains_ptr, token, code):
-    """By what the row that a code names is multiplied; see `addition_code`."""
+    """The factor of the row that a code names; see `addition_code`."""
     number = code // _ROW_UNIT
     is_gate = (number > 0) & (number <= _GATES)
     openness = tl.load(openness_ptr + token * _GATES + number - 1, mask=is_gate, other=1.0)

@@ -215,7 +215,7 @@ def _factor(site: SiteBuffers, tokens: torch.Tensor, factors: torch.Tensor) -> t
 
 
 def _factor_of_codes(site: SiteBuffers, tokens: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """[n, 1]: by what the rows that codes name are multiplied; see `addition_code`."""
+    """[n, 1]: the factors of the rows that codes name; see `addition_code`."""
     numbers = codes // ROW_UNIT
     gates = torch.where(numbers > MAX_GATES, 0, numbers)
     return _factor(site, tokens, gates + GAIN_UNIT * (numbers - MAX_GATES).clamp(min=0))
@@ -306,7 +306,7 @@ def _measure(
 ) -> None:
     """Adds to each token's dose slot. A token whose factor is 0 is not counted.
 
-    The change None is that of an addition; see `Doses`.
+    `change` is None for an addition, whose factor is summed; see `worker/steering/doses`.
     """
     norm = x.square().sum(1).sqrt()
     moved = factor[:, 0] if change is None else change.square().sum(1).sqrt()

@@ -4,7 +4,7 @@ Where the wait is
     vLLM prepares step k+1 while the device still computes step k, but the host needs the gains of
     step k+1 to write its instructions. So `end` of step k only launches the copy of its readings,
     and `finish`, right before the instructions of step k+1 are looked up, waits for it. The runners
-    ask for the instructions last, so that the rest of step k+1 is prepared before the wait.
+    call `SiteRuntime.begin` last, so that the rest of step k+1 is prepared before the wait.
 Alike on every rank
     The rank that reports calls the controller, and sends its decision to the other ranks. Otherwise
     a clock, or a plugin that is not deterministic, could make the ranks disagree.

@@ -43,12 +43,12 @@ class Expander:
     def write_again(self, first_row: int, ids: torch.Tensor) -> None:
         """Writes the last step's instructions for other ring rows and input ids.
 
-        The device has the rest. `first_row` as in `Compact`; `ids` as in `write`.
+        All else is still on the device. `first_row` as in `Compact`; `ids` as in `write`.
         """
         last = self._last
         assert last is not None
         if last.ids is None and last.base is None:
-            return  # the buffers still have them
+            return  # the buffers still have the same instructions
         self._expand(last._replace(ids=None if last.ids is None else ids, first_row=first_row))
 
     def _expand(self, step: Instructions) -> None:

@@ -33,7 +33,7 @@ class Compact(NamedTuple):
     """[B, sites]: 1 + the block's first row at each site, counted from `first_row`; 0: the block is
     not captured there."""
     first_row: int = 0
-    """The ring row of the step's first row."""
+    """The ring row at which the rows of the step begin."""
 
     @classmethod
     def padded(

@@ -105,13 +105,13 @@ class _Written(NamedTuple):
 
     steered: Instruction
     base: npt.NDArray[np.int32] | None
-    """`StepCopies.base`; None: nothing was captured."""
+    """`StepCopies.base`; None if nothing was captured."""
     tokens: int
     """The number of tokens, including padding."""
     mask: npt.NDArray[np.bool_]
-    """[sites]: where they act or capture."""
+    """[sites]: whether a site steers or captures."""
     active: bool
-    """Whether there is such a site."""
+    """Whether any site does."""
 
 
 class _Removed(NamedTuple):
@@ -176,7 +176,7 @@ class SiteRuntime:
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
         self._any_number = False
-        """Whether one of them has a plan."""
+        """Whether a request of the last batch has a plan."""
 
     @property
     def requests(self) -> int:
@@ -371,7 +371,8 @@ class SiteRuntime:
         copies = None
         if self.captures is not None:
             copies = self.captures.begin(token_number, positions, self._progress, repeated=repeated)
-        self._apply_decisions()  # it may wait, so whatever does not depend on gains comes before
+        # It may wait for controllers, so all that does not depend on gains comes before.
+        self._apply_decisions()
         steered = self.steering.lookup(token_number, positions, repeated=repeated)
         signals = self._signals.begin(numbers, computed, scheduled, self._progress)
         controlled = self.controllers.begin(numbers, computed, scheduled)
@@ -383,7 +384,7 @@ class SiteRuntime:
         self._write(steered, copies, batch)
 
     def _write(self, steered: Instruction, copies: StepCopies | None, batch: Batch) -> None:
-        """Writes the instructions of a step."""
+        """Writes the instructions of a step, or reuses those of the last step if they are equal."""
         base = None if copies is None else copies.base
         written = self._written
         again = (

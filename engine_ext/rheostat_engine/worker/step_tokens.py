@@ -2,9 +2,9 @@
 
 Why
     In most steps, each request of the last step computes one more token. The instructions of such a
-    step are mostly those of the last one. Looking them up again would take some 60 numpy calls, as
-    long as a small model computes. So `Steering` and `Captures` keep what they found, with the
-    number of steps for which it stays right.
+    step are mostly those of the last one, and looking them up again takes many numpy calls. So
+    `Steering` and `Captures` cache their results, with the number of steps for which they are
+    valid.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class StepTokens(NamedTuple):
     positions: Int64
     """[n]: its position."""
     repeated: bool = False
-    """Whether each token follows a token of the last step, in the same order, and each request has
-    one. A request that began or ended since then does not change that."""
+    """Whether the requests are those of the last step, in the same order, and each computes one
+    token, the next. Their plans may have changed; see `Requests.changes`."""
 
 
 class TokensOfSteps:
@@ -31,11 +31,11 @@ class TokensOfSteps:
 
     def __init__(self) -> None:
         self._numbers: Int64 | None = None
-        """The argument of the last call, if each request had one token."""
+        """`numbers` of the last call, if each request had one token; otherwise None."""
         self._ones = b""
-        """The bytes of its scheduled tokens."""
+        """`scheduled` of the last call, as bytes."""
         self._next = b""
-        """The bytes of the positions of a step that repeats it."""
+        """The positions of a step that repeats the last one, as bytes."""
 
     def find(self, numbers: Int64, computed: Int64, scheduled: Int64) -> StepTokens:
         """The tokens of the next step.

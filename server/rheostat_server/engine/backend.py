@@ -279,8 +279,8 @@ class Backend(Protocol):
     def set_gains(self, updates: Sequence[GainsUpdate]) -> Awaitable[None]:
         """Changes gains of samples, each from its next step on. Events report the positions.
 
-        The result is ready once the engine will do so. Samples that have ended are ignored, and so
-        are those whose acts have no gains; see `Plan.gained`.
+        Await the result to know that the engine has stored the gains. Samples that have ended are
+        ignored, and so are those whose acts have no gains; see `Plan.gained`.
 
         Raises:
             EngineLost: the engine is gone.

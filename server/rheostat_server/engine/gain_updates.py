@@ -3,8 +3,8 @@
 Why together
     Every session may change a gain with every token, and the engine's core handles each message
     between two steps. So all gains of an iteration of the event loop go into one message, and so do
-    those that come in the pause behind it. The gains of a watch come together, and are sent before
-    the iteration ends.
+    those that come in the pause after a message. The gains of a watch come together, so they are
+    sent at once.
 
 Why a message waits for no answer
     The core answers between two steps. A gain that waited for the answer to an earlier message
@@ -57,7 +57,7 @@ class GainUpdates:
         self._scheduled = False
         """Whether waiting gains will be sent in the next iteration of the event loop."""
         self._sending: asyncio.Future[None] | None = None
-        """Sends messages and pauses behind each; None: it was never begun."""
+        """Runs `_send_all`. None before the first message."""
         self._unanswered: set[asyncio.Task[None]] = set()
         """Messages that the core has not answered."""
         self._pause = _PAUSE
@@ -78,7 +78,7 @@ class GainUpdates:
             asyncio.get_running_loop().call_soon(self._send_scheduled)
 
     def send_now(self) -> None:
-        """Sends waiting gains, or after the pause if there is one."""
+        """Sends waiting gains at once, or in the pause after a message, when the pause ends."""
         if self._waiting and (self._sending is None or self._sending.done()):
             self._sending = begin_now(self._send_all())
 
@@ -95,7 +95,7 @@ class GainUpdates:
             await asyncio.wait(self._unanswered, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
 
     async def _answered(self, answer: Awaitable[None], message: list[_Waiting]) -> None:
-        """Returns once the core has answered a message."""
+        """Waits for the answer to a message. If it is an error, the requests of the gains fail."""
         try:
             await answer
         except Exception as error:  # nobody awaits this; the requests must get the error

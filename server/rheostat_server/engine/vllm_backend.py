@@ -249,7 +249,8 @@ class VllmBackend:
 
     def set_gains(self, updates: Sequence[GainsUpdate]) -> Awaitable[None]:
         """Changes gains of samples, each from its next step on."""
-        return self._set_gains(begin_now(send_gains(self._llm, updates)))  # it is sent by now
+        sending = begin_now(send_gains(self._llm, updates))  # sends the message before it returns
+        return self._set_gains(sending)
 
     async def _set_gains(self, sending: asyncio.Future[None]) -> None:
         try:

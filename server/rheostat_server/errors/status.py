@@ -27,8 +27,8 @@ _METADATA_BYTES = 128
 _METADATA_ENTRIES = 4
 
 
-class _Facts(NamedTuple):
-    """What a status says. Texts are cut."""
+class _Content(NamedTuple):
+    """The content of a status. Texts are already cut."""
 
     code: str
     reason: str
@@ -49,7 +49,7 @@ def to_status(error: RheostatError) -> status_pb2.Status:
     resource = error.resource if isinstance(error, NotFound | AlreadyExists) else None
     if resource is not None:
         resource = Resource(_cut(resource.kind, _NAME_BYTES), _cut(resource.name, _NAME_BYTES))
-    facts = _Facts(
+    content = _Content(
         error.code,
         error.reason,
         _cut(error.message, _MESSAGE_BYTES),
@@ -63,47 +63,47 @@ def to_status(error: RheostatError) -> status_pb2.Status:
         error.retry_after,
     )
     status = status_pb2.Status()
-    status.CopyFrom(_status(facts))  # the caller may change it
+    status.CopyFrom(_status(content))  # the caller may change it
     return status
 
 
 @lru_cache(maxsize=64)
-def _status(facts: _Facts) -> status_pb2.Status:
-    """The status with these facts.
+def _status(content: _Content) -> status_pb2.Status:
+    """The status with this content.
 
-    It is kept, because a client may have a thousand updates refused at once for the same reason,
-    and packing the details takes most of the time of a refusal.
+    Cached, because a client may get a thousand equal refusals at once, and packing the details
+    takes most of the time of a refusal.
     """
-    message, field = facts.message, facts.field
+    message, field = content.message, content.field
     details: list[Message] = [
         error_details_pb2.ErrorInfo(
-            reason=facts.reason, domain=DOMAIN, metadata=dict(facts.metadata)
+            reason=content.reason, domain=DOMAIN, metadata=dict(content.metadata)
         )
     ]
     if field:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=field, description=message, reason=facts.reason
+            field=field, description=message, reason=content.reason
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if facts.failed_precondition:
+    if content.failed_precondition:
         failure = error_details_pb2.PreconditionFailure.Violation(
-            type=facts.reason, subject=field, description=message
+            type=content.reason, subject=field, description=message
         )
         details.append(error_details_pb2.PreconditionFailure(violations=[failure]))
-    if facts.resource is not None:
+    if content.resource is not None:
         details.append(
             error_details_pb2.ResourceInfo(
-                resource_type=facts.resource.kind,
-                resource_name=facts.resource.name,
+                resource_type=content.resource.kind,
+                resource_name=content.resource.name,
                 description=message,
             )
         )
-    if facts.retry_after is not None:
+    if content.retry_after is not None:
         delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(facts.retry_after * 1000))
+        delay.FromMilliseconds(round(content.retry_after * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return status_pb2.Status(
-        code=code_pb2.Code.Value(facts.code),
+        code=code_pb2.Code.Value(content.code),
         message=message,
         details=[_packed(detail) for detail in details],
     )

@@ -92,8 +92,8 @@ async def _handle(
 ) -> bool:
     """Carries out a message that acts on requests. It is answered now or later.
 
-    If another call resumes the watch meanwhile, the rest of the message is not carried out: the
-    client sends there again what was not answered.
+    If another call resumes the watch meanwhile, the rest of the message is not carried out, because
+    the client sends unanswered changes again in that call.
 
     Args:
         stop: ends a request.
@@ -103,7 +103,7 @@ async def _handle(
         turn: returns when the next change may be made.
         found: the watch.
         message: the message.
-        reads: whether the call still reads the watch.
+        reads: returns whether this call still reads the watch.
 
     Returns:
         Whether it is such a message.
@@ -143,7 +143,7 @@ async def _steer_all(
     messages: Sequence[monitor_service_pb2.WatchSteer],
     reads: Callable[[], bool],
 ) -> None:
-    """Changes the steering of requests while the call reads the watch.
+    """Changes the steering of requests, as long as the call reads the watch.
 
     `release` is called once all changes have been answered.
 

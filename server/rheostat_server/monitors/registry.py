@@ -33,9 +33,9 @@ _BUFFER_BYTES = 8 * MIB
 """Bytes of a watch's buffer by default."""
 
 _CHANGES_SECONDS = 0.004
-"""Processor time in an iteration of the event loop in which changes of requests begin. A message
-may have 1,024 changes, which must not delay the tokens of other clients. But the gains of 32
-streams, which come in one message, should be set at once."""
+"""Changes of requests begin only in so much processor time of each iteration of the event loop. A
+message may have 1,024 changes, which must not delay the tokens of other clients. But the gains of
+32 streams, which come in one message, should be set at once."""
 
 _Key = tuple[frozenset[str] | None, frozenset[tuple[str, str]]]
 """Equal for filters that select the same requests."""

@@ -84,13 +84,13 @@ _LAST_READS = 5.0
 _UNHANDLED = "the server could not handle what the request's probes have read"
 
 _WAKE_TURNS = 8
-"""Readers of responses that wake in an iteration of the event loop. Each takes about 0.1 ms to send
-a token. What comes meanwhile, such as gains, waits for no more."""
+"""The most readers of responses that wake in an iteration of the event loop. Each takes about
+0.1 ms to send a token, and other work of the loop, such as gains, waits for all of them."""
 
 _ROWS_TURNS = 8
-"""Requests that may send rows in an iteration of the event loop; one while readers wait for their
-turns. Tokens, which come between two iterations, wait for no more. Rows of 36 layers take as long
-as ten tokens."""
+"""The most requests that send rows in an iteration of the event loop. It is one while readers wait
+for their turns. Tokens of the engine, which come between two iterations, wait for these rows. Rows
+of 36 layers take as long as ten tokens."""
 
 _ENDING = "the server is shutting down; it admits no more requests"
 

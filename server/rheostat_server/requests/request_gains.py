@@ -140,13 +140,13 @@ class RequestGains:
 
     @property
     def installed(self) -> bool:
-        """Whether the samples have the table with gains, so that gains are numbers."""
+        """Whether the samples have the table with gains, so that a gain is sent as a number."""
         return self._installed
 
     async def install(
         self, setter: str, update_id: int, gain: gain_pb2.Gain, install: Install
     ) -> None:
-        """Gives the samples the table with gains, unless the gain that needs it is refused.
+        """Gives the samples the table with gains. The gain itself is checked, but not set.
 
         Args:
             setter: the id of the watch that sets the gain; empty: the session.

@@ -7,9 +7,10 @@ bounded size. They count in the memory of the request. When this memory is full,
 because tokens must not be lost.
 
 A waiting reader gets an entry directly, so that tokens of a fast reader are neither stored nor
-counted. If many readers would wake in one iteration of the event loop, they take turns, because an
-iteration in which all of them send their messages would take milliseconds. While many streams run,
-tokens wait for later tokens; see `Pace`. Those of most requests have waited before they come here.
+counted. Few readers wake in an iteration of the event loop, and the others wait for their turns,
+because an iteration in which hundreds of messages are sent takes milliseconds. While many streams
+run, tokens wait for later tokens; see `Pace`. Tokens of most requests have waited before they come
+here.
 """
 
 import asyncio
@@ -180,7 +181,7 @@ class ResponseQueue(Holder):
         """Set while the reader waits for an entry."""
         self._turns = turns
         self._turn_asked = False
-        """Whether the reader will wake at its turn."""
+        """Whether the reader waits for its turn to wake."""
         self._pace = pace or Pace()
         self._streams: set[EngineSequence] = set()
         """The samples that `pace` counts."""
@@ -315,7 +316,7 @@ class ResponseQueue(Holder):
             self._wake_in_turn()
 
     def _give(self, entry: Entry) -> bool:
-        """Gives an entry to the waiting reader, unless that has to wait for its turn."""
+        """Gives an entry to the waiting reader; returns False if the reader must wait its turn."""
         reader = self._reader
         if reader is None:
             return False
@@ -328,7 +329,7 @@ class ResponseQueue(Holder):
         return True
 
     def _wake_in_turn(self) -> None:
-        """As `_wake`, at the reader's turn."""
+        """Calls `_wake` when it is the reader's turn."""
         if self._turns is None:
             self._wake()
         elif not self._turn_asked and self._reader is not None and not self._reader.done():

@@ -418,7 +418,7 @@ class RequestSignals(Holder):
         if len(self._gates):
             return None
         if len(values) == 1 and any(number == number for number in values[0].tolist()):
-            return None  # the usual case, without the calls of numpy
+            return None  # one position with a reading is usual; the calls of numpy take longer
         unread: npt.NDArray[np.bool_] = np.logical_and.reduce(np.isnan(values), axis=1)
         if not unread.any():
             return None

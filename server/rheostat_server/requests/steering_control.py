@@ -170,8 +170,7 @@ class SteeringControl:
         self._pending += bool(change.watch)
         change = change._replace(answer=partial(self._answer, change))
         if self.task is None and self._gains.installed and isinstance(change.what, gain_pb2.Gain):
-            # A gain is sent at once. A task for each would cost more than the gain, and an
-            # iteration of the event loop.
+            # A task would cost more than sending the gain, and begin in the next iteration.
             with self._refusing(change):
                 self._gains.apply(change.watch, change.what, partial(_answer_gain, change))
             return

@@ -39,7 +39,7 @@ class WatchedRequests:
             gain_updates: sends gains to the engine.
         """
         self.send_gains = gain_updates.send_now
-        """Sends the gains that were set by `steer`. They would be sent soon anyway."""
+        """Sends the gains that `steer` has set. Otherwise they are sent in the next iteration."""
         self._watches = watches
         self._active_requests = active_requests
         watches.stop = self._stop_all

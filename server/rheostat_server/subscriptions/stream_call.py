@@ -119,7 +119,7 @@ async def call_events(
         batched: whether the client reads several events in a message.
         attach: attaches a new stream to requests that already run.
         handle: handles a message of any other kind than credit, ack and leave; returns whether it
-            knows the kind. Its last argument says whether the call still reads the stream.
+            handles the kind. Its last argument returns whether the call still reads the stream.
 
     Raises:
         RheostatError: the stream has failed.

@@ -1,7 +1,8 @@
 """Begins a coroutine at once: it runs to its first wait before the call returns.
 
 Why: a task begins in the next iteration of the event loop. In a busy server an iteration takes
-milliseconds, and a chain of tasks takes one for each. From Python 3.12 on, tasks can do the same.
+milliseconds, and in a chain of tasks each task adds one. Python 3.12 has eager tasks, but the
+server also runs with 3.11.
 """
 
 import asyncio
@@ -13,10 +14,10 @@ T = TypeVar("T")
 
 
 def begin_now(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    """Runs work to its first wait, and the rest in a task; returns its result.
+    """Runs work to its first wait, and the rest in a task; returns the future of its result.
 
-    Until its first wait, the work is a part of the caller's task, if there is one. It must not use
-    `asyncio.timeout` or `asyncio.current_task` there.
+    Up to its first wait, the work runs in the caller's task, so it must not use `asyncio.timeout`
+    or `asyncio.current_task` there.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
@@ -32,12 +33,12 @@ def begin_now(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
 
 
 async def _rest(work: Coroutine[Any, Any, T], waits_for: object) -> T:
-    return await _going_on(work, waits_for)
+    return await _resume(work, waits_for)
 
 
 @types.coroutine
-def _going_on(work: Coroutine[Any, Any, T], waits_for: object) -> Generator[object, Any, T]:
-    """Goes on with work that waits for something."""
+def _resume(work: Coroutine[Any, Any, T], waits_for: object) -> Generator[object, Any, T]:
+    """Runs the rest of work, which waits for `waits_for`."""
     try:
         while True:
             try:

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable
 
 _WOKEN = 8
-"""Waiting callers of `TimedTurns` that go on in an iteration, however long each takes."""
+"""The most waiting callers of `TimedTurns` that go on in an iteration, however long each takes."""
 
 
 class Turns:
     """Calls a limited number of functions in each iteration of the event loop, in order."""
 
     def __init__(self, most: int, after: "Turns | None" = None) -> None:
-        """At most `most` are called in an iteration; one while functions of `after` wait."""
+        """Calls at most `most` functions in an iteration; one while functions of `after` wait."""
         self._most = self._free = most
         self._after = after
         self._waiting: deque[Callable[[], object]] = deque()
@@ -68,21 +68,21 @@ class Turns:
 class TimedTurns:
     """Lets callers work for a limited time in each iteration of the event loop, in order.
 
-    Cheap pieces of work all pass at once. Of expensive ones, few do.
+    An iteration does many cheap pieces of work, or few expensive ones.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.thread_time) -> None:
-        """Work begins in the first `seconds` of an iteration that `clock` counts.
+        """No more work begins once `clock` has counted `seconds` in an iteration.
 
-        By default that is the processor time of the thread. If it counted the time for which the
-        thread waits for a processor, callers would wait longest on a busy machine.
+        By default the clock counts the processor time of the thread. If it also counted waits for a
+        processor, callers would wait longest on a busy machine.
 
-        In an iteration, `_WOKEN` callers that have waited also do one piece of work each.
+        Apart from that, up to `_WOKEN` callers that have waited do a piece of work each.
         """
         self._seconds = seconds
         self._clock = clock
         self._end: float | None = None
-        """When no more work begins in this iteration; None: none was begun."""
+        """The time after which no more work begins in this iteration; None if no work began."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def turn(self) -> None:

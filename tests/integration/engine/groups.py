@@ -29,4 +29,4 @@ TIGHT: dict[str, Any] = {
 IN_TIGHT = pytest.mark.xdist_group("llama tight")
 """Uses the engine that `start(**TIGHT)` starts."""
 FORKED = pytest.mark.xdist_group("test_split")
-"""Its workers are forked from the process from which those of `test_split` are forked."""
+"""Forks its workers from the same process as `test_split`, which has imported vLLM."""

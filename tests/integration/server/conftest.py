@@ -158,9 +158,9 @@ def small_server(
 
 @pytest.fixture(scope="session")
 def tight_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose device has no memory for directions, with a sink and with controllers.
+    """A server with a sink and controllers, and without device memory for encodings.
 
-    The budget of the controllers is large, because tests run beside it.
+    The budget of the controllers is large, because other tests run at the same time.
     """
     folder = tmp_path_factory.mktemp("tight")
     install(folder)

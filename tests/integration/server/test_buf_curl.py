@@ -155,7 +155,7 @@ def test_reflection_lists_every_service(server: Server) -> None:
 def test_a_served_rpc_answers(server: Server, engine: rheostat.Engine, method: str) -> None:
     message, field = SERVED[method]
     done = curl(server.target, method, message)
-    for run in engine.runs():  # that of CaptureRun would be kept for an hour
+    for run in engine.runs():  # CaptureRun stores a run for an hour
         engine.delete_run(run.id)
     assert done.returncode == 0, done.stderr
     assert field in done.stdout

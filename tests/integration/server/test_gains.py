@@ -201,7 +201,7 @@ def test_gains_of_preempted_samples_are_those_of_their_positions(
     small_server: Server, small: rheostat.Engine, reference: HfReference
 ) -> None:
     rng = np.random.default_rng(5)
-    # As in `test_preemption`, a sample may give way twice.
+    # As in `test_preemption`, a sample may be preempted twice.
     prompts = [rng.integers(3, 1900, 230).tolist() for _ in range(3)]
     placed = [
         Placed(OPS["add"], [1], window(90) | generated(), lambda p, token, n: p >= 90),

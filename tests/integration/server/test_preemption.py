@@ -1,8 +1,8 @@
-"""Samples that lose their place in a full KV cache and come back are steered as if nothing was.
+"""Samples that a full KV cache preempts are steered as if they had not been preempted.
 
 The small server's cache holds 16 blocks of 128 tokens: too few for any five of these samples. Those
-of a request begin together, so that some must give way. Each sample needs a third block after 26
-tokens and a fourth one after 154, so that it may give way twice.
+of a request begin together, so some are preempted. Each sample needs a third block after 26 tokens
+and a fourth one after 154, so it may be preempted twice.
 """
 
 import asyncio

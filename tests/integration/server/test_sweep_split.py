@@ -11,7 +11,7 @@ from ..engine.reference import HfReference
 from .conftest import Server, serving
 from .test_sweeps import LAYERS, Services, assert_cells, connected, grade, sites, sweep
 
-# Both tests are of the group of `tight_server`, so that one worker starts the split server once.
+# Both tests use `tight_server`, so one worker of pytest-xdist runs them and starts `split` once.
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("tight_server")]
 
 

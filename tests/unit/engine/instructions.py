@@ -105,7 +105,7 @@ def buffers(
     Args:
         width: W.
         dtype: of the rows and the ring.
-        codes: of each token: 0, that of an addition, or minus a program's number from 1.
+        codes: of each token: 0, the code of an addition, or minus a program's number from 1.
         captured: ring row of each token.
         programs: the chains.
         seed: of the rows and directions.

@@ -104,7 +104,7 @@ def check_additions(
 
 
 def check_multiplied(width: int, dtype: torch.dtype, residual: torch.dtype | None) -> None:
-    """Rows that a gate or a gain multiplies are added bit for bit, as chains of one step do."""
+    """Codes that add a row with a gate or a gain give the bits that chains of one step give."""
     numbers = [1, MAX_GATES, MAX_GATES + 1, MAX_GATES + MAX_GAINS]
     codes = [0, *(row + ROW_UNIT * number for row in (1, 3, 0) for number in numbers), 2]
     chained = [

@@ -57,7 +57,7 @@ class Schedule:
                 self._decode(worker)
 
     def _decode(self, worker: Worker) -> None:
-        """Each request computes a token in each of some steps, all in the same order."""
+        """In each of some steps, each running request computes one token."""
         padding = self._data.draw(st.integers(0, 8), "padding")
         left = min(self._lengths[i] - self._next[i] for i in self._running)
         for _ in range(self._data.draw(st.integers(1, left), "steps")):

@@ -80,13 +80,13 @@ class Responses(Generic[Answer]):
 
 
 class Requests:
-    """The requests of a running call that wait to be sent."""
+    """Queue of the requests that a running call has not sent yet."""
 
     def __init__(self, join_requests: JoinRequests) -> None:
         self._join = join_requests
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[Message | None] = deque()
-        self._news = asyncio.Event()
+        self._added = asyncio.Event()
 
     def add(self, request: Message | None) -> None:
         """Add a request; None is the last. Thread-safe.
@@ -95,19 +95,18 @@ class Requests:
         """
         self._waiting.append(request)
         if _running_loop() is self._loop:
-            # Through `call_soon_threadsafe`, a request would wait for the next iteration of the
-            # loop, and each costs a write to the loop's socket.
-            self._news.set()
+            # `call_soon_threadsafe` would add an iteration of the loop, and a write to its socket.
+            self._added.set()
             return
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._news.set)
+            self._loop.call_soon_threadsafe(self._added.set)
 
     async def until_none(self) -> AsyncIterator[Message]:
         """Yields the requests up to None. Requests that wait at the same time are joined."""
         last = False
         while not last:
-            await self._news.wait()
-            self._news.clear()
+            await self._added.wait()
+            self._added.clear()
             waiting: list[Message] = []
             while self._waiting and not last:
                 request = self._waiting.popleft()

@@ -54,7 +54,7 @@ class StepCopies(NamedTuple):
     base: npt.NDArray[np.int32]
     """[B, sites]: see `Compact`."""
     first_row: int
-    """The ring row of the step's first row."""
+    """The ring row at which the rows of the step begin."""
     sites: npt.NDArray[np.bool_]
     """[sites]: whether rows are copied at a site."""
 
@@ -65,7 +65,7 @@ class StepCopies(NamedTuple):
 
 
 class _StepRows(NamedTuple):
-    """The rows of a step, and their labels. `copies.first_row` is unknown."""
+    """The rows of a step, and their labels. `copies.first_row` is not set yet."""
 
     copies: StepCopies
     head: RowsHead
@@ -75,7 +75,7 @@ class _StepRows(NamedTuple):
     total: int
     """The number of rows."""
     plain: int
-    """Rows sent raw although an encoding was requested."""
+    """The number of rows sent raw although an encoding was requested."""
     complete: bool
     """Whether all selected rows fit."""
 
@@ -86,15 +86,15 @@ class _StepRows(NamedTuple):
         return self._replace(head=head, starts=starts)
 
 
-class _Known(NamedTuple):
-    """The rows of the last step, for the steps that repeat it."""
+class _CachedRows(NamedTuple):
+    """The rows of the last step, cached for the steps that repeat it."""
 
     rows: _StepRows | None
     """None: no row is selected."""
     steps: int
-    """The number of steps for which they are right."""
+    """The number of further steps for which they are valid."""
     changes: int
-    """`Requests.changes` when they were looked up."""
+    """`Requests.changes` at the lookup. The rows are invalid once it differs."""
 
 
 class Captures:
@@ -126,7 +126,7 @@ class Captures:
         self.sets = CaptureSets(self._site_sets, encodings, site_slots, present)
         self._requests = Requests(self.sets.functions)
         self._pending: _PendingCopy | None = None
-        self._known: _Known | None = None
+        self._cached: _CachedRows | None = None
 
     @property
     def ring_bytes(self) -> int:
@@ -186,24 +186,24 @@ class Captures:
     ) -> StepCopies | None:
         """Reserves ring rows for the current step; returns None if there are no rows to copy.
 
-        If a step only repeats the last one, `blocks`, `base` and `sites` may be the same objects.
+        If a step repeats the last one, `blocks`, `base` and `sites` may be the same objects.
 
         Args:
             numbers: [n]: the request number of each token.
             positions: [n]: its position.
             progress: the progress before this step.
-            repeated: as in `StepTokens`.
+            repeated: see `StepTokens`.
         """
         if not len(self._requests):
             return None
-        known, self._known = self._known, None
-        if repeated and known is not None and self._holds(known):
-            rows = None if known.rows is None else known.rows.one_later()
-            self._known = _Known(rows, known.steps - 1, known.changes)
+        cached, self._cached = self._cached, None
+        if repeated and cached is not None and self._is_valid(cached):
+            rows = None if cached.rows is None else cached.rows.one_later()
+            self._cached = _CachedRows(rows, cached.steps - 1, cached.changes)
         else:
-            rows = self._find(numbers, positions, progress)
+            rows = self._select(numbers, positions, progress)
             if repeated and not (positions < progress.computed_end[numbers]).any():
-                self._known = self._keep(rows, numbers, positions)
+                self._cached = self._rows_to_cache(rows, numbers, positions)
         if rows is None or not rows.total:
             return None
         self.captured_rows += rows.total
@@ -212,20 +212,22 @@ class Captures:
         self._pending = _PendingCopy(region, rows.head, rows.groups)
         return rows.copies._replace(first_row=region.start)
 
-    def _holds(self, known: _Known) -> bool:
-        """Whether a step that repeats the last one has the known rows, and they fit."""
-        if not known.steps or known.changes != self._requests.changes:
+    def _is_valid(self, cached: _CachedRows) -> bool:
+        """Whether a step that repeats the last one has the cached rows, and they fit."""
+        if not cached.steps or cached.changes != self._requests.changes:
             return False
-        return known.rows is None or known.rows.total <= self._free_rows()
+        return cached.rows is None or cached.rows.total <= self._free_rows()
 
-    def _keep(self, rows: _StepRows | None, numbers: Int64, positions: Int64) -> _Known | None:
-        """The rows of the current step for the steps that repeat it; None if rows are lost."""
+    def _rows_to_cache(
+        self, rows: _StepRows | None, numbers: Int64, positions: Int64
+    ) -> _CachedRows | None:
+        """The rows of the current step for the cache; None if some did not fit and are lost."""
         if rows is not None and not rows.complete:
             return None
         steps = self._requests.steps_alike(numbers, positions)
-        return _Known(rows, steps, self._requests.changes)
+        return _CachedRows(rows, steps, self._requests.changes)
 
-    def _find(
+    def _select(
         self, numbers: Int64, positions: Int64, progress: RequestProgress
     ) -> _StepRows | None:
         """The rows of the current step; None if none is selected."""

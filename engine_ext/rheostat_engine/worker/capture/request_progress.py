@@ -54,7 +54,7 @@ class RequestProgress:
     def advance(self, numbers: Int64, start: Int64, end: Int64, *, repeated: bool = False) -> None:
         """Records that the requests compute positions [start, end) in this step.
 
-        With `repeated`, the step is as in `StepTokens`.
+        `repeated`: see `StepTokens`. Such a step computes no position before the last step's.
         """
         if not repeated:
             self.computed_start[numbers] = np.minimum(self.computed_start[numbers], start)

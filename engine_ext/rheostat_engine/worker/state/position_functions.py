@@ -18,7 +18,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 FOREVER = 2**62
-"""A position beyond all others."""
+"""A position above every real one."""
 
 _POSITION_BITS = 32
 _POSITION_MASK = (1 << _POSITION_BITS) - 1
@@ -243,10 +243,10 @@ class Requests:
         return self._functions.lookup(functions, positions), bases
 
     def steps_alike(self, numbers: Int64, positions: Int64) -> int:
-        """How many steps after this one find the same at every token, until `changes` rises.
+        """For how many more steps `lookup` returns the same, as long as `changes` stays the same.
 
-        In each step the position of each token is one higher. `numbers` and `positions` as in
-        `find`. 0 may stand for a larger number, if the functions of a request were changed.
+        Each step raises the position of each token by one. `numbers` and `positions` as in `find`.
+        The result may be 0, which is too low, if a request's functions were changed earlier.
         """
         existing = np.where(numbers < len(self._last_first), numbers, 0)
         if self._earlier and (positions < self._last_first[existing]).any():

@@ -2,8 +2,8 @@
 
 A dose slot has one measurement at one site, for one variant of one request: the number of rows, the
 sum of |change|, and sum and maximum of |change| / |x|. An addition changes a row by its vector,
-multiplied by a factor f: how far a gate is open, a gain, or 1. In place of |change|, the kernel
-then takes f, and the sums are multiplied here by the norm of the vector.
+multiplied by a factor f: how far a gate is open, a gain, or 1. The kernel then sums f in place of
+|change|. The sums are multiplied by the norm of the vector when they are read here.
 
 Invariants: dose slots are zero when a request gets them. The first `MAX_STEPS` slots belong to no
 request. If too few slots are free for a request, the kernel writes its measurements there.
@@ -81,7 +81,7 @@ class _Entries(NamedTuple):
     sites: Int64
     dose_slots: Int64
     norms: npt.NDArray[np.float64]
-    """By what the sums are multiplied: of an addition |v|, 1 for any other act."""
+    """The factor of the sums: |v| if the act adds a vector v, 1 for any other act."""
     firsts: Int64
     """[m]: the first entry of each act at a site. The others follow it."""
 

@@ -9,9 +9,9 @@ instruction is the code of a program: 0 does nothing, -s runs the chain from ste
 0 adds a row of the bank; see `addition_code`.
 
 Why some additions are codes although they have a chain
-    A site loads a row that a code names together with the stream. A chain takes some microseconds
-    longer, at each site: it first loads its step, then the row. An addition that a gate or a gain
-    multiplies is usually alone at a site, apart from the first, where the gate is opened.
+    If a code names a row, the site loads it together with the stream. A chain loads its step first,
+    then the row, which takes some microseconds longer at each site. An addition with a gate or a
+    gain is usually alone at its site, except at the site that opens the gate.
 """
 
 from collections.abc import Sequence
@@ -400,10 +400,10 @@ def _factors(step: Step) -> int:
 
 
 def addition_code(program: Program, row: int) -> int | None:
-    """The code of a program that only adds a row; None of any other program.
+    """The code of a program that adds one row with at most one factor; None for other programs.
 
-    It is the row, and `ROW_UNIT` times what multiplies the row: 1 plus the number of a gate,
-    `MAX_GATES` plus 1 plus the index of a gain, or 0.
+    The code is `row` + `ROW_UNIT` * n. n names the factor: 0 is none, 1 + the number of a gate, or
+    1 + `MAX_GATES` + the index of a gain.
 
     Args:
         program: the program.

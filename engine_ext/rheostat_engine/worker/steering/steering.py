@@ -182,14 +182,14 @@ class Instruction(NamedTuple):
     """The tokens whose gains are not all 1; see `GainStates.write`."""
 
 
-class _Known(NamedTuple):
-    """The instructions of a step, for the steps that repeat it."""
+class _CachedInstruction(NamedTuple):
+    """The instructions of a step, cached for the steps that repeat it."""
 
     instruction: Instruction
     steps: int
-    """The number of steps for which they are right."""
+    """The number of further steps for which they are valid."""
     changes: int
-    """`Requests.changes` when they were looked up."""
+    """`Requests.changes` at the lookup. The instructions are invalid once it differs."""
 
 
 class Steering:
@@ -216,7 +216,7 @@ class Steering:
         self._functions = Functions(columns=3)
         self.built_tables = BuiltTables(bank, rules, self._functions, self._vectors, self._norms)
         self._requests = Requests(self._functions, bases=4)
-        self._known: _Known | None = None
+        self._cached: _CachedInstruction | None = None
         self._variants: dict[int, Int32] = {}
         """By request number: the first variants of all its parts, one after the other."""
 
@@ -373,17 +373,17 @@ class Steering:
     def lookup(self, numbers: Int64, positions: Int64, *, repeated: bool = False) -> Instruction:
         """Looks up the instructions for each token of a step; see `Requests.lookup`.
 
-        Rows and programs that they need are copied to the device. With `repeated`, the step is as
-        in `StepTokens`. The result may then be the same object as in the last step.
+        Rows and programs that they need are copied to the device. If the step is `repeated` (see
+        `StepTokens`), the result may be the same object as in the last step.
         """
-        known, self._known = self._known, None
+        cached, self._cached = self._cached, None
         if repeated and not len(self.gains):
-            if known is not None and known.steps and known.changes == self._requests.changes:
-                self._known = known._replace(steps=known.steps - 1)
-                return known.instruction
+            if cached is not None and cached.steps and cached.changes == self._requests.changes:
+                self._cached = cached._replace(steps=cached.steps - 1)
+                return cached.instruction
             instruction = self._look_up(numbers, positions)
             steps = self._requests.steps_alike(numbers, positions)
-            self._known = _Known(instruction, steps, self._requests.changes)
+            self._cached = _CachedInstruction(instruction, steps, self._requests.changes)
             return instruction
         return self._look_up(numbers, positions)
 

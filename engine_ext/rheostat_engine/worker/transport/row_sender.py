@@ -81,7 +81,7 @@ class _PendingRows:
         self._launched.acquire()
 
     def set_launched(self) -> None:
-        """The copies were launched, or have failed."""
+        """Call this once the copies were launched or have failed."""
         self._launched.release()
 
     @property
@@ -374,7 +374,7 @@ def pack(
 
     Encoding takes at most `scratch` bytes of device memory at once.
     """
-    if len(groups) == 1 and groups[0].encoding is None:  # few calls, as in most decode steps
+    if len(groups) == 1 and groups[0].encoding is None:  # the usual case, in one copy
         copies.copy(target, rows)
         return
     raw = rows.shape[1] * rows.element_size()

@@ -166,7 +166,7 @@ async def test_requests_of_threads_and_of_the_event_loop_keep_their_order() -> N
     for begin in range(0, 100, 10):
         if begin % 20:
             add(numbered[begin : begin + 10])
-        else:  # the loop does not run meanwhile, as if it were busy
+        else:  # the loop does not run until the thread has ended
             thread = threading.Thread(target=add, args=(numbered[begin : begin + 10],))
             thread.start()
             thread.join()

@@ -1,4 +1,4 @@
-"""When the second runner makes the instructions of a step. A few lines play vLLM's part."""
+"""When the V2 runner makes the instructions of a step. `Engine` stands in for vLLM."""
 
 import importlib
 import sys
@@ -17,13 +17,13 @@ GRAPHS = "rheostat_engine.adapters.graphs"
 
 
 class Engine:
-    """A runner whose runtime and whose superclass note what they do."""
+    """A runner whose runtime and superclass record their calls."""
 
     def __init__(self, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.notes: list[str] = []
         self.batches: list[Batch] = []
-        self.moved = False
-        """Whether the step calls the model's state no more."""
+        self.omitted = False
+        """Whether `execute_model` omits the call of the model state's `prepare_inputs`."""
         monkeypatch.setattr(GPUModelRunner, "prepare_inputs", lambda runner, batch: batch)
         monkeypatch.setattr(
             GPUModelRunner, "execute_model", lambda *args, **kwargs: self._step(*args, **kwargs)
@@ -49,7 +49,7 @@ class Engine:
         if not dummy_run:
             made.prepare_inputs(scheduled)
         self.note("prepare attention")
-        if not self.moved:
+        if not self.omitted:
             assert made.model_state.prepare_inputs(scheduled, None) == {"a": 1}
         self.note("launch")
         return "output"
@@ -92,10 +92,10 @@ def test_a_dummy_batch_has_no_instructions(engine: Engine) -> None:
 
 
 def test_a_step_without_instructions_fails(engine: Engine) -> None:
-    engine.moved = True
+    engine.omitted = True
     with pytest.raises(RuntimeError, match="without the instructions"):
         engine.runner.execute_model(BATCH)
-    engine.moved = False
+    engine.omitted = False
     engine.notes.clear()
     assert engine.runner.execute_model(BATCH, dummy_run=True) == "output"
     assert "begin" not in engine.notes

@@ -17,7 +17,7 @@ def test_the_tokens_of_each_request_lie_together() -> None:
     assert not repeated
 
 
-def test_a_step_of_the_next_token_of_each_request_repeats_the_last_one() -> None:
+def test_a_step_that_computes_the_next_token_of_each_request_repeats_the_last_one() -> None:
     tokens, numbers, ones = TokensOfSteps(), ints(4, 0, 2), ints(1, 1, 1)
     assert not tokens.find(numbers, ints(5, 0, 9), ones).repeated
     for step in (1, 2, 3):
@@ -36,7 +36,7 @@ def test_a_step_of_the_next_token_of_each_request_repeats_the_last_one() -> None
         (True, ints(6, 10), ints(1, 2)),
     ],
 )
-def test_other_steps_do_not(
+def test_no_other_step_repeats_the_last_one(
     first: np.ndarray, same: bool, computed: np.ndarray, scheduled: np.ndarray
 ) -> None:
     tokens, numbers = TokensOfSteps(), ints(4, 2)

@@ -97,7 +97,7 @@ async def test_too_many_changes_in_a_message_end_the_call(running) -> None:
 
 
 class Clock:
-    """The processor time of a thread on which nothing but changes takes time."""
+    """A clock that advances only by changes of requests, and counts them by iteration."""
 
     def __init__(self, monkeypatch, cost: float) -> None:
         """A change takes `cost` seconds."""
@@ -123,7 +123,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("cost", "most"), [(0.0, 100), (0.1, 16), (3.0, 2)])
-async def test_an_iteration_of_the_event_loop_changes_requests_for_a_limited_time(
+async def test_watches_change_requests_for_a_limited_time_of_each_iteration(
     running, monkeypatch, cost: float, most: int
 ) -> None:
     clock = Clock(monkeypatch, cost)

@@ -1,4 +1,4 @@
-"""Work begins before the call returns, and is otherwise a task."""
+"""`begin_now` runs work to its first wait before it returns, and the rest in a task."""
 
 import asyncio
 
@@ -35,9 +35,6 @@ async def test_work_begins_at_once_and_goes_on_later() -> None:
 
 
 async def test_work_that_need_not_wait_is_done_at_once() -> None:
-    work = Work()
-    work.go_on.set()
-
     async def short() -> int:
         return 3
 

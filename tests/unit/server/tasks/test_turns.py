@@ -1,4 +1,4 @@
-"""Work starts in order, for a limited number or time in each iteration of the event loop."""
+"""Work starts in order. Each iteration of the event loop limits its number, or its time."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ async def test_a_call_whose_client_has_left_keeps_nobody_waiting() -> None:
         await asyncio.gather(first, last)
 
 
-async def test_one_is_called_in_an_iteration_while_calls_wait_that_come_first() -> None:
+async def test_one_call_starts_in_an_iteration_while_calls_of_after_wait() -> None:
     first = Turns(2)
     later = Turns(4, after=first)
     called: list[str] = []
@@ -91,7 +91,7 @@ async def test_expensive_work_is_spread_over_iterations() -> None:
     worker = Worker(1.0)
     counts = await worker.iterations([asyncio.create_task(worker.work("a", 100, 0.3))])
     assert len(worker.done) == 100
-    assert 3 <= max(counts) <= 5  # 1 s, and a piece after a wait
+    assert 3 <= max(counts) <= 5  # up to 4 in 1 s, and one of a caller that has waited
 
 
 async def test_callers_share_the_time_and_nobody_waits_for_all_work_of_another() -> None:
