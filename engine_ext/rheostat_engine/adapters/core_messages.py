@@ -1,14 +1,14 @@
 """Adds requests to the engine's core with less work on the event loop.
 
 Why
-    vLLM makes a future and three tracked frames for each message to the core, which takes ten times
-    as long as sending its bytes. And it reads random characters from the kernel for each request's
-    id. When hundreds of requests arrive together, the last prefill waits for all of this.
+    vLLM makes a future and three tracked frames for each message to the core, which takes about
+    nine times as long as sending the bytes. It also reads random bytes from the kernel for each
+    request's id. When hundreds of requests arrive together, the last prefill waits for all of this.
 How
     A message of a few small parts is copied into the socket at once. Other messages are sent as
     vLLM sends them, and so are all messages while an earlier one waits, so that none overtakes it.
-    Ids of requests end with a number in place of random characters. It is as unique within the
-    engine's only client.
+    Ids of requests end with a number in place of random characters. The number is unique, because
+    the engine has only one client.
 """
 
 import itertools
@@ -86,12 +86,12 @@ def send_small_messages_at_once(client: AsyncMPClient) -> None:
 
 
 def _is_small(part: object) -> bool:
-    """Whether a part of a message is copied; others may be parts of tensors."""
+    """Whether a part of a message can be copied at once. Parts of other types belong to tensors."""
     return type(part) is bytes and len(part) <= _SMALL_BYTES
 
 
 class _Sent:
-    """Is awaited without waiting."""
+    """An awaitable that is already done."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()

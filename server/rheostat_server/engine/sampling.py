@@ -26,10 +26,10 @@ from rheostat_wire.v1 import generation_pb2
 
 _PATH = "sampling"
 _SEED_END = 2**63
-_KEPT = 1024
-"""Settings that are kept for messages that come again with a prompt of the same length."""
-_KEPT_BYTES = 256
-"""Bytes of a message whose settings are kept."""
+_CACHED = 1024
+"""The most settings in the cache, by message and length of the prompt."""
+_CACHED_BYTES = 256
+"""The most bytes of a message whose settings are cached."""
 _LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower temperatures to this one."""
 _LEAST_FLOAT32 = float(np.float32(_LEAST_TEMPERATURE))
@@ -85,19 +85,19 @@ def resolve_sampling(
         InvalidArgument: a value is outside its limits.
         NoTokenizer: there are stop texts and no tokenizer.
     """
-    if sampling.HasField("seed"):  # such settings hardly come again
+    if sampling.HasField("seed"):  # seeds mostly differ, so caching would not help
         return _resolved(sampling, prompt_len, prompt_field, model, has_tokenizer)
     encoded = sampling.SerializeToString()
-    if len(encoded) > _KEPT_BYTES:
+    if len(encoded) > _CACHED_BYTES:
         return _resolved(sampling, prompt_len, prompt_field, model, has_tokenizer)
-    return _kept(encoded, prompt_len, prompt_field, model, has_tokenizer)
+    return _cached(encoded, prompt_len, prompt_field, model, has_tokenizer)
 
 
-@lru_cache(maxsize=_KEPT)
-def _kept(
+@lru_cache(maxsize=_CACHED)
+def _cached(
     encoded: bytes, prompt_len: int, prompt_field: str, model: ModelInfo, has_tokenizer: bool
 ) -> SamplingSettings:
-    """The settings of an encoded message. Finding them takes a tenth of the time of checking it."""
+    """The settings of an encoded message, from the cache if it was checked before."""
     sampling = generation_pb2.Sampling.FromString(encoded)
     return _resolved(sampling, prompt_len, prompt_field, model, has_tokenizer)
 

@@ -270,10 +270,9 @@ async def warmed_up(starter, scratch: Path, rng: random.Random, count: int) -> R
 async def test_nothing_of_a_request_stays_whatever_its_client_does(
     starter, tmp_path, seed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Compiled requests and sampling settings stay, within limits: here of as many as leave no doubt
-    # about the rest.
+    # Caches keep compiled requests and sampling settings. They are small here, to expose leaks.
     monkeypatch.setattr(compiled_requests, "COMPILED_REQUESTS", 2)
-    monkeypatch.setattr(sampling, "_kept", lru_cache(2)(sampling._kept.__wrapped__))
+    monkeypatch.setattr(sampling, "_cached", lru_cache(2)(sampling._cached.__wrapped__))
     rng = random.Random(seed)
     running = await warmed_up(starter, tmp_path, rng, 30)
     before = objects()

@@ -1,4 +1,4 @@
-"""Settings of messages that come again are the settings that a message alone would get."""
+"""Cached sampling settings equal those of a first message."""
 
 from dataclasses import replace
 
@@ -21,13 +21,13 @@ def resolved(sampling: Sampling, prompt_len: int = 3, *, has_tokenizer: bool = T
     )
 
 
-def test_settings_that_come_again_are_the_same() -> None:
+def test_settings_of_equal_messages_are_equal() -> None:
     found = [resolved(Sampling(max_tokens=5, temperature=0.5, stop=["x"])) for _ in range(2)]
     assert found[0] == SamplingSettings(max_tokens=5, temperature=0.5, stop=("x",))
     assert found[1] is found[0]
 
 
-def test_the_length_of_the_prompt_and_the_model_decide_anew() -> None:
+def test_another_prompt_length_or_model_gives_other_settings() -> None:
     assert resolved(Sampling(), 3).max_tokens == INFO.model_tokens - 3
     assert resolved(Sampling(), 4).max_tokens == INFO.model_tokens - 4
     longer = replace(INFO, model_tokens=INFO.model_tokens + 1)
