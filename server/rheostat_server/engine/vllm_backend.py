@@ -512,6 +512,8 @@ async def _answered(llm: "AsyncLLM", call: Awaitable[T]) -> T:
             await asyncio.wait({answer}, timeout=_HEARTBEAT)
             if llm.errored:
                 raise EngineLost(_LOST)
+        if answer.exception() is not None and llm.errored:
+            raise EngineLost(_LOST)  # a call that was begun before may have failed at once
         return answer.result()
     finally:
         answer.cancel()

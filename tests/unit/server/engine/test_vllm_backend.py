@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from rheostat_engine import EXTRA_ARG, OPEN_END, Act, EngineSettings, Kind, Plan
+from rheostat_engine import EXTRA_ARG, OPEN_END, Act, EngineSettings, GainsUpdate, Kind, Plan
 from rheostat_engine.plan.plan import read_plan
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine import vllm_backend, vllm_engine, vllm_outputs
@@ -121,6 +122,27 @@ async def test_an_engine_that_is_ending_is_not_lost(monkeypatch, tmp_path) -> No
     assert lost == []
 
 
+async def test_gains_for_a_dead_engine_fail_as_its_loss(monkeypatch, tmp_path) -> None:
+    """vLLM refuses the message at once, so that there is nothing to wait for."""
+
+    class Refuses(Engine):
+        tokenizer = None
+
+        async def call_utility_async(self, *_: object) -> None:
+            raise EngineDeadError
+
+    llm, lost = Refuses(dead=True), []
+    llm.engine_core = llm
+    settings = EngineSettings(f"ipc://{tmp_path}/events", 1, 1)
+    monkeypatch.setattr(vllm_backend, "_model_info", lambda config, loaded: INFO)
+    loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", {})
+    backend = VllmBackend(ServerConfig(model="demo"), loaded, SITES)
+    monkeypatch.setattr(backend, "_lost", lost.append)
+    with pytest.raises(EngineLost):
+        await backend.set_gains([GainsUpdate("r", 1, 0, {0: 0.5})])
+    assert len(lost) == 1
+
+
 @pytest.fixture
 def lora_request(monkeypatch) -> None:
     """Stands in for vLLM's class."""
@@ -156,6 +178,8 @@ async def test_an_adapter_that_cannot_be_loaded_ends_the_start_by_name(
     monkeypatch, tmp_path
 ) -> None:
     class Refuses(Engine):
+        tokenizer = None
+
         ended = False
 
         async def add_lora(self, lora: object) -> bool:
