@@ -18,6 +18,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 import zmq.backend
+from vllm import envs
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -44,7 +45,9 @@ class _Waiting(Protocol):
 
 def add_requests_fast(llm: Engine) -> None:
     """Makes an engine add requests with less work on the event loop."""
-    setattr(llm.input_processor, _ASSIGN, _Numbered())
+    # If vLLM leaves ids as they are, workers take an id for the server's; see `server_request_id`.
+    if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        setattr(llm.input_processor, _ASSIGN, _Numbered())
     if isinstance(llm.engine_core, AsyncMPClient):
         send_small_messages_at_once(llm.engine_core)
 

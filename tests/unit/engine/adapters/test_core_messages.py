@@ -16,6 +16,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from rheostat_engine import add_requests_fast
+from rheostat_engine.adapters.runner import server_request_id
 
 from .test_logprobs import asked
 
@@ -155,3 +156,16 @@ def test_ids_are_unique_and_begin_with_the_given_id() -> None:
         assert one.external_req_id == other.external_req_id == "same"
     with pytest.raises(ValueError, match="already"):
         llm.input_processor.assign_request_id(requests[0])
+
+
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_workers_find_the_given_id_whether_or_not_vllm_makes_ids_unique(
+    disabled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", disabled)
+    llm = SimpleNamespace(engine_core=None, input_processor=object.__new__(InputProcessor))
+    add_requests_fast(llm)
+    one = request(1)
+    one.request_id, one.external_req_id = "a-b#0@1", None
+    llm.input_processor.assign_request_id(one)
+    assert server_request_id(one.request_id) == one.external_req_id == "a-b#0@1"
