@@ -39,7 +39,7 @@ def all_wakeups_read() -> Iterator[None]:
     This has no effect if the loop has objects of `grpc.aio` already, if no loop runs, or if the
     loop's methods cannot be replaced.
     """
-    loop = _running_loop()
+    loop = running_loop()
     own = getattr(loop, "__dict__", None)
     if loop is None or own is None:
         yield
@@ -63,7 +63,8 @@ def all_wakeups_read() -> Iterator[None]:
             own["add_reader"] = before
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread; None if there is none."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -21,8 +21,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 _NAME = "FastIncrementalDetokenizer"
 
 _LAST_TOKENS = 16
-"""The least tokens of the prompt to decode, three times for each request. A character takes at most
-four tokens."""
+"""The least tokens of the prompt to decode. A character takes at most four tokens."""
 
 _SHORT_PROMPT = 2 * _LAST_TOKENS
 """Tokens of a prompt that is decoded as a whole, because looking for its end takes as long."""

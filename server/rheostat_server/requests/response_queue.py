@@ -169,7 +169,8 @@ class ResponseQueue(Holder):
         self.direct_rows: Callable[[], bool] = lambda: False
         """Sends the rows that are ready in the same way. Returns whether it sent all."""
         self.paced = False
-        """Whether tokens wait here for later ones. Those of most requests wait before they come."""
+        """Whether tokens wait here for later tokens. For most requests they wait in the engine's
+        client instead; see `adapters/outputs`."""
         self.byte_counter = ByteCounter(share.byte_counter)
         """Counts the memory of waiting tokens, with those that the reader holds back."""
         self._share = share

@@ -30,7 +30,7 @@ from rheostat._connection.calls import (
     serialize,
 )
 from rheostat._connection.channel import OPTIONS, ConnectionBase, checked_timeout
-from rheostat_wire.wakeups import all_wakeups_read
+from rheostat_wire.wakeups import all_wakeups_read, running_loop
 
 sleep = asyncio.sleep  # the generated twin of `rheostat.aio` calls `connection.sleep`
 
@@ -94,7 +94,7 @@ class Requests:
         Does nothing once the event loop is closed, because its calls have ended with it.
         """
         self._waiting.append(request)
-        if _running_loop() is self._loop:
+        if running_loop() is self._loop:
             # `call_soon_threadsafe` would add an iteration of the loop, and a write to its socket.
             self._added.set()
             return
@@ -227,13 +227,6 @@ class Connection(ConnectionBase):
         self.closed = True
         if self._channel is not None:
             await self._channel.close()
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _task_is_cancelled() -> bool:
