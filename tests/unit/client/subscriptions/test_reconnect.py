@@ -129,6 +129,22 @@ def test_a_subscription_that_is_gone_is_not_found(starter, kind):
     assert raised.value.reason == "REASON_SUBSCRIPTION_NOT_FOUND"
 
 
+def test_a_new_connection_does_not_wait_with_one_that_lost_the_server(kind):
+    """Connections of a process to the same address do not share when to try again."""
+    first = RowsServer()
+    old = kind(first.target)
+    old.subscribe(capture=ONE, every=True).leave()
+    first.stop()
+    for _ in range(3):  # so often that gRPC waits before it tries again
+        with pytest.raises(rheostat.Unavailable):
+            old.subscribe(capture=ONE, every=True)
+    second = RowsServer(port=first.port)
+    with kind(second.target).subscribe(capture=ONE, every=True) as subscription:
+        second.generate("a")
+        assert rows_of(until_ends(subscription)) == expected("a", 0)
+    second.stop()
+
+
 @pytest.mark.parametrize("loading", [True, False], ids=["it loads its model", "it serves"])
 def test_a_subscription_of_a_server_that_was_restarted_is_gone(kind, loading):
     first = RowsServer()

@@ -126,10 +126,13 @@ async def test_gains_for_a_dead_engine_fail_as_its_loss(monkeypatch, tmp_path) -
     """vLLM refuses the message at once, so that there is nothing to wait for."""
 
     class Refuses(Engine):
-        tokenizer = None
+        tokenizer = output_handler = None
 
         async def call_utility_async(self, *_: object) -> None:
             raise EngineDeadError
+
+        def shutdown(self) -> None:
+            pass
 
     llm, lost = Refuses(dead=True), []
     llm.engine_core = llm
@@ -141,6 +144,7 @@ async def test_gains_for_a_dead_engine_fail_as_its_loss(monkeypatch, tmp_path) -
     with pytest.raises(EngineLost):
         await backend.set_gains([GainsUpdate("r", 1, 0, {0: 0.5})])
     assert len(lost) == 1
+    await backend.close()
 
 
 @pytest.fixture
