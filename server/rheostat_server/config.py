@@ -219,12 +219,17 @@ class ServerConfig:
         Bounds(0.01, 1000),
     )
 
-    resume_window: float = _flag(
-        60.0,
-        "how long a subscription waits for its client to reconnect",
+    capacity_wait: float = _flag(
+        30.0,
+        "how long a request waits for resources of other requests before it is refused",
         "SECONDS",
         _SECONDS,
-        group="broken connections",
+        group="waiting",
+    )
+    """The resources are bank rows, directions, slots, steps, token rules, ruled intervals, captured
+    rows per step."""
+    resume_window: float = _flag(
+        60.0, "how long a subscription waits for its client to reconnect", "SECONDS", _SECONDS
     )
     heartbeat: float = _bounded(5.0, Bounds(0.001, 3600))
     """Seconds without an event after which a subscription sends a heartbeat."""
@@ -245,9 +250,6 @@ class ServerConfig:
         words="none",
     )
 
-    capacity_wait: float = _bounded(30.0, _SECONDS)
-    """Seconds that a request waits for resources of other requests before it is refused: bank rows,
-    directions, slots, steps, token rules, ruled intervals, captured rows per step."""
     drain_grace: float = _bounded(30.0, _SECONDS)
     """Seconds that running requests get to finish when the server shuts down."""
 

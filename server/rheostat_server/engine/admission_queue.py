@@ -114,7 +114,7 @@ class AdmissionQueue:
             async with asyncio.timeout(self.timeout):
                 await queued.granted
         except TimeoutError as error:
-            raise _no_capacity(queued.shortage) from error
+            raise _no_capacity(queued.shortage, waited=self.timeout) from error
         finally:
             if queued in queue:
                 queue.remove(queued)
@@ -293,20 +293,24 @@ def _enter(
     return None, entered
 
 
-def _no_capacity(shortage: Shortage | None) -> RheostatError:
-    """The error of a request that is refused now. None: other requests came first."""
+def _no_capacity(shortage: Shortage | None, *, waited: float | None = None) -> RheostatError:
+    """The error of a request that is refused now, or after `waited` seconds.
+
+    None instead of a shortage: other requests came first.
+    """
+    since = "" if waited is None else f" after {waited:g} s, the server's --capacity-wait"
     if shortage is None:
         return BankFull(
-            "other requests wait for capacity and come first; try again",
+            f"other requests wait for capacity and come first{since}; try again",
             field="steering",
             retry_after=RETRY_SECONDS,
         )
-    return _refusal(shortage, retry_after=RETRY_SECONDS)
+    return _refusal(shortage, retry_after=RETRY_SECONDS, since=since)
 
 
-def _refusal(shortage: Shortage, *, retry_after: float | None) -> RheostatError:
+def _refusal(shortage: Shortage, *, retry_after: float | None, since: str = "") -> RheostatError:
     what = shortage.resource.replace("_", " ")
-    text = f"the request needs {shortage.needed} more {what}; {shortage.free} are free"
+    text = f"the request needs {shortage.needed} more {what}; {shortage.free} are free{since}"
     if shortage.resource == "capture_rows":
         return CaptureOverflow(
             f"{text}. Capture fewer sites or tokens, or raise the server's --capture-mib",

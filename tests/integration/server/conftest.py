@@ -151,7 +151,7 @@ def small_server(
     options = [f"--lora={name}={path}" for name, path in adapters.items()]
     folder = tmp_path_factory.mktemp("small")
     memory = ["--bank-mib=1", "--capture-mib=16", "--kv-cache-memory-mib=6"]
-    memory.append("--max-num-batched-tokens=160")
+    memory += ["--max-num-batched-tokens=160", "--capacity-wait=600"]  # on a slow machine too
     with serving(folder, *memory, *options, "--front-ends=2", own_group=True) as one:
         yield one
 

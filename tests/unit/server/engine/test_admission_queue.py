@@ -196,6 +196,7 @@ async def test_nobody_waits_longer_than_the_server_allows(starter) -> None:
         refusal = Refusal.of(outcome)
         assert refusal.brief == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL", "steering")
         assert refusal.retry
+        assert " after 0.05 s, the server's --capacity-wait" in refusal.message
     model = await running.client.engine.GetModel(engine_service_pb2.GetModelRequest())
     assert model.limits.capacity_wait.ToMilliseconds() == 50
     running.backend.hold.set()
