@@ -4,11 +4,13 @@ import math
 import sys
 from collections.abc import Sequence
 from itertools import cycle, product
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 
 from rheostat_engine import Kind
 from rheostat_engine.plan.gains import MAX_GAINS
@@ -47,8 +49,39 @@ from .strategies import packed_ids
 CPU = torch.device("cpu")
 SITES = 5
 VOCABULARY = 50
+SCAN = interpreter.ScanOps.generic_scan
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 """Up to the order of float32 sums; the interpreter truncates to bfloat16."""
+
+
+def interpret_faster() -> None:
+    """Adapts Triton's language to the interpreter once, until the process ends.
+
+    Triton adapts it at each call of a function within a kernel, `tl.sum` for example, and then goes
+    through hundreds of names.
+    """
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+
+
+def scan_all_rows(scan: interpreter.ScanOps, parts: Sequence[tl.tensor]) -> list[tl.tensor]:
+    """Scans in log2(n) rounds of all rows, as a GPU does.
+
+    Triton's interpreter calls the function that combines two rows n times.
+    """
+    found = [part.handle.data for part in parts]
+    dtypes = [part.dtype for part in parts]
+    (count,) = found[0].shape
+    distance = 1
+    while distance < count:
+        earlier = [np.roll(data, distance) for data in found]
+        joined = scan.combine_fn.fn(*map(scan.to_tensor, earlier + found, dtypes + dtypes))
+        alone = np.arange(count) < distance
+        found = [
+            np.where(alone, data, one.handle.data) for data, one in zip(found, joined, strict=True)
+        ]
+        distance *= 2
+    return [*map(scan.to_tensor, found, dtypes)]
 
 
 def tensors(site: SiteBuffers) -> list[torch.Tensor]:
@@ -369,8 +402,9 @@ def check_gates(
 
 def check_chunks() -> None:
     """Steps with many tokens of a prompt, and those behind them, under gates of all kinds."""
-    rng = np.random.default_rng(5)
+    rng, scans = np.random.default_rng(5), (SCAN, scan_all_rows)
     for seed in range(24):
+        interpreter.ScanOps.generic_scan = scans[seed > 2]
         # Few rows at once, because the interpreter takes long for many.
         gate_kernels._ROWS = tl.constexpr((4, 8)[seed % 2])
         tokens = 3 + 7 * (seed % 4)
@@ -478,6 +512,7 @@ def check_warm_up() -> None:
 
 def main() -> None:
     """Every variant."""
+    interpret_faster()
     exact = [torch.float32, torch.float16]  # the interpreter truncates to bfloat16
     for width, dtype in product([1500, 48, 7], exact):
         for residual in (None, dtype, torch.float32):
@@ -512,6 +547,7 @@ def main() -> None:
     readouts = [Readout(*kinds) for kinds in product(Normalise, Activation)]
     pairs = cycle(zip(readouts, readouts[5:] + readouts[:5], strict=True))
     gate_kernels._ROWS = tl.constexpr(8)  # see check_chunks
+    interpreter.ScanOps.generic_scan = scan_all_rows
     opened = torch.cat([check_gates(24, torch.float32, gate, next(pairs)) for gate in some_gates()])
     assert ((opened > 0) & (opened < 1)).sum() > 5
     assert (opened == 0).sum() > 5
