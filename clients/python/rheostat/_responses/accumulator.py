@@ -108,7 +108,8 @@ class GenerationAccumulator:
         self._started = Started("", "", ())
         self._prompt_logprobs: dict[bool, tuple[TokenLogprobs, ...]] = {}
         self._samples: dict[_Key, _Sample] = {}
-        self._received: Counter[tuple[int, Site]] = Counter()
+        self._received: dict[int, Counter[Site]] = {}
+        """Rows that have come, by capture and site."""
         self._columns: tuple[SignalColumn, ...] = ()
         self._receipt: Receipt | None = None
 
@@ -128,14 +129,7 @@ class GenerationAccumulator:
             case "tokens":
                 return [self._tokens(message.tokens)]
             case "captured":
-                rows = read_captured(message.captured)
-                for part in rows:
-                    site = Site(part.point, part.layer)
-                    if not part.baseline:  # the receipt does not count rows of the baseline
-                        self._received[message.captured.capture_index, site] += len(part.positions)
-                    sample = self._sample(part.baseline, part.sample)
-                    sample.rows.setdefault(site, []).append(part)
-                return list(rows)
+                return self._captured(message.captured)
             case "dropped":
                 lost = message.dropped
                 return [
@@ -207,8 +201,11 @@ class GenerationAccumulator:
 
     def _check_rows(self, receipt: Receipt) -> None:
         for capture in receipt.captures:
-            for captured in () if capture.index in self._destinations else capture.sites:
-                row_count = self._received[capture.index, captured.site]
+            if capture.index in self._destinations:
+                continue
+            received = self._received.get(capture.index, Counter())
+            for captured in capture.sites:
+                row_count = received[captured.site]
                 if row_count != captured.row_count:
                     raise DataLoss(
                         f"{row_count} rows of {captured.site} came, "
@@ -219,6 +216,19 @@ class GenerationAccumulator:
 
     def _sample(self, baseline: bool, number: int) -> _Sample:
         return self._samples.setdefault(_Key(baseline, number), _Sample())
+
+    def _captured(self, message: capture_pb2.Captured) -> list[Event]:
+        parts: list[Event] = []
+        own = self._sample(message.baseline, message.sample).rows
+        received: Counter[Site] = Counter()  # the receipt does not count rows of the baseline
+        if not message.baseline:
+            received = self._received.setdefault(message.capture_index, received)
+        for part in read_captured(message):
+            site = Site(part.point, part.layer)
+            received[site] += len(part.positions)
+            own.setdefault(site, []).append(part)
+            parts.append(part)
+        return parts
 
     def _tokens(self, message: generation_pb2.Tokens) -> Tokens:
         logprobs = tuple(_read_logprobs(entry) for entry in message.logprobs)

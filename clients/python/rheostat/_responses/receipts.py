@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rheostat._fields import equal_fields, read_word
 from rheostat._notebook import table
@@ -387,19 +388,7 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
     return Receipt(
         **equal_fields(Receipt, message),
         interventions=tuple(_read_applied(intervention) for intervention in message.interventions),
-        captures=tuple(
-            CaptureReceipt(
-                capture.capture_index,
-                tuple(
-                    CapturedSite(read_site(site.site), site.row_count, site.dropped_row_count)
-                    for site in capture.sites
-                    if knows_point(site.site.point)
-                ),
-                capture.run_id,
-                sum(not knows_point(site.site.point) for site in capture.sites),
-            )
-            for capture in message.captures
-        ),
+        captures=tuple(_read_capture(capture.SerializeToString()) for capture in message.captures),
         rules=tuple(
             RuleReceipt(
                 rule.rule_name,
@@ -430,6 +419,19 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
     )
 
 
+@lru_cache(maxsize=64)
+def _read_capture(serialized: bytes) -> CaptureReceipt:
+    """Reads the receipt of a capture, which many requests have alike."""
+    message = receipt_pb2.CaptureReceipt.FromString(serialized)
+    sites = [
+        CapturedSite(read_site(site.site), site.row_count, site.dropped_row_count)
+        for site in message.sites
+        if knows_point(site.site.point)
+    ]
+    unknown = len(message.sites) - len(sites)
+    return CaptureReceipt(message.capture_index, tuple(sites), message.run_id, unknown)
+
+
 def _read_controller(message: receipt_pb2.Receipt) -> ControllerReceipt:
     controller = message.controller
     return ControllerReceipt(
@@ -441,6 +443,15 @@ def _read_controller(message: receipt_pb2.Receipt) -> ControllerReceipt:
 
 def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedIntervention:
     reference = read_reference(message.intervention)
+    sites = [
+        AppliedSite(
+            read_site(named),
+            site.row_count,
+            _read_dose(site.dose) if site.HasField("dose") else None,
+        )
+        for site in message.sites
+        if knows_point((named := site.site).point)
+    ]
     return AppliedIntervention(
         origin=reference.origin,
         index=reference.index,
@@ -450,16 +461,8 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
         watch_id=reference.watch_id,
         digests=tuple(digest.hex() for digest in message.digests),
         source=read_source(message),
-        sites=tuple(
-            AppliedSite(
-                read_site(site.site),
-                site.row_count,
-                _read_dose(site.dose) if site.HasField("dose") else None,
-            )
-            for site in message.sites
-            if knows_point(site.site.point)
-        ),
-        unknown_sites=sum(not knows_point(site.site.point) for site in message.sites),
+        sites=tuple(sites),
+        unknown_sites=len(message.sites) - len(sites),
         last_gain=message.last_gain if message.HasField("last_gain") else None,
         rows=tuple(
             AppliedRows(
