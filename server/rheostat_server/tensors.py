@@ -83,13 +83,14 @@ _OVERFLOW = {
 }
 
 
-_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+"""The largest finite number of a float field."""
 
 
 def float32(value: float) -> float:
     """Rounds a number for a float field, which must not exceed the largest finite float32."""
     value = float(value)
-    return value if -_LARGEST_FLOAT32 <= value <= _LARGEST_FLOAT32 else _LARGEST_FLOAT32
+    return value if -LARGEST_FLOAT32 <= value <= LARGEST_FLOAT32 else LARGEST_FLOAT32
 
 
 def float_type(dtype: int, path: str) -> FloatType:

@@ -48,6 +48,17 @@ def field_head(number: int, size: int) -> bytes:
     return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
 
 
+@lru_cache(maxsize=1 << 12)
+def number_field(number: int, value: int) -> bytes:
+    """A field with a number that is not negative; empty for 0, as its presence means nothing.
+
+    Args:
+        number: the field's number.
+        value: its value, of an unsigned integer type.
+    """
+    return _varint(number << 3) + _varint(value) if value else b""
+
+
 def _varint(value: int) -> bytes:
     """A number in groups of seven bits, the lowest first."""
     groups = bytearray()

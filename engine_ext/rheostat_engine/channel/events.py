@@ -437,11 +437,13 @@ def split_rows(
     every_byte = np.frombuffer(payload, np.uint8)
     events: list[Rows] = []
     views: list[RowArray] = []
-    for block in range(len(blocks.number)) if chosen is None else chosen:
-        name, which = names[int(blocks.number[block])], int(blocks.which[block])
-        start, count = int(blocks.start[block]), int(blocks.count[block])
+    numbers, kinds = blocks.number.tolist(), blocks.which.tolist()
+    starts, counts, offsets = blocks.start.tolist(), blocks.count.tolist(), blocks.offset.tolist()
+    for block in range(len(numbers)) if chosen is None else chosen:
+        name, which = names[numbers[block]], kinds[block]
+        start, count = starts[block], counts[block]
         sites, (key, row_bytes) = blocks.site_sets[which], blocks.kinds[which]
-        rows: RowArray = every_byte[int(blocks.offset[block]) : int(blocks.offset[block + 1])]
+        rows: RowArray = every_byte[offsets[block] : offsets[block + 1]]
         rows = (rows if key else rows.view(blocks.dtype)).reshape(len(sites), count, -1)
         positions = np.arange(start, start + count, dtype=np.int32)
         if count * row_bytes < _LARGE:

@@ -183,6 +183,9 @@ class RowBatcher:
             Events to emit now, and the indices of the blocks that were not added.
         """
         ready: list[Rows] = []
+        if len(blocks.number) <= REQUESTS_AT_ONCE:
+            earlier = self.take(rank, blocks.number.tolist(), names)
+            return earlier, np.arange(len(blocks.number))
         not_added = np.ones(len(blocks.number), bool)
         # Several blocks of a request may have the same site, and must keep their order.
         single = _single(blocks.number) & (blocks.count == 1)

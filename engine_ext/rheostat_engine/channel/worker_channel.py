@@ -248,9 +248,12 @@ class EventMerger:
         rows = self._last_rows(head)
         del self._names[head.rank][head.number]
         lost = self._lost.pop((head.rank, head.number), Counter())
-        request_id = head.report.request_id
+        report = _corrected(head.report, lost)
+        if self._ranks == 1:
+            return [*rows, report]
+        request_id = report.request_id
         reports = self._released.setdefault(request_id, [])
-        reports.append(_corrected(head.report, lost))
+        reports.append(report)
         if len(reports) < self._ranks:
             return rows
         del self._released[request_id]

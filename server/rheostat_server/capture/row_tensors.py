@@ -19,6 +19,9 @@ from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.message_parts import Payload
 from rheostat_wire.v1 import tensor_pb2
 
+Memory = npt.NDArray[np.uint8]
+"""Memory for a payload, [bytes]."""
+
 _COPY = 8
 """Rows that are only copied count for an eighth of their bytes: a thread would cost more."""
 
@@ -37,14 +40,24 @@ class SiteRows(NamedTuple):
 def estimate_encoding(parts: Sequence[SiteRows], capture: ResolvedCapture) -> int:
     """Bytes that `tensor_of` goes over; see `offload`."""
     size = sum(part.data.nbytes for part in parts)
-    raw = capture.form.encoding == tensor_pb2.ENCODING_RAW
-    if raw and capture.projection is None and not capture.row_encodings:
-        return size // _COPY
+    if only_copied(capture):
+        return estimate_copy(size)
     if all(part.encoded for part in parts):
         return size
     if capture.projection is not None:
         size += 4 * capture.numbers * capture.width
     return size + capture.form.work(capture.numbers)
+
+
+def estimate_copy(size: int) -> int:
+    """The same for rows of `size` bytes that are only copied."""
+    return size // _COPY
+
+
+def only_copied(capture: ResolvedCapture) -> bool:
+    """Whether the rows of a capture are sent raw, without a projection, by this server alone."""
+    raw = capture.form.encoding == tensor_pb2.ENCODING_RAW
+    return raw and capture.projection is None and not capture.row_encodings
 
 
 def tensor_of(
@@ -98,7 +111,7 @@ def write_raw(
     capture: ResolvedCapture,
     row_type: FloatType,
     tensor: tensor_pb2.Tensor,
-    room: npt.NDArray[np.uint8] | None = None,
+    room: Memory | None = None,
 ) -> Payload:
     """Makes a raw tensor in an empty message, without its payload. Returns the payload.
 
@@ -115,19 +128,61 @@ def write_raw(
         rows = [part.data for part in parts]
     else:
         rows = [elements(part, capture, row_type) for part in parts]
-    tensor.dtype = capture.kind.wire
-    tensor.shape.extend((len(rows), len(rows[0]), capture.numbers))
-    tensor.encoding = tensor_pb2.ENCODING_RAW
     payload: Payload
     if room is not None:
         np.concatenate(rows, out=room.view(rows[0].dtype).reshape(-1, rows[0].shape[1]))
         payload = room.data
     elif len(rows) == 1:
-        payload = np.ascontiguousarray(rows[0]).reshape(-1).view(np.uint8).data
+        payload = _bytes(rows[0])
     else:
         payload = b"".join([np.ascontiguousarray(part).data for part in rows])
-    tensor.crc32c = google_crc32c.value(np.frombuffer(payload, np.uint8))
+    _describe(tensor, (len(rows), len(rows[0]), capture.numbers), capture, payload)
     return payload
+
+
+def write_joined(
+    rows: StoredArray,
+    capture: ResolvedCapture,
+    row_type: FloatType,
+    tensor: tensor_pb2.Tensor,
+    room: Memory | None = None,
+) -> Payload:
+    """As `write_raw`, for rows of all sites in one array. The device must not have encoded them.
+
+    Without `room` the payload is a view of the rows, unless they need a conversion.
+
+    Args:
+        rows: [sites, positions, width].
+        capture: its rows are neither projected nor encoded.
+        row_type: element type of the rows.
+        tensor: the message.
+        room: memory for the payload; None: see above.
+    """
+    if row_type is not capture.kind:
+        rows = converted(rows, row_type=row_type, wanted=capture.kind)
+    payload = _bytes(rows) if room is None else room.data
+    if room is not None:
+        np.copyto(room.view(rows.dtype).reshape(rows.shape), rows)
+    _describe(tensor, (rows.shape[0], rows.shape[1], capture.numbers), capture, payload)
+    return payload
+
+
+def _bytes(rows: StoredArray) -> memoryview:
+    """The bytes of rows; a view if they are contiguous."""
+    return np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+
+
+def _describe(
+    tensor: tensor_pb2.Tensor,
+    shape: tuple[int, int, int],
+    capture: ResolvedCapture,
+    payload: Payload,
+) -> None:
+    """Writes everything about a raw payload into its tensor."""
+    tensor.dtype = capture.kind.wire
+    tensor.shape.extend(shape)
+    tensor.encoding = tensor_pb2.ENCODING_RAW
+    tensor.crc32c = google_crc32c.value(np.frombuffer(payload, np.uint8))
 
 
 def bytes_of(payload: Payload) -> bytes:

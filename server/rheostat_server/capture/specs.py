@@ -44,6 +44,10 @@ class Target(Enum):
     RUN = "run"
 
 
+_RECEIPTS = 16
+"""Receipts that equal captures keep, for different numbers of rows."""
+
+
 class SiteForms:
     """The sites of a capture as the engine knows them, computed once.
 
@@ -54,6 +58,8 @@ class SiteForms:
         """Of these sites, whose rows may leave in these forms."""
         self.sites = sites
         self.row_encodings = row_encodings
+        self._receipts: dict[tuple[int, int], bytes] = {}
+        """The results of `receipt`, because requests with equal captures often come together."""
 
     @cached_property
     def by_index(self) -> dict[int, frozenset[RowEncoding | None]]:
@@ -74,20 +80,30 @@ class SiteForms:
         return tuple([site.index for site in self.sites])
 
     @cached_property
-    def labels(self) -> capture_pb2.Captured:
-        """A message of rows with the names of all sites, and nothing else."""
+    def labels(self) -> bytes:
+        """A message of rows with the names of all sites and nothing else, serialized."""
         message = capture_pb2.Captured()
         for site in self.sites:
             write_site(message.sites.add(), site)
-        return message
+        return message.SerializeToString()
 
-    @cached_property
-    def receipt(self) -> receipt_pb2.CaptureReceipt:
-        """A receipt with the names of all sites, and nothing else."""
+    def receipt(self, rows: int, lost: int) -> bytes:
+        """The receipt of a capture that has as many rows at each site, serialized.
+
+        Args:
+            rows: delivered rows at a site.
+            lost: lost rows at a site.
+        """
+        known = self._receipts.get((rows, lost))
+        if known is not None:
+            return known
         message = receipt_pb2.CaptureReceipt()
         for site in self.sites:
-            write_site(message.sites.add().site, site)
-        return message
+            write_site(message.sites.add(row_count=rows, dropped_row_count=lost).site, site)
+        if len(self._receipts) >= _RECEIPTS:
+            self._receipts.clear()
+        self._receipts[rows, lost] = receipt = message.SerializeToString()
+        return receipt
 
     @cached_property
     def alike(self) -> frozenset[RowEncoding | None] | None:

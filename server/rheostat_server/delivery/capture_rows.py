@@ -21,7 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import OPEN_END, Rows, Site, Spans
-from rheostat_server.capture.row_tensors import SiteRows, estimate_encoding
+from rheostat_server.capture.row_tensors import (
+    Memory,
+    SiteRows,
+    estimate_copy,
+    estimate_encoding,
+    only_copied,
+    write_joined,
+    write_raw,
+)
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.byte_budget import ByteCounter
 from rheostat_server.delivery.row_batch import Positions, RowBatch, common, concatenated
@@ -29,6 +37,7 @@ from rheostat_server.limits import CHUNK_BYTES
 from rheostat_server.selectors.spans import clipped, edges, joined, runs, subtracted, united
 from rheostat_server.tensors import FloatType
 from rheostat_wire.dtypes import StoredArray
+from rheostat_wire.message_parts import Payload
 from rheostat_wire.v1 import tensor_pb2
 
 _CHUNK_POSITIONS = 8192
@@ -37,23 +46,61 @@ _CHUNK_POSITIONS = 8192
 _EMPTY = np.empty(0, dtype=np.int32)
 
 
-class Block(NamedTuple):
-    """Rows of one capture, ready to be sent."""
+class Block:
+    """Rows of one capture, ready to be sent.
 
-    capture_index: int
-    """Number of the capture."""
-    positions: Positions
-    """Positions, ascending."""
-    parts: tuple[SiteRows, ...]
-    """The rows of each site."""
-    row_type: FloatType
-    """Element type of raw rows."""
-    capture: ResolvedCapture
-    """Says how they are projected and encoded."""
+    They are in one array if they arrived together and are only copied, as nearly always. Then
+    nothing is done for each site.
+    """
+
+    __slots__ = ("_parts", "capture", "capture_index", "joined", "positions", "row_type")
+
+    def __init__(
+        self,
+        capture_index: int,
+        positions: Positions,
+        rows: StoredArray | tuple[SiteRows, ...],
+        row_type: FloatType,
+        capture: ResolvedCapture,
+    ) -> None:
+        """Makes a block.
+
+        Args:
+            capture_index: number of the capture.
+            positions: positions, ascending.
+            rows: those of each site; or raw rows of all sites in order, [sites, positions, width].
+            row_type: element type of raw rows.
+            capture: says how they are projected and encoded.
+        """
+        self.capture_index = capture_index
+        self.positions = positions
+        self.joined = rows if isinstance(rows, np.ndarray) else None
+        """The rows of all sites, [sites, positions, width]; None if they are not in one array."""
+        self._parts = None if isinstance(rows, np.ndarray) else rows
+        self.row_type = row_type
+        self.capture = capture
+
+    @property
+    def parts(self) -> tuple[SiteRows, ...]:
+        """The rows of each site."""
+        if self._parts is None:
+            assert self.joined is not None
+            sites = self.capture.sites
+            self._parts = tuple(
+                [SiteRows(site, data, False) for site, data in zip(sites, self.joined, strict=True)]
+            )
+        return self._parts
+
+    @property
+    def of_all_sites(self) -> bool:
+        """Whether it has rows of all sites of the capture."""
+        return self.joined is not None or len(self.parts) == len(self.capture.sites)
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """Names of the sites."""
+        if self.of_all_sites:
+            return self.capture.sites
         return tuple(part.site for part in self.parts)
 
     @property
@@ -64,12 +111,22 @@ class Block(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of the rows."""
+        if self.joined is not None:
+            return self.joined.nbytes
         return sum(part.data.nbytes for part in self.parts)
 
     @property
     def work(self) -> int:
         """Bytes that their encoding reads; see `offload`."""
+        if self.joined is not None:
+            return estimate_copy(self.joined.nbytes)
         return estimate_encoding(self.parts, self.capture)
+
+    def write_raw(self, tensor: tensor_pb2.Tensor, room: Memory | None = None) -> Payload:
+        """Makes a raw tensor in an empty message; see `row_tensors.write_raw`."""
+        if self.joined is not None:
+            return write_joined(self.joined, self.capture, self.row_type, tensor, room)
+        return write_raw(self.parts, self.capture, self.row_type, tensor, room)
 
 
 class SiteColumn(NamedTuple):
@@ -146,8 +203,13 @@ class CaptureRows:
         self._payload = capture.form.row_bytes(capture.numbers, capture.kind)
         """The most bytes of a row in a message."""
         self._queues: dict[tuple[int, ...], deque[RowBatch]] = {}
-        self._next = dict.fromkeys(capture.indices, 0)
-        """For each site, one past its last position that has come."""
+        self._indices = capture.indices
+        self._joins = only_copied(capture) and capture.site_forms.index_of_each == self._indices
+        """Whether rows of all sites that arrive together leave in one array."""
+        self._frontier: int | None = 0
+        """One past the last position that has come, if it is the same at all sites."""
+        self._next: dict[int, int] = {}
+        """The same for each site, if sites differ."""
         self._tail: RowBatch | None = None
         """The last batch."""
         self._lost: Spans = ()
@@ -157,7 +219,7 @@ class CaptureRows:
     @property
     def frontier(self) -> int:
         """One past the last position that has come at all sites."""
-        return min(self._next.values())
+        return min(self._next.values()) if self._frontier is None else self._frontier
 
     @property
     def waits(self) -> bool:
@@ -202,12 +264,12 @@ class CaptureRows:
         return self.put(match.sites, match.at, positions, data, encoded=bool(rows.encoding))
 
     def _match(self, rows: Rows) -> _SiteMatch:
-        if not rows.encoding and rows.sites == self._capture.indices:  # mostly
-            return _SiteMatch(rows.sites, b"", rows.sites, tuple(range(len(rows.sites))))
+        if not rows.encoding and rows.sites == self._indices:  # mostly
+            return _SiteMatch(rows.sites, b"", self._indices, tuple(range(len(rows.sites))))
         taken = [
             (index, site)
             for index, site in enumerate(rows.sites)
-            if site in self._next
+            if site in self._indices
             # Rows may be encoded for other captures, which were there before this one.
             and (not rows.encoding or rows.encoding == self._keys.get(site))
         ]
@@ -237,13 +299,13 @@ class CaptureRows:
             positions, data = self._without_lost(positions, data)
         if not len(positions):
             batches = []
-        elif max([self._next[site] for site in sites]) <= positions[0]:
+        elif self._latest(sites) <= positions[0]:
             rows = data if len(at) == len(data) else data[list(at)]
             batches = [self._wait(sites, positions, rows, encoded)]
         else:
             by_start: dict[int, list[tuple[int, int]]] = {}
             for site, index in zip(sites, at, strict=True):
-                start = int(positions.searchsorted(self._next[site]))
+                start = int(positions.searchsorted(self._latest((site,))))
                 by_start.setdefault(start, []).append((site, index))
             batches = [
                 self._wait(
@@ -255,9 +317,25 @@ class CaptureRows:
                 for start, some in by_start.items()
                 if start < len(positions)
             ]
+        self._advance(sites, end)
+        return batches
+
+    def _latest(self, sites: tuple[int, ...]) -> int:
+        """One past the last position that has come at any of some sites."""
+        if self._frontier is not None:
+            return self._frontier
+        return max([self._next[site] for site in sites])
+
+    def _advance(self, sites: tuple[int, ...], end: int) -> None:
+        """Notes that the positions below `end` have come at some sites."""
+        if self._frontier is not None:
+            if sites == self._indices:
+                self._frontier = max(self._frontier, end)
+                return
+            self._next = dict.fromkeys(self._indices, self._frontier)
+            self._frontier = None
         for site in sites:
             self._next[site] = max(self._next[site], end)
-        return batches
 
     def _without_lost(
         self, positions: Positions, data: StoredArray
@@ -336,7 +414,7 @@ class CaptureRows:
 
     def positions(self) -> list[Positions]:
         """The waiting positions of each site, ascending."""
-        waiting: dict[int, list[Positions]] = {site: [_EMPTY] for site in self._next}
+        waiting: dict[int, list[Positions]] = {site: [_EMPTY] for site in self._indices}
         for sites, batches in self._queues.items():
             for site in sites:
                 waiting[site] += [batch.positions for batch in batches]
@@ -364,8 +442,14 @@ class CaptureRows:
         while row_bytes := self.row_bytes:
             per_site = max(self._capture.decoded_bytes, self._payload, row_bytes)
             site_count = max(1, min(len(self._capture.sites), chunk_bytes // per_site))
-            most = max(1, chunk_bytes // (per_site * site_count))
-            taken = self.take(self.cut(frontier, min(most, _CHUNK_POSITIONS)))
+            most = min(max(1, chunk_bytes // (per_site * site_count)), _CHUNK_POSITIONS)
+            if site_count == len(self._indices) and self._in_one_array:
+                column = self._take(self._indices, self.cut(frontier, most))
+                if column is None:
+                    return
+                yield from self._joined_block(column, generated)
+                continue
+            taken = self.take(self.cut(frontier, most))
             if not taken:
                 return
             distinct = {id(column.positions): column.positions for column in taken.values()}
@@ -374,15 +458,34 @@ class CaptureRows:
                 continue
             if any(len(some) > len(positions) for some in distinct.values()):
                 taken = {site: column.at(positions) for site, column in taken.items()}
-            columns = map(taken.__getitem__, self._capture.site_forms.index_of_each)
+            in_order = map(taken.__getitem__, self._capture.site_forms.index_of_each)
             parts = [
                 SiteRows(site, data, encoded)
-                for site, (_, data, encoded) in zip(self._capture.sites, columns, strict=True)
+                for site, (_, data, encoded) in zip(self._capture.sites, in_order, strict=True)
             ]
             self._delivered = joined(self._delivered, runs(positions))
             for lowest in range(0, len(parts), site_count):
                 some = tuple(parts[lowest : lowest + site_count])
                 yield Block(self._number, positions, some, self._row_type, self._capture)
+
+    @property
+    def _in_one_array(self) -> bool:
+        """Whether all waiting rows came for all sites together, and are only copied."""
+        if not self._joins or len(self._queues) > 1:
+            return False
+        batches = self._queues.get(self._indices)
+        return batches is not None and not any(batch.encoded for batch in batches)
+
+    def _joined_block(self, column: SiteColumn, generated: Sequence[int]) -> Iterator[Block]:
+        """The block of rows [sites, n, width] of all sites in order, if any is selected."""
+        positions, rows, _ = column
+        selected = self._selected(positions, generated)
+        if not len(selected):
+            return
+        if len(selected) < len(positions):
+            rows = rows[:, np.isin(positions, selected)]
+        self._delivered = joined(self._delivered, runs(selected))
+        yield Block(self._number, selected, rows, self._row_type, self._capture)
 
     def _selected(self, positions: Positions, generated: Sequence[int]) -> Positions:
         """The positions whose tokens are selected."""
@@ -440,7 +543,7 @@ class CaptureRows:
             for sites in list(self._queues)
             if (column := self._take(sites, frontier)) is not None
         ]
-        if len(parts) == 1 and len(parts[0][0]) == len(self._next):
+        if len(parts) == 1 and len(parts[0][0]) == len(self._indices):
             ((sites, (positions, data, encoded)),) = parts
             return {site: SiteColumn(positions, data[i], encoded) for i, site in enumerate(sites)}
         columns: dict[int, list[SiteColumn]] = {}
@@ -448,11 +551,16 @@ class CaptureRows:
             for i, site in enumerate(sites):
                 columns.setdefault(site, []).append(SiteColumn(positions, data[i], encoded))
         nothing = SiteColumn(_EMPTY, np.empty((0, 0), np.float32), encoded=False)
-        return {site: _joined(columns.get(site, [nothing])) for site in self._next if columns}
+        return {site: _joined(columns.get(site, [nothing])) for site in self._indices if columns}
 
     def _take(self, sites: tuple[int, ...], frontier: int) -> SiteColumn | None:
         """The rows of a queue below a position; the data are [sites, n, width]."""
         batches = self._queues[sites]
+        if len(batches) == 1 and batches[0].count and batches[0].last < frontier:  # mostly
+            (batch,) = batches
+            del self._queues[sites]
+            positions, some = batch.take(frontier)
+            return SiteColumn(positions, concatenated(some), batch.encoded)
         encoded = False
         taken: list[Positions] = []
         parts: list[StoredArray] = []

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rheostat_engine import Spans
-from rheostat_server.capture.row_tensors import bytes_of, write_raw, write_rows
+from rheostat_server.capture.row_tensors import bytes_of, write_rows
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.selectors.sites import write_site
@@ -23,6 +23,8 @@ class CapturedRows(NamedTuple):
     """If there is a payload, the message's tensor without it."""
     payload: Payload = b""
     """The tensor's payload, unless it is in the message."""
+    sites: bytes = b""
+    """The serialized names of the sites, unless they are in the message."""
 
     def with_own_memory(self) -> "CapturedRows":
         """The same rows, with a payload that keeps no other rows in memory."""
@@ -30,10 +32,18 @@ class CapturedRows(NamedTuple):
 
     def to_message(self) -> capture_pb2.Captured:
         """The complete message, with a copy of the payload."""
+        if not self.message.sites:
+            self.message.MergeFromString(self.sites)
         if self.tensor is not None:
             self.message.tensor.CopyFrom(self.tensor)
             self.message.tensor.inline = bytes_of(self.payload)
         return self.message
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows: sites times positions."""
+        sites, positions, _ = (self.message.tensor if self.tensor is None else self.tensor).shape
+        return sites * positions
 
     @property
     def crc32c(self) -> int:
@@ -54,19 +64,13 @@ class CapturedRows(NamedTuple):
         Args:
             number: the field's number.
         """
-        parts = MessageParts((self.message.SerializeToString(),))
-        if self.tensor is not None:
-            tensor = MessageParts(
-                (
-                    self.tensor.SerializeToString(),
-                    field_head(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(self.payload)),
-                    self.payload,
-                )
-            )
-            parts = MessageParts(
-                (*parts, *tensor.as_field(capture_pb2.Captured.TENSOR_FIELD_NUMBER))
-            )
-        return parts.as_field(number)
+        labels = self.message.SerializeToString() + self.sites
+        if self.tensor is None:
+            return MessageParts((labels,)).as_field(number)
+        tensor, size = self.tensor.SerializeToString(), len(self.payload)
+        tensor += field_head(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, size)
+        labels += field_head(capture_pb2.Captured.TENSOR_FIELD_NUMBER, len(tensor) + size) + tensor
+        return MessageParts((field_head(number, len(labels) + size) + labels, self.payload))
 
 
 def add_runs(add: Callable[[], types_pb2.PositionRun], spans: Spans) -> None:
@@ -76,8 +80,8 @@ def add_runs(add: Callable[[], types_pb2.PositionRun], spans: Spans) -> None:
         run.start, run.count = start, end - start
 
 
-def label_captured(message: capture_pb2.Captured, chunk: Chunk) -> None:
-    """Writes the labels of a chunk's rows into an empty message."""
+def label_captured(message: capture_pb2.Captured, chunk: Chunk, *, with_sites: bool = True) -> None:
+    """Writes the labels of a chunk's rows into an empty message, with or without its sites."""
     block, (sample, baseline) = chunk.block, chunk.sequence_key
     if block.capture_index:
         message.capture_index = block.capture_index
@@ -85,11 +89,11 @@ def label_captured(message: capture_pb2.Captured, chunk: Chunk) -> None:
         message.sample = sample
     if baseline:
         message.baseline = True
-    if len(block.parts) == len(block.capture.sites):
-        message.MergeFrom(block.capture.site_forms.labels)
-    else:
-        for part in block.parts:
-            write_site(message.sites.add(), part.site)
+    if with_sites and block.of_all_sites:
+        message.MergeFromString(block.capture.site_forms.labels)
+    elif with_sites:
+        for site in block.sites:
+            write_site(message.sites.add(), site)
     add_runs(message.positions.add, runs(block.positions))
     message.token_ids.extend(chunk.token_ids)
 
@@ -117,14 +121,15 @@ async def captured_rows(item: Chunk | EncodedChunk) -> CapturedRows:
 
 
 def encoded_rows(chunk: Chunk) -> CapturedRows:
-    """Rows, encoded. A raw payload is a view of them if they are of one site."""
+    """Rows, encoded. A raw payload is a view of them if they are in one array."""
     block = chunk.block
     if block.capture.form.encoding != tensor_pb2.ENCODING_RAW:
         return CapturedRows(captured_of(chunk))
     message, tensor = capture_pb2.Captured(), tensor_pb2.Tensor()
-    label_captured(message, chunk)
-    payload = write_raw(block.parts, block.capture, block.row_type, tensor)
-    return CapturedRows(message, tensor, payload)
+    label_captured(message, chunk, with_sites=not block.of_all_sites)
+    payload = block.write_raw(tensor)
+    sites = block.capture.site_forms.labels if block.of_all_sites else b""
+    return CapturedRows(message, tensor, payload, sites)
 
 
 def dropped(loss: Loss) -> capture_pb2.Dropped:

@@ -152,6 +152,8 @@ class SequenceRows:
         """Removes and yields the rows that can leave, and the tokens at their positions."""
         end = self._row_end(self._count(last=last))
         for capture_rows in self._rows.values():
+            if not capture_rows.waits:
+                continue
             for block in capture_rows.ready(self.tokens, end, last=last, chunk_bytes=chunk_bytes):
                 yield block, self._token_ids(block.positions.tolist())
 

@@ -1,21 +1,28 @@
 """Writes receipts: what the engine reports to have done, under the names that the request used."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_engine.cached_property import cached_property
 from rheostat_server.admission.admit import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
+from rheostat_server.generation.applied_sites import Moved, applied_site, applied_sites
 from rheostat_server.generation.sample import Sample
 from rheostat_server.requests.signals import RequestSignals
 from rheostat_server.selectors.spans import clipped, length, united
 from rheostat_server.steering.interventions import Intervention
-from rheostat_server.tensors import float32
 from rheostat_wire.v1 import receipt_pb2
+
+_MANY = 8
+"""Sites from which on they are written together."""
+
+_ACT = attrgetter("act")
 
 
 def estimate_receipt(admitted: AdmittedRequest, samples: Sequence[Sample]) -> int:
@@ -116,8 +123,8 @@ class _Part:
     sample: Sample
     released: Released
     intervention: Intervention
-    doses: Mapping[int, Sequence[Dose]]
-    """The measured doses of its acts, by index of the site."""
+    doses: Sequence[Dose]
+    """The measured doses of its acts, ascending by act, then site."""
     start: int
     end: int
 
@@ -125,6 +132,14 @@ class _Part:
     def sites(self) -> frozenset[int]:
         """The indices of the sites at which it has an act."""
         return self.intervention.acting_sites
+
+    @cached_property
+    def by_site(self) -> Mapping[int, Sequence[Dose]]:
+        """Its doses, by index of the site."""
+        by_site: dict[int, list[Dose]] = {}
+        for dose in self.doses:
+            by_site.setdefault(dose.site, []).append(dose)
+        return by_site
 
     @cached_property
     def computed_rows(self) -> int:
@@ -203,7 +218,7 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
     for sample in samples:
         if sample.released is None:
             continue
-        doses = _by_act(sample.released.doses)
+        doses = sample.released.doses
         index = 0
         for acting, start, end in _periods(admitted, sample):
             for intervention in acting:
@@ -211,11 +226,12 @@ def _records(admitted: AdmittedRequest, samples: Sequence[Sample]) -> list[_Reco
                 if record is None:
                     record = records[_key(intervention)] = _Record(intervention)
                 if intervention.acts:
-                    mine = doses[index : index + len(intervention.acts)]
-                    sites = _by_site(mine)
-                    part = _Part(sample, sample.released, intervention, sites, start, end)
+                    after = index + len(intervention.acts)
+                    first = bisect_left(doses, index, key=_ACT)
+                    mine = doses[first : bisect_left(doses, after, key=_ACT)]
+                    part = _Part(sample, sample.released, intervention, mine, start, end)
                     record.parts.append(part)
-                    index += len(intervention.acts)
+                    index = after
             index += admitted.read_count
     return list(records.values())
 
@@ -229,23 +245,6 @@ def _key(intervention: Intervention) -> tuple[object, ...]:
         intervention.update_id,
         intervention.watch_id,
     )
-
-
-def _by_act(doses: Sequence[Dose]) -> Sequence[Sequence[Dose]]:
-    """The doses of each act; acts after the last measured one are left out."""
-    by_act: list[list[Dose]] = [
-        [] for _ in range(max((dose.act for dose in doses), default=-1) + 1)
-    ]
-    for dose in doses:
-        by_act[dose.act].append(dose)
-    return by_act
-
-
-def _by_site(acts: Sequence[Sequence[Dose]]) -> Mapping[int, Sequence[Dose]]:
-    by_site: dict[int, list[Dose]] = {}
-    for dose in chain.from_iterable(acts):
-        by_site.setdefault(dose.site, []).append(dose)
-    return by_site
 
 
 class _Period(NamedTuple):
@@ -268,19 +267,48 @@ def _periods(admitted: AdmittedRequest, sample: Sample) -> Iterator[_Period]:
 def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
     """Writes what an intervention did. It has no rows if it would not have changed a bit."""
     intervention = record.intervention
-    message.MergeFrom(intervention.receipt)
+    message.MergeFromString(intervention.receipt)
     _add_rows(message, record.parts)
     for part in record.parts:
         if part.gained:
             gain = part.sample.last_gain(intervention.source, intervention.index)
             if gain is not None:
                 message.last_gain = gain
-    for applied, index in zip(message.sites, intervention.site_indices, strict=True):
-        _measure(applied, index, record.parts)
+    sites = _alike(intervention, record.parts)
+    if sites is None:
+        each = zip(intervention.site_fields, intervention.site_indices, strict=True)
+        sites = b"".join(
+            [applied_site(field, *_measured(site, record.parts)) for field, site in each]
+        )
+    message.MergeFromString(sites)
 
 
-def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]) -> None:
-    """Writes how often and how strongly an intervention acted at a site.
+def _alike(intervention: Intervention, parts: Sequence[_Part]) -> bytes | None:
+    """All sites of an intervention, in wire format, if it changed as many rows at each of many.
+
+    Nearly every intervention at many sites does. None: this one does not, and each of its sites is
+    written alone.
+    """
+    indices = intervention.site_indices
+    if len(parts) != 1 or len(indices) < _MANY or intervention.gate is not None:
+        return None
+    (part,) = parts
+    doses = part.doses
+    if len(doses) != len(indices) or not part.released.measured:
+        return None
+    _, sites, rows, *moved = zip(*doses, strict=True)
+    count = doses[0].rows
+    if sites != indices or rows.count(count) < len(rows):
+        return None
+    left = count - part.surplus(count)
+    if left <= 0:
+        return None
+    change, relative, relative_max = moved
+    return applied_sites(intervention, left, count, (change, relative, relative_max))
+
+
+def _measured(site: int, parts: Sequence[_Part]) -> tuple[int, Moved | None]:
+    """How often an intervention acted at a site, and how strongly; None if nothing was measured.
 
     The scheduler may run some steps past the sample's end. The measured doses include their rows,
     so they are subtracted here, unless a gate decides whether they are counted.
@@ -288,26 +316,22 @@ def _measure(applied: receipt_pb2.AppliedSite, site: int, parts: Sequence[_Part]
     acting = [part for part in parts if site in part.sites]
     for part in acting:
         if not part.released.measured:
-            applied.row_count = sum(other.computed_rows for other in acting)
-            return
+            return sum(other.computed_rows for other in acting), None
     rows = surplus = 0
     change = relative = relative_max = 0.0
     for part in acting:
-        doses = part.doses.get(site, ())
-        mine = sum(dose.rows for dose in doses)
+        mine = 0
+        for _, _, count, changed, share, largest in part.by_site.get(site, ()):
+            mine += count
+            change += changed
+            relative += share
+            relative_max = max(relative_max, largest)
         rows += mine
         if part.intervention.gate is None:
             surplus += part.surplus(mine)
-        for dose in doses:
-            change += dose.change
-            relative += dose.relative
-            relative_max = max(relative_max, dose.relative_max)
-    applied.row_count = max(0, rows - surplus)
-    if rows > surplus:
-        message = applied.dose
-        message.norm = float32(change / rows)
-        message.relative_mean = float32(relative / rows)
-        message.relative_max = float32(relative_max)
+    if rows <= surplus:
+        return 0, None
+    return rows - surplus, Moved(rows, change, relative, relative_max)
 
 
 def _add_rows(message: receipt_pb2.AppliedIntervention, parts: Sequence[_Part]) -> None:
@@ -335,6 +359,4 @@ def _add_captures(
     for spec, capture in enumerate(admitted.captures):
         rows, lost = handed_over.get(spec, (0, 0))
         message = receipt.captures.add(capture_index=spec, run_id=runs.get(spec, ""))
-        message.MergeFrom(capture.site_forms.receipt)
-        for count in message.sites:
-            count.row_count, count.dropped_row_count = rows, lost
+        message.MergeFromString(capture.site_forms.receipt(rows, lost))

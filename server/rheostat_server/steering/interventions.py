@@ -98,16 +98,29 @@ class Intervention:
         return tuple(site.index for site in self.op.sites)
 
     @cached_property
-    def receipt(self) -> receipt_pb2.AppliedIntervention:
-        """All that receipts of any request report of it: its reference, sites and vectors."""
+    def site_fields(self) -> tuple[bytes, ...]:
+        """The name of each of its sites as the only field of an `AppliedSite`, serialized."""
+        fields = []
+        for site in self.op.sites:
+            message = receipt_pb2.AppliedSite()
+            write_site(message.site, site)
+            fields.append(message.SerializeToString())
+        return tuple(fields)
+
+    @cached_property
+    def receipt_heads(self) -> dict[int, tuple[bytes, ...]]:
+        """Parts of receipts that `generation.receipts` keeps here, by the number of rows."""
+        return {}
+
+    @cached_property
+    def receipt(self) -> bytes:
+        """All that receipts of any request report of it, but its sites: a serialized message."""
         message = receipt_pb2.AppliedIntervention(
             intervention=self.ref, digests=[vector.digest for vector in self.op.vectors]
         )
-        for site in self.op.sites:
-            write_site(message.sites.add().site, site)
         if self.op.replacement is not None:
             self.op.replacement.write_source(message.source)
-        return message
+        return message.SerializeToString()
 
     @property
     def ref(self) -> receipt_pb2.InterventionRef:

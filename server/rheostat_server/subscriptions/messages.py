@@ -68,7 +68,7 @@ class DeliveryCounts:
         """Counts a message; writes the counts into the message of the end."""
         if (rows := message.rows) is not None:
             self._chunks += 1
-            self._rows += len(rows.message.token_ids) * len(rows.message.sites)
+            self._rows += rows.row_count
             self._checksums += _CRC32C.pack(rows.crc32c)
         elif isinstance(item, Loss):
             self._dropped += item.rows

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rheostat_server.capture.row_tensors import write_raw
 from rheostat_server.delivery.capture_rows import Block
 from rheostat_server.delivery.items import Chunk
 from rheostat_server.delivery.row_messages import CapturedRows, label_captured
@@ -71,7 +70,7 @@ def shared_rows(chunk: Chunk, place: SharedRange) -> CapturedRows:
     """Writes raw rows into shared memory; returns their message."""
     message, block = capture_pb2.Captured(), chunk.block
     label_captured(message, chunk)
-    write_raw(block.parts, block.capture, block.row_type, message.tensor, place.memory)
+    block.write_raw(message.tensor, place.memory)
     message.tensor.shm.CopyFrom(place.ref)
     return CapturedRows(message)
 

@@ -139,7 +139,7 @@ class RequestSteering(NamedTuple):
 def read_doses(
     measured: npt.NDArray[np.float32], requests: Sequence[RequestSteering]
 ) -> list[list[DoseFields]]:
-    """Reads the dose slots of requests, as fields of `Dose`s.
+    """Reads the dose slots of requests, as fields of `Dose`s, ascending.
 
     An act with gains has two at a site: one of the tokens whose gains are all 1, and one of the
     other tokens.
@@ -149,17 +149,23 @@ def read_doses(
         requests: the requests.
     """
     doses: list[list[DoseFields]] = [[] for _ in requests]
+    several: list[int] = []
+    """The indices of requests with further measurements."""
     # Requests with equal acts are read together.
     users: dict[tuple[Measures, int], list[tuple[int, int]]] = {}
     begin = 0
     for index, request in enumerate(requests):
-        for measures, first_act, count in request.measurements:
+        for number, (measures, first_act, count) in enumerate(request.measurements):
+            if number:
+                several.append(index)
             users.setdefault((measures, first_act), []).append((index, begin))
             begin += count
     for (measures, first_act), places in users.items():
         read = measures.read(measured, [slot for _, slot in places], first_act)
         for (index, _), own in zip(places, read, strict=True):
             doses[index] += own
+    for index in several:
+        doses[index].sort()
     return doses
 
 

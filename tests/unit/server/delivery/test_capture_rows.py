@@ -86,6 +86,40 @@ def test_whoever_wants_some_of_the_sites_keeps_none_of_the_others_in_memory() ->
     assert np.shares_memory(whole.data, event.data)
 
 
+def test_rows_of_all_sites_are_sent_as_they_came() -> None:
+    event, capture = both(0, 1, 2), spec(POST0, POST1)
+    waiting = rows_of(capture)
+    waiting.add(event)
+    (block,) = waiting.ready(TOKENS, 9)
+    assert (block.sites, block.size) == ((POST0, POST1), event.data.nbytes)
+    tensor = tensor_pb2.Tensor()
+    payload = block.write_raw(tensor)
+    assert np.shares_memory(np.frombuffer(payload, np.uint8), event.data)
+    assert bytes(payload) == event.data.tobytes()
+    assert list(tensor.shape)[:2] == [2, 3]
+    room = np.zeros(len(payload), np.uint8)
+    assert bytes(block.write_raw(tensor_pb2.Tensor(), room)) == bytes(payload)
+
+
+@given(st.sets(st.integers(0, 5), min_size=1), st.permutations([POST0, PRE1, POST1, POST2]))
+def test_joined_rows_equal_rows_that_came_site_by_site(left_out, sites) -> None:
+    condition = Condition(((PROMPT_LEN, OPEN_END),), (48 + 4,), among=False)
+    capture = spec(*sites, spans=((0, PROMPT_LEN),), conditions=(condition,))
+    at = [position for position in range(8) if position not in left_out]
+    together, apart = rows_of(capture), rows_of(capture)
+    parts = [rows(Site(Point.RESID_POST, index // 4 - 1), *at) for index in capture.indices]
+    data = np.concatenate([part.data for part in parts])
+    together.add(replace(parts[0], sites=capture.indices, data=data))
+    for part in parts:
+        apart.add(part)
+    assert together.frontier == apart.frontier
+    sent = [
+        [captured_of(Chunk(None, SequenceKey(0, False), block, ())) for block in some]
+        for some in (together.ready(TOKENS, 9), apart.ready(TOKENS, 9))
+    ]
+    assert sent[0] == sent[1]
+
+
 def test_rows_leave_once_all_sites_have_them() -> None:
     waiting = rows_of(spec(POST0, POST1))
     waiting.add(rows(POST0, 0, 1, 2))
