@@ -131,11 +131,13 @@ class CapacityLedger:
         acts, captures = plan.packed_acts, plan.packed_captures
         needs = plan.needs
         need = captures.need(prompt_len=prompt_len, max_step_tokens=max_step_tokens)
-        unshared = {
-            "capture_rows": samples * need.rows,
-            "ruled_intervals": samples * acts.ruled,
-            "gate_states": samples * acts.gate_states,
-        }
+        unshared: dict[str, int] = {}  # without what is not needed: most plans need one of them
+        if need.sites:
+            unshared["capture_rows"] = samples * need.rows
+        if acts.ruled:
+            unshared["ruled_intervals"] = samples * acts.ruled
+        if acts.gate_states:
+            unshared["gate_states"] = samples * acts.gate_states
         added = dict(unshared)
         for part in needs:
             for resource, amount in self._shared.added_by(part).items():

@@ -13,10 +13,13 @@ from rheostat_engine import Kind, ModelSites, Plan
 from rheostat_server import validation
 from rheostat_server.admission.baseline import Baseline, compared_logprobs
 from rheostat_server.admission.compiled_requests import (
+    CheckedParts,
     CompiledRequest,
     CompiledRequests,
+    counts_of,
     key_of,
     may_select,
+    parts_of,
 )
 from rheostat_server.admission.estimates import estimate_observers, estimate_watches
 from rheostat_server.admission.global_steering import GlobalSteering, ServerWide
@@ -245,9 +248,11 @@ async def _admit(
     request: GenerateRequest, size: int, admission: AdmissionContext, *, changeable: bool
 ) -> AdmittedRequest:
     selects = may_select(request)
-    _check_head(request, admission, selects=selects)
+    checked = _checked_before(request, size, admission) if selects else None
+    new = selects and checked is None
+    _check_head(request, admission, selects=new)
     controlled = check_controlled(request, admission.controllers, in_session=changeable)
-    with_text = selects and await offload_plan(
+    with_text = new and await offload_plan(
         size, any_needs_text, steerings_of(request), request.captures, request.probes
     )
     prompt = await admission.prompts.resolve(request, with_text=with_text)
@@ -258,12 +263,23 @@ async def _admit(
     watches: Sequence[Watch] = ()
     if admission.watches is not None and admission.watches.any:
         watches = admission.watches.selecting(request_id, request.labels)
-    work = _work(request, prompt, observers, admission) + estimate_watches(watches)
-    candidate = _Candidate(request, request_id, prompt, changeable, watches, work, controlled)
+    length = len(prompt.token_ids)
+    if checked is not None:
+        work = checked.work
+    else:
+        work = _parts_work(request, length, admission) if selects else 0
+    work += estimate_observers(observers, length) + admission.server_wide.work.at(length)
+    work += estimate_watches(watches)
+    candidate = _Candidate(
+        request, request_id, prompt, changeable, watches, work, controlled, checked
+    )
     if work <= OFFLOAD_BYTES:
         # The plan of a controlled request is its own, so that it is not compiled for others too.
         known = admission.compiled if controlled is None else None
-        return admit_now(candidate, observers, admission, known)
+        admitted = admit_now(candidate, observers, admission, known)
+        if new and not with_text:
+            _note_checked(request, size, admission)
+        return admitted
     # The cache of compiled requests is used on the event loop alone.
     return await offload_plan(
         work, admit_now, candidate, observers, admission, compiled_before=None
@@ -297,6 +313,8 @@ class _Candidate:
     """Bytes that `offload` counts for its admission, and for each later pass over its plan."""
     controlled: ControlledBy | None
     """Its controller."""
+    checked: CheckedParts | None
+    """What is known about its parts; None: nothing."""
 
 
 def admit_now(
@@ -327,7 +345,7 @@ def admit_now(
     context = SelectionContext(prompt, sampling.max_tokens, admission.info.vocabulary)
     key, known = None, None
     if compiled_before is not None:
-        key = key_of(request, context, admission.server_wide, candidate.watches)
+        key = key_of(request, context, admission.server_wide, candidate.watches, candidate.checked)
         known = None if key is None else compiled_before.find(key)
     if known is None:
         lookups = Lookups(admission.store.view())
@@ -355,7 +373,7 @@ def admit_now(
     else:
         captures = known.captures
     wanted: tuple[ObserverCapture, ...] = ()
-    if captures or observers:
+    if observers or any(capture.target is Target.SUBSCRIPTION for capture in captures):
         wanted = merged([*_directed(captures, admission), *observer_captures(observers, context)])
     compiled = known
     if compiled is None:
@@ -439,7 +457,7 @@ def admit_now(
 def _check_head(request: GenerateRequest, admission: AdmissionContext, *, selects: bool) -> None:
     """Checks the fields that depend neither on the prompt nor on vectors.
 
-    `selects` is the result of `may_select`.
+    `selects`: whether it has parts that may have selectors, which were not checked before.
     """
     if request.request_id:
         validation.matches(request.request_id, validation.REQUEST_ID, "request_id")
@@ -466,17 +484,53 @@ def steerings_of(request: GenerateRequest) -> list[steering_pb2.Steering]:
     return [request.steering, *(rule.steer for rule in request.rules if rule.HasField("steer"))]
 
 
-def _work(
-    request: GenerateRequest,
-    prompt: PromptTokens,
-    observers: Sequence[Subscription],
-    admission: AdmissionContext,
-) -> int:
-    """Bytes that `offload` counts for `admit_now`."""
-    length = len(prompt.token_ids)
-    work = estimate_observers(observers, length) + admission.server_wide.work.at(length)
-    if not may_select(request):
-        return work
+def _checked_before(
+    request: GenerateRequest, size: int, admission: AdmissionContext
+) -> CheckedParts | None:
+    """What is known about the parts of a request that may have selectors; None: nothing.
+
+    Requests with the same parts come often. Then what was checked before is not checked again.
+
+    Args:
+        request: the request.
+        size: its bytes. A large request may have any number of parts.
+        admission: everything that it is checked against.
+    """
+    if admission.compiled is None or size > LARGE_REQUEST_BYTES:
+        return None
+    parts = parts_of(request)
+    return None if parts is None else admission.compiled.checked(parts)
+
+
+def _note_checked(request: GenerateRequest, size: int, admission: AdmissionContext) -> None:
+    """Notes what is known about the parts of a request that was admitted."""
+    if admission.compiled is None or size > LARGE_REQUEST_BYTES or _compares_vectors(request):
+        return
+    parts, counts = parts_of(request), counts_of(request)
+    if parts is not None and counts is not None:
+        work = _parts_work(request, 0, admission)
+        if work == _parts_work(request, 2, admission):  # it does not depend on the prompt
+            admission.compiled.add_checked(CheckedParts(parts, counts, work))
+
+
+def _compares_vectors(request: GenerateRequest) -> bool:
+    """Whether the work on a request depends on vectors, which may change; see `_parts_work`."""
+    return any(
+        len(intervention.ablate.directions) > 1
+        for steering in steerings_of(request)
+        for intervention in steering.interventions
+    )
+
+
+def _parts_work(request: GenerateRequest, length: int, admission: AdmissionContext) -> int:
+    """Bytes that `offload` counts for what a request itself asks for.
+
+    Args:
+        request: the request.
+        length: tokens of the prompt.
+        admission: everything that it is checked against.
+    """
+    work = 0
     vectors = admission.store.view()
     for steering in steerings_of(request):
         work += estimate_steering(steering, length, admission.sites, vectors)

@@ -15,6 +15,8 @@ Not kept: requests that select tokens by id or text, because these depend on the
 that replace rows by those of a run, and captures for sinks and runs, because these depend on other
 requests; large requests and plans.
 
+The parts of a request that was admitted are not checked again either; see `CheckedParts`.
+
 Invariant: a request that finds an entry is admitted exactly as if it were compiled again.
 """
 
@@ -43,13 +45,34 @@ from rheostat_server.vectors.store import Lookups, Name, Vector, VectorStore
 from rheostat_wire.v1 import capture_pb2, generation_service_pb2, selector_pb2, steering_pb2
 
 
-class Key(NamedTuple):
-    """Everything that a compiled request depends on, except for vectors and names."""
+class Parts(NamedTuple):
+    """The parts of a request that are compiled, serialized."""
 
     steering: bytes
     captures: tuple[bytes, ...]
     probes: tuple[bytes, ...]
     rules: tuple[bytes, ...]
+
+
+class CheckedParts(NamedTuple):
+    """What was found out about the parts of a request that was admitted.
+
+    It depends on nothing else, so it is the same for every request with equal parts.
+    """
+
+    parts: Parts
+    """These parts. None of their selectors depends on tokens, and they have no more than the
+    allowed ranges."""
+    counts: bool
+    """Whether a selector counts positions."""
+    work: int
+    """Bytes that `offload` counts for them, for a prompt of any length."""
+
+
+class Key(NamedTuple):
+    """Everything that a compiled request depends on, except for vectors and names."""
+
+    parts: Parts
     watches: tuple[str, ...]
     """The ids of the watches that read the request."""
     version: int
@@ -98,6 +121,7 @@ class CompiledRequests:
         """Makes an empty cache. Requests look up their vectors in `store`."""
         self._store = store
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._checked: OrderedDict[Parts, CheckedParts] = OrderedDict()
         self._version = 0
         """The only version whose compiled requests are kept."""
         store.follow(self._on_evict)
@@ -125,6 +149,19 @@ class CompiledRequests:
         self._entries.move_to_end(key)
         return entry.compiled
 
+    def checked(self, parts: Parts) -> CheckedParts | None:
+        """What is known about parts; None if they were not in a request that was kept."""
+        checked = self._checked.get(parts)
+        if checked is not None:
+            self._checked.move_to_end(parts)
+        return checked
+
+    def add_checked(self, checked: CheckedParts) -> None:
+        """Keeps what was found out about the parts of a request that was admitted."""
+        self._checked[checked.parts] = checked
+        if len(self._checked) > COMPILED_REQUESTS:
+            self._checked.popitem(last=False)
+
     def add(self, key: Key, compiled: CompiledRequest, lookups: Lookups) -> None:
         """Keeps a compiled request, unless it is too large, or names or steering have changed."""
         inline = sum(
@@ -150,32 +187,61 @@ class CompiledRequests:
             del self._entries[key]
 
 
+def parts_of(request: generation_service_pb2.GenerateRequest) -> Parts | None:
+    """The parts of a request that are compiled; None if they are so large that it is not kept."""
+    steering = request.steering.SerializeToString() if request.HasField("steering") else b""
+    captures = tuple([capture.SerializeToString() for capture in request.captures])
+    probes = tuple([probe.SerializeToString() for probe in request.probes])
+    rules = tuple([rule.SerializeToString() for rule in request.rules])
+    size = len(steering) + sum(map(len, (*captures, *probes, *rules)))
+    return None if size > COMPILED_REQUEST_BYTES else Parts(steering, captures, probes, rules)
+
+
+def counts_of(request: generation_service_pb2.GenerateRequest) -> bool | None:
+    """Whether a selector of a request counts positions; None if the request is not kept.
+
+    It is not kept if more than positions and vectors matter.
+    """
+    counts = _counts_positions(request.steering.interventions)
+    for rule in request.rules:
+        steered = _counts_positions(rule.steer.interventions)
+        counts = None if counts is None or steered is None else counts or steered
+    if counts is not None and request.captures:
+        counts = _count_positions_too(request.captures, counts)
+    if counts is not None and request.probes:
+        # A gate may be decided at the prompt's end.
+        counts = None if any(_reads_tokens(probe.where) for probe in request.probes) else True
+    return counts
+
+
 def key_of(
     request: generation_service_pb2.GenerateRequest,
     context: SelectionContext,
     server_wide: GlobalSteering,
     watches: Sequence[Watch] = (),
+    checked: CheckedParts | None = None,
 ) -> Key | None:
-    """The key of a request in the cache; None if it is not kept."""
+    """The key of a request in the cache; None if it is not kept.
+
+    Args:
+        request: the request.
+        context: its prompt and settings.
+        server_wide: the server-wide steering that acts on it.
+        watches: the watches that read it.
+        checked: what is known about its parts; None: nothing.
+    """
     if not watches and server_wide.empty and not may_select(request):
-        return Key(b"", (), (), (), (), server_wide.version, 0, 0)
+        return Key(_NO_PARTS, (), server_wide.version, 0, 0)
     if any(watch.settings.readings.reads_tokens for watch in watches):
         return None
-    steering = request.steering.SerializeToString() if request.HasField("steering") else b""
-    captures = tuple([capture.SerializeToString() for capture in request.captures])
-    probes = tuple([probe.SerializeToString() for probe in request.probes])
-    rules = tuple([rule.SerializeToString() for rule in request.rules])
-    if len(steering) + sum(map(len, (*captures, *probes, *rules))) > COMPILED_REQUEST_BYTES:
-        return None
-    counts = _counts_positions(request.steering.interventions) if steering else False
-    for rule in request.rules:
-        steered = _counts_positions(rule.steer.interventions)
-        counts = None if counts is None or steered is None else counts or steered
-    if counts is not None and captures:
-        counts = _count_positions_too(request.captures, counts)
-    if counts is not None and probes:
-        # A gate may be decided at the prompt's end.
-        counts = None if any(_reads_tokens(probe.where) for probe in request.probes) else True
+    counts: bool | None
+    if checked is not None:
+        parts, counts = checked.parts, checked.counts
+    else:
+        found = parts_of(request)
+        if found is None:
+            return None
+        parts, counts = found, counts_of(request)
     for always in server_wide.steerings if counts is not None else ():
         selecting = _counts_positions(always.interventions)
         counts = None if counts is None or selecting is None else counts or selecting
@@ -187,7 +253,10 @@ def key_of(
     counts = counts or bool(watches)
     length, most = (context.prompt_len, context.max_tokens) if counts else (0, 0)
     names = tuple([watch.name for watch in watches])
-    return Key(steering, captures, probes, rules, names, server_wide.version, length, most)
+    return Key(parts, names, server_wide.version, length, most)
+
+
+_NO_PARTS = Parts(b"", (), (), ())
 
 
 def may_select(request: generation_service_pb2.GenerateRequest) -> bool:

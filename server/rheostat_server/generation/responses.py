@@ -252,7 +252,7 @@ class _Stream:
         samples share one wait, because their events would come within the same time.
         """
         active = self._active
-        if active.unanswered:
+        if len(active.queue) or active.unanswered:
             return await active.next()
         for sequence in self._open:
             if not sequence.ended:

@@ -477,11 +477,11 @@ class RequestManager:
             _LOG.warning("no request receives the event of %s", event.request_id)
         else:
             active, sequence = route
-            if isinstance(event, ControllerDisabled):
-                self.controllers.disable(event.controller, event.reason)
             if isinstance(event, Rows):
                 active.outputs.add_rows(sequence.key, event)
                 return
+            if isinstance(event, ControllerDisabled):
+                self.controllers.disable(event.controller, event.reason)
             active.deliver(sequence, event)
             if isinstance(event, Released) and active.released:
                 self._release(active)  # even if its client does not read

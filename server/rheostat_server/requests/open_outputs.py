@@ -6,7 +6,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol
 
 from rheostat_engine import ModelSites
-from rheostat_server.capture.specs import ResolvedCapture, sink_groups
+from rheostat_server.capture.specs import ResolvedCapture, Target, sink_groups
 from rheostat_server.config import ModelInfo, ServerConfig
 from rheostat_server.delivery.delivery_buffer import Deliveries, DeliveryBuffer
 from rheostat_server.delivery.response_rows import ADVICE, LOSSLESS
@@ -64,12 +64,13 @@ async def open_outputs(active: ActiveRequest, manager: Openers) -> None:
         )
         active.response_rows.add(feed, buffer)
         active.outputs.add(feed, {index: index for index in inline})
-    for target, captures in sink_groups(admitted.captures):
+    elsewhere = not all(capture.target is Target.INLINE for capture in admitted.captures)
+    for target, captures in sink_groups(admitted.captures) if elsewhere else ():
         recording = await open_recording(
             manager.sinks, admitted, target, captures, model=manager.info.name
         )
         _write(recording, captures, active, manager, manager.sinks.threads(target.sink))
-    for index, capture in enumerate(admitted.captures):
+    for index, capture in enumerate(admitted.captures if elsewhere else ()):
         if capture.run is not None:
             draft = manager.runs.begin(
                 capture.run,

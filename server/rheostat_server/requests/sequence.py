@@ -348,6 +348,8 @@ def reservations(sequences: Sequence[EngineSequence], scoring_id: str) -> list[R
     """
     if not any(sequence.job.plan.acts or sequence.job.plan.captures for sequence in sequences):
         return []  # as for most requests; a baseline captures what its sample captures
+    if len(sequences) == 1:
+        return [Reservation(sequences[0].job.plan)]
     samples = sum(sequence.kind is SequenceKind.OWN for sequence in sequences)
     plans = {sequence.kind: sequence.job.plan for sequence in reversed(sequences)}
     if SequenceKind.BASELINE in plans:

@@ -26,7 +26,18 @@ from rheostat_wire.v1 import (
 
 from ..admissions import admission_context, admitted, named, stored
 from ..fakes import WIDTH
-from ..messages import add, capture, request, selector, token_range, window
+from ..messages import (
+    FIRST,
+    ONES,
+    ablate,
+    add,
+    capture,
+    request,
+    selector,
+    tensor,
+    token_range,
+    window,
+)
 from ..streams import until
 from ..subscribers import Subscriber, opening, wanted
 
@@ -74,6 +85,51 @@ def test_equal_steering_is_compiled_once_for_prompts_of_any_length(compilations)
         one.plan.request_id for one in (first, *others)
     }
     assert [one.prompt_len for one in (first, *others)] == [3, 4, 5]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """An entry for each request whose parts are checked."""
+    seen: list[object] = []
+    check = admission.check_ranges
+
+    def noted(*parts):
+        seen.append(parts)
+        check(*parts)
+
+    monkeypatch.setattr(admission, "check_ranges", noted)
+    return seen
+
+
+def test_parts_that_were_admitted_are_not_checked_again(checks) -> None:
+    at = keeping()
+    stored(at)
+    parts = {"steer": [add(named())], "captures": [capture(where=selector(window(-1)))]}
+    fresh, *again = (admitted(asked(length, **parts), at) for length in (3, 4, 5))
+    assert len(checks) == 1
+    assert {one.work for one in again} == {fresh.work}
+    admitted(asked(3, steer=parts["steer"]), at)
+    assert len(checks) == 2
+
+
+def test_parts_whose_work_depends_on_tokens_or_vectors_are_checked_again(checks) -> None:
+    at = keeping()
+    stored(at)
+    for steer in (
+        add(named(), where=selector(token_range(6))),
+        ablate(tensor(FIRST), tensor(ONES)),
+    ):
+        for _ in range(2):
+            admitted(asked(steer=[steer]), at)
+    assert len(checks) == 4
+
+
+def test_a_refused_request_is_checked_again(checks) -> None:
+    at = keeping()
+    for _ in range(2):
+        with pytest.raises(errors.NameNotFound):
+            admitted(asked(steer=[add(named())]), at)
+    assert len(checks) == 2
 
 
 def test_a_kept_request_is_admitted_as_if_it_were_compiled_again() -> None:

@@ -592,6 +592,7 @@ async def test_admissions_do_not_estimate_the_policy_anew(running, monkeypatch) 
     assert once > 0
     for prompt_len in range(1, 6):
         ids = types_pb2.TokenIds(ids=[10] * prompt_len)
-        await running.client.generate(request(token_ids=ids, steer=[add()]))
+        await running.client.generate(request(token_ids=ids, steer=[add(scale=1.0 + prompt_len)]))
     own = estimated[once:]
-    assert [len(steering.interventions) for steering in own] == [1] * 5
+    assert own
+    assert {len(steering.interventions) for steering in own} == {1}
