@@ -338,13 +338,11 @@ async def test_large_messages_are_decoded_in_iterations_of_their_own() -> None:
         order.append(data[:1])
         return data
 
-    async def tick() -> None:
-        for _ in range(20):
-            order.append(b"t")
-            await asyncio.sleep(0)
-
     large = [bytes([number]) * (3 << 20) for number in range(3)]
-    await asyncio.gather(tick(), *(calls.decoded(data, Reader(decode)) for data in large))
+    decoded = asyncio.gather(*(calls.decoded(data, Reader(decode)) for data in large))
+    while not decoded.done():
+        order.append(b"t")
+        await asyncio.sleep(0)
     first, second, third = (order.index(data[:1]) for data in large)
     assert b"t" in order[first:second]
     assert b"t" in order[second:third]
