@@ -10,6 +10,11 @@ from unittest import mock
 
 import pytest
 
+from .forked import (
+    check_vector_instructions_once,
+    inspect_models_here,
+    sleep_while_waiting,
+)
 from .models import build
 from .offline import OfflineEngine
 
@@ -102,6 +107,9 @@ def start(models_root: Path) -> Iterator[Start]:
                 return running[asked]
             stop()
             collect()
+            check_vector_instructions_once()
+            inspect_models_here()
+            sleep_while_waiting()
             count += 1
             model, channel = build(name, models_root), f"ipc://{scratch}/{count}"
             with uncollected(), reusing_compiled_code(name, options):

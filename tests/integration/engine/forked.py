@@ -19,12 +19,18 @@ PRELOADED = [
 ]
 
 
+def forks() -> ForkServerContext:
+    """A context of `multiprocessing` whose processes have imported vLLM when they begin."""
+    context = cast(ForkServerContext, multiprocessing.get_context("forkserver"))
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class Context:
     """What `multiprocessing` starts vLLM's workers with."""
 
     def __init__(self) -> None:
-        self._forks = cast(ForkServerContext, multiprocessing.get_context("forkserver"))
-        self._forks.set_forkserver_preload(PRELOADED)
+        self._forks = forks()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forks, name)
@@ -34,12 +40,56 @@ class Context:
     ) -> BaseProcess:
         """A process with the environment of this one, as a spawned one has it."""
         args = (dict(os.environ), target, kwargs)
-        return self._forks.Process(target=_run, args=args, **options)
+        return self._forks.Process(target=run, args=args, **options)
 
 
-def _run(
+def run(
     environment: Mapping[str, str], target: Callable[..., None], kwargs: Mapping[str, Any]
 ) -> None:
+    """Calls a function in an environment."""
     os.environ.clear()
     os.environ.update(environment)
+    sleep_while_waiting()
     target(**kwargs)
+
+
+def sleep_while_waiting() -> None:
+    """Lets vLLM's processes sleep while they wait for each other.
+
+    By default a process uses a whole core for a second before it sleeps, and longer if more comes.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)
+    # A notification is lost if a process is not connected yet.
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 50
+
+
+def inspect_models_here() -> None:
+    """Lets vLLM inspect models in this process.
+
+    It does so in another one, which imports vLLM, because the inspection may initialise CUDA. Its
+    cache of what it found is empty on a new machine.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def check_vector_instructions_once() -> None:
+    """Checks that the compiler knows this machine's vector instructions, for all engines to come.
+
+    Inductor compiles four programs for it in each new cache, which takes 12 seconds of a core. vLLM
+    makes a cache for each engine that it compiles ahead of time.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    if config.cpp.vec_isa_ok is None:
+        checked = cpu_vec_isa.valid_vec_isa_list()
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        config.cpp.vec_isa_ok = True
+        if cpu_vec_isa.valid_vec_isa_list() == checked:
+            os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+        else:
+            config.cpp.vec_isa_ok = None
+            cpu_vec_isa.valid_vec_isa_list.cache_clear()

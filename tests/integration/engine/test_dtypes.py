@@ -1,7 +1,6 @@
 """What float32 serves, bfloat16 and float16 serve too: a worker's sites, without an engine."""
 
 import gc
-import multiprocessing
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
@@ -11,9 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from rheostat_engine import EngineSettings, Point, engine_kwargs
 
+from .forked import forks, inspect_models_here
+from .groups import FORKED
 from .models import CONFIGS, EXPERTS, LAYERS, MIXTURES, NO_MID, build
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, FORKED]
 
 RETURNS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "w2")
 """Projections that return what attention and the MLP add to the stream, in any architecture."""
@@ -83,7 +84,7 @@ def describe(path: Path, dtype: str, load_format: str, channel: str) -> Mapping[
 @pytest.fixture(scope="module")
 def other_process() -> Iterator[Executor]:
     """A process for workers: vLLM's Transformers backend changes Hugging Face's classes."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+    with ProcessPoolExecutor(1, forks(), inspect_models_here) as executor:
         yield executor
 
 
