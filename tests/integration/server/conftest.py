@@ -20,6 +20,7 @@ import rheostat
 from ..controller_plugins import install
 from ..engine.reference import HfReference
 from .adapters import write_adapter
+from .forked_servers import ForkedServer, Order
 
 STARTUP = 240
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -35,7 +36,7 @@ class Server(NamedTuple):
     """A server that serves."""
 
     target: str
-    process: subprocess.Popen[bytes]
+    process: ForkedServer
     log: Path
 
 
@@ -47,12 +48,19 @@ def free_port() -> int:
         return port
 
 
+def arguments(model: str, port: int, *options: str) -> list[str]:
+    """Those of the command `rheostat` that serve a model."""
+    return ["serve", model, "--port", str(port), *options]
+
+
 def command(model: str, port: int, *options: str) -> list[str]:
     """The command line that serves a model."""
-    return [sys.executable, "-m", "rheostat", "serve", model, "--port", str(port), *options]
+    return [sys.executable, "-m", "rheostat", *arguments(model, port, *options)]
 
 
-def wait_until_serving(target: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_serving(
+    target: str, process: subprocess.Popen[bytes] | ForkedServer, log: Path
+) -> None:
     """Returns once health says SERVING."""
     deadline = time.monotonic() + STARTUP
     with grpc.insecure_channel(target) as channel:
@@ -86,13 +94,8 @@ def serving(
     numbers = ["--dtype", "float32", "--max-model-len", "512"]
     numbers += ["--enforce-eager"] if eager else []
     room = ["--max-num-seqs", "32", "--kv-cache-memory-mib", "128"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command("demo", port, *numbers, *room, *options),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            process_group=0 if own_group else None,
-        )
+    line = arguments("demo", port, *numbers, *room, *options)
+    process = ForkedServer(Order(line, dict(os.environ), str(log), own_group))
     target = f"127.0.0.1:{port}"
     try:
         wait_until_serving(target, process, log)

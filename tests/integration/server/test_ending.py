@@ -1,6 +1,6 @@
 """How a server ends: what runs is finished, what comes is refused, nothing hangs.
 
-Servers of other tests are ended here, because each start takes 20 seconds or more.
+Servers of other tests are ended here, because each start takes seconds.
 `tests/integration/conftest.py` sorts these tests behind all others of the same server.
 """
 
@@ -17,6 +17,7 @@ import pytest
 
 import rheostat
 
+from ..engine.forked import check_vector_instructions_once
 from .conftest import Server, command, free_port, wait_until_serving
 from .test_buf_curl import ENDS_THE_SERVER, curl
 
@@ -35,6 +36,8 @@ FIRST_REQUESTS: tuple[dict[str, Any], ...] = (
 
 
 def test_first_requests_compile_nothing_and_a_drain_finishes_what_runs(tmp_path: Path) -> None:
+    """The server is started by its command; the others are forked."""
+    check_vector_instructions_once()
     port = free_port()
     compiled = tmp_path / "compiled"
     log = tmp_path / "log"
