@@ -110,6 +110,8 @@ def read_captured_tensor(
 def positions_of(ranges: Iterable[types_pb2.PositionRun]) -> IntArray:
     """Every position of the ranges, int64 [positions]."""
     parts = [np.arange(part.start, part.start + part.count, dtype=np.int64) for part in ranges]
+    if len(parts) == 1:  # as in most messages
+        return parts[0]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 

@@ -147,7 +147,9 @@ def elements(tensor: tensor_pb2.Tensor, payload: Payload) -> npt.NDArray[np.gene
 
 def _shape(tensor: tensor_pb2.Tensor) -> tuple[int, ...]:
     shape = tuple(tensor.shape)
-    extents = math.prod(max(extent, 1) for extent in shape)
+    extents = 1
+    for extent in shape:
+        extents *= max(extent, 1)
     if len(shape) > _MAX_RANK or extents > _MAX_ELEMENTS:
         raise ServerError(f"no tensor has the shape {list(shape)}")
     return shape
@@ -163,7 +165,8 @@ def _read(tensor: tensor_pb2.Tensor, payload: Payload) -> Decoded:
         size = math.prod(shape) * itemsize(element)
         raw = name == "raw"
         data = _sized(payload, size, tensor) if raw else _unpacked(payload, size, element)
-        return Decoded(widened(data, element, shape), Encoding(name), None)
+        encoding = RAW if raw else Encoding(name)
+        return Decoded(widened(data, element, shape), encoding, None)
     if not shape:
         raise ServerError(f"{name} holds rows, not a single number")
     encoding = _quantization(tensor, name, shape[-1])

@@ -69,6 +69,8 @@ class StreamWorker(BaseWorker[M, E]):
         self._lock = contextlib.nullcontext()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """Set while an acknowledgement will be due."""
 
     def _notify(self) -> None:
         self._changed.set()
@@ -142,9 +144,23 @@ class StreamWorker(BaseWorker[M, E]):
         while (event := self._take()) is None:
             if self._exhausted:
                 raise StopAsyncIteration
-            await self._wait(self._state.seconds_to_ack())
+            self._wake_in(self._state.seconds_to_ack())
+            await self._wait(None)
             await self._check_readable()
         return event
+
+    def _wake_in(self, seconds: float | None) -> None:
+        """Ends a wait in so many seconds, or earlier, to acknowledge events; None: never.
+
+        A timer for each wait would cost more than reading an event. So one timer serves all waits
+        until it fires. An acknowledgement that becomes due later is never due before it.
+        """
+        if seconds is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._changed.set()
 
     async def _check_readable(self) -> None:
         """End the stream if this client cannot read it."""
@@ -182,6 +198,9 @@ class StreamWorker(BaseWorker[M, E]):
 
     async def _wait(self, timeout: float | None) -> None:
         self._changed.clear()
+        if timeout is None:
+            await self._changed.wait()
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._changed.wait()

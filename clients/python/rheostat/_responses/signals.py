@@ -130,7 +130,7 @@ def read_signals(message: monitor_pb2.Signals, columns: tuple[SignalColumn, ...]
         message.sample,
         columns,
         positions,
-        np.array(message.token_ids, np.int64),
+        np.fromiter(message.token_ids, np.int64, len(positions)),
         values,
         {
             firing.rule_name: positions[np.array(firing.rows, np.int64)]

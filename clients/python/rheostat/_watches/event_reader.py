@@ -24,6 +24,8 @@ from rheostat._watches.events import (
 )
 from rheostat_wire.v1 import monitor_service_pb2, types_pb2
 
+_NONE_FIRED = np.zeros((0, 2), np.int64)
+
 
 @dataclass
 class _Watched:
@@ -77,10 +79,10 @@ class WatchReader:
     ) -> WatchedSignals:
         values = read_tensor(message.values).values
         runs = len(message.numbers)
-        counts = np.array(message.row_counts, np.int64)
-        fired = np.array(
-            [(firing.row, firing.rule) for firing in message.firings], np.int64
-        ).reshape(-1, 2)
+        counts = np.fromiter(message.row_counts, np.int64, len(message.row_counts))
+        fired = _NONE_FIRED
+        if message.firings:
+            fired = np.array([(firing.row, firing.rule) for firing in message.firings], np.int64)
         if (
             values.shape != (counts.sum(), len(self.columns))
             or not runs == len(message.samples) == len(message.first_positions) == len(counts)
@@ -95,8 +97,8 @@ class WatchReader:
             self.columns,
             self._rules,
             tuple(request.request_id for request in watched),
-            np.array(message.samples, np.int64),
-            np.array(message.first_positions, np.int64),
+            np.fromiter(message.samples, np.int64, runs),
+            np.fromiter(message.first_positions, np.int64, runs),
             counts,
             values,
             fired,
