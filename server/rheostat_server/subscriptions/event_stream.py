@@ -9,7 +9,6 @@ its credit is lost.
 """
 
 import asyncio
-import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -22,6 +21,7 @@ from rheostat_server.errors import CursorExpired, QueueFull, RheostatError, Supe
 from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS, RETRY_SECONDS, UNREAD_ANSWERS
 from rheostat_server.subscriptions.flow_control import Credit
 from rheostat_server.subscriptions.replay_window import M, ReplayWindow, Sendable, Sent
+from rheostat_server.tasks.alarm import Alarm
 from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import capture_service_pb2
 
@@ -124,6 +124,8 @@ class EventStream(ABC, Generic[M]):
         self._heartbeat = heartbeat
         self._resume_window = resume_window
         self._on_failed = on_failed
+        self._alarm = Alarm(buffer.news)
+        """Ends a wait for news when the reader is due a sign of life."""
         self._replay = ReplayWindow[M]()
         self._call: object | None = None
         self._interruption: RheostatError | None = None
@@ -310,6 +312,7 @@ class EventStream(ABC, Generic[M]):
         if self._call is call:
             self._call = None
             self._interrupt_write = ignore_interruption
+            self._alarm.cancel()
 
     @abstractmethod
     def release(self) -> None:
@@ -414,9 +417,8 @@ class EventStream(ABC, Generic[M]):
         return self._queue.batched and len(batch) < BATCH_EVENTS and size <= BATCH_BYTES
 
     async def _news_until(self, moment: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(moment - time.monotonic()):
-                await self._memory.news.wait()
+        self._alarm.set_in(moment - time.monotonic())
+        await self._memory.news.wait()
 
     def _sign_of_sequence(self) -> capture_service_pb2.Heartbeat:
         return capture_service_pb2.Heartbeat(
