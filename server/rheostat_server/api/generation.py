@@ -1,6 +1,6 @@
 """GenerationService: prompts in; tokens, tensors and a receipt out."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from rheostat_server.admission.admit import admit
@@ -9,6 +9,7 @@ from rheostat_server.api.rpc import Context
 from rheostat_server.delivery.row_messages import CapturedRows
 from rheostat_server.errors import InvalidValue, MissingField, RheostatError
 from rheostat_server.generation.explain import explain
+from rheostat_server.generation.joined_events import Event, joined_events
 from rheostat_server.generation.responses import run
 from rheostat_server.generation.session import run_session
 from rheostat_server.prompts.prompts import PromptTokens
@@ -23,6 +24,10 @@ from rheostat_wire.v1 import (
 )
 
 _pb = generation_service_pb2
+
+Response = generation_service_pb2.GenerateResponse
+
+_CAPTURED = Response.CAPTURED_FIELD_NUMBER
 
 _TOKEN_BYTES = 32
 """Bytes that `offload` counts for a token of an answer."""
@@ -43,13 +48,16 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         begun = False
         try:
             admitted = await admit(request, manager.admission)
-            async with aclosing(run(admitted, manager, direct=direct_messages())) as responses:
+            if request.batches and admitted.signals is not None:
+                happenings = run(admitted, manager, direct=direct_messages(), join=_joined)
+                sent = joined_events(happenings, _joined, _CAPTURED)
+            else:
+                happenings = run(admitted, manager, direct=direct_messages())
+                sent = _one_by_one(happenings)
+            async with aclosing(happenings), aclosing(sent) as responses:
                 async for response in responses:
                     begun = True
-                    if isinstance(response, CapturedRows):
-                        yield response.as_field(_pb.GenerateResponse.CAPTURED_FIELD_NUMBER)
-                    elif isinstance(response, _pb.GenerateResponse):
-                        yield response
+                    yield response
         except RheostatError:
             manager.counts.refused += not begun
             raise
@@ -97,6 +105,25 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         prompts = self._readiness.manager().prompts
         prompt = await prompts.resolve(request, with_text=True, special=special)
         return await offload(_TOKEN_BYTES * len(prompt.token_ids), _tokens, prompt)
+
+
+async def _one_by_one(
+    happenings: AsyncGenerator[Event | CapturedRows | None, None],
+) -> AsyncGenerator[Response | MessageParts, None]:
+    """Makes a message of each event."""
+    async for happening in happenings:
+        if isinstance(happening, CapturedRows):
+            yield happening.as_field(_CAPTURED)
+        elif isinstance(happening, Response):
+            yield happening
+
+
+def _joined(events: Sequence[Event]) -> Response:
+    """One message with all events."""
+    several = [event for event in events if isinstance(event, Response)]  # a request has no notices
+    if len(several) == 1:
+        return several[0]
+    return Response(batch=_pb.GenerateEventBatch(events=several))
 
 
 def _tokens(prompt: PromptTokens) -> generation_service_pb2.TokenizeResponse:

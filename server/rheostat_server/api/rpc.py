@@ -186,7 +186,11 @@ class _Method:
         def encoded(response: object) -> bytes | MessageParts:
             return response if isinstance(response, MessageParts) else self._encode(response)
 
-        messages = DirectMessages(call.has_room, lambda response: call.write_now(encoded(response)))
+        messages = DirectMessages(
+            call.has_room,
+            lambda response: call.write_now(encoded(response)),
+            cheap=call.writes_cheaply,
+        )
         offer_direct_messages(messages)
         async with aclosing(responses):
             interruption = Interruption()

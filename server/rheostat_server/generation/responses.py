@@ -8,7 +8,18 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from itertools import chain
+
+from google.protobuf.message import Message
 
 from rheostat_engine import Plan, Released
 from rheostat_server.admission.admit import AdmittedRequest
@@ -19,6 +30,7 @@ from rheostat_server.delivery.row_messages import CapturedRows, captured_rows, d
 from rheostat_server.engine.backend import Delta
 from rheostat_server.engine.pace import Pace
 from rheostat_server.errors import Defect, RowsLost
+from rheostat_server.generation.joined_events import JOINED_BYTES, JOINED_EVENTS, JoinEvents
 from rheostat_server.generation.receipts import (
     add_controller,
     add_rules,
@@ -60,16 +72,17 @@ async def run(
     manager: RequestManager,
     companion: Companion | None = None,
     direct: DirectMessages | None = None,
+    join: JoinEvents[Message] | None = None,
 ) -> AsyncGenerator[Response | CapturedRows | Notice | None, None]:
     """Runs a request, and yields its responses.
 
     Args:
         admitted: the request.
         manager: runs it.
-        companion: updates the running request. With a companion, `None` is yielded before the
-            stream waits, so that its reader can join responses. Without one, neither `None` nor a
-            `Notice` is yielded.
-        direct: sends tokens for which the generator need not be resumed. None: all are yielded.
+        companion: updates the running request. Without one, no `Notice` is yielded.
+        direct: sends events for which the generator need not be resumed. None: all are yielded.
+        join: makes one message of several events. With it, `None` is yielded before the stream
+            waits, so that the reader can join what was yielded. None: each event is a message.
 
     Raises:
         RheostatError: the request could not start, or failed.
@@ -79,7 +92,7 @@ async def run(
         yield _started(admitted, manager)
         if admitted.signals is not None and admitted.signals.reported:
             yield Response(signal_table=admitted.signals.table)
-        stream = _Stream(admitted, active, manager, direct, marks_waits=companion is not None)
+        stream = _Stream(admitted, active, manager, direct, join)
         beside = asyncio.create_task(companion(active)) if companion is not None else None
         try:
             async for response in stream.responses():
@@ -88,7 +101,7 @@ async def run(
             if beside is not None:
                 beside.cancel()
                 await asyncio.wait({beside})
-        if companion is not None:
+        if join is not None:
             yield None  # sinks may take long
         active.finish()
         manager.release_engine(active)
@@ -136,10 +149,9 @@ class _Stream:
         active: ActiveRequest,
         manager: RequestManager,
         direct: DirectMessages | None,
-        *,
-        marks_waits: bool,
+        join: JoinEvents[Message] | None,
     ) -> None:
-        self._marks_waits = marks_waits
+        self._marks_waits = join is not None
         """Whether None is yielded before a wait for the queue."""
         self._samples = {
             sequence: Sample(admitted, sequence, active.admitted_at, active.queue.byte_counter)
@@ -168,11 +180,16 @@ class _Stream:
         self._lost = 0
         """Number of lost rows whose policy allows no loss."""
         self._direct = direct
+        self._join = join
         if direct is not None:
+            active.queue.joined = join is not None
+            active.queue.direct_in_turn = not direct.cheap
+            active.queue.direct_entries = self._send_entries_directly
             active.queue.direct = self._send_directly
-            active.queue.direct_rows = self._send_rows_directly
+            if not admitted.in_session:
+                active.queue.direct_rows = self._send_rows_directly
         self._next_rows: RowItem | None = None
-        """Rows that were taken, and are too many for `_send_rows_directly`."""
+        """Rows that were taken, and that `_send_rows_directly` could not send."""
         self._rows_error: Exception | None = None
         """The error of `_send_rows_directly`, for `responses` to raise."""
 
@@ -203,9 +220,8 @@ class _Stream:
                     if divergence is not None:
                         yield Response(divergence=divergence)
             elif item is Sign.SIGNALS:
-                for sequence in active.own_samples:
-                    for signals in self._signals(sequence):
-                        yield signals
+                for signals in self._all_signals():
+                    yield signals
             elif not isinstance(item, Sign):
                 yield item
             # Rows take turns with tokens. If they waited until the queue is empty, rows of many
@@ -235,9 +251,12 @@ class _Stream:
                 yield item
         if self._lost:
             raise RowsLost.no_room(self._lost)
-        for sequence in active.own_samples:
-            for signals in self._signals(sequence):
-                yield signals
+        for signals in self._all_signals():
+            yield signals
+
+    def _all_signals(self) -> Iterator[Response]:
+        """The waiting signals of all samples that may leave."""
+        return chain.from_iterable(map(self._signals, self._active.own_samples))
 
     async def _runs_dry(self) -> bool:
         """Whether the queue is empty, also after the callbacks that the event loop runs now."""
@@ -314,12 +333,72 @@ class _Stream:
         if self._prompt_logprobs_due:
             self._prompt_logprobs_due.discard(sequence.kind)
         direct.send(self._samples[sequence].message(delta))
-        for signals in self._signals(sequence):
+        waiting = self._signals(sequence)
+        while direct.has_room():
+            signals = next(waiting, None)
+            if signals is None:
+                return True
             direct.send(signals)
-            if not direct.has_room():
-                self._active.queue.put(Sign.SIGNALS)  # `responses` sends the rest
-                break
+        if self._active.signals is not None:
+            self._active.queue.put(Sign.SIGNALS)  # `responses` sends the rest
         return True
+
+    def _send_entries_directly(self) -> None:
+        """Sends tokens, signals and notices of the queue while `responses` waits in `_next`.
+
+        Other requests share the callback that calls it, so it raises nothing.
+        """
+        direct = self._direct
+        # Once all samples have ended, `responses` must know of each notice.
+        runs = any(not sequence.ended for sequence in self._open)
+        if direct is None or not runs or self._held_back:
+            return
+        try:
+            while direct.has_room():
+                events = self._direct_events()
+                if not events:
+                    return
+                direct.send(events[0] if self._join is None else self._join(events))
+        except Exception as error:  # any error must fail this request alone
+            LOG.error("request %s failed", self._admitted.request_id, exc_info=error)
+            self._direct = None
+            self._active.fail(Defect("the server could not send an event of the request"))
+
+    def _direct_events(self) -> list[Response | Notice]:
+        """Takes the events of the next message from the queue. None are left to send: empty."""
+        active, size = self._active, 0
+        events: list[Response | Notice] = []
+        most = 1 if self._join is None else JOINED_EVENTS
+        while len(events) < most and size < JOINED_BYTES:
+            item = active.take_plain(self._may_send_directly)
+            if item is None:
+                return events
+            sequences: Sequence[EngineSequence] = active.own_samples
+            if isinstance(item, ResponseItem):
+                assert isinstance(item.what, Delta), "other items are not plain"
+                self._prompt_logprobs_due.discard(item.sequence.kind)
+                for response in self._samples[item.sequence].take(item.what):
+                    events.append(response)
+                    size += response.ByteSize()
+                sequences = [item.sequence]
+            elif not isinstance(item, Sign):
+                events.append(item)
+                size += item.ByteSize()
+                continue
+            waiting = chain.from_iterable(map(self._signals, sequences))
+            while len(events) < most and size < JOINED_BYTES:
+                signals = next(waiting, None)
+                if signals is None:
+                    break
+                events.append(signals)
+                size += signals.ByteSize()
+        if active.signals is not None:
+            active.queue.put_back(Sign.SIGNALS)  # others may wait
+        return events
+
+    def _may_send_directly(self, sequence: EngineSequence) -> bool:
+        """Whether tokens of a sequence may be sent without `responses`."""
+        return sequence not in self._scores and self._may_send(sequence)
 
     def _send_rows_directly(self) -> bool:
         """Sends the rows that are ready, while `responses` waits.
@@ -331,10 +410,13 @@ class _Stream:
         """
         direct = self._direct
         try:
-            while direct is not None and direct.has_room():
+            while direct is not None:
                 item = self._take_rows()
                 if item is None:
                     return not self._active.response_rows.ended
+                if not direct.has_room():
+                    self._next_rows = item
+                    return False
                 if isinstance(item, Loss):
                     direct.send(self._dropped(item))
                     continue

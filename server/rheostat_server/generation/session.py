@@ -1,16 +1,11 @@
 """A session: a request whose client may change its steering while it runs.
 
-Why events are joined
-    A session that sets a gain with every token gets three events for each: the gain's answer, the
-    signals that the client answers next, and the token. A message costs more than its event. So the
-    events that are ready at the same time are sent in one message, if the client reads batches.
-
 Invariants: each update is answered once. If it came before the last sample ended, its answer
-precedes the receipt. No event waits for a later one.
+precedes the receipt.
 """
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from rheostat_server.admission.admit import admit
@@ -22,26 +17,24 @@ from rheostat_server.errors import (
     QueueFull,
     RheostatError,
 )
+from rheostat_server.generation.joined_events import Event, joined_events
 from rheostat_server.generation.responses import run
-from rheostat_server.generation.sample import Response
-from rheostat_server.limits import BATCH_EVENTS, RETRY_SECONDS, UNREAD_ANSWERS
+from rheostat_server.limits import RETRY_SECONDS, UNREAD_ANSWERS
 from rheostat_server.requests.active_request import ActiveRequest
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.requests.response_queue import Notice
 from rheostat_server.requests.steering_change import Change, refused
 from rheostat_server.tasks.client_messages import ClientMessages
+from rheostat_server.tasks.direct_messages import direct_messages
 from rheostat_wire.message_parts import MessageParts
 from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 
 _LOG = logging.getLogger(__name__)
 
-_pb = generation_service_pb2
 Message = generation_service_pb2.SessionRequest
 Answer = generation_service_pb2.SessionResponse
-Happening = Response | CapturedRows | Notice
 
-_BATCH_BYTES = 64 << 10
-"""Bytes of events up to which another event is joined."""
+_CAPTURED = Answer.CAPTURED_FIELD_NUMBER
 
 
 async def run_session(
@@ -55,16 +48,20 @@ async def run_session(
     opening = await _opening(messages)
     begun = False
     try:
+        if opening.start.batches:
+            raise InvalidValue("is for Generate: set it beside start", field="batches")
         admitted = await admit(opening.start, manager.admission, changeable=True)
 
         async def listen(active: ActiveRequest) -> None:
             await _Control(active, messages).listen()
 
-        send = _joined if opening.batches else _one_by_one
-        async with (
-            aclosing(run(admitted, manager, listen)) as happenings,
-            aclosing(send(happenings)) as answers,
-        ):
+        if opening.batches:
+            happenings = run(admitted, manager, listen, direct_messages(), _answer)
+            sent = joined_events(happenings, _answer, _CAPTURED)
+        else:
+            happenings = run(admitted, manager, listen)
+            sent = _one_by_one(happenings)
+        async with aclosing(happenings), aclosing(sent) as answers:
             async for answer in answers:
                 begun = True
                 yield answer
@@ -85,62 +82,37 @@ async def _opening(messages: ClientMessages[Message]) -> Message:
 
 
 async def _one_by_one(
-    happenings: AsyncGenerator[Happening | None, None],
+    happenings: AsyncGenerator[Event | CapturedRows | None, None],
 ) -> AsyncGenerator[Answer | MessageParts, None]:
     """Makes a message of each event."""
     async for happening in happenings:
-        if happening is not None:
-            yield _to_wire(happening)
+        if isinstance(happening, CapturedRows):
+            yield happening.as_field(_CAPTURED)
+        elif happening is not None:
+            yield _answer([happening])
 
 
-async def _joined(
-    happenings: AsyncGenerator[Happening | None, None],
-) -> AsyncGenerator[Answer | MessageParts, None]:
-    """Joins the events between two waits, except captured rows, which are large."""
-    events: list[Answer] = []
-    size = 0
-    try:
-        async for happening in happenings:
-            rows: MessageParts | None = None
-            if happening is not None:
-                message = _to_wire(happening)
-                if isinstance(message, Answer):
-                    events.append(message)
-                    size += message.ByteSize()
-                    if size < _BATCH_BYTES and len(events) < BATCH_EVENTS:
-                        continue
-                else:
-                    rows = message
-            if events:
-                yield _batch(events)
-                events, size = [], 0
-            if rows is not None:
-                yield rows
-    except RheostatError:
-        if events:
-            yield _batch(events)
-        raise
-    if events:
-        yield _batch(events)
-
-
-def _batch(events: list[Answer]) -> Answer:
-    """One message with all events."""
-    return events[0] if len(events) == 1 else Answer(batch=_pb.SessionEventBatch(events=events))
-
-
-def _to_wire(happening: Happening) -> Answer | MessageParts:
-    if isinstance(happening, CapturedRows):
-        return happening.as_field(_pb.SessionResponse.CAPTURED_FIELD_NUMBER)
-    if isinstance(happening, generation_pb2.UpdateApplied):
-        return _pb.SessionResponse(applied=happening)
-    if isinstance(happening, generation_pb2.UpdateRefused):
-        return _pb.SessionResponse(refused=happening)
-    kind = happening.WhichOneof("event")
-    assert kind is not None
-    answer = _pb.SessionResponse()
-    getattr(answer, kind).CopyFrom(getattr(happening, kind))
+def _answer(events: Sequence[Event]) -> Answer:
+    """One message with all events. They are copied into it, each once."""
+    answer = Answer()
+    if len(events) == 1:
+        _put(events[0], answer)
+    else:
+        for event in events:
+            _put(event, answer.batch.events.add())
     return answer
+
+
+def _put(event: Event, answer: Answer) -> None:
+    """Copies an event into a message."""
+    if isinstance(event, generation_pb2.UpdateApplied):
+        answer.applied.CopyFrom(event)
+    elif isinstance(event, generation_pb2.UpdateRefused):
+        answer.refused.CopyFrom(event)
+    else:
+        kind = event.WhichOneof("event")
+        assert kind is not None
+        getattr(answer, kind).CopyFrom(getattr(event, kind))
 
 
 class _Control:

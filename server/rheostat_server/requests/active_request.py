@@ -262,6 +262,17 @@ class ActiveRequest:
             self.pending_notices -= 1
         return item
 
+    def take_plain(
+        self, may_send: Callable[[EngineSequence], bool]
+    ) -> ResponseItem | Notice | Sign | None:
+        """As `ResponseQueue.take_plain`."""
+        item = self.queue.take_plain(may_send)
+        if item is None or isinstance(item, ResponseItem | Sign):
+            return item
+        assert not isinstance(item, RheostatError), "errors are not plain"
+        self.pending_notices -= 1
+        return item
+
     def deliver(
         self,
         sequence: EngineSequence,

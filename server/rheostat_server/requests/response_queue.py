@@ -11,6 +11,9 @@ counted. Few readers wake in an iteration of the event loop, and the others wait
 because an iteration in which hundreds of messages are sent takes milliseconds. While many streams
 run, tokens wait for later tokens; see `Pace`. Tokens of most requests have waited before they come
 here.
+
+A message costs more than its events. So if events may be joined in one message, entries wait until
+the next iteration, and are sent together.
 """
 
 import asyncio
@@ -92,6 +95,12 @@ class _Merged:
         self._ending, self._stop = delta.ending, delta.stop
         return True
 
+    @property
+    def plain(self) -> bool:
+        """Whether it has tokens alone: neither an end nor log-probabilities of the prompt."""
+        first = self._first
+        return first.ending is None and self._ending is None and first.prompt_logprobs is None
+
     def delta(self) -> Delta:
         """All deltas as one."""
         if not self._texts:
@@ -129,6 +138,11 @@ class WaitingDeltas:
         self._byte_counter.add_tokens(size)
         self._sealed = False
         return True
+
+    @property
+    def first_is_plain(self) -> bool:
+        """Whether the first message has tokens alone."""
+        return self._merged[0].plain
 
     def seal(self) -> None:
         """Makes the next delta begin another message, because an event comes before it."""
@@ -168,6 +182,12 @@ class ResponseQueue(Holder):
         """Sends a delta without waking the reader, which waits. Returns whether it did."""
         self.direct_rows: Callable[[], bool] = lambda: False
         """Sends the rows that are ready in the same way. Returns whether it sent all."""
+        self.direct_entries: Callable[[], None] = lambda: None
+        """Sends entries in the same way, which it takes by `take_plain`. It may leave some."""
+        self.direct_in_turn = False
+        """Whether `direct` takes turns with those of other requests, and with readers that wake."""
+        self.joined = False
+        """Whether entries of an iteration of the event loop are sent together in the next one."""
         self.paced = False
         """Whether tokens wait here for later tokens. For most requests they wait in the engine's
         client instead; see `adapters/outputs`."""
@@ -240,8 +260,10 @@ class ResponseQueue(Holder):
         reader = self._reader
         waits = reader is not None and not reader.done()
         due = waits and self._is_due(delta)
-        at_once = due and not self._entries and reader is not None
-        if at_once and (self.direct(sequence, delta) or self._give(ResponseItem(sequence, delta))):
+        at_once = due and not self._entries and reader is not None and not self.joined
+        if at_once and (
+            self._send_now(sequence, delta) or self._give(ResponseItem(sequence, delta))
+        ):
             return
         deltas = self._deltas.get(sequence)
         if deltas is None:
@@ -270,6 +292,24 @@ class ResponseQueue(Holder):
         finally:
             self._reader = None
 
+    def take_plain(self, may_send: Callable[[EngineSequence], bool]) -> Entry | None:
+        """Removes and returns the first entry, if `direct_entries` may send it.
+
+        These are notices, `Sign.SIGNALS`, and tokens alone of samples of which `may_send` is true.
+        """
+        if not self._entries:
+            return None
+        entry = self._entries[0]
+        if isinstance(entry, EngineSequence):
+            plain = self._deltas[entry].first_is_plain and may_send(entry)
+        else:
+            plain = entry is Sign.SIGNALS or isinstance(entry, Notice)
+        return self._pop() if plain else None
+
+    def put_back(self, sign: Sign) -> None:
+        """Puts a sign before all entries, for the reader. To be called by `direct_entries`."""
+        self._entries.appendleft(sign)
+
     def close(self) -> None:
         """Discards all entries but errors, and counts no more memory. Only errors may be added."""
         # The reader still has to get the error that ended the request.
@@ -282,6 +322,7 @@ class ResponseQueue(Holder):
         self._on_full = lambda _: None
         self.direct = lambda sequence, delta: False
         self.direct_rows = lambda: False
+        self.direct_entries = lambda: None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -308,13 +349,20 @@ class ResponseQueue(Holder):
         return not self._entries and self._reader is not None and not self._reader.done()
 
     def _append(self, entry: Entry) -> None:
-        if self._waits_for_entry and self._give(entry):
+        if not self.joined and self._waits_for_entry and self._give(entry):
             return
         self._entries.append(entry)
         if isinstance(entry, RheostatError):
             self._wake()
         else:
             self._wake_in_turn()
+
+    def _send_now(self, sequence: EngineSequence, delta: Delta) -> bool:
+        """Sends a delta directly, if it is this queue's turn; returns whether it did."""
+        turns = self._turns
+        if turns is None or not self.direct_in_turn:
+            return self.direct(sequence, delta)
+        return turns.take() and self.direct(sequence, delta)
 
     def _give(self, entry: Entry) -> bool:
         """Gives an entry to the waiting reader; returns False if the reader must wait its turn."""
@@ -335,19 +383,24 @@ class ResponseQueue(Holder):
             self._wake()
         elif not self._turn_asked and self._reader is not None and not self._reader.done():
             self._turn_asked = True
-            self._turns.call(self._take_turn)
+            if self.joined:
+                self._turns.call_later(self._take_turn)
+            else:
+                self._turns.call(self._take_turn)
 
     def _take_turn(self) -> None:
         self._turn_asked = False
         self._wake()
 
     def _wake(self) -> None:
-        """Gives the first entry to the reader, if it waits for one."""
+        """Sends entries directly; gives the first that is left to the reader, if it waits."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._entries and self._reader is not None and not self._reader.done():
             self._passed_on = self._clock()
+            self.direct_entries()
+        if self._entries and self._reader is not None and not self._reader.done():
             self._reader.set_result(self._pop())
 
     def _pop(self) -> Entry:

@@ -22,6 +22,8 @@ class DirectMessages:
     """Whether the next message may be sent. If not, the task has to send it, and wait."""
     send: Callable[[Message | MessageParts], None]
     """Sends a message of the call's response type, or its parts in wire format."""
+    cheap: bool = True
+    """Whether all calls may send in one iteration of the event loop. If not, they take turns."""
 
 
 _CURRENT: ContextVar[weakref.ref[DirectMessages]] = ContextVar("messages of a rheostat call")

@@ -33,12 +33,24 @@ class Turns:
 
     def call(self, work: Callable[[], object]) -> None:
         """Calls `work`, now or in a later iteration. It may not raise."""
-        self._schedule()
-        if self.free:
-            self._free -= 1
+        if self.take():
             work()
         else:
+            self._schedule()
             self._waiting.append(work)
+
+    def take(self) -> bool:
+        """Takes a free turn of this iteration; returns whether there is one."""
+        if not self.free:
+            return False
+        self._schedule()
+        self._free -= 1
+        return True
+
+    def call_later(self, work: Callable[[], object]) -> None:
+        """Calls `work` in a later iteration, even if there is a free turn. It may not raise."""
+        self._schedule()
+        self._waiting.append(work)
 
     async def turn(self) -> None:
         """Returns when it is the caller's turn."""

@@ -42,6 +42,7 @@ def generate(
     prompt: Prompt, **options: Unpack[GenerateOptions]
 ) -> DownloadCall[generation_service_pb2.GenerateResponse, Event, Generation]:
     request = requests.generate_request(prompt, **options)
+    request.batches = bool(request.probes)  # without signals, no two events come together
     return DownloadCall(
         "/rheostat.v1.GenerationService/Generate",
         request,

@@ -161,6 +161,8 @@ class GenerationAccumulator:
             case "receipt":
                 self._receipt = read_receipt(message.receipt)
                 return [self._receipt]
+            case "batch" if isinstance(message, generation_service_pb2.GenerateResponse):
+                return [event for one in message.batch.events for event in self.add(one)]
         return []
 
     def result(self) -> Generation:
@@ -215,7 +217,11 @@ class GenerationAccumulator:
                     )
 
     def _sample(self, baseline: bool, number: int) -> _Sample:
-        return self._samples.setdefault(_Key(baseline, number), _Sample())
+        key = _Key(baseline, number)
+        sample = self._samples.get(key)
+        if sample is None:
+            sample = self._samples[key] = _Sample()
+        return sample
 
     def _captured(self, message: capture_pb2.Captured) -> list[Event]:
         parts: list[Event] = []

@@ -98,6 +98,7 @@ class GenerateRequest(_message.Message):
     WHEN_FULL_FIELD_NUMBER: _builtins.int
     HOLD_BACK_FIELD_NUMBER: _builtins.int
     CONTROLLED_FIELD_NUMBER: _builtins.int
+    BATCHES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 of [A-Za-z0-9._:-], not that of a running request (REASON_DUPLICATE_REQUEST). Empty:
     the server makes one. Ids of requests that have ended are forgotten: a call that is repeated
@@ -123,6 +124,11 @@ class GenerateRequest(_message.Message):
     """How many tokens of each running sample the server holds back, 0 to 1024: a token is sent once so
     many more were generated. What is held back when a session or a rule ends the sample is never
     sent; what is held back when the sample ends by itself is. Default 0.
+    """
+    batches: _builtins.bool
+    """The client reads `GenerateResponse.batch`. Otherwise each event comes in a message of its own,
+    which costs more than most events. Only for Generate: in SessionRequest.start
+    REASON_INVALID_VALUE.
     """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
@@ -186,10 +192,11 @@ class GenerateRequest(_message.Message):
         when_full: Global___WhenFull.ValueType | None = ...,
         hold_back: _builtins.int | None = ...,
         controlled: _gain_pb2.Controlled | None = ...,
+        batches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back", "_when_full", b"_when_full", "chat", b"chat", "controlled", b"controlled", "hold_back", b"hold_back", "prompt", b"prompt", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back", "_when_full", b"_when_full", "captures", b"captures", "chat", b"chat", "controlled", b"controlled", "hold_back", b"hold_back", "labels", b"labels", "lora_name", b"lora_name", "probes", b"probes", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back", "_when_full", b"_when_full", "batches", b"batches", "captures", b"captures", "chat", b"chat", "controlled", b"controlled", "hold_back", b"hold_back", "labels", b"labels", "lora_name", b"lora_name", "probes", b"probes", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "rules", b"rules", "sampling", b"sampling", "steering", b"steering", "text", b"text", "token_ids", b"token_ids", "when_full", b"when_full", "with_baseline", b"with_baseline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold_back: _TypeAlias = _typing.Literal["hold_back"]  # noqa: Y015
     _WhichOneofArgType__hold_back: _TypeAlias = _typing.Literal["_hold_back", b"_hold_back"]  # noqa: Y015
@@ -222,6 +229,7 @@ class GenerateResponse(_message.Message):
     RECEIPT_FIELD_NUMBER: _builtins.int
     DIVERGENCE_FIELD_NUMBER: _builtins.int
     SIGNAL_TABLE_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> _generation_pb2.Started:
         """First."""
@@ -262,6 +270,12 @@ class GenerateResponse(_message.Message):
     def signal_table(self) -> _monitor_pb2.SignalTable:
         """What the columns of signals are."""
 
+    @_builtins.property
+    def batch(self) -> Global___GenerateEventBatch:
+        """Several events that could be sent at the same time, in order. Only with
+        GenerateRequest.batches.
+        """
+
     def __init__(
         self,
         *,
@@ -275,16 +289,41 @@ class GenerateResponse(_message.Message):
         receipt: _receipt_pb2.Receipt | None = ...,
         divergence: _generation_pb2.Divergence | None = ...,
         signal_table: _monitor_pb2.SignalTable | None = ...,
+        batch: Global___GenerateEventBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "captured", b"captured", "divergence", b"divergence", "dropped", b"dropped", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "receipt", b"receipt", "signal_table", b"signal_table", "signals", b"signals", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signals", "finished", "receipt", "divergence", "signal_table"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "prompt_logprobs", "tokens", "captured", "dropped", "signals", "finished", "receipt", "divergence", "signal_table", "batch"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class GenerateEventBatch(_message.Message):
+    """Events of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateResponse]:
+        """Two or more, none of them a batch."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___GenerateResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateEventBatch: _TypeAlias = GenerateEventBatch  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):

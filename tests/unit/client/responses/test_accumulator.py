@@ -183,6 +183,29 @@ def test_a_generation_is_the_whole_of_its_stream(client, server):
     assert out.activations.token_ids("resid_post", 3).tolist() == [100, 101, 102]
 
 
+def test_events_that_come_in_one_message_are_read_as_if_they_came_alone(client, server):
+    batch = generation_service_pb2.GenerateEventBatch
+    response = generation_service_pb2.GenerateResponse
+    together = [WHOLE[0], *(response(batch=batch(events=WHOLE[n : n + 2])) for n in (1, 3, 5))]
+    found = []
+    for messages in (WHOLE, together):
+        server.on("Generate", messages)
+        found.append(client.stream("My day was"))
+    (plain, whole), (joined, same) = found
+    assert [type(event) for event in joined] == [type(event) for event in plain]
+    assert (same.text, same.receipt, same.logprobs) == (whole.text, whole.receipt, whole.logprobs)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_batches_are_asked_for_where_something_is_read(client, server, reads: bool):
+    server.on("Generate", WHOLE)
+    probe = rheostat.probe(
+        rheostat.inline(np.ones((1, 4), np.float32)), points="resid_post", layers=0
+    )
+    client.run(lambda engine: engine.generate("My day was", probes=probe if reads else None))
+    assert server.asked[0].batches is reads
+
+
 def test_a_stream_gives_every_event_in_order_and_then_the_same_whole(client, server):
     server.on("Generate", WHOLE)
     events, out = client.stream("My day was")

@@ -1,7 +1,7 @@
 """Tokens that are sent without waking the task of their call."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from google.rpc import code_pb2, status_pb2
 
 from rheostat_engine import Installed, Released
 from rheostat_server.delivery import row_messages
-from rheostat_server.engine.backend import Delta, Ending, Job
+from rheostat_server.engine.backend import Delta, Ending
 from rheostat_server.front_ends.records import CallBegin, First, Kind, count_body
 from rheostat_server.front_ends.remote_call import RemoteCall
 from rheostat_server.generation import responses
@@ -23,21 +23,11 @@ from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 from ..conftest import Running
 from ..fakes import ScriptedBackend
 from ..messages import add, capture, probe, request
+from .by_hand import ByHand, turns
 
 GENERATE = "/rheostat.v1.GenerationService/Generate"
 WINDOW = 4
 """Messages that are sent ahead of the front end."""
-
-
-@dataclass
-class ByHand(ScriptedBackend):
-    """An engine whose tokens the test makes."""
-
-    receive: Callable[[Delta], None] = print
-    job: Job | None = None
-
-    async def add_request(self, job, receive, fail) -> None:
-        self.job, self.receive = job, receive
 
 
 @dataclass
@@ -76,11 +66,6 @@ class FrontEnd:
         for message in self.messages:
             if message.WhichOneof("event") == "tokens":
                 yield message.tokens.offset, list(message.tokens.token_ids)
-
-
-async def turns(count: int = 20) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 async def called(running: Running, asked: object) -> "tuple[FrontEnd, asyncio.Task[None]]":

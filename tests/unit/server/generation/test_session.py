@@ -10,7 +10,7 @@ import pytest
 from rheostat_server.delivery.items import Chunk
 from rheostat_server.delivery.row_messages import CapturedRows, captured_rows
 from rheostat_server.errors import Defect
-from rheostat_server.generation import responses, session
+from rheostat_server.generation import joined_events, responses, session
 from rheostat_server.prompts import prompts
 from rheostat_server.prompts.tokenizer import Tokenizer
 from rheostat_wire.v1 import (
@@ -23,6 +23,7 @@ from rheostat_wire.v1 import (
     types_pb2,
 )
 
+from ..conftest import Refusal
 from ..fakes import WIDTH, ScriptedBackend
 from ..messages import GENERATED, add, capture, request, selector, span, tensor
 from ..streams import kinds, settled, tokens, until
@@ -72,6 +73,11 @@ async def test_events_that_are_ready_together_come_in_one_message_if_the_client_
     assert [kinds(flat(found[True]))[i] for i in (0, -1)] == ["started", "receipt"]
 
 
+def joined(happenings):
+    """The messages of a session whose client reads batches."""
+    return joined_events.joined_events(happenings, session._answer, session._CAPTURED)
+
+
 async def test_no_event_waits_for_the_next_and_all_are_sent_before_a_failure() -> None:
     async def happenings():
         for number in (1, 2):
@@ -83,7 +89,7 @@ async def test_no_event_waits_for_the_next_and_all_are_sent_before_a_failure() -
         raise Defect("x")
 
     async def send() -> None:
-        async for message in session._joined(happenings()):
+        async for message in joined(happenings()):
             sent.append([event.applied.update_id for event in flat([message])])
 
     sent: list[list[int]] = []
@@ -109,17 +115,17 @@ async def test_no_event_waits_until_rows_are_encoded(running, monkeypatch) -> No
 
 
 async def test_only_so_many_events_and_bytes_are_joined(monkeypatch) -> None:
-    monkeypatch.setattr(session, "BATCH_EVENTS", 3)
+    monkeypatch.setattr(joined_events, "JOINED_EVENTS", 3)
 
     async def happenings():
         for number in range(1, 8):
             yield generation_pb2.UpdateApplied(update_id=number)
 
     async def sizes() -> list[int]:
-        return [len(flat([message])) async for message in session._joined(happenings())]
+        return [len(flat([message])) async for message in joined(happenings())]
 
     assert await sizes() == [3, 3, 1]
-    monkeypatch.setattr(session, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(joined_events, "JOINED_BYTES", 1)
     assert await sizes() == [1] * 7
 
 
@@ -132,6 +138,17 @@ async def test_batches_are_asked_for_beside_start_only(starter) -> None:
     assert (refused.reason, refused.field) == ("REASON_INVALID_VALUE", "batches")
     running.backend.hold.set()
     assert kinds(await talk.end())[-1] == "receipt"
+
+
+async def test_the_request_of_a_session_has_no_batches_of_its_own(running) -> None:
+    talk = SessionCall(running)
+    asked = start()
+    asked.start.batches = True
+    await talk.say(asked)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await talk.end()
+    refusal = Refusal.of(caught.value)
+    assert (refusal.reason, refusal.field) == ("REASON_INVALID_VALUE", "start.batches")
 
 
 @pytest.mark.parametrize("steer", [[], [add()]])

@@ -57,6 +57,19 @@ async def test_one_call_starts_in_an_iteration_while_calls_of_after_wait() -> No
     assert counts == [(2, 1), (4, 2), (6, 3), (7, 7)]
 
 
+async def test_a_call_for_later_is_made_in_the_next_iteration_within_the_limit() -> None:
+    turns = Turns(2)
+    called: list[int] = []
+    for number in range(5):
+        turns.call_later(lambda number=number: called.append(number))
+    counts = []
+    while len(called) < 5:
+        counts.append(len(called))
+        await asyncio.sleep(0)
+    assert called == [*range(5)]
+    assert counts == [0, 2, 4]
+
+
 class Worker:
     """Work whose pieces take time, by a clock of its own, and are counted by iteration."""
 
