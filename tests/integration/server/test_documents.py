@@ -110,8 +110,8 @@ def test_the_tone_guard_steers_back_only_what_turns_gloomy(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     module = example("tone_guard")
-    monkeypatch.setattr(module, "NEUTRAL", module.NEUTRAL[:6])
-    for constant, value in (("SAMPLES", 4), ("SHOWN", 3)):
+    monkeypatch.setattr(module, "NEUTRAL", module.NEUTRAL[:12])
+    for constant, value in (("SAMPLES", 2), ("AT_ONCE", 16), ("SHOWN", 3)):
         monkeypatch.setattr(module, constant, value)
     picture, numbers = tmp_path / "picture.png", tmp_path / "numbers.json"
     command = ["tone_guard.py", "--target", server.target, "--out", str(picture)]
