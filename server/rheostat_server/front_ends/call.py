@@ -7,7 +7,7 @@ front end received. The code that answers a call does not depend on which it is.
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -23,6 +23,8 @@ DETAILS_KEY = "grpc-status-details-bin"
 """Key of the trailing metadata that holds a status with its details."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+
+T = TypeVar("T")
 
 _WITH_HEADERS = 16 << 10
 """Bytes of the longest first message that is sent with the headers. By default HTTP/2 lets a server
@@ -130,7 +132,7 @@ class GrpcCall:
         """Sends a message. Returns when gRPC has taken it, which takes one message at a time.
 
         gRPC sends the headers with the first message, unless they were sent before. That is faster:
-        a separate write takes a fifth of a front end's time for a call.
+        alone, they take about as long as a message.
         """
         await self.flush()
         joined = message if isinstance(message, bytes) else message.joined()
@@ -213,3 +215,9 @@ async def _sent(sending: Awaitable[None]) -> None:
         await sending
     except grpc.aio.InternalError as error:
         raise asyncio.CancelledError from error
+
+
+def resolve(future: "asyncio.Future[T] | None", result: T) -> None:
+    """Sets the result of a future, if there is one and its waiter was not cancelled."""
+    if future is not None and not future.done():
+        future.set_result(result)

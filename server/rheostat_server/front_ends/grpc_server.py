@@ -54,7 +54,7 @@ HealthContext = grpc.aio.ServicerContext[HealthCheckRequest, HealthCheckResponse
 Answer = Callable[[str, Call], Awaitable[None]]
 """Answers a call to its end. The first argument is the full name of the method."""
 
-_OPTIONS = (
+OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", TENSOR_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
     # By default gRPC receives some MiB of each call ahead of reads, and more on fast networks.
@@ -67,18 +67,18 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
+"""Options of gRPC servers. The port may be shared or not, so it has no option here."""
 
 
 class GrpcServer:
     """A gRPC server with the services of `rheostat.v1`, health and reflection.
 
-    `share_port` lets other processes listen on the same port. Without it, a second server on the
-    port fails, instead of receiving half of the calls.
+    No other process can listen on its port. Otherwise a second server would get half of the calls.
     """
 
-    def __init__(self, answer: Answer, *, share_port: bool = False) -> None:
-        self._health = _Health()
-        options = (*_OPTIONS, ("grpc.so_reuseport", int(share_port)))
+    def __init__(self, answer: Answer) -> None:
+        self._health = Health()
+        options = (*OPTIONS, ("grpc.so_reuseport", 0))
         with all_wakeups_read():
             self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers((_Handlers(answer),))
@@ -114,7 +114,7 @@ def grpc_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-class _Health(health_pb2_grpc.HealthServicer):
+class Health(health_pb2_grpc.HealthServicer):
     """Answers health checks.
 
     gRPC's own servicer waits in `set` until each watcher has read the status before. So a client
@@ -126,6 +126,7 @@ class _Health(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     def set(self, status: int) -> None:
+        """Sets the answer for the server and all its services."""
         self._status = status
         self._changed.set()
         self._changed = asyncio.Event()
@@ -133,11 +134,13 @@ class _Health(health_pb2_grpc.HealthServicer):
     async def Check(
         self, request: HealthCheckRequest, context: HealthContext
     ) -> HealthCheckResponse:
+        """The last status."""
         if request.service not in HEALTH_NAMES:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return HealthCheckResponse(status=self._status)
 
     async def Watch(self, request: HealthCheckRequest, context: HealthContext) -> None:
+        """Sends the status, and each change of it."""
         unknown = request.service not in HEALTH_NAMES
         last: int | None = None
         while True:

@@ -4,22 +4,31 @@
 
 It has no state of models or requests, and imports neither torch nor vLLM. It exits as soon as the
 socket to the server is closed, for any reason.
+
+It has two threads. One handles the events of gRPC, the other those of the event loop: records of
+the server, and timers. Both run the functions of calls, in turn; see `core_server`.
 """
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import socket
+import time
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import Final, cast
 
 import grpc.aio
 from google.rpc import status_pb2
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from rheostat_server.errors import PortInUse
-from rheostat_server.front_ends.call import Call
-from rheostat_server.front_ends.grpc_server import GrpcServer
+from rheostat_server.front_ends.core_server import CoreCall, CoreServer, FairLock
+from rheostat_server.front_ends.grpc_server import PATHS, SERVICES, Health
+from rheostat_server.front_ends.local_calls import LocalCalls
 from rheostat_server.front_ends.records import (
     CallBegin,
     First,
@@ -34,6 +43,8 @@ from rheostat_server.limits import STATUS_SECONDS
 from rheostat_server.tasks.allocator import keep_freed_memory
 from rheostat_server.tasks.garbage import collect_in_time, collect_rarely
 
+_LOG = logging.getLogger(__name__)
+
 _EAGER_READS = 4
 """Calls at a time whose first message is read before the server asks for it. Only a few, because
 gRPC keeps the received part of each message. Calls that begin together are read one after another.
@@ -45,8 +56,13 @@ _EAGER_SECONDS = 0.005
 _WRITTEN_BATCH = 3
 """Messages that gRPC has taken after which a WRITTEN record is sent while others follow."""
 
+_DIRECT_BYTES = 64 << 10
+"""Bytes of the most records that the thread that has made them writes to the socket itself."""
+
 _SERVER_LOST = 1
 """The exit status if the connection to the server is lost."""
+
+_UNKNOWN = status_pb2.Status(code=12, message="Method not found!")  # UNIMPLEMENTED, as gRPC says it
 
 
 class _EagerReads:
@@ -69,7 +85,7 @@ class _EagerReads:
         """Does not read a call that waits, because the server asks for its message."""
         self._waiting.pop(call, None)
 
-    def end(self, _: "asyncio.Task[None]") -> None:
+    def end(self) -> None:
         """Ends a read, and starts the next one."""
         self._running -= 1
         if self._waiting:
@@ -78,17 +94,98 @@ class _EagerReads:
             self.add(call)
 
 
+class _ServerConnection(RecordConnection):
+    """The connection to the server, which both threads use while they hold the lock.
+
+    Records are written when the lock is released. The thread that holds it writes them itself,
+    unless earlier ones wait for the socket. Waking the event loop for them would take longer.
+    """
+
+    def __init__(
+        self, lock: FairLock, receive: Callable[[Kind, int, bytes], None], lost: Callable[[], None]
+    ) -> None:
+        super().__init__(receive, lost)
+        self._lock = lock
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._full = False
+        """Whether earlier records wait for the socket."""
+        self._passed = False
+        """Whether `_pass` will be called."""
+
+    async def open(self, connected: socket.socket) -> None:
+        """Begins to receive from a socket."""
+        transport, _ = await self._loop.create_connection(lambda: self, sock=connected)
+        transport.set_write_buffer_limits(high=0)
+        self._socket = connected
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio."""
+        with self._lock:
+            super().data_received(data)
+
+    def pause_writing(self) -> None:
+        """Called by asyncio in `_pass` if the socket is full."""
+        self._full = True
+
+    def resume_writing(self) -> None:
+        """Called by asyncio once it has written everything."""
+        with self._lock:
+            self._full = False
+
+    def _schedule(self) -> None:
+        """Does nothing, because the records are written before the lock is released."""
+
+    def write_all(self) -> None:
+        """Writes the records that were sent. To be called before the lock is released."""
+        if not self._outgoing or self._passed:
+            return
+        few = sum(map(len, self._outgoing)) <= _DIRECT_BYTES
+        if few and self._socket is not None and not self._full:
+            records = b"".join(self._outgoing)
+            try:
+                written = self._socket.send(records)
+            except BlockingIOError:
+                written = 0
+            except OSError:
+                return  # the event loop finds that the connection is lost
+            self._outgoing = [memoryview(records)[written:]] if written < len(records) else []
+        if self._outgoing:
+            self._passed = True
+            self._loop.call_soon_threadsafe(self._pass)
+
+    def _pass(self) -> None:
+        """Gives the records to asyncio."""
+        with self._lock:
+            self._passed = False
+            self._flush()
+
+
 class FrontEnd:
     """The calls of this process."""
 
     def __init__(self, shared: SharedParts) -> None:
-        self._connection = RecordConnection(self._receive, self._lost)
+        self._loop = asyncio.get_running_loop()
+        self._lock = FairLock(self._before_release)
+        self._connection = _ServerConnection(self._lock, self._receive, self._lost)
         self._connection.received_parts = shared
-        self._server = GrpcServer(self._forward, share_port=True)
+        self._server = CoreServer(self._lock, self._begin)
+        self._health = Health()
+        self._local = LocalCalls(self._lock)
+        server = cast(grpc.aio.Server, self._local)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflects = reflection.aio.ReflectionServicer(names)
+        add = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+        add(reflects, server)  # type: ignore[no-untyped-call]  # it has no annotations
         self._calls: dict[int, _ForwardedCall] = {}
         self._begun = 0
         self._eager = _EagerReads()
-        self._stop: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._unforwarded: dict[_ForwardedCall, float] = {}
+        """When each call began that is not forwarded yet, oldest first."""
+        self._timer_set = False
+        """Whether `_forward_late` will be called."""
+        self._stop: asyncio.Future[float] = self._loop.create_future()
         """The grace period of calls in seconds; set by the record STOP."""
 
     @property
@@ -98,187 +195,250 @@ class FrontEnd:
 
     async def run(self, connection: socket.socket, host: str, port: int) -> None:
         """Serves until the server sends STOP."""
-        loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: self._connection, sock=connection)
+        await self._connection.open(connection)
         try:
-            await self._server.start(host, port)
+            self._server.start(host, port)
         except PortInUse as error:
-            self._connection.send(Kind.NOT_LISTENING, 0, str(error).encode())
+            self.send(Kind.NOT_LISTENING, 0, str(error).encode())
             await self._stop
             return
-        self._connection.send(Kind.LISTENING)
-        await self._server.stop(await self._stop)
+        self.send(Kind.LISTENING)
+        await self._end_calls(await self._stop)
+        self._server.close()
         self._connection.close()
 
-    async def _forward(self, path: str, call: Call) -> None:
-        """Forwards a call to the server, and its answer to the client."""
-        number = self._begun = (self._begun + 1) & 0xFFFF_FFFF
-        forwarded = _ForwardedCall(number, path, call, self._connection, self._eager)
-        self._calls[number] = forwarded
-        try:
+    def send(self, kind: Kind, number: int = 0, *body: bytes) -> None:
+        """Sends a record. To be called without the lock."""
+        with self._lock:
+            self._connection.send(kind, number, *body)
+
+    def later(
+        self, seconds: float, number: int, action: "Callable[[_ForwardedCall], object]"
+    ) -> None:
+        """Does something with a call after a time, if it has not ended by then."""
+
+        def act() -> None:
+            with self._lock:
+                if (call := self._calls.get(number)) is not None:
+                    action(call)
+
+        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, act)
+
+    def _begin(self, call: CoreCall) -> None:
+        """Forwards a call to the server, or answers it here."""
+        if call.path in PATHS:
+            number = self._begun = (self._begun + 1) & 0xFFFF_FFFF
+            forwarded = self._calls[number] = _ForwardedCall(number, call, self)
             forwarded.begin()
-            status = await forwarded.run()
-            if status is not None:
-                await call.fail(status)
-        finally:
-            forwarded.close()
-            del self._calls[number]
+        elif not self._local.answers(call):
+            call.open(lambda: None)
+            call.end(_UNKNOWN, lambda: None)
+
+    async def _end_calls(self, grace: float) -> None:
+        """Accepts no further calls, and cancels those that run after `grace` seconds."""
+        ended = asyncio.Event()
+        with self._lock:
+            self._server.shut_down(lambda: self._loop.call_soon_threadsafe(ended.set))
+        try:
+            async with asyncio.timeout(grace):
+                await ended.wait()
+        except TimeoutError:
+            with self._lock:
+                self._server.cancel_all()
+            await ended.wait()
 
     def _receive(self, kind: Kind, number: int, body: bytes) -> None:
         if kind is Kind.HEALTH:
-            self._server.set_health(body[0])
+            self._health.set(body[0])
         elif kind is Kind.PING:
             self._connection.send(Kind.PONG)
         elif kind is Kind.STOP:
             if not self._stop.done():
                 self._stop.set_result(read_seconds_body(body))
         elif (call := self._calls.get(number)) is not None:
-            call.receive(kind, body)
+            try:
+                call.receive(kind, body)
+            except Exception:  # one call must not end the others
+                _LOG.exception("a record of a call could not be processed")
+                call.close()
 
     def _lost(self) -> None:
         if not self._stop.done():
             os._exit(_SERVER_LOST)  # no call can be answered
 
+    def add(self, call: "_ForwardedCall") -> None:
+        """Reads the first message of a call. If that takes long, the call is forwarded without."""
+        self._unforwarded[call] = time.monotonic()
+        self._eager.add(call)
+
+    def begin_call(self, call: "_ForwardedCall", first: First, message: bytes = b"") -> None:
+        """Forwards a call to the server."""
+        self._unforwarded.pop(call, None)
+        self._eager.remove(call)
+        begin = CallBegin(call.path, call.time_remaining(), first, message)
+        self._connection.send(Kind.BEGIN, call.number, call_body(begin))
+
+    def send_of(self, call: "_ForwardedCall", kind: Kind, *body: bytes) -> None:
+        """Sends a record of a call. To be called with the lock."""
+        self._connection.send(kind, call.number, *body)
+
+    def end_first_read(self) -> None:
+        """Notes that a first message was read, and reads the next one."""
+        self._eager.end()
+
+    def remove(self, call: "_ForwardedCall") -> None:
+        """Forgets a call that is over."""
+        self._unforwarded.pop(call, None)
+        self._eager.remove(call)
+        del self._calls[call.number]
+
+    def _before_release(self) -> None:
+        """Called before the lock is released."""
+        self._connection.write_all()
+        if self._unforwarded and not self._timer_set:
+            self._timer_set = True
+            first = next(iter(self._unforwarded.values()))
+            delay = max(0.0, first + _EAGER_SECONDS - time.monotonic())
+            self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._forward_late)
+
+    def _forward_late(self) -> None:
+        """Forwards calls whose first message has not arrived in time."""
+        with self._lock:
+            self._timer_set = False
+            late = time.monotonic() - _EAGER_SECONDS
+            for call in [call for call, begun in self._unforwarded.items() if begun <= late]:
+                call.begin_without()
+
 
 class _ForwardedCall:
-    """A call between its client and the server."""
+    """A call between its client and the server. It is used with the lock held."""
 
-    def __init__(
-        self,
-        number: int,
-        path: str,
-        call: Call,
-        connection: RecordConnection,
-        eager: _EagerReads,
-    ) -> None:
-        self._number: Final = number
-        self._eager = eager
-        self._path = path
+    def __init__(self, number: int, call: CoreCall, front_end: FrontEnd) -> None:
+        self.number: Final = number
+        self.path: Final = call.path
+        self.time_remaining: Final = call.time_remaining
         self._call = call
-        self._connection = connection
+        self._front_end = front_end
         self._begun = False
         """Whether the record BEGIN was sent."""
+        self._reads_first = False
+        """Whether a read counts as a first read."""
         self._messages: deque[bytes] = deque()
-        """The server's messages that are not written yet."""
+        """The server's messages that gRPC has not been given yet."""
         self._written = 0
         """Messages that gRPC has taken since the last WRITTEN record."""
         self._end: bytes | None = None
         """The status with which the server has ended the call."""
-        self._dropped = False
-        """Whether a write was cancelled because the client does not read."""
-        self._changed = asyncio.Event()
-        self._writer: asyncio.Task[object] | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._ended = False
+        """Whether gRPC was given the status."""
+        self._closed = False
 
     def begin(self) -> None:
         """Forwards the call to the server, with its first message if that arrives soon."""
-        self._timer = asyncio.get_running_loop().call_later(_EAGER_SECONDS, self._begin_without)
-        self._eager.add(self)
+        self._call.open(self.close)
+        self._front_end.add(self)
 
     def start_reading(self) -> None:
         """Reads the first message; see `_EagerReads`."""
-        self._reader = asyncio.create_task(self._read_first())
-        self._reader.add_done_callback(self._eager.end)
+        self._reads_first = True
+        self._call.read(self._take_first)
 
-    async def run(self) -> status_pb2.Status | None:
-        """Writes the server's messages until it ends the call; returns the status, None for OK."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            while self._messages:
-                await self._write()
-            if self._end is not None:
-                if self._timer is not None:
-                    self._timer.cancel()
-                return status_pb2.Status.FromString(self._end) if self._end else None
+    def begin_without(self) -> None:
+        """Forwards the call without its first message."""
+        self._begin(First.READING if self._reads_first else First.UNREAD)
 
     def receive(self, kind: Kind, body: bytes) -> None:
         """Processes a record of the server."""
         if kind is Kind.MESSAGE:
-            self._messages.append(body)
-            self._changed.set()
+            if self._call.ready:
+                self._call.write(body, self._count_written)
+            else:
+                self._messages.append(body)
         elif kind is Kind.READ:
-            self._reader = asyncio.create_task(self._read())
+            self._call.read(self._take)
         elif kind is Kind.END:
             self._end = body
-            self._changed.set()
-            if self._messages or self._writer is not None:
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(STATUS_SECONDS, self._drop_messages)
+            if self._call.ready:
+                self._finish()
+            else:
+                self._front_end.later(STATUS_SECONDS, self.number, _ForwardedCall.drop_messages)
+
+    def drop_messages(self) -> None:
+        """Ends the call without the messages that its client has not read."""
+        self._messages.clear()
+        self._finish()
 
     def close(self) -> None:
-        """Stops reading, and sends the record DONE."""
-        self._eager.remove(self)
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._reader is not None:
-            self._reader.cancel()
+        """Stops reading and writing, and sends the record DONE."""
+        if self._closed:
+            return
+        self._closed = True
+        self._messages.clear()
+        self._call.leave()
+        self._front_end.remove(self)
+        self._end_first_read()
         if self._begun:
-            self._connection.send(Kind.DONE, self._number)
-
-    def _begin_without(self) -> None:
-        """Forwards the call without its first message."""
-        self._eager.remove(self)
-        self._begin(First.UNREAD if self._reader is None else First.READING)
+            self._front_end.send_of(self, Kind.DONE)
 
     def _begin(self, first: First, message: bytes = b"") -> None:
         self._begun = True
-        begin = CallBegin(self._path, self._call.time_remaining(), first, message)
-        self._connection.send(Kind.BEGIN, self._number, call_body(begin))
+        self._front_end.begin_call(self, first, message)
 
-    async def _write(self) -> None:
-        """Writes the next message. `_drop_messages` may cancel it after the end of the call."""
-        self._writer = task = asyncio.current_task()
-        assert task is not None
-        try:
-            await self._call.write(self._messages.popleft())
-        except asyncio.CancelledError:
-            if not self._dropped:
-                raise
-            task.uncancel()
+    def _count_written(self, taken: bool) -> None:
+        """Called when gRPC has taken a message, or cannot. Writes the next one."""
+        if self._closed:
             return
-        finally:
-            self._writer = None
+        if not taken:
+            self.close()  # the client has disconnected
+            return
         self._written += 1
-        if self._written == _WRITTEN_BATCH or not self._messages:
-            self._connection.send(Kind.WRITTEN, self._number, count_body(self._written))
+        idle = not self._messages
+        if not idle:
+            self._call.write(self._messages.popleft(), self._count_written)
+        if self._written == _WRITTEN_BATCH or idle:
+            self._front_end.send_of(self, Kind.WRITTEN, count_body(self._written))
             self._written = 0
+        if idle and self._end is not None:
+            self._finish()
 
-    def _drop_messages(self) -> None:
-        """Ends the call without the messages that its client has not read."""
-        self._messages.clear()
-        if self._writer is not None:
-            self._dropped = True
-            self._writer.cancel()
+    def _finish(self) -> None:
+        """Ends the call with the status of the server."""
+        if self._ended or self._end is None:
+            return
+        self._ended = True
+        if not self._end:
+            self._call.end(None, lambda: None)
+            self.close()
+            return
+        # Until its client reads the status, the call counts as running.
+        self._front_end.later(STATUS_SECONDS, self.number, _ForwardedCall.close)
+        self._call.end(status_pb2.Status.FromString(self._end), self.close)
 
-    async def _read_first(self) -> None:
-        """Reads the first message, and sends it inside BEGIN if the call is not forwarded yet."""
-        message = await self._next_message()
-        if not self._begun:
-            if self._timer is not None:
-                self._timer.cancel()
-            if message is not None:
-                self._begin(First.HERE, message)
-                return
-            self._begin(First.READING)
-        self._send(message)
-
-    async def _read(self) -> None:
-        self._send(await self._next_message())
-
-    async def _next_message(self) -> bytes | None:
-        try:
-            return await self._call.read()
-        except (grpc.aio.InternalError, grpc.aio.UsageError):
-            # The client has disconnected, so the task of the call is cancelled and ends this task.
-            raise asyncio.CancelledError from None
-
-    def _send(self, message: bytes | None) -> None:
-        if message is None:
-            self._connection.send(Kind.HALF_CLOSED, self._number)
+    def _take_first(self, message: bytes | None) -> None:
+        """Sends the first message, inside BEGIN if the call is not forwarded yet."""
+        self._end_first_read()
+        if self._closed:
+            return
+        if self._begun or message is None:
+            if not self._begun:
+                self._begin(First.READING)
+            self._take(message)
         else:
-            self._connection.send(Kind.MESSAGE, self._number, message)
+            self._begin(First.HERE, message)
+
+    def _take(self, message: bytes | None) -> None:
+        """Sends a message of the client, or that it has closed its side of the stream."""
+        if self._closed:
+            return
+        if message is None:
+            self._front_end.send_of(self, Kind.HALF_CLOSED)
+        else:
+            self._front_end.send_of(self, Kind.MESSAGE, message)
+
+    def _end_first_read(self) -> None:
+        if self._reads_first:
+            self._reads_first = False
+            self._front_end.end_first_read()
 
 
 def main() -> None:

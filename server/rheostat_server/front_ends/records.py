@@ -156,7 +156,7 @@ class RecordConnection(asyncio.Protocol):
         The parts of the body must not change until they are sent.
         """
         if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._schedule()
         marked: int = kind
         if self.sent_parts is not None and body and len(body[-1]) >= LARGE_PART:
             place = self.sent_parts.put(body[-1])
@@ -206,6 +206,10 @@ class RecordConnection(asyncio.Protocol):
                     data = bytes(view[body:begin])
                 self._receive(_KINDS[kind], call, data)
         del received[:begin]
+
+    def _schedule(self) -> None:
+        """Lets `_flush` be called soon."""
+        asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, []

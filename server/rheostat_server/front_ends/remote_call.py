@@ -2,15 +2,14 @@
 
 import asyncio
 from collections import deque
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from google.rpc import code_pb2, status_pb2
 
+from rheostat_server.front_ends.call import resolve
 from rheostat_server.front_ends.records import CallBegin, First, Kind, read_count_body
 from rheostat_server.limits import STATUS_SECONDS
 from rheostat_wire.message_parts import MessageParts, Payload
-
-T = TypeVar("T")
 
 _ABANDONED = status_pb2.Status(
     code=code_pb2.CANCELLED, message="the server stopped answering the call"
@@ -147,20 +146,14 @@ class RemoteCall:
             for _ in range(read_count_body(body)):
                 self._unwritten_bytes -= self._unwritten.popleft()
             if len(self._unwritten) <= self._most_unwritten:
-                _resolve(self._written, None)
+                resolve(self._written, None)
         elif kind is Kind.MESSAGE:
             if self._reading:
                 self._reading, self._received = False, body
             else:
-                _resolve(self._read, body)
+                resolve(self._read, body)
         elif kind is Kind.HALF_CLOSED:
             self._half_closed = True
-            _resolve(self._read, None)
+            resolve(self._read, None)
         elif kind is Kind.DONE:
             self._done.set()
-
-
-def _resolve(future: "asyncio.Future[T] | None", result: T) -> None:
-    """Sets the result of a future, unless its waiter was cancelled."""
-    if future is not None and not future.done():
-        future.set_result(result)

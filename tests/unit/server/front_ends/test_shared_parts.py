@@ -92,13 +92,14 @@ async def test_parts_for_which_there_is_no_space_go_through_the_socket() -> None
 async def test_a_front_end_does_not_write_into_the_memory() -> None:
     """Its large requests would overwrite rows that other clients have not been sent yet."""
     server, shared = both_ends(4 * LARGE_PART)
-    connection = FrontEnd(shared)._connection
+    front_end = FrontEnd(shared)
+    connection = front_end._connection
     pipe = Pipe()
     connection.connection_made(pipe)
     rows, request = b"r" * LARGE_PART, b"x" * LARGE_PART
     place = server.put(rows)
     assert place is not None
-    connection.send(Kind.MESSAGE, 1, request)
+    front_end.send(Kind.MESSAGE, 1, request)
     await asyncio.sleep(0)
     assert pipe.written.endswith(request)
     assert shared.take(b"", place) == rows

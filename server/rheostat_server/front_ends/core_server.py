@@ -1,0 +1,262 @@
+"""The gRPC server of a front end, on the core of gRPC, without `grpc.aio`.
+
+Why
+    For a call with three messages, `grpc.aio` takes four times as long as gRPC's core with a
+    function for each event: it has three tasks for a call, and a future, a wake-up of the event
+    loop and a chain of coroutines for each message.
+How
+    A thread waits for the events of the core, and calls the function that waits for each. The event
+    loop's thread starts reads and writes too. Whoever calls a method here holds the lock, and the
+    functions are called with the lock held. So they never run at the same time.
+
+The core's interface in Python is private. gRPC's synchronous server (`grpc/_server.py`) is made of
+the same calls, so they rarely change.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from google.rpc import status_pb2
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
+
+from rheostat_server.errors import PortInUse
+from rheostat_server.front_ends.call import DETAILS_KEY
+from rheostat_server.front_ends.grpc_server import OPTIONS, grpc_address
+
+_LOG = logging.getLogger(__name__)
+
+_EVENTS = 16
+"""Events that are handled in a row before the other thread gets the lock, if it waits."""
+
+_REQUESTED = 8
+"""Calls that the core may accept before this thread asks for more."""
+
+_NEVER = float(1 << 40)
+"""Seconds since 1970. A later deadline means that there is none."""
+
+_NEW_CALL = object()
+"""The tag of events that begin calls."""
+
+_NO_FLAGS = 0
+
+_FAILED = 3
+"""The exit status if the thread of events fails."""
+
+_TIMEOUT = cygrpc.CompletionType.queue_timeout
+
+
+class FairLock:
+    """A lock that two threads get in turn.
+
+    A thread that releases a lock and acquires it again would mostly get it before a thread that
+    waits.
+    """
+
+    def __init__(self, before_release: Callable[[], None]) -> None:
+        """Not held. Its holder calls `before_release` before it releases the lock."""
+        self._next = threading.Lock()
+        self._lock = threading.Lock()
+        self._before_release = before_release
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._before_release()
+        finally:
+            self._lock.release()
+
+
+class CoreCall:
+    """A call. It reads one message at a time, and writes one at a time."""
+
+    __slots__ = ("_call", "_deadline", "_disconnected", "_headers_sent", "path", "ready")
+
+    def __init__(self, call: Any, path: str, deadline: float) -> None:
+        """Begins a call of the core.
+
+        Args:
+            call: the call.
+            path: the full name of the method.
+            deadline: in seconds since 1970.
+        """
+        self.path: Final = path
+        self.ready = True
+        """Whether `write` may be called: no message is being sent, and all were."""
+        self._call = call
+        self._deadline = deadline
+        self._headers_sent = False
+        self._disconnected: Callable[[], object] | None = None
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the client's deadline; None if it has set none."""
+        return None if self._deadline > _NEVER else max(0.0, self._deadline - time.time())
+
+    def open(self, disconnected: Callable[[], object]) -> None:
+        """To be called first. Calls `disconnected` if the client leaves before `end` or `leave`."""
+        self._disconnected = disconnected
+        self._start(cygrpc.ReceiveCloseOnServerOperation(_NO_FLAGS), then=self._close)
+
+    def leave(self) -> None:
+        """Forgets the function that `open` got."""
+        self._disconnected = None
+
+    def read(self, take: Callable[[bytes | None], object]) -> None:
+        """Calls `take` with the client's next message; with None if there are no more.
+
+        If the client disconnects, `take` may not be called.
+        """
+
+        def received(event: Any) -> None:
+            if event.success:
+                take(event.batch_operations[0].message())
+
+        self._start(cygrpc.ReceiveMessageOperation(_NO_FLAGS), then=received)
+
+    def write(self, message: bytes, taken: Callable[[bool], object]) -> None:
+        """Sends a message. To be called if `ready`.
+
+        Calls `taken` with True once gRPC has taken it, or with False if it cannot, because the
+        client has disconnected.
+        """
+        self.ready = False
+        send = cygrpc.SendMessageOperation(message, _NO_FLAGS)
+        self._start(*self._headers(), send, then=partial(self._end_write, taken))
+
+    def end(self, status: status_pb2.Status | None, sent: Callable[[], object]) -> None:
+        """Ends the call with a status; None: with OK. Messages that gRPC has taken come before.
+
+        Calls `sent` once the status is sent, or cannot be sent.
+        """
+        self._disconnected = None
+        if status is None:
+            details, code, metadata = b"", int(cygrpc.StatusCode.ok), None
+        else:
+            details, code = status.message.encode(), status.code
+            metadata = ((DETAILS_KEY, status.SerializeToString()),)
+        send = cygrpc.SendStatusFromServerOperation(metadata, code, details, _NO_FLAGS)
+        self._start(*self._headers(), send, then=lambda event: sent())
+
+    def _headers(self) -> Sequence[Any]:
+        """The headers of the response, unless they were sent.
+
+        Sending them with the first message is faster: alone, they take as long as a message.
+        """
+        if self._headers_sent:
+            return ()
+        self._headers_sent = True
+        return (cygrpc.SendInitialMetadataOperation(None, _NO_FLAGS),)
+
+    def _start(self, *operations: Any, then: Callable[[Any], object]) -> None:
+        """Starts operations. `then` gets the event of their end."""
+        error = self._call.start_server_batch(operations, then)
+        if error:
+            raise RuntimeError(f"gRPC refuses an operation of a call: error {error}")
+
+    def _end_write(self, taken: Callable[[bool], object], event: Any) -> None:
+        self.ready = event.success
+        taken(event.success)
+
+    def _close(self, event: Any) -> None:
+        disconnected, self._disconnected = self._disconnected, None
+        if disconnected is not None and event.batch_operations[0].cancelled():
+            disconnected()
+
+
+class CoreServer:
+    """A server that passes its calls to a function."""
+
+    def __init__(self, lock: FairLock, begin: Callable[[CoreCall], object]) -> None:
+        """Does not listen yet. `begin` gets each call."""
+        self._lock = lock
+        self._begin = begin
+        self._queue: Any = None
+        self._server: Any = None
+        self._thread = threading.Thread(target=self._serve, name="grpc events", daemon=True)
+        self._ended = False
+
+    def start(self, host: str, port: int) -> int:
+        """Listens, together with other processes, and accepts calls; returns the port.
+
+        Raises:
+            PortInUse: the address is in use or not allowed.
+        """
+        self._queue = cygrpc.CompletionQueue()
+        self._server = cygrpc.Server((*OPTIONS, ("grpc.so_reuseport", 1)), False)
+        self._server.register_completion_queue(self._queue)
+        address = grpc_address(host, port)
+        try:
+            port = self._server.add_http2_port(address.encode())
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise PortInUse(f"cannot listen on {address}: it is in use or not allowed")
+        self._server.start()
+        for _ in range(_REQUESTED):
+            self._request_call()
+        self._thread.start()
+        return port
+
+    def shut_down(self, done: Callable[[], object]) -> None:
+        """Accepts no further calls. Calls `done` once all calls have ended."""
+        self._server.shutdown(self._queue, lambda event: done())
+
+    def cancel_all(self) -> None:
+        """Cancels the calls that run. To be called after `shut_down`."""
+        self._server.cancel_all_calls()
+
+    def close(self) -> None:
+        """Ends the thread. To be called without the lock, once all calls have ended."""
+        self._ended = True
+        self._queue.shutdown()
+        self._thread.join()
+
+    def _request_call(self) -> None:
+        self._server.request_call(self._queue, self._queue, _NEW_CALL)
+
+    def _serve(self) -> None:
+        """Handles events until `close`. Runs in a thread of its own."""
+        try:
+            self._handle_events()
+        except BaseException:
+            _LOG.critical("the thread of gRPC's events has failed", exc_info=True)
+            os._exit(_FAILED)  # the server starts another process, whose calls get answers
+
+    def _handle_events(self) -> None:
+        while not self._ended:
+            event = self._queue.poll()
+            with self._lock:
+                for _ in range(_EVENTS):
+                    self._handle(event)
+                    event = None  # it refers to a call, which could not end before the next event
+                    event = self._queue.poll(0)
+                    if event.completion_type == _TIMEOUT:
+                        break
+                else:
+                    self._handle(event)
+            event = None
+
+    def _handle(self, event: Any) -> None:
+        try:
+            if event.tag is None:
+                return  # the queue was shut down
+            if event.tag is not _NEW_CALL:
+                event.tag(event)
+            elif event.success:
+                self._request_next()
+                details = event.call_details
+                self._begin(CoreCall(event.call, details.method.decode(), details.deadline))
+        except Exception:  # one call must not end the others
+            _LOG.exception("an event of a call could not be handled")
+
+    def _request_next(self) -> None:
+        with suppress(ValueError):  # the server is being shut down
+            self._request_call()

@@ -1,0 +1,149 @@
+"""A front end in the process of the test, and the connection between it and the server."""
+
+import asyncio
+import gc
+import os
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import code_pb2, status_pb2
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rheostat_server.front_ends import supervisor
+from rheostat_server.front_ends.core_server import FairLock
+from rheostat_server.front_ends.grpc_server import SERVICES
+from rheostat_server.front_ends.process import FrontEnd, _ServerConnection
+from rheostat_server.front_ends.records import Kind, RecordConnection, seconds_body
+from rheostat_server.front_ends.remote_call import RemoteCall
+from rheostat_server.front_ends.shared_parts import SharedParts, create_memory
+from rheostat_server.tasks.turns import Turns
+
+from ..streams import until
+
+METHOD = "/rheostat.v1.GenerationService/Session"
+
+
+async def answer(path: str, call: RemoteCall) -> None:
+    """Does what the first message says."""
+    first = await call.read()
+    if first == b"fail":
+        await call.fail(status_pb2.Status(code=code_pb2.ABORTED, message="as asked"))
+        return
+    while first == b"stay":
+        await call.write(bytes(1000))
+    await call.write(b"one")
+    await call.write(b"two")
+    await call.flush()
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[grpc.aio.Channel]:
+    """A connection to a front end."""
+    reserved = supervisor._reserve("127.0.0.1", 0)
+    port = reserved[0].getsockname()[1]
+    own, other = socket.socketpair()
+    server = supervisor._FrontEnd("", 0, answer, Turns(8))
+    await asyncio.get_running_loop().create_connection(lambda: server._connection, sock=own)
+    memory = create_memory()
+    front_end = FrontEnd(SharedParts(memory))
+    os.close(memory)
+    running = asyncio.create_task(front_end.run(other, "127.0.0.1", port))
+    await server._listening
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as connected:
+        yield connected
+    server._connection.send(Kind.STOP, 0, seconds_body(0.0))
+    await running
+    for each in reserved:
+        each.close()
+
+
+def left() -> Counter[str]:
+    """How many objects of front ends there are."""
+    names = [f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects()]
+    return Counter(name for name in names if name.startswith("rheostat_server.front_ends."))
+
+
+async def test_calls_leave_no_objects_in_a_front_end(channel: grpc.aio.Channel) -> None:
+    async def make(first: bytes) -> grpc.StatusCode:
+        call = channel.stream_stream(METHOD)()
+        await call.write(first)
+        await call.done_writing()
+        if first == b"stay":
+            await call.read()
+            call.cancel()
+        else:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        return await call.code()
+
+    async def make_all() -> None:
+        kinds = [b"", b"fail", b"stay"] * 5
+        codes = await asyncio.gather(*map(make, kinds), return_exceptions=True)
+        assert grpc.StatusCode.OK in codes
+
+    await make_all()
+    gc.collect()
+    gc.disable()
+    try:
+        before = left()
+        await make_all()
+        await until(lambda: not left() - before)
+    finally:
+        gc.enable()
+
+
+async def test_a_front_end_answers_health_checks_and_reflection(channel: grpc.aio.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    ask = HealthCheckRequest(service=SERVICES[0])
+    assert (await health.Check(ask)).status == HealthCheckResponse.NOT_SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health.Check(HealthCheckRequest(service="nobody"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    watch = health.Watch(HealthCheckRequest(service="nobody"))
+    assert (await watch.read()).status == HealthCheckResponse.SERVICE_UNKNOWN
+    watch.cancel()
+    reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+    for _ in range(2):
+        await reflect.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = (await reflect.read()).list_services_response.service
+        assert set(SERVICES) <= {service.name for service in listed}
+    await reflect.done_writing()
+    assert await reflect.read() is grpc.aio.EOF
+    assert await reflect.code() is grpc.StatusCode.OK
+
+
+async def test_records_keep_their_order_when_the_socket_is_full() -> None:
+    own, other = socket.socketpair()
+    for end in (own, other):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        end.setblocking(False)
+    lock = FairLock(lambda: connection.write_all())
+    connection = _ServerConnection(lock, lambda *record: None, lambda: None)
+    await connection.open(other)
+    received: list[bytes] = []
+    reading = RecordConnection(lambda kind, call, body: received.append(body), lambda: None)
+    sent = [bytes([number % 256]) * (number * 37 % 90_000) for number in range(300)]
+
+    def send() -> None:
+        for body in sent:
+            with lock:
+                connection.send(Kind.MESSAGE, 1, body)
+
+    sending = asyncio.get_running_loop().run_in_executor(None, send)
+    async with asyncio.timeout(30):
+        while len(received) < len(sent):
+            await asyncio.sleep(0.001)
+            try:
+                reading.data_received(own.recv(1 << 16))
+            except BlockingIOError:
+                continue
+    await sending
+    assert received == sent
+    connection.close()
+    own.close()
