@@ -1,6 +1,5 @@
 """A watch: what probes read of requests that others run, and how each request ended."""
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -9,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_server.errors import InvalidValue, QueueFull, WatchLost
-from rheostat_server.limits import BATCH_EVENTS, RETRY_SECONDS
+from rheostat_server.limits import RETRY_SECONDS
 from rheostat_server.monitors.readings import WatchedReadings
 from rheostat_server.monitors.signal_buffer import SignalBuffer, SignalMessage, Step, WatchedRequest
 from rheostat_server.monitors.summaries import Summaries, Summary
@@ -287,16 +286,19 @@ class Watch(EventStream[SignalMessage]):
     def _silent(self, sign: capture_service_pb2.Heartbeat) -> Response:
         return Response(heartbeat=sign)
 
-    def _next_answers(self, answers: deque[Outgoing]) -> Outgoing:
-        """Takes the first answer, or several in one message if the client reads batches."""
-        if len(answers) == 1 or not self.buffer.batched:
-            return answers.popleft()
-        taken = [answers.popleft() for _ in range(min(len(answers), BATCH_EVENTS))]
-        events = [answer for answer in taken if isinstance(answer, Response)]
-        return Response(batch=_pb.WatchEventBatch(events=events))
+    @property
+    def _joins_answers(self) -> bool:
+        return self.buffer.batched
 
-    def _response(self, sent: Sequence[Sent[SignalMessage]]) -> MessageParts:
-        events = [event.message.numbered(event.sequence) for event in sent]
+    def _response(
+        self, sent: Sequence[Sent[SignalMessage]], answers: Sequence[Outgoing] = ()
+    ) -> MessageParts:
+        events = [
+            MessageParts((answer.SerializeToString(),))
+            for answer in answers
+            if isinstance(answer, Response)
+        ]
+        events += [event.message.numbered(event.sequence) for event in sent]
         if len(events) == 1:
             return events[0]
         number = _pb.WatchEventBatch.EVENTS_FIELD_NUMBER

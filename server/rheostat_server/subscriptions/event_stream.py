@@ -286,14 +286,20 @@ class EventStream(ABC, Generic[M]):
         yield opened
         while True:
             self._check(call)
-            if self._answers:
-                yield self._next_answers(self._answers)
+            if self._answers and not self._joins_answers:
+                yield self._answers.popleft()
                 continue
             sent = await self._after(at, call)
             self._check(call)
+            answers: list[Outgoing] = []
+            while self._joins_answers and self._answers and len(answers) < BATCH_EVENTS:
+                answers.append(self._answers.popleft())
             if sent:
                 at = sent[-1].sequence
-                yield self._response(sent)
+                yield self._response(sent, answers)
+            elif answers:
+                yield self._response(sent, answers)
+                continue  # a sign of life is due although answers were sent
             elif self._closing and not self._has_sources and not len(self._queue):
                 self.ended = True
                 self._memory.close()
@@ -340,16 +346,17 @@ class EventStream(ABC, Generic[M]):
         """The message that is sent when nothing else was for a while."""
 
     @abstractmethod
-    def _response(self, sent: Sequence[Sent[M]]) -> Outgoing:
-        """The message of some events."""
+    def _response(self, sent: Sequence[Sent[M]], answers: Sequence[Outgoing] = ()) -> Outgoing:
+        """The message of some events. Answers are before them, if `_joins_answers`."""
 
     @abstractmethod
     def _take(self, message: M) -> None:
         """Removes the first event from the queue, because it is being sent."""
 
-    def _next_answers(self, answers: deque[Outgoing]) -> Outgoing:
-        """Takes the first answers from the queue; returns the message that contains them."""
-        return answers.popleft()
+    @property
+    def _joins_answers(self) -> bool:
+        """Whether answers go in one message with events."""
+        return False
 
     def _acknowledged(self, message: M) -> None:  # most need nothing here
         """Frees what a message holds that was acknowledged."""

@@ -9,7 +9,7 @@ from rheostat_server.delivery.items import End, ItemSource
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.spill_manager import SpillManager
 from rheostat_server.errors import CaptureOverflow, RheostatError
-from rheostat_server.subscriptions.event_stream import EventStream
+from rheostat_server.subscriptions.event_stream import EventStream, Outgoing
 from rheostat_server.subscriptions.messages import DeliveryCounts, Message, Response
 from rheostat_server.subscriptions.observed import ObservedCaptures, ObservedRequests
 from rheostat_server.subscriptions.payload_transport import PayloadTransport
@@ -220,7 +220,9 @@ class Subscription(EventStream[Message]):
         self.transport.trim()
         return Response(heartbeat=sign)
 
-    def _response(self, sent: Sequence[Sent[Message]]) -> MessageParts:
+    def _response(
+        self, sent: Sequence[Sent[Message]], answers: Sequence[Outgoing] = ()
+    ) -> MessageParts:
         events = [self.transport.readable(event.message).numbered(event.sequence) for event in sent]
         if len(events) == 1:
             return events[0]

@@ -443,8 +443,8 @@ class WatchResponse(_message.Message):
 
     @_builtins.property
     def batch(self) -> Global___WatchEventBatch:
-        """Several numbered events, or several answers; `sequence` beside it is 0. Only with
-        WatchOpen.batches.
+        """Several events that were ready at the same time, answers included; `sequence` beside it is 0.
+        Only with WatchOpen.batches.
         """
 
     def __init__(

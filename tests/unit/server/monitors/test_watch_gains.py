@@ -59,6 +59,24 @@ async def test_a_watch_multiplies_the_steering_of_a_request(starter) -> None:
     assert await clean(running)
 
 
+async def test_an_answer_and_the_signals_of_a_step_come_in_one_message(starter) -> None:
+    running, watcher, call = await watched(starter, add(), batches=True)
+    ((active, sequence),) = running.manager._routes.values()
+    watch = active.watched[0].part.watch
+    for number in range(1, 10):
+        position = running.backend.positions[sequence.plan_id] + number - 1
+        watch.answer(pb.WatchResponse(applied=applied(number)))
+        running.backend.deliver(running.backend.signals(sequence.job.plan, position, position + 1))
+        while True:  # those of steps before may come first
+            events = (await watcher.hear()).batch.events
+            if events:
+                break
+        kinds = [(event.WhichOneof("event"), bool(event.sequence)) for event in events]
+        assert kinds[0] == ("applied", False)
+        assert set(kinds[1:]) == {("signals", True)}
+    call.cancel()
+
+
 @pytest.mark.parametrize("batches", [False, True])
 async def test_gains_of_one_message_are_answered_one_by_one(starter, batches: bool) -> None:
     running, watcher, call = await watched(starter, add(), batches=batches)
