@@ -6,11 +6,12 @@ and Explain share this path.
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from rheostat_engine import Kind, ModelSites, Plan
+from rheostat_engine import Kind, ModelSites
 from rheostat_server import validation
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.admission.baseline import Baseline, compared_logprobs
 from rheostat_server.admission.compiled_requests import (
     CheckedParts,
@@ -32,7 +33,7 @@ from rheostat_server.capture.specs import (
     resolve_captures,
 )
 from rheostat_server.config import ModelInfo
-from rheostat_server.engine.sampling import SamplingSettings, resolve_sampling
+from rheostat_server.engine.sampling import resolve_sampling
 from rheostat_server.errors import InvalidValue, LoraNotFound, NonFinite, NotSupported, Resource
 from rheostat_server.limits import (
     HOLD_BACK,
@@ -72,7 +73,6 @@ from rheostat_server.steering.interventions import (
 )
 from rheostat_server.steering.rules import (
     Rule,
-    SignalPlan,
     check_rule_count,
     refuse_gained_sums,
     resolve_rule_steering,
@@ -89,7 +89,7 @@ from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tasks.offload import offload_plan
 from rheostat_server.tensors import FloatType
-from rheostat_server.vectors.store import Lookups, Vector, VectorStore, VectorView
+from rheostat_server.vectors.store import Lookups, VectorStore, VectorView
 from rheostat_server.vectors.token_directions import with_directions
 from rheostat_wire.v1 import (
     capture_pb2,
@@ -132,89 +132,6 @@ class AdmissionContext:
     """The controllers that requests may use."""
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_REQUESTS))
     """Held while a large request is checked."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdmittedRequest:
-    """A request that can run."""
-
-    request_id: str
-    """Given or made."""
-    labels: Mapping[str, str]
-    """Labels, by which subscriptions select requests."""
-    prompt: PromptTokens
-    """The prompt."""
-    context: SelectionContext
-    """The context in which its selectors were resolved."""
-    sampling: SamplingSettings
-    """The sampling settings."""
-    interventions: tuple[Intervention, ...]
-    """The server-wide ones, then the request's, in order."""
-    captures: tuple[ResolvedCapture, ...]
-    """One per capture, in order."""
-    observer_captures: tuple[ObserverCapture, ...]
-    """The captures of subscriptions that observe it."""
-    plan: Plan
-    """The plan of every sample, under the request's id."""
-    unobserved: Plan
-    """The plan without the captures of observers."""
-    vectors: tuple[Vector, ...]
-    """Every vector that it needs, each once, without the vectors of observers."""
-    lora: str
-    """Name of the adapter; empty if there is none."""
-    server_wide: GlobalSteering
-    """The server-wide steering that acts on it."""
-    return_prompt_token_ids: bool
-    """Whether `Started` returns the prompt's tokens."""
-    waits: bool
-    """Whether it waits if the engine has too little capacity."""
-    baseline: Baseline | None
-    """The baseline that it is compared with, if it asks for one."""
-    work: int
-    """Bytes that `offload` counts for each pass over the request and its plan."""
-    read_count: int
-    """Number of the plan's acts that read, which follow those of the interventions. It is the same
-    in each update of its steering."""
-    signals: SignalPlan | None = None
-    """What is done with the signals of its own samples; None if it has none."""
-    rule_names: tuple[str, ...] = ()
-    """The names of its rules, in order."""
-    hold_back: int = 0
-    """Tokens of each running sample that are held back."""
-    watch_parts: tuple[WatchPart, ...] = ()
-    """What watches read of it."""
-    unwatched: bool = False
-    """Whether no watch reads it, as with the cells of a sweep."""
-    controlled: ControlledBy | None = None
-    """Its controller."""
-    in_session: bool = False
-    """Whether its client may change its steering."""
-    background: bool = False
-    """Whether it is part of work in the background, which waits while other requests wait."""
-
-    @property
-    def changeable(self) -> bool:
-        """Whether its client or a watch may change its steering while it runs."""
-        return self.in_session or any(part.steers for part in self.watch_parts)
-
-    @property
-    def outlives_controller(self) -> bool:
-        """Whether it goes on if its controller is disabled."""
-        return self.controlled is not None and self.controlled.goes_on
-
-    @property
-    def prompt_len(self) -> int:
-        """Number of prompt tokens."""
-        return len(self.prompt.token_ids)
-
-    @property
-    def inline_captures(self) -> dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]]:
-        """The captures whose rows go into the response, by policy, then by index."""
-        by_policy: dict[capture_pb2.Overload.ValueType, dict[int, ResolvedCapture]] = {}
-        for index, capture in enumerate(self.captures):
-            if capture.target is Target.INLINE:
-                by_policy.setdefault(capture.overload, {})[index] = capture
-        return by_policy
 
 
 async def admit(

@@ -1,6 +1,6 @@
 """How much may run and wait at once, whatever the requests ask for."""
 
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.errors import QueueFull
 from rheostat_server.limits import QUEUED_PROMPT_TOKENS, RETRY_SECONDS, WAITING_REQUESTS
 

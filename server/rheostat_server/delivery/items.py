@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rheostat_engine import Spans
-from rheostat_server.delivery.capture_rows import Block
+from rheostat_server.delivery.block import Block
 from rheostat_wire.v1 import capture_pb2, types_pb2
 
 

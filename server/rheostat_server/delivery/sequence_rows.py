@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from rheostat_engine import OPEN_END, Released, Rows, Spans
 from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.delivery.block import Block
 from rheostat_server.delivery.byte_budget import ByteCounter
-from rheostat_server.delivery.capture_rows import Block, CaptureRows
+from rheostat_server.delivery.capture_rows import CaptureRows
 from rheostat_server.delivery.row_batch import RowBatch
 from rheostat_server.selectors.spans import length, subtracted, united
 from rheostat_server.tensors import FloatType

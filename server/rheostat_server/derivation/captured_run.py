@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
-from rheostat_server.admission.admit import AdmittedRequest, admit
+from rheostat_server.admission.admit import admit
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.derivation.prompt_rows import (
     check_prompt_selector,
     is_stop,

@@ -13,7 +13,7 @@ import numpy as np
 
 from rheostat_engine import Normalise, Pool, Site
 from rheostat_server import validation
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.derivation.condition_fits import Fit, Made, PooledRows, fits_of
 from rheostat_server.derivation.derive import store_vector
 from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows

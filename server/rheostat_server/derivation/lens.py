@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rheostat_engine import Site, Spans
 from rheostat_server import validation
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
 from rheostat_server.engine.backend import LensReading

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Site
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.derivation.prompt_rows import Reading, read_rows
 from rheostat_server.errors import NonFinite
 from rheostat_server.requests.manager import RequestManager

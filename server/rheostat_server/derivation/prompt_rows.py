@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rheostat_engine import Site
-from rheostat_server.admission.admit import AdmittedRequest, admit
+from rheostat_server.admission.admit import admit
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.delivery.row_messages import CapturedRows
 from rheostat_server.errors import (
     Defect,

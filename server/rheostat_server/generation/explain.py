@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from rheostat_engine import OPEN_END, BlockKeys, Plan, SteeredBlocks
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.requests.manager import RequestManager

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, Dose, Released, Spans
 from rheostat_engine.cached_property import cached_property
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.generation.applied_sites import Moved, applied_site, applied_sites
 from rheostat_server.generation.sample import Sample

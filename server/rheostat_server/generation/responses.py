@@ -22,7 +22,7 @@ from itertools import chain
 from google.protobuf.message import Message
 
 from rheostat_engine import Plan, Released
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
 from rheostat_server.delivery.items import DeliveryItem as RowItem
 from rheostat_server.delivery.response_rows import LOSSLESS

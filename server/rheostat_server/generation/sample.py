@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from google.protobuf import duration_pb2
 
 from rheostat_engine import ControllerDisabled, Released, Spans
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.admission.baseline import asked_for
 from rheostat_server.delivery.byte_budget import ByteCounter
 from rheostat_server.engine.backend import Delta, Ending, StoppedBy

@@ -23,7 +23,7 @@ from rheostat_engine import (
     Released,
     Report,
 )
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.delivery.byte_budget import Share
 from rheostat_server.delivery.response_rows import ResponseRows
 from rheostat_server.engine.admission_queue import Reservation
@@ -36,7 +36,14 @@ from rheostat_server.monitors.parts import WatchedPart
 from rheostat_server.requests.policy_audit import PolicyAudit
 from rheostat_server.requests.request_holds import RequestHolds, hold_tokens, let_tokens_wait
 from rheostat_server.requests.request_outputs import RequestOutputs
-from rheostat_server.requests.response_queue import Notice, ResponseItem, ResponseQueue, Sign
+from rheostat_server.requests.response_queue import (
+    Entry,
+    Message,
+    Notice,
+    ResponseItem,
+    ResponseQueue,
+    Sign,
+)
 from rheostat_server.requests.sequence import (
     EngineSequence,
     SequenceKind,
@@ -59,7 +66,6 @@ _ITERATION_WORK = 16 << 10
 """The work of starting samples, in prompt tokens. A sample costs `_START_WORK` and its prompt. A
 request spends at most `_ITERATION_WORK` in an iteration of the event loop, because vLLM copies the
 prompt there for each sample: 1 ms for the longest prompt."""
-
 
 _NUMBERS = itertools.count()
 """Numbers of requests, because a later request may have the id of an earlier one."""
@@ -247,31 +253,25 @@ class ActiveRequest:
         task = None if self.control is None else self.control.task
         return set() if task is None else {task}
 
-    async def next(self) -> ResponseItem | Notice | Sign:
+    async def next(self) -> Message:
         """Waits for the next message of the queue.
 
         Raises:
             RheostatError: the request has failed.
         """
-        item = await self.queue.get()
-        if isinstance(item, ResponseItem):
-            return item
-        if isinstance(item, RheostatError):
-            raise item
-        if not isinstance(item, Sign):
-            self.pending_notices -= 1
-        return item
+        return self._taken(await self.queue.get())
 
-    def take_plain(
-        self, may_send: Callable[[EngineSequence], bool]
-    ) -> ResponseItem | Notice | Sign | None:
+    def take_plain(self, may_send: Callable[[EngineSequence], bool]) -> Message | None:
         """As `ResponseQueue.take_plain`."""
-        item = self.queue.take_plain(may_send)
-        if item is None or isinstance(item, ResponseItem | Sign):
-            return item
-        assert not isinstance(item, RheostatError), "errors are not plain"
-        self.pending_notices -= 1
-        return item
+        entry = self.queue.take_plain(may_send)
+        return None if entry is None else self._taken(entry)
+
+    def _taken(self, entry: Entry) -> Message:
+        if isinstance(entry, RheostatError):
+            raise entry
+        if not isinstance(entry, ResponseItem | Sign):
+            self.pending_notices -= 1
+        return entry
 
     def deliver(
         self,
@@ -430,14 +430,8 @@ class ActiveRequest:
         """Stops the samples. Nothing more is put into the queue."""
         if not self._closed:
             # A sample may have ended here while the engine still runs it.
-            self._abort(
-                [
-                    sequence
-                    for sequence in self.sequences
-                    if not (self.completed and sequence.engine_ended)
-                    and not (sequence.ended and sequence.released.is_set())
-                ]
-            )
+            running = [one for one in self.sequences if not (self.completed and one.engine_ended)]
+            self._abort([one for one in running if not (one.ended and one.released.is_set())])
         self._closed = True
         self.holds.close()
         if self.control is not None:
@@ -461,20 +455,16 @@ class ActiveRequest:
         A failed request does not wait until its client has read the error. Otherwise its sinks
         would keep rows, files and threads until then.
         """
-        sequences = [
-            sequence for sequence in self.sequences if sequence.kind is not SequenceKind.SCORE
-        ]
-        if all(
-            (sequence.ended or self.failed) and sequence.released.is_set() for sequence in sequences
-        ):
+        capturing = [one for one in self.sequences if one.kind is not SequenceKind.SCORE]
+        if all((one.ended or self.failed) and one.released.is_set() for one in capturing):
             self.close_outputs()
 
     def _reasons(self) -> list[types_pb2.FinishReason.ValueType]:
         return [sequence.finish_reason(failed=self.failed) for sequence in self.own_samples]
 
-    def _put(self, item: ResponseItem | Notice | Sign | RheostatError) -> None:
+    def _put(self, entry: Entry) -> None:
         if not self._closed:
-            self.queue.put(item)
+            self.queue.put(entry)
 
     async def _add_in_turns(
         self, backend: Backend, sequences: Sequence[EngineSequence], at_once: int

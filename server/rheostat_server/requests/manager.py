@@ -22,7 +22,8 @@ from rheostat_engine import (
     Rows,
     SignalRows,
 )
-from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest
+from rheostat_server.admission.admit import AdmissionContext
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.admission.compiled_requests import CompiledRequests
 from rheostat_server.admission.global_steering import GlobalSteeringState
 from rheostat_server.admission.planning import compile_watch

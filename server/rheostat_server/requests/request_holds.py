@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.engine.backend import Delta
 from rheostat_server.engine.held_samples import Fail, HeldSamples
 from rheostat_server.engine.pace import Pace

@@ -58,7 +58,9 @@ class Sign(Enum):
     """A change that a watch asked for was answered; see `ActiveRequest.unanswered`."""
 
 
-Entry = ResponseItem | Notice | Sign | RheostatError
+Message = ResponseItem | Notice | Sign
+"""What the reader of a request takes."""
+Entry = Message | RheostatError
 
 
 class _Merged:

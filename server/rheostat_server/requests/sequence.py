@@ -21,7 +21,7 @@ from rheostat_engine import (
     Released,
     Report,
 )
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.admission.baseline import watched_sampling
 from rheostat_server.delivery.items import SequenceKey
 from rheostat_server.engine.admission_queue import Reservation

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import SignalRows
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.monitors.parts import WatchedPart, begin
 from rheostat_server.monitors.watch import Rows, Watch
 from rheostat_server.requests.active_request import ActiveRequest

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from rheostat_engine import Readout
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.delivery.byte_budget import ByteCounter, Cost, Holder, Share
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer

@@ -6,7 +6,7 @@ A watch also reports to its client the requests that it selects but does not rea
 import logging
 from collections.abc import Callable, Mapping
 
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.engine.backend import StoppedBy
 from rheostat_server.engine.gain_updates import GainUpdates
 from rheostat_server.errors import NotSupported

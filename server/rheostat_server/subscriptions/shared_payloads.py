@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rheostat_server.delivery.capture_rows import Block
+from rheostat_server.delivery.block import Block
 from rheostat_server.delivery.items import Chunk
 from rheostat_server.delivery.row_messages import CapturedRows, label_captured
 from rheostat_server.limits import SHARED_BYTES

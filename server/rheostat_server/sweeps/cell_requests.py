@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, SMALL_PLAN_COST, Plan, Window
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.errors import BankFull, InvalidValue, NonFinite, RunIncomplete
 from rheostat_server.requests.manager import RequestManager

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat_engine import Act, Kind, Plan, Released, Site, Window
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.admission.planning import problem_of
 from rheostat_server.delivery.items import Chunk, EncodedChunk, Loss
 from rheostat_server.delivery.row_messages import CapturedRows, captured_rows

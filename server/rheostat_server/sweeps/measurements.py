@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rheostat_engine import Plan
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.errors import NonFinite
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.sweeps.answers import Question, Readings

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from rheostat_engine import Spans
 from rheostat_server import validation
-from rheostat_server.admission.admit import AdmittedRequest, admit
+from rheostat_server.admission.admit import admit
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.errors import (
     InvalidPosition,
     InvalidValue,

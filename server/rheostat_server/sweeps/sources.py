@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import ModelSites, Site, largest_replaced
-from rheostat_server.admission.admit import AdmittedRequest, admit
+from rheostat_server.admission.admit import admit
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.errors import (
     Defect,
     NonFinite,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rheostat_server import errors
-from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest, admit
+from rheostat_server.admission.admit import AdmissionContext, admit
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.prompts.prompts import Prompts
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import Name, VectorStore, make_vector

@@ -10,7 +10,8 @@ import pytest
 
 from rheostat_server import errors
 from rheostat_server.admission import admit as admission
-from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest, admit
+from rheostat_server.admission.admit import AdmissionContext, admit
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.admission.compiled_requests import CompiledRequests
 from rheostat_server.admission.global_steering import GlobalSteering
 from rheostat_server.limits import COMPILED_REQUESTS

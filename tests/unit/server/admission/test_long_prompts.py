@@ -11,7 +11,8 @@ import pytest
 from rheostat_engine import Plan, Released
 from rheostat_server.admission import admit as admission
 from rheostat_server.admission import planning
-from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest
+from rheostat_server.admission.admit import AdmissionContext
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.capture import engine_captures
 from rheostat_server.delivery.byte_budget import ByteCounter
 from rheostat_server.delivery.sequence_rows import SequenceRows

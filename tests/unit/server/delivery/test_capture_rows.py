@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from rheostat_engine import OPEN_END, Condition, Point, Rows, Site
 from rheostat_server.capture.encodings import Form
 from rheostat_server.capture.specs import ResolvedCapture
+from rheostat_server.delivery.block import Block
 from rheostat_server.delivery.byte_budget import ByteCounter
-from rheostat_server.delivery.capture_rows import Block, CaptureRows
+from rheostat_server.delivery.capture_rows import CaptureRows
 from rheostat_server.delivery.items import Chunk, SequenceKey
 from rheostat_server.delivery.row_messages import captured_of
 from rheostat_server.limits import CHUNK_BYTES

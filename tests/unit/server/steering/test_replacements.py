@@ -9,7 +9,8 @@ import pytest
 
 from rheostat_engine import OPEN_END, Act, Kind, Point, Site
 from rheostat_server import errors
-from rheostat_server.admission.admit import AdmissionContext, AdmittedRequest
+from rheostat_server.admission.admit import AdmissionContext
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.limits import OFFLOAD_BYTES
 from rheostat_server.runs.store import Run, RunStore
 from rheostat_server.runs.targets import RunTarget

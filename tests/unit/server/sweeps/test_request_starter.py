@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.engine.backend import Delta, Job, QueueStats
 from rheostat_server.errors import QueueFull
 from rheostat_server.requests import manager

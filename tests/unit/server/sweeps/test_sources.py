@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import numpy as np
 import pytest
 
-from rheostat_server.admission.admit import AdmittedRequest
+from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.errors import QueueFull
 from rheostat_server.limits import POINTS, RANGES, REQUEST_RANGES
 from rheostat_server.requests import manager
