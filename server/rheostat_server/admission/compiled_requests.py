@@ -25,15 +25,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rheostat_engine import Plan
+from rheostat_engine import MAX_COLUMNS, Plan
 from rheostat_server.admission.global_steering import GlobalSteering
 from rheostat_server.admission.planning import ObservedPlans
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.limits import (
+    CAPTURES,
     COMPILED_INLINE_BYTES,
     COMPILED_PLAN_COST,
     COMPILED_REQUEST_BYTES,
     COMPILED_REQUESTS,
+    RULES,
 )
 from rheostat_server.monitors.parts import WatchPart
 from rheostat_server.monitors.watch import Watch
@@ -188,7 +190,16 @@ class CompiledRequests:
 
 
 def parts_of(request: generation_service_pb2.GenerateRequest) -> Parts | None:
-    """The parts of a request that are compiled; None if they are so large that it is not kept."""
+    """The parts of a request that are compiled; None if they are too many or too large to keep.
+
+    A message may hold 8,000 empty parts, which would take 10 ms to serialize.
+    """
+    if (
+        len(request.captures) > CAPTURES
+        or len(request.probes) > MAX_COLUMNS
+        or len(request.rules) > RULES
+    ):
+        return None
     steering = request.steering.SerializeToString() if request.HasField("steering") else b""
     captures = tuple([capture.SerializeToString() for capture in request.captures])
     probes = tuple([probe.SerializeToString() for probe in request.probes])

@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rheostat_engine import MAX_COLUMNS
 from rheostat_server import errors
 from rheostat_server.admission import admit as admission
 from rheostat_server.admission.admit import AdmissionContext, admit
 from rheostat_server.admission.admitted_request import AdmittedRequest
-from rheostat_server.admission.compiled_requests import CompiledRequests
+from rheostat_server.admission.compiled_requests import CompiledRequests, parts_of
 from rheostat_server.admission.global_steering import GlobalSteering
-from rheostat_server.limits import COMPILED_REQUESTS
+from rheostat_server.limits import CAPTURES, COMPILED_REQUESTS, RULES
 from rheostat_server.tensors import FloatType
 from rheostat_server.vectors.store import VectorStore, make_vector
 from rheostat_wire.v1 import (
@@ -123,6 +124,18 @@ def test_parts_whose_work_depends_on_tokens_or_vectors_are_checked_again(checks)
         for _ in range(2):
             admitted(asked(steer=[steer]), at)
     assert len(checks) == 4
+
+
+def test_parts_of_a_request_with_too_many_are_not_serialized() -> None:
+    for name, most in (("captures", CAPTURES), ("probes", MAX_COLUMNS), ("rules", RULES)):
+        message = asked()
+        for _ in range(most):
+            getattr(message, name).add()
+        assert parts_of(message) is not None
+        getattr(message, name).add()
+        assert parts_of(message) is None
+        with pytest.raises(errors.InvalidValue, match="at most"):
+            admitted(message, keeping())
 
 
 def test_a_refused_request_is_checked_again(checks) -> None:
