@@ -17,6 +17,7 @@ from rheostat_server.generation.sample import Sample
 from rheostat_server.requests.signals import RequestSignals
 from rheostat_server.selectors.spans import clipped, length, united
 from rheostat_server.steering.interventions import Intervention
+from rheostat_server.tensors import float32
 from rheostat_wire.v1 import receipt_pb2
 
 _MANY = 8
@@ -325,7 +326,7 @@ def _measured(site: int, parts: Sequence[_Part]) -> tuple[int, Moved | None]:
             mine += count
             change += changed
             relative += share
-            relative_max = max(relative_max, largest)
+            relative_max = max(relative_max, float32(largest))  # `max` would skip NaN
         rows += mine
         if part.intervention.gate is None:
             surplus += part.surplus(mine)

@@ -1,5 +1,7 @@
 """The receipt, from what the engine measured."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from rheostat_engine import Dose, Point, Released, Site
@@ -15,8 +17,8 @@ from rheostat_server.requests.sequence import (
 )
 from rheostat_wire.v1 import generation_pb2, receipt_pb2, types_pb2
 
-from ..admissions import admitted
-from ..fakes import PULLED, STREAM_NORM, ScriptedBackend
+from ..admissions import admission_context, admitted
+from ..fakes import PULLED, SITES, STREAM_NORM, ScriptedBackend
 from ..messages import (
     FIRST,
     GENERATED,
@@ -256,3 +258,30 @@ def test_rows_beyond_the_end_are_counted_by_their_gains_though_tokens_still_wait
     )
     got = write_receipt(asked, [sample], {}, {})
     assert got.interventions[0].sites[0].row_count == end
+
+
+def test_doses_that_are_no_numbers_are_the_largest_number_at_few_and_at_many_sites() -> None:
+    model = replace(SITES, num_layers=12)
+    dose = (4, np.nan, np.inf, np.nan)
+    for layers in (range(2), range(12)):
+        sites = site_set(POST, layers=layers)
+        asked = admitted(request(steer=[scaled(2.0, sites=sites)]), admission_context(model))
+        sequence = EngineSequence(
+            Job(asked.plan, asked.prompt.token_ids, asked.sampling, 0), SequenceKind.OWN, 0
+        )
+        sample = Sample(asked, sequence, 0.0, ByteCounter())
+        sample.tokens = [13, 14]
+        sample.released = Released(
+            request_id="r",
+            doses=tuple(Dose(0, Site(Point.RESID_POST, layer).index, *dose) for layer in layers),
+            measured=True,
+            captured={},
+            lost_rows=0,
+            preemptions=0,
+            computed=(0, 4),
+        )
+        got = write_receipt(asked, [sample], {}, {})
+        most = float(np.finfo(np.float32).max)
+        assert [one.dose for one in got.interventions[0].sites] == [
+            receipt_pb2.Dose(norm=most, relative_mean=most, relative_max=most)
+        ] * len(layers)
