@@ -224,17 +224,16 @@ class GenerationAccumulator:
         return sample
 
     def _captured(self, message: capture_pb2.Captured) -> list[Event]:
-        parts: list[Event] = []
+        parts = read_captured(message)  # nothing is kept of a message that cannot be read
         own = self._sample(message.baseline, message.sample).rows
         received: Counter[Site] = Counter()  # the receipt does not count rows of the baseline
         if not message.baseline:
             received = self._received.setdefault(message.capture_index, received)
-        for part in read_captured(message):
+        for part in parts:
             site = Site(part.point, part.layer)
             received[site] += len(part.positions)
             own.setdefault(site, []).append(part)
-            parts.append(part)
-        return parts
+        return list(parts)
 
     def _tokens(self, message: generation_pb2.Tokens) -> Tokens:
         logprobs = tuple(_read_logprobs(entry) for entry in message.logprobs)

@@ -9,6 +9,7 @@ from google.protobuf import text_format
 
 import rheostat
 from rheostat import Point, Site
+from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat_wire.v1 import generation_service_pb2, receipt_pb2
 
 DIGEST = b"\xab" * 32
@@ -411,3 +412,14 @@ def test_every_op_and_origin_of_a_receipt_has_a_word(client, server):
     assert [one.op for one in done[: len(ops)]] == ops
     origins = ["global", "request", "rule", "update", "watch"]
     assert [one.origin for one in done[len(ops) :]] == origins
+
+
+def test_nothing_is_kept_of_rows_that_cannot_be_read() -> None:
+    accumulator = GenerationAccumulator(generation_service_pb2.GenerateRequest())
+    broken = captured(1, [2], 0, np.zeros((1, 1, 3)))
+    broken.captured.token_ids.append(7)
+    with pytest.raises(rheostat.ServerError):
+        accumulator.add(broken)
+    for message in (STARTED, FINISHED, response("receipt {}")):
+        accumulator.add(message)
+    assert len(accumulator.result().samples) == 1
