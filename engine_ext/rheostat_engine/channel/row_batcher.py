@@ -183,7 +183,7 @@ class RowBatcher:
             Events to emit now, and the indices of the blocks that were not added.
         """
         ready: list[Rows] = []
-        if len(blocks.number) <= REQUESTS_AT_ONCE:
+        if len(blocks.number) <= REQUESTS_AT_ONCE:  # too few to batch any
             earlier = self.take(rank, blocks.number.tolist(), names)
             return earlier, np.arange(len(blocks.number))
         not_added = np.ones(len(blocks.number), bool)

@@ -166,10 +166,10 @@ async def _admit(
 ) -> AdmittedRequest:
     selects = may_select(request)
     checked = _checked_before(request, size, admission) if selects else None
-    new = selects and checked is None
-    _check_head(request, admission, selects=new)
+    unchecked = selects and checked is None
+    _check_head(request, admission, check_selectors=unchecked)
     controlled = check_controlled(request, admission.controllers, in_session=changeable)
-    with_text = new and await offload_plan(
+    with_text = unchecked and await offload_plan(
         size, any_needs_text, steerings_of(request), request.captures, request.probes
     )
     prompt = await admission.prompts.resolve(request, with_text=with_text)
@@ -194,7 +194,7 @@ async def _admit(
         # The plan of a controlled request is its own, so that it is not compiled for others too.
         known = admission.compiled if controlled is None else None
         admitted = admit_now(candidate, observers, admission, known)
-        if new and not with_text:
+        if unchecked and not with_text:
             _note_checked(request, size, admission)
         return admitted
     # The cache of compiled requests is used on the event loop alone.
@@ -371,10 +371,12 @@ def admit_now(
     )
 
 
-def _check_head(request: GenerateRequest, admission: AdmissionContext, *, selects: bool) -> None:
+def _check_head(
+    request: GenerateRequest, admission: AdmissionContext, *, check_selectors: bool
+) -> None:
     """Checks the fields that depend neither on the prompt nor on vectors.
 
-    `selects`: whether it has parts that may have selectors, which were not checked before.
+    `check_selectors`: false if it has no selectors, or equal ones were checked before.
     """
     if request.request_id:
         validation.matches(request.request_id, validation.REQUEST_ID, "request_id")
@@ -392,7 +394,7 @@ def _check_head(request: GenerateRequest, admission: AdmissionContext, *, select
     _check_lora(request.lora_name, admission.info.loras)
     validation.labels(request.labels, "labels")
     _waits(request)
-    if selects:
+    if check_selectors:
         check_ranges(request.steering, request.captures, request.probes, request.rules)
 
 

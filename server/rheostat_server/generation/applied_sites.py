@@ -34,7 +34,14 @@ _NORM, _RELATIVE_MEAN, _RELATIVE_MAX = (
 _DOSE = field_head(receipt_pb2.AppliedSite.DOSE_FIELD_NUMBER, _NUMBERS.size)
 
 _DOSES = np.dtype(
-    [("a", "u1"), ("norm", "<f4"), ("b", "u1"), ("mean", "<f4"), ("c", "u1"), ("max", "<f4")]
+    [
+        ("norm_tag", "u1"),
+        ("norm", "<f4"),
+        ("mean_tag", "u1"),
+        ("mean", "<f4"),
+        ("max_tag", "u1"),
+        ("max", "<f4"),
+    ]
 )
 """The same as `_NUMBERS`, for arrays."""
 
@@ -57,7 +64,7 @@ class Moved(NamedTuple):
 
 
 def applied_site(field: bytes, rows: int, moved: Moved | None) -> bytes:
-    """A site of an intervention, as a field of an `AppliedIntervention`.
+    """A site of an intervention in wire format, as a field of an `AppliedIntervention`.
 
     Args:
         field: the field with its name; see `Intervention.site_fields`.
@@ -78,7 +85,7 @@ def applied_sites(
     moved_rows: int,
     moved: tuple[Sequence[float], Sequence[float], Sequence[float]],
 ) -> bytes:
-    """All sites of an intervention that changed as many rows at each; as `applied_site`.
+    """`applied_site` of all sites of an intervention that changed the same number of rows at each.
 
     Args:
         intervention: the intervention.
@@ -87,10 +94,10 @@ def applied_sites(
         moved: the other fields of `Moved`, with a number for each site.
     """
     fields = np.full(len(moved[0]), _TAGS)
-    for name, sums, over in zip(
+    for name, sums, divisor in zip(
         ("norm", "mean", "max"), moved, (moved_rows, moved_rows, 1), strict=True
     ):
-        numbers = np.array(sums) / over
+        numbers = np.array(sums) / divisor
         fields[name] = np.where(numbers <= LARGEST_FLOAT32, numbers, LARGEST_FLOAT32)
     written, size = fields.tobytes(), fields.itemsize
     numbered = enumerate(_heads(intervention, rows))
@@ -98,7 +105,7 @@ def applied_sites(
 
 
 def _heads(intervention: Intervention, rows: int) -> tuple[bytes, ...]:
-    """What precedes the numbers of the dose of each site that has as many changed rows."""
+    """The bytes of each site up to the numbers of its dose, if it has `rows` changed rows."""
     known = intervention.receipt_heads
     heads = known.get(rows)
     if heads is None:

@@ -21,7 +21,7 @@ from rheostat_server.tensors import float32
 from rheostat_wire.v1 import receipt_pb2
 
 _MANY = 8
-"""Sites from which on they are written together."""
+"""The sites of an intervention at so many sites or more are written together."""
 
 _ACT = attrgetter("act")
 
@@ -275,7 +275,7 @@ def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
             gain = part.sample.last_gain(intervention.source, intervention.index)
             if gain is not None:
                 message.last_gain = gain
-    sites = _alike(intervention, record.parts)
+    sites = _sites_together(intervention, record.parts)
     if sites is None:
         each = zip(intervention.site_fields, intervention.site_indices, strict=True)
         sites = b"".join(
@@ -284,11 +284,11 @@ def _apply(message: receipt_pb2.AppliedIntervention, record: _Record) -> None:
     message.MergeFromString(sites)
 
 
-def _alike(intervention: Intervention, parts: Sequence[_Part]) -> bytes | None:
-    """All sites of an intervention, in wire format, if it changed as many rows at each of many.
+def _sites_together(intervention: Intervention, parts: Sequence[_Part]) -> bytes | None:
+    """All sites of an intervention in wire format, if they are many and have equal numbers of rows.
 
-    Nearly every intervention at many sites does. None: this one does not, and each of its sites is
-    written alone.
+    Nearly every intervention at many sites changed the same number of rows at each. None: this one
+    did not, and each of its sites is written alone.
     """
     indices = intervention.site_indices
     if len(parts) != 1 or len(indices) < _MANY or intervention.gate is not None:

@@ -64,7 +64,7 @@ async def open_outputs(active: ActiveRequest, manager: Openers) -> None:
         )
         active.response_rows.add(feed, buffer)
         active.outputs.add(feed, {index: index for index in inline})
-    elsewhere = not all(capture.target is Target.INLINE for capture in admitted.captures)
+    elsewhere = any(capture.target is not Target.INLINE for capture in admitted.captures)
     for target, captures in sink_groups(admitted.captures) if elsewhere else ():
         recording = await open_recording(
             manager.sinks, admitted, target, captures, model=manager.info.name

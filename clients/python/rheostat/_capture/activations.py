@@ -65,7 +65,7 @@ def read_captured(message: capture_pb2.Captured) -> list[Rows]:
     """The rows of a message, one `Rows` per site. Raises as `read_captured_tensor`."""
     captured = read_captured_tensor(message)
     values, error = captured.tensor.values, captured.tensor.max_error
-    alike = {
+    shared = {
         "sample": message.sample,
         "positions": captured.positions,
         "token_ids": captured.token_ids,
@@ -78,7 +78,7 @@ def read_captured(message: capture_pb2.Captured) -> list[Rows]:
         rows = object.__new__(Rows)
         # `Rows(...)` would take five times as long, and a message may have hundreds of sites.
         fields = vars(rows)
-        fields.update(alike)
+        fields.update(shared)
         fields["point"], fields["layer"] = site
         fields["values"] = values[number]
         if error is not None:
@@ -238,12 +238,12 @@ class Activations(Mapping[tuple[Point, int], FloatArray]):
         return f"Activations({', '.join(shapes)})"
 
 
-_PLACES = {point: place for place, point in enumerate(Point)}
+_POINT_ORDER = {point: order for order, point in enumerate(Point)}
 
 
 def _order(parts: tuple[Site, list[Rows]]) -> tuple[int, int]:
     site, _ = parts
-    return site.layer, _PLACES[site.point]
+    return site.layer, _POINT_ORDER[site.point]
 
 
 def _merge(parts: list[Rows]) -> tuple[Rows, ...]:

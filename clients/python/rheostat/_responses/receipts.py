@@ -421,7 +421,7 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
 
 @lru_cache(maxsize=64)
 def _read_capture(serialized: bytes) -> CaptureReceipt:
-    """Reads the receipt of a capture, which many requests have alike."""
+    """Reads the receipt of a capture. Cached, because many requests have equal receipts."""
     message = receipt_pb2.CaptureReceipt.FromString(serialized)
     sites = [
         CapturedSite(read_site(site.site), site.row_count, site.dropped_row_count)
@@ -445,12 +445,12 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
     reference = read_reference(message.intervention)
     sites = [
         AppliedSite(
-            read_site(named),
+            read_site(site.site),
             site.row_count,
             _read_dose(site.dose) if site.HasField("dose") else None,
         )
         for site in message.sites
-        if knows_point((named := site.site).point)
+        if knows_point(site.site.point)
     ]
     return AppliedIntervention(
         origin=reference.origin,

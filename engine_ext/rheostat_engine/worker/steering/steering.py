@@ -150,7 +150,7 @@ def read_doses(
     """
     doses: list[list[DoseFields]] = [[] for _ in requests]
     several: list[int] = []
-    """The indices of requests with further measurements."""
+    """The indices of requests with several measurements. Their doses are sorted at the end."""
     # Requests with equal acts are read together.
     users: dict[tuple[Measures, int], list[tuple[int, int]]] = {}
     begin = 0
