@@ -112,7 +112,7 @@ class CoreCall:
     def read(self, take: Callable[[bytes | None], object]) -> None:
         """Calls `take` with the client's next message; with None if there are no more.
 
-        If the client disconnects, `take` may not be called.
+        If the client disconnects, `take` may get None just before, or may not be called.
         """
 
         def received(event: Any) -> None:
@@ -253,7 +253,8 @@ class CoreServer:
             elif event.success:
                 self._request_next()
                 details = event.call_details
-                self._begin(CoreCall(event.call, details.method.decode(), details.deadline))
+                path = details.method.decode(errors="replace")  # clients may send any bytes
+                self._begin(CoreCall(event.call, path, details.deadline))
         except Exception:  # one call must not end the others
             _LOG.exception("an event of a call could not be handled")
 

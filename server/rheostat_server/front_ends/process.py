@@ -53,6 +53,10 @@ gRPC keeps the received part of each message. Calls that begin together are read
 _EAGER_SECONDS = 0.005
 """Seconds to wait for the first message of a call, before the call is forwarded without it."""
 
+_DISCONNECT_SECONDS = 0.005
+"""Seconds within which gRPC reports that a client has disconnected, after the end of its messages.
+"""
+
 _WRITTEN_BATCH = 3
 """Messages that gRPC has taken after which a WRITTEN record is sent while others follow."""
 
@@ -368,6 +372,10 @@ class _ForwardedCall:
         self._messages.clear()
         self._finish()
 
+    def half_close(self) -> None:
+        """Sends that the client has closed its side of the stream."""
+        self._front_end.send_of(self, Kind.HALF_CLOSED)
+
     def close(self) -> None:
         """Stops reading and writing, and sends the record DONE."""
         if self._closed:
@@ -427,11 +435,15 @@ class _ForwardedCall:
             self._begin(First.HERE, message)
 
     def _take(self, message: bytes | None) -> None:
-        """Sends a message of the client, or that it has closed its side of the stream."""
+        """Sends a message of the client, or that it has closed its side of the stream.
+
+        If a client disconnects, gRPC mostly reports the end of its messages first. Without the
+        wait, the server could mistake an incomplete upload for a complete one.
+        """
         if self._closed:
             return
         if message is None:
-            self._front_end.send_of(self, Kind.HALF_CLOSED)
+            self._front_end.later(_DISCONNECT_SECONDS, self.number, _ForwardedCall.half_close)
         else:
             self._front_end.send_of(self, Kind.MESSAGE, message)
 

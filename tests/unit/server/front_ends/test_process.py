@@ -37,6 +37,10 @@ async def answer(path: str, call: RemoteCall) -> None:
         return
     while first == b"stay":
         await call.write(bytes(1000))
+    if first == b"upload":
+        await call.write(b"ready")
+        while await call.read() is not None:
+            pass
     await call.write(b"one")
     await call.write(b"two")
     await call.flush()
@@ -96,6 +100,37 @@ async def test_calls_leave_no_objects_in_a_front_end(channel: grpc.aio.Channel) 
         await until(lambda: not left() - before)
     finally:
         gc.enable()
+
+
+async def test_a_client_that_leaves_is_not_mistaken_for_one_that_has_sent_everything(
+    channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[Kind] = []
+    receive = RemoteCall.receive
+
+    def record(call: RemoteCall, kind: Kind, body: bytes) -> None:
+        received.append(kind)
+        receive(call, kind, body)
+
+    monkeypatch.setattr(RemoteCall, "receive", record)
+    calls = [channel.stream_stream(METHOD)() for _ in range(20)]
+    for call in calls:
+        await call.write(b"upload")
+        assert await call.read() == b"ready"
+    await asyncio.sleep(0.02)  # the front end reads the next messages
+    for call in calls[1:]:
+        call.cancel()
+    await until(lambda: received.count(Kind.DONE) == len(calls) - 1)
+    assert Kind.HALF_CLOSED not in received
+    await calls[0].done_writing()
+    assert [await calls[0].read() for _ in range(3)] == [b"one", b"two", grpc.aio.EOF]
+    assert received.count(Kind.HALF_CLOSED) == 1
+
+
+async def test_a_method_whose_name_is_not_utf8_is_not_found(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_unary(b"/rheostat.v1.\xff/\xfe")(b"", timeout=30)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_front_end_answers_health_checks_and_reflection(channel: grpc.aio.Channel) -> None:
