@@ -124,7 +124,7 @@ async def test_a_rule_that_observes_is_in_the_receipt_and_the_log_alone(starter,
     await set_rules(running, rule(observe=OBSERVE))
     events = await run(running)
     assert tokens_of(events) == tokens_of(plain)
-    assert [one.WhichOneof("event") for one in events] == [one.WhichOneof("event") for one in plain]
+    assert list(dict.fromkeys(kinds(events))) == list(dict.fromkeys(kinds(plain)))
     assert rules_of(events) == [("grim", True, [0, 2, 4, 5])]
     assert [one.partition("positions=")[2] for one in lines(caplog)] == ["0,2", "4", "5"]
     await settled(running)
