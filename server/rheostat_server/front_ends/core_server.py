@@ -100,6 +100,10 @@ class CoreCall:
         """Seconds until the client's deadline; None if it has set none."""
         return None if self._deadline > _NEVER else max(0.0, self._deadline - time.time())
 
+    def connection(self) -> str:
+        """The address of the client's connection."""
+        return str(self._call.peer())
+
     def open(self, disconnected: Callable[[], object]) -> None:
         """To be called first. Calls `disconnected` if the client leaves before `end` or `leave`."""
         self._disconnected = disconnected

@@ -279,7 +279,8 @@ class FrontEnd:
         """Forwards a call to the server."""
         self._unforwarded.pop(call, None)
         self._eager.remove(call)
-        begin = CallBegin(call.path, call.time_remaining(), first, message)
+        connection = "" if first is First.HERE else call.connection()
+        begin = CallBegin(call.path, call.time_remaining(), first, message, connection)
         self._connection.send(Kind.BEGIN, call.number, call_body(begin))
 
     def send_of(self, call: "_ForwardedCall", kind: Kind, *body: bytes) -> None:
@@ -321,6 +322,7 @@ class _ForwardedCall:
         self.number: Final = number
         self.path: Final = call.path
         self.time_remaining: Final = call.time_remaining
+        self.connection: Final = call.connection
         self._call = call
         self._front_end = front_end
         self._begun = False

@@ -87,21 +87,29 @@ class CallBegin(NamedTuple):
     first: First = First.UNREAD
     message: bytes = b""
     """The first message, if `first` is HERE."""
+    connection: str = ""
+    """The address of the client's connection, unless `first` is HERE."""
 
 
 def call_body(begin: CallBegin) -> bytes:
     """The body of BEGIN."""
     remaining = -1.0 if begin.remaining is None else max(0.0, begin.remaining)
     head = _CALL.pack(remaining, begin.first) + begin.method.encode()
-    return b"\0".join((head, begin.message)) if begin.first is First.HERE else head
+    here = begin.first is First.HERE
+    return b"\0".join((head, begin.message if here else begin.connection.encode()))
 
 
 def read_call_body(body: bytes) -> CallBegin:
     """Reads the body of BEGIN."""
     remaining, first = _CALL.unpack_from(body)
-    end = body.index(0, _CALL.size) if first == First.HERE else len(body)
-    method = body[_CALL.size : end].decode()
-    return CallBegin(method, None if remaining < 0 else remaining, First(first), body[end + 1 :])
+    end = body.index(0, _CALL.size)
+    begin = CallBegin(
+        body[_CALL.size : end].decode(), None if remaining < 0 else remaining, First(first)
+    )
+    rest = body[end + 1 :]
+    if begin.first is First.HERE:
+        return begin._replace(message=rest)
+    return begin._replace(connection=rest.decode())
 
 
 def count_body(count: int) -> bytes:

@@ -37,6 +37,7 @@ class RemoteCall:
         self._clock = asyncio.get_running_loop().time
         remaining = begin.remaining
         self._deadline = None if remaining is None else self._clock() + remaining
+        self._connection = begin.connection or None
         self._received = begin.message if begin.first is First.HERE else None
         """The first message, until it is read."""
         self._reading = begin.first is First.READING
@@ -57,8 +58,9 @@ class RemoteCall:
         """Seconds until the client's deadline; None if there is none."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
-    def connection(self) -> None:
-        """None: unknown. It is not needed, because small first messages arrive with their calls."""
+    def connection(self) -> str | None:
+        """The address of the client's connection; None if the first message came with the call."""
+        return self._connection
 
     def received(self) -> bool:
         """Whether the next message has arrived, so that `read` does not wait."""

@@ -301,7 +301,7 @@ for call in calls:
 
 async def test_calls_that_wait_to_be_read_take_little_memory(starter, monkeypatch) -> None:
     monkeypatch.setattr(incoming, "FIRST_READS", 0)
-    running = await starter(maximum_concurrent_rpcs=40)
+    running = await starter(maximum_concurrent_rpcs=40, front_ends=0)
     before = resident_bytes()
     command = [sys.executable, "-c", CALLER, f"127.0.0.1:{running.server.port}", "48"]
     pipe = asyncio.subprocess.PIPE
@@ -477,7 +477,7 @@ async def test_a_wait_to_be_read_that_is_cancelled_leaves_no_trace(starter, monk
 
 async def test_a_call_that_is_never_read_may_come_again(starter, monkeypatch) -> None:
     monkeypatch.setattr(incoming, "FIRST_READS", 0)
-    running = await starter()
+    running = await starter(front_ends=0)  # a front end sends a small message with its call
     monkeypatch.setattr(incoming, "FIRST_MESSAGE_SECONDS", 0.1)
     refusal = await running.client.refusal(request())
     assert (refusal.reason, refusal.retry) == ("REASON_QUEUE_FULL", True)

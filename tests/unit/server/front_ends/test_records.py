@@ -160,9 +160,16 @@ async def test_what_is_sent_before_a_close_arrives(pair) -> None:
 METHODS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
-@given(METHODS, st.none() | st.floats(0, 1e9), st.sampled_from([First.UNREAD, First.READING]))
-def test_a_call_begins_with_its_method_and_deadline(method, remaining, first) -> None:
-    begin = CallBegin(method, remaining, first)
+@given(
+    METHODS,
+    st.none() | st.floats(0, 1e9),
+    st.sampled_from([First.UNREAD, First.READING]),
+    st.sampled_from(["", "ipv4:127.0.0.1:50000"]),
+)
+def test_a_call_begins_with_its_method_deadline_and_connection(
+    method, remaining, first, connection
+) -> None:
+    begin = CallBegin(method, remaining, first, connection=connection)
     assert read_call_body(call_body(begin)) == begin
 
 
