@@ -349,7 +349,7 @@ class _Stream:
         Other requests share the callback that calls it, so it raises nothing.
         """
         direct = self._direct
-        # Once all samples have ended, `responses` must know of each notice.
+        # Once all samples have ended, the last notice ends the stream, so `responses` must get it.
         runs = any(not sequence.ended for sequence in self._open)
         if direct is None or not runs or self._held_back:
             return

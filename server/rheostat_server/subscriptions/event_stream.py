@@ -299,7 +299,7 @@ class EventStream(ABC, Generic[M]):
                 yield self._response(sent, answers)
             elif answers:
                 yield self._response(sent, answers)
-                continue  # a sign of life is due although answers were sent
+                continue  # answers do not postpone the sign of life
             elif self._closing and not self._has_sources and not len(self._queue):
                 self.ended = True
                 self._memory.close()

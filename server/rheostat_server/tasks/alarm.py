@@ -11,14 +11,15 @@ class Alarm:
     """Sets an event at a moment. Used on the event loop alone."""
 
     def __init__(self, event: asyncio.Event) -> None:
-        """Sets `event`, once `set_in` was called."""
+        """No moment is set. `event` is the event that `set_in` sets."""
         self._event = event
         self._timer: asyncio.TimerHandle | None = None
 
     def set_in(self, seconds: float) -> None:
         """Sets the event in so many seconds, or at the moment that was asked for before.
 
-        So a caller looks whether its own moment has come. No moment may precede one before it.
+        So the event may be set too early: a caller that waits for a later moment calls this again.
+        No call may ask for an earlier moment than the calls before it.
         """
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._set)

@@ -70,7 +70,7 @@ class StreamWorker(BaseWorker[M, E]):
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """Set while an acknowledgement will be due."""
+        """Ends a wait when an acknowledgement is due; None if no such moment is set."""
 
     def _notify(self) -> None:
         self._changed.set()
