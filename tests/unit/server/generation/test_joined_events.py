@@ -284,3 +284,4 @@ async def test_an_event_that_cannot_be_sent_fails_its_request_alone(starter, mon
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rest(call)
     assert caught.value.code() is grpc.StatusCode.INTERNAL
+    released(running, 2)
