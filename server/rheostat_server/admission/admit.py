@@ -231,7 +231,7 @@ class _Candidate:
     controlled: ControlledBy | None
     """Its controller."""
     checked: CheckedParts | None
-    """What is known about its parts; None: nothing."""
+    """The results of earlier checks of equal parts; None if there were none."""
 
 
 def admit_now(
@@ -406,9 +406,9 @@ def steerings_of(request: GenerateRequest) -> list[steering_pb2.Steering]:
 def _checked_before(
     request: GenerateRequest, size: int, admission: AdmissionContext
 ) -> CheckedParts | None:
-    """What is known about the parts of a request that may have selectors; None: nothing.
+    """The results of earlier checks of equal parts, if they are kept.
 
-    Requests with the same parts come often. Then what was checked before is not checked again.
+    Many requests have the same parts, which need not be checked again.
 
     Args:
         request: the request.
@@ -422,7 +422,7 @@ def _checked_before(
 
 
 def _note_checked(request: GenerateRequest, size: int, admission: AdmissionContext) -> None:
-    """Notes what is known about the parts of a request that was admitted."""
+    """Keeps the results of the checks of a request that was admitted."""
     if admission.compiled is None or size > LARGE_REQUEST_BYTES or _compares_vectors(request):
         return
     parts, counts = parts_of(request), counts_of(request)

@@ -57,9 +57,9 @@ class Parts(NamedTuple):
 
 
 class CheckedParts(NamedTuple):
-    """What was found out about the parts of a request that was admitted.
+    """The results of checking the parts of a request that was admitted.
 
-    It depends on nothing else, so it is the same for every request with equal parts.
+    They depend on the parts alone, so they hold for every request with equal parts.
     """
 
     parts: Parts
@@ -152,14 +152,14 @@ class CompiledRequests:
         return entry.compiled
 
     def checked(self, parts: Parts) -> CheckedParts | None:
-        """What is known about parts; None if they were not in a request that was kept."""
+        """The results for parts; None if they are not kept."""
         checked = self._checked.get(parts)
         if checked is not None:
             self._checked.move_to_end(parts)
         return checked
 
     def add_checked(self, checked: CheckedParts) -> None:
-        """Keeps what was found out about the parts of a request that was admitted."""
+        """Keeps the results for the parts of a request that was admitted."""
         self._checked[checked.parts] = checked
         if len(self._checked) > COMPILED_REQUESTS:
             self._checked.popitem(last=False)
@@ -239,7 +239,7 @@ def key_of(
         context: its prompt and settings.
         server_wide: the server-wide steering that acts on it.
         watches: the watches that read it.
-        checked: what is known about its parts; None: nothing.
+        checked: the results of earlier checks of equal parts; None if there were none.
     """
     if not watches and server_wide.empty and not may_select(request):
         return Key(_NO_PARTS, (), server_wide.version, 0, 0)

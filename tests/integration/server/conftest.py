@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 def arguments(model: str, port: int, *options: str) -> list[str]:
-    """Those of the command `rheostat` that serve a model."""
+    """The arguments of `rheostat` that serve a model."""
     return ["serve", model, "--port", str(port), *options]
 
 

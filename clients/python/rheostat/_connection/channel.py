@@ -62,7 +62,8 @@ OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_retries", 1),
-    # Else a new connection waits with an older one that lost the server, after it is back.
+    # By default, all channels of a process to an address share the pause before the next attempt to
+    # connect. A new connection to a restarted server would fail during the pause of an old one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
 )

@@ -87,15 +87,21 @@ def taken(monkeypatch) -> Callable[[], Awaitable[None]]:
     return lambda: until(lambda: not any(call._writing for call in calls))
 
 
-async def test_a_token_and_its_signals_come_in_one_message(starter, woken, taken) -> None:
-    running = await starter(ByHand())
+async def begun(running: Running) -> tuple[grpc.aio.UnaryStreamCall, list]:
+    """A call that has its first token, and the messages until then."""
     call = running.client.generation.Generate(reading(), timeout=10)
     await installed(running)
     step(running, 0)
-    events = []
+    events: list = []
     while not tokens(flat(events)):
         events.append(await call.read())
     await turns()
+    return call, events
+
+
+async def test_a_token_and_its_signals_come_in_one_message(starter, woken, taken) -> None:
+    running = await starter(ByHand())
+    call, events = await begun(running)
     woken.clear()
     for number in range(1, 20):
         step(running, number)
@@ -268,13 +274,7 @@ async def test_a_client_that_leaves_while_a_message_waits_ends_its_request(start
 
 async def test_an_event_that_cannot_be_sent_fails_its_request_alone(starter, monkeypatch) -> None:
     running = await starter(ByHand())
-    call = running.client.generation.Generate(reading(), timeout=10)
-    await installed(running)
-    step(running, 0)
-    events = []
-    while not tokens(flat(events)):
-        events.append(await call.read())
-    await turns()
+    call, _ = await begun(running)
 
     def broken(self, delta: Delta) -> None:
         raise ValueError("no message")
