@@ -70,20 +70,22 @@ _UNKNOWN = status_pb2.Status(code=12, message="Method not found!")  # UNIMPLEMEN
 
 
 class _EagerReads:
-    """The reads of first messages that the server has not asked for."""
+    """The reads of first messages that the server has not asked for.
 
-    def __init__(self) -> None:
+    None begins while records wait for the socket to the server. Otherwise the messages of hundreds
+    of calls would wait here when the server is slow.
+    """
+
+    def __init__(self, connection: "_ServerConnection") -> None:
+        self._connection = connection
         self._running = 0
         self._waiting: dict[_ForwardedCall, None] = {}
         """Calls that wait to be read, oldest first."""
 
     def add(self, call: "_ForwardedCall") -> None:
         """Reads the first message of a call, now or after other calls."""
-        if self._running == _EAGER_READS:
-            self._waiting[call] = None
-        else:
-            self._running += 1
-            call.start_reading()
+        self._waiting[call] = None
+        self.resume()
 
     def remove(self, call: "_ForwardedCall") -> None:
         """Does not read a call that waits, because the server asks for its message."""
@@ -92,10 +94,15 @@ class _EagerReads:
     def end(self) -> None:
         """Ends a read, and starts the next one."""
         self._running -= 1
-        if self._waiting:
+        self.resume()
+
+    def resume(self) -> None:
+        """Reads calls that wait, if they may be read now."""
+        while self._waiting and self._running < _EAGER_READS and not self._connection.backlogged:
             call = next(iter(self._waiting))
             del self._waiting[call]
-            self.add(call)
+            self._running += 1
+            call.start_reading()
 
 
 class _ServerConnection(RecordConnection):
@@ -106,16 +113,27 @@ class _ServerConnection(RecordConnection):
     """
 
     def __init__(
-        self, lock: FairLock, receive: Callable[[Kind, int, bytes], None], lost: Callable[[], None]
+        self,
+        lock: FairLock,
+        receive: Callable[[Kind, int, bytes], None],
+        lost: Callable[[], None],
+        all_written: Callable[[], None],
     ) -> None:
+        """Calls `all_written` once the socket has taken records that had to wait for it."""
         super().__init__(receive, lost)
         self._lock = lock
+        self._all_written = all_written
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
         self._full = False
         """Whether earlier records wait for the socket."""
         self._passed = False
         """Whether `_pass` will be called."""
+
+    @property
+    def backlogged(self) -> bool:
+        """Whether records wait for the socket."""
+        return self._passed or self._full
 
     async def open(self, connected: socket.socket) -> None:
         """Begins to receive from a socket."""
@@ -136,6 +154,7 @@ class _ServerConnection(RecordConnection):
         """Called by asyncio once it has written everything."""
         with self._lock:
             self._full = False
+            self._report()
 
     def _schedule(self) -> None:
         """Does nothing, because the records are written before the lock is released."""
@@ -158,11 +177,24 @@ class _ServerConnection(RecordConnection):
             self._passed = True
             self._loop.call_soon_threadsafe(self._pass)
 
+    def write_large(self) -> None:
+        """Writes the records that were sent, if the last one is large.
+
+        Then it counts as `backlogged` before the lock is released.
+        """
+        if self._outgoing and len(self._outgoing[-1]) > _DIRECT_BYTES:
+            self.write_all()
+
     def _pass(self) -> None:
         """Gives the records to asyncio."""
         with self._lock:
             self._passed = False
             self._flush()
+            self._report()
+
+    def _report(self) -> None:
+        if not self.backlogged:
+            self._all_written()
 
 
 class FrontEnd:
@@ -171,7 +203,9 @@ class FrontEnd:
     def __init__(self, shared: SharedParts) -> None:
         self._loop = asyncio.get_running_loop()
         self._lock = FairLock(self._before_release)
-        self._connection = _ServerConnection(self._lock, self._receive, self._lost)
+        self._connection = _ServerConnection(
+            self._lock, self._receive, self._lost, lambda: self._eager.resume()
+        )
         self._connection.received_parts = shared
         self._server = CoreServer(self._lock, self._begin)
         self._health = Health()
@@ -184,7 +218,7 @@ class FrontEnd:
         add(reflects, server)  # type: ignore[no-untyped-call]  # it has no annotations
         self._calls: dict[int, _ForwardedCall] = {}
         self._begun = 0
-        self._eager = _EagerReads()
+        self._eager = _EagerReads(self._connection)
         self._unforwarded: dict[_ForwardedCall, float] = {}
         """When each call began that is not forwarded yet, oldest first."""
         self._timer_set = False
@@ -288,7 +322,8 @@ class FrontEnd:
         self._connection.send(kind, call.number, *body)
 
     def end_first_read(self) -> None:
-        """Notes that a first message was read, and reads the next one."""
+        """Notes that a first message was read and sent, and reads the next one."""
+        self._connection.write_large()
         self._eager.end()
 
     def remove(self, call: "_ForwardedCall") -> None:
@@ -426,7 +461,6 @@ class _ForwardedCall:
 
     def _take_first(self, message: bytes | None) -> None:
         """Sends the first message, inside BEGIN if the call is not forwarded yet."""
-        self._end_first_read()
         if self._closed:
             return
         if self._begun or message is None:
@@ -435,6 +469,7 @@ class _ForwardedCall:
             self._take(message)
         else:
             self._begin(First.HERE, message)
+        self._end_first_read()
 
     def _take(self, message: bytes | None) -> None:
         """Sends a message of the client, or that it has closed its side of the stream.

@@ -19,7 +19,13 @@ from rheostat_server.front_ends import supervisor
 from rheostat_server.front_ends.core_server import FairLock
 from rheostat_server.front_ends.grpc_server import SERVICES
 from rheostat_server.front_ends.process import FrontEnd, _ServerConnection
-from rheostat_server.front_ends.records import Kind, RecordConnection, seconds_body
+from rheostat_server.front_ends.records import (
+    First,
+    Kind,
+    RecordConnection,
+    read_call_body,
+    seconds_body,
+)
 from rheostat_server.front_ends.remote_call import RemoteCall
 from rheostat_server.front_ends.shared_parts import SharedParts, create_memory
 from rheostat_server.tasks.turns import Turns
@@ -127,6 +133,59 @@ async def test_a_client_that_leaves_is_not_mistaken_for_one_that_has_sent_everyt
     assert received.count(Kind.HALF_CLOSED) == 1
 
 
+async def test_first_messages_do_not_pile_up_while_the_server_does_not_read() -> None:
+    size, count = 1 << 20, 48
+    reserved = supervisor._reserve("127.0.0.1", 0)
+    port = reserved[0].getsockname()[1]
+    own, other = socket.socketpair()
+    memory = create_memory()
+    front_end = FrontEnd(SharedParts(memory))
+    os.close(memory)
+    messages: Counter[int] = Counter()
+    unread: list[int] = []
+    listening = asyncio.Event()
+
+    def receive(kind: Kind, number: int, body: bytes) -> None:
+        if kind is Kind.LISTENING:
+            listening.set()
+        elif kind is Kind.BEGIN:
+            begin = read_call_body(body)
+            messages[number] += len(begin.message) == size
+            if begin.first is First.UNREAD:
+                unread.append(number)
+        elif kind is Kind.MESSAGE:
+            messages[number] += len(body) == size
+
+    server = RecordConnection(receive, lambda: None)
+    transport, _ = await asyncio.get_running_loop().create_connection(lambda: server, sock=own)
+    running = asyncio.create_task(front_end.run(other, "127.0.0.1", port))
+    await listening.wait()
+    transport.pause_reading()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        calls = [channel.stream_stream(METHOD)() for _ in range(count)]
+        writing = [asyncio.create_task(call.write(bytes(size))) for call in calls]
+        await until(lambda: front_end._begun == count and not front_end._unforwarded)
+        await asyncio.sleep(0.1)  # reads that run may end
+        waiting = front_end._connection._transport
+        assert waiting is not None
+        assert waiting.get_write_buffer_size() <= 8 * size
+        # Once the server reads, every message comes.
+        transport.resume_reading()
+        await until(lambda: len(messages) == count)
+        for number in unread:
+            server.send(Kind.READ, number)
+        await until(lambda: messages.total() == count)
+        assert set(messages.values()) == {1}
+        await asyncio.gather(*writing)
+        for call in calls:
+            call.cancel()
+        await until(lambda: front_end.idle)
+    server.send(Kind.STOP, 0, seconds_body(0.0))
+    await running
+    for each in reserved:
+        each.close()
+
+
 async def test_a_method_whose_name_is_not_utf8_is_not_found(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary(b"/rheostat.v1.\xff/\xfe")(b"", timeout=30)
@@ -159,7 +218,7 @@ async def test_records_keep_their_order_when_the_socket_is_full() -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         end.setblocking(False)
     lock = FairLock(lambda: connection.write_all())
-    connection = _ServerConnection(lock, lambda *record: None, lambda: None)
+    connection = _ServerConnection(lock, lambda *record: None, lambda: None, lambda: None)
     await connection.open(other)
     received: list[bytes] = []
     reading = RecordConnection(lambda kind, call, body: received.append(body), lambda: None)
