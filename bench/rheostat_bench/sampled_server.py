@@ -3,7 +3,7 @@
     python -c "from rheostat_bench.sampled_server import main; main()" FOLDER serve MODEL ...
 
 On SIGUSR1 it writes the samples since the last time to FOLDER/samples-N.json, N = 0, 1, ..., and
-prepared_releases them.
+forgets them.
 
 Why a signal and not a thread
     A thread takes samples while it holds the GIL, so it would see the main thread only where that
@@ -46,7 +46,7 @@ class Sampler:
         self._stacks[tuple(stack)] += 1
 
     def write(self, _: int, __: FrameType | None) -> None:
-        """Writes the samples and prepared_releases them; the handler of SIGUSR1."""
+        """Writes the samples and forgets them; the handler of SIGUSR1."""
         stacks, self._stacks = self._stacks, Counter()  # SIGPROF may come meanwhile
         text = json.dumps(shares(stacks))
         path = self._folder / f"samples-{self._written}.json"

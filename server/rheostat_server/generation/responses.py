@@ -172,6 +172,9 @@ class _Stream:
         the log-probabilities of the prompt come first."""
         wanted = admitted.sampling.prompt_logprobs is not None
         self._prompt_logprobs_due = {sequence.kind for sequence in active.sequences if wanted}
+        reported = admitted.signals is not None and admitted.signals.reported
+        self._reported_signals = active.signals if reported else None
+        """Its signals if its client gets any."""
         self._signals_sent_at: dict[EngineSequence, float] = {}
         """When signals of each sample were sent last, while many streams run."""
         self._looks_for_signals = False
@@ -339,7 +342,7 @@ class _Stream:
             if signals is None:
                 return True
             direct.send(signals)
-        if self._active.signals is not None:
+        if self._reported_signals is not None:
             self._active.queue.put(Sign.SIGNALS)  # `responses` sends the rest
         return True
 
@@ -392,7 +395,7 @@ class _Stream:
                     break
                 events.append(signals)
                 size += signals.ByteSize()
-        if active.signals is not None:
+        if self._reported_signals is not None:
             active.queue.put_back(Sign.SIGNALS)  # others may wait
         return events
 
@@ -446,7 +449,7 @@ class _Stream:
         The token that was sampled from their row was sent. In a session it is enough that their own
         token was sent: the client may answer them while this token is being sampled.
         """
-        signals = self._active.signals
+        signals = self._reported_signals
         if signals is None or sequence.kind is not SequenceKind.OWN:
             return
         sample, prompt = self._samples[sequence], self._admitted.prompt.token_ids

@@ -3,7 +3,7 @@
 Invariant: a step costs a few numpy calls, for any number of samples.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,10 @@ class Summaries:
         """
         self._columns = columns
         self._free: list[int] = []
+        self._whole = np.zeros(0, np.int64)
+        """[slots]: positions at which all columns were read."""
         self._count = np.zeros((0, columns), np.int64)
+        """The other readings."""
         self._largest = np.zeros((0, columns), np.float32)
         self._largest_at = np.zeros((0, columns), np.int64)
         self._total = np.zeros((0, columns), np.float64)
@@ -48,14 +51,15 @@ class Summaries:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        self._count[slot], self._total[slot], self._largest_at[slot] = 0, 0.0, 0
+        self._whole[slot], self._count[slot] = 0, 0
+        self._total[slot], self._largest_at[slot] = 0.0, 0
         self._largest[slot] = -np.inf
         return slot
 
     def release(self, slot: int) -> Summary:
         """Frees a slot; returns what was read."""
         summary = Summary(
-            self._count[slot].copy(),
+            self._count[slot] + self._whole[slot],
             self._largest[slot].copy(),
             self._largest_at[slot].copy(),
             self._total[slot].copy(),
@@ -75,30 +79,61 @@ class Summaries:
         """
         if not len(slots) or not self._columns:
             return
-        read = ~np.isnan(values)
-        positions = np.repeat(firsts, counts)
-        if len(positions) > len(slots):
-            begins = np.cumsum(counts) - counts
-            positions += np.arange(len(positions)) - np.repeat(begins, counts)
+        unread = np.isnan(values)
+        filled = values
+        if unread.any():
+            filled = np.where(unread, -np.inf, values).astype(np.float32, copy=False)
+            values = np.where(unread, 0, values).astype(np.float32, copy=False)
+            self._count[slots] += _sums(~unread, counts, np.int64)
         else:
-            begins = np.arange(len(slots))
-        filled = np.where(read, values, -np.inf).astype(np.float32, copy=False)
-        largest = np.maximum.reduceat(filled, begins)
-        at_largest = read & (filled == np.repeat(largest, counts, axis=0))
-        places = np.where(at_largest, positions[:, None], np.iinfo(np.int64).max)
-        first_place = np.minimum.reduceat(places, begins)
-        higher = largest > self._largest[slots]
-        self._largest_at[slots] = np.where(higher, first_place, self._largest_at[slots])
-        self._largest[slots] = np.where(higher, largest, self._largest[slots])
-        self._count[slots] += np.add.reduceat(read.astype(np.int64), begins)
-        self._total[slots] += np.add.reduceat(np.where(read, values, 0.0), begins, dtype=np.float64)
+            self._whole[slots] += counts
+        self._total[slots] += _sums(values, counts, np.float64)
+        self._add_largest(slots, firsts, counts, filled)
+
+    def _add_largest(self, slots: Int64, firsts: Int64, counts: Int64, values: Float32) -> None:
+        """Notes larger readings than before; -inf where nothing was read."""
+        largest = values
+        if len(values) > len(slots):
+            largest = np.maximum.reduceat(values, _begins(counts))
+        before = self._largest.take(slots, axis=0)
+        higher = largest > before
+        if not higher.any():
+            return
+        at = firsts[:, None]
+        if len(values) > len(slots):
+            at = at + _first_of_largest(values, largest, counts)
+        self._largest[slots] = np.where(higher, largest, before)
+        self._largest_at[slots] = np.where(higher, at, self._largest_at.take(slots, axis=0))
 
     def _grow(self) -> None:
         before = len(self._count)
         after = max(_FIRST_SLOTS, 2 * before)
-        for name in ("_count", "_largest", "_largest_at", "_total"):
+        for name in ("_whole", "_count", "_largest", "_largest_at", "_total"):
             old = getattr(self, name)
-            new = np.zeros((after, self._columns), old.dtype)
+            new = np.zeros((after, *old.shape[1:]), old.dtype)
             new[:before] = old
             setattr(self, name, new)
         self._free += range(after - 1, before - 1, -1)
+
+
+def _begins(counts: Int64) -> Int64:
+    """[n]: the first row of each sample, from their numbers of rows."""
+    begins: Int64 = np.cumsum(counts) - counts
+    return begins
+
+
+def _sums(values: npt.NDArray[Any], counts: Int64, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """[n, columns]: the sum of each sample's rows."""
+    if len(values) == len(counts):
+        return values
+    sums: npt.NDArray[Any] = np.add.reduceat(values, _begins(counts), dtype=dtype)
+    return sums
+
+
+def _first_of_largest(values: Float32, largest: Float32, counts: Int64) -> Int64:
+    """[n, columns]: the first row of each sample, counted in the sample, that has its largest."""
+    rows = np.arange(len(values), dtype=np.int32)[:, None]
+    candidates = np.where(values == np.repeat(largest, counts, axis=0), rows, np.int32(len(values)))
+    begins = _begins(counts)
+    first: Int64 = np.minimum.reduceat(candidates, begins) - begins[:, None]
+    return first

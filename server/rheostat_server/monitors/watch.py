@@ -365,13 +365,21 @@ def _indices(rows: Sequence[Rows], count: int) -> npt.NDArray[np.intp] | None:
 def _write_summary(
     ended: monitor_service_pb2.WatchedRequestEnded, sample: int, summary: Summary
 ) -> None:
-    for column in np.flatnonzero(summary.readings).tolist():
-        count = int(summary.readings[column])
-        ended.summaries.add(
-            sample=sample,
-            column=column,
-            position_count=count,
-            max=float(summary.largest[column]),
-            max_position=int(summary.largest_at[column]),
-            mean=float(summary.total[column] / count),
-        )
+    means = summary.total / np.maximum(summary.readings, 1)
+    columns = zip(
+        summary.readings.tolist(),
+        summary.largest.tolist(),
+        summary.largest_at.tolist(),
+        means.tolist(),
+        strict=True,
+    )
+    for column, (count, largest, largest_at, mean) in enumerate(columns):
+        if count:
+            ended.summaries.add(
+                sample=sample,
+                column=column,
+                position_count=count,
+                max=largest,
+                max_position=largest_at,
+                mean=mean,
+            )

@@ -269,7 +269,8 @@ async def test_a_slow_watcher_loses_the_oldest_and_is_told_how_many(running: Run
 async def test_signals_that_the_workers_lose_are_counted(starter) -> None:
     running = await starter(ScriptedBackend(lost_signals=frozenset({4})))
     watcher = await Watcher.open(running, opening())
-    await running.client.generate(request(sampling=SAMPLING))
+    events = await running.client.generate(request(sampling=SAMPLING))
+    assert not any(event.HasField("signals") for event in events)  # its client reads nothing
     ended = (await watcher.until("ended")).ended
     assert sorted(watcher.read()) == [0, 1, 2, 3, 5]
     assert (ended.position_count, ended.dropped_position_count) == (5, 1)
