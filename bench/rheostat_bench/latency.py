@@ -8,8 +8,8 @@ on, its latency is a - f positions. A probe behind the steered site reads from w
     session     a client that reads the signals of its session, and answers each with a gain
     watch       one watch of all streams, whose client answers each reading with a gain
 
-Each reading gets a gain, which is more than a controller needs. All streams of an arm, and the
-watch, are in one Python process.
+Each reading gets a gain, which is more than a controller needs. A watch whose client is more than
+1,024 answers behind sets none. All streams of an arm, and the watch, are in one Python process.
 
     rheostat bench latency --out results
 """
@@ -84,6 +84,8 @@ class Stream(NamedTuple):
     """From a reading's arrival at the client to that of the answer to its gain."""
     token_ms: float
     """Time per token."""
+    refused: int = 0
+    """Readings without a gain, because the answers to too many gains had not come."""
 
 
 class Broken(Exception):
@@ -213,6 +215,8 @@ class Answers:
         """First position and factor of each gain, in order."""
         self.positions: list[int] = []
         self.answer_ms: list[float] = []
+        self.refused = 0
+        """See `Stream.refused`."""
 
     def sent(self, update: int, position: int, factor: float) -> None:
         """Notes a gain."""
@@ -319,9 +323,13 @@ class Watcher:
         return self._ended == requests and not self._updates
 
     def _set(self, gain: Callable[[str, float], int], request: str, position: int) -> None:
+        factor = (self._gains + 1) * 5 % _STEPS / _STEPS
+        try:
+            update = gain(request, factor)
+        except rheostat.Refused:
+            self.answers[request].refused += 1
+            return
         self._gains += 1
-        factor = self._gains * 5 % _STEPS / _STEPS
-        update = gain(request, factor)
         self._updates[update] = request
         self.answers[request].sent(update, position, factor)
 
@@ -358,7 +366,8 @@ async def watch_streams(engine: rheostat.aio.Engine, job: Job) -> list[Stream]:
     for out in outs:
         answers = watcher.answers[out.request_id]
         answers.check(out.signals)
-        streams.append(Stream(answers.positions, answers.answer_ms, times[out.request_id]))
+        took = times[out.request_id]
+        streams.append(Stream(answers.positions, answers.answer_ms, took, answers.refused))
     return streams
 
 
@@ -426,6 +435,7 @@ def summary(streams: Sequence[Stream]) -> dict[str, object]:
     }
     if answers:
         found["answer_ms"] = statistics.median(answers)
+        found["refused"] = sum(stream.refused for stream in streams)
     return found
 
 

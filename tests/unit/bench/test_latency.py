@@ -139,3 +139,16 @@ def test_a_watch_answers_each_reading_of_a_generated_token_with_another_gain() -
     assert watcher.has_all(1)
     with pytest.raises(Broken, match="no room"):
         watcher.take(rheostat.WatchedRequestEnded(3, "b", 0, 0, (), (), "no room"), gain)
+
+
+def test_a_reading_whose_gain_is_refused_gets_none() -> None:
+    def full(request: str, factor: float) -> int:
+        raise rheostat.Refused("1024 updates have answers that were not read")
+
+    watcher = Watcher("label")
+    watcher.take(rheostat.WatchedRequestBegun(1, "a", {}, 1, 2), lambda request, factor: 1)
+    watcher.take(rheostat.UpdateApplied(1, {0: 3}), full)
+    watcher.take(signals_event(3, [1.0]), full)
+    watcher.take(rheostat.WatchedRequestEnded(2, "a", 4, 0, ()), full)
+    assert watcher.answers["a"].refused == 1
+    assert watcher.has_all(1)
