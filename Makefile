@@ -6,8 +6,9 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 # Processes that run tests or check types at the same time.
 WORKERS ?= 2
-# Three for unit tests, which wait for nearly half of their time.
-unit: WORKERS := 3
+# More for tests, which wait for a quarter of their time or more.
+unit: WORKERS := 4
+integration: WORKERS := 3
 PYTEST = $(BIN)/pytest --numprocesses $(WORKERS)
 # Tests of the server that also run through front ends in processes of their own.
 THROUGH_FRONT_ENDS := generation/test_generate generation/test_session subscriptions/test_subscribe \

@@ -10,9 +10,16 @@ from _pytest.nodeid import coerce_node_id
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 SERVERS = ("server", "small_server", "tight_server", "compiled_server")
-"""Fixtures of servers. The tests of each are a group."""
-LONG = (*SERVERS[:2], "test_split", "test_ending", *SERVERS[2:])
+"""Fixtures of servers. The tests of each are a group, except those of `server`.
+
+The tests of `server` are a group for each module. A worker that runs any of them starts one
+`server` for all that it runs.
+"""
+LONG = ("small_server", "server test_documents", "test_split", "test_ending", *SERVERS[2:])
 """Groups that take minutes. They begin first, so that no worker is left with one at the end."""
+LAST = "server test_ending"
+"""The group that ends a `server`. No group that needs one begins after it."""
+ORDER = {**{group: number for number, group in enumerate(LONG)}, LAST: len(LONG) + 1}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -22,15 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in ours:
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(_group(item)))
-    begin = {group: number for number, group in enumerate(LONG)}
-    places = {id(item): begin.get(_group(item), len(LONG)) for item in ours}
-    items.sort(
-        key=lambda item: (
-            places.get(id(item), len(LONG)),
-            _ends_its_server(item),
-            *_engine_of(item),
-        )
-    )
+    items.sort(key=lambda item: (_place(item), _ends_its_server(item), *_engine_of(item)))
     yield
     # pytest-xdist 3.8 adds the group to an attribute that pytest 9.2 no longer reads.
     for item in ours:
@@ -40,7 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 def _group(item: pytest.Item) -> str:
     names = item.fixturenames if isinstance(item, pytest.Function) else []
-    return next((name for name in SERVERS if name in names), item.path.stem)
+    module = item.path.stem
+    group = next((name for name in SERVERS if name in names), module)
+    return f"{group} {module}" if group == "server" else group
+
+
+def _place(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("xdist_group")
+    return ORDER.get(mark.args[0], len(LONG)) if mark else len(LONG)
 
 
 def _ends_its_server(item: pytest.Item) -> bool:
