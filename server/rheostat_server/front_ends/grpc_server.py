@@ -1,11 +1,14 @@
 """The gRPC server of a process, which passes calls of `rheostat.v1` to a function."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import FileDescriptor
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
@@ -70,6 +73,10 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 """Options of gRPC servers. The port may be shared or not, so it has no option here."""
 
 
+_ACCEPTED = 16
+"""Calls that gRPC's core accepts before the event loop has begun the first of them."""
+
+
 class GrpcServer:
     """A gRPC server with the services of `rheostat.v1`, health and reflection.
 
@@ -79,7 +86,7 @@ class GrpcServer:
     def __init__(self, answer: Answer) -> None:
         self._health = Health()
         options = (*OPTIONS, ("grpc.so_reuseport", 0))
-        with all_wakeups_read():
+        with all_wakeups_read(), _accepting_ahead():
             self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers((_Handlers(answer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -107,6 +114,61 @@ class GrpcServer:
     async def stop(self, grace: float) -> None:
         """Accepts no further calls, and ends running calls after `grace` seconds."""
         await self._server.stop(grace)
+
+
+class _AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
+    """The server of `grpc.aio`, which accepts several calls ahead.
+
+    Why
+        Without this, the core accepts the next call when the event loop has begun the last one. In
+        grpcio 1.85 that takes six iterations of the loop for a call. If a client makes hundreds of
+        calls and each iteration has other work, another client's call waits for seconds behind
+        them. With calls that are accepted already, it takes two iterations.
+    How
+        `grpc.aio` requests a call, waits for it, and begins it. Here `_ACCEPTED` calls have been
+        requested, and `grpc.aio` gets the oldest request. The core serves requests in order.
+
+    The methods are private. If they have other names one day, calls are accepted as without this.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        """See `grpc.aio.server`."""
+        super().__init__(*arguments)
+        self._requests: deque[asyncio.Task[object]] = deque()
+        """Requests for calls that `grpc.aio` has not got, oldest first."""
+
+    def _make_request_call_future(self, method: bytes | None) -> "asyncio.Future[object]":
+        """Requests a call; returns the oldest request. `method` is None, or a health check."""
+        if method is not None:
+            request: asyncio.Future[object] = super()._make_request_call_future(method)
+            return request
+        while len(self._requests) < _ACCEPTED:
+            made = super()._make_request_call_future(None)
+            made.add_done_callback(_ignore_error)
+            self._requests.append(made)
+        return self._requests.popleft()
+
+    async def _start_shutting_down(self) -> None:
+        """Ends the calls that were accepted too late, so that the server does not wait for them."""
+        await super()._start_shutting_down()
+        self._requests.clear()
+
+
+def _ignore_error(request: "asyncio.Task[object]") -> None:
+    """Keeps asyncio from logging that a request has failed because the server shuts down."""
+    if not request.cancelled():
+        request.exception()
+
+
+@contextmanager
+def _accepting_ahead() -> Iterator[None]:
+    """Makes the servers of `grpc.aio` that are created meanwhile accept calls ahead."""
+    stock = cygrpc.AioServer
+    cygrpc.AioServer = _AcceptingServer
+    try:
+        yield
+    finally:
+        cygrpc.AioServer = stock
 
 
 def grpc_address(host: str, port: int) -> str:
