@@ -49,7 +49,7 @@ from rheostat_engine import Event, Installed, Released, Rows
 from rheostat_engine.channel.worker_channel import EventQueue
 from rheostat_server.engine.backend import Backend, Job
 from rheostat_server.engine.vllm_backend import VllmBackend
-from rheostat_server.front_ends import supervisor
+from rheostat_server.front_ends import call_tasks, supervisor
 from rheostat_server.front_ends.records import (
     CallBegin,
     First,
@@ -503,7 +503,7 @@ def main() -> None:
         "--limits",
         nargs="+",
         type=lambda text: tuple(map(int, text.split(","))),
-        default=[(supervisor._STARTS, manager._ROWS_TURNS)],
+        default=[(call_tasks.STARTS, manager._ROWS_TURNS)],
         help="STARTS,ROWS[,GC,GC,GC]: calls that start, and requests that send rows, in an "
         "iteration; thresholds of collections of garbage",
     )

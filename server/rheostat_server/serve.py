@@ -44,7 +44,8 @@ from rheostat_server.errors import (
     ServerFailed,
     SinksFailed,
 )
-from rheostat_server.front_ends.grpc_server import GrpcServer, grpc_address
+from rheostat_server.front_ends.core_server import grpc_address
+from rheostat_server.front_ends.grpc_server import GrpcServer
 from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_server.generation import responses
 from rheostat_server.prompts.prompts import Prompts

@@ -95,7 +95,7 @@ class Rpcs:
             call: the call.
 
         Raises:
-            AbortError, CancelledError: see `Call.fail`.
+            CancelledError: see `Call.fail`.
         """
         incoming: Incoming | None = None
         try:

@@ -1,4 +1,4 @@
-"""The gRPC server of a front end, on the core of gRPC, without `grpc.aio`.
+"""A gRPC server on the core of gRPC, without `grpc.aio`.
 
 Why
     For a call with three messages, `grpc.aio` takes four times as long as gRPC's core with a
@@ -26,10 +26,28 @@ from google.rpc import status_pb2
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
 
 from rheostat_server.errors import PortInUse
-from rheostat_server.front_ends.call import DETAILS_KEY
-from rheostat_server.front_ends.grpc_server import OPTIONS, grpc_address
+from rheostat_server.limits import LOOKAHEAD_BYTES, TENSOR_MESSAGE_BYTES
 
 _LOG = logging.getLogger(__name__)
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", TENSOR_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # By default gRPC receives some MiB of each call ahead of reads, and more on fast networks.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
+    # Calls may be silent for long, so clients may ping often.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+"""Options of gRPC servers. The port may be shared or not, so it has no option here."""
+
+
+_DETAILS_KEY = "grpc-status-details-bin"
+"""Key of the trailing metadata that holds a status with its details."""
 
 _EVENTS = 16
 """Events that are handled in a row before the other thread gets the lock, if it waits."""
@@ -45,7 +63,7 @@ _NEW_CALL = object()
 
 _NO_FLAGS = 0
 
-_FAILED = 3
+_FAILED = 1
 """The exit status if the thread of events fails."""
 
 _TIMEOUT = cygrpc.CompletionType.queue_timeout
@@ -145,7 +163,7 @@ class CoreCall:
             details, code, metadata = b"", int(cygrpc.StatusCode.ok), None
         else:
             details, code = status.message.encode(), status.code
-            metadata = ((DETAILS_KEY, status.SerializeToString()),)
+            metadata = ((_DETAILS_KEY, status.SerializeToString()),)
         send = cygrpc.SendStatusFromServerOperation(metadata, code, details, _NO_FLAGS)
         self._start(*self._headers(), send, then=lambda event: sent())
 
@@ -187,14 +205,19 @@ class CoreServer:
         self._thread = threading.Thread(target=self._serve, name="grpc events", daemon=True)
         self._ended = False
 
-    def start(self, host: str, port: int) -> int:
-        """Listens, together with other processes, and accepts calls; returns the port.
+    def start(self, host: str, port: int, *, shared_port: bool) -> int:
+        """Listens, and accepts calls; returns the port.
+
+        Args:
+            host: the address to listen on.
+            port: the port; 0: any.
+            shared_port: whether other processes may listen on the port too.
 
         Raises:
             PortInUse: the address is in use or not allowed.
         """
         self._queue = cygrpc.CompletionQueue()
-        self._server = cygrpc.Server((*OPTIONS, ("grpc.so_reuseport", 1)), False)
+        self._server = cygrpc.Server((*_OPTIONS, ("grpc.so_reuseport", int(shared_port))), False)
         self._server.register_completion_queue(self._queue)
         address = grpc_address(host, port)
         try:
@@ -222,6 +245,7 @@ class CoreServer:
         self._ended = True
         self._queue.shutdown()
         self._thread.join()
+        self._server.destroy()
 
     def _request_call(self) -> None:
         self._server.request_call(self._queue, self._queue, _NEW_CALL)
@@ -232,7 +256,7 @@ class CoreServer:
             self._handle_events()
         except BaseException:
             _LOG.critical("the thread of gRPC's events has failed", exc_info=True)
-            os._exit(_FAILED)  # the server starts another process, whose calls get answers
+            os._exit(_FAILED)  # no call can be answered
 
     def _handle_events(self) -> None:
         while not self._ended:
@@ -265,3 +289,8 @@ class CoreServer:
     def _request_next(self) -> None:
         with suppress(ValueError):  # the server is being shut down
             self._request_call()
+
+
+def grpc_address(host: str, port: int) -> str:
+    """An address in gRPC's notation, with IPv6 hosts in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""Calls that a front end answers itself: health and reflection."""
+"""Calls that are answered where gRPC is spoken: health and reflection."""
 
 import asyncio
 import inspect
@@ -6,18 +6,58 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, cast
 
 import grpc
+import grpc.aio
+from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from rheostat_server.front_ends.call import resolve
 from rheostat_server.front_ends.core_server import CoreCall, FairLock
+from rheostat_wire.v1 import (
+    capture_service_pb2,
+    engine_service_pb2,
+    generation_service_pb2,
+    lens_service_pb2,
+    monitor_service_pb2,
+    run_service_pb2,
+    steering_service_pb2,
+    sweep_service_pb2,
+)
 
 _LOG = logging.getLogger(__name__)
 
+_FILES: tuple[FileDescriptor, ...] = (
+    engine_service_pb2.DESCRIPTOR,
+    generation_service_pb2.DESCRIPTOR,
+    lens_service_pb2.DESCRIPTOR,
+    steering_service_pb2.DESCRIPTOR,
+    sweep_service_pb2.DESCRIPTOR,
+    capture_service_pb2.DESCRIPTOR,
+    run_service_pb2.DESCRIPTOR,
+    monitor_service_pb2.DESCRIPTOR,
+)
+
+_DESCRIPTORS = [service for file in _FILES for service in file.services_by_name.values()]
+
+SERVICES = tuple(service.full_name for service in _DESCRIPTORS)
+"""Full names of the services of `rheostat.v1`."""
+
+PATHS = frozenset(
+    f"/{service.full_name}/{method.name}" for service in _DESCRIPTORS for method in service.methods
+)
+"""Full names of their methods."""
+
+HEALTH_NAMES = ("", *SERVICES)
+"""Names of services in health checks."""
+
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+_HealthContext = grpc.aio.ServicerContext[HealthCheckRequest, HealthCheckResponse]
 
 
 class _Aborted(Exception):
@@ -28,14 +68,23 @@ class _Aborted(Exception):
 
 
 class LocalCalls:
-    """Answers calls with handlers, as `grpc.aio` does, in tasks of the event loop."""
+    """Answers calls of health and reflection in tasks of the event loop."""
 
     def __init__(self, lock: FairLock) -> None:
-        """Has no handlers yet. `lock` is that of the server."""
+        """No call runs. `lock` is that of the gRPC server."""
         self._lock = lock
         self._handlers: dict[str, Handler] = {}
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        served = _Health()
+        self.set_health: Final = served.set
+        """Sets the answer of health checks for the server and all its services."""
+        server = cast(grpc.aio.Server, self)  # the generated functions call two of its methods
+        health_pb2_grpc.add_HealthServicer_to_server(served, server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflects = reflection.aio.ReflectionServicer(names)
+        add = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+        add(reflects, server)  # type: ignore[no-untyped-call]  # it has no annotations
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
         """Does nothing: `add_registered_method_handlers` gets the same handlers by name."""
@@ -68,7 +117,7 @@ class LocalCalls:
             status = status_pb2.Status(code=code_pb2.INVALID_ARGUMENT)
         except Exception:  # the boundary: an exception becomes a status
             _LOG.exception("%s failed", call.path)
-            status = status_pb2.Status(code=code_pb2.INTERNAL)
+            status = status_pb2.Status(code=code_pb2.INTERNAL, message="the server has a defect")
         with self._lock:
             call.end(status, lambda: None)
 
@@ -131,4 +180,48 @@ class _Answer:
 
     def _resolve(self, future: "asyncio.Future[Any]", result: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(resolve, future, result)
+            self._loop.call_soon_threadsafe(_resolve, future, result)
+
+
+def _resolve(future: "asyncio.Future[Any]", result: object) -> None:
+    """Sets the result of a future, if its waiter was not cancelled."""
+    if not future.done():
+        future.set_result(result)
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    """Answers health checks.
+
+    gRPC's own servicer waits in `set` until each watcher has read the status before. So a client
+    that does not read would block the server before it drains.
+    """
+
+    def __init__(self) -> None:
+        self._status = int(HealthCheckResponse.NOT_SERVING)
+        self._changed = asyncio.Event()
+
+    def set(self, status: int) -> None:
+        """Sets the answer for the server and all its services."""
+        self._status = status
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(
+        self, request: HealthCheckRequest, context: _HealthContext
+    ) -> HealthCheckResponse:
+        """The last status."""
+        if request.service not in HEALTH_NAMES:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return HealthCheckResponse(status=self._status)
+
+    async def Watch(self, request: HealthCheckRequest, context: _HealthContext) -> None:
+        """Sends the status, and each change of it."""
+        unknown = request.service not in HEALTH_NAMES
+        last: int | None = None
+        while True:
+            changed = self._changed
+            status = HealthCheckResponse.SERVICE_UNKNOWN if unknown else self._status
+            if status != last:
+                await context.write(HealthCheckResponse(status=status))
+                last = status
+            await changed.wait()

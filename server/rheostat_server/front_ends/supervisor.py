@@ -11,22 +11,16 @@ import os
 import socket
 import sys
 from contextlib import suppress
-from functools import partial
 
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rheostat_server.errors import FrontEndFailed, PortInUse
-from rheostat_server.front_ends.grpc_server import Answer, grpc_address
-from rheostat_server.front_ends.records import (
-    Kind,
-    RecordConnection,
-    read_call_body,
-    seconds_body,
-)
-from rheostat_server.front_ends.remote_call import RemoteCall
+from rheostat_server.front_ends.call import Answer
+from rheostat_server.front_ends.call_tasks import STARTS, CallTasks
+from rheostat_server.front_ends.core_server import grpc_address
+from rheostat_server.front_ends.records import Kind, RecordConnection, seconds_body
 from rheostat_server.front_ends.shared_parts import SharedParts, create_memory
 from rheostat_server.tasks.turns import Turns
-from rheostat_wire.message_parts import Payload
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,10 +47,6 @@ _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """Errors of addresses that a machine does not have. `localhost` often has such a second address,
 which gRPC skips too."""
 
-_STARTS = 8
-"""Calls that start in one iteration of the event loop. If hundreds of requests that arrive together
-were admitted in one iteration, the first tokens of the earliest would wait for the last."""
-
 _SOCKET_BYTES = 4 << 20
 """Size of the socket buffers; the kernel may allow less."""
 
@@ -67,7 +57,7 @@ class FrontEnds:
     def __init__(self, count: int, answer: Answer) -> None:
         self._count = count
         self._answer = answer
-        self._starts = Turns(_STARTS)
+        self._starts = Turns(STARTS)
         self._host, self._port = "", 0
         self._reserved: list[socket.socket] = []
         self._health = int(HealthCheckResponse.NOT_SERVING)
@@ -159,15 +149,10 @@ class _FrontEnd:
     def __init__(self, host: str, port: int, answer: Answer, starts: Turns) -> None:
         self._host = host
         self._port = port
-        self._answer = answer
-        self._starts = starts
         self._connection = RecordConnection(self._receive, self._lost)
+        self.calls = CallTasks(self._connection.send, answer, starts)
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls: dict[int, tuple[RemoteCall, asyncio.Task[None] | None]] = {}
-        """Each has a task once it is its turn to start."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks that answer calls. A call may have ended while its task still cleans up."""
         self._responsive = False
         """Whether a record has arrived since the last ping."""
 
@@ -261,51 +246,12 @@ class _FrontEnd:
 
     def _receive(self, kind: Kind, number: int, body: bytes) -> None:
         self._responsive = True
-        if kind is Kind.BEGIN:
-            self._begin(number, body)
-        elif kind is Kind.LISTENING:
+        if kind is Kind.LISTENING:
             self._finish_start(None)
         elif kind is Kind.NOT_LISTENING:
             self._finish_start(PortInUse(body.decode(errors="replace")))
-        elif (begun := self._calls.get(number)) is not None:
-            call, task = begun
-            call.receive(kind, body)
-            if kind is Kind.DONE:
-                del self._calls[number]
-                if task is not None and not call.ended:
-                    task.cancel()  # the client has disconnected
-
-    def _begin(self, number: int, body: bytes) -> None:
-        begin = read_call_body(body)
-
-        def send(kind: Kind, *body: Payload) -> None:
-            self._connection.send(kind, number, *body)
-
-        call = RemoteCall(send, begin)
-        self._calls[number] = call, None
-        self._starts.call(partial(self._start, number, begin.method, call))
-
-    def _start(self, number: int, path: str, call: RemoteCall) -> None:
-        """Starts to answer a call, unless its client has disconnected."""
-        if number not in self._calls:
-            return
-        task = asyncio.create_task(self._answer_to_end(path, call))
-        self._calls[number] = call, task
-        self._tasks.add(task)
-        task.add_done_callback(self._remove_task)
-
-    async def _answer_to_end(self, path: str, call: RemoteCall) -> None:
-        """Answers a call, and reports its end to the front end even if answering fails."""
-        try:
-            await self._answer(path, call)
-            call.end()
-        finally:
-            call.abandon()
-
-    def _remove_task(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _LOG.error("a call was not answered to its end", exc_info=error)
+        else:
+            self.calls.receive(kind, number, body)
 
     def _finish_start(self, error: Exception | None) -> None:
         if self._listening.done():
@@ -318,11 +264,7 @@ class _FrontEnd:
 
     def _lost(self) -> None:
         self._finish_start(FrontEndFailed("a front end has ended before it listened"))
-        for call, task in self._calls.values():
-            call.receive(Kind.DONE, b"")
-            if task is not None:
-                task.cancel()
-        self._calls.clear()
+        self.calls.cancel()
 
 
 def _reserve(host: str, port: int) -> list[socket.socket]:

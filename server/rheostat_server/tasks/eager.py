@@ -7,7 +7,7 @@ server also runs with 3.11.
 
 import asyncio
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -50,24 +50,3 @@ def _resume(work: Coroutine[Any, Any, T], waits_for: object) -> Generator[object
     except StopIteration as end:
         result: T = end.value
         return result
-
-
-def finish_without_task(
-    work: Coroutine[Any, Any, object], done: Callable[[Exception | None], None]
-) -> None:
-    """Runs a coroutine to its end, from wait to wait, in callbacks instead of a task.
-
-    It begins at once. A task would cost as much as a short coroutine, and would begin later.
-
-    Args:
-        work: waits for futures of the running loop alone, and does not ask for its task.
-        done: is called with its exception, or None. It may be called before this returns.
-    """
-    try:
-        waits_for: asyncio.Future[object] = work.send(None)
-    except StopIteration:
-        done(None)
-    except Exception as error:  # whoever asked for the work gets it
-        done(error)
-    else:
-        waits_for.add_done_callback(lambda _: finish_without_task(work, done))

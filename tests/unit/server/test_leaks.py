@@ -308,7 +308,7 @@ def running_calls(running: Running) -> int:
     grpc_side = running.server.grpc
     if not isinstance(grpc_side, FrontEnds):
         return 0
-    return sum(len(front_end._calls) for front_end in grpc_side._front_ends)
+    return sum(len(front_end.calls) for front_end in grpc_side._front_ends)
 
 
 @pytest.mark.parametrize("what", ["plain", "steered", "captured", "two samples"])

@@ -23,7 +23,7 @@ from rheostat_server.generation import responses
 from rheostat_server.serve import RunningServer, log_requests, run, start
 from rheostat_wire.v1 import engine_service_pb2, types_pb2
 
-from .conftest import Client, Refusal, rest
+from .conftest import Client, Refusal, narrow, rest
 from .fakes import ScriptedBackend
 from .messages import add, request
 from .streams import kinds
@@ -82,6 +82,14 @@ async def test_reflection_lists_every_service(running) -> None:
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
+
+
+async def test_a_method_whose_name_is_not_utf8_does_not_end_the_server(running) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await running.client.channel.unary_unary(b"/rheostat\xff")(b"", timeout=5)
+    assert caught.value.code() is Code.UNIMPLEMENTED
+    async with narrow(running) as other:  # a new connection
+        assert (await other.generate(request(), timeout=5))[-1].HasField("receipt")
 
 
 async def test_a_lost_engine_turns_health_not_serving(running) -> None:

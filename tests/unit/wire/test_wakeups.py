@@ -60,7 +60,6 @@ async def iterations() -> int:
 
 CHANNEL = "grpc.aio.insecure_channel('localhost:1')"
 CLIENT = "rheostat.aio.connect('localhost:1').stream('a prompt')"
-SERVER = "rheostat_server.front_ends.grpc_server.GrpcServer(None)"
 BENCHMARK = "rheostat_bench.calls.connect('localhost:1')"
 
 
@@ -87,10 +86,6 @@ def test_a_client_handles_events_that_piled_up_in_few_iterations() -> None:
 def test_a_client_in_a_loop_of_uvloop_does_too() -> None:
     pytest.importorskip("uvloop")
     assert after(CLIENT, "uvloop.new_event_loop", "rheostat.aio, uvloop") < CALLS / 10
-
-
-def test_a_server_does_too() -> None:
-    assert after(SERVER, module="rheostat_server.front_ends.grpc_server") < CALLS / 10
 
 
 def test_a_channel_of_a_benchmark_does_too() -> None:

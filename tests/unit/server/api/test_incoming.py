@@ -15,7 +15,7 @@ from rheostat._watches.state import join_gains
 from rheostat_server.api import incoming
 from rheostat_server.api.incoming import Calls, Reader
 from rheostat_server.errors import DeadlinePassed, QueueFull
-from rheostat_server.front_ends.call import GrpcCall
+from rheostat_server.front_ends.call import Call
 from rheostat_server.limits import FIRST_READ_SECONDS, FIRST_READS, NUMBER_BYTES
 from rheostat_server.subscriptions import event_stream
 from rheostat_server.tasks import uploads
@@ -416,9 +416,9 @@ async def test_few_large_messages_of_a_connection_are_copied_in_one_iteration(
     """gRPC copies a message on the event loop, where no limit of ours can interrupt it."""
     running = await starter(front_ends=0)
     iterations, copies = [0], Counter[int]()
-    read = GrpcCall.read
+    read = Call.read
 
-    async def counted(call: GrpcCall) -> bytes | None:
+    async def counted(call: Call) -> bytes | None:
         data = await read(call)
         copies[iterations[0]] += 1
         return data
@@ -428,7 +428,7 @@ async def test_few_large_messages_of_a_connection_are_copied_in_one_iteration(
             iterations[0] += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(GrpcCall, "read", counted)
+    monkeypatch.setattr(Call, "read", counted)
     ticking = asyncio.create_task(tick())
     sampling = generation_pb2.Sampling(max_tokens=2, stop=["x" * (2 << 20)])
     large = request(sampling=sampling)

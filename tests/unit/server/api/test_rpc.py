@@ -111,14 +111,11 @@ async def test_an_answer_that_breaks_off_does_not_end_well(serving: Serving) -> 
         serving(BreaksOff(), Calls(8)) as target,
         grpc.aio.insecure_channel(target) as channel,
     ):
-        call = channel.unary_stream(METHOD)(b"", timeout=2)
+        call = channel.unary_stream(METHOD)(b"", timeout=10)
         assert await call.read() == b"first"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest(call)
-        assert caught.value.code() in {
-            grpc.StatusCode.CANCELLED,
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-        }
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 
 class Parsing(grpc.GenericRpcHandler):
@@ -237,7 +234,7 @@ async def test_a_failed_call_whose_client_does_not_read_keeps_its_place_for_a_wh
     serving: Serving,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("call", "remote_call"):
+    for name in ("call", "forwarder"):
         monkeypatch.setattr(f"rheostat_server.front_ends.{name}.STATUS_SECONDS", 2.0)
     handler, calls = Interrupted(1, 10_000_000), Calls(1)
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]

@@ -140,7 +140,7 @@ async def test_a_hog_gives_way_and_those_within_their_share_lose_nothing(starter
     limit = 512 * KIB
     running = await starter(engine(), buffers_bytes=limit, request_buffer_bytes=limit)
     modest = [await stalled(running, f"m{k}", [spec(FAIL)], tokens=100) for k in range(6)]
-    hog = await stalled(running, "hog", [spec(FAIL)], tokens=3000)
+    hog = await stalled(running, "hog", [spec(FAIL, 0, 1, 2)], tokens=4000)
     await until(
         lambda: (
             "hog" not in running.manager._active_requests

@@ -1,4 +1,7 @@
-"""A front end in the process of the test, and the connection between it and the server."""
+"""A front end in the process of the test, and the connection between it and the server.
+
+Its calls are also tested without the connection, as a server without front ends forwards them.
+"""
 
 import asyncio
 import gc
@@ -6,6 +9,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
@@ -16,8 +20,10 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rheostat_server.front_ends import supervisor
+from rheostat_server.front_ends.call import Call
 from rheostat_server.front_ends.core_server import FairLock
-from rheostat_server.front_ends.grpc_server import SERVICES
+from rheostat_server.front_ends.grpc_server import GrpcServer
+from rheostat_server.front_ends.local_calls import SERVICES
 from rheostat_server.front_ends.process import FrontEnd, _ServerConnection
 from rheostat_server.front_ends.records import (
     First,
@@ -26,7 +32,6 @@ from rheostat_server.front_ends.records import (
     read_call_body,
     seconds_body,
 )
-from rheostat_server.front_ends.remote_call import RemoteCall
 from rheostat_server.front_ends.shared_parts import SharedParts, create_memory
 from rheostat_server.tasks.turns import Turns
 
@@ -35,7 +40,7 @@ from ..streams import until
 METHOD = "/rheostat.v1.GenerationService/Session"
 
 
-async def answer(path: str, call: RemoteCall) -> None:
+async def answer(path: str, call: Call) -> None:
     """Does what the first message says."""
     first = await call.read()
     if first == b"fail":
@@ -52,21 +57,39 @@ async def answer(path: str, call: RemoteCall) -> None:
     await call.flush()
 
 
-@pytest.fixture
-async def channel() -> AsyncIterator[grpc.aio.Channel]:
-    """A connection to a front end."""
+@pytest.fixture(params=["over a socket", "in memory"])
+async def channel(request: pytest.FixtureRequest) -> AsyncIterator[grpc.aio.Channel]:
+    """A connection to a forwarder, which passes records over a socket or in memory."""
+    serve = front_end if request.param == "over a socket" else without_front_end
+    async with (
+        serve() as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as connected,
+    ):
+        yield connected
+
+
+@asynccontextmanager
+async def without_front_end() -> AsyncIterator[int]:
+    """A server without front ends; yields its port."""
+    server = GrpcServer(answer)
+    yield await server.start("127.0.0.1", 0)
+    await server.stop(0)
+
+
+@asynccontextmanager
+async def front_end() -> AsyncIterator[int]:
+    """A front end in this process; yields its port."""
     reserved = supervisor._reserve("127.0.0.1", 0)
     port = reserved[0].getsockname()[1]
     own, other = socket.socketpair()
     server = supervisor._FrontEnd("", 0, answer, Turns(8))
     await asyncio.get_running_loop().create_connection(lambda: server._connection, sock=own)
     memory = create_memory()
-    front_end = FrontEnd(SharedParts(memory))
+    other_end = FrontEnd(SharedParts(memory))
     os.close(memory)
-    running = asyncio.create_task(front_end.run(other, "127.0.0.1", port))
+    running = asyncio.create_task(other_end.run(other, "127.0.0.1", port))
     await server._listening
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as connected:
-        yield connected
+    yield port
     server._connection.send(Kind.STOP, 0, seconds_body(0.0))
     await running
     for each in reserved:
@@ -112,13 +135,13 @@ async def test_a_client_that_leaves_is_not_mistaken_for_one_that_has_sent_everyt
     channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received: list[Kind] = []
-    receive = RemoteCall.receive
+    receive = Call.receive
 
-    def record(call: RemoteCall, kind: Kind, body: bytes) -> None:
+    def record(call: Call, kind: Kind, body: bytes) -> None:
         received.append(kind)
         receive(call, kind, body)
 
-    monkeypatch.setattr(RemoteCall, "receive", record)
+    monkeypatch.setattr(Call, "receive", record)
     calls = [channel.stream_stream(METHOD)() for _ in range(20)]
     for call in calls:
         await call.write(b"upload")
@@ -164,7 +187,9 @@ async def test_first_messages_do_not_pile_up_while_the_server_does_not_read() ->
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         calls = [channel.stream_stream(METHOD)() for _ in range(count)]
         writing = [asyncio.create_task(call.write(bytes(size))) for call in calls]
-        await until(lambda: front_end._begun == count and not front_end._unforwarded)
+        await until(
+            lambda: front_end._forwarder._begun == count and not front_end._forwarder._unforwarded
+        )
         await asyncio.sleep(0.1)  # reads that run may end
         waiting = front_end._connection._transport
         assert waiting is not None

@@ -12,8 +12,8 @@ from google.rpc import code_pb2, status_pb2
 from rheostat_engine import Installed, Released
 from rheostat_server.delivery import row_messages
 from rheostat_server.engine.backend import Delta, Ending
+from rheostat_server.front_ends.call import Call
 from rheostat_server.front_ends.records import CallBegin, First, Kind, count_body
-from rheostat_server.front_ends.remote_call import RemoteCall
 from rheostat_server.generation import responses
 from rheostat_server.requests import signals
 from rheostat_server.requests.response_queue import ResponseQueue
@@ -37,7 +37,7 @@ class FrontEnd:
     messages: list[generation_service_pb2.GenerateResponse] = field(default_factory=list)
     taken: int = 0
     status: bytes | None = None
-    call: RemoteCall | None = None
+    call: Call | None = None
 
     def send(self, kind: Kind, *body: bytes) -> None:
         if kind is Kind.MESSAGE:
@@ -72,7 +72,7 @@ async def called(running: Running, asked: object) -> "tuple[FrontEnd, asyncio.Ta
     """A call that has begun."""
     front_end = FrontEnd()
     body = asked.SerializeToString()
-    call = front_end.call = RemoteCall(front_end.send, CallBegin(GENERATE, None, First.HERE, body))
+    call = front_end.call = Call(front_end.send, CallBegin(GENERATE, None, First.HERE, body))
     task = asyncio.create_task(running.server._rpcs.answer(GENERATE, call))
     return front_end, task
 

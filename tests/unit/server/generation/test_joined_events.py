@@ -10,7 +10,7 @@ import pytest
 
 from rheostat_engine import Installed, Released
 from rheostat_server.engine.backend import Delta, Ending
-from rheostat_server.front_ends.call import GrpcCall
+from rheostat_server.front_ends.call import Call
 from rheostat_server.generation.sample import Sample
 from rheostat_server.requests.response_queue import ResponseQueue
 from rheostat_wire.v1 import generation_pb2, generation_service_pb2
@@ -76,15 +76,15 @@ def woken(monkeypatch) -> list[object]:
 @pytest.fixture
 def taken(monkeypatch) -> Callable[[], Awaitable[None]]:
     """Returns when gRPC has taken all messages. A client may get a message before that."""
-    calls: set[GrpcCall] = set()
-    write_now = GrpcCall.write_now
+    calls: set[Call] = set()
+    write_now = Call.write_now
 
     def write(self, message) -> None:
         calls.add(self)
         write_now(self, message)
 
-    monkeypatch.setattr(GrpcCall, "write_now", write)
-    return lambda: until(lambda: not any(call._writing for call in calls))
+    monkeypatch.setattr(Call, "write_now", write)
+    return lambda: until(lambda: not any(call._unwritten for call in calls))
 
 
 async def begun(running: Running) -> tuple[grpc.aio.UnaryStreamCall, list]:

@@ -155,7 +155,7 @@ async def test_a_slow_sink_keeps_no_capacity_of_the_engine(starter, monkeypatch,
 async def test_a_call_whose_client_does_not_read_gives_its_place_back(
     starter, monkeypatch, how
 ) -> None:
-    for name in ("call", "remote_call"):
+    for name in ("call", "forwarder"):
         monkeypatch.setattr(f"rheostat_server.front_ends.{name}.STATUS_SECONDS", 0.1)
     running = await starter(
         Paced(info=replace(INFO, model_tokens=8192), sites=sites_with(capture_rows=1 << 20)),

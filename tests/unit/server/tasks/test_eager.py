@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rheostat_server.tasks.eager import begin_now, finish_without_task
+from rheostat_server.tasks.eager import begin_now
 
 
 class Work:
@@ -84,40 +84,3 @@ async def test_an_error_of_what_the_work_waits_for_reaches_the_work() -> None:
     broken.set_exception(KeyError("lost"))
     assert await running == "goes on"
     assert len(caught) == 1
-
-
-async def test_work_goes_on_in_callbacks_from_wait_to_wait() -> None:
-    first, second = (asyncio.get_running_loop().create_future() for _ in range(2))
-    heard: list[object] = []
-    ended: list[Exception | None] = []
-
-    async def work() -> None:
-        for future in (first, second):
-            heard.append(await future)
-
-    finish_without_task(work(), ended.append)
-    first.set_result(1)
-    await asyncio.sleep(0)
-    assert (heard, ended) == ([1], [])
-    second.set_result(2)
-    await asyncio.sleep(0)
-    assert (heard, ended) == ([1, 2], [None])
-
-
-@pytest.mark.parametrize("waits", [False, True])
-async def test_an_error_in_callbacks_is_passed_on(waits: bool) -> None:
-    future = asyncio.get_running_loop().create_future()
-    error = KeyError("defect")
-    ended: list[Exception | None] = []
-
-    async def work() -> None:
-        if waits:
-            await future
-        raise error
-
-    finish_without_task(work(), ended.append)
-    if waits:
-        assert ended == []
-        future.set_result(None)
-        await asyncio.sleep(0)
-    assert ended == [error]
