@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from functools import cache
 from itertools import cycle, product
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -58,10 +59,33 @@ def interpret_faster() -> None:
     """Adapts Triton's language to the interpreter once, until the process ends.
 
     Triton adapts it at each call of a function within a kernel, `tl.sum` for example, and then goes
-    through hundreds of names.
+    through hundreds of names. Triton also makes a table of all types, and a shape, for each value
+    that it computes.
     """
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    numpy_dtype, found = interpreter._get_np_dtype, dict[str, np.dtype]()
+
+    def dtype_of(of: tl.dtype) -> np.dtype:
+        scalar = of.scalar
+        if scalar.name not in found:
+            found[scalar.name] = numpy_dtype(scalar)
+        return found[scalar.name]
+
+    interpreter._get_np_dtype = dtype_of
+    tl.tensor.__init__ = init_tensor
+
+
+def init_tensor(value: tl.tensor, handle: interpreter.TensorHandle, of: tl.dtype) -> None:
+    """What Triton does, except that tensors of equal sizes have the same shape."""
+    value.handle, value.type, value.dtype = handle, of, of.scalar
+    value.numel, value.shape = shape_of(*of.shape) if of.is_block() else shape_of()
+
+
+@cache
+def shape_of(*sizes: int) -> tuple[tl.constexpr, tl.tuple]:
+    """The number of elements of a tensor, and its shape."""
+    return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
 
 
 def scan_all_rows(scan: interpreter.ScanOps, parts: Sequence[tl.tensor]) -> list[tl.tensor]:
