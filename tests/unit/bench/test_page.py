@@ -338,7 +338,7 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "h200/sweeps-qwen3-0.6b",
         "cpu/sweeps-tiny-36",
         "cpu/sweeps-tiny-36-pairs",
-        "h100/watched-qwen3-8b",
+        "h200/watched-qwen3-8b",
     ],
 )
 def test_tables_are_those_of_the_files(name: str) -> None:
