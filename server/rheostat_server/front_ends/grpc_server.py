@@ -16,6 +16,10 @@ from rheostat_server.front_ends.records import Kind
 from rheostat_server.tasks.turns import Turns
 from rheostat_wire.message_parts import Payload
 
+_RECORDS = 64
+"""Records that the event loop receives in one iteration. While a client begins thousands of calls,
+tokens wait for these records and not for all that have come."""
+
 
 class _ToServer:
     """Records of the forwarder, which both threads send to the event loop."""
@@ -25,22 +29,27 @@ class _ToServer:
         self._loop = asyncio.get_running_loop()
         self._records: deque[tuple[Kind, int, bytes]] = deque()
         self._scheduled = False
-        """Whether `_receive_all` will be called."""
+        """Whether `_receive_some` will be called."""
 
     def send(self, kind: Kind, call: int = 0, *body: Payload) -> None:
         """Sends a record."""
         self._records.append((kind, call, b"".join(body)))
 
     def write_all(self) -> None:
-        """Lets the event loop receive the records that were sent."""
+        """Lets the event loop receive the records that were sent, in order."""
         if self._records and not self._scheduled:
             self._scheduled = True
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._receive_all)
+                self._loop.call_soon_threadsafe(self._receive_some)
 
-    def _receive_all(self) -> None:
-        self._scheduled = False  # before the records, because the other thread may add some
-        for _ in range(len(self._records)):
+    def _receive_some(self) -> None:
+        count = _RECORDS
+        if len(self._records) > count:
+            self._loop.call_soon(self._receive_some)
+        else:
+            self._scheduled = False  # before the count, because the other thread may add some
+            count = len(self._records)
+        for _ in range(count):
             self._receive(*self._records.popleft())
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 import grpc
 import pytest
 
+from rheostat_server.front_ends import grpc_server
 from rheostat_server.front_ends.call import Call
 from rheostat_server.front_ends.grpc_server import GrpcServer
 
@@ -65,6 +66,22 @@ async def test_calls_that_come_together_begin_within_few_iterations(
         await asyncio.sleep(0)
         iterations += 1
     assert iterations < CALLS
+    served.free.set()
+    answers = await asyncio.gather(*(asyncio.to_thread(list, call) for call in calls))
+    assert answers == [[b"answer"]] * CALLS
+
+
+async def test_few_of_many_calls_that_come_together_begin_in_an_iteration(
+    served: Served, channel: grpc.Channel
+) -> None:
+    forwarded = served.server.calls
+    calls = begin(channel, CALLS)
+    before, most = 0, 0
+    while len(forwarded) < CALLS:
+        await asyncio.sleep(0)
+        most = max(most, len(forwarded) - before)
+        before = len(forwarded)
+    assert most <= grpc_server._RECORDS < CALLS
     served.free.set()
     answers = await asyncio.gather(*(asyncio.to_thread(list, call) for call in calls))
     assert answers == [[b"answer"]] * CALLS
