@@ -50,6 +50,13 @@ def spec(policy: int, *layers: int, **target: object) -> capture_pb2.CaptureSpec
     )
 
 
+def wide(policy: int) -> capture_pb2.CaptureSpec:
+    """15 sites, whose rows take much more memory than tokens."""
+    captured = spec(policy)
+    captured.sites.CopyFrom(site_set(*range(1, 6), layers=(0, 1, 2)))
+    return captured
+
+
 async def waiting(running) -> int:
     stats = await running.client.engine.GetStats(engine_service_pb2.GetStatsRequest())
     return stats.request_buffer_bytes
@@ -109,27 +116,30 @@ async def test_all_policies_sinks_and_runs_of_a_request_share_its_limit(
 async def test_forty_readers_that_do_not_read_stay_within_one_limit(
     starter, stalled, tmp_path
 ) -> None:
-    limit = 2048 * KIB
+    limit = 1280 * KIB
     running = await starter(
         engine(), buffers_bytes=limit, request_buffer_bytes=512 * KIB, spool=str(tmp_path),
         capture_bytes=256 * KIB,
     )  # fmt: skip
     calls = {}
-    for number in range(40):
-        policy = (NEWEST, OLDEST, FAIL, SPILL)[number % 4]
-        calls[number] = await stalled(running, f"r{number}", [spec(policy)], tokens=600)
-        assert await waiting(running) <= limit + 256 * KIB
+    active = running.manager._active_requests
+    async with peak(lambda: running.manager.budget.used) as most:
+        for number in range(40):
+            policy = (NEWEST, OLDEST, FAIL, SPILL)[number % 4]
+            calls[number] = await stalled(running, f"r{number}", [wide(policy)], tokens=600)
+        await until(lambda: all(one.failed or one.sequences[0].ended for one in active.values()))
+    # The memory was full. Who gives way depends on what was sent meanwhile.
+    assert 0.75 * limit < most.value <= limit + 256 * KIB
     outcomes = {number: await outcome(call) for number, call in calls.items()}
-    assert "REASON_CAPTURE_OVERFLOW" in outcomes.values()
     for number, events in outcomes.items():
         if number % 4 == 2 and events == "REASON_CAPTURE_OVERFLOW":
             continue
         assert not isinstance(events, str), (number, events)
         (receipt,) = events[-1].receipt.captures
-        rows = len(captured(events)) // 2
+        rows = len(captured(events)) // 15
         assert [(s.row_count, s.row_count + s.dropped_row_count) for s in receipt.sites] == [
             (rows, 602)
-        ] * 2
+        ] * 15
         if number % 4 > 1:
             assert rows == 602
     stats = await settled(running)
@@ -140,7 +150,7 @@ async def test_a_hog_gives_way_and_those_within_their_share_lose_nothing(starter
     limit = 512 * KIB
     running = await starter(engine(), buffers_bytes=limit, request_buffer_bytes=limit)
     modest = [await stalled(running, f"m{k}", [spec(FAIL)], tokens=100) for k in range(6)]
-    hog = await stalled(running, "hog", [spec(FAIL, 0, 1, 2)], tokens=4000)
+    hog = await stalled(running, "hog", [wide(FAIL)], tokens=3000)
     await until(
         lambda: (
             "hog" not in running.manager._active_requests
@@ -184,7 +194,7 @@ async def test_rows_that_a_recording_holds_count_and_go_to_its_disk_when_memory_
     slack = 1024 * KIB
     hold = asyncio.Event()
     running = await starter(
-        engine(hold=hold, hold_from=800),
+        engine(hold=hold, hold_from=800, pause=0.0005),
         sinks=(f"disk=filesystem:root={tmp_path}",),
         request_buffer_bytes=32 * KIB,
         capture_bytes=slack,
@@ -193,13 +203,15 @@ async def test_rows_that_a_recording_holds_count_and_go_to_its_disk_when_memory_
     budget, row_bytes = running.manager.budget, 2 * 4 * running.manager.sites.width
     async with peak(lambda: budget.used) as most:
         call = await stalled(running, "a", [spec(FAIL, sink=sink)])
+        # It reads, because rows are recorded once their tokens were sent.
+        reading = asyncio.create_task(outcome(call))
         counter = budget.byte_counter
         # The recording has the rows so far but the last, which wait for a token. The others exceed
         # the memory with them, not alone.
         await until(lambda: counter.bytes >= 790 * row_bytes and counter.batches <= 1)
         assert "spool" not in made
         hold.set()
-        events = await outcome(call)
+        events = await reading
     assert made.count("spool") == 1
     assert 0 < most.value <= 32 * KIB + UNCOUNTED + slack
     assert events[-1].HasField("receipt")

@@ -11,7 +11,6 @@ from google.rpc import error_details_pb2, status_pb2
 
 from rheostat_server import errors
 from rheostat_server.errors.status import to_status
-from rheostat_server.front_ends.call import DETAILS_KEY
 from rheostat_wire.v1 import errors_pb2
 
 CONTRACT = Path(__file__).parents[4] / "proto" / "rheostat" / "v1" / "errors.proto"
@@ -135,7 +134,7 @@ def test_no_status_exceeds_what_grpc_takes_of_headers(kind, letter: str) -> None
     trailers = {
         "grpc-status": str(status.code),
         "grpc-message": escaped,
-        DETAILS_KEY: base64.b64encode(status.SerializeToString()).decode(),
+        "grpc-status-details-bin": base64.b64encode(status.SerializeToString()).decode(),
         "content-type": "application/grpc",
     }
     assert sum(len(key) + len(value) + 32 for key, value in trailers.items()) < 8192
