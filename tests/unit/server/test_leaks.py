@@ -186,6 +186,11 @@ def counted() -> Counter:
     return Counter(name for name in names if name.startswith("rheostat_server."))
 
 
+def held_by_grpc() -> int:
+    """Calls that the thread of gRPC's events holds, for a moment after they have ended."""
+    return counted()["rheostat_server.front_ends.core_server.CoreCall"]
+
+
 async def idle(running: Running) -> None:
     """Returns once nothing runs; checks that nothing is held."""
     await until(lambda: len(running.manager.subscriptions) == 0)
@@ -226,8 +231,7 @@ async def no_cycles() -> AsyncIterator[None]:
     gc.disable()
     try:
         yield
-        # The thread of gRPC's events may still hold the last call for a moment.
-        await until(lambda: not counted()["rheostat_server.front_ends.core_server.CoreCall"])
+        await until(lambda: not held_by_grpc())
         left, reachable = counted(), objects()
         assert left - reachable == {}
     finally:
@@ -335,7 +339,7 @@ async def test_an_ended_request_leaves_no_cycles(running, what: str) -> None:
             await generate(number)
         running.backend.jobs.clear()  # it remembers all samples
         # A front end reports a little later that it has sent the status of a call.
-        await until(lambda: not running_calls(running))
+        await until(lambda: not running_calls(running) and not held_by_grpc())
         left, reachable = counted(), objects()
         assert left - reachable == {}
         more = reachable - before
