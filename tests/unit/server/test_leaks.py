@@ -186,9 +186,14 @@ def counted() -> Counter:
     return Counter(name for name in names if name.startswith("rheostat_server."))
 
 
-def held_by_grpc() -> int:
-    """Calls that the thread of gRPC's events holds, for a moment after they have ended."""
-    return counted()["rheostat_server.front_ends.core_server.CoreCall"]
+async def ended_by_grpc() -> None:
+    """Returns once the thread of gRPC's events holds no call that has ended.
+
+    It sleeps between two looks, because a loop that looks all the time delays that thread.
+    """
+    async with asyncio.timeout(10):
+        while counted()["rheostat_server.front_ends.core_server.CoreCall"]:
+            await asyncio.sleep(0.02)
 
 
 async def idle(running: Running) -> None:
@@ -231,7 +236,7 @@ async def no_cycles() -> AsyncIterator[None]:
     gc.disable()
     try:
         yield
-        await until(lambda: not held_by_grpc())
+        await ended_by_grpc()
         left, reachable = counted(), objects()
         assert left - reachable == {}
     finally:
@@ -339,7 +344,8 @@ async def test_an_ended_request_leaves_no_cycles(running, what: str) -> None:
             await generate(number)
         running.backend.jobs.clear()  # it remembers all samples
         # A front end reports a little later that it has sent the status of a call.
-        await until(lambda: not running_calls(running) and not held_by_grpc())
+        await until(lambda: not running_calls(running))
+        await ended_by_grpc()
         left, reachable = counted(), objects()
         assert left - reachable == {}
         more = reachable - before
