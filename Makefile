@@ -6,8 +6,8 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 # Processes that run tests or check types at the same time.
 WORKERS ?= 2
-# More for tests, which wait for a quarter of their time or more.
-unit: WORKERS := 4
+# Three for tests, which wait for a quarter of their time or more.
+unit: WORKERS := 3
 integration: WORKERS := 3
 PYTEST = $(BIN)/pytest --numprocesses $(WORKERS)
 # Tests of the server that also run through front ends in processes of their own.

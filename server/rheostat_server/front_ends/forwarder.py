@@ -181,6 +181,8 @@ class Forwarder:
         """Does something with a call after a time, if it has not ended by then."""
 
         def act() -> None:
+            if number not in self._calls:  # mostly so; the thread of events often holds the lock
+                return
             with self._lock:
                 if (call := self._calls.get(number)) is not None:
                     action(call)
