@@ -253,7 +253,12 @@ class ResponseQueue(Holder):
             self._append(entry)
 
     def put_delta(self, sequence: EngineSequence, delta: Delta) -> None:
-        """Adds a delta of a sample, or merges it into the sample's last message."""
+        """Adds a delta of a sample, or merges it into the sample's last message.
+
+        If the reader waits, the last tokens of a sample are sent at once, as its others are, and
+        the reader wakes for its end alone. When hundreds of samples end in one step, no last token
+        waits for the ends of others.
+        """
         if delta.ending is not None:
             self._end_stream(sequence)
         elif sequence not in self._streams:
@@ -262,11 +267,14 @@ class ResponseQueue(Holder):
         reader = self._reader
         waits = reader is not None and not reader.done()
         due = waits and self._is_due(delta)
-        at_once = due and not self._entries and reader is not None and not self.joined
-        if at_once and (
-            self._send_now(sequence, delta) or self._give(ResponseItem(sequence, delta))
-        ):
-            return
+        if due and not self._entries and not self.joined:
+            if delta.ending is None:
+                if self._send_now(sequence, delta):
+                    return
+            elif self._send_now(sequence, delta._replace(ending=None, stop=None)):
+                delta = delta._replace(token_ids=(), text="", logprobs=())
+            if self._waits_for_entry and self._give(ResponseItem(sequence, delta)):
+                return
         deltas = self._deltas.get(sequence)
         if deltas is None:
             deltas = self._deltas[sequence] = WaitingDeltas(self.byte_counter)

@@ -198,6 +198,43 @@ async def test_a_reader_that_stops_waiting_when_an_entry_comes_loses_nothing() -
     ]
 
 
+async def test_the_last_tokens_are_sent_before_the_reader_wakes_for_the_end() -> None:
+    """However many samples end at once, their last tokens leave first."""
+    turns, sent, ends = Turns(1), [], []
+
+    def queue_of(sample: int) -> ResponseQueue:
+        share = Budget(1 << 20, 1 << 20, slack=0).share()
+        queue = ResponseQueue(share, lambda _: None, turns=turns)
+
+        def direct(of: EngineSequence, tokens: Delta) -> bool:
+            if not tokens.token_ids:
+                return False
+            assert tokens.ending is None, "only the reader knows how to end a sample"
+            sent.append((sample, tokens.token_ids))
+            return True
+
+        queue.direct = direct
+        return queue
+
+    async def read(queue: ResponseQueue, sample: int) -> None:
+        item = await queue.get()
+        assert len(sent) == 3, "an end was read before the last tokens of all samples were sent"
+        assert isinstance(item, ResponseItem)
+        assert item.what == Delta(ending=Ending.LENGTH, stop=7)
+        ends.append(sample)
+
+    queues = [queue_of(sample) for sample in range(3)]
+    readers = [asyncio.create_task(read(queue, i)) for i, queue in enumerate(queues)]
+    await asyncio.sleep(0)
+    for i, queue in enumerate(queues):
+        queue.put_delta(sequence(i), delta(10 * i, 2, None, Ending.LENGTH)._replace(stop=7))
+    await asyncio.gather(*readers)
+    assert sent == [(0, (0, 1)), (1, (10, 11)), (2, (20, 21))]
+    assert ends == [0, 1, 2]
+    for queue in queues:
+        queue.close()
+
+
 async def test_few_readers_wake_in_an_iteration_and_get_their_entries_in_order() -> None:
     share, turns = Budget(1 << 20, 1 << 20, slack=0).share(), Turns(3)
     queues = [ResponseQueue(share, lambda _: None, turns=turns) for _ in range(8)]
