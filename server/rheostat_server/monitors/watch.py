@@ -31,17 +31,30 @@ _NONE_FIRED: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 FinishReason: TypeAlias = types_pb2.FinishReason.ValueType
 
 
-class Rows(NamedTuple):
-    """The rows of one sample in a step."""
+class WatchedSamples(NamedTuple):
+    """Samples that a watch reads. All have one entry for each sample."""
 
-    watched: WatchedRequest
-    sample: int
-    first: int
-    """First position."""
-    rows: int
-    """Number of rows."""
-    row: int
-    """Index of the first row among those of the step."""
+    watched: list[WatchedRequest]
+    """Their requests."""
+    samples: list[int]
+    """Their numbers in the requests."""
+    slots: npt.NDArray[np.int64]
+    """Their slots in the summaries."""
+
+    @classmethod
+    def of(cls, samples: Sequence[tuple[WatchedRequest, int]]) -> "WatchedSamples":
+        """The samples with these requests and numbers."""
+        slots = np.array([watched.slots[sample] for watched, sample in samples], np.int64)
+        return cls([watched for watched, _ in samples], [sample for _, sample in samples], slots)
+
+    def take(self, indices: npt.NDArray[np.intp]) -> "WatchedSamples":
+        """Some of the samples."""
+        chosen = indices.tolist()
+        return WatchedSamples(
+            [self.watched[index] for index in chosen],
+            [self.samples[index] for index in chosen],
+            self.slots[indices],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +113,8 @@ class Watch(EventStream[SignalMessage]):
         self._columns = settings.readings.columns
         self._summaries = Summaries(self._columns)
         self._running: dict[WatchedRequest, None] = {}
+        self.removals = 0
+        """Changes when `watches` of a request becomes false."""
         self._ended: dict[int, WatchedRequest] = {}
         """Requests whose end was not sent, by number."""
         self._numbers = 0
@@ -162,39 +177,49 @@ class Watch(EventStream[SignalMessage]):
 
     def add(
         self,
-        rows: Sequence[Rows],
+        samples: WatchedSamples,
+        firsts: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
         values: npt.NDArray[np.float32],
         fired: npt.NDArray[np.bool_] | None,
     ) -> None:
         """Adds the readings of a step.
 
         Args:
-            rows: the samples' rows, in order.
-            values: [rows, columns]; NaN where nothing was read.
+            samples: n different samples of requests for which `watches` is true, at least one.
+            firsts: [n]: the first position of each.
+            counts: [n]: the number of its rows, at least 1.
+            values: [sum of counts, columns]: the rows of the samples, one after the other; NaN
+                where nothing was read.
             fired: [rows, rules]: whether a rule fired; None: none did.
         """
-        rows = [sample for sample in rows if sample.watched in self._running]
-        if not rows or not self.taking:
+        if not self.taking:
             return
-        index = _indices(rows, len(values))
-        if index is not None:
-            values = values[index]
-            fired = None if fired is None else fired[index]
-        slots = np.array([sample.watched.slots[sample.sample] for sample in rows], np.int64)
-        firsts = np.array([sample.first for sample in rows], np.int64)
-        counts = np.array([sample.rows for sample in rows], np.int64)
-        self._summaries.add(slots, firsts, counts, values)
+        self._summaries.add(samples.slots, firsts, counts, values)
         if self.settings.report == _pb.WATCH_REPORT_SUMMARY:
             return
-        owners = np.repeat(np.arange(len(rows)), counts)
-        positions = np.repeat(firsts + counts - np.cumsum(counts), counts) + np.arange(len(owners))
         if self.settings.report == _pb.WATCH_REPORT_FIRED:
             kept: npt.NDArray[np.bool_] = np.zeros(len(values), np.bool_)
         else:
             kept = np.any(~np.isnan(values), axis=1)
         if fired is not None:
             kept |= np.any(fired, axis=1)
-        if not kept.all():
+        whole = bool(kept.all())
+        if whole and fired is None:
+            self.buffer.add_step(
+                Step(
+                    samples.watched,
+                    samples.samples,
+                    firsts.tolist(),
+                    counts.tolist(),
+                    np.ascontiguousarray(values, np.float32),
+                    _NONE_FIRED,
+                )
+            )
+            return
+        owners = np.repeat(np.arange(len(counts)), counts)
+        positions = np.repeat(firsts + counts - np.cumsum(counts), counts) + np.arange(len(owners))
+        if not whole:
             owners, positions, values = owners[kept], positions[kept], values[kept]
             fired = None if fired is None else fired[kept]
         length = len(owners)
@@ -203,7 +228,8 @@ class Watch(EventStream[SignalMessage]):
         for start in range(0, len(owners), max(1, length)):
             part = slice(start, start + length)
             firings = np.argwhere(fired[part]) if fired is not None else _NONE_FIRED
-            self.buffer.add_step(_step(rows, owners[part], positions[part], values[part], firings))
+            step = _step(samples, owners[part], positions[part], values[part], firings)
+            self.buffer.add_step(step)
 
     def answer_later(self, message: Response) -> None:
         """Sends the answer to a message that was handled before, if its call still runs.
@@ -242,6 +268,7 @@ class Watch(EventStream[SignalMessage]):
         if watched not in self._running:
             return
         del self._running[watched]
+        self.removals += 1
         response = Response()
         ended = response.ended
         ended.number, ended.request_id = watched.number, watched.request_id
@@ -270,6 +297,7 @@ class Watch(EventStream[SignalMessage]):
             self.end(watched, ())
 
     def _drop_sources(self) -> None:
+        self.removals += 1
         self._running.clear()
         self._ended.clear()
 
@@ -325,7 +353,7 @@ def lost_watch_error(name: str) -> WatchLost:
 
 
 def _step(
-    rows: Sequence[Rows],
+    samples: WatchedSamples,
     owners: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
     values: npt.NDArray[np.float32],
@@ -334,7 +362,7 @@ def _step(
     """The readings of some positions, one label for each run of positions of a sample.
 
     Args:
-        rows: the samples.
+        samples: the samples.
         owners: [n]: the index of each position's sample, ascending.
         positions: [n].
         values: [n, columns].
@@ -342,24 +370,15 @@ def _step(
     """
     breaks = (np.diff(owners) != 0) | (np.diff(positions) != 1)
     begins = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    samples = [rows[owner] for owner in owners[begins].tolist()]
+    labelled = samples.take(owners[begins])
     return Step(
-        [sample.watched for sample in samples],
-        [sample.sample for sample in samples],
+        labelled.watched,
+        labelled.samples,
         positions[begins].tolist(),
         np.diff(begins, append=len(owners)).tolist(),
         np.ascontiguousarray(values, np.float32),
         firings,
     )
-
-
-def _indices(rows: Sequence[Rows], count: int) -> npt.NDArray[np.intp] | None:
-    """The indices of the samples' rows; None if they are all rows."""
-    if sum(sample.rows for sample in rows) == count:
-        return None
-    parts = [np.arange(sample.row, sample.row + sample.rows) for sample in rows]
-    indices: npt.NDArray[np.intp] = np.concatenate(parts)
-    return indices
 
 
 def _write_summary(

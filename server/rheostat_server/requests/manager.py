@@ -61,7 +61,7 @@ from rheostat_server.requests.late_attachment import LateAttachment
 from rheostat_server.requests.open_outputs import open_outputs
 from rheostat_server.requests.policy_audit import PolicyAudit
 from rheostat_server.requests.sequence import RELEASE_GRACE, EngineSequence
-from rheostat_server.requests.signal_delivery import begin_watches, deliver_signals
+from rheostat_server.requests.signal_delivery import SignalDelivery, begin_watches
 from rheostat_server.requests.steering_control import SteeringControl
 from rheostat_server.requests.watched_requests import WatchedRequests
 from rheostat_server.runs.store import RunStore
@@ -185,6 +185,7 @@ class RequestManager:
         self._prompt_tokens = 0
         """Prompt tokens of these samples, with one prompt for each sample."""
         self._routes: dict[str, tuple[ActiveRequest, EngineSequence]] = {}
+        self._signal_delivery = SignalDelivery(self._routes)
         self.controllers = Controllers(config.controllers)
         self._admission = AdmissionContext(
             self.info,
@@ -461,17 +462,18 @@ class RequestManager:
 
     def _add_route(self, active: ActiveRequest, sequence: EngineSequence) -> None:
         self._routes[sequence.plan_id] = (active, sequence)
+        self._signal_delivery.forget()
 
     def _deliver(self, event: Event) -> None:
         if isinstance(event, SignalRows):
-            deliver_signals(event, self._routes)
+            self._signal_delivery.deliver(event)
             return
         if isinstance(event, Dropped) and isinstance(event.report, SignalRows):
             lost = replace(event.report, values=None)
             for request_id in lost.request_ids:
                 if request_id in self._routes:
                     self._routes[request_id][0].fail(Defect(_UNHANDLED))
-            deliver_signals(lost, self._routes)
+            self._signal_delivery.deliver(lost)
             return
         route = self._routes.get(event.request_id)
         if route is None:
@@ -550,6 +552,7 @@ class RequestManager:
         self.late_attachment.detach(active)
         for sequence in active.sequences:
             self._routes.pop(sequence.plan_id, None)
+        self._signal_delivery.forget()
         for digest in active.pinned:
             self.store.unpin(digest)
         active.pinned.clear()

@@ -148,7 +148,7 @@ class RequestSignals(Holder):
         self._gates = np.array(plan.gates, np.intp)
         self._plain = not len(self._gates) and plan.readings == tuple(range(len(plan.readings)))
         """Whether the client gets the first columns, in their order."""
-        self._for_watches = not (plan.reported or plan.rules)
+        self.for_watches = not (plan.reported or plan.rules)
         """Whether they only serve watches, which get them another way."""
         self._own_rules = plan.own_rules
         self._noted_rules = plan.own_rules + plan.policy_rules
@@ -193,7 +193,7 @@ class RequestSignals(Holder):
         Returns:
             The first firing of a rule that ends the sample, if there is one.
         """
-        if self._for_watches:
+        if self.for_watches:
             return None
         signals = self._samples[sample]
         count = min(len(values), signals.end - first)
@@ -220,7 +220,7 @@ class RequestSignals(Holder):
 
     def lose(self, sample: int, first: int, count: int) -> None:
         """Notes that the signals of some positions are lost."""
-        if self._for_watches:
+        if self.for_watches:
             return
         end = min(first + count, self._samples[sample].end)
         if first < end:
