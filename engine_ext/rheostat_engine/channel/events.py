@@ -6,6 +6,7 @@ steps. A frame is a msgpack head; its rows are in the staging area. Nothing in e
 unpickled.
 """
 
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -291,33 +292,32 @@ class SignalsHead(msgspec.Struct, frozen=True, tag="signals"):
         return msgspec.structs.replace(self, lost=True)
 
 
-def signal_rows(
-    head: SignalsHead, values: npt.NDArray[np.uint8] | None, names: Mapping[int, str]
-) -> SignalRows:
+def signal_rows(head: SignalsHead, values: bytes | None, names: Mapping[int, str]) -> SignalRows:
     """The event of a frame of signals.
 
     Args:
         head: the frame's head.
-        values: its bytes, which the event keeps; None: they are lost.
+        values: its payload, which the event keeps; None: it is lost.
         names: request ids by the worker's numbers.
 
     Raises:
         LookupError, ValueError: the frame is malformed.
     """
-    numbers, starts, counts = (
-        np.frombuffer(data, "<i8").tolist() for data in (head.number, head.start, head.count)
-    )
-    if not len(numbers) == len(starts) == len(counts):
+    labels = head.number, head.start, head.count
+    count, rest = divmod(len(head.number), 8)
+    if rest or not len(head.number) == len(head.start) == len(head.count):
         raise ValueError("the labels of a frame of signals have different lengths")
+    # With few requests, arrays of numpy would take several times as long.
+    layout = f"<{count}q"
+    numbers, starts, counts = (struct.unpack(layout, data) for data in labels)
     rows = None
     if values is not None:
-        rows = values.view("<f4").reshape(sum(counts), head.readings + head.gates)
+        shape = sum(counts), head.readings + head.gates
+        if len(values) != 4 * shape[0] * shape[1]:
+            raise ValueError(f"a frame of {len(values)} bytes labels {shape} signals")
+        rows = np.ndarray(shape, "<f4", values)
     return SignalRows(
-        tuple([names[number] for number in numbers]),
-        tuple(starts),
-        tuple(counts),
-        rows,
-        head.readings,
+        tuple([names[number] for number in numbers]), starts, counts, rows, head.readings
     )
 
 

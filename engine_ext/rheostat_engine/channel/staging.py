@@ -12,8 +12,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypedDict, cast
 
 import numpy as np
@@ -85,9 +84,8 @@ class StagingReader:
         self._counter = np.frombuffer(self._memory, "<u8", 1, COUNTER)
         self._taken = int(self._counter[0])
 
-    @contextmanager
-    def taken(self, staging_range: StagingRange) -> Iterator[memoryview]:
-        """The bytes of a range. After the `with` block the worker may write them again.
+    def taken(self, staging_range: StagingRange) -> "_Taken":
+        """The bytes of a range, in a `with` block. Then the worker may write them again.
 
         Raises:
             StagingError: the range is not valid as the next range.
@@ -101,11 +99,27 @@ class StagingReader:
                 f"{staging_range} is no range of a staging area of {self.size} bytes, read "
                 f"up to {self._taken}"
             )
-        try:
-            yield self._rows[start : start + staging_range.size]
-        finally:
-            self._taken = staging_range.end
-            self._counter[0] = self._taken  # atomic: one aligned store of eight bytes
+        return _Taken(self, self._rows[start : start + staging_range.size], staging_range.end)
+
+    def free(self, end: int) -> None:
+        """Lets the worker write the bytes before a position again."""
+        self._taken = end
+        self._counter[0] = end  # atomic: one aligned store of eight bytes
+
+
+class _Taken:
+    """A range that is being read. A generator would take several times as long for each step."""
+
+    __slots__ = ("_end", "_reader", "_rows")
+
+    def __init__(self, reader: StagingReader, rows: memoryview, end: int) -> None:
+        self._reader, self._rows, self._end = reader, rows, end
+
+    def __enter__(self) -> memoryview:
+        return self._rows
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.free(self._end)
 
 
 def _mapped(report: StagingReport) -> mmap.mmap:

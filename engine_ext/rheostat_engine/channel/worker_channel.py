@@ -190,8 +190,7 @@ class EventMerger:
 
         They need not wait for `Installed`: gates are read with a single reporting worker alone.
         """
-        kept = None if head.lost else np.array(np.frombuffer(values, np.uint8))
-        return signal_rows(head, kept, self._names[head.rank])
+        return signal_rows(head, None if head.lost else bytes(values), self._names[head.rank])
 
     def _hold_early(self, rows: list[Rows]) -> list[Event]:
         ready: list[Event] = []
@@ -359,8 +358,8 @@ class WorkerChannel:
             raise
         self._address = settings.channel
         self._stop_address = f"inproc://stop-{id(self):x}"
-        self._stop = self._context.socket(zmq.PAIR)
-        self._stop.bind(self._stop_address)
+        self._socket.bind(self._stop_address)
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._free_frames = threading.Semaphore(_FRAMES)
         self._areas: dict[int, StagingReader] = {}
@@ -390,11 +389,13 @@ class WorkerChannel:
     def close(self) -> None:
         """Stops receiving and frees the address."""
         if self._thread is not None:
-            self._stop.send(b"")
+            self._stopping.set()
+            with self._context.socket(zmq.PUSH) as waking:
+                waking.connect(self._stop_address)
+                waking.send(b"")  # the thread waits for a message
             self._thread.join()
             self._thread = None
         self._socket.close()
-        self._stop.close()
         self._context.term()
         self._copy_threads.shutdown()
         self._areas = {}
@@ -404,34 +405,33 @@ class WorkerChannel:
                 os.unlink(path)
 
     def _receive(self, loop: asyncio.AbstractEventLoop, events: EventQueue) -> None:
-        stop = self._context.socket(zmq.PAIR)
-        stop.connect(self._stop_address)
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(stop, zmq.POLLIN)
         try:
-            while True:
-                due = self._merger.due
-                ready = dict(poller.poll(None if due is None else math.ceil(due * 1e3)))
-                if stop in ready:
-                    return
+            while not self._stopping.is_set():
                 arrived: list[Event] = []
-                if self._socket in ready:
-                    for data in self._socket.recv_multipart():
-                        arrived += self._events_of(data)
+                for data in self._next_heads():
+                    arrived += self._events_of(data)
                 if self._merger.due == 0:
                     arrived += self._merger.take_due()
                 if not arrived:
                     continue
                 while not self._free_frames.acquire(timeout=_STOP_POLL):
-                    if stop.poll(0):
+                    if self._stopping.is_set():
                         return
                 loop.call_soon_threadsafe(events.put, arrived)
         except RuntimeError:
             _LOG.info("the event loop is closed; the side channel stops")
-            stop.recv()
-        finally:
-            stop.close()
+            self._stopping.wait()
+
+    def _next_heads(self) -> list[bytes]:
+        """Waits for a message; returns its heads. Empty: rows are due, or the thread must stop."""
+        due = self._merger.due
+        # `poll` takes twice the time of `recv`, so the usual step without rows that wait skips it.
+        if due is not None and not self._socket.poll(math.ceil(due * 1e3)):
+            return []
+        heads = [self._socket.recv()]
+        while self._socket.getsockopt(zmq.RCVMORE):
+            heads.append(self._socket.recv())
+        return [] if self._stopping.is_set() else heads
 
     def _events_of(self, data: bytes) -> list[Event]:
         """The events of a head."""

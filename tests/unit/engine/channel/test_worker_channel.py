@@ -120,12 +120,14 @@ def test_lost_signals_are_reported_with_their_positions() -> None:
 def test_signals_that_fit_nothing_are_refused() -> None:
     merger = EventMerger(1)
     merger.feed(installed())
-    with pytest.raises(ValueError, match="reshape"):
+    with pytest.raises(ValueError, match="labels"):
         merger.feed(signals(), VALUES[:1].tobytes())
     with pytest.raises(KeyError):
         merger.feed(signals(numbers=int64(9)), VALUES.tobytes())
     with pytest.raises(ValueError, match="different lengths"):
         merger.feed(signals(numbers=int64(1, 1)), VALUES.tobytes())
+    with pytest.raises(ValueError, match="different lengths"):
+        merger.feed(signals(numbers=int64(1)[:4]), VALUES.tobytes())
     assert merger.skip(signals(numbers=int64(9))) == []
 
 
