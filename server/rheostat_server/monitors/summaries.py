@@ -1,6 +1,10 @@
 """What each column of a watch has read of each sample: number of readings, mean, largest.
 
 Invariant: a step costs a few numpy calls, for any number of samples.
+
+Why steps of few rows wait
+    With few rows, these calls take far longer than their arithmetic. So the rows of several steps
+    are added together, at the latest when a summary is asked for.
 """
 
 from typing import Any, NamedTuple
@@ -9,6 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 _FIRST_SLOTS = 64
+
+_WAITING_ROWS = 256
+"""Rows from which on they are added. Then the arithmetic takes longer than the calls of numpy."""
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -25,6 +32,15 @@ class Summary(NamedTuple):
     """[columns]: the first position of the largest reading."""
     total: npt.NDArray[np.float64]
     """[columns]: the sum of the readings."""
+
+
+class _Step(NamedTuple):
+    """The readings of a step; see `Summaries.add`."""
+
+    slots: Int64
+    firsts: Int64
+    counts: Int64
+    values: Float32
 
 
 class Summaries:
@@ -45,6 +61,9 @@ class Summaries:
         self._largest = np.zeros((0, columns), np.float32)
         self._largest_at = np.zeros((0, columns), np.int64)
         self._total = np.zeros((0, columns), np.float64)
+        self._waiting: list[_Step] = []
+        """Steps that were not added."""
+        self._waiting_rows = 0
 
     def acquire(self) -> int:
         """Takes a slot, which has read nothing."""
@@ -58,6 +77,7 @@ class Summaries:
 
     def release(self, slot: int) -> Summary:
         """Frees a slot; returns what was read."""
+        self._add_waiting()
         summary = Summary(
             self._count[slot] + self._whole[slot],
             self._largest[slot].copy(),
@@ -79,6 +99,39 @@ class Summaries:
         """
         if not len(slots) or not self._columns:
             return
+        self._waiting.append(_Step(slots, firsts, counts, values))
+        self._waiting_rows += len(values)
+        if self._waiting_rows >= _WAITING_ROWS:
+            self._add_waiting()
+
+    def _add_waiting(self) -> None:
+        """Adds the steps that wait."""
+        steps, self._waiting = self._waiting, []
+        self._waiting_rows = 0
+        if not steps:
+            return
+        slots, firsts, counts, values = steps[0]
+        if len(steps) > 1:
+            slots, firsts, counts, values = map(np.concatenate, zip(*steps, strict=True))
+        positions = firsts
+        if len(values) > len(slots):
+            positions = np.repeat(firsts - _begins(counts), counts) + np.arange(len(values))
+        if len(steps) > 1:
+            slots = np.repeat(slots, counts)
+            order = np.argsort(slots, kind="stable")
+            slots, positions, values = slots[order], positions[order], values[order]
+            slots, counts = np.unique(slots, return_counts=True)
+        self._add_rows(slots, counts, positions, values)
+
+    def _add_rows(self, slots: Int64, counts: Int64, positions: Int64, values: Float32) -> None:
+        """Adds readings.
+
+        Args:
+            slots: [n]: the slot of each sample, all different.
+            counts: [n]: the number of its rows.
+            positions: [sum of counts]: the positions of the rows, ascending in each sample.
+            values: [sum of counts, columns]: as in `add`.
+        """
         unread = np.isnan(values)
         filled = values
         if unread.any():
@@ -88,9 +141,9 @@ class Summaries:
         else:
             self._whole[slots] += counts
         self._total[slots] += _sums(values, counts, np.float64)
-        self._add_largest(slots, firsts, counts, filled)
+        self._add_largest(slots, counts, positions, filled)
 
-    def _add_largest(self, slots: Int64, firsts: Int64, counts: Int64, values: Float32) -> None:
+    def _add_largest(self, slots: Int64, counts: Int64, positions: Int64, values: Float32) -> None:
         """Notes larger readings than before; -inf where nothing was read."""
         largest = values
         if len(values) > len(slots):
@@ -99,9 +152,9 @@ class Summaries:
         higher = largest > before
         if not higher.any():
             return
-        at = firsts[:, None]
+        at = positions[:, None]
         if len(values) > len(slots):
-            at = at + _first_of_largest(values, largest, counts)
+            at = positions[_first_of_largest(values, largest, counts)]
         self._largest[slots] = np.where(higher, largest, before)
         self._largest_at[slots] = np.where(higher, at, self._largest_at.take(slots, axis=0))
 
@@ -131,9 +184,8 @@ def _sums(values: npt.NDArray[Any], counts: Int64, dtype: npt.DTypeLike) -> npt.
 
 
 def _first_of_largest(values: Float32, largest: Float32, counts: Int64) -> Int64:
-    """[n, columns]: the first row of each sample, counted in the sample, that has its largest."""
+    """[n, columns]: the first row of each sample that has its largest."""
     rows = np.arange(len(values), dtype=np.int32)[:, None]
     candidates = np.where(values == np.repeat(largest, counts, axis=0), rows, np.int32(len(values)))
-    begins = _begins(counts)
-    first: Int64 = np.minimum.reduceat(candidates, begins) - begins[:, None]
+    first: Int64 = np.minimum.reduceat(candidates, _begins(counts))
     return first

@@ -198,14 +198,8 @@ class Watch(EventStream[SignalMessage]):
         self._summaries.add(samples.slots, firsts, counts, values)
         if self.settings.report == _pb.WATCH_REPORT_SUMMARY:
             return
-        if self.settings.report == _pb.WATCH_REPORT_FIRED:
-            kept: npt.NDArray[np.bool_] = np.zeros(len(values), np.bool_)
-        else:
-            kept = np.any(~np.isnan(values), axis=1)
-        if fired is not None:
-            kept |= np.any(fired, axis=1)
-        whole = bool(kept.all())
-        if whole and fired is None:
+        kept = self._kept(values, fired)
+        if kept is None and fired is None:
             self.buffer.add_step(
                 Step(
                     samples.watched,
@@ -219,7 +213,7 @@ class Watch(EventStream[SignalMessage]):
             return
         owners = np.repeat(np.arange(len(counts)), counts)
         positions = np.repeat(firsts + counts - np.cumsum(counts), counts) + np.arange(len(owners))
-        if not whole:
+        if kept is not None:
             owners, positions, values = owners[kept], positions[kept], values[kept]
             fired = None if fired is None else fired[kept]
         length = len(owners)
@@ -230,6 +224,21 @@ class Watch(EventStream[SignalMessage]):
             firings = np.argwhere(fired[part]) if fired is not None else _NONE_FIRED
             step = _step(samples, owners[part], positions[part], values[part], firings)
             self.buffer.add_step(step)
+
+    def _kept(
+        self, values: npt.NDArray[np.float32], fired: npt.NDArray[np.bool_] | None
+    ) -> npt.NDArray[np.bool_] | None:
+        """[rows]: whether a row is reported; None: all are."""
+        if self.settings.report == _pb.WATCH_REPORT_FIRED:
+            kept: npt.NDArray[np.bool_] = np.zeros(len(values), np.bool_)
+        else:
+            unread = np.isnan(values)
+            if not unread.any():
+                return None
+            kept = ~unread.all(axis=1)
+        if fired is not None:
+            kept |= fired.any(axis=1)
+        return kept
 
     def answer_later(self, message: Response) -> None:
         """Sends the answer to a message that was handled before, if its call still runs.

@@ -154,6 +154,20 @@ class _Batch:
             _Reader(watch, column, np.frombuffer(gates, np.intp), blocks)
             for (watch, column, gates), blocks in found.items()
         ]
+        self._counts: Sequence[int] = ()
+        """Numbers of rows in the last step, which are mostly the same in the next."""
+        self._blocks = _Blocks(*[np.zeros(0, np.int64)] * 3)
+
+    def blocks(self, event: SignalRows) -> _Blocks:
+        """The blocks of a step of this batch."""
+        firsts = np.array(event.starts, np.int64)
+        if event.counts == self._counts:
+            self._blocks = self._blocks._replace(firsts=firsts)
+        else:
+            counts = np.array(event.counts, np.int64)
+            self._blocks = _Blocks(firsts, counts, np.cumsum(counts) - counts)
+            self._counts = event.counts
+        return self._blocks
 
 
 class SignalDelivery:
@@ -177,8 +191,7 @@ class SignalDelivery:
         batch = self._batch
         if batch is None or batch.request_ids != event.request_ids:
             batch = self._batch = _Batch(event.request_ids, self._routes)
-        counts = np.array(event.counts, np.int64)
-        blocks = _Blocks(np.array(event.starts, np.int64), counts, np.cumsum(counts) - counts)
+        blocks = batch.blocks(event)
         if batch.requests:
             _give(batch.requests, event.values, event.readings, blocks)
         for reader in batch.watches:

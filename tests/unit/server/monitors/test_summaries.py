@@ -1,9 +1,13 @@
 """Summaries of readings, beside sums over all of them."""
 
+from unittest.mock import patch
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rheostat_server.monitors import summaries as module
 from rheostat_server.monitors.summaries import Summaries
 
 COLUMNS = 3
@@ -12,8 +16,15 @@ ROWS = st.lists(st.tuples(*[NUMBERS] * COLUMNS), min_size=1, max_size=4)
 STEPS = st.lists(st.dictionaries(st.integers(0, 80), ROWS, min_size=1), max_size=6)
 
 
+@pytest.mark.parametrize("waiting", [1, 7, 256])
 @given(STEPS)
-def test_they_equal_sums_over_all_readings(steps) -> None:
+def test_they_equal_sums_over_all_readings(waiting: int, steps) -> None:
+    with patch.object(module, "_WAITING_ROWS", waiting):
+        check(steps)
+
+
+def check(steps) -> None:
+    """Adds steps, each with rows of some samples; after each step, a position is lost."""
     summaries = Summaries(COLUMNS)
     slots: dict[int, int] = {}
     read: dict[int, list[tuple[float, ...]]] = {}
@@ -29,7 +40,7 @@ def test_they_equal_sums_over_all_readings(steps) -> None:
             np.array([slots[sample] for sample in step]), np.array(firsts), np.array(counts), values
         )
         for sample, rows in step.items():
-            read[sample] += rows
+            read[sample] += [*rows, (np.nan,) * COLUMNS]
     for sample, slot in slots.items():
         summary = summaries.release(slot)
         values = np.array(read[sample], np.float32)
