@@ -235,7 +235,7 @@ class Watch(EventStream[SignalMessage]):
             unread = np.isnan(values)
             if not unread.any():
                 return None
-            kept = ~unread.all(axis=1)
+            kept = np.any(~unread, axis=1)
         if fired is not None:
             kept |= fired.any(axis=1)
         return kept
