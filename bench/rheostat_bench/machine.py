@@ -26,6 +26,9 @@ MAX_MODEL_LEN = 2048
 _CPU_KV_BYTES = 256 << 20
 _CUDA_KV_BYTES = 8 << 30
 """Of an engine that starts while another one does: neither can measure what is free."""
+_CUDA_STEP_TOKENS = 8192
+"""Tokens that a step computes at most: as many as `vllm serve` takes by default on an H100 or H200.
+An `AsyncLLM`, and so `rheostat serve`, takes 2,048 unless it is told otherwise."""
 
 
 class Model(NamedTuple):
@@ -120,6 +123,7 @@ def server_config(model: Model, *, engines: int, requests: int, **more: Any) -> 
     options["skip_tokenizer_init"] = model.load_format == "dummy"
     if device() == "cuda":
         options["kv_cache_memory_bytes"] = _CUDA_KV_BYTES
+        options["max_num_batched_tokens"] = _CUDA_STEP_TOKENS
     return ServerConfig(model=str(model.path), port=0, **options | more)
 
 

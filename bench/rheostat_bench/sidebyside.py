@@ -222,6 +222,7 @@ def openai_server(config: ServerConfig, api_servers: int, log: Path) -> Iterator
         "--dtype": config.dtype,
         "--max-model-len": config.max_model_len,
         "--max-num-seqs": config.max_num_seqs,
+        "--max-num-batched-tokens": config.max_num_batched_tokens,
         "--seed": config.seed,
         "--gpu-memory-utilization": config.gpu_memory_utilization,
         "--kv-cache-memory-bytes": config.kv_cache_memory_bytes,
@@ -426,6 +427,7 @@ def main() -> None:
             "client_processes": arguments.client_processes,
             "prompt": _PROMPT,
             "tokens": arguments.tokens,
+            "step_tokens": config.max_num_batched_tokens,
         }
         path = arguments.out / f"sidebyside-{model.name}.json"
         save = partial(_save, path, about)
@@ -483,6 +485,7 @@ def server_flags(config: ServerConfig, front_ends: int) -> list[str]:
         "--dtype": config.dtype,
         "--max-model-len": config.max_model_len,
         "--max-num-seqs": config.max_num_seqs,
+        "--max-num-batched-tokens": config.max_num_batched_tokens,
         "--gpu-memory-utilization": config.gpu_memory_utilization,
         "--front-ends": front_ends,
         "--spool": config.spool,

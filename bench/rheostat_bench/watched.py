@@ -418,6 +418,7 @@ def main() -> None:
             **described(model, served.engine.runner),
             "compiled": served.engine.compiled,
             "client_processes": arguments.client_processes,
+            "step_tokens": config.max_num_batched_tokens,
             "front_ends": arguments.front_ends,
             "prompt": _PROMPT,
             "tokens": arguments.tokens,

@@ -12,7 +12,7 @@ captures may join requests which run already. With two GPUs a model is split ove
 |---|---|---|
 | `kernels` | 0 | the compiled kernels against their plain twins, also of gates (`gates.py`) |
 | `small`, `moe`, `8b` | 3 | all checks of a model; `8b` is a real shape |
-| `starts-small`, `starts-moe` | 2 to 8 | whether ours and stock give equal bits (`starts.py`) |
+| `starts-small`, `starts-moe` | 6 | whether ours and stock give equal bits (`starts.py`) |
 | `points` | 2 | points of OLMo-2's and Gemma 3's blocks (`points.py`) |
 | `services` | 1 | sweeps, noise and the lens over gRPC, on the demo model (`services.py`) |
 | `fp8` | 2 | neighbours of huge doses in a quantised model (`huge.py`) |
@@ -454,10 +454,12 @@ def check_quantised(model: Path, vocabulary: int, scratch: Path, options: dict[s
     return found
 
 
-def start(model: Path, scratch: Path, options: dict[str, Any], sited: bool) -> OfflineEngine:
+def start(
+    model: Path, scratch: Path, options: dict[str, Any], sited: bool, eager: bool
+) -> OfflineEngine:
     """Starts ours, or stock vLLM."""
     channel = f"ipc://{scratch}/{model.name}-starts" if sited else ""
-    return OfflineEngine(model, channel, sited=sited, **options)
+    return OfflineEngine(model, channel, sited=sited, **{**options, "enforce_eager": eager})
 
 
 def check_blocks(scratch: Path, options: dict[str, Any]) -> Lines:

@@ -1,67 +1,77 @@
 """Whether a start with sites gives the same bits as a start of stock vLLM, over many requests.
 
-Two starts of the same engine need not agree in every bit. vLLM and its libraries choose some
-kernels while they start, and kernels round differently. So one start of each says little: what
-differs between them may come from the starts alone. Here starts take turns until one with sites
-equals one of stock in every request. Sites that changed anything would never let that happen.
+Eager, both run the same kernels, so every bit of every request has to be equal.
+
+Compiled, they need not be equal, and neither need two starts of stock. Inductor makes the kernels
+of our graph and of stock's separately, and each kernel adds in an order of its own. So some numbers
+round differently. Two starts of each kind say how many requests that reaches, and how far.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 from cases import same
 from chances import upper_bound
 from offline import OfflineEngine, Outcome
-from verdicts import Lines, Verdict, equal, report
+from verdicts import Lines, Verdict, at_most, equal, report
 
 REQUESTS = 1000
-MOST = 4
-"""Starts of each kind."""
+STARTS = 2
+"""Compiled starts of each kind."""
+
+_SHARE = 0.15
+"""Of the requests of two compiled starts. Up to 8.6 % were seen to differ."""
+_STEP = 2.0**-4
+"""A unit in the last place of the largest logits in bfloat16, which are between 8 and 16."""
 
 
-def check_starts(start: Callable[[bool], OfflineEngine], batch: list[list[int]]) -> Iterator[Lines]:
+def check_starts(
+    start: Callable[[bool, bool], OfflineEngine], batch: list[list[int]]
+) -> Iterator[Lines]:
     """Starts stock vLLM and ours by turns: every line so far, again and again.
 
     Args:
-        start: starts ours if it is given True, else stock vLLM.
+        start: starts ours if its first argument is true, else stock vLLM; eager if the second is.
         batch: prompts.
     """
     runs: dict[str, list[Outcome]] = {}
-    for turn in range(1, MOST + 1):
+    for turn in range(STARTS + 1):
         for kind in ("stock", "ours"):
-            engine = start(kind == "ours")
-            runs[f"{kind} {turn}"] = engine.run(batch, max_tokens=24, logprobs=3)
+            engine = start(kind == "ours", not turn)
+            name = f"{kind} {turn}" if turn else f"{kind} eager"
+            runs[name] = engine.run(batch, max_tokens=24, logprobs=3)
             engine.close()
-        lines, met = compare_starts(runs)
-        yield lines
-        if met:
-            return
+        yield compare_starts(runs)
 
 
-def compare_starts(runs: dict[str, Sequence[Outcome]]) -> tuple[Lines, bool]:
-    """How many requests differ between each two starts, and whether the kinds met.
+def compare_starts(runs: Mapping[str, Sequence[Outcome]]) -> Lines:
+    """How many requests differ between each two starts, and how far.
 
     Args:
-        runs: the outcomes of each start, by its kind, a space, and its number.
+        runs: the outcomes of each start, by its kind, a space, and "eager" or its number.
     """
     results: dict[str, Verdict] = {}
-    least = None
-    for one, other in combinations(runs, 2):
+    most = farthest = 0.0
+    compiled = {name: run for name, run in runs.items() if not name.endswith("eager")}
+    for one, other in [("stock eager", "ours eager"), *combinations(compiled, 2)]:
         pairs = [*zip(runs[one], runs[other], strict=True)]
         differ = [pair for pair in pairs if not same(*pair)]
-        results[f"{one} and {other}: requests that differ, of {len(pairs)}"] = report(len(differ))
-        if differ:
-            far = max(first_difference(a, b) for a, b in differ)
-            results[f"{one} and {other}: largest difference of a log-probability"] = report(far)
+        line = f"{one} and {other}: requests that differ, of {len(pairs)}"
+        if one not in compiled:
+            results[line] = equal(len(differ), 0)
+            continue
+        results[line] = report(len(differ))
+        far = max((first_difference(*pair) for pair in differ), default=0.0)
+        results[f"{one} and {other}: largest difference of a log-probability"] = report(far)
         if one.split()[0] != other.split()[0]:
-            least = len(differ) if least is None else min(least, len(differ))
-    results["ours and stock, the two starts that agree best: requests that differ"] = equal(
-        least, 0
-    )
-    if least is not None:
-        sure = round(upper_bound(least, len(next(iter(runs.values())))), 6)
-        results["the same: 95 % sure that a smaller share differs than"] = report(sure)
-    return results, least == 0
+            most = max(most, upper_bound(len(differ), len(pairs)))
+            farthest = max(farthest, far)
+    if compiled:
+        results["compiled, ours and stock: 95 % sure that a smaller share differs than"] = at_most(
+            round(most, 6), _SHARE
+        )
+        results["the same: largest difference of a log-probability"] = at_most(farthest, _STEP)
+    return results
 
 
 def first_difference(one: Outcome, other: Outcome) -> float:

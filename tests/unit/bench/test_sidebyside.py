@@ -105,12 +105,14 @@ def test_the_server_knows_every_flag() -> None:
         load_format="dummy",
         max_model_len=2048,
         max_num_seqs=8,
+        max_num_batched_tokens=8192,
         gpu_memory_utilization=0.2,
         kv_cache_memory_bytes=8 << 30,
         enforce_eager=True,
     )
     given = _cli._parser().parse_args(["serve", config.model, *server_flags(config, 3)])
     assert (given.front_ends, given.kv_cache_memory_mib, given.enforce_eager) == (3, 8192, True)
+    assert given.max_num_batched_tokens == 8192
 
 
 @pytest.fixture
