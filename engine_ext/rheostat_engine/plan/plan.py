@@ -216,6 +216,9 @@ class Plan:
     without conditions about token ids. None: no act is limited."""
     signals: Signals = NO_SIGNALS
     """What of the readings and gates leaves the workers. Not for plans with a window."""
+    signals_wait: bool = False
+    """Whether the signals of a step may wait for those of later steps, because nothing needs them
+    before the request ends."""
     gained: bool = False
     """Whether an update with this plan does not replace a request's acts, but gives them the gains
     that the acts of the plan have."""
@@ -305,6 +308,7 @@ class Plan:
             self.measured,
             window,
             self.signals,
+            self.signals_wait,
             self.gained,
             self.control,
             self._acts,
@@ -338,7 +342,7 @@ class Plan:
         """Serializes the plan. vLLM passes bytes on without reading or copying them."""
         wire = _Wire(self.request_id, self.epoch, self.private_from, self.measured)
         wire.acts, wire.captures = self.packed_acts.encoded, self.packed_captures.encoded
-        wire.gained = self.gained
+        wire.gained, wire.signals_wait = self.gained, self.signals_wait
         control = self.control
         if control is not None and control.acts.encoded is not None:
             wire.control = ReceivedControl(
@@ -377,6 +381,7 @@ class _Wire(_RequestId, omit_defaults=True):
     outside: EncodedTable | None = None
     gained: bool = False
     control: ReceivedControl | None = None
+    signals_wait: bool = False
 
 
 class ReceivedPlan(NamedTuple):
@@ -393,6 +398,7 @@ class ReceivedPlan(NamedTuple):
     """The acts outside of the window."""
     gained: bool = False
     control: ReceivedControl | None = None
+    signals_wait: bool = False
 
 
 def read_request_id(wire: object) -> str | None:
@@ -433,6 +439,7 @@ def read_plan(wire: object) -> ReceivedPlan:
         plain.outside,
         plain.gained,
         plain.control,
+        plain.signals_wait,
     )
 
 

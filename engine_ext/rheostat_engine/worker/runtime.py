@@ -98,6 +98,8 @@ class _Request:
     number: int
     steering: RequestSteering
     captures: RequestCaptures
+    signals_wait: bool
+    """See `Plan.signals_wait`."""
 
 
 class _Written(NamedTuple):
@@ -239,7 +241,7 @@ class SiteRuntime:
         except (BankError, ValueError) as error:
             return UpdateResult(first, str(error))
         request.steering = steering
-        self._signals.put(request.number, *steering.signal_columns)
+        self._put_signals(request)
         return UpdateResult(first, "")
 
     def set_gains(self, updates: Sequence[GainsUpdate]) -> None:
@@ -502,8 +504,15 @@ class SiteRuntime:
             self._numbers_free.append(number)
             raise
         self._progress.start(number, cached_tokens_recomputed)
-        self._signals.put(number, *steering.signal_columns)
-        return _Request(name, number, steering, captured)
+        waits = plan is not None and plan.signals_wait
+        request = _Request(name, number, steering, captured, waits)
+        self._put_signals(request)
+        return request
+
+    def _put_signals(self, request: _Request) -> None:
+        """Sets the signals that a request wants."""
+        columns = request.steering.signal_columns
+        self._signals.put(request.number, *columns, wait=request.signals_wait)
 
     def _store(self, request_id: str, request: _Request, problem: str) -> None:
         """Stores a request, and its report until `send_installed`."""

@@ -9,6 +9,11 @@ request's signals are sent in the order of positions. The cost on the step threa
 number of requests, not on readings. If the signals of a step can't be sent, the server gets their
 labels marked as lost, because requests may depend on them.
 
+Why signals may wait
+    Sending the signals of a step wakes several threads here and in the server, even for one number.
+    If no request of the step needs its signals before it ends, the signals of decode steps with
+    the same requests are sent together. Whatever ends this also sends them: a request that begins
+    or ends, other signals, or the limits below.
 Why the same columns for all requests of a step
     A gather of different columns for each request would need an index for each number. The
     additional columns of small requests cost little, because a row has at most
@@ -32,12 +37,47 @@ _KEPT_FREE = 8
 """While requests want signals, captured rows leave an eighth of the staging area free."""
 
 
+WAITING_STEPS = 32
+"""The most steps whose signals wait."""
+
+_WAITING_ROWS = 1024
+"""Rows from which on they are sent. The server takes about 0.5 ms for so many."""
+
+
 class _Pending(NamedTuple):
     """The signals of the current step."""
 
-    head: SignalsHead
+    numbers: Int64
+    """[n]: the worker's numbers of their requests."""
+    starts: Int64
+    """[n]: their first positions."""
+    counts: Int64
+    """[n]: their numbers of positions."""
+    readings: int
+    gates: int
+    """Columns of each kind."""
     tokens: slice | torch.Tensor
     """Their tokens in the step: a range, or [n] indices on the device."""
+    wait: bool
+    """Whether they may wait for those of later steps."""
+
+
+class _Waiting(NamedTuple):
+    """The signals of consecutive steps with one position of each of the same requests."""
+
+    first: _Pending
+    """The first step."""
+    values: list[torch.Tensor]
+    """[n, columns] of each step."""
+
+    def continues(self, pending: _Pending) -> bool:
+        """Whether a step is the next of these."""
+        first, steps = self.first, len(self.values)
+        return (
+            np.array_equal(pending.numbers, first.numbers)
+            and np.array_equal(pending.starts, first.starts + steps)
+            and (pending.readings, pending.gates) == (first.readings, first.gates)
+        )
 
 
 class StepSignals:
@@ -50,21 +90,31 @@ class StepSignals:
         self._rank = rank
         self._columns: npt.NDArray[np.int64] = np.zeros((1, 2), np.int64)
         """By request number: how many columns of readings and of gates the request wants."""
+        self._may_wait: npt.NDArray[np.bool_] = np.zeros(1, np.bool_)
+        """By request number: whether its signals may wait for those of later steps."""
         self._count = 0
         """Number of requests that want signals."""
         self._pending: _Pending | None = None
+        self._waiting: _Waiting | None = None
 
-    def put(self, number: int, readings: int, gates: int) -> None:
-        """Sets how many columns of readings and of gates a request wants; 0 and 0: no signals."""
+    def put(self, number: int, readings: int, gates: int, *, wait: bool = False) -> None:
+        """Sets how many columns of readings and of gates a request wants; 0 and 0: no signals.
+
+        Sends the signals that wait, so that they precede the end of a request. `wait`: whether the
+        request's signals may wait for those of later steps.
+        """
         if self._row_sender is None:
             return
+        self._send_waiting()
         if number >= len(self._columns):
             if not readings and not gates:
                 return
             grow = max(number + 1 - len(self._columns), len(self._columns))
             self._columns = np.pad(self._columns, ((0, grow), (0, 0)))
+            self._may_wait = np.pad(self._may_wait, (0, grow))
         self._count += bool(readings or gates) - bool(self._columns[number].any())
         self._columns[number] = readings, gates
+        self._may_wait[number] = wait
         area = self._row_sender.area
         self._row_sender.kept_free = area.size // _KEPT_FREE if self._count else 0
 
@@ -88,33 +138,62 @@ class StepSignals:
         (wanted,) = np.nonzero(counts > 0)
         if not len(wanted):
             return False
-        starts, counts = starts[wanted], counts[wanted]
+        starts, counts, wanting = starts[wanted], counts[wanted], numbers[wanted]
         readings, gates = columns[wanted].max(axis=0).tolist()
-        head = SignalsHead(
-            rank=self._rank,
-            readings=readings,
-            gates=gates,
-            number=_int64(numbers[wanted]),
-            start=_int64(starts),
-            count=_int64(counts),
-        )
         firsts = begins[wanted] + starts - computed[wanted]
-        self._pending = _Pending(head, self._tokens(firsts, counts))
+        wait = bool((counts == 1).all() and self._may_wait[wanting].all())
+        tokens = self._tokens(firsts, counts)
+        self._pending = _Pending(wanting, starts, counts, readings, gates, tokens, wait)
         return True
 
     def end(self) -> None:
-        """Sends the signals of the step, once its forward pass and fold were launched."""
+        """Sends the signals of the step, once its forward pass and fold were launched.
+
+        Or lets them wait for those of later steps.
+        """
         pending, self._pending = self._pending, None
-        if pending is None or self._row_sender is None:
+        if pending is None:
             return
-        head, tokens = pending
-        readings = self._gates.readings[:, : head.readings]
-        openness = self._gates.openness[:, : head.gates]
+        tokens = pending.tokens
+        readings = self._gates.readings[:, : pending.readings]
+        openness = self._gates.openness[:, : pending.gates]
         if isinstance(tokens, slice):
             values = torch.cat([readings[tokens], openness[tokens]], dim=1)
         else:
             parts = [part.index_select(0, tokens) for part in (readings, openness)]
             values = torch.cat(parts, dim=1)
+        if self._waiting is not None and not (pending.wait and self._waiting.continues(pending)):
+            self._send_waiting()
+        if not pending.wait:
+            self._send(pending, values)
+            return
+        if self._waiting is None:
+            self._waiting = _Waiting(pending, [])
+        self._waiting.values.append(values)
+        steps = len(self._waiting.values)
+        if steps >= WAITING_STEPS or steps * len(values) >= _WAITING_ROWS:
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Sends the signals that wait, in one block for each request."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        first, steps = waiting.first, len(waiting.values)
+        values = torch.stack(waiting.values, dim=1).flatten(0, 1)
+        self._send(first._replace(counts=steps * first.counts), values)
+
+    def _send(self, pending: _Pending, values: torch.Tensor) -> None:
+        """Sends signals, [sum of counts, columns]."""
+        assert self._row_sender is not None  # otherwise `put` stores no request
+        head = SignalsHead(
+            rank=self._rank,
+            readings=pending.readings,
+            gates=pending.gates,
+            number=_int64(pending.numbers),
+            start=_int64(pending.starts),
+            count=_int64(pending.counts),
+        )
         self._row_sender.send_signals(head, values)
 
     def _tokens(self, firsts: Int64, counts: Int64) -> slice | torch.Tensor:

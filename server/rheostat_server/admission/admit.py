@@ -46,6 +46,7 @@ from rheostat_server.monitors.parts import (
     SteeredRequest,
     WatchPart,
     refuse_unwatched,
+    signals_wait,
     watch_parts,
 )
 from rheostat_server.monitors.registry import Watches
@@ -342,6 +343,8 @@ def admit_now(
         plan = replace(plan, control=unobserved.control, private_from=context.prompt_len)
     if candidate.changeable or any(part.steers for part in compiled.watch_parts):
         plan = replace(plan, private_from=context.prompt_len)
+    if signals_wait(compiled.signals, compiled.watch_parts):
+        plan = replace(plan, signals_wait=True)
     return AdmittedRequest(
         request_id=candidate.request_id,
         labels=dict(request.labels),

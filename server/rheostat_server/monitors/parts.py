@@ -27,6 +27,7 @@ from rheostat_server.steering.rules import (
     refuse_gained_sums,
     with_rule_gains,
 )
+from rheostat_wire.v1 import monitor_service_pb2
 
 _FRAGMENTED = "what is read of it is too fragmented: use fewer, longer ranges"
 _UNGAINED = "a rule of the watch cannot multiply its steering"
@@ -65,6 +66,14 @@ class WatchPart(NamedTuple):
         if signals is not None:
             numbers |= zip(signals.rules, signals.rule_gates.tolist(), strict=True)
         return np.array([numbers.get(rule, -1) for rule in self.rules], np.intp)
+
+
+def signals_wait(signals: SignalPlan | None, parts: Sequence[WatchPart]) -> bool:
+    """Whether nobody gets the signals of a request before it ends, so that they may come later."""
+    if signals is None or not signals.for_watches:
+        return False
+    reports = {part.watch.settings.report for part in parts if not part.missed}
+    return reports == {monitor_service_pb2.WATCH_REPORT_SUMMARY}
 
 
 class WatchedPart(NamedTuple):

@@ -148,7 +148,7 @@ class RequestSignals(Holder):
         self._gates = np.array(plan.gates, np.intp)
         self._plain = not len(self._gates) and plan.readings == tuple(range(len(plan.readings)))
         """Whether the client gets the first columns, in their order."""
-        self.for_watches = not (plan.reported or plan.rules)
+        self.for_watches = plan.for_watches
         """Whether they only serve watches, which get them another way."""
         self._own_rules = plan.own_rules
         self._noted_rules = plan.own_rules + plan.policy_rules

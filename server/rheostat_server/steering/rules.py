@@ -366,6 +366,11 @@ class SignalPlan:
         return bool(self.columns or self.own_rules)
 
     @property
+    def for_watches(self) -> bool:
+        """Whether they only serve watches, and no rule decides by them."""
+        return not (self.reported or self.rules)
+
+    @property
     def columns(self) -> int:
         """The number of columns that the client gets."""
         return len(self.readings) + len(self.gates)

@@ -224,6 +224,31 @@ def test_reports_of_firings_alone_and_of_summaries(
     assert [ended.position_count for ended in ends] == [len(expected), 0, len(numbers)]
 
 
+def test_summaries_alone_count_every_token_of_each_sample(engine: rheostat.Engine) -> None:
+    wide = probe(layers="all", name="wide")
+    lengths = [40, 9, 65, 33, 34, 12]
+    prompts = [PROMPT, *OTHER_PROMPTS] * 2
+
+    def ask(number: int) -> rheostat.Generation:
+        options = {**OPTIONS, "max_tokens": lengths[number]}
+        return engine.generate(prompts[number], labels=RED, capture=EVERY_LAYER, **options)
+
+    with Watcher(engine, probes=wide, report="summary") as watcher:
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            outs = list(threads.map(ask, range(len(prompts))))
+        ends = [watcher.ended(out.request_id) for out in outs]
+    assert not watcher.table
+    for out, ended, length in zip(outs, ends, lengths, strict=True):
+        assert len(out.token_ids) == length
+        for layer in range(6):
+            rows = out.activations["resid_post", layer] @ MOOD[0]
+            one = ended.summaries[layer]
+            assert one.position_count == len(rows) == len(out.prompt_token_ids) + length - 1
+            assert one.max == pytest.approx(rows.max(), abs=1e-3)
+            assert rows[one.max_position] == pytest.approx(rows.max(), abs=1e-3)
+            assert one.mean == pytest.approx(rows.mean(), abs=1e-3)
+
+
 def test_a_cached_prompt_is_still_read(engine: rheostat.Engine) -> None:
     long_prompt = " ".join(["Yesterday", *[PROMPT] * 30])
     cold = engine.generate(long_prompt, capture=EVERY_LAYER, **OPTIONS)

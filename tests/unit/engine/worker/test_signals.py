@@ -12,6 +12,7 @@ from rheostat_engine import Installed, Plan, Released, SignalRows, Signals
 from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, Gate
 from rheostat_engine.plan.tables import steering_table
 from rheostat_engine.plan.wire import steering_from, steering_to
+from rheostat_engine.worker.signals import WAITING_STEPS
 
 from ..cpu_worker import NOTHING, Worker
 from ..gated import gated, gated_plans, gates, openness
@@ -30,7 +31,7 @@ def signalling(draw: st.DrawFn, request_id: str) -> Plan:
     more = draw(st.lists(gates(columns), max_size=2))
     extra = tuple(gate for gate in more if not gate.late)
     signals = Signals(draw(st.integers(0, columns)), extra, draw(st.booleans()))
-    return replace(plan, acts=tuple(acts), signals=signals)
+    return replace(plan, acts=tuple(acts), signals=signals, signals_wait=draw(st.booleans()))
 
 
 class FromTheStart(Schedule):
@@ -119,6 +120,34 @@ def test_signals_come_between_installed_and_released() -> None:
     worker.finish("v")
     kinds = [type(event) for event in worker.row_sender.events]
     assert kinds == [Installed, SignalRows, SignalRows, Released]
+
+
+def test_signals_that_nobody_needs_before_the_end_wait_for_later_steps() -> None:
+    worker = Worker()
+    for name in ("v", "w"):
+        worker.add_request(name, replace(_probing(name), signals_wait=True))
+    worker.step([("v", 0, 3), ("w", 0, 2)])
+    for step in range(WAITING_STEPS + 2):
+        worker.step([("v", 3 + step, 1), ("w", 2 + step, 1)])
+    counts = [event.counts for event in _signals(worker)]
+    assert counts == [(3, 2), (WAITING_STEPS, WAITING_STEPS)]
+    worker.finish("v")
+    kinds = [type(event) for event in worker.row_sender.events]
+    assert kinds == [Installed] * 2 + [SignalRows] * 3 + [Released]
+    worker.step([("w", 4 + WAITING_STEPS, 1)])
+    worker.add_request("x", _probing("x"))
+    worker.step([("w", 5 + WAITING_STEPS, 1), ("x", 0, 2)])
+    worker.step([("w", 6 + WAITING_STEPS, 1)])
+    worker.finish("w")
+    counts = [event.counts for event in _signals(worker)]
+    assert counts[2:] == [(2, 2), (1,), (1, 2), (1,)]
+    found = received(worker)
+    assert [position for position, _ in found["v"]] == [*range(5 + WAITING_STEPS)]
+    assert [position for position, _ in found["w"]] == [*range(7 + WAITING_STEPS)]
+
+
+def _signals(worker: Worker) -> list[SignalRows]:
+    return [event for event in worker.row_sender.events if isinstance(event, SignalRows)]
 
 
 def test_requests_that_end_want_no_signals_for_their_successors() -> None:
