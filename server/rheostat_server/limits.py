@@ -325,9 +325,9 @@ LENS_BYTES = 64 * MIB
 ALL_LENS_BYTES = 512 * MIB
 """Bytes of rows that all lenses together may hold."""
 
-LENS_LOGITS = 1 << 22
-"""Most logits that a call to the workers computes, because a step waits for the call. Fewer if much
-is read of each row; a single row is always computed."""
+LENS_LOGITS = {"cuda": 1 << 22, "cpu": 1 << 20}
+"""Most logits that a call to the workers computes, by device. A step waits for the call, for 10 to
+20 ms on a core of a CPU. Fewer if much is read of each row; a single row is always computed."""
 
 LENS_TOP_K = 100
 """Most of the likeliest tokens of each row of a lens."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rheostat_engine import Site, Spans
 from rheostat_server import validation
 from rheostat_server.admission.admitted_request import AdmittedRequest
+from rheostat_server.config import ModelInfo
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
 from rheostat_server.engine.backend import LensReading
@@ -154,9 +155,7 @@ class Lenses:
                 started.texts.extend(await _texts(checked.token_ids, manager))
             yield _pb.LensResponse(started=started)
             flat = rows.values.reshape(-1, manager.sites.width)
-            step = rows_per_call(
-                manager.info.vocabulary, top_k=checked.top_k, tokens=len(checked.token_ids)
-            )
+            step = rows_per_call(manager.info, top_k=checked.top_k, tokens=len(checked.token_ids))
             for first in range(0, len(flat), step):
                 read = await manager.backend.lens(
                     flat[first : first + step], checked.top_k, checked.token_ids
@@ -181,16 +180,17 @@ class Lenses:
             self._reserved -= LENS_BYTES
 
 
-def rows_per_call(vocabulary: int, *, top_k: int = 0, tokens: int = 0) -> int:
+def rows_per_call(info: ModelInfo, *, top_k: int = 0, tokens: int = 0) -> int:
     """How many rows a call to the workers reads; see `LENS_LOGITS`.
 
     Args:
-        vocabulary: number of tokens of the model.
+        info: the model.
         top_k: number of likeliest tokens that are wanted.
         tokens: number of tokens whose ranks are wanted.
     """
     # Ranks are slow on a CPU: those of 64 tokens take ten times as long as the logits.
-    return max(1, int(LENS_LOGITS / (1 + tokens / 16 + top_k / 64)) // vocabulary)
+    logits = LENS_LOGITS[info.device] / (1 + tokens / 16 + top_k / 64)
+    return max(1, int(logits) // info.vocabulary)
 
 
 def refuse_without_lens(manager: RequestManager) -> None:

@@ -24,7 +24,7 @@ class Divergences:
         """Nothing waits."""
         self._manager = manager
         # Each row is read with its reference.
-        self._most = max(1, rows_per_call(manager.info.vocabulary) // 2)
+        self._most = max(1, rows_per_call(manager.info) // 2)
         self._waiting: list[_Compared] = []
         self._turn = asyncio.Lock()
 

@@ -104,7 +104,7 @@ async def test_rows_are_read_by_site_and_position(running) -> None:
 async def test_few_rows_are_read_at_a_time(running, monkeypatch) -> None:
     """A step waits for each call of the workers."""
     cost = 1 + 1 / 16 + 5 / 64
-    monkeypatch.setattr(lenses, "LENS_LOGITS", math.ceil(2 * VOCABULARY * cost))
+    monkeypatch.setitem(lenses.LENS_LOGITS, "cpu", math.ceil(2 * VOCABULARY * cost))
     _, *parts = await rest(
         running.client.lens.Lens(order(where=selector(window(start=0)), token_ids=[1]))
     )
@@ -116,7 +116,7 @@ async def test_few_rows_are_read_at_a_time(running, monkeypatch) -> None:
 async def test_the_more_is_read_of_a_row_the_fewer_rows_are_read_at_a_time(
     running, monkeypatch
 ) -> None:
-    monkeypatch.setattr(lenses, "LENS_LOGITS", 6 * VOCABULARY)
+    monkeypatch.setitem(lenses.LENS_LOGITS, "cpu", 6 * VOCABULARY)
     much = {"top_k": 100, "token_ids": range(64)}
     await rest(running.client.lens.Lens(order(where=selector(window(start=0)), **much)))
     few = running.backend.lens_calls.copy()
