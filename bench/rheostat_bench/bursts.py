@@ -50,11 +50,11 @@ from rheostat_engine.channel.worker_channel import EventQueue
 from rheostat_server.engine.backend import Backend, Job
 from rheostat_server.engine.vllm_backend import VllmBackend
 from rheostat_server.front_ends import call_tasks, supervisor
+from rheostat_server.front_ends.record_connection import RecordConnection
 from rheostat_server.front_ends.records import (
     CallBegin,
     First,
     Kind,
-    RecordConnection,
     call_body,
     count_body,
 )

@@ -10,6 +10,7 @@ from typing import Final, Protocol, TypeVar
 
 from google.rpc import code_pb2, status_pb2
 
+from rheostat_server.front_ends.large_messages import ReceivedPieces
 from rheostat_server.front_ends.records import CallBegin, First, Kind, read_count_body
 from rheostat_server.limits import STATUS_SECONDS
 from rheostat_wire.message_parts import MessageParts, Payload
@@ -51,6 +52,7 @@ class Call:
         self._reading = begin.first is First.READING
         """Whether the forwarder reads a message that `read` did not request."""
         self._read: asyncio.Future[bytes | None] | None = None
+        self._pieces = ReceivedPieces()
         self._unwritten: deque[int] = deque()
         """Bytes of each message that gRPC has not taken."""
         self._unwritten_bytes = 0
@@ -162,6 +164,7 @@ class Call:
 
     def _end(self, status: bytes) -> None:
         self.ended = True
+        self._pieces.clear()
         self._send(Kind.END, status)
 
     def receive(self, kind: Kind, body: bytes) -> None:
@@ -171,7 +174,11 @@ class Call:
                 self._unwritten_bytes -= self._unwritten.popleft()
             if len(self._unwritten) <= self._most_unwritten:
                 _resolve(self._written, None)
+        elif kind is Kind.PIECE:
+            if not self.ended:  # otherwise nothing reads the message
+                self._pieces.add(body)
         elif kind is Kind.MESSAGE:
+            body = self._pieces.complete(body)
             if self._reading:
                 self._reading, self._received = False, body
             else:
@@ -180,6 +187,7 @@ class Call:
             self._half_closed = True
             _resolve(self._read, None)
         elif kind is Kind.DONE:
+            self._pieces.clear()
             self._done.set()
 
 

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 from google.rpc import status_pb2
 
 from rheostat_server.front_ends.core_server import CoreCall, CoreServer, FairLock
+from rheostat_server.front_ends.large_messages import PIECE_BYTES, ReceivedPieces
 from rheostat_server.front_ends.local_calls import PATHS, LocalCalls
 from rheostat_server.front_ends.records import (
     CallBegin,
@@ -61,13 +62,7 @@ class Backlog(Protocol):
 
     @property
     def backlogged(self) -> bool:
-        """Whether records wait."""
-
-    def write_large(self) -> None:
-        """Writes the records that were sent, if the last one is large.
-
-        Then it counts as `backlogged` before the lock is released.
-        """
+        """Whether records wait. A large message that was sent waits."""
 
 
 class _EarlyReads:
@@ -94,7 +89,6 @@ class _EarlyReads:
 
     def end(self) -> None:
         """Notes that a first message was read and sent, and reads the next one."""
-        self._backlog.write_large()
         self._running -= 1
         self.resume()
 
@@ -270,6 +264,7 @@ class _ForwardedCall:
         """Whether the record BEGIN was sent."""
         self._reads_first = False
         """Whether a read counts as a first read."""
+        self._pieces = ReceivedPieces()
         self._messages: deque[bytes] = deque()
         """The server's messages that gRPC has not been given yet."""
         self._written = 0
@@ -297,10 +292,13 @@ class _ForwardedCall:
     def receive(self, kind: Kind, body: bytes) -> None:
         """Processes a record of the server."""
         if kind is Kind.MESSAGE:
+            body = self._pieces.complete(body)
             if self._call.ready:
                 self._call.write(body, self._count_written)
             else:
                 self._messages.append(body)
+        elif kind is Kind.PIECE:
+            self._pieces.add(body)
         elif kind is Kind.READ:
             self._call.read(self._take)
         elif kind is Kind.END:
@@ -324,6 +322,7 @@ class _ForwardedCall:
         if self._closed:
             return
         self._closed = True
+        self._pieces.clear()
         self._messages.clear()
         self._call.leave()
         self._forwarder.remove(self)
@@ -366,10 +365,13 @@ class _ForwardedCall:
         self._call.end(status_pb2.Status.FromString(self._end), self.close)
 
     def _take_first(self, message: bytes | None) -> None:
-        """Sends the first message, inside BEGIN if the call is not forwarded yet."""
+        """Sends the first message, inside BEGIN if the call is not forwarded yet.
+
+        A large message follows BEGIN, so that it can be sent in pieces.
+        """
         if self._closed:
             return
-        if self._begun or message is None:
+        if self._begun or message is None or len(message) > PIECE_BYTES:
             if not self._begun:
                 self._begin(First.READING)
             self._take(message)

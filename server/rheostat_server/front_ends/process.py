@@ -18,7 +18,8 @@ from collections.abc import Callable
 from rheostat_server.errors import PortInUse
 from rheostat_server.front_ends.core_server import FairLock
 from rheostat_server.front_ends.forwarder import Forwarder
-from rheostat_server.front_ends.records import Kind, RecordConnection, read_seconds_body
+from rheostat_server.front_ends.record_connection import RecordConnection
+from rheostat_server.front_ends.records import Kind, read_seconds_body
 from rheostat_server.front_ends.shared_parts import SharedParts
 from rheostat_server.tasks.allocator import keep_freed_memory
 from rheostat_server.tasks.garbage import collect_in_time, collect_rarely
@@ -50,15 +51,13 @@ class _ServerConnection(RecordConnection):
         self._all_written = all_written
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
-        self._full = False
-        """Whether earlier records wait for the socket."""
         self._passed = False
         """Whether `_pass` will be called."""
 
     @property
     def backlogged(self) -> bool:
         """Whether records wait for the socket."""
-        return self._passed or self._full
+        return self._passed or self._full or bool(self._large)
 
     async def open(self, connected: socket.socket) -> None:
         """Begins to receive from a socket."""
@@ -71,14 +70,10 @@ class _ServerConnection(RecordConnection):
         with self._lock:
             super().data_received(data)
 
-    def pause_writing(self) -> None:
-        """Called by asyncio in `_pass` if the socket is full."""
-        self._full = True
-
     def resume_writing(self) -> None:
         """Called by asyncio once it has written everything."""
         with self._lock:
-            self._full = False
+            super().resume_writing()
             self._report()
 
     def _schedule(self) -> None:
@@ -86,10 +81,10 @@ class _ServerConnection(RecordConnection):
 
     def write_all(self) -> None:
         """Writes the records that were sent. To be called before the lock is released."""
-        if not self._outgoing or self._passed:
+        if self._passed:
             return
         few = sum(map(len, self._outgoing)) <= _DIRECT_BYTES
-        if few and self._socket is not None and not self._full:
+        if self._outgoing and few and self._socket is not None and not self._full:
             records = b"".join(self._outgoing)
             try:
                 written = self._socket.send(records)
@@ -98,17 +93,9 @@ class _ServerConnection(RecordConnection):
             except OSError:
                 return  # the event loop finds that the connection is lost
             self._outgoing = [memoryview(records)[written:]] if written < len(records) else []
-        if self._outgoing:
+        if self._outgoing or (self._large and not self._full):
             self._passed = True
             self._loop.call_soon_threadsafe(self._pass)
-
-    def write_large(self) -> None:
-        """Writes the records that were sent, if the last one is large.
-
-        Then it counts as `backlogged` before the lock is released.
-        """
-        if self._outgoing and len(self._outgoing[-1]) > _DIRECT_BYTES:
-            self.write_all()
 
     def _pass(self) -> None:
         """Gives the records to asyncio."""

@@ -1,21 +1,14 @@
-"""The records that the server and a front end exchange over a socket.
+"""The records that the server and a front end exchange.
 
-A record is a kind, the number of a call, and bytes. The front end numbers the calls. Records that
-are sent in one iteration of the event loop are written together. The last part of a body may be in
-shared memory; see `shared_parts`.
+A record is a kind, the number of a call, and bytes. The front end numbers the calls.
+`record_connection` sends records over a socket.
 """
 
-import asyncio
 import struct
-from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from rheostat_server.front_ends.shared_parts import LARGE_PART, PLACE_BYTES, Place, SharedParts
 from rheostat_wire.message_parts import Payload
-
-_HEAD = struct.Struct("<IBI")
-"""Bytes of the body, kind, number of the call."""
 
 _SECONDS = struct.Struct("<d")
 
@@ -24,9 +17,6 @@ _CALL = struct.Struct("<dB")
 if there is one."""
 
 _COUNT = struct.Struct("<I")
-
-_SHARED = 0x80
-"""Is added to the kind of a record whose body ends with the place of its last part."""
 
 
 class Kind(IntEnum):
@@ -60,10 +50,17 @@ class Kind(IntEnum):
     """Server: the front end must answer with PONG, which shows that its event loop runs."""
     PONG = 13
     """Front end: the answer to PING."""
+    PIECE = 14
+    """Both: a part of the call's next message, which ends with MESSAGE; see `large_messages`."""
 
 
-_KINDS = {kind.value: kind for kind in Kind}
-"""The kinds by number. A look-up takes a fifth of the time of `Kind(number)`."""
+class Record(NamedTuple):
+    """A record that is to be sent."""
+
+    kind: Kind
+    call: int
+    body: tuple[Payload, ...]
+    """The parts of the body."""
 
 
 class First(IntEnum):
@@ -132,114 +129,3 @@ def read_seconds_body(body: bytes) -> float:
     """The seconds in the body of STOP."""
     (seconds,) = _SECONDS.unpack(body)
     return float(seconds)
-
-
-class RecordConnection(asyncio.Protocol):
-    """One end of the socket between the server and a front end.
-
-    `receive` is called with each record, `on_lost` once the other end has closed the socket. The
-    bytes that wait to be sent are not limited here, because each call limits its unread messages.
-    """
-
-    sent_parts: SharedParts | None = None
-    """Passes large parts to the other end. None: they go through the socket."""
-    received_parts: SharedParts | None = None
-    """Has the large parts that the other end passes. Only one end may write into the memory, so a
-    connection does not have both."""
-
-    def __init__(
-        self, receive: Callable[[Kind, int, bytes], None], on_lost: Callable[[], None]
-    ) -> None:
-        self._receive = receive
-        self._on_lost = on_lost
-        self._transport: asyncio.Transport | None = None
-        self._outgoing: list[Payload] = []
-        self._received = bytearray()
-        self._wanted = _HEAD.size
-        """Bytes that must have been received before the next record is complete."""
-
-    def send(self, kind: Kind, call: int = 0, *body: Payload) -> None:
-        """Queues a record. It is dropped if the connection is lost.
-
-        The parts of the body must not change until they are sent.
-        """
-        if not self._outgoing:
-            self._schedule()
-        marked: int = kind
-        if self.sent_parts is not None and body and len(body[-1]) >= LARGE_PART:
-            place = self.sent_parts.put(body[-1])
-            if place is not None:
-                marked, body = kind | _SHARED, (*body[:-1], place.to_bytes())
-        self._outgoing += (_HEAD.pack(sum(map(len, body)), marked, call), *body)
-
-    def close(self) -> None:
-        """Sends all queued records, then closes the connection."""
-        self._flush()
-        if self._transport is not None:
-            self._transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio."""
-        self._transport = None
-        self._on_lost()
-
-    def data_received(self, data: bytes) -> None:
-        """Calls `receive` with every complete record."""
-        received = self._received
-        received += data
-        if len(received) < self._wanted:
-            return
-        begin = 0
-        with memoryview(received) as view:
-            while True:
-                body = begin + _HEAD.size
-                if len(received) < body:
-                    self._wanted = _HEAD.size
-                    break
-                size, kind, call = _HEAD.unpack_from(received, begin)
-                if len(received) < body + size:
-                    self._wanted = _HEAD.size + size
-                    break
-                begin = body + size
-                if kind & _SHARED and self.received_parts is not None:
-                    place = Place.read(view[begin - PLACE_BYTES : begin])
-                    data = self.received_parts.take(view[body : begin - PLACE_BYTES], place)
-                    kind ^= _SHARED
-                else:
-                    data = bytes(view[body:begin])
-                self._receive(_KINDS[kind], call, data)
-        del received[:begin]
-
-    def _schedule(self) -> None:
-        """Lets `_flush` be called soon."""
-        asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
-        if self._transport is None:
-            return
-        try:
-            _write(self._transport, outgoing)
-        except BaseException:
-            # The other end would read the next record as the rest of this incomplete record.
-            self._transport.abort()
-            raise
-
-
-def _write(transport: asyncio.Transport, parts: Sequence[Payload]) -> None:
-    """Writes parts, the large ones by themselves, because copying them takes longer than a call."""
-    small: list[Payload] = []
-    for part in parts:
-        if len(part) < LARGE_PART:
-            small.append(part)
-            continue
-        transport.write(b"".join(small))
-        small = []
-        transport.write(part)
-    if small:
-        transport.write(b"".join(small))

@@ -18,7 +18,8 @@ from rheostat_server.errors import FrontEndFailed, PortInUse
 from rheostat_server.front_ends.call import Answer
 from rheostat_server.front_ends.call_tasks import STARTS, CallTasks
 from rheostat_server.front_ends.core_server import grpc_address
-from rheostat_server.front_ends.records import Kind, RecordConnection, seconds_body
+from rheostat_server.front_ends.record_connection import RecordConnection
+from rheostat_server.front_ends.records import Kind, seconds_body
 from rheostat_server.front_ends.shared_parts import SharedParts, create_memory
 from rheostat_server.tasks.turns import Turns
 
@@ -47,8 +48,9 @@ _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """Errors of addresses that a machine does not have. `localhost` often has such a second address,
 which gRPC skips too."""
 
-_SOCKET_BYTES = 4 << 20
-"""Size of the socket buffers; the kernel may allow less."""
+_SOCKET_BYTES = 256 << 10
+"""Size of the socket buffers, of which Linux allows the double. It is small because small records
+wait for what is in the buffers, such as pieces of large messages."""
 
 
 class FrontEnds:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from rheostat_bench.bursts import Clock, FrontEnd, record
 from rheostat_bench.tables import tables
-from rheostat_server.front_ends.records import Kind, RecordConnection, read_count_body
+from rheostat_server.front_ends.record_connection import RecordConnection
+from rheostat_server.front_ends.records import Kind, read_count_body
 from rheostat_wire.v1 import generation_service_pb2
 
 Response = generation_service_pb2.GenerateResponse

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from itertools import count
 
 import grpc
@@ -130,6 +130,16 @@ async def test_a_client_that_leaves_while_a_message_waits_cancels_its_answer(
         await cancelled.wait()
 
 
+async def write_all(call: grpc.aio.StreamStreamCall, messages: list[bytes]) -> None:
+    """Writes messages and closes this side of the stream, unless the call ends before."""
+    with suppress(
+        asyncio.CancelledError, asyncio.InvalidStateError, grpc.aio.AioRpcError, grpc.aio.BaseError
+    ):
+        for message in messages:
+            await call.write(message)
+        await call.done_writing()
+
+
 class Peer:
     """A server and clients that write, read, wait, fail and leave at random."""
 
@@ -151,7 +161,9 @@ class Peer:
             reads = self.rng.random() < 0.5
             await call.write(first)
             for number in range(self.rng.choice([0, 1, 2, 10, 40])):
-                message = number.to_bytes(4, "big") + bytes(self.rng.choice([0, 9, 30_000]))
+                message = number.to_bytes(4, "big") + bytes(
+                    self.rng.choice([0, 9, 30_000, 200_000])
+                )
                 if self.rng.random() < 0.6 and call.has_room():
                     call.write_now(message)
                 else:
@@ -173,15 +185,16 @@ class Peer:
         received: list[bytes] = []
         sent: list[bytes] = []
         leaves = self.rng.choice([None, None, 0, 1, 5])
+        writing: asyncio.Task[None] | None = None
         try:
             if self.rng.random() < 0.1:
                 await self.pause()
                 await asyncio.sleep(0.01)  # the call is forwarded without its first message
             await call.write(first)
             for extra in range(self.rng.choice([0, 0, 3])):
-                sent.append(b"echo%d" % extra)
-                await call.write(sent[-1])
-            await call.done_writing()
+                sent.append(b"echo%d" % extra + bytes(self.rng.choice([0, 0, 300_000])))
+            # Client and server may both wait for the other to read large messages.
+            writing = asyncio.create_task(write_all(call, sent))
             while (message := await call.read()) is not grpc.aio.EOF:
                 received.append(message)
                 await self.pause()
@@ -192,6 +205,9 @@ class Peer:
             code, details = grpc.StatusCode.CANCELLED, ""
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             code, details = await call.code(), await call.details()
+        if writing is not None:
+            writing.cancel()
+            await asyncio.wait([writing])
         if details == "Internal error from Core":
             return  # the client's gRPC says so if it cannot send a message after the call's end
         assert code in {

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_server.front_ends.process import FrontEnd
-from rheostat_server.front_ends.records import Kind, RecordConnection
+from rheostat_server.front_ends.record_connection import RecordConnection
+from rheostat_server.front_ends.records import Kind
 from rheostat_server.front_ends.shared_parts import LARGE_PART, Place, SharedParts, create_memory
 
 SIZE = 1 << 12
