@@ -167,6 +167,11 @@ class CoreCall:
         send = cygrpc.SendStatusFromServerOperation(metadata, code, details, _NO_FLAGS)
         self._start(*self._headers(), send, then=lambda event: sent())
 
+    def cancel(self) -> None:
+        """Ends the call without a status of the server. Its client gets an error from gRPC."""
+        self._disconnected = None
+        self._call.cancel()
+
     def _headers(self) -> Sequence[Any]:
         """The headers of the response, unless they were sent.
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from google.rpc import status_pb2
+from google.rpc import code_pb2, status_pb2
 
 from rheostat_server.front_ends.core_server import CoreCall, CoreServer, FairLock
 from rheostat_server.front_ends.large_messages import PIECE_BYTES, ReceivedPieces
@@ -45,6 +45,11 @@ _WRITTEN_BATCH = 3
 """Messages that gRPC has taken after which a WRITTEN record is sent while others follow."""
 
 _UNKNOWN = status_pb2.Status(code=12, message="Method not found!")  # UNIMPLEMENTED, as gRPC says it
+
+_BROKEN = status_pb2.Status(
+    code=code_pb2.INTERNAL,
+    message="the server cannot answer the call to its end; its log may say why",
+)
 
 
 class ToServer(Protocol):
@@ -163,11 +168,7 @@ class Forwarder:
     def receive(self, kind: Kind, number: int, body: bytes) -> None:
         """Processes a record of a call. To be called with the lock."""
         if (call := self._calls.get(number)) is not None:
-            try:
-                call.receive(kind, body)
-            except Exception:  # one call must not end the others
-                _LOG.exception("a record of a call could not be processed")
-                call.close()
+            call.receive(kind, body)
 
     def later(
         self, seconds: float, number: int, action: "Callable[[_ForwardedCall], object]"
@@ -290,7 +291,13 @@ class _ForwardedCall:
         self._begin(First.READING if self._reads_first else First.UNREAD)
 
     def receive(self, kind: Kind, body: bytes) -> None:
-        """Processes a record of the server."""
+        """Processes a record of the server. If it cannot, the call ends with INTERNAL."""
+        try:
+            self._process(kind, body)
+        except Exception:  # one call must not end the others
+            self._fail()
+
+    def _process(self, kind: Kind, body: bytes) -> None:
         if kind is Kind.MESSAGE:
             body = self._pieces.complete(body)
             if self._call.ready:
@@ -341,6 +348,12 @@ class _ForwardedCall:
         if not taken:
             self.close()  # the client has disconnected
             return
+        try:
+            self._write_next()
+        except Exception:  # as in `receive`, because the next message is a record of the server
+            self._fail()
+
+    def _write_next(self) -> None:
         self._written += 1
         idle = not self._messages
         if not idle:
@@ -350,6 +363,16 @@ class _ForwardedCall:
             self._written = 0
         if idle and self._end is not None:
             self._finish()
+
+    def _fail(self) -> None:
+        """Ends the call because a record of the server could not be processed."""
+        _LOG.exception("a record of a call could not be processed; the call ends")
+        try:
+            self._call.end(_BROKEN, lambda: None)
+        except Exception:  # gRPC takes no status, or has taken one
+            _LOG.exception("the call is cancelled because its status cannot be sent")
+            self._call.cancel()
+        self.close()
 
     def _finish(self) -> None:
         """Ends the call with the status of the server."""

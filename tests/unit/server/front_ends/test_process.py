@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rheostat_server.front_ends import supervisor
 from rheostat_server.front_ends.call import Call
-from rheostat_server.front_ends.core_server import FairLock
+from rheostat_server.front_ends.core_server import CoreCall, FairLock
 from rheostat_server.front_ends.grpc_server import GrpcServer
 from rheostat_server.front_ends.large_messages import ReceivedPieces
 from rheostat_server.front_ends.local_calls import SERVICES
@@ -155,6 +155,52 @@ async def test_a_client_that_leaves_is_not_mistaken_for_one_that_has_sent_everyt
     await calls[0].done_writing()
     assert [await calls[0].read() for _ in range(3)] == [b"one", b"two", grpc.aio.EOF]
     assert received.count(Kind.HALF_CLOSED) == 1
+
+
+@pytest.mark.parametrize("broken", [b"one", b"two"])
+async def test_a_call_whose_record_cannot_be_processed_gets_a_status_and_others_go_on(
+    channel: grpc.aio.Channel, broken: bytes, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    write, breaks = CoreCall.write, [True]
+
+    def write_or_fail(call: CoreCall, message: bytes, taken: object) -> None:
+        if message == broken and breaks:
+            breaks.clear()
+            raise RuntimeError("gRPC refuses an operation of a call: error 8")
+        write(call, message, taken)
+
+    monkeypatch.setattr(CoreCall, "write", write_or_fail)
+    other = channel.stream_stream(METHOD)()
+    await other.write(b"upload")
+    assert await other.read() == b"ready"
+    async with asyncio.timeout(30):
+        call = channel.stream_stream(METHOD)()
+        await call.write(b"")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [message async for message in call]
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "its log" in (caught.value.details() or "")
+    assert "could not be processed" in caplog.text
+    await other.done_writing()
+    assert [await other.read() for _ in range(3)] == [b"one", b"two", grpc.aio.EOF]
+
+
+async def test_a_call_that_gets_no_status_is_cancelled(
+    channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: CoreCall, *arguments: object) -> None:
+        raise RuntimeError("gRPC refuses an operation of a call: error 8")
+
+    async with asyncio.timeout(30):
+        with monkeypatch.context() as patched:
+            patched.setattr(CoreCall, "write", fail)
+            patched.setattr(CoreCall, "end", fail)
+            call = channel.stream_stream(METHOD)()
+            await call.write(b"")
+            assert await call.code() is not grpc.StatusCode.OK
+        again = channel.stream_stream(METHOD)()
+        await again.write(b"")
+        assert [await again.read() for _ in range(3)] == [b"one", b"two", grpc.aio.EOF]
 
 
 def waiting_bytes(connection: RecordConnection) -> int:
