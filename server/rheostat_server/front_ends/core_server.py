@@ -69,6 +69,33 @@ _FAILED = 1
 _TIMEOUT = cygrpc.CompletionType.queue_timeout
 
 
+class _Undecodable(logging.Filter):
+    """Shortens the record that gRPC logs for metadata that is not UTF-8, and passes it once.
+
+    gRPC decodes the metadata of each call and logs a traceback if it cannot. So a client could fill
+    the log. The server does not use the metadata of calls, so such a call is answered as others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
+        if record.msg != "Invalid encoding on %s":
+            return True
+        if self._passed:
+            return False
+        self._passed = True
+        record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
+        record.msg = "a client sends metadata that is not UTF-8; this is logged once"
+        record.args = record.exc_info = None
+        return True
+
+
+_UNDECODABLE = _Undecodable()
+
+
 class FairLock:
     """A lock that two threads get in turn.
 
@@ -221,6 +248,7 @@ class CoreServer:
         Raises:
             PortInUse: the address is in use or not allowed.
         """
+        logging.getLogger(cygrpc.__name__).addFilter(_UNDECODABLE)
         self._queue = cygrpc.CompletionQueue()
         self._server = cygrpc.Server((*_OPTIONS, ("grpc.so_reuseport", int(shared_port))), False)
         self._server.register_completion_queue(self._queue)
