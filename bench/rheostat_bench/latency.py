@@ -9,7 +9,7 @@ on, its latency is a - f positions. A probe behind the steered site reads from w
     watch       one watch of all streams, whose client answers each reading with a gain
 
 Each reading gets a gain, which is more than a controller needs. A watch whose client is more than
-1,024 answers behind sets none. All streams of an arm, and the watch, are in one Python process.
+4,096 answers behind sets none. All streams of an arm, and the watch, are in one Python process.
 
     rheostat bench latency --out results
 """
@@ -326,7 +326,7 @@ class Watcher:
         factor = (self._gains + 1) * 5 % _STEPS / _STEPS
         try:
             update = gain(request, factor)
-        except rheostat.Refused:
+        except rheostat.ResourceExhausted:
             self.answers[request].refused += 1
             return
         self._gains += 1

@@ -361,6 +361,11 @@ WATCH_CHANGES = 256
 UNREAD_ANSWERS = 1024
 """Most answers to a session's messages that may wait for its client to read them."""
 
+UNREAD_WATCH_ANSWERS = 4096
+"""Most answers to the messages of a watch or a subscription that may wait for their client to read
+them. They are more than those of a session, because a watch may change hundreds of requests with
+every token. An answer takes about 1 KiB. The Python clients leave as many answers unread."""
+
 UNREAD_SECONDS = 600.0
 """Seconds for which a client of Sweep, Lens or ReadRun may leave a message unread. Meanwhile the
 call holds runs, memory or one of few places."""

@@ -18,7 +18,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 import google.protobuf.message
 
 from rheostat_server.errors import CursorExpired, QueueFull, RheostatError, Superseded
-from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS, RETRY_SECONDS, UNREAD_ANSWERS
+from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS, RETRY_SECONDS, UNREAD_WATCH_ANSWERS
 from rheostat_server.subscriptions.flow_control import Credit
 from rheostat_server.subscriptions.replay_window import M, ReplayWindow, Sendable, Sent
 from rheostat_server.tasks.alarm import Alarm
@@ -165,9 +165,9 @@ class EventStream(ABC, Generic[M]):
         Raises:
             QueueFull: too many answers wait to be read.
         """
-        if len(self._answers) >= UNREAD_ANSWERS:
+        if len(self._answers) >= UNREAD_WATCH_ANSWERS:
             raise QueueFull(
-                f"{UNREAD_ANSWERS} answers wait to be read; read what the {self.kind} sends",
+                f"{UNREAD_WATCH_ANSWERS} answers wait to be read; read what the {self.kind} sends",
                 retry_after=RETRY_SECONDS,
             )
         self._answers.append(message)

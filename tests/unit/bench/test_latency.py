@@ -143,7 +143,7 @@ def test_a_watch_answers_each_reading_of_a_generated_token_with_another_gain() -
 
 def test_a_reading_whose_gain_is_refused_gets_none() -> None:
     def full(request: str, factor: float) -> int:
-        raise rheostat.Refused("1024 updates have answers that were not read")
+        raise rheostat.ResourceExhausted("4096 updates have answers that were not read")
 
     watcher = Watcher("label")
     watcher.take(rheostat.WatchedRequestBegun(1, "a", {}, 1, 2), lambda request, factor: 1)

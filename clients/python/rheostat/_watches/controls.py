@@ -55,7 +55,9 @@ class WatchControls(ABC):
 
         Raises:
             InvalidRequest: an argument is malformed.
-            Refused: the watch has ended or is closed, or the answers to 1024 updates were not read.
+            Refused: the watch has ended or is closed.
+            ResourceExhausted: the answers to 4096 updates were not read. The program reads the
+                watch's events too slowly for its updates.
         """
         return self._update(stop_request(request_id, label))
 
@@ -72,7 +74,7 @@ class WatchControls(ABC):
 
         Raises:
             InvalidRequest: an argument is malformed.
-            Refused: as for `stop`.
+            Refused, ResourceExhausted: as for `stop`.
         """
         return self._update(steer_request(request_id, steering))
 
@@ -92,7 +94,7 @@ class WatchControls(ABC):
 
         Raises:
             InvalidRequest: an argument is malformed.
-            Refused: as for `stop`.
+            Refused, ResourceExhausted: as for `stop`.
         """
         return self._update(gain_request(request_id, factor, interventions))
 

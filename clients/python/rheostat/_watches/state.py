@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from rheostat._connection.calls import BidiCall
-from rheostat._errors import Refused
+from rheostat._errors import ResourceExhausted
 from rheostat._event_streams.state import EventStreamState, Request
 from rheostat._responses.signals import SignalColumn, read_table
 from rheostat._responses.updates import read_applied, read_refused
@@ -27,7 +27,7 @@ from rheostat_wire.v1 import monitor_service_pb2
 BUFFER_BYTES = 8 * 1024 * 1024
 """Bytes of the server's buffer by default."""
 
-_MOST_UPDATES = 1024
+_MOST_UPDATES = 4096
 """Updates whose answers were not read. The server lets as many answers wait."""
 
 _MOST_GAINS = 40
@@ -96,11 +96,13 @@ class WatchState(EventStreamState[_Response, WatchEvent]):
     def update(self, message: monitor_service_pb2.WatchRequest) -> int:
         """Sends an update with the next `due_requests`, and returns its id.
 
-        Raises Refused if too many updates have answers that were not read.
+        Raises ResourceExhausted if too many updates have answers that were not read.
         """
         if self._unread >= _MOST_UPDATES:
-            raise Refused(
-                f"{_MOST_UPDATES} updates have answers that were not read: read the watch's events"
+            raise ResourceExhausted(
+                f"{_MOST_UPDATES} updates have answers that were not read: read the watch's events "
+                "before the next update, or make fewer updates",
+                reason="REASON_QUEUE_FULL",
             )
         self._last_update += 1
         self._unread += 1

@@ -274,8 +274,9 @@ def test_updates_whose_answers_nobody_reads_have_a_limit(running, subscriber, mo
     with subscriber.watch(probes=MOOD, every=True) as watch:
         for _ in range(3):
             watch.stop("a")
-        with pytest.raises(rheostat.Refused, match="read the watch's events"):
+        with pytest.raises(rheostat.ResourceExhausted, match="read the watch's events") as caught:
             watch.stop("a")
+        assert caught.value.reason == "REASON_QUEUE_FULL"
         assert isinstance(next(watch), rheostat.UpdateRefused)
         watch.stop("a")
 

@@ -212,7 +212,7 @@ async def test_a_change_that_is_refused_at_once_reserves_nothing(
 async def test_changes_whose_answers_do_not_fit_reserve_nothing_once_the_call_has_ended(
     running, taken, monkeypatch
 ) -> None:
-    monkeypatch.setattr(event_stream, "UNREAD_ANSWERS", 2)
+    monkeypatch.setattr(event_stream, "UNREAD_WATCH_ANSWERS", 2)
     watcher = await Watcher.open(running, watchers.opening(steers=True))
     gain = gain_pb2.Gain(factor=0.5)
     changes = [WatchSteer(update_id=n, request_id="gone", gain=gain) for n in range(1, 1025)]
