@@ -49,7 +49,9 @@ class Call:
         self._connection = begin.connection or None
         self._received = begin.message if begin.first is First.HERE else None
         """The first message, until it is read."""
-        self._reading = begin.first is First.READING
+        self._coming = begin.first is First.COMING
+        """Whether the first message is being received in pieces."""
+        self._reading = self._coming or begin.first is First.READING
         """Whether the forwarder reads a message that `read` did not request."""
         self._read: asyncio.Future[bytes | None] | None = None
         self._pieces = ReceivedPieces()
@@ -69,12 +71,15 @@ class Call:
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def connection(self) -> str | None:
-        """The address of the client's connection; None if the first message came with the call."""
+        """The address of the client's connection; None if `received` when the call began."""
         return self._connection
 
     def received(self) -> bool:
-        """Whether the next message has arrived, so that `read` does not wait."""
-        return self._received is not None
+        """Whether the next message has arrived, so that `read` does not wait for the client.
+
+        `read` may wait for the front end, which has the message.
+        """
+        return self._coming or self._received is not None
 
     async def read(self) -> bytes | None:
         """The client's next message; None once the client has closed its side of the stream.
@@ -179,6 +184,7 @@ class Call:
                 self._pieces.add(body)
         elif kind is Kind.MESSAGE:
             body = self._pieces.complete(body)
+            self._coming = False
             if self._reading:
                 self._reading, self._received = False, body
             else:

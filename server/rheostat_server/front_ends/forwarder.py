@@ -205,7 +205,8 @@ class Forwarder:
     def begin_call(self, call: "_ForwardedCall", first: First, message: bytes = b"") -> None:
         """Forwards a call to the server."""
         self._forget_unread(call)
-        connection = "" if first is First.HERE else call.connection()
+        was_read = first in (First.HERE, First.COMING)
+        connection = "" if was_read else call.connection()
         begin = CallBegin(call.path, call.time_remaining(), first, message, connection)
         self._to_server.send(Kind.BEGIN, call.number, call_body(begin))
 
@@ -394,9 +395,13 @@ class _ForwardedCall:
         """
         if self._closed:
             return
-        if self._begun or message is None or len(message) > PIECE_BYTES:
-            if not self._begun:
-                self._begin(First.READING)
+        if self._begun:
+            self._take(message)
+        elif message is None:
+            self._begin(First.READING)
+            self._take(message)
+        elif len(message) > PIECE_BYTES:
+            self._begin(First.COMING)
             self._take(message)
         else:
             self._begin(First.HERE, message)

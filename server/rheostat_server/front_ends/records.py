@@ -72,6 +72,8 @@ class First(IntEnum):
     """The front end is reading it, and sends MESSAGE or HALF_CLOSED without READ."""
     HERE = 2
     """It is in the body of BEGIN."""
+    COMING = 3
+    """The front end has read it, and sends it in pieces without READ, because it is large."""
 
 
 class CallBegin(NamedTuple):
@@ -85,7 +87,7 @@ class CallBegin(NamedTuple):
     message: bytes = b""
     """The first message, if `first` is HERE."""
     connection: str = ""
-    """The address of the client's connection, unless `first` is HERE."""
+    """The address of the client's connection, unless `first` is HERE or COMING."""
 
 
 def call_body(begin: CallBegin) -> bytes:

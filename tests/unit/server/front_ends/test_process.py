@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rheostat_server.front_ends import supervisor
+from rheostat_server.front_ends import forwarder, supervisor
 from rheostat_server.front_ends.call import Call
 from rheostat_server.front_ends.core_server import CoreCall, FairLock
 from rheostat_server.front_ends.grpc_server import GrpcServer
@@ -201,6 +201,30 @@ async def test_a_call_that_gets_no_status_is_cancelled(
         again = channel.stream_stream(METHOD)()
         await again.write(b"")
         assert [await again.read() for _ in range(3)] == [b"one", b"two", grpc.aio.EOF]
+
+
+async def test_a_large_first_message_that_is_read_early_counts_as_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise it would wait for the reads of others, in memory that nothing counts."""
+    monkeypatch.setattr(forwarder, "_EARLY_SECONDS", 10.0)
+    received: list[tuple[bool, str | None]] = []
+    read = Call.read
+
+    async def recorded(call: Call) -> bytes | None:
+        received.append((call.received(), call.connection()))
+        message = await read(call)
+        assert message == bytes(1 << 20)
+        assert not call.received()
+        return message
+
+    monkeypatch.setattr(Call, "read", recorded)
+    async with front_end() as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream(METHOD)()
+        await call.write(bytes(1 << 20))
+        assert await call.read() == b"one"
+        call.cancel()
+    assert received == [(True, None)]
 
 
 def waiting_bytes(connection: RecordConnection) -> int:
