@@ -21,8 +21,10 @@ STARTS = 2
 
 _SHARE = 0.15
 """Of the requests of two compiled starts. Up to 8.6 % were seen to differ."""
-_STEP = 2.0**-4
-"""A unit in the last place of the largest logits in bfloat16, which are between 8 and 16."""
+_FAR = 0.25
+"""Of a log-probability. In a small model 0.033 was seen, a unit in the last place of a logit in
+bfloat16. In a small mixture of experts it was 0.15, and 0.09 between two starts of stock, because a
+rounding can choose another expert."""
 
 
 def check_starts(
@@ -70,7 +72,7 @@ def compare_starts(runs: Mapping[str, Sequence[Outcome]]) -> Lines:
         results["compiled, ours and stock: 95 % sure that a smaller share differs than"] = at_most(
             round(most, 6), _SHARE
         )
-        results["the same: largest difference of a log-probability"] = at_most(farthest, _STEP)
+        results["the same: largest difference of a log-probability"] = at_most(farthest, _FAR)
     return results
 
 

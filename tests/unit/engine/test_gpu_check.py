@@ -144,10 +144,10 @@ def test_eager_starts_have_to_be_equal_in_every_bit() -> None:
     [
         (80, 0.03, []),
         (140, 0.03, ["compiled, ours and stock: 95 % sure that a smaller share differs than"]),
-        (80, 0.07, ["the same: largest difference of a log-probability"]),
+        (80, 0.3, ["the same: largest difference of a log-probability"]),
     ],
 )
-def test_compiled_starts_may_differ_in_few_requests_by_one_rounding(
+def test_compiled_starts_may_differ_in_few_requests_and_not_far(
     differ: int, by: float, wrong: list[str]
 ) -> None:
     plain = [outcome(-1.0)] * 1000
