@@ -317,12 +317,6 @@ class ActiveRequest:
         if sequence.job.has_plan:
             self._put(ResponseItem(sequence, event))
 
-    def takes_signals(self, sequence: EngineSequence) -> bool:
-        """Whether `add_signals` does anything with the signals of a step of a sequence."""
-        if self.signals is None or sequence.kind is not SequenceKind.OWN:
-            return False
-        return sequence.token_hold is not None or not self.signals.for_watches
-
     def add_signals(
         self,
         sequence: EngineSequence,

@@ -130,6 +130,13 @@ class _Reader:
         return self._samples.take(kept), blocks._replace(counts=counts).take(kept)
 
 
+def _takes_signals(active: ActiveRequest, sequence: EngineSequence) -> bool:
+    """Whether `ActiveRequest.add_signals` does anything with the signals of a step."""
+    if active.signals is None or sequence.kind is not SequenceKind.OWN:
+        return False
+    return sequence.token_hold is not None or not active.signals.for_watches
+
+
 class _Batch:
     """Who reads the signals of some requests."""
 
@@ -143,7 +150,7 @@ class _Batch:
             if route is None:
                 continue
             active, sequence = route
-            if active.takes_signals(sequence):
+            if _takes_signals(active, sequence):
                 self.requests.append((index, active, sequence))
             if sequence.kind is SequenceKind.OWN:
                 for part, watched, gates in active.watched:
