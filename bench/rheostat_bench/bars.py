@@ -216,8 +216,11 @@ def _sweeps(content: Mapping[str, Any]) -> tuple[Panel, ...]:
             label: Bar(statistics.median(some), min(some), max(some))
             for label, some in (("median", medians), ("p99", p99s))
         }
-    speed = Panel("cells' tokens/s, share of stock vLLM's prefill", shares)
-    return (speed, Panel("ms between tokens; whiskers: range", felt)) if felt else (speed,)
+    panels = (
+        Panel("cells' tokens/s, share of stock vLLM's prefill", shares),
+        Panel("ms between tokens; whiskers: range", felt),
+    )
+    return tuple(panel for panel in panels if panel.bars)
 
 
 _LATE = 5

@@ -376,7 +376,7 @@ def _sweeps(summary: Mapping[str, Table], neighbours: Mapping[str, Any]) -> list
             ):
                 cells.append(format(row[key], form) if key in row else "")
         rows.append(cells)
-    shown = [_markdown(heads, rows)]
+    shown = [_markdown(heads, rows)] if rows else []
     felt: dict[str, dict[str, float]] = {
         name: {key: statistics.median(turn[key] for turn in turns) for key in _FELT}
         for name, turns in neighbours.items()
