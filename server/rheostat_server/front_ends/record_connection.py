@@ -65,6 +65,12 @@ class RecordConnection(asyncio.Protocol):
 
         The parts of the body must not change until they are sent.
         """
+        size = sum(map(len, body))
+        if size < LARGE_PART and not self._large:  # mostly so; the rest takes twice the time
+            self._outgoing += (_HEAD.pack(size, kind, call), *body)
+            if not self._scheduled:
+                self._schedule_once()
+            return
         if self._large:
             if kind is Kind.DONE:
                 self._large.drop(call)
