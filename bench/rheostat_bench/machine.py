@@ -28,7 +28,7 @@ _CUDA_KV_BYTES = 8 << 30
 """Of an engine that starts while another one does: neither can measure what is free."""
 _CUDA_STEP_TOKENS = 8192
 """Tokens that a step computes at most: as many as `vllm serve` takes by default on an H100 or H200.
-An `AsyncLLM`, and so `rheostat serve`, takes 2,048 unless it is told otherwise."""
+An `AsyncLLM`, and so `rheostat serve`, takes 2,048 by default."""
 
 
 class Model(NamedTuple):

@@ -364,7 +364,7 @@ UNREAD_ANSWERS = 1024
 UNREAD_WATCH_ANSWERS = 4096
 """Most answers to the messages of a watch or a subscription that may wait for their client to read
 them. They are more than those of a session, because a watch may change hundreds of requests with
-every token. An answer takes about 1 KiB. The Python clients leave as many answers unread."""
+every token. An answer takes about 1 KiB. The Python clients have the same limit."""
 
 UNREAD_SECONDS = 600.0
 """Seconds for which a client of Sweep, Lens or ReadRun may leave a message unread. Meanwhile the

@@ -20,11 +20,12 @@ STARTS = 2
 """Compiled starts of each kind."""
 
 _SHARE = 0.15
-"""Of the requests of two compiled starts. Up to 8.6 % were seen to differ."""
+"""Largest allowed share of requests that differ between two compiled starts. The largest seen was
+8.6 %, between stock and ours."""
 _FAR = 0.25
-"""Of a log-probability. In a small model 0.033 was seen, a unit in the last place of a logit in
-bfloat16. In a small mixture of experts it was 0.15, and 0.09 between two starts of stock, because a
-rounding can choose another expert."""
+"""Largest allowed difference of a log-probability. In a small model 0.033 was seen, a unit in the
+last place of a logit in bfloat16. In a small mixture of experts it was 0.15, and 0.09 between two
+starts of stock, because a rounding can choose another expert."""
 
 
 def check_starts(

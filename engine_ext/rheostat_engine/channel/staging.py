@@ -85,7 +85,7 @@ class StagingReader:
         self._taken = int(self._counter[0])
 
     def taken(self, staging_range: StagingRange) -> "_Taken":
-        """The bytes of a range, in a `with` block. Then the worker may write them again.
+        """A context manager for the bytes of a range. After it the worker may overwrite them.
 
         Raises:
             StagingError: the range is not valid as the next range.

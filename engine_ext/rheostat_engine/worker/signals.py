@@ -12,8 +12,8 @@ labels marked as lost, because requests may depend on them.
 Why signals may wait
     Sending the signals of a step wakes several threads here and in the server, even for one number.
     If no request of the step needs its signals before it ends, the signals of decode steps with
-    the same requests are sent together. Whatever ends this also sends them: a request that begins
-    or ends, other signals, or the limits below.
+    the same requests are sent together. Waiting signals are sent when a request begins or ends,
+    when a step has other requests or columns, and at the limits below.
 Why the same columns for all requests of a step
     A gather of different columns for each request would need an index for each number. The
     additional columns of small requests cost little, because a row has at most
@@ -41,7 +41,7 @@ WAITING_STEPS = 32
 """The most steps whose signals wait."""
 
 _WAITING_ROWS = 1024
-"""Rows from which on they are sent. The server takes about 0.5 ms for so many."""
+"""The most rows whose signals wait. The server takes about 0.5 ms for so many."""
 
 
 class _Pending(NamedTuple):
@@ -147,9 +147,9 @@ class StepSignals:
         return True
 
     def end(self) -> None:
-        """Sends the signals of the step, once its forward pass and fold were launched.
+        """Sends the signals of the step, or adds them to the waiting ones.
 
-        Or lets them wait for those of later steps.
+        The step's forward pass and fold were launched.
         """
         pending, self._pending = self._pending, None
         if pending is None:

@@ -71,7 +71,7 @@ class Call:
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def connection(self) -> str | None:
-        """The address of the client's connection; None if `received` when the call began."""
+        """The address of the client's connection; None if the first message was read before."""
         return self._connection
 
     def received(self) -> bool:

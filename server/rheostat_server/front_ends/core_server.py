@@ -70,7 +70,7 @@ _TIMEOUT = cygrpc.CompletionType.queue_timeout
 
 
 class _Undecodable(logging.Filter):
-    """Shortens the record that gRPC logs for metadata that is not UTF-8, and passes it once.
+    """Replaces gRPC's tracebacks for metadata that is not UTF-8 by one warning per process.
 
     gRPC decodes the metadata of each call and logs a traceback if it cannot. So a client could fill
     the log. The server does not use the metadata of calls, so such a call is answered as others.
@@ -88,7 +88,7 @@ class _Undecodable(logging.Filter):
             return False
         self._passed = True
         record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
-        record.msg = "a client sends metadata that is not UTF-8; this is logged once"
+        record.msg = "a client sent metadata that is not UTF-8; further cases are not logged"
         record.args = record.exc_info = None
         return True
 

@@ -48,7 +48,7 @@ _UNKNOWN = status_pb2.Status(code=12, message="Method not found!")  # UNIMPLEMEN
 
 _BROKEN = status_pb2.Status(
     code=code_pb2.INTERNAL,
-    message="the server cannot answer the call to its end; its log may say why",
+    message="the server could not complete this call; see the server's log",
 )
 
 

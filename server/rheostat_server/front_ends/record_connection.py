@@ -34,8 +34,9 @@ class RecordConnection(asyncio.Protocol):
     `receive` is called with each record, `on_lost` once the other end has closed the socket. The
     bytes that wait to be sent are not limited here, because each call limits its unread messages.
 
-    DONE ends a call. When it is sent or received, the call's records that wait to be sent are
-    dropped. They are also dropped when END is received, because the server reads no more.
+    DONE ends a call. When it is sent or received, the call's large messages that wait to be sent
+    are dropped, with the records behind them. They are also dropped when END is received, because
+    the server reads no more.
     """
 
     sent_parts: SharedParts | None = None

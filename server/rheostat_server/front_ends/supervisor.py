@@ -49,7 +49,7 @@ _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 which gRPC skips too."""
 
 _SOCKET_BYTES = 256 << 10
-"""Size of the socket buffers, of which Linux allows the double. It is small because small records
+"""Size of the socket buffers. Linux doubles the value. It is small because small records
 wait for what is in the buffers, such as pieces of large messages."""
 
 

@@ -69,7 +69,7 @@ class WatchPart(NamedTuple):
 
 
 def signals_wait(signals: SignalPlan | None, parts: Sequence[WatchPart]) -> bool:
-    """Whether nobody gets the signals of a request before it ends, so that they may come later."""
+    """Whether the signals of a request may be sent late, because only summaries use them."""
     if signals is None or not signals.for_watches:
         return False
     reports = {part.watch.settings.report for part in parts if not part.missed}

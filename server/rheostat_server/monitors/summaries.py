@@ -15,7 +15,8 @@ import numpy.typing as npt
 _FIRST_SLOTS = 64
 
 _WAITING_ROWS = 256
-"""Rows from which on they are added. Then the arithmetic takes longer than the calls of numpy."""
+"""Waiting rows are added once there are this many. From there on the arithmetic takes longer than
+the calls of numpy."""
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]

@@ -32,7 +32,7 @@ FinishReason: TypeAlias = types_pb2.FinishReason.ValueType
 
 
 class WatchedSamples(NamedTuple):
-    """Samples that a watch reads. All have one entry for each sample."""
+    """Samples that a watch reads. Each field has one entry per sample."""
 
     watched: list[WatchedRequest]
     """Their requests."""
@@ -114,7 +114,7 @@ class Watch(EventStream[SignalMessage]):
         self._summaries = Summaries(self._columns)
         self._running: dict[WatchedRequest, None] = {}
         self.removals = 0
-        """Changes when `watches` of a request becomes false."""
+        """Number of requests that were removed. Readers compare it to know when to look again."""
         self._ended: dict[int, WatchedRequest] = {}
         """Requests whose end was not sent, by number."""
         self._numbers = 0

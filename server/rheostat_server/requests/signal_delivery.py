@@ -1,9 +1,9 @@
 """Announces requests to watches, and delivers the signals of a step to requests and watches.
 
 Why the signals of a step are delivered together
-    A step of hundreds of requests has one row for each. Most steps have the requests of the step
-    before. So who reads the rows is found once for many steps, and a watch costs a step a few numpy
-    calls for all its requests.
+    A step of hundreds of requests has one row for each; the rows of one request are a block.
+    Consecutive steps mostly have the same requests. So the readers of the rows are looked up once
+    for many steps, and a watch costs a step a few numpy calls for all its requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ class _WatchedBlock(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last position that counts, because the engine may run a sample on."""
+        """One past the last position that counts. The engine may compute more positions."""
         end = self.prompt_len + len(self.sequence.tokens) - 1
         return max(end, self.sequence.fired_row + 1)
 
@@ -138,7 +138,7 @@ def _takes_signals(active: ActiveRequest, sequence: EngineSequence) -> bool:
 
 
 class _Batch:
-    """Who reads the signals of some requests."""
+    """The requests and watches that read the signals of some requests."""
 
     def __init__(self, request_ids: Sequence[str], routes: Routes) -> None:
         self.request_ids = request_ids
@@ -184,7 +184,7 @@ class SignalDelivery:
         """`routes` is a live view; call `forget` when it has changed."""
         self._routes = routes
         self._batch: _Batch | None = None
-        """Who reads the signals of the last step."""
+        """The readers of the signals of the last step."""
 
     def forget(self) -> None:
         """Drops all references to requests, because the routes have changed."""

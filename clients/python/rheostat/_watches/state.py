@@ -28,7 +28,7 @@ BUFFER_BYTES = 8 * 1024 * 1024
 """Bytes of the server's buffer by default."""
 
 _MOST_UPDATES = 4096
-"""Updates whose answers were not read. The server lets as many answers wait."""
+"""The most updates with unread answers. The server's limit is the same."""
 
 _MOST_GAINS = 40
 """Most gains in a message. The server decodes messages of more than 256 fields in turn with large
