@@ -217,8 +217,8 @@ class Plan:
     signals: Signals = NO_SIGNALS
     """What of the readings and gates leaves the workers. Not for plans with a window."""
     signals_wait: bool = False
-    """Whether the signals of a step may wait for those of later steps, because nothing needs them
-    before the request ends."""
+    """Whether the signals of a step may wait for those of later steps, because only summaries use
+    them, which are sent when the request ends."""
     gained: bool = False
     """Whether an update with this plan does not replace a request's acts, but gives them the gains
     that the acts of the plan have."""

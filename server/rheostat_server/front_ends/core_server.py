@@ -179,6 +179,7 @@ class CoreCall:
         self.ready = False
         send = cygrpc.SendMessageOperation(message, _NO_FLAGS)
         self._start(*self._headers(), send, then=partial(self._end_write, taken))
+        self._headers_sent = True
 
     def end(self, status: status_pb2.Status | None, sent: Callable[[], object]) -> None:
         """Ends the call with a status; None: with OK. Messages that gRPC has taken come before.
@@ -204,10 +205,7 @@ class CoreCall:
 
         Sending them with the first message is faster: alone, they take as long as a message.
         """
-        if self._headers_sent:
-            return ()
-        self._headers_sent = True
-        return (cygrpc.SendInitialMetadataOperation(None, _NO_FLAGS),)
+        return () if self._headers_sent else (cygrpc.SendInitialMetadataOperation(None, _NO_FLAGS),)
 
     def _start(self, *operations: Any, then: Callable[[Any], object]) -> None:
         """Starts operations. `then` gets the event of their end."""

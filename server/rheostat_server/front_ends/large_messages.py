@@ -29,8 +29,8 @@ class LargeMessages:
 
     def __init__(self) -> None:
         self._waiting: dict[int, deque[Record]] = {}
-        """Records by call. The first record of each call is a message, of which pieces may have
-        been sent. The call whose turn it is comes first."""
+        """Records by call. Of the first record of each call pieces may have been sent, if it is a
+        message. The call whose turn it is comes first."""
 
     def __bool__(self) -> bool:
         """Whether records wait."""
@@ -45,12 +45,12 @@ class LargeMessages:
         self._waiting.setdefault(record.call, deque()).append(record)
 
     def next(self) -> Record:
-        """The next record to send, which is not large. To be called if records wait."""
+        """The next record to send; a message is not large. To be called if records wait."""
         call = next(iter(self._waiting))
         records = self._waiting.pop(call)
         record = records.popleft()
         piece, rest = _cut(record.body)
-        if rest:
+        if rest and record.kind is Kind.MESSAGE:
             records.appendleft(record._replace(body=rest))
             record = Record(Kind.PIECE, call, piece)
         if records:

@@ -318,8 +318,10 @@ class _Stream:
     def _send_directly(self, sequence: EngineSequence, delta: Delta) -> bool:
         """Sends the message of new tokens, and signals, while `responses` waits in `_next`.
 
+        Others share the callback that calls it, so it raises nothing.
+
         Returns:
-            Whether it did. Otherwise `responses` has to take the delta.
+            Whether it did, or has failed the request. Otherwise `responses` has to take the delta.
         """
         direct = self._direct
         if (
@@ -335,16 +337,29 @@ class _Stream:
             return False
         if self._prompt_logprobs_due:
             self._prompt_logprobs_due.discard(sequence.kind)
-        direct.send(self._samples[sequence].message(delta))
+        try:
+            direct.send(self._samples[sequence].message(delta))
+            self._send_signals_directly(direct, sequence)
+        except Exception as error:  # any error must fail this request alone
+            self._fail_directly(error)
+        return True
+
+    def _send_signals_directly(self, direct: DirectMessages, sequence: EngineSequence) -> None:
+        """Sends the signals of a sample that may leave; `responses` sends what has no room."""
         waiting = self._signals(sequence)
         while direct.has_room():
             signals = next(waiting, None)
             if signals is None:
-                return True
+                return
             direct.send(signals)
         if self._reported_signals is not None:
-            self._active.queue.put(Sign.SIGNALS)  # `responses` sends the rest
-        return True
+            self._active.queue.put(Sign.SIGNALS)
+
+    def _fail_directly(self, error: Exception) -> None:
+        """Fails the request because of an error while something was sent directly."""
+        LOG.error("request %s failed", self._admitted.request_id, exc_info=error)
+        self._direct = None
+        self._active.fail(Defect("the server could not send an event of the request"))
 
     def _send_entries_directly(self) -> None:
         """Sends tokens, signals and notices of the queue while `responses` waits in `_next`.
@@ -363,9 +378,7 @@ class _Stream:
                     return
                 direct.send(events[0] if self._join is None else self._join(events))
         except Exception as error:  # any error must fail this request alone
-            LOG.error("request %s failed", self._admitted.request_id, exc_info=error)
-            self._direct = None
-            self._active.fail(Defect("the server could not send an event of the request"))
+            self._fail_directly(error)
 
     def _direct_events(self) -> list[Response | Notice]:
         """Takes the events of the next message from the queue. None are left to send: empty."""

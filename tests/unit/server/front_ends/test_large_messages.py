@@ -26,6 +26,16 @@ def test_pieces_are_no_longer_than_allowed_and_join_to_the_message(sizes: list[i
     assert not messages
 
 
+def test_only_messages_are_cut() -> None:
+    """The other end reads a status whole."""
+    messages = LargeMessages()
+    messages.add(Record(Kind.MESSAGE, 7, (bytes(PIECE_BYTES + 1),)))
+    messages.add(Record(Kind.END, 7, (bytes(PIECE_BYTES + 1),)))
+    kinds = [messages.next().kind for _ in range(3)]
+    assert kinds == [Kind.PIECE, Kind.MESSAGE, Kind.END]
+    assert not messages
+
+
 def test_a_message_after_a_large_one_has_none_of_its_pieces() -> None:
     received = ReceivedPieces()
     received.add(b"first ")

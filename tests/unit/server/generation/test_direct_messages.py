@@ -112,6 +112,21 @@ async def test_tokens_are_sent_before_anything_else_runs(running) -> None:
     assert front_end.messages[-1].WhichOneof("event") == "receipt"
 
 
+async def test_a_request_whose_last_tokens_cannot_be_sent_fails_at_once(
+    running, monkeypatch
+) -> None:
+    front_end, task = await begun(running, request())
+
+    def message(sample: responses.Sample, delta: Delta) -> responses.Response:
+        raise MemoryError
+
+    monkeypatch.setattr(responses.Sample, "message", message)
+    running.backend.receive(Delta(token_ids=(7,), ending=Ending.LENGTH))
+    async with asyncio.timeout(5):
+        await task
+    assert status_pb2.Status.FromString(front_end.status or b"").code == code_pb2.INTERNAL
+
+
 async def test_a_front_end_that_takes_nothing_gets_a_few_messages_and_later_the_rest(
     running,
 ) -> None:
