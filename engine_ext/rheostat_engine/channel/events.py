@@ -314,7 +314,7 @@ def signal_rows(head: SignalsHead, values: bytes | None, names: Mapping[int, str
     if values is not None:
         shape = sum(counts), head.readings + head.gates
         if len(values) != 4 * shape[0] * shape[1]:
-            raise ValueError(f"{len(values)} bytes of signals in a frame are not {shape} float32")
+            raise ValueError(f"a frame labels {shape} signals, but has {len(values)} bytes")
         rows = np.ndarray(shape, "<f4", values)
     return SignalRows(
         tuple([names[number] for number in numbers]), starts, counts, rows, head.readings

@@ -399,6 +399,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "channel",
         "encodings",
         "isolation",
+        "isolation-front-ends",
         "latency",
         "sidebyside-qwen3-0.6b",
         "sidebyside-qwen3-8b",

@@ -179,7 +179,7 @@ async def test_a_call_whose_record_cannot_be_processed_gets_a_status_and_others_
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [message async for message in call]
     assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert "its log" in (caught.value.details() or "")
+    assert "the server's log" in (caught.value.details() or "")
     assert "could not be processed" in caplog.text
     await other.done_writing()
     assert [await other.read() for _ in range(3)] == [b"one", b"two", grpc.aio.EOF]
