@@ -136,8 +136,8 @@ def test_another_process_takes_up_what_a_killed_subscriber_had(server) -> None:
     told = lines + rest
     assert [int(line[0]) for line in told] == list(range(1, len(told) + 1))
     assert_rows(told, 6)
-    assert int(lines[-1][5]) > 0
-    assert int(rest[-1][5]) > 0
+    # Until the server knows that a client has mapped the memory, its rows come inline.
+    assert int(lines[-1][5]) + int(rest[-1][5]) > 0
     assert not memory.exists()
 
 
