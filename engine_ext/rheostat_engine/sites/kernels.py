@@ -122,12 +122,20 @@ def _factor_of_code(openness_ptr, gains_ptr, token, code):
 @triton.jit
 def _number(x, unit, settings, floats_ptr):
     """The number that a step reads of x along a unit vector; `floats_ptr` has its floats."""
+    bias = tl.load(floats_ptr + 4)
+    theta = tl.load(floats_ptr + 5)
     z = tl.sum(x * unit) * tl.load(floats_ptr + 6)
+    norm = 1.0
     if (settings & 15) == _COSINE:
         norm = tl.sqrt(tl.sum(x * x))
-        z = tl.where(norm > 0, z / norm, 0.0)
-    z += tl.load(floats_ptr + 4)
-    theta = tl.load(floats_ptr + 5)
+    return _activated(z, norm, settings, bias, theta)
+
+
+@triton.jit
+def _activated(z, norm, settings, bias, theta):
+    """The number that follows from the coordinate z of a row; `norm` is used for the cosine."""
+    cosine = tl.where(norm > 0, z / norm, 0.0)
+    z = tl.where((settings & 15) == _COSINE, cosine, z) + bias
     activation = (settings >> 4) & 15
     result = tl.where(activation == _RELU, tl.maximum(z, 0.0), z)
     result = tl.where((activation == _JUMP_RELU) & (z <= theta), 0.0, result)
@@ -247,6 +255,58 @@ def _run_replacements(
 
 
 @triton.jit
+def _four_sums(a, b, c, d, more_a, more_b, more_c, more_d):
+    return a + more_a, b + more_b, c + more_c, d + more_d
+
+
+@triton.jit
+def _direction(step, directions_ptr, ints_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The unit vector that a step reads along, [BLOCK]; of step 0 it is 0."""
+    column = tl.arange(0, BLOCK)
+    number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
+    present = column < tl.where(step > 0, WIDTH, 0)
+    return tl.load(directions_ptr + number * WIDTH + column, mask=present, other=0.0)
+
+
+@triton.jit
+def _readout(step, ints_ptr, floats_ptr):
+    """Settings, 1 plus the column, bias, theta and factor of a reading; 0 of step 0."""
+    ints = ints_ptr + step * _INTS
+    floats = floats_ptr + step * _FLOATS
+    return (
+        tl.load(ints + 4),
+        tl.load(ints + 5),
+        tl.load(floats + 4),
+        tl.load(floats + 5),
+        tl.load(floats + 6),
+    )
+
+
+@triton.jit
+def _is_cosine(readout):
+    return (readout[0] & 15) == _COSINE
+
+
+@triton.jit
+def _store_reading(readings_ptr, z, norm, readout):
+    """Stores the number of a reading in a token's row; z is the sum of x times a unit vector."""
+    settings, column, bias, theta, factor = readout
+    number = _activated(z * factor, norm, settings, bias, theta)
+    tl.store(readings_ptr + column - 1, number, mask=column > 0)
+
+
+@triton.jit
+def _next_readings(step, ints_ptr):
+    """The three steps that follow a reading, or 0."""
+    line = ints_ptr + step * _INTS
+    return (
+        tl.load(line + 2).to(tl.int64),
+        tl.load(line + 3).to(tl.int64),
+        tl.load(line + 6).to(tl.int64),
+    )
+
+
+@triton.jit
 def _run_readings(
     step,
     x,  # [BLOCK] float32
@@ -258,17 +318,33 @@ def _run_readings(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reads numbers of x, the first of which is `step`."""
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
+    """Reads numbers of x, four at a time, the first of which is `step`.
+
+    Most of the time a program waits for loads. So those of four directions are issued together,
+    and with them those that name the next four.
+    """
+    own_ptr = readings_ptr + token * _COLUMNS
+    second, third, fourth = _next_readings(step, ints_ptr)
     while step > 0:
-        number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
-        settings = tl.load(ints_ptr + step * _INTS + 4)
-        target = tl.load(ints_ptr + step * _INTS + 5) - 1
-        unit = tl.load(directions_ptr + number * WIDTH + column, mask=inside, other=0.0)
-        result = _number(x, unit, settings, floats_ptr + step * _FLOATS)
-        tl.store(readings_ptr + token * _COLUMNS + target, result)
-        step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
+        a = _direction(step, directions_ptr, ints_ptr, WIDTH, BLOCK)
+        b = _direction(second, directions_ptr, ints_ptr, WIDTH, BLOCK)
+        c = _direction(third, directions_ptr, ints_ptr, WIDTH, BLOCK)
+        d = _direction(fourth, directions_ptr, ints_ptr, WIDTH, BLOCK)
+        readout_a = _readout(step, ints_ptr, floats_ptr)
+        readout_b = _readout(second, ints_ptr, floats_ptr)
+        readout_c = _readout(third, ints_ptr, floats_ptr)
+        readout_d = _readout(fourth, ints_ptr, floats_ptr)
+        step = tl.load(ints_ptr + fourth * _INTS + 2).to(tl.int64)
+        second, third, fourth = _next_readings(step, ints_ptr)
+        a, b, c, d = tl.reduce((x * a, x * b, x * c, x * d), 0, _four_sums)
+        cosines = _is_cosine(readout_a) | _is_cosine(readout_b)
+        norm = 1.0
+        if cosines | _is_cosine(readout_c) | _is_cosine(readout_d):
+            norm = tl.sqrt(tl.sum(x * x))
+        _store_reading(own_ptr, a, norm, readout_a)
+        _store_reading(own_ptr, b, norm, readout_b)
+        _store_reading(own_ptr, c, norm, readout_c)
+        _store_reading(own_ptr, d, norm, readout_d)
 
 
 @triton.jit
@@ -307,6 +383,17 @@ def _site_kernel(
     target = tl.load(cap_ptr + token).to(tl.int64)
     dose_slot = doses_ptr + tl.load(dose_slot_ptr + token).to(tl.int64) * 4
     if (code != 0) | (target != 0):
+        # All loads are issued before the first use, to overlap their latencies. Row 0 is zero.
+        column = tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        added = tl.maximum(code, 0)
+        row = tl.load(rows_ptr + added % _ROW_UNIT * WIDTH + column, mask=inside, other=0.0)
+        factor = _factor_of_code(openness_ptr, gains_ptr, token, added)
+        h = tl.load(h_ptr + token * h_stride + column, mask=inside, other=0.0)
+        if HAS_RESIDUAL:
+            residual = tl.load(
+                residual_ptr + token * residual_stride + column, mask=inside, other=0.0
+            )
         step = tl.maximum(-code, 0)
         if step > 0:
             step = _open_gates(
@@ -320,18 +407,8 @@ def _site_kernel(
                 gate_ints_ptr,
                 gate_floats_ptr,
             )
-        # All loads are issued before the first use, to overlap their latencies. Row 0 is zero.
-        column = tl.arange(0, BLOCK)
-        inside = column < WIDTH
-        added = tl.maximum(code, 0)
-        row = tl.load(rows_ptr + added % _ROW_UNIT * WIDTH + column, mask=inside, other=0.0)
-        factor = _factor_of_code(openness_ptr, gains_ptr, token, added)
-        h = tl.load(h_ptr + token * h_stride + column, mask=inside, other=0.0)
         x = h.to(tl.float32) * gain
         if HAS_RESIDUAL:
-            residual = tl.load(
-                residual_ptr + token * residual_stride + column, mask=inside, other=0.0
-            )
             residual = residual.to(tl.float32)
             x = x + residual
         delta = factor * row.to(tl.float32)

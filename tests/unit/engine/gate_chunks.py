@@ -146,8 +146,9 @@ def reading_differences(
         Step(Kind.READ, 1 + n % 3, 0.5, 0.25, 2.0, False, normalise | activation << 4, 1 + n)
         for n, (normalise, activation) in enumerate(product(Normalise, Activation))
     ]
-    codes = [-1, -2, -1, 0, -1]
+    codes = [-1, -2, -1, 0, -1, -3, -4, -5, -6, -7]
     programs = [chain, [Step(Kind.ADD, 3), Step(Kind.PULL, 2), *chain[:2]]]
+    programs += [chain[n : 2 * n] for n in range(1, 6)]  # some end within four readings
     captured = [0] * len(codes)
     other = buffers(width, dtype=dtype, codes=codes, captured=captured, programs=programs)
     site = twin(other, device)

@@ -122,7 +122,12 @@ def buffers(
         for at, one in enumerate(chain):
             following = len(ints) + 1 if at + 1 < len(chain) else 0
             factors = one.column + GAIN_UNIT * one.gain
-            ints.append([one.kind, one.number, following, one.last, one.mask, factors, one.write])
+            measured, write = int(one.last), one.write
+            if one.kind is Kind.READ:
+                measured, write = (
+                    len(ints) + more if at + more < len(chain) else 0 for more in (2, 3)
+                )
+            ints.append([one.kind, one.number, following, measured, one.mask, factors, write])
             floats.append(
                 [one.low, one.high, one.strength, one.written, one.bias, one.theta, one.factor, 0.0]
             )

@@ -3,9 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
-from functools import cache
 from itertools import cycle, product
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +40,7 @@ from rheostat_engine.worker.steering.gate_reference import fold_step
 from rheostat_engine.worker.steering.programs import FLOATS, INTS, ROW_UNIT
 from rheostat_engine.worker.steering.token_rules import TokenRules
 
+from .fast_interpreter import SCAN, interpret_faster, reduce_all_rows, scan_all_rows
 from .gate_chunks import any_gate, chunk_differences, reading_differences, twin
 from .instructions import MASK, Step, buffers, chains, huge_chains
 from .no_gates import no_gates
@@ -50,62 +49,8 @@ from .strategies import packed_ids
 CPU = torch.device("cpu")
 SITES = 5
 VOCABULARY = 50
-SCAN = interpreter.ScanOps.generic_scan
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 """Up to the order of float32 sums; the interpreter truncates to bfloat16."""
-
-
-def interpret_faster() -> None:
-    """Adapts Triton's language to the interpreter once, until the process ends.
-
-    Triton adapts it at each call of a function within a kernel, `tl.sum` for example, and then goes
-    through hundreds of names. Triton also makes a table of all types, and a shape, for each value
-    that it computes.
-    """
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
-    numpy_dtype, found = interpreter._get_np_dtype, dict[str, np.dtype]()
-
-    def dtype_of(of: tl.dtype) -> np.dtype:
-        scalar = of.scalar
-        if scalar.name not in found:
-            found[scalar.name] = numpy_dtype(scalar)
-        return found[scalar.name]
-
-    interpreter._get_np_dtype = dtype_of
-    tl.tensor.__init__ = init_tensor
-
-
-def init_tensor(value: tl.tensor, handle: interpreter.TensorHandle, of: tl.dtype) -> None:
-    """What Triton does, except that tensors of equal sizes have the same shape."""
-    value.handle, value.type, value.dtype = handle, of, of.scalar
-    value.numel, value.shape = shape_of(*of.shape) if of.is_block() else shape_of()
-
-
-@cache
-def shape_of(*sizes: int) -> tuple[tl.constexpr, tl.tuple]:
-    """The number of elements of a tensor, and its shape."""
-    return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
-
-
-def scan_all_rows(scan: interpreter.ScanOps, parts: Sequence[tl.tensor]) -> list[tl.tensor]:
-    """Scans in log2(n) rounds of all rows, as a GPU does.
-
-    Triton's interpreter calls the function that combines two rows n times.
-    """
-    found = [part.handle.data for part in parts]
-    dtypes = [part.dtype for part in parts]
-    (count,) = found[0].shape
-    distance = 1
-    while distance < count:
-        earlier = [np.roll(data, distance) for data in found]
-        joined = scan.combine_fn.fn(*map(scan.to_tensor, earlier + found, dtypes + dtypes))
-        alone = np.arange(count) < distance
-        found = [
-            np.where(alone, data, one.handle.data) for data, one in zip(found, joined, strict=True)
-        ]
-        distance *= 2
-    return [*map(scan.to_tensor, found, dtypes)]
 
 
 def tensors(site: SiteBuffers) -> list[torch.Tensor]:
@@ -572,6 +517,7 @@ def main() -> None:
     pairs = cycle(zip(readouts, readouts[5:] + readouts[:5], strict=True))
     gate_kernels._ROWS = tl.constexpr(8)  # see check_chunks
     interpreter.ScanOps.generic_scan = scan_all_rows
+    interpreter.ReduceOps.generic_reduce = reduce_all_rows
     opened = torch.cat([check_gates(24, torch.float32, gate, next(pairs)) for gate in some_gates()])
     assert ((opened > 0) & (opened < 1)).sum() > 5
     assert (opened == 0).sum() > 5

@@ -123,7 +123,9 @@ class Programs:
         Kind; row, direction or gate; next step; whether it is measured; mask row, or the settings
         of a readout (see `settings_of`); what `_factors` returns; the direction along which a pull
         moves x, if it is another. 0 means that there is no next step, no mask, nothing that
-        multiplies the strength, or no other direction.
+        multiplies the strength, or no other direction. A reading is never measured and moves
+        nothing: it has the second and the third step behind it in these places, so that the kernel
+        can load four readings at once. Readings end a chain.
         """
         return self._ints.tensor
 
@@ -309,12 +311,14 @@ class Programs:
             self._release_steps(program[: len(numbers)])
             raise
         chain = tuple(self._free_steps.pop() for _ in program)
-        lines = zip(program, numbers, (*chain[1:], 0), strict=True)
         new.numbers.extend(chain)
-        new.ints.extend(
-            [step.kind, used.first, following, step.last, used.second, _factors(step), used.write]
-            for step, used, following in lines
-        )
+        behind = [*chain, 0, 0, 0]
+        for at, (step, used) in enumerate(zip(program, numbers, strict=True)):
+            following, third, fourth = behind[at + 1 : at + 4]
+            if step.reading is None:
+                third, fourth = step.last, used.write
+            factors = _factors(step)
+            new.ints.append([step.kind, used.first, following, third, used.second, factors, fourth])
         new.floats.extend(floats)
         code = addition_code(program, numbers[0].first)
         return _Entry(-chain[0] if code is None else code, chain)

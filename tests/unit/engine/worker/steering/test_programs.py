@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rheostat_engine import MAX_GAINS, MAX_GATES, Activation, Kind, Normalise, Readout
 from rheostat_engine.plan.composition import Direction, Program, Step
+from rheostat_engine.plan.gates import Reading
 from rheostat_engine.worker.steering.programs import ROW_UNIT, Programs
 from rheostat_engine.worker.steering.vectors import BankError, Basis
 
@@ -132,6 +133,33 @@ def test_a_pull_that_writes_has_two_directions_and_the_numbers_of_its_readout() 
     assert counts(programs) == (0, 2, 3)
     programs.release((one, other, bare))
     assert counts(programs) == (0, 0, 0)
+
+
+def test_a_reading_names_the_three_readings_behind_it() -> None:
+    programs = make()
+    scattered = (along(A), along(B), along(C))  # so that the steps do not follow each other
+    acquire(programs, scattered)
+    acquire(programs, (along(A, B),))
+    programs.release(scattered)
+    readings = tuple(
+        Step(
+            Kind.READ,
+            direction=((A, 0),),
+            last=False,
+            reading=Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, column),
+        )
+        for column in range(5)
+    )
+    first = -acquire(programs, (along(A), *readings))
+    programs.flush()
+    steps = [first]
+    while following := int(programs.ints[steps[-1], 2]):
+        steps.append(following)
+    assert programs.ints[first, [3, 6]].tolist() == [1, 0]  # measured; writes nothing else
+    behind = [*steps, 0, 0, 0]
+    for at in range(1, len(steps)):
+        assert programs.ints[steps[at], [2, 3, 6]].tolist() == behind[at + 1 : at + 4]
+    assert len(steps) == 6
 
 
 def test_where_the_written_direction_cannot_be_made_nothing_is_taken() -> None:
