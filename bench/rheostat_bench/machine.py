@@ -27,8 +27,8 @@ _CPU_KV_BYTES = 256 << 20
 _CUDA_KV_BYTES = 8 << 30
 """Of an engine that starts while another one does: neither can measure what is free."""
 _CUDA_STEP_TOKENS = 8192
-"""Tokens that a step computes at most: as many as `vllm serve` takes by default on an H100 or H200.
-An `AsyncLLM`, and so `rheostat serve`, takes 2,048 by default."""
+"""Tokens that a step computes at most: as many as `vllm serve` and `rheostat serve` take by default
+on an H100 or H200. An `AsyncLLM` takes 2,048 by default."""
 
 
 class Model(NamedTuple):

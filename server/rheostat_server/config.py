@@ -31,6 +31,20 @@ _COUNT = Bounds(1, 1 << 31)
 _SECONDS = Bounds(0, 7 * 24 * 3600)
 
 _VLLM = "vLLM's choice"
+_VLLM_SERVE = "what vllm serve takes for this model and device"
+
+_BASE_STEP_TOKENS = 2048
+_BASE_RING = 512 * _MIB
+"""The default size of the ring for steps of `_BASE_STEP_TOKENS` or fewer. It grows with the step,
+so that it holds as many layers of a larger one: 31 of a model with rows of 8 KiB."""
+_LARGEST_RING = 2048 * _MIB
+
+_RINGS_STAGED = 2
+"""Full rings for which the default staging area has room: the server reads one while the next one
+is copied."""
+_LEAST_STAGING = 1024 * _MIB
+_MOST_STAGING = 4096 * _MIB
+"""The smallest and the largest default size of the staging area, if the ring is not larger."""
 
 
 class Flag(NamedTuple):
@@ -115,10 +129,10 @@ class ServerConfig:
         "what the model allows",
     )
     max_num_seqs: int | None = _flag(
-        None, "samples that run at the same time", "SAMPLES", _COUNT, _VLLM
+        None, "samples that run at the same time", "SAMPLES", _COUNT, _VLLM_SERVE
     )
     max_num_batched_tokens: int | None = _flag(
-        None, "tokens that one step computes", "TOKENS", _COUNT, _VLLM
+        None, "tokens that one step computes", "TOKENS", _COUNT, _VLLM_SERVE
     )
     enforce_eager: bool = _flag(
         False, "run the model uncompiled and without CUDA graphs", words="off"
@@ -166,18 +180,25 @@ class ServerConfig:
     bank_bytes: int = _mib(256, "device memory for steering vectors")
     """Three quarters hold rows that are added, a quarter the float32 directions of `norm_add`,
     `ablate`, `clamp` and `scale`."""
-    capture_bytes: int = _mib(512, "device memory for the ring of captured rows")
+    capture_bytes: int | None = _mib(
+        None,
+        "device memory for the ring of captured rows",
+        words="512 for every 2048 tokens of a step, at least 512, at most 2048",
+    )
+    """None: `ring_bytes` computes it."""
     encode_bytes: int = _mib(
         128, "device memory to encode and project captured rows", _BYTES_OR_NONE
     )
     """Up to three quarters hold the directions that rows are projected on; a quarter is work space.
     If it is too small, rows are sent whole."""
-    staging_bytes: int = _mib(
-        1024,
+    staging_bytes: int | None = _mib(
+        None,
         "host memory of each worker in which captured rows wait for the server",
         _BYTES_OR_NONE,
+        "twice --capture-mib, at least 1024, at most 4096",
     )
-    """Pinned on CUDA; never less than `capture_bytes`. Rows beyond it are lost and counted."""
+    """Pinned on CUDA; never less than the ring. Rows beyond it are lost and counted. None:
+    `staging_area_bytes` computes it."""
     request_buffer_bytes: int = _mib(
         512,
         "memory in which one request's rows, tokens and log-probabilities wait for slow readers",
@@ -253,6 +274,20 @@ class ServerConfig:
     drain_grace: float = _bounded(30.0, _SECONDS)
     """Seconds that running requests get to finish when the server shuts down."""
 
+    def ring_bytes(self, step_tokens: int) -> int:
+        """Bytes of the ring of captured rows, if a step computes at most `step_tokens` tokens."""
+        if self.capture_bytes is not None:
+            return self.capture_bytes
+        ring = _BASE_RING * step_tokens // _BASE_STEP_TOKENS
+        return min(max(ring, _BASE_RING), _LARGEST_RING)
+
+    def staging_area_bytes(self, step_tokens: int) -> int:
+        """Bytes of the host memory in which captured rows wait; `step_tokens` as above."""
+        if self.staging_bytes is not None:
+            return self.staging_bytes
+        ring = self.ring_bytes(step_tokens)
+        return max(ring, min(max(_RINGS_STAGED * ring, _LEAST_STAGING), _MOST_STAGING))
+
 
 def check_config(config: ServerConfig) -> None:
     """Checks every number of a configuration, before anything is loaded.
@@ -264,7 +299,7 @@ def check_config(config: ServerConfig) -> None:
         bounds, value = setting.metadata.get("bounds"), getattr(config, setting.name)
         if bounds and value is not None and not bounds.least <= value <= bounds.most:
             raise InvalidConfig(_out_of_bounds(setting.name, value, bounds))
-    needed = max(config.staging_bytes, config.capture_bytes)
+    needed = max(config.staging_bytes or 0, config.capture_bytes or 0)
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > installed:
         raise InvalidConfig(

@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +28,7 @@ from rheostat_server.engine.loras import Lora, lora_arguments, read_loras
 from rheostat_server.errors import EngineFailed, ModelNotFound
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import SchedulerStats
 
@@ -145,9 +146,7 @@ def _load(config: ServerConfig, path: str, loras: tuple[Lora, ...]) -> LoadedEng
     settings = EngineSettings(
         channel=f"{_IPC}{tempfile.mkdtemp(prefix='rheostat-')}/events",
         bank_bytes=config.bank_bytes,
-        capture_bytes=config.capture_bytes,
         encode_bytes=config.encode_bytes,
-        staging_bytes=config.staging_bytes,
         controllers=config.controllers,
         controller_budget=config.controller_budget_ms / 1000,
     )
@@ -170,21 +169,14 @@ def _start(
     device: Literal["cpu", "cuda"],
     loras: tuple[Lora, ...],
 ) -> LoadedEngine:
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments: dict[str, Any] = {
-        **(cpu_memory(config) if device == "cpu" else {}),
-        **engine_arguments(config, path),
-        **engine_kwargs(settings, device=device),
-        **lora_arguments(loras, cpu=device == "cpu"),
-    }
     prepare_front_end()
-    arguments["disable_log_stats"] = False  # the scheduler counts for GetStats
+    vllm_config = make_config(config, path, settings, device, loras)
     # No variable here may refer to the `AsyncLLM`: see `prepare_front_end`.
     loaded = LoadedEngine(
-        AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)),
-        settings,
+        AsyncLLM.from_vllm_config(vllm_config),  # logs statistics by default, which GetStats needs
+        EngineSettings.from_config(vllm_config.additional_config),
         QueueCounter(),
         device,
         {lora.name: lora for lora in loras},
@@ -193,6 +185,51 @@ def _start(
     keep_end_token(loaded.llm)
     add_requests_fast(loaded.llm)
     return loaded
+
+
+def make_config(
+    config: ServerConfig,
+    path: str,
+    settings: EngineSettings,
+    device: Literal["cpu", "cuda"],
+    loras: tuple[Lora, ...],
+) -> "VllmConfig":
+    """vLLM's configuration, with the defaults of `vllm serve`.
+
+    Args:
+        config: the server's configuration.
+        path: the model, as `model_path` returns it.
+        settings: the settings of the workers. The buffers of captured rows get their sizes here,
+            because these depend on the tokens of a step.
+        device: the device of the model.
+        loras: the adapters.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    arguments: dict[str, Any] = {
+        **(cpu_memory(config) if device == "cpu" else {}),
+        **engine_arguments(config, path),
+        **engine_kwargs(settings, device=device),
+        **lora_arguments(loras, cpu=device == "cpu"),
+    }
+    # vLLM's defaults for tokens and samples of a step depend on who uses it. An `AsyncLLM` without
+    # this context takes a quarter of the tokens on a large GPU, and an eighth of the samples.
+    made = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    step_tokens = made.scheduler_config.max_num_batched_tokens
+    sized = replace(
+        settings,
+        capture_bytes=config.ring_bytes(step_tokens),
+        staging_bytes=config.staging_area_bytes(step_tokens),
+    )
+    made.additional_config = sized
+    _LOG.info(
+        "a step computes at most %d tokens of %d samples; %d MiB for the ring of captured rows",
+        step_tokens,
+        made.scheduler_config.max_num_seqs,
+        sized.capture_bytes >> 20,
+    )
+    return made
 
 
 def cpu_memory(config: ServerConfig) -> dict[str, object]:
@@ -227,7 +264,6 @@ def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:
         "seed": config.seed,
         "load_format": config.load_format,
         "skip_tokenizer_init": config.skip_tokenizer_init,
-        "disable_log_stats": True,
         # If all processes get the signal to end at once, the engine must outlive the drain.
         "shutdown_timeout": int(config.drain_grace) + 1,
     }

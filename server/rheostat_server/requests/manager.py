@@ -111,14 +111,11 @@ class RequestManager:
         self.sinks = sinks or Sinks([])
         self.runs = RunStore(config.runs_bytes)
         self.deliveries = Deliveries()
-        self.budget = Budget(
-            config.buffers_bytes, config.request_buffer_bytes, slack=config.capture_bytes
-        )
-        self.spill_manager = (
-            SpillManager(spool, config.capture_bytes) if spool is not None else None
-        )
         self.backend = backend
         self.info = backend.info
+        ring = config.ring_bytes(self.info.step_tokens)
+        self.budget = Budget(config.buffers_bytes, config.request_buffer_bytes, slack=ring)
+        self.spill_manager = SpillManager(spool, ring) if spool is not None else None
         self.sites = backend.sites
         self.prompts = prompts
         self.worker_vectors = WorkerVectorCache(backend, config.vector_store_bytes)

@@ -29,6 +29,7 @@ VLLM_FACE = (
     "vllm.platforms",
     "vllm.sampling_params",
     "vllm.tokenizers",
+    "vllm.usage.usage_lib",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.exceptions",
     "vllm.v1.metrics",

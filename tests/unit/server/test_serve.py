@@ -358,7 +358,6 @@ def test_what_the_config_leaves_open_is_left_to_vllm() -> None:
         "seed": 0,
         "load_format": "auto",
         "skip_tokenizer_init": False,
-        "disable_log_stats": True,
         "shutdown_timeout": 31,
     }
     chosen = {"max_num_seqs": 3, "distributed_executor_backend": "mp"}

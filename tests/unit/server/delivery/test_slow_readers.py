@@ -146,6 +146,16 @@ async def test_forty_readers_that_do_not_read_stay_within_one_limit(
     assert (stats.request_buffer_bytes, stats.leaked_count) == (0, 0)
 
 
+async def test_rows_on_their_way_to_a_disk_may_take_as_much_as_the_ring(starter, tmp_path) -> None:
+    for step, given, slack in ((8192, {}, 2 << 30), (8192, {"capture_bytes": 9 * KIB}, 9 * KIB)):
+        info = replace(INFO, step_tokens=step)
+        running = await starter(
+            ScriptedBackend(info=info), spool=str(tmp_path / str(slack)), **given
+        )
+        assert running.manager.budget.slack == slack
+        assert running.manager.spill_manager._slack == slack
+
+
 async def test_a_hog_gives_way_and_those_within_their_share_lose_nothing(starter, stalled) -> None:
     limit = 512 * KIB
     running = await starter(engine(), buffers_bytes=limit, request_buffer_bytes=limit)

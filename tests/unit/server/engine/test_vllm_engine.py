@@ -2,13 +2,105 @@
 
 import logging
 import os
+from dataclasses import dataclass
 
 import pytest
+from vllm.config import VllmConfig
+from vllm.engine import arg_utils
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 
+from rheostat_engine import EngineSettings
 from rheostat_server.config import ServerConfig
-from rheostat_server.engine.vllm_engine import cpu_memory, what_happened
+from rheostat_server.engine.vllm_engine import DEMO_MODEL, cpu_memory, make_config, what_happened
 
 VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass
+class Device:
+    """What vLLM's defaults ask its platform about a GPU. All else is answered as on a CPU."""
+
+    name: str
+    memory: int
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(current_platform, name)
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def is_tpu(self) -> bool:
+        return False
+
+    def get_device_total_memory(self) -> int:
+        return self.memory
+
+    def get_device_name(self) -> str:
+        return self.name
+
+
+DEVICES = {
+    "cpu": None,
+    "L4": Device("NVIDIA L4", 22 * GIB),
+    "A100": Device("NVIDIA A100-SXM4-80GB", 80 * GIB),
+    "H100": Device("NVIDIA H100 80GB HBM3", 79 * GIB),
+    "H200": Device("NVIDIA H200", 140 * GIB),
+}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device for which vLLM chooses its defaults."""
+    fake = DEVICES[request.param]
+    if fake is not None:
+        monkeypatch.setattr(arg_utils, "current_platform", fake)
+    return request.param
+
+
+def started(**fields: object) -> VllmConfig:
+    """vLLM's configuration of a server."""
+    config = ServerConfig(model="demo", port=0, kv_cache_memory_bytes=1 << 26, **fields)
+    settings = EngineSettings("ipc:///tmp/none")
+    return make_config(config, str(DEMO_MODEL), settings, "cpu", ())
+
+
+def buffers(config: VllmConfig) -> tuple[int, int]:
+    """MiB of the ring and of the staging area that the workers are told to take."""
+    settings = EngineSettings.from_config(config.additional_config)
+    return settings.capture_bytes // MIB, settings.staging_bytes // MIB
+
+
+def sizes(config: VllmConfig) -> tuple[int, int]:
+    """The most tokens and the most samples of a step."""
+    scheduler = config.scheduler_config
+    return scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+
+
+def test_a_step_is_as_large_as_that_of_vllm_serve(device: str) -> None:
+    theirs = AsyncEngineArgs(model=str(DEMO_MODEL), kv_cache_memory_bytes=1 << 26)
+    ours = started()
+    assert sizes(ours) == sizes(theirs.create_engine_config(UsageContext.OPENAI_API_SERVER))
+    step, samples = sizes(ours)
+    if device in ("H100", "H200"):
+        assert (step, samples, *buffers(ours)) == (8192, 1024, 2048, 4096)
+    else:
+        assert (step, *buffers(ours)) == (2048, 512, 1024)
+
+
+def test_flags_take_precedence_over_the_defaults(device: str) -> None:
+    config = started(max_num_batched_tokens=2048, max_num_seqs=64)
+    assert (*sizes(config), *buffers(config)) == (2048, 64, 512, 1024)
+    config = started(capture_bytes=8 * MIB, staging_bytes=9 * MIB)
+    assert buffers(config) == (8, 9)
+
+
+def test_the_buffers_follow_from_the_step_that_was_chosen() -> None:
+    config = started(max_num_batched_tokens=6144)
+    assert (sizes(config)[0], *buffers(config)) == (6144, 1536, 3072)
 
 
 def test_a_size_that_was_given_holds_whatever_the_environment_says(
