@@ -255,11 +255,6 @@ def _run_replacements(
 
 
 @triton.jit
-def _four_sums(a, b, c, d, more_a, more_b, more_c, more_d):
-    return a + more_a, b + more_b, c + more_c, d + more_d
-
-
-@triton.jit
 def _direction(step, directions_ptr, ints_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The unit vector that a step reads along, [BLOCK]; of step 0 it is 0."""
     column = tl.arange(0, BLOCK)
@@ -336,15 +331,14 @@ def _run_readings(
         readout_d = _readout(fourth, ints_ptr, floats_ptr)
         step = tl.load(ints_ptr + fourth * _INTS + 2).to(tl.int64)
         second, third, fourth = _next_readings(step, ints_ptr)
-        a, b, c, d = tl.reduce((x * a, x * b, x * c, x * d), 0, _four_sums)
         cosines = _is_cosine(readout_a) | _is_cosine(readout_b)
         norm = 1.0
         if cosines | _is_cosine(readout_c) | _is_cosine(readout_d):
             norm = tl.sqrt(tl.sum(x * x))
-        _store_reading(own_ptr, a, norm, readout_a)
-        _store_reading(own_ptr, b, norm, readout_b)
-        _store_reading(own_ptr, c, norm, readout_c)
-        _store_reading(own_ptr, d, norm, readout_d)
+        _store_reading(own_ptr, tl.sum(x * a), norm, readout_a)
+        _store_reading(own_ptr, tl.sum(x * b), norm, readout_b)
+        _store_reading(own_ptr, tl.sum(x * c), norm, readout_c)
+        _store_reading(own_ptr, tl.sum(x * d), norm, readout_d)
 
 
 @triton.jit

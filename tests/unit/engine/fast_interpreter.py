@@ -64,16 +64,3 @@ def scan_all_rows(scan: interpreter.ScanOps, parts: Sequence[tl.tensor]) -> list
         ]
         distance *= 2
     return [*map(scan.to_tensor, found, dtypes)]
-
-
-def reduce_all_rows(
-    reduction: interpreter.ReduceOps, parts: Sequence[tl.tensor]
-) -> list[tl.tensor]:
-    """Reduces in log2(n) rounds, as a GPU does; see `scan_all_rows`."""
-    found = [part.handle.data for part in parts]
-    dtypes = [part.dtype for part in parts]
-    while (half := len(found[0]) // 2) > 0:
-        halves = [data[:half] for data in found] + [data[half:] for data in found]
-        joined = reduction.combine_fn.fn(*map(reduction.to_tensor, halves, dtypes * 2))
-        found = [one.handle.data for one in joined]
-    return [*map(reduction.to_tensor, (data[0] for data in found), dtypes)]

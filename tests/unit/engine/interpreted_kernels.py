@@ -40,7 +40,7 @@ from rheostat_engine.worker.steering.gate_reference import fold_step
 from rheostat_engine.worker.steering.programs import FLOATS, INTS, ROW_UNIT
 from rheostat_engine.worker.steering.token_rules import TokenRules
 
-from .fast_interpreter import SCAN, interpret_faster, reduce_all_rows, scan_all_rows
+from .fast_interpreter import SCAN, interpret_faster, scan_all_rows
 from .gate_chunks import any_gate, chunk_differences, reading_differences, twin
 from .instructions import MASK, Step, buffers, chains, huge_chains
 from .no_gates import no_gates
@@ -517,7 +517,6 @@ def main() -> None:
     pairs = cycle(zip(readouts, readouts[5:] + readouts[:5], strict=True))
     gate_kernels._ROWS = tl.constexpr(8)  # see check_chunks
     interpreter.ScanOps.generic_scan = scan_all_rows
-    interpreter.ReduceOps.generic_reduce = reduce_all_rows
     opened = torch.cat([check_gates(24, torch.float32, gate, next(pairs)) for gate in some_gates()])
     assert ((opened > 0) & (opened < 1)).sum() > 5
     assert (opened == 0).sum() > 5
