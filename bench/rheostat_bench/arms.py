@@ -172,6 +172,11 @@ def _pull(low: float, high: float, strength: float) -> Plans:
     return alike(lambda sites: [act(Kind.PULL, posts(sites), bands=band)])
 
 
+def _too_little(sites: ModelSites) -> list[Act]:
+    """An addition that is lost in rounding, so that the texts are those of a shut gate."""
+    return [act(Kind.ADD, middle(sites), scale=1e-30)]
+
+
 STOCK = Arm("stock", lambda sites, batch: None)
 _IDLE = Arm("idle", lambda sites, batch: [None] * batch)
 _ADD_ALL = alike(lambda sites: [act(Kind.ADD, posts(sites))])
@@ -206,6 +211,7 @@ SUITES: dict[str, tuple[Arm, ...]] = {
         STOCK,
         Arm("one layer", alike(lambda sites: [act(Kind.ADD, middle(sites))])),
         Arm("one layer, one gate, open", gated(1, middle, -1e9)),
+        Arm("one layer, without effect", alike(_too_little)),
         Arm("one layer, one gate, shut", gated(1, middle, 1e9)),
         Arm("one layer, 256 gates, open", gated(256, middle, -1e9)),
         Arm(
