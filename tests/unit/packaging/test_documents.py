@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor
 
+from rheostat_engine.worker.signals import WAITING_STEPS
 from rheostat_wire import v1
 from rheostat_wire.v1 import errors_pb2
 
@@ -22,6 +23,12 @@ _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 def test_every_block_of_a_page_is_run_or_says_why_not(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [problem for block in blocks_of(page, text) for problem in problems(block)] == []
+
+
+def test_what_a_closed_watch_of_summaries_may_lack_is_said_wherever_they_are_described() -> None:
+    lacking = f"may lack their last {WAITING_STEPS} tokens"
+    for page in ("docs/monitoring.md", "proto/rheostat/v1/monitor_service.proto"):
+        assert lacking in re.sub(r"\s+(// )?", " ", (ROOT / page).read_text(encoding="utf-8"))
 
 
 def anchors(text: str) -> set[str]:

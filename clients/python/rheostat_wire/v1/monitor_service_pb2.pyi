@@ -41,7 +41,9 @@ class _WatchReportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WatchRepo
     WATCH_REPORT_FIRED: _WatchReport.ValueType  # 2
     """Tokens at which a rule fired."""
     WATCH_REPORT_SUMMARY: _WatchReport.ValueType  # 3
-    """None; each request's end has summaries."""
+    """None; each request's end has summaries. Without rules, workers send readings late. So if such a
+    watch is closed, the summaries of requests that still run may lack their last 32 tokens.
+    """
 
 class WatchReport(_WatchReport, metaclass=_WatchReportEnumTypeWrapper):
     """Which tokens a watch reports."""
@@ -53,7 +55,9 @@ WATCH_REPORT_EVERY: WatchReport.ValueType  # 1
 WATCH_REPORT_FIRED: WatchReport.ValueType  # 2
 """Tokens at which a rule fired."""
 WATCH_REPORT_SUMMARY: WatchReport.ValueType  # 3
-"""None; each request's end has summaries."""
+"""None; each request's end has summaries. Without rules, workers send readings late. So if such a
+watch is closed, the summaries of requests that still run may lack their last 32 tokens.
+"""
 Global___WatchReport: _TypeAlias = WatchReport  # noqa: Y015
 
 class _WatchLost:
