@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.engine.backend import Delta, Job, QueueStats
 from rheostat_server.errors import QueueFull
@@ -163,13 +161,12 @@ async def test_beside_streams_a_cell_starts_in_each_step_and_the_engine_may_hold
     monkeypatch.setattr(request_starter, "_LONGEST_STEP", 1000.0)
     request = order(where=selector(window(0, 2)), max_concurrent_cells=8)
     sweep = asyncio.create_task(swept(running, request))
-    counts = []
-    for _ in range(40):
-        await asyncio.sleep(3 * request_starter._TURN)
-        counts.append(len(backend.asked))
-        reports.append(QueueStats(running=1))
-    assert max(np.diff(counts)) == 1
-    assert backend.at_once > 2
+    async with asyncio.timeout(10):
+        while backend.at_once < LAYERS * 2:
+            await asyncio.sleep(3 * request_starter._TURN)
+            # On a busy machine several cells may be asked at once, but each had a step to itself.
+            assert len(backend.asked) < len(reports)
+            reports.append(QueueStats(running=1))
     monkeypatch.setattr(request_starter, "_LONGEST_STEP", 0.01)
     backend.free.set()
     cells, _ = await sweep
