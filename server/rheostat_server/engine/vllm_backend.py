@@ -71,6 +71,10 @@ T = TypeVar("T")
 
 _HEARTBEAT = 1.0
 
+_END_SECONDS = 20.0
+"""Seconds that the engine has to end, before vLLM kills it. By default it has 5, but the engine
+gives its workers 9, and on a busy machine it takes longer itself."""
+
 _LOST = "the engine or one of its workers has died; restart the server"
 
 
@@ -97,7 +101,7 @@ async def start_backend(config: ServerConfig) -> "VllmBackend":
         backend = VllmBackend(config, loaded, ModelSites.from_reports(reports))
         backend.attach(reports)
     except (EngineFailed, EngineLost, StagingError, ValueError, zmq.ZMQError) as error:
-        await asyncio.to_thread(loaded.llm.shutdown)
+        await asyncio.to_thread(loaded.llm.shutdown, _END_SECONDS)
         remove_channel(loaded.settings)
         raise EngineFailed(str(error)) from error
     try:
@@ -357,7 +361,7 @@ class VllmBackend:
         if self._watch is not None:
             self._watch.cancel()
         await stop_front_end(self._llm)
-        await asyncio.to_thread(self._llm.shutdown)
+        await asyncio.to_thread(self._llm.shutdown, _END_SECONDS)
         del self._loaded.llm
         await asyncio.to_thread(self._channel.close)
         remove_channel(self._settings)

@@ -1,6 +1,7 @@
 """Questions to the workers, with a stand-in for vLLM's engine."""
 
 import asyncio
+import inspect
 import sys
 import threading
 from collections import Counter
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from rheostat_engine import EXTRA_ARG, OPEN_END, Act, EngineSettings, GainsUpdate, Kind, Plan
 from rheostat_engine.plan.plan import read_plan
@@ -76,7 +78,7 @@ async def test_an_engine_whose_channel_cannot_be_bound_is_ended(monkeypatch, tmp
     class Ended(Engine):
         ended = False
 
-        def shutdown(self) -> None:
+        def shutdown(self, timeout: float) -> None:
             self.ended = True
 
     async def describe(llm, method) -> list[object]:
@@ -102,7 +104,7 @@ async def test_an_engine_that_is_ending_is_not_lost(monkeypatch, tmp_path) -> No
     class Ends(Engine):
         tokenizer = output_handler = None
 
-        def shutdown(self) -> None:
+        def shutdown(self, timeout: float) -> None:
             self.dead = True
             asked.wait(10)
 
@@ -122,6 +124,29 @@ async def test_an_engine_that_is_ending_is_not_lost(monkeypatch, tmp_path) -> No
     assert lost == []
 
 
+async def test_an_engine_has_more_time_to_end_than_it_gives_its_workers(
+    monkeypatch, tmp_path
+) -> None:
+    """Otherwise vLLM would kill it, and it would leave its shared memory."""
+
+    class Ends(Engine):
+        tokenizer = output_handler = None
+
+        def shutdown(self, timeout: float) -> None:
+            self.timeout = timeout
+
+    llm = Ends()
+    monkeypatch.setattr(vllm_backend, "_model_info", lambda config, loaded: INFO)
+    loaded = LoadedEngine(
+        llm, EngineSettings(f"ipc://{tmp_path}/events"), QueueCounter(), "cpu", {}
+    )
+    await vllm_backend.VllmBackend(ServerConfig(model="demo"), loaded, SITES).close()
+    patience = inspect.getsource(MultiprocExecutor._ensure_worker_termination)
+    assert "timeout=envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS" in patience
+    assert "wait_for_termination(active_procs(), 4)" in patience
+    assert llm.timeout > 2 * (envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS + 4)
+
+
 async def test_gains_for_a_dead_engine_fail_as_its_loss(monkeypatch, tmp_path) -> None:
     """vLLM refuses the message at once, so that there is nothing to wait for."""
 
@@ -131,7 +156,7 @@ async def test_gains_for_a_dead_engine_fail_as_its_loss(monkeypatch, tmp_path) -
         async def call_utility_async(self, *_: object) -> None:
             raise EngineDeadError
 
-        def shutdown(self) -> None:
+        def shutdown(self, timeout: float) -> None:
             pass
 
     llm, lost = Refuses(dead=True), []
@@ -166,7 +191,7 @@ async def test_every_adapter_is_loaded_before_the_engine_serves(monkeypatch, tmp
         raise EngineLost("the end of this test")
 
     llm = Loads()
-    llm.shutdown = lambda: None
+    llm.shutdown = lambda timeout: None
     loras = {name: Lora(name, number, f"/{name}", 8) for number, name in enumerate("ab", 1)}
     settings = EngineSettings(f"ipc://{tmp_path}/made/events")
     loaded = LoadedEngine(llm, settings, QueueCounter(), "cpu", loras)
@@ -189,7 +214,7 @@ async def test_an_adapter_that_cannot_be_loaded_ends_the_start_by_name(
         async def add_lora(self, lora: object) -> bool:
             raise Exception("Call to add_lora method failed: no weights\nat all")
 
-        def shutdown(self) -> None:
+        def shutdown(self, timeout: float) -> None:
             self.ended = True
 
     llm, folder = Refuses(), tmp_path / "made"
