@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle, product
 from typing import NamedTuple
 
@@ -479,40 +479,57 @@ def check_warm_up() -> None:
             assert same_bits(one, other)
 
 
-def main() -> None:
-    """Every variant."""
-    interpret_faster()
-    exact = [torch.float32, torch.float16]  # the interpreter truncates to bfloat16
-    for width, dtype in product([1500, 48, 7], exact):
-        for residual in (None, dtype, torch.float32):
-            check_additions(width, dtype, residual)
-        check_additions(width, dtype, None, 0.25)
+EXACT = (torch.float32, torch.float16)  # the interpreter truncates to bfloat16
+
+
+def streams(dtypes: Iterable[torch.dtype]) -> list[tuple[torch.dtype, torch.dtype | None]]:
+    """Every dtype of a stream, with no residual part, one of the same dtype, and one in float32."""
+    found = [(dtype, other) for dtype in dtypes for other in (None, dtype, torch.float32)]
+    return list(dict.fromkeys(found))
+
+
+def check_codes() -> None:
+    """Rows that are added by their codes and copied; rows of gains; instructions of a step."""
+    for width in (1500, 48, 7):
+        for stream in streams(EXACT):
+            check_additions(width, *stream)
+        for dtype in EXACT:
+            check_additions(width, dtype, None, 0.25)
     for width in (4, 24, 9):
         check_narrow(width, torch.float32, torch.float32)
         check_narrow(width, torch.float32, torch.float16)
     for width, dtype in ((48, torch.float32), (7, torch.float16)):
         for residual in (None, torch.float32):
             check_multiplied(width, dtype, residual)
-    for width, dtype in product([300, 5], exact):
-        for residual in (None, dtype, torch.float32):
-            check_replacements(width, dtype, residual)
-    for width, dtype in product([300, 64, 5], TOLERANCE):
-        for residual in (None, dtype, torch.float32):
-            check_chains(width, dtype, residual)
-        check_chains(width, dtype, None, -0.22)
-    for dtype in exact:
-        for residual in (None, dtype, torch.float32):
-            check_gains(24, dtype, residual)
-    for dtype in TOLERANCE:
-        for residual in (None, dtype, torch.float32):
-            check_idle(dtype, residual)
-            check_huge(dtype, residual)
-        for gain in (0.22, -4.0):
-            check_huge(dtype, None, gain)
-        check_not_finite(dtype)
+    for stream in streams(EXACT):
+        check_gains(24, *stream)
     for captures, rules in product([False, True], repeat=2):
         check_expand(captures=captures, rules=rules)
     check_warm_up()
+
+
+def check_programs() -> None:
+    """Chains of steps, replaced rows, and numbers that are huge or not finite."""
+    widths = (300, 64, 5)
+    for n, stream in enumerate(streams(TOLERANCE)):
+        # Two of the widths for each, so that every width meets every dtype and every residual part.
+        for width in (widths[n % 3], widths[(n + 1) % 3]):
+            check_chains(width, *stream)
+    for width, dtype in zip(widths, TOLERANCE, strict=True):
+        check_chains(width, dtype, None, -0.22)
+    for width, stream in product([300, 5], streams(EXACT)):
+        check_replacements(width, *stream)
+    for stream in streams(TOLERANCE):
+        check_idle(*stream)
+        check_huge(*stream)
+    for dtype in TOLERANCE:
+        for gain in (0.22, -4.0):
+            check_huge(dtype, None, gain)
+        check_not_finite(dtype)
+
+
+def check_all_gates() -> None:
+    """Gates of every form, and readings of every kind."""
     readouts = [Readout(*kinds) for kinds in product(Normalise, Activation)]
     pairs = cycle(zip(readouts, readouts[5:] + readouts[:5], strict=True))
     gate_kernels._ROWS = tl.constexpr(8)  # see check_chunks
@@ -525,9 +542,23 @@ def main() -> None:
     check_gates(300, torch.float16, some_gates()[1], readouts)
     for residual, gain in product((None, torch.float32), (1.0, 0.5)):
         assert reading_differences(300, torch.float32, residual, gain) < 1e-5
-    check_chunks()
+
+
+PARTS = {
+    "codes": check_codes,
+    "programs": check_programs,
+    "gates": check_all_gates,
+    "chunks": check_chunks,
+}
+"""Parts of the check that take about as long as each other."""
+
+
+def main(part: str) -> None:
+    """Checks every variant of one part."""
+    interpret_faster()
+    PARTS[part]()
     sys.stdout.write("kernels equal their twins\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -16,13 +16,16 @@ from rheostat_engine.sites import kernels
 from rheostat_engine.worker import expand_kernel
 from rheostat_engine.worker.steering import gate_kernels
 
+from ..interpreted_kernels import PARTS
+
 GATE_FLOATS = ("readings_ptr", "openness_ptr", "gains_ptr", "states_ptr", "gate_floats_ptr")
 
 
-def test_interpreted_kernels_equal_their_twins() -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_interpreted_kernels_equal_their_twins(part: str) -> None:
     # Triton reads TRITON_INTERPRET when it is imported, hence a process of its own.
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.engine.interpreted_kernels"],
+        [sys.executable, "-m", "tests.unit.engine.interpreted_kernels", part],
         cwd=Path(__file__).parents[4],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
