@@ -3,8 +3,10 @@
 Invariant: a step costs a few numpy calls, for any number of samples.
 
 Why steps of few rows wait
-    With few rows, these calls take far longer than their arithmetic. So the rows of several steps
-    are added together, at the latest when a summary is asked for.
+    With few rows, these calls take far longer than their arithmetic. So the rows of several small
+    steps are added together, at the latest when a summary is asked for. Several steps have several
+    rows of a sample. Sorting them takes about a microsecond for each, so larger steps are added one
+    by one.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +16,12 @@ import numpy.typing as npt
 
 _FIRST_SLOTS = 64
 
+_FEW_ROWS = 16
+"""A step with fewer rows waits. A step with more takes less time alone: with 64 columns, 128 rows
+take 22 us alone, and 158 us if they are added with those of another step."""
+
 _WAITING_ROWS = 256
-"""Waiting rows are added once there are this many. From there on the arithmetic takes longer than
-the calls of numpy."""
+"""Waiting rows are added once there are this many."""
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -100,9 +105,11 @@ class Summaries:
         """
         if not len(slots) or not self._columns:
             return
+        if len(values) >= _FEW_ROWS:
+            self._add_waiting()
         self._waiting.append(_Step(slots, firsts, counts, values))
         self._waiting_rows += len(values)
-        if self._waiting_rows >= _WAITING_ROWS:
+        if len(values) >= _FEW_ROWS or self._waiting_rows >= _WAITING_ROWS:
             self._add_waiting()
 
     def _add_waiting(self) -> None:

@@ -16,10 +16,10 @@ ROWS = st.lists(st.tuples(*[NUMBERS] * COLUMNS), min_size=1, max_size=4)
 STEPS = st.lists(st.dictionaries(st.integers(0, 80), ROWS, min_size=1), max_size=6)
 
 
-@pytest.mark.parametrize("waiting", [1, 7, 256])
+@pytest.mark.parametrize(("few", "waiting"), [(1, 1), (3, 256), (16, 7), (1000, 256)])
 @given(STEPS)
-def test_they_equal_sums_over_all_readings(waiting: int, steps) -> None:
-    with patch.object(module, "_WAITING_ROWS", waiting):
+def test_they_equal_sums_over_all_readings(few: int, waiting: int, steps) -> None:
+    with patch.multiple(module, _FEW_ROWS=few, _WAITING_ROWS=waiting):
         check(steps)
 
 
