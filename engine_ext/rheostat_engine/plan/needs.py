@@ -7,14 +7,14 @@ this process, so that no client can construct colliding contents.
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine.plan.acts import Act
+from rheostat_engine.plan.acts import Act, Kind
 from rheostat_engine.plan.composition import Combination, combine, only_adds
 from rheostat_engine.plan.tables import SteeringTable
 
@@ -137,7 +137,7 @@ def _contents_of_rows(act: Act) -> Iterator[tuple[str, object, int]]:
     This is faster for a patch of a whole run: it has an act for each position, and each act has a
     row for each site.
     """
-    program, addends = _templates(act)
+    program, addends = _templates(act.kind, act.vectors[0], act.scale)
     rows = [_ENCODER.encode(row) for row in act.site_rows.rows[:, 0].tolist()]
     programs = [program.with_row(row) for row in rows]
     sites = map(_ENCODER.encode, act.site_rows.sites.tolist())
@@ -172,10 +172,14 @@ class _Template(NamedTuple):
         return _Encoded(self.before + row + self.after)
 
 
-def _templates(act: Act) -> tuple[_Template, _Template]:
-    """The templates of an act's program at a site, and of the addends of this program."""
+@lru_cache(256)
+def _templates(kind: Kind, vector: bytes, scale: float) -> tuple[_Template, _Template]:
+    """The templates of an act's program at a site, and of the addends of this program.
+
+    The acts of a sweep's cells share them: they put in rows of one vector.
+    """
     ((_, first),), ((_, second),) = (
-        combine([replace(act, rows=((0, (row,)),))], [0]) for row in (0, 1)
+        combine([Act(kind, (vector,), ((0, (row,)),), (), scale)], [0]) for row in (0, 1)
     )
     return _Template.of(first, second), _Template.of(first[0].addends, second[0].addends)
 
