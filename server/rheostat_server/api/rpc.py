@@ -181,23 +181,24 @@ class _Method:
             incoming.release()
 
     async def _write(self, responses: AsyncGenerator[object, None], call: Call) -> None:
-        """Writes all responses."""
+        """Writes all responses. A list of them is written at once."""
 
         def encoded(response: object) -> bytes | MessageParts:
             return response if isinstance(response, MessageParts) else self._encode(response)
 
-        messages = DirectMessages(
+        direct = DirectMessages(
             call.has_room,
             lambda response: call.write_now(encoded(response)),
             cheap=call.writes_cheaply,
         )
-        offer_direct_messages(messages)
+        offer_direct_messages(direct)
         async with aclosing(responses):
             interruption = Interruption()
             async for response in responses:
-                message = encoded(response)
+                ready = response if isinstance(response, list) else [response]
+                messages = [encoded(one) for one in ready]
                 with interruption:
-                    await call.write(message)
+                    await call.write(*messages)
             with interruption:
                 await call.flush()
 

@@ -19,9 +19,9 @@ class SweepService(sweep_service_pb2_grpc.SweepServiceServicer):
         self._readiness = readiness
         self._sweeps = Sweeps()
 
-    async def Sweep(
+    async def Sweep(  # type: ignore[override]  # `Rpcs` also writes lists of messages
         self, request: sweep_service_pb2.SweepRequest, context: Context
-    ) -> AsyncGenerator[sweep_service_pb2.SweepResponse, None]:
+    ) -> AsyncGenerator[list[sweep_service_pb2.SweepResponse], None]:
         """Runs a grid of replacements."""
         events = self._sweeps.sweep(request, self._readiness.manager())
         async with aclosing(while_read(events, UNREAD_SECONDS)) as responses:

@@ -20,7 +20,8 @@ _ABANDONED = status_pb2.Status(
 ).SerializeToString()
 
 _WINDOW = 4
-"""Messages that a call sends before gRPC has taken the first of them."""
+"""Messages that a call sends before gRPC has taken the first of them, unless they are sent
+together."""
 
 _WINDOW_BYTES = 64 << 10
 """Bytes of these messages. A longer message is sent alone."""
@@ -98,18 +99,21 @@ class Call:
         self._reading = False
         return await self._read
 
-    async def write(self, message: bytes | MessageParts) -> None:
-        """Sends a message. Returns when gRPC has taken all but a few of the last messages.
+    async def write(self, *messages: bytes | MessageParts) -> None:
+        """Sends messages. Returns when gRPC has taken all but a few of the last messages.
 
         So a slow client blocks its writer. Waiting for each message would wake the task twice per
-        token.
+        token. Messages that are sent together wait for each other only if they are long.
 
         Raises:
             CancelledError: the client has disconnected.
         """
-        self.write_now(message)
-        while len(self._unwritten) > _WINDOW or self._unwritten_bytes > _WINDOW_BYTES:
-            await self._until_written(min(_WINDOW, len(self._unwritten) - 1))
+        for message in messages:
+            self.write_now(message)
+            while self._unwritten_bytes > _WINDOW_BYTES:
+                await self._until_written(min(_WINDOW, len(self._unwritten) - 1))
+        while len(self._unwritten) > _WINDOW:
+            await self._until_written(_WINDOW)
 
     def has_room(self) -> bool:
         """Whether `write` would not wait, so that `write_now` may be called."""

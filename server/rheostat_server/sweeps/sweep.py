@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from typing import NamedTuple
 
 from rheostat_server import validation
 from rheostat_server.errors import DuplicateRequest, QueueFull, Resource
@@ -29,8 +30,18 @@ _pb = sweep_service_pb2
 _EVENTS = 256
 """Events that wait for a slow reader. Then no further cells start."""
 
+_TOGETHER_BYTES = 16 << 10
+"""Bytes from which on further events are sent later. A cell's event has about 60."""
+
 _TOKEN_BYTES = 16
 """Bytes that `offload` counts for a token of a prompt that the first event lists."""
+
+
+class _End(NamedTuple):
+    """Follows the last event."""
+
+    error: Exception | None
+    """Why the sweep has failed."""
 
 
 class Sweeps:
@@ -42,8 +53,10 @@ class Sweeps:
 
     async def sweep(
         self, request: sweep_service_pb2.SweepRequest, manager: RequestManager
-    ) -> AsyncGenerator[sweep_service_pb2.SweepResponse, None]:
+    ) -> AsyncGenerator[list[sweep_service_pb2.SweepResponse], None]:
         """Runs a sweep. Yields what it will run, cells as they are ready, and a summary.
+
+        Events that are ready at the same time are yielded together.
 
         Raises:
             RheostatError: the request is invalid, or the engine cannot go on.
@@ -64,14 +77,13 @@ class Sweeps:
                     pairs,
                     labels,
                 )
-                yield _pb.SweepResponse(started=started)
-                async with aclosing(_streamed(sweep.run)) as events:
-                    async for event in events:
-                        yield event
+                yield [_pb.SweepResponse(started=started)]
+                async with aclosing(_streamed(sweep.run)) as batches:
+                    async for events in batches:
+                        yield events
                 kept = settings.lease is not None
-                yield _pb.SweepResponse(
-                    summary=sweep.summary(time.monotonic() - began, runs.made_ids if kept else ())
-                )
+                summary = sweep.summary(time.monotonic() - began, runs.made_ids if kept else ())
+                yield [_pb.SweepResponse(summary=summary)]
             finally:
                 runs.release(keep=kept)
 
@@ -100,28 +112,37 @@ class Sweeps:
 
 async def _streamed(
     run: Callable[[Put], Coroutine[None, None, None]],
-) -> AsyncGenerator[sweep_service_pb2.SweepResponse, None]:
+) -> AsyncGenerator[list[sweep_service_pb2.SweepResponse], None]:
     """Yields the events that a coroutine puts. The coroutine does not outlast the generator."""
-    events: asyncio.Queue[sweep_service_pb2.SweepResponse | Exception | None]
-    events = asyncio.Queue(_EVENTS)
+    waiting: asyncio.Queue[sweep_service_pb2.SweepResponse | _End] = asyncio.Queue(_EVENTS)
 
     async def running() -> None:
-        end: Exception | None = None
+        end = _End(None)
         try:
-            await run(events.put)
+            await run(waiting.put)
         except asyncio.CancelledError as error:
             drop_tracebacks(error)
             raise
         except Exception as error:  # raised by the reader, after the events before it
-            end = error
-        await events.put(end)
+            end = _End(error)
+        await waiting.put(end)
 
     work = asyncio.create_task(running())
     try:
-        while (event := await events.get()) is not None:
-            if isinstance(event, Exception):
-                raise event
-            yield event
+        event = await waiting.get()
+        while not isinstance(event, _End):
+            events, size = [event], event.ByteSize()
+            while not waiting.empty() and size < _TOGETHER_BYTES:
+                event = waiting.get_nowait()
+                if isinstance(event, _End):
+                    break
+                events.append(event)
+                size += event.ByteSize()
+            yield events
+            if not isinstance(event, _End):
+                event = await waiting.get()
+        if event.error is not None:
+            raise event.error
     finally:
         work.cancel()
         await asyncio.wait({work})

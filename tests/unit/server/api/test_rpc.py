@@ -95,6 +95,23 @@ async def test_a_client_that_goes_away_during_a_write_is_no_incident(
     assert handler.left == [GeneratorExit] * 20
 
 
+class Lists(grpc.GenericRpcHandler):
+    """Answers with lists of messages."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_stream_rpc_method_handler(self.answer)
+
+    async def answer(self, request: bytes, context: object) -> AsyncIterator[list[bytes]]:
+        yield [b"one"]
+        yield [b"two", b"three", b"four"]
+
+
+async def test_lists_of_responses_are_single_messages_for_the_client(serving: Serving) -> None:
+    async with serving(Lists(), Calls(100)) as target, grpc.aio.insecure_channel(target) as channel:
+        received = await rest(channel.unary_stream(METHOD)(b""))
+    assert received == [b"one", b"two", b"three", b"four"]
+
+
 class BreaksOff(grpc.GenericRpcHandler):
     """Answers one message, then is cancelled although its client is there."""
 

@@ -76,6 +76,47 @@ async def test_messages_sent_without_waiting_keep_their_order(serving: Serving) 
     assert received == list(range(300))
 
 
+async def test_messages_that_are_sent_together_do_not_wait_for_each_other(serving: Serving) -> None:
+    messages = [number.to_bytes(4, "big") for number in range(300)]
+    unwritten = []
+
+    async def answer(call: Call) -> None:
+        await call.read()
+        writing = asyncio.create_task(call.write(*messages))
+        await asyncio.sleep(0)
+        unwritten.append(len(call._unwritten))
+        await writing
+        unwritten.append(len(call._unwritten))
+        await call.flush()
+
+    async with serving(answer) as channel, asyncio.timeout(30):
+        call = begin(channel)
+        await call.write(b"go")
+        assert [message async for message in call] == messages
+    together, left = unwritten
+    assert together == len(messages)
+    assert left < 8
+
+
+async def test_long_messages_that_are_sent_together_wait_for_the_client(serving: Serving) -> None:
+    size, unwritten = 10_000, []
+
+    async def answer(call: Call) -> None:
+        await call.read()
+        writing = asyncio.create_task(call.write(*[bytes(size)] * 100))
+        await asyncio.sleep(0.3)
+        assert not writing.done()
+        unwritten.append(call._unwritten_bytes)
+        await writing
+
+    async with serving(answer) as channel, asyncio.timeout(30):
+        call = begin(channel)
+        await call.write(b"go")
+        await until(lambda: bool(unwritten))
+        assert [len(message) async for message in call] == [size] * 100
+    assert unwritten[0] <= WINDOW + size
+
+
 @pytest.mark.parametrize("direct", [False, True])
 async def test_a_client_that_does_not_read_limits_what_is_sent(
     serving: Serving, direct: bool

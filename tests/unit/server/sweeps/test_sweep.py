@@ -15,6 +15,7 @@ from rheostat_wire.v1 import (
     replace_pb2,
     run_service_pb2,
     sweep_pb2,
+    sweep_service_pb2,
     types_pb2,
 )
 
@@ -374,6 +375,29 @@ async def test_a_slow_reader_stops_the_sweep_until_it_reads(starter, monkeypatch
     call = running.client.sweep.Sweep(order(where=selector(window(0, 4))))
     await asyncio.sleep(0.2)
     assert len(await rest(call)) == LAYERS * 4 + 2
+
+
+async def test_events_that_are_ready_together_are_sent_together(monkeypatch) -> None:
+    cells = [sweep_pb2.SweepCell(index=number) for number in range(1, 10)]
+    events = [sweep_service_pb2.SweepResponse(cell=cell) for cell in cells]
+
+    async def run(put) -> None:
+        for event in events[:8]:
+            await put(event)
+        await asyncio.sleep(0.01)
+        await put(events[8])
+        raise EngineLost("it died")
+
+    monkeypatch.setattr(sweeps, "_TOGETHER_BYTES", sum(event.ByteSize() for event in events[:4]))
+    received = []
+
+    async def read() -> None:
+        async for together in sweeps._streamed(run):
+            received.append([event.cell.index for event in together])
+
+    with pytest.raises(EngineLost):
+        await read()
+    assert received == [[1, 2, 3, 4], [5, 6, 7, 8], [9]]
 
 
 async def test_the_engines_end_ends_the_sweep(starter) -> None:
