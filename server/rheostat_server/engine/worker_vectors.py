@@ -65,6 +65,25 @@ class WorkerVectorCache:
             calls = {self._call_with(vector) for vector in missing}
             await asyncio.shield(asyncio.gather(*calls))
 
+    async def load(self, vectors: Sequence[Vector]) -> None:
+        """Stores vectors that no request uses yet, and returns once every worker has them.
+
+        From then on the store may evict them.
+
+        Raises:
+            StoreFull: pinned and named vectors leave too little memory for them.
+            EngineLost: the engine is gone.
+        """
+        pinned: list[bytes] = []
+        try:
+            for vector in vectors:
+                self.store.pin(vector)
+                pinned.append(vector.digest)
+            await self.ensure(vectors)
+        finally:
+            for digest in pinned:
+                self.store.unpin(digest)
+
     def _call_with(self, vector: Vector) -> asyncio.Task[None]:
         """The call that loads a vector: a call that has it already, or else the next call."""
         if vector.digest not in self._coming:

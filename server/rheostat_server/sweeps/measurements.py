@@ -3,6 +3,7 @@
 Invariant: a cell whose rows cannot be had raises an error. It is never asked without them.
 """
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from rheostat_server.sweeps.cells import Asked, ask
 from rheostat_server.sweeps.divergence import Divergences
 from rheostat_server.sweeps.grades import LastRow, PooledReading, RowReader
 from rheostat_server.sweeps.pairs import Pair
+from rheostat_server.sweeps.prefetch import Prefetch
 from rheostat_server.sweeps.request_starter import RequestStarter
 from rheostat_server.sweeps.scores import Values
 from rheostat_server.sweeps.settings import Settings
@@ -76,6 +78,7 @@ class Measurements:
         self._sources: list[list[Source]] = [[] for _ in pairs]
         """For each pair and noise, where rows come from."""
         self._requests = CellRequests(settings, pairs, self._sources, manager)
+        self._prefetch = Prefetch(settings, pairs, self._sources, manager.worker_vectors)
         self._references: list[FloatArray | None] = [None] * len(pairs)
         """The last row [1, W] of each clean prompt, if a grade compares distributions."""
         self._divergences = Divergences(manager)
@@ -91,8 +94,9 @@ class Measurements:
         """
         pair = self._pairs[index]
         name = f"sweep-{self._unique}-{index}"
+        grid, ahead = self._settings.grid, self._prefetch.rows_ahead
         captured = await sources_of(
-            pair, name, self._settings.grid, self._runs, self._manager, self._starter.run
+            pair, name, grid, ahead, self._runs, self._manager, self._starter.run
         )
         self._sources[index] = captured.sources
         self.computed += captured.computed
@@ -111,6 +115,14 @@ class Measurements:
         except NonFinite as error:
             error.field = pair.path
             raise
+
+    def expect(self, cell: int, pair: int, noise: int) -> None:
+        """Begins to load the rows of a cell in a prompt of a pair, which will be asked soon."""
+        self._prefetch.expect(cell, pair, noise)
+
+    async def close(self) -> None:
+        """Ends the work for cells that were expected."""
+        await self._prefetch.close()
 
     async def cell(self, cell: int, pair: int, noise: int) -> Measured:
         """The numbers of a cell in a prompt of a pair.
@@ -163,22 +175,23 @@ class Measurements:
         Raises:
             NonFinite: one is not finite.
         """
-        values = np.empty(len(self._settings.grades))
+        values: list[float] = []
         for number, grade in enumerate(self._settings.grades):
             reader = answered.readers.get(number)
             if isinstance(reader, PooledReading):
-                values[number] = reader.value
+                value = reader.value
             elif isinstance(reader, LastRow):
                 reference = self._references[pair]
                 assert reference is not None
-                values[number] = await self._divergences.between(reference, reader.row)
+                value = await self._divergences.between(reference, reader.row)
             else:
                 assert grade.metric is not None
                 answers = self._pairs[pair].answers
-                values[number] = answers.value(grade.metric, answered.readings)
-            if not np.isfinite(values[number]):
+                value = answers.value(grade.metric, answered.readings)
+            if not math.isfinite(value):
                 raise NonFinite(
-                    f"{grade.name} is {values[number]}: the model gives the answer no probability, "
-                    "or its numbers overflow"
+                    f"{grade.name} is {value}: the model gives the answer no probability, or its "
+                    "numbers overflow"
                 )
-        return values
+            values.append(value)
+        return np.array(values)

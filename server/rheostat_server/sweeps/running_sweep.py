@@ -4,6 +4,7 @@ Invariant: each cell that the client does not have is put exactly once, with val
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -93,6 +94,12 @@ class RunningSweep:
         Raises:
             RheostatError: it cannot go on.
         """
+        try:
+            await self._run(put)
+        finally:
+            await self._measurements.close()
+
+    async def _run(self, put: Put) -> None:
         settings, grid = self._settings, self._settings.grid
         await self._prepare()
         first = settings.zoom.coarse(grid) if settings.zoom is not None else range(grid.cells)
@@ -189,7 +196,7 @@ class RunningSweep:
         The first baselines alternate with the first cells. The late ones are spread over all cells.
         """
         count = len(cells) * sum(len(pair.bases) for pair in self._pairs)
-        work = _alternating(first, _spread(late, self._work(cells), count))
+        work = _alternating(first, _spread(late, self._expected(self._work(cells)), count))
 
         async def run() -> None:
             for piece in work:
@@ -205,6 +212,20 @@ class RunningSweep:
             for index, pair in enumerate(self._pairs):
                 for noise in range(len(pair.bases)):
                     yield _Work(cell, index, noise)
+
+    def _expected(self, work: Iterable[_Work]) -> Iterator[_Work]:
+        """Yields the prompts of cells. Each is expected `concurrency` prompts before.
+
+        So many prompts may start in one step of the engine.
+        """
+        coming: deque[_Work] = deque()
+        for piece in work:
+            if piece.cell is not None:
+                self._measurements.expect(piece.cell, piece.pair, piece.noise)
+            coming.append(piece)
+            if len(coming) > self._settings.concurrency:
+                yield coming.popleft()
+        yield from coming
 
     async def _do(self, work: _Work, put: Put) -> None:
         """Runs one prompt, and puts its cell if that is complete."""

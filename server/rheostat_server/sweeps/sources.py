@@ -52,7 +52,7 @@ from rheostat_wire.v1 import (
 )
 
 _KEPT_SITES = 4
-"""Sites, beyond those of a window, whose vectors a source keeps."""
+"""Sites, beyond those of the cells that run and are expected, whose vectors a source keeps."""
 
 _RANGES = 256
 """Most ranges of positions of a capture."""
@@ -87,6 +87,14 @@ class Source(Protocol):
             NonFinite: a row is too large.
         """
 
+    async def vector(self, site: Site) -> Vector:
+        """All rows at a site.
+
+        Raises:
+            RunIncomplete: the source has none.
+            NonFinite: a row is too large.
+        """
+
 
 class Zeros:
     """Zeros everywhere."""
@@ -100,6 +108,10 @@ class Zeros:
         """A row of zeros for each position."""
         return SourceRows(self._vector, (0,) * len(positions))
 
+    async def vector(self, site: Site) -> Vector:
+        """A row of zeros."""
+        return self._vector
+
 
 class RunRows:
     """The rows of runs of one prompt, or the mean of each site's rows."""
@@ -110,7 +122,7 @@ class RunRows:
         wanted: Sequence[int],
         model: ModelSites,
         *,
-        window: int,
+        kept: int,
         averaged: npt.NDArray[np.intp] | None = None,
     ) -> None:
         """Takes over runs that are held until the sweep ends.
@@ -119,7 +131,7 @@ class RunRows:
             runs: the runs, all of the same positions. Each has other sites.
             wanted: the positions whose rows are put in.
             model: the model's sites.
-            window: sites that a cell replaces at most.
+            kept: sites whose vectors are kept at most.
             averaged: the rows of a site whose mean is put in at all positions. None: each
                 position has its own row.
         """
@@ -139,7 +151,7 @@ class RunRows:
         present = (position for position, row in zip(wanted, at, strict=False) if row >= 0)
         self._places = {position: row for row, position in enumerate(present)}
         """The row of each position in a site's vector."""
-        self._kept = window + _KEPT_SITES
+        self._kept = kept
         self._vectors: OrderedDict[int, Vector] = OrderedDict()
         """By index of the site, least recently used first."""
         self._turn = asyncio.Lock()
@@ -149,15 +161,21 @@ class RunRows:
         """The rows at a site."""
         if not self._averaged:
             self._check_present(site, positions)
-        vector = self._vectors.get(site.index)
-        if vector is None:
-            async with self._turn:
-                vector = await self._vector(site)
-        else:
-            self._vectors.move_to_end(site.index)
+        vector = await self.vector(site)
         if self._averaged:
             return SourceRows(vector, (0,) * len(positions))
         return SourceRows(vector, tuple(self._places[position] for position in positions))
+
+    async def vector(self, site: Site) -> Vector:
+        """All rows at a site that are put in."""
+        if not len(self._at):
+            raise RunIncomplete("no position of the columns has a row in the other prompt")
+        vector = self._vectors.get(site.index)
+        if vector is None:
+            async with self._turn:
+                return await self._vector(site)
+        self._vectors.move_to_end(site.index)
+        return vector
 
     def _check_present(self, site: Site, positions: Sequence[int]) -> None:
         if -1 in positions:
@@ -284,7 +302,13 @@ class Captured(NamedTuple):
 
 
 async def sources_of(
-    pair: Pair, name: str, grid: Grid, held: HeldRuns, manager: RequestManager, attempts: Attempts
+    pair: Pair,
+    name: str,
+    grid: Grid,
+    rows_ahead: int,
+    held: HeldRuns,
+    manager: RequestManager,
+    attempts: Attempts,
 ) -> Captured:
     """Finds or captures the rows of a pair's cells.
 
@@ -292,6 +316,7 @@ async def sources_of(
         pair: the pair.
         name: the beginning of the ids of runs that are made.
         grid: the cells.
+        rows_ahead: rows of the grid whose cells are expected before they run.
         held: holds all runs.
         manager: runs the prompts.
         attempts: starts them.
@@ -300,7 +325,7 @@ async def sources_of(
         RheostatError: a run is missing or unfit, or a prompt cannot run.
     """
     model = manager.sites
-    window = max(len(row.window) for row in grid.rows)
+    kept = max(len(row.window) for row in grid.rows) + rows_ahead + _KEPT_SITES
     match pair.message.WhichOneof("corruption"):
         case "zeros":
             return Captured([Zeros(model.width)], 0)
@@ -308,11 +333,11 @@ async def sources_of(
             mean, path = pair.message.mean, f"{pair.path}.mean"
             run = held.given(mean.run_id, f"{path}.run_id")
             averaged = averaged_rows(mean, run, path)
-            return Captured([RunRows([run], (), model, window=window, averaged=averaged)], 0)
+            return Captured([RunRows([run], (), model, kept=kept, averaged=averaged)], 0)
     size = _POSITION_BYTES * sum(map(len, pair.columns))
     wanted = await offload_plan(size, _wanted, pair, grid.columns)
     if pair.into_clean and pair.message.HasField("run_id"):
-        return Captured([RunRows([_given(pair, held)], wanted, model, window=window)], 0)
+        return Captured([RunRows([_given(pair, held)], wanted, model, kept=kept)], 0)
     sources: list[Source] = []
     computed = 0
     for noise, prompt in enumerate(pair.corrupt if pair.into_clean else (pair.clean,)):
@@ -322,7 +347,7 @@ async def sources_of(
                 request = await _capturing(prompt, f"{name}-{noise}", wanted, grid, held, manager)
                 computed += await attempts(partial(_capture, request))
             runs = [held.made(capture.run.id) for capture in request.captures if capture.run]
-        sources.append(RunRows(runs, wanted, model, window=window))
+        sources.append(RunRows(runs, wanted, model, kept=kept))
     return Captured(sources * len(pair.bases) if len(sources) == 1 else sources, computed)
 
 

@@ -1,0 +1,99 @@
+"""Loads the rows of coming cells into the workers.
+
+Why
+    A call that loads vectors waits for the end of the engine's current step, and all cells of a
+    site wait for the call. If a site's rows were loaded only when its first cell starts, these
+    cells would miss the next step too. Meanwhile the engine would compute smaller batches, which
+    take more time for each cell.
+
+Invariants: rows that are not loaded in time are loaded by the cells that need them. Rows that
+cannot be had, or for which the store has no room, are an error of these cells alone. A vector is
+pinned only while it is being loaded, so rows of coming cells never take the place of rows in use.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from rheostat_engine import Site
+from rheostat_server.engine.worker_vectors import WorkerVectorCache
+from rheostat_server.errors import RheostatError
+from rheostat_server.limits import CALL_BYTES
+from rheostat_server.sweeps.pairs import Pair
+from rheostat_server.sweeps.settings import Settings
+from rheostat_server.sweeps.sources import Source
+from rheostat_server.vectors.store import Vector
+
+
+class Prefetch:
+    """Loads the rows of the coming cells of one sweep."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pairs: Sequence[Pair],
+        sources: Sequence[Sequence[Source]],
+        worker_vectors: WorkerVectorCache,
+    ) -> None:
+        """Nothing is expected.
+
+        Args:
+            settings: the sweep's settings.
+            pairs: its pairs.
+            sources: for each pair and noise, where rows come from; a live view.
+            worker_vectors: loads vectors into the workers.
+        """
+        self._grid = settings.grid
+        prompts = sum(len(pair.bases) for pair in pairs)
+        self.rows_ahead = 1 + settings.concurrency // (prompts * settings.grid.columns)
+        """Rows of the grid whose cells are expected at most before they run."""
+        self._sources = sources
+        self._worker_vectors = worker_vectors
+        self._row = -1
+        """The row of the last expected cell."""
+        self._expected: set[Source] = set()
+        """The sources whose rows were expected for `_row`."""
+        self._waiting: deque[tuple[Source, Site]] = deque()
+        """Rows that are not loaded yet."""
+        self._task: asyncio.Task[None] | None = None
+        """Loads the rows that wait."""
+
+    def expect(self, cell: int, pair: int, noise: int) -> None:
+        """Begins to load the rows of a cell in a prompt of a pair."""
+        row, _ = self._grid.place(cell)
+        if row != self._row:
+            self._row = row
+            self._expected.clear()
+        source = self._sources[pair][noise]
+        if source in self._expected:
+            return
+        self._expected.add(source)
+        self._waiting.extend((source, site) for site in self._grid.rows[row].window)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._load())
+
+    async def close(self) -> None:
+        """Loads no more rows."""
+        self._waiting.clear()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _load(self) -> None:
+        while self._waiting:
+            vectors = await self._take()
+            with suppress(RheostatError):
+                await self._worker_vectors.load(vectors)
+
+    async def _take(self) -> list[Vector]:
+        """Takes vectors for one call of the workers."""
+        vectors: list[Vector] = []
+        size = 0
+        while self._waiting and size < CALL_BYTES:
+            source, site = self._waiting.popleft()
+            with suppress(RheostatError):
+                vector = await source.vector(site)
+                vectors.append(vector)
+                size += vector.size
+        return vectors

@@ -1,0 +1,166 @@
+"""Rows of coming cells are in the workers before the cells start, and take nobody's room."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rheostat_engine import Point, Rows, Site
+from rheostat_server.engine.backend import Delta, Job
+from rheostat_server.engine.worker_vectors import WorkerVectorCache
+from rheostat_server.errors import RunIncomplete, StoreFull
+from rheostat_server.sweeps.grid import Grid, Row
+from rheostat_server.sweeps.prefetch import Prefetch
+from rheostat_server.sweeps.sources import SourceRows
+from rheostat_server.tensors import FloatType
+from rheostat_server.vectors.store import Vector, make_vector
+from rheostat_wire.v1 import sweep_pb2
+
+from ..fakes import LAYERS, WIDTH, ScriptedBackend, positions_of
+from ..streams import settled, until
+from .patched import CLEAN, PatchedBackend, order, pair, prompt, swept
+
+COLUMNS = 4
+
+
+def vector(value: float) -> Vector:
+    data = np.full((1, WIDTH), value, dtype="<f4").tobytes()
+    return make_vector(FloatType.FLOAT32, 1, WIDTH, data, "v")
+
+
+class Numbers:
+    """A source whose row at a site is a number of its own, without a row at some layers."""
+
+    def __init__(self, first: float = 1.0, *, without: Sequence[int] = ()) -> None:
+        self._first = first
+        self._without = without
+
+    async def vector(self, site: Site) -> Vector:
+        if site.layer in self._without:
+            raise RunIncomplete("none")
+        return vector(self._first + site.layer)
+
+    async def rows(self, site: Site, positions: Sequence[int]) -> SourceRows:
+        return SourceRows(await self.vector(site), (0,) * len(positions))
+
+
+def prefetch(
+    sources: Sequence[Sequence[Numbers]],
+    *,
+    window: int = 1,
+    concurrency: int = 8,
+    capacity: int = 1 << 20,
+) -> tuple[Prefetch, ScriptedBackend, WorkerVectorCache]:
+    sites = [Site(Point.RESID_POST, layer) for layer in range(8)]
+    rows = tuple(Row(at, tuple(sites[at.layer : at.layer + window])) for at in sites)
+    settings = SimpleNamespace(grid=Grid(rows, COLUMNS), concurrency=concurrency)
+    pairs = [SimpleNamespace(bases=noises) for noises in sources]
+    backend = ScriptedBackend()
+    worker_vectors = WorkerVectorCache(backend, capacity)
+    return Prefetch(settings, pairs, sources, worker_vectors), backend, worker_vectors
+
+
+def names(*values: float) -> list[str]:
+    return [vector(value).digest.hex() for value in values]
+
+
+async def test_rows_of_expected_cells_are_loaded_once_and_not_kept() -> None:
+    ahead, backend, worker_vectors = prefetch([[Numbers(1.0)], [Numbers(100.0)]], window=2)
+    for cell in range(COLUMNS + 1):
+        for number in range(2):
+            ahead.expect(cell, number, 0)
+    await until(lambda: len(backend.loaded) == 6)
+    assert sorted(backend.loaded) == sorted(names(1, 2, 3, 100, 101, 102))
+    await until(lambda: worker_vectors.store.pins == 0)
+    await ahead.close()
+    assert len(worker_vectors.store) == 6
+
+
+async def test_noises_of_one_source_expect_its_rows_once() -> None:
+    source = Numbers(without=[0])
+    ahead, backend, _ = prefetch([[source, source]])
+    ahead.expect(0, 0, 0)
+    ahead.expect(0, 0, 1)
+    ahead.expect(COLUMNS, 0, 0)
+    ahead.expect(COLUMNS, 0, 1)
+    await until(lambda: bool(backend.loaded))
+    await ahead.close()
+    assert backend.loaded == names(2)
+
+
+async def test_rows_that_cannot_be_had_or_kept_are_left_to_the_cells() -> None:
+    ahead, backend, worker_vectors = prefetch([[Numbers(without=[1])]], capacity=2 * 4 * WIDTH)
+    worker_vectors.store.pin(vector(50))
+    worker_vectors.store.pin(vector(51))
+    with pytest.raises(StoreFull):
+        worker_vectors.store.pin(vector(1))
+    ahead.expect(0, 0, 0)
+    await asyncio.sleep(0.01)
+    assert not backend.loaded
+    worker_vectors.store.unpin(vector(50).digest)
+    for row in (1, 2):
+        ahead.expect(row * COLUMNS, 0, 0)
+    await until(lambda: backend.loaded == names(3))
+    await ahead.close()
+
+
+async def test_a_sweep_that_ends_expects_nothing_more() -> None:
+    ahead, backend, worker_vectors = prefetch([[Numbers()]])
+    backend.loading = asyncio.Event()
+    ahead.expect(0, 0, 0)
+    await until(lambda: worker_vectors.store.pins == 1)
+    ahead.expect(COLUMNS, 0, 0)
+    await ahead.close()
+    assert worker_vectors.store.pins == 0
+    backend.loading.set()
+    await until(lambda: backend.loaded == names(1))  # the call was under way
+
+
+@pytest.mark.parametrize(("concurrency", "rows"), [(1, 1), (3, 1), (4, 2), (11, 3)])
+async def test_so_many_rows_are_expected_before_they_run(concurrency: int, rows: int) -> None:
+    ahead, _, _ = prefetch([[Numbers()]], concurrency=concurrency)
+    assert ahead.rows_ahead == rows
+
+
+@dataclass
+class HeldCells(PatchedBackend):
+    """Answers cells only once `free` is set. Each site has its own rows."""
+
+    free: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def _capture(self, job: Job, start: int, end: int) -> None:
+        for capture in job.plan.captures:
+            kept = np.array(positions_of(capture.spans, start, end), np.int32)
+            for number in capture.sites if len(kept) else ():
+                rows = np.full((1, len(kept), WIDTH), number, np.float32)
+                self.deliver(Rows(job.plan.request_id, (number,), kept, rows))
+
+    async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
+        self.room = self.free if job.plan.acts else None
+        async for delta in super().generate(job):
+            yield delta
+
+
+async def test_rows_are_loaded_before_the_cells_before_them_have_run(starter) -> None:
+    backend = HeldCells()
+    running = await starter(backend)
+    request = order(max_concurrent_cells=len(CLEAN), baseline_count=1)
+    calling = asyncio.create_task(swept(running, request))
+    await until(lambda: backend.at_once == len(CLEAN))
+    await until(lambda: len(backend.loaded) == 2)  # one row of cells runs, one is expected
+    assert LAYERS > 2
+    backend.free.set()
+    await calling
+    assert len(backend.loaded) == LAYERS
+    await settled(running)
+
+
+async def test_a_prompt_without_any_partner_has_cells_with_errors_alone(starter) -> None:
+    running = await starter(PatchedBackend())
+    alone = pair(prompt=prompt(1, 2, 3), corrupt=prompt(7, 8))
+    cells, _ = await swept(running, order(alone, direction=sweep_pb2.SWEEP_DIRECTION_NOISE))
+    assert any(cell.HasField("error") for cell in cells.values())
+    await settled(running)
