@@ -36,6 +36,8 @@ class Ranges:
         self.skipped_bytes = 0
         """Bytes skipped at the end of the ring because the next range did not fit there."""
         self._next = 0
+        self._skipped = (0, 0)
+        """The position from which bytes were skipped last, and to which."""
         self._floor = 0  # free up to here, even if the reader's counter is lower
 
     def largest(self, taken: int) -> int:
@@ -62,6 +64,7 @@ class Ranges:
             self._next += tail % self.size
             self._floor = self._next
         elif size > tail:
+            self._skipped = self._next, self._next + tail
             self._next += tail
             self.skipped_bytes += tail
         staging_range = StagingRange(self._next, size)
@@ -69,8 +72,13 @@ class Ranges:
         return staging_range
 
     def give_back(self, staging_range: StagingRange) -> None:
-        """Frees the last reserved range, which was not used."""
+        """Frees the last reserved range, which was not used, with the bytes skipped before it."""
         self._next = staging_range.position
+        start, end = self._skipped
+        if self._next == end:
+            self._next = start
+            self.skipped_bytes -= end - start
+            self._skipped = (0, 0)
 
 
 class StagingArea:

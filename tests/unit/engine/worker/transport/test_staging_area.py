@@ -71,6 +71,22 @@ def test_ranges_never_overlap_and_all_that_could_fit_does(
         waiting.append(staging_range)
 
 
+def test_a_range_that_is_given_back_gives_back_what_it_has_skipped() -> None:
+    ranges = Ranges(10 * 64)
+    first, second = ranges.reserve(400, 0), ranges.reserve(128, 0)
+    assert first is not None
+    assert second is not None
+    for _ in range(2):
+        third = ranges.reserve(129, first.end)
+        assert third == StagingRange(640, 129)
+        assert ranges.skipped_bytes == 64
+        ranges.give_back(third)
+        assert ranges.skipped_bytes == 0
+    ranges.give_back(second)
+    assert ranges.largest(first.end) == 640
+    assert ranges.reserve(640, first.end) == StagingRange(640, 640)
+
+
 def test_ranges_go_around_and_count_what_they_skip() -> None:
     ranges = Ranges(10 * 64)
     first, second = ranges.reserve(400, 0), ranges.reserve(64, 0)
