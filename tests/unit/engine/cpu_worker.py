@@ -1,5 +1,6 @@
 """A worker without a model: the runtime on CPU tensors, a forward pass that only runs the sites."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -61,6 +62,8 @@ class RowSender:
         self.kept_free = 0
         self.lost_rows = self.plain_rows = self.left_bytes = 0
         self.area = StagingArea(1 << 20, CPU)
+        # Tests make thousands of workers, and a process may have few open files.
+        weakref.finalize(self, self.area.close)
         self._merger = EventMerger(1)
 
     def send(self, frame: Frame) -> None:
