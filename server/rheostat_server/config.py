@@ -46,6 +46,8 @@ _LEAST_STAGING = 1024 * _MIB
 _MOST_STAGING = 4096 * _MIB
 """The smallest and the largest default size of the staging area, if the ring is not larger."""
 
+_LEAST_REQUEST_LIMIT = 512 * _MIB
+
 
 class Flag(NamedTuple):
     """The flag that sets a field: `--max-num-seqs` sets `max_num_seqs`."""
@@ -199,12 +201,14 @@ class ServerConfig:
     )
     """Pinned on CUDA; never less than the ring. Rows beyond it are lost and counted. None:
     `staging_area_bytes` computes it."""
-    request_buffer_bytes: int = _mib(
-        512,
+    request_buffer_bytes: int | None = _mib(
+        None,
         "memory in which one request's rows, tokens and log-probabilities wait for slow readers",
+        words="as much as --capture-mib, at least 512, at most --buffers-mib",
     )
     """Readers are its response, its sinks and its runs. If it is full, rows are lost or spilled
-    by the policy of their capture, or the request fails."""
+    by the policy of their capture, or the request fails. None: `request_limit_bytes` computes
+    it."""
     buffers_bytes: int = _mib(2048, "the same for all requests together")
     """If it is full, the policies apply first to the requests that hold most."""
     subscriptions_bytes: int = _mib(
@@ -287,6 +291,15 @@ class ServerConfig:
             return self.staging_bytes
         ring = self.ring_bytes(step_tokens)
         return max(ring, min(max(_RINGS_STAGED * ring, _LEAST_STAGING), _MOST_STAGING))
+
+    def request_limit_bytes(self, step_tokens: int) -> int:
+        """Bytes that may wait for the readers of one request; `step_tokens` as above.
+
+        By default the rows of a step fit, which come together.
+        """
+        if self.request_buffer_bytes is not None:
+            return self.request_buffer_bytes
+        return max(_LEAST_REQUEST_LIMIT, min(self.ring_bytes(step_tokens), self.buffers_bytes))
 
 
 def check_config(config: ServerConfig) -> None:

@@ -113,8 +113,10 @@ class RequestManager:
         self.deliveries = Deliveries()
         self.backend = backend
         self.info = backend.info
-        ring = config.ring_bytes(self.info.step_tokens)
-        self.budget = Budget(config.buffers_bytes, config.request_buffer_bytes, slack=ring)
+        step_tokens = self.info.step_tokens
+        ring = config.ring_bytes(step_tokens)
+        limit = config.request_limit_bytes(step_tokens)
+        self.budget = Budget(config.buffers_bytes, limit, slack=ring)
         self.spill_manager = SpillManager(spool, ring) if spool is not None else None
         self.sites = backend.sites
         self.prompts = prompts

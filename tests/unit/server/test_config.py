@@ -40,3 +40,21 @@ def test_a_staging_area_holds_two_rings_within_limits_and_always_one(
 def test_a_size_that_was_given_is_kept() -> None:
     config = ServerConfig(model="toy", staging_bytes=5 * MIB)
     assert config.staging_area_bytes(8192) == 5 * MIB
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ({}, 2048),
+        ({"capture_bytes": 16 * MIB}, 512),
+        ({"capture_bytes": 700 * MIB}, 700),
+        ({"capture_bytes": 8192 * MIB}, 2048),
+        ({"buffers_bytes": 600 * MIB}, 600),
+        ({"buffers_bytes": 64 * MIB}, 512),
+        ({"request_buffer_bytes": 3 * MIB}, 3),
+    ],
+)
+def test_the_rows_of_a_step_fit_into_the_memory_of_their_request(
+    given: dict[str, int], limit: int
+) -> None:
+    assert ServerConfig(model="toy", **given).request_limit_bytes(8192) == limit * MIB
