@@ -254,7 +254,10 @@ class ServerConfig:
     """The resources are bank rows, directions, slots, steps, token rules, ruled intervals, captured
     rows per step."""
     resume_window: float = _flag(
-        60.0, "how long a subscription waits for its client to reconnect", "SECONDS", _SECONDS
+        60.0,
+        "how long a subscription or watch waits for its client to reconnect",
+        "SECONDS",
+        _SECONDS,
     )
     heartbeat: float = _bounded(5.0, Bounds(0.001, 3600))
     """Seconds without an event after which a subscription sends a heartbeat."""

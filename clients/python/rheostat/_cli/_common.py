@@ -61,7 +61,11 @@ class Parser(argparse.ArgumentParser):
     def _message(self, message: str) -> str:
         match = _CHOICE.fullmatch(message)
         if match is None:
-            return message.removeprefix("argument ")
+            message = message.removeprefix("argument ")
+            flag, _, cause = message.partition(": ")
+            if cause == "expected one argument":
+                return f"{flag} needs a value; write {flag}=VALUE if it begins with -"
+            return message
         what, word, listed = match.groups()
         choices = re.findall(r"[\w-]+", listed)
         hint = did_you_mean(word, choices)
@@ -170,7 +174,7 @@ def label(text: str) -> tuple[str, str]:
     """Parses KEY=VALUE."""
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key, value
 
 

@@ -89,7 +89,8 @@ def read_prompts(path: Path) -> list[str]:
     try:
         prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"cannot read {path}: {error}", 2) from error
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"cannot read {path}: {reason}", 2) from error
     if not prompts:
         raise CommandError(f"{path} holds no prompt", 2)
     return prompts

@@ -7,7 +7,7 @@ import sys
 
 from rheostat._cli._common import Subparsers, add_target, connected, label, warn
 from rheostat._cli._ops import add_ops, steering
-from rheostat._responses.results import Divergence, Generation, Tokens
+from rheostat._responses.results import Divergence, Generation, Sample, Tokens
 
 _MAX_TOKENS = 128
 
@@ -44,7 +44,7 @@ rheostat generate "My day was" --max-tokens 16 --temperature 0 --steer joy:0.5 -
         action="append",
         type=label,
         metavar="KEY=VALUE",
-        help="a label that subscribers can filter by; may be repeated",
+        help="a label that subscribers and watches can filter by; may be repeated",
     )
     parser.add_argument(
         "--baseline",
@@ -81,9 +81,20 @@ def run(args: argparse.Namespace) -> int:
             out = stream.result()
     if out.baseline is not None:
         print(f"--- baseline\n{out.baseline.text}", flush=True)
+    if ended := _ended_by_others(out.samples[0]):
+        warn(ended)
     for line in _summary(out, bool(steered)):
         print(line, file=sys.stderr)
     return 0
+
+
+def _ended_by_others(sample: Sample) -> str:
+    """Which rule of the server, or that a watch, ended the text, and its label; else ""."""
+    who = {"rule": f"the rule {sample.stop} of the server", "watch": "a watch"}
+    if sample.finish_reason not in who:
+        return ""
+    why = f": {sample.label}" if sample.label else ""
+    return f"{who[sample.finish_reason]} ended the text{why}"
 
 
 def _summary(out: Generation, steered: bool) -> list[str]:

@@ -24,6 +24,7 @@ from rheostat._cli._common import (
     may_write,
     need_matplotlib,
     points,
+    warn,
 )
 from rheostat._cli._listing import Plain, plain
 from rheostat._cli._progress import Phase
@@ -167,6 +168,9 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the grid while it is run, then print it and write the files."""
     _check(args)
+    for text in (*(args.answer or ()), *(args.foil or ())):
+        if _joins(args.prompt, text):
+            warn(f"{text!r} continues the prompt's last word; a new one is {' ' + text!r}")
     pair = Pair(args.prompt, _corruption(args), args.answer, args.foil)
     with connected(args) as engine, Phase("sweeping") as phase:
 
@@ -194,6 +198,14 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.png, args.json, args.save)):
         print(f"wrote {path}")
     return 0
+
+
+def _joins(prompt: str, answer: str) -> bool:
+    """Whether the answer continues the last word of the prompt, as few answers are meant to.
+
+    Only ASCII letters and digits count: other scripts may have no spaces between words.
+    """
+    return all(end.isascii() and end.isalnum() for end in (prompt[-1:], answer[:1]))
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ def add(commands: Subparsers) -> None:
         "v.",
         example="""\
 rheostat watch --every --probe joy --points resid_post --layers 3
-rheostat watch --label team=red --probe gloom --stop-above gloom:2.5 --on-lost stop
+rheostat watch --label team=red --probe gloom --where generated --stop-above gloom:2.5
 rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
     )
     add_filter(parser)
@@ -49,7 +49,8 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
         type=_bound,
         default=[],
         metavar="NAME:NUMBER",
-        help="end a request where this probe reads more; may be repeated",
+        help="end a request where this probe reads more, also in its prompt unless --where is "
+        "generated; may be repeated",
     )
     parser.add_argument(
         "--on-lost",
@@ -139,4 +140,4 @@ def _bound(text: str) -> tuple[str, float]:
             return name, float(number)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no NAME:NUMBER")
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME:NUMBER")

@@ -147,7 +147,7 @@ def _rows(model: ModelInfo) -> list[tuple[str, str]]:
         (
             "model",
             f"{model.architecture}, {model.layer_count} layers, width {model.width}, "
-            f"{model.vocabulary_size} tokens, {model.dtype}",
+            f"vocabulary {model.vocabulary_size}, {model.dtype}",
         ),
         (
             "engine",
@@ -157,8 +157,9 @@ def _rows(model: ModelInfo) -> list[tuple[str, str]]:
         ),
         (
             "limits",
-            f"{model.limits.model_tokens} tokens, {model.limits.running_requests} requests, "
-            f"{model.limits.bank_rows} bank rows, {model.limits.logprobs} logprobs",
+            f"context {model.limits.model_tokens} tokens, "
+            f"{model.limits.running_requests} requests, {model.limits.bank_rows} bank rows, "
+            f"{model.limits.logprobs} logprobs",
         ),
         ("adapters", ", ".join(model.lora_names) or "none"),
         ("server", f"{model.build_version}, {model.api_version}"),

@@ -25,9 +25,11 @@ from rheostat_wire.v1 import (
 )
 
 
-def generation(*texts: str) -> list[generation_service_pb2.GenerateResponse]:
+def generation(
+    *texts: str, finished: str = "reason: FINISH_REASON_LENGTH"
+) -> list[generation_service_pb2.GenerateResponse]:
     lines = [f'tokens {{ token_ids: 1 text: "{text}" }}' for text in texts]
-    lines += ["finished { reason: FINISH_REASON_LENGTH }", 'receipt { request_id: "r1" }']
+    lines += [f"finished {{ {finished} }}", 'receipt { request_id: "r1" }']
     return [
         text_format.Parse(line, generation_service_pb2.GenerateResponse())
         for line in ["started {}", *lines]
@@ -57,6 +59,23 @@ def test_layers_that_cannot_be_read_are_refused(text):
         layers(text)
 
 
+@pytest.mark.parametrize(
+    ("finished", "said"),
+    [
+        ('reason: FINISH_REASON_WATCH watch_label: "gloomy"', "a watch ended the text: gloomy"),
+        ("reason: FINISH_REASON_WATCH", "a watch ended the text"),
+        (
+            'reason: FINISH_REASON_RULE rule_name: "grim" rule_label: "too grim" policy_version: 2',
+            "the rule grim of the server ended the text: too grim",
+        ),
+    ],
+)
+def test_a_text_that_others_ended_is_reported(finished, said, server, capsys):
+    server.on("Generate", generation(" it", finished=finished))
+    assert main(["generate", "My day", "--target", server.target]) == 0
+    assert capsys.readouterr() == (" it\n", f"rheostat: {said}\n")
+
+
 def test_points_are_read_as_people_write_them():
     assert points("resid_pre, mlp_out") == ["resid_pre", "mlp_out"]
 
@@ -80,7 +99,7 @@ def test_generate_gives_its_request_labels(server, capsys):
     assert dict(server.asked[0].labels) == {"team": "red", "run": "a=b"}
     with pytest.raises(SystemExit):
         main([*line, "--label", "red"])
-    assert "'red' is no KEY=VALUE" in capsys.readouterr().err
+    assert "'red' is not KEY=VALUE" in capsys.readouterr().err
 
 
 def test_generate_steers_where_the_name_says_and_tells_what_was_done(server, capsys):
@@ -176,6 +195,14 @@ def test_a_file_that_is_no_array_is_a_wrong_command_line(name, content, why, tmp
         path.write_bytes(content)
     assert main(["vectors", "put", str(path)]) == 2
     assert capsys.readouterr() == ("", f"rheostat: cannot read {path}: {why}\n")
+
+
+def test_a_file_of_prompts_that_is_absent_is_a_wrong_command_line(tmp_path, capsys):
+    line = ["vectors", "derive", "--points", "resid_post", "--layers", "3", "--negative", "x"]
+    path = tmp_path / "x.txt"
+    assert main([*line, "--positive", str(path)]) == 2
+    error = f"rheostat: cannot read {path}: No such file or directory\n"
+    assert capsys.readouterr() == ("", error)
 
 
 def test_info_prints_model_and_counters(server, capsys):

@@ -109,7 +109,7 @@ def test_an_interruption_ends_it_at_the_server_and_keeps_what_came(running, tmp_
     [
         ([], "one of the arguments --request --label --every is required"),
         (["--every", "--label", "a=b"], "not allowed with"),
-        (["--label", "team"], "'team' is no KEY=VALUE"),
+        (["--label", "team"], "'team' is not KEY=VALUE"),
         (["--every", "--limit", "0"], "'0' is not a number of requests"),
         (["--every", "--where", "nowhere"], "'nowhere' is neither prompt, generated, all nor"),
     ],

@@ -179,6 +179,7 @@ WRONG = [
     (["--zeros", "--grade", "logits"], "a grade is one of logprob, "),
     (["--zeros", "--positions", "a"], "positions are 3, -1, 2-5 or 0,3-5,-1, not 'a'"),
     (["--zeros", "--positions", "5-3"], "5-3 counts down: write 3-5"),
+    (["--zeros", "--positions", "-3--1"], "--positions needs a value; write --positions=VALUE"),
     (["--zeros", "--zoom", "0"], "'0' is no N or N,M, each at least 1"),
     (["--zeros", "--direction", "nose"], "--direction cannot be 'nose': did you mean 'noise'?"),
     (["--zeros", "--png", "x.jpg"], "x.jpg does not end in .png"),
@@ -189,6 +190,23 @@ WRONG = [
     (["--zeros", "--keep-runs", "0"], "a lease lasts 1 to 86400 seconds"),
     (["--zeros", "--window", "-1"], "the number"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            "Paris",
+            """rheostat: 'Paris' continues the prompt's last word; a new one is ' Paris'\n""",
+        ),
+        (" Paris", ""),
+        ("!", ""),
+    ],
+)
+def test_an_answer_without_its_space_is_reported(answer, said, scripted, capsys):
+    line = ["sweep", "the city of", "--corrupt", "x", "--target", scripted.target]
+    assert main([*line, "--answer", answer]) == 0
+    assert capsys.readouterr().err.replace("sweeping ...\n", "") == said
 
 
 def test_a_divergence_needs_no_answer(scripted, capsys):

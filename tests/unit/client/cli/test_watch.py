@@ -141,8 +141,8 @@ def test_requests_before_the_watch_are_named(starter, capsys) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (["--every", "--stop-above", "mood"], "'mood' is no NAME:NUMBER"),
-        (["--every", "--stop-above", "mood:high"], "'mood:high' is no NAME:NUMBER"),
+        (["--every", "--stop-above", "mood"], "'mood' is not NAME:NUMBER"),
+        (["--every", "--stop-above", "mood:high"], "'mood:high' is not NAME:NUMBER"),
         (["--every", "--stop-above", "joy:2"], "there is no --probe joy"),
         (["--every", "--label", "a=b"], "not allowed with"),
         ([], "one of the arguments --request --label --every is required"),

@@ -97,9 +97,9 @@ EXPECTED_MODEL = rheostat.ModelInfo(
     features=("steering", "global_steering", "unknown 99"),
 )
 WORDS = """demo
-  model: LlamaForCausalLM, 3 layers, width 8, 100 tokens, bfloat16
+  model: LlamaForCausalLM, 3 layers, width 8, vocabulary 100, bfloat16
   engine: vLLM 0.32.0 on cpu, runner v1, compiled, 2 ranks
-  limits: 2048 tokens, 64 requests, 512 bank rows, 20 logprobs
+  limits: context 2048 tokens, 64 requests, 512 bank rows, 20 logprobs
   adapters: a
   server: 0.1.0, rheostat.v1
   features: steering, global steering, unknown 99
