@@ -49,7 +49,7 @@ class WorkerVectorCache:
         self._turn = asyncio.Lock()
         self._filling: _Call | None = None
         self._coming: dict[bytes, asyncio.Task[None]] = {}
-        self._drops: set[asyncio.Task[None]] = set()
+        self._dropping: asyncio.Task[None] | None = None
 
     async def _directions(self, token_ids: Sequence[int]) -> FloatArray:
         return (await self._backend.directions(token_ids)).rows
@@ -111,10 +111,8 @@ class WorkerVectorCache:
             self._drop_soon()
 
     def _drop_soon(self) -> None:
-        if not self._drops:
-            task = asyncio.get_running_loop().create_task(self._drop())
-            self._drops.add(task)
-            task.add_done_callback(self._drops.discard)
+        if self._dropping is None or self._dropping.done():
+            self._dropping = asyncio.create_task(self._drop())
 
     async def _drop(self) -> None:
         async with self._turn:

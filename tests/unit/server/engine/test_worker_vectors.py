@@ -69,6 +69,32 @@ async def test_vectors_that_leave_the_store_while_they_are_loaded_are_dropped() 
     await until(lambda: backend.dropped == [vector(1).digest.hex()])
 
 
+async def test_vectors_that_leave_the_store_as_a_call_that_drops_others_ends_are_dropped() -> None:
+    ended = asyncio.Event()
+
+    class SlowToDrop(ScriptedBackend):
+        async def drop_vectors(self, digests) -> None:
+            await super().drop_vectors(digests)
+            await ended.wait()
+
+    backend = SlowToDrop()
+    worker_vectors = WorkerVectorCache(backend, 2 * vector(1).size)
+    await worker_vectors.load([vector(1), vector(2)])
+    worker_vectors.store.put(vector(3))
+    await until(lambda: backend.dropped == [vector(1).digest.hex()])
+
+    async def store_another() -> None:
+        await ended.wait()
+        worker_vectors.store.put(vector(4))
+
+    storing = asyncio.create_task(store_another())
+    await asyncio.sleep(0)
+    ended.set()  # wakes the call first, then `storing`, in one iteration of the event loop
+    await storing
+    await until(lambda: len(backend.dropped) == 2)
+    assert backend.dropped == [vector(1).digest.hex(), vector(2).digest.hex()]
+
+
 async def waiting_for(
     backend: Slow, worker_vectors: WorkerVectorCache, *wanted: list[int]
 ) -> list[asyncio.Task]:
