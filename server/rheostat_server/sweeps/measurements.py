@@ -94,9 +94,9 @@ class Measurements:
         """
         pair = self._pairs[index]
         name = f"sweep-{self._unique}-{index}"
-        grid, ahead = self._settings.grid, self._prefetch.rows_ahead
+        grid, sites = self._settings.grid, self._prefetch.site_count
         captured = await sources_of(
-            pair, name, grid, ahead, self._runs, self._manager, self._starter.run
+            pair, name, grid, sites, self._runs, self._manager, self._starter.run
         )
         self._sources[index] = captured.sources
         self.computed += captured.computed

@@ -6,13 +6,13 @@ Why
     cells would miss the next step too. Meanwhile the engine would compute smaller batches, which
     take more time for each cell.
 
-Invariants: rows that are not loaded in time are loaded by the cells that need them. Rows that
-cannot be had, or for which the store has no room, are an error of these cells alone. A vector is
+Invariants: if rows are not loaded in time, the cells that need them load them. If a source lacks
+rows, or the store has no room for them, nothing fails here: the cells get the error. A vector is
 pinned only while it is being loaded, so rows of coming cells never take the place of rows in use.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -45,9 +45,9 @@ class Prefetch:
             worker_vectors: loads vectors into the workers.
         """
         self._grid = settings.grid
-        prompts = sum(len(pair.bases) for pair in pairs)
-        self.rows_ahead = 1 + settings.concurrency // (prompts * settings.grid.columns)
-        """Rows of the grid whose cells are expected at most before they run."""
+        self.site_count = _sites_at_once(settings, sum(len(pair.bases) for pair in pairs))
+        """The most sites at one time of cells that start or are expected, if a client has no cell.
+        """
         self._sources = sources
         self._worker_vectors = worker_vectors
         self._row = -1
@@ -55,7 +55,7 @@ class Prefetch:
         self._expected: set[Source] = set()
         """The sources whose rows were expected for `_row`."""
         self._waiting: deque[tuple[Source, Site]] = deque()
-        """Rows that are not loaded yet."""
+        """Sources and sites whose rows are not loaded yet."""
         self._task: asyncio.Task[None] | None = None
         """Loads the rows that wait."""
 
@@ -87,7 +87,7 @@ class Prefetch:
                 await self._worker_vectors.load(vectors)
 
     async def _take(self) -> list[Vector]:
-        """Takes vectors for one call of the workers."""
+        """Takes about as many waiting vectors as one call to the workers loads."""
         vectors: list[Vector] = []
         size = 0
         while self._waiting and size < CALL_BYTES:
@@ -97,3 +97,27 @@ class Prefetch:
                 vectors.append(vector)
                 size += vector.size
         return vectors
+
+
+def _sites_at_once(settings: Settings, prompts: int) -> int:
+    """The most sites of the cells that run first: from the next cell to the last expected one.
+
+    Args:
+        settings: the sweep's settings.
+        prompts: the prompts of a cell.
+    """
+    grid = settings.grid
+    rows, cells = [*range(len(grid.rows))], grid.cells
+    if settings.zoom is not None:
+        coarse = settings.zoom.coarse(grid)
+        rows, cells = list(dict.fromkeys(grid.place(cell)[0] for cell in coarse)), len(coarse)
+    ahead = 1 + settings.concurrency * len(rows) // (prompts * cells)
+    sites = Counter[Site]()
+    most = 0
+    for number, row in enumerate(rows):
+        sites.update(grid.rows[row].window)
+        if number > ahead:
+            sites.subtract(grid.rows[rows[number - ahead - 1]].window)
+            sites = +sites
+        most = max(most, len(sites))
+    return most

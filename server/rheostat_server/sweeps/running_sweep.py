@@ -214,9 +214,9 @@ class RunningSweep:
                     yield _Work(cell, index, noise)
 
     def _expected(self, work: Iterable[_Work]) -> Iterator[_Work]:
-        """Yields the prompts of cells. Each is expected `concurrency` prompts before.
+        """Yields the prompts of cells. The rows of each are expected `concurrency` prompts earlier.
 
-        So many prompts may start in one step of the engine.
+        That many, because all of these prompts may start in one step of the engine.
         """
         coming: deque[_Work] = deque()
         for piece in work:

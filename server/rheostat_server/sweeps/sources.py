@@ -52,7 +52,7 @@ from rheostat_wire.v1 import (
 )
 
 _KEPT_SITES = 4
-"""Sites, beyond those of the cells that run and are expected, whose vectors a source keeps."""
+"""Sites whose vectors a source keeps besides those of cells that start or are expected."""
 
 _RANGES = 256
 """Most ranges of positions of a capture."""
@@ -131,7 +131,7 @@ class RunRows:
             runs: the runs, all of the same positions. Each has other sites.
             wanted: the positions whose rows are put in.
             model: the model's sites.
-            kept: sites whose vectors are kept at most.
+            kept: the most sites whose vectors are kept.
             averaged: the rows of a site whose mean is put in at all positions. None: each
                 position has its own row.
         """
@@ -305,7 +305,7 @@ async def sources_of(
     pair: Pair,
     name: str,
     grid: Grid,
-    rows_ahead: int,
+    site_count: int,
     held: HeldRuns,
     manager: RequestManager,
     attempts: Attempts,
@@ -316,7 +316,7 @@ async def sources_of(
         pair: the pair.
         name: the beginning of the ids of runs that are made.
         grid: the cells.
-        rows_ahead: rows of the grid whose cells are expected before they run.
+        site_count: sites of cells that start or are expected at one time.
         held: holds all runs.
         manager: runs the prompts.
         attempts: starts them.
@@ -325,7 +325,7 @@ async def sources_of(
         RheostatError: a run is missing or unfit, or a prompt cannot run.
     """
     model = manager.sites
-    kept = max(len(row.window) for row in grid.rows) + rows_ahead + _KEPT_SITES
+    kept = site_count + _KEPT_SITES
     match pair.message.WhichOneof("corruption"):
         case "zeros":
             return Captured([Zeros(model.width)], 0)

@@ -31,7 +31,7 @@ _EVENTS = 256
 """Events that wait for a slow reader. Then no further cells start."""
 
 _TOGETHER_BYTES = 16 << 10
-"""Bytes from which on further events are sent later. A cell's event has about 60."""
+"""Once events have this many bytes, further events are sent later. A cell's has about 60."""
 
 _TOKEN_BYTES = 16
 """Bytes that `offload` counts for a token of a prompt that the first event lists."""

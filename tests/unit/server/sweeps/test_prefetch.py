@@ -12,7 +12,7 @@ from rheostat_engine import Point, Rows, Site
 from rheostat_server.engine.backend import Delta, Job
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
 from rheostat_server.errors import RunIncomplete, StoreFull
-from rheostat_server.sweeps.grid import Grid, Row
+from rheostat_server.sweeps.grid import Grid, Row, ZoomPlan
 from rheostat_server.sweeps.prefetch import Prefetch
 from rheostat_server.sweeps.sources import SourceRows
 from rheostat_server.tensors import FloatType
@@ -53,10 +53,11 @@ def prefetch(
     window: int = 1,
     concurrency: int = 8,
     capacity: int = 1 << 20,
+    zoom: ZoomPlan | None = None,
 ) -> tuple[Prefetch, ScriptedBackend, WorkerVectorCache]:
     sites = [Site(Point.RESID_POST, layer) for layer in range(8)]
     rows = tuple(Row(at, tuple(sites[at.layer : at.layer + window])) for at in sites)
-    settings = SimpleNamespace(grid=Grid(rows, COLUMNS), concurrency=concurrency)
+    settings = SimpleNamespace(grid=Grid(rows, COLUMNS), concurrency=concurrency, zoom=zoom)
     pairs = [SimpleNamespace(bases=noises) for noises in sources]
     backend = ScriptedBackend()
     worker_vectors = WorkerVectorCache(backend, capacity)
@@ -119,10 +120,24 @@ async def test_a_sweep_that_ends_expects_nothing_more() -> None:
     await until(lambda: backend.loaded == names(1))  # the call was under way
 
 
-@pytest.mark.parametrize(("concurrency", "rows"), [(1, 1), (3, 1), (4, 2), (11, 3)])
-async def test_so_many_rows_are_expected_before_they_run(concurrency: int, rows: int) -> None:
-    ahead, _, _ = prefetch([[Numbers()]], concurrency=concurrency)
-    assert ahead.rows_ahead == rows
+@pytest.mark.parametrize(
+    ("concurrency", "window", "sites"), [(1, 1, 2), (3, 3, 4), (4, 1, 3), (4, 3, 5), (99, 3, 8)]
+)
+async def test_a_source_has_room_for_all_sites_up_to_the_expected_cells(
+    concurrency: int, window: int, sites: int
+) -> None:
+    ahead, _, _ = prefetch([[Numbers()]], concurrency=concurrency, window=window)
+    assert ahead.site_count == sites
+
+
+@pytest.mark.parametrize(("concurrency", "sites"), [(1, 4), (3, 6), (99, 8)])
+async def test_a_coarse_grid_has_more_sites_up_to_the_expected_cells(
+    concurrency: int, sites: int
+) -> None:
+    """Its rows have fewer cells, and their windows overlap less."""
+    zoom = ZoomPlan(2, 2, 1, 1, 1, range(COLUMNS), COLUMNS)  # every second row and column
+    ahead, _, _ = prefetch([[Numbers()]], concurrency=concurrency, window=2, zoom=zoom)
+    assert ahead.site_count == sites
 
 
 @dataclass
