@@ -176,7 +176,7 @@ class _Template(NamedTuple):
 def _templates(kind: Kind, vector: bytes, scale: float) -> tuple[_Template, _Template]:
     """The templates of an act's program at a site, and of the addends of this program.
 
-    The acts of a sweep's cells share them: they put in rows of one vector.
+    They are cached because the acts of a sweep's cells put in rows of the same vectors.
     """
     ((_, first),), ((_, second),) = (
         combine([Act(kind, (vector,), ((0, (row,)),), (), scale)], [0]) for row in (0, 1)

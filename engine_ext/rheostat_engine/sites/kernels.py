@@ -133,7 +133,7 @@ def _number(x, unit, settings, floats_ptr):
 
 @triton.jit
 def _activated(z, norm, settings, bias, theta):
-    """The number that follows from the coordinate z of a row; `norm` is used for the cosine."""
+    """The number read from a row with coordinate z. `norm` is the row's; only a cosine needs it."""
     cosine = tl.where(norm > 0, z / norm, 0.0)
     z = tl.where((settings & 15) == _COSINE, cosine, z) + bias
     activation = (settings >> 4) & 15
@@ -256,7 +256,7 @@ def _run_replacements(
 
 @triton.jit
 def _direction(step, directions_ptr, ints_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The unit vector that a step reads along, [BLOCK]; of step 0 it is 0."""
+    """The unit vector that a step reads along, [BLOCK]; zeros for step 0."""
     column = tl.arange(0, BLOCK)
     number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
     present = column < tl.where(step > 0, WIDTH, 0)
@@ -265,7 +265,7 @@ def _direction(step, directions_ptr, ints_ptr, WIDTH: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _readout(step, ints_ptr, floats_ptr):
-    """Settings, 1 plus the column, bias, theta and factor of a reading; 0 of step 0."""
+    """Settings, 1 plus the column, bias, theta and factor of a reading; all 0 for step 0."""
     ints = ints_ptr + step * _INTS
     floats = floats_ptr + step * _FLOATS
     return (
@@ -284,7 +284,7 @@ def _is_cosine(readout):
 
 @triton.jit
 def _store_reading(readings_ptr, z, norm, readout):
-    """Stores the number of a reading in a token's row; z is the sum of x times a unit vector."""
+    """Stores the number of a reading in a token's row. `z` is x.u, with the unit vector u."""
     settings, column, bias, theta, factor = readout
     number = _activated(z * factor, norm, settings, bias, theta)
     tl.store(readings_ptr + column - 1, number, mask=column > 0)
@@ -292,7 +292,7 @@ def _store_reading(readings_ptr, z, norm, readout):
 
 @triton.jit
 def _next_readings(step, ints_ptr):
-    """The three steps that follow a reading, or 0."""
+    """The three steps that follow a reading; 0 where there is none."""
     line = ints_ptr + step * _INTS
     return (
         tl.load(line + 2).to(tl.int64),
@@ -313,10 +313,11 @@ def _run_readings(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reads numbers of x, four at a time, the first of which is `step`.
+    """Reads numbers of x, four at a time. `step` is the first reading.
 
-    Most of the time a program waits for loads. So those of four directions are issued together,
-    and with them those that name the next four.
+    The kernel mostly waits for loads. So it loads four directions at once, and with them the
+    numbers of the next four steps. If fewer readings are left, step 0 takes the place of the
+    others: it reads zeros and stores nothing.
     """
     own_ptr = readings_ptr + token * _COLUMNS
     second, third, fourth = _next_readings(step, ints_ptr)

@@ -181,7 +181,7 @@ class _Method:
             incoming.release()
 
     async def _write(self, responses: AsyncGenerator[object, None], call: Call) -> None:
-        """Writes all responses. A list of them is written at once."""
+        """Writes all responses. The messages of a list are sent together."""
 
         def encoded(response: object) -> bytes | MessageParts:
             return response if isinstance(response, MessageParts) else self._encode(response)

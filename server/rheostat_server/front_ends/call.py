@@ -20,11 +20,11 @@ _ABANDONED = status_pb2.Status(
 ).SerializeToString()
 
 _WINDOW = 4
-"""Messages that a call sends before gRPC has taken the first of them, unless they are sent
-together."""
+"""Messages that gRPC has not taken, above which `write` waits. The messages of one `write` are all
+sent first, unless they are long."""
 
 _WINDOW_BYTES = 64 << 10
-"""Bytes of these messages. A longer message is sent alone."""
+"""Bytes of these messages, above which `write` waits before it sends the next message."""
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class Call:
         """Sends messages. Returns when gRPC has taken all but a few of the last messages.
 
         So a slow client blocks its writer. Waiting for each message would wake the task twice per
-        token. Messages that are sent together wait for each other only if they are long.
+        token. The given messages wait for each other only above `_WINDOW_BYTES`.
 
         Raises:
             CancelledError: the client has disconnected.

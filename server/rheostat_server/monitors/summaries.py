@@ -4,9 +4,9 @@ Invariant: a step costs a few numpy calls, for any number of samples.
 
 Why steps of few rows wait
     With few rows, these calls take far longer than their arithmetic. So the rows of several small
-    steps are added together, at the latest when a summary is asked for. Several steps have several
-    rows of a sample. Sorting them takes about a microsecond for each, so larger steps are added one
-    by one.
+    steps are added together, at the latest when a summary is asked for. The rows of several steps
+    must first be sorted by sample, which takes about a microsecond for each row. So larger steps
+    are added one by one.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ import numpy.typing as npt
 _FIRST_SLOTS = 64
 
 _FEW_ROWS = 16
-"""A step with fewer rows waits. A step with more takes less time alone: with 64 columns, 128 rows
-take 22 us alone, and 158 us if they are added with those of another step."""
+"""A step with fewer rows waits for others. A larger step takes less time alone: with 64 columns,
+128 rows take 22 us alone, and 158 us if they are added together with those of another step."""
 
 _WAITING_ROWS = 256
 """Waiting rows are added once there are this many."""

@@ -123,9 +123,11 @@ class Programs:
         Kind; row, direction or gate; next step; whether it is measured; mask row, or the settings
         of a readout (see `settings_of`); what `_factors` returns; the direction along which a pull
         moves x, if it is another. 0 means that there is no next step, no mask, nothing that
-        multiplies the strength, or no other direction. A reading is never measured and moves
-        nothing: it has the second and the third step behind it in these places, so that the kernel
-        can load four readings at once. Readings end a chain.
+        multiplies the strength, or no other direction.
+
+        Readings are the last steps of a chain. A reading is never measured and moves nothing. In
+        place of these two integers it has the numbers of the second and the third step after it,
+        so that the kernel can load four readings at once.
         """
         return self._ints.tensor
 
