@@ -14,7 +14,9 @@ from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.delivery.row_messages import add_runs
 from rheostat_server.generation.applied_sites import Moved, applied_site, applied_sites
 from rheostat_server.generation.sample import Sample
+from rheostat_server.requests.request_holds import RequestHolds
 from rheostat_server.requests.signals import RequestSignals
+from rheostat_server.requests.steering_control import SteeringControl
 from rheostat_server.selectors.spans import clipped, length, united
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.tensors import float32
@@ -100,6 +102,25 @@ def add_rules(
                     stopped=fired.stopped,
                 )
                 add_runs(in_sample.positions.add, positions)
+
+
+def add_watches(
+    receipt: receipt_pb2.Receipt,
+    control: SteeringControl | None,
+    holds: RequestHolds,
+    samples: Sequence[Sample],
+) -> None:
+    """Writes what watches did to a request: changes of its steering, holds, and ends of samples."""
+    if control is not None:
+        receipt.watches.extend(control.by_watches)
+    holds.write(receipt)
+    written = {message.watch_id: message for message in receipt.watches}
+    for sample in samples:
+        if sample.stopped_by is None or not (watch := sample.stopped_by.watch):
+            continue
+        if watch not in written:
+            written[watch] = receipt.watches.add(watch_id=watch)
+        written[watch].stopped_samples.append(sample.index)
 
 
 def add_controller(

@@ -34,6 +34,7 @@ from rheostat_server.generation.joined_events import JOINED_BYTES, JOINED_EVENTS
 from rheostat_server.generation.receipts import (
     add_controller,
     add_rules,
+    add_watches,
     estimate_receipt,
     write_receipt,
 )
@@ -114,9 +115,7 @@ async def run(
         )
         add_rules(receipt, admitted, active.signals, stream.own_samples)
         add_controller(receipt, admitted, stream.own_samples)
-        if active.control is not None:
-            receipt.watches.extend(active.control.by_watches)
-        active.holds.write(receipt)
+        add_watches(receipt, active.control, active.holds, stream.own_samples)
         yield Response(receipt=receipt)
         active.completed = True
     LOG.debug(

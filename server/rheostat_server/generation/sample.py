@@ -61,6 +61,8 @@ class Sample:
         self._admitted = admitted
         self._admitted_at = admitted_at
         self._first_token_at: float | None = None
+        self.stopped_by: StoppedBy | None = None
+        """The rule or the watch that ended it, if one has."""
         self._logprob_sum = 0.0
         self._byte_counter = byte_counter
         self._readings_weight = 0
@@ -194,6 +196,7 @@ class Sample:
         self._set_duration(message.finished_after, time.monotonic())
         stop = delta.stop
         if isinstance(stop, StoppedBy):
+            self.stopped_by = stop
             if stop.watch:
                 message.watch_label = stop.label
             else:

@@ -174,6 +174,8 @@ class WatchReceipt:
     """How often the request was held because the watch had no reader (``on_lost="hold"``)."""
     held_seconds: float = 0.0
     """How long, in all."""
+    stopped_samples: tuple[int, ...] = ()
+    """The samples that it ended, by a message or by a rule; `Sample.label` says why."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class Receipt:
     """Gains of the session and of watches that were carried out."""
     watches: tuple[WatchReceipt, ...] = ()
     """The watches that changed its steering, in the order of their first changes, then those that
-    only held it."""
+    only held it, then those that only ended samples."""
     controller: ControllerReceipt | None = None
     """The controller of its gains; None if it had none."""
 
@@ -282,6 +284,8 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         text = f"{watch.change_count} changes"
         if watch.hold_count:
             text += f", held {watch.hold_count} times for {watch.held_seconds:.1f} s"
+        if watch.stopped_samples:
+            text += f", ended {', '.join(f'sample {number}' for number in watch.stopped_samples)}"
         rows.append((f"watch {watch.watch_id}", text))
     if receipt.controller is not None:
         disabled = receipt.controller.disabled_reason
@@ -412,6 +416,7 @@ def read_receipt(message: receipt_pb2.Receipt) -> Receipt:
                 watch.change_count,
                 watch.hold_count,
                 watch.held_duration.ToTimedelta().total_seconds(),
+                tuple(watch.stopped_samples),
             )
             for watch in message.watches
         ),

@@ -159,7 +159,7 @@ class Receipt(_message.Message):
     @_builtins.property
     def watches(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchReceipt]:
         """The watches that changed its steering, in the order of their first changes, then those that only
-        held it.
+        held it, then those that only ended samples.
         """
 
     @_builtins.property
@@ -512,6 +512,7 @@ class WatchReceipt(_message.Message):
     CHANGE_COUNT_FIELD_NUMBER: _builtins.int
     HOLD_COUNT_FIELD_NUMBER: _builtins.int
     HELD_DURATION_FIELD_NUMBER: _builtins.int
+    STOPPED_SAMPLES_FIELD_NUMBER: _builtins.int
     watch_id: _builtins.str
     """The watch."""
     change_count: _builtins.int
@@ -526,6 +527,10 @@ class WatchReceipt(_message.Message):
     def held_duration(self) -> _duration_pb2.Duration:
         """How long, in all. Absent: never."""
 
+    @_builtins.property
+    def stopped_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The samples that it ended, by a message or by a rule. Finished.watch_label says why."""
+
     def __init__(
         self,
         *,
@@ -534,10 +539,11 @@ class WatchReceipt(_message.Message):
         change_count: _builtins.int = ...,
         hold_count: _builtins.int = ...,
         held_duration: _duration_pb2.Duration | None = ...,
+        stopped_samples: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held_duration", b"held_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change_count", b"change_count", "changes", b"changes", "held_duration", b"held_duration", "hold_count", b"hold_count", "watch_id", b"watch_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change_count", b"change_count", "changes", b"changes", "held_duration", b"held_duration", "hold_count", b"hold_count", "stopped_samples", b"stopped_samples", "watch_id", b"watch_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -126,7 +126,7 @@ def test_the_receipt_says_where_rules_fired(client, server) -> None:
 def test_the_receipt_says_what_watches_changed(client, server) -> None:
     changed = generation_service_pb2.GenerateResponse()
     changed.CopyFrom(RECEIPT)
-    watch = changed.receipt.watches.add(watch_id="w", change_count=300)
+    watch = changed.receipt.watches.add(watch_id="w", change_count=300, stopped_samples=[0, 2])
     added = changed.receipt.interventions.add()
     added.intervention.origin = receipt_pb2.ORIGIN_WATCH
     added.intervention.op = receipt_pb2.OP_ADD
@@ -138,7 +138,9 @@ def test_the_receipt_says_what_watches_changed(client, server) -> None:
     receipt = client.stream("x")[1].receipt
     change = rheostat.WatchChange(4, {2: 9}, 0.5, (1,))
     layer = rheostat.WatchChange(5, {}, layer_size=1)
-    assert receipt.watches == (rheostat.WatchReceipt("w", (change, layer), 300),)
+    by = rheostat.WatchReceipt("w", (change, layer), 300, stopped_samples=(0, 2))
+    assert receipt.watches == (by,)
+    assert "watch w: 300 changes, ended sample 0, sample 2" in str(receipt)
     assert receipt.interventions[-1].watch_id == "w"
     assert "add (watch w 5, 0): 0 rows" in str(receipt)
     assert "watch w: 300 changes" in str(receipt)

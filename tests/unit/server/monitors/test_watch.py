@@ -179,6 +179,8 @@ async def test_a_rule_of_a_watch_stops_a_request(starter) -> None:
     events = await running.client.generate(request(sampling=generation_pb2.Sampling(max_tokens=50)))
     (end,) = finished(events)
     assert (end.reason, end.watch_label) == (types_pb2.FINISH_REASON_WATCH, "too high")
+    (by,) = events[-1].receipt.watches
+    assert (by.watch_id, list(by.stopped_samples)) == (watcher.name, [0])
     # The tokens at positions 3 and 4; the one that was sampled at 4 is withheld.
     assert end.token_count == 2
     ended = (await watcher.until("ended")).ended
@@ -210,8 +212,11 @@ async def test_a_watcher_stops_a_request(starter) -> None:
     stop = pb.WatchStop(update_id=1, request_id="r", label="enough")
     await watcher.say(stop=stop)
     assert (await watcher.until("applied")).applied.update_id == 1
-    (end,) = finished(await rest(call))
+    events = await rest(call)
+    (end,) = finished(events)
     assert (end.reason, end.watch_label) == (types_pb2.FINISH_REASON_WATCH, "enough")
+    (by,) = events[-1].receipt.watches
+    assert (by.watch_id, list(by.stopped_samples)) == (watcher.name, [0])
     await watcher.say(stop=pb.WatchStop(update_id=2, request_id="r"))
     refused = (await watcher.until("refused")).refused
     refusal = Refusal.of_status(refused.status, Code.OK, "")
