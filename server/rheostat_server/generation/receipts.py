@@ -16,7 +16,7 @@ from rheostat_server.generation.applied_sites import Moved, applied_site, applie
 from rheostat_server.generation.sample import Sample
 from rheostat_server.requests.request_holds import RequestHolds
 from rheostat_server.requests.signals import RequestSignals
-from rheostat_server.requests.steering_control import SteeringControl
+from rheostat_server.requests.steering_change import Control
 from rheostat_server.selectors.spans import clipped, length, united
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.tensors import float32
@@ -106,7 +106,7 @@ def add_rules(
 
 def add_watches(
     receipt: receipt_pb2.Receipt,
-    control: SteeringControl | None,
+    control: Control | None,
     holds: RequestHolds,
     samples: Sequence[Sample],
 ) -> None:
