@@ -143,6 +143,7 @@ class ModelInfo:
 
 def _rows(model: ModelInfo) -> list[tuple[str, str]]:
     engine = model.engine
+    ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
     rows = [
         (
             "model",
@@ -152,8 +153,7 @@ def _rows(model: ModelInfo) -> list[tuple[str, str]]:
         (
             "engine",
             f"vLLM {engine.vllm_version} on {engine.device}, runner {engine.runner}, "
-            f"{'compiled' if engine.compiled else 'eager'}, "
-            f"{engine.tensor_parallel_size * engine.pipeline_parallel_size} ranks",
+            f"{'compiled' if engine.compiled else 'eager'}, {ranks} rank{'s' * (ranks > 1)}",
         ),
         (
             "limits",

@@ -302,7 +302,7 @@ def _rule_text(rule: RuleReceipt) -> str:
     if len(rule.samples) == 1:
         text = f"fired at positions {show_ranges(rule.samples[0].positions)}"
     stopped = sum(firings.stopped for firings in rule.samples)
-    return text + (f", stopped {stopped} samples" if stopped else "")
+    return text + "".join(f", stopped {some}" for some in _counted(stopped, "sample"))
 
 
 def _intervention_text(applied: AppliedIntervention) -> str:

@@ -363,9 +363,10 @@ class SweepResult:
 
     def __repr__(self) -> str:
         ran = int((~np.isnan(self.values[0])).sum())
+        pairs = f"{len(self.pairs)} pair{'s' * (len(self.pairs) != 1)}"
         return (
             f"SweepResult({', '.join(self.grades)}: {ran} of {len(self.sites)} x "
-            f"{len(self.columns)} cells, {len(self.pairs)} pairs, {len(self.skipped)} skipped)"
+            f"{len(self.columns)} cells, {pairs}, {len(self.skipped)} skipped)"
         )
 
     def __str__(self) -> str:

@@ -49,7 +49,7 @@ def test_the_grid_is_printed_with_the_last_layer_at_the_top(scripted, capsys):
         "0      ~  -1.50  -2.50",
         "~: within the noise of repeated runs",
         "-: position 2 has no partner",
-        "SweepResult(logprob: 5 of 2 x 3 cells, 1 pairs, 1 skipped)",
+        "SweepResult(logprob: 5 of 2 x 3 cells, 1 pair, 1 skipped)",
     ]
     assert out.splitlines()[7] == "logprob of the clean prompts -1.000, of the corrupt ones -2.000"
     assert "   -1.000  resid_post[1] at 0 'a'" in out

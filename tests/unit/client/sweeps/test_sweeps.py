@@ -69,7 +69,7 @@ def test_a_result_has_the_grid_and_its_axes(scripted, client) -> None:
     assert told[0] == (0, 6)
     assert told[-1] == (6, 6)
     assert [one.index for one in seen] == [0, 1, 2, 3, 4]
-    assert repr(got) == "SweepResult(logprob: 5 of 2 x 3 cells, 1 pairs, 1 skipped)"
+    assert repr(got) == "SweepResult(logprob: 5 of 2 x 3 cells, 1 pair, 1 skipped)"
     assert "resid_post[1] at 0 'a'" in str(got)
     assert "resid_post" in got._repr_html_()
 
