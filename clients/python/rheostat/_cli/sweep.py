@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+import warnings
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -168,10 +169,11 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the grid while it is run, then print it and write the files."""
     _check(args)
-    for text in (*(args.answer or ()), *(args.foil or ())):
-        if _joins(args.prompt, text):
-            warn(f"{text!r} continues the prompt's last word; a new one is {' ' + text!r}")
-    pair = Pair(args.prompt, _corruption(args), args.answer, args.foil)
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        pair = Pair(args.prompt, _corruption(args), args.answer, args.foil)
+    for one in noted:
+        warn(str(one.message))
     with connected(args) as engine, Phase("sweeping") as phase:
 
         def watch(result: SweepResult) -> None:
@@ -198,14 +200,6 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.png, args.json, args.save)):
         print(f"wrote {path}")
     return 0
-
-
-def _joins(prompt: str, answer: str) -> bool:
-    """Whether the answer continues the last word of the prompt, as few answers are meant to.
-
-    Only ASCII letters and digits count: other scripts may have no spaces between words.
-    """
-    return all(end.isascii() and end.isalnum() for end in (prompt[-1:], answer[:1]))
 
 
 def _check(args: argparse.Namespace) -> None:

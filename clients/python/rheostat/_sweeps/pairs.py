@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -48,6 +49,8 @@ class Pair:
 
     Meng et al. (2022) call the prompts clean and corrupted. Choose prompts of equal length in
     tokens, which differ in the subject only.
+
+    Warns if an answer continues the last word of the clean prompt, as "Paris" does after "city of".
     """
 
     prompt: Prompt
@@ -64,6 +67,29 @@ class Pair:
     position of ``where``."""
     label: str = ""
     """A name for people."""
+
+    def __post_init__(self) -> None:
+        for text in (*_texts(self.answer), *_texts(self.foil)):
+            if isinstance(self.prompt, str) and _joins(self.prompt, text):
+                warnings.warn(
+                    f"{text!r} continues the prompt's last word; a new one is {' ' + text!r}",
+                    stacklevel=3,
+                )
+
+
+def _texts(answer: Answer | None) -> list[str]:
+    """The texts of an answer; none of one that is given by token ids."""
+    if isinstance(answer, str):
+        return [answer]
+    return [one for one in answer if isinstance(one, str)] if isinstance(answer, Sequence) else []
+
+
+def _joins(prompt: str, answer: str) -> bool:
+    """Whether the answer continues the last word of the prompt, as few answers are meant to.
+
+    Only ASCII letters and digits count: other scripts may have no spaces between words.
+    """
+    return all(end.isascii() and end.isalnum() for end in (prompt[-1:], answer[:1]))
 
 
 def pair_to_wire(

@@ -1,6 +1,7 @@
 """Sweeps of both clients: the request, the result, and broken calls."""
 
 import dataclasses
+import warnings
 from datetime import UTC, datetime
 
 import grpc
@@ -383,3 +384,23 @@ def test_an_image_is_no_content_of_a_message(server, client) -> None:
 def test_an_unknown_option_is_a_type_error(client) -> None:
     with pytest.raises(TypeError, match="window"):
         sweep(client, PAIR, windows=3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "foil", "named"),
+    [
+        ("the city of", "Paris", None, ["Paris"]),
+        ("the city of", [" Paris", "Lyon"], "Rome", ["Lyon", "Rome"]),
+        ("the city of", " Paris", [[5, 6], " Rome"], []),
+        ("the city of ", "Paris", None, []),
+        ("2 + 2 =", "4", None, []),
+        ("首都は", "パリ", None, []),
+        ([1, 2], "Paris", None, []),
+    ],
+)
+def test_a_pair_warns_of_answers_that_continue_the_last_word(prompt, answer, foil, named) -> None:
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        rheostat.Pair(prompt, rheostat.Zeros(), answer, foil)
+    assert [str(one.message).split("'")[1] for one in noted] == named
+    assert {one.filename for one in noted} <= {__file__}
