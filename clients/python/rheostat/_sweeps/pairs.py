@@ -78,7 +78,7 @@ class Pair:
 
 
 def _texts(answer: Answer | None) -> list[str]:
-    """The texts of an answer; none of one that is given by token ids."""
+    """The texts of an answer; token ids are left out."""
     if isinstance(answer, str):
         return [answer]
     return [one for one in answer if isinstance(one, str)] if isinstance(answer, Sequence) else []
