@@ -388,7 +388,7 @@ async def test_a_client_that_does_not_read_holds_up_no_drain(starter, monkeypatc
     monkeypatch.setattr("rheostat_server.requests.manager._LAST_READS", 0.2)
     running = await starter(engine())
     async with narrow(running) as client:
-        unread = client.generation.Generate(request_message(1000, logprobs=5, request_id="a"))
+        unread = client.generation.Generate(request_message(4000, logprobs=5, request_id="a"))
         await unread.read()
         await until(lambda: running.manager._active_requests["a"].sequences[0].ended)
         async with asyncio.timeout(10):
