@@ -76,9 +76,11 @@ class Prefetch:
     async def close(self) -> None:
         """Loads no more rows."""
         self._waiting.clear()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        # A cancelled task keeps its error, whose traceback refers to this object.
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
 
     async def _load(self) -> None:
         while self._waiting:

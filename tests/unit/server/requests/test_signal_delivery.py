@@ -120,7 +120,7 @@ async def test_a_watch_that_ends_leaves_the_signals_to_others(starter) -> None:
         )
         for name, count in (("a", 6), ("b", 8))
     ]
-    await until(lambda: set(backend.positions.values()) == {P + 2})
+    await until(lambda: list(backend.positions.values()) == [P + 2] * 2)
     await first.say(leave={"end": True})
     await first.rest()
     backend.hold.set()

@@ -1,6 +1,8 @@
 """Rows of coming cells are in the workers before the cells start, and take nobody's room."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -179,3 +181,23 @@ async def test_a_prompt_without_any_partner_has_cells_with_errors_alone(starter)
     cells, _ = await swept(running, order(alone, direction=sweep_pb2.SWEEP_DIRECTION_NOISE))
     assert any(cell.HasField("error") for cell in cells.values())
     await settled(running)
+
+
+async def test_a_prefetch_that_is_closed_while_it_loads_leaves_no_cycle() -> None:
+    class Slow(Numbers):
+        async def vector(self, site: Site) -> Vector:
+            await asyncio.Event().wait()
+            raise AssertionError("it is cancelled before")
+
+    ahead, _, _ = prefetch([[Slow()]])
+    ahead.expect(0, 0, 0)
+    await asyncio.sleep(0)
+    await ahead.close()
+    left = weakref.ref(ahead)
+    gc.disable()
+    try:
+        del ahead
+        await asyncio.sleep(0)
+        assert left() is None
+    finally:
+        gc.enable()
