@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _DOTS_PER_INCH = 150
 _STOCK = "#9a9a9a"
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377", "#66ccee", "#dd8833")
-"""Paul Tol's bright scheme, which colour-blind readers can tell apart."""
+"""Paul Tol's bright scheme, which colour-blind readers can tell apart, and an orange."""
 _INK = "#333333"
 _LABELLED = 0.04
 """Part of a stacked bar from which on its number fits in."""

@@ -69,7 +69,7 @@ def started(**fields: object) -> VllmConfig:
 
 
 def buffers(config: VllmConfig) -> tuple[int, int]:
-    """MiB of the ring and of the staging area that the workers are told to take."""
+    """MiB of the ring and of the staging area in the settings of the workers."""
     settings = EngineSettings.from_config(config.additional_config)
     return settings.capture_bytes // MIB, settings.staging_bytes // MIB
 
