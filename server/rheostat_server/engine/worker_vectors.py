@@ -31,10 +31,10 @@ class _Call:
 
     def add(self, vector: Vector) -> None:
         self.vectors.append(vector)
-        self.bytes += _float32_bytes(vector)
+        self.bytes += vector.float32_size
 
     def has_room_for(self, vector: Vector) -> bool:
-        return self.bytes + _float32_bytes(vector) <= CALL_BYTES
+        return self.bytes + vector.float32_size <= CALL_BYTES
 
 
 class WorkerVectorCache:
@@ -65,24 +65,19 @@ class WorkerVectorCache:
             calls = {self._call_with(vector) for vector in missing}
             await asyncio.shield(asyncio.gather(*calls))
 
-    async def load(self, vectors: Sequence[Vector]) -> None:
+    async def load_ahead(self, vectors: Sequence[Vector], owner: object) -> None:
         """Stores vectors that no request uses yet, and returns once every worker has them.
 
-        From then on the store may evict them.
+        Vectors for which the store has no room are left out; see `VectorStore.put_ahead`.
+
+        Args:
+            vectors: the vectors.
+            owner: calls `VectorStore.release_ahead` with the same object in the end.
 
         Raises:
-            StoreFull: pinned and named vectors leave too little memory for them.
             EngineLost: the engine is gone.
         """
-        pinned: list[bytes] = []
-        try:
-            for vector in vectors:
-                self.store.pin(vector)
-                pinned.append(vector.digest)
-            await self.ensure(vectors)
-        finally:
-            for digest in pinned:
-                self.store.unpin(digest)
+        await self.ensure([vector for vector in vectors if self.store.put_ahead(vector, owner)])
 
     def _call_with(self, vector: Vector) -> asyncio.Task[None]:
         """The call that loads a vector: a call that has it already, or else the next call."""
@@ -122,7 +117,3 @@ class WorkerVectorCache:
                     await self._backend.drop_vectors(doomed)
                 except EngineLost:
                     _LOG.info("the engine is gone; %d vectors went with it", len(doomed))
-
-
-def _float32_bytes(vector: Vector) -> int:
-    return 4 * vector.rows * vector.width

@@ -7,8 +7,9 @@ Why
     take more time for each cell.
 
 Invariants: if rows are not loaded in time, the cells that need them load them. If a source lacks
-rows, or the store has no room for them, nothing fails here: the cells get the error. A vector is
-pinned only while it is being loaded, so rows of coming cells never take the place of rows in use.
+rows, nothing fails here: the cells get the error. Rows of coming cells take memory that nobody
+needs. They never take the place of a vector in use, or of rows that are needed sooner. All other
+vectors may take theirs.
 """
 
 import asyncio
@@ -50,6 +51,8 @@ class Prefetch:
         """
         self._sources = sources
         self._worker_vectors = worker_vectors
+        self._owner = object()
+        """Owns the vectors that are stored ahead."""
         self._row = -1
         """The row of the last expected cell."""
         self._expected: set[Source] = set()
@@ -81,23 +84,30 @@ class Prefetch:
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
+        self._worker_vectors.store.release_ahead(self._owner)
 
     async def _load(self) -> None:
         while self._waiting:
             vectors = await self._take()
             with suppress(RheostatError):
-                await self._worker_vectors.load(vectors)
+                await self._worker_vectors.load_ahead(vectors, self._owner)
 
     async def _take(self) -> list[Vector]:
-        """Takes about as many waiting vectors as one call to the workers loads."""
+        """Takes as many waiting vectors as one call to the workers loads, or one larger vector.
+
+        Vectors of other requests wait until the call has ended.
+        """
         vectors: list[Vector] = []
         size = 0
-        while self._waiting and size < CALL_BYTES:
-            source, site = self._waiting.popleft()
+        while self._waiting:
+            source, site = self._waiting[0]
             with suppress(RheostatError):
                 vector = await source.vector(site)
+                size += vector.float32_size
+                if vectors and size > CALL_BYTES:
+                    break
                 vectors.append(vector)
-                size += vector.size
+            self._waiting.popleft()
         return vectors
 
 

@@ -1,8 +1,9 @@
 """The store of vectors: immutable content under its digest, and names that can move.
 
 A vector that has a name, or that a running request or the server-wide steering uses, is never
-evicted. So a name that moves or is deleted does not change running requests. Vectors and names each
-have a limit of memory. Every name refers to a stored vector.
+evicted. So a name that moves or is deleted does not change running requests. Vectors that were
+stored ahead, for requests to come, are evicted before all others. Vectors and names each have a
+limit of memory. Every name refers to a stored vector.
 """
 
 import time
@@ -10,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +58,11 @@ class Vector:
     def size(self) -> int:
         """Bytes of the elements."""
         return len(self.data)
+
+    @property
+    def float32_size(self) -> int:
+        """Bytes of the elements as float32, in which workers get them."""
+        return 4 * self.rows * self.width
 
     def float32_bytes(self) -> bytes:
         """The elements as float32, widened exactly."""
@@ -244,6 +251,8 @@ class VectorStore:
         self._named: Counter[bytes] = Counter()
         self._users: Counter[bytes] = Counter()
         self._retained: Counter[bytes] = Counter()
+        self._ahead: dict[bytes, object] = {}
+        """The owners of vectors that were stored ahead and not used yet, last stored last."""
         self._listing = Listing()
         self._used = 0
         self._names_used = 0
@@ -284,14 +293,38 @@ class VectorStore:
             StoreFull: vectors in use leave too little memory.
         """
         if vector.digest in self._vectors:
-            self._vectors.move_to_end(vector.digest)
+            self._use(vector.digest)
             return True
         self._make_room(vector.size)
-        self._vectors[vector.digest] = vector
-        self._listing.add("", vector.digest)
-        self._store_time[vector.digest] = time.time()
-        self._used += vector.size
+        self._add(vector)
         return False
+
+    def put_ahead(self, vector: Vector, owner: object) -> bool:
+        """Stores a vector that no request uses yet. Returns whether the store has it.
+
+        Any other vector may take its place until it is used. So it takes only the place of vectors
+        that nobody uses, and that were not stored ahead themselves.
+
+        Args:
+            vector: the vector.
+            owner: calls `release_ahead` with the same object in the end.
+        """
+        if vector.digest in self._vectors:
+            self._vectors.move_to_end(vector.digest)
+            return True
+        try:
+            self._make_room(vector.size, ahead=True)
+        except StoreFull:
+            return False
+        self._add(vector)
+        self._ahead[vector.digest] = owner
+        return True
+
+    def release_ahead(self, owner: object) -> None:
+        """Lets other vectors that are stored ahead take the places of those of an owner."""
+        for digest in [digest for digest, other in self._ahead.items() if other is owner]:
+            del self._ahead[digest]
+            self._vectors.move_to_end(digest, last=False)
 
     def put_named(self, vector: Vector, name: str, label: Name) -> PutResult:
         """Stores a vector and puts a name on it. An existing name moves.
@@ -377,7 +410,7 @@ class VectorStore:
             VectorNotFound: it is not stored.
         """
         vector = self._view.get(digest, path)
-        self._vectors.move_to_end(digest)
+        self._use(digest)
         return vector
 
     def named(self, name: str, path: str) -> Name:
@@ -400,7 +433,7 @@ class VectorStore:
             if self._vectors.get(digest) is not vector:
                 return False
         for digest in vectors:
-            self._vectors.move_to_end(digest)
+            self._use(digest)
         return True
 
     def view(self) -> "VectorView":
@@ -484,13 +517,34 @@ class VectorStore:
             del self._named[digest]
             self._listing.add("", digest)
 
-    def _make_room(self, size: int) -> None:
+    def _add(self, vector: Vector) -> None:
+        self._vectors[vector.digest] = vector
+        self._listing.add("", vector.digest)
+        self._store_time[vector.digest] = time.time()
+        self._used += vector.size
+
+    def _use(self, digest: bytes) -> None:
+        """Makes a vector the most recently used one."""
+        self._vectors.move_to_end(digest)
+        self._ahead.pop(digest, None)
+
+    def _make_room(self, size: int, *, ahead: bool = False) -> None:
+        """Evicts vectors that nobody uses until `size` bytes are free.
+
+        Those that were stored ahead go first, the last stored one before all others: it is needed
+        last. They stay if the bytes are for a vector that is stored ahead.
+
+        Raises:
+            StoreFull: vectors in use leave too little memory. Nothing was evicted.
+        """
         free = self.capacity - self._used
         pinned = 0
         victims = []
-        for digest, vector in self._vectors.items():
+        others = (digest for digest in self._vectors if digest not in self._ahead)
+        for digest in chain(() if ahead else reversed(self._ahead), others):
             if free >= size:
                 break
+            vector = self._vectors[digest]
             if self._named[digest] or self._retained[digest]:
                 continue
             if self._users[digest]:
@@ -510,6 +564,7 @@ class VectorStore:
 
     def _evict(self, digest: bytes) -> None:
         self._used -= self._vectors.pop(digest).size
+        self._ahead.pop(digest, None)
         self._listing.remove("", digest)
         del self._store_time[digest]
         for on_evict in self._on_evict:

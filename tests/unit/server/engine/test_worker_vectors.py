@@ -79,7 +79,9 @@ async def test_vectors_that_leave_the_store_as_a_call_that_drops_others_ends_are
 
     backend = SlowToDrop()
     worker_vectors = WorkerVectorCache(backend, 2 * vector(1).size)
-    await worker_vectors.load([vector(1), vector(2)])
+    for stored in (vector(1), vector(2)):
+        worker_vectors.store.put(stored)
+    await worker_vectors.ensure([vector(1), vector(2)])
     worker_vectors.store.put(vector(3))
     await until(lambda: backend.dropped == [vector(1).digest.hex()])
 

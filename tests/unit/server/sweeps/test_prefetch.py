@@ -1,4 +1,4 @@
-"""Rows of coming cells are in the workers before the cells start, and take nobody's room."""
+"""Rows of coming cells are in the workers before the cells start, and give way to all others."""
 
 import asyncio
 import gc
@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from rheostat_engine import Point, Rows, Site
+from rheostat_server.engine import worker_vectors as loading
 from rheostat_server.engine.backend import Delta, Job
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
 from rheostat_server.errors import RunIncomplete, StoreFull
+from rheostat_server.sweeps import prefetch as prefetching
 from rheostat_server.sweeps.grid import Grid, Row, ZoomPlan
 from rheostat_server.sweeps.prefetch import Prefetch
 from rheostat_server.sweeps.sources import SourceRows
@@ -23,6 +25,7 @@ from rheostat_wire.v1 import sweep_pb2
 
 from ..fakes import LAYERS, WIDTH, ScriptedBackend, positions_of
 from ..streams import settled, until
+from ..uploads import chunk, header, put, values
 from .patched import CLEAN, PatchedBackend, order, pair, prompt, swept
 
 COLUMNS = 4
@@ -77,9 +80,9 @@ async def test_rows_of_expected_cells_are_loaded_once_and_not_kept() -> None:
             ahead.expect(cell, number, 0)
     await until(lambda: len(backend.loaded) == 6)
     assert sorted(backend.loaded) == sorted(names(1, 2, 3, 100, 101, 102))
-    await until(lambda: worker_vectors.store.pins == 0)
     await ahead.close()
     assert len(worker_vectors.store) == 6
+    assert worker_vectors.store.pins == 0
 
 
 async def test_noises_of_one_source_expect_its_rows_once() -> None:
@@ -114,12 +117,61 @@ async def test_a_sweep_that_ends_expects_nothing_more() -> None:
     ahead, backend, worker_vectors = prefetch([[Numbers()]])
     backend.loading = asyncio.Event()
     ahead.expect(0, 0, 0)
-    await until(lambda: worker_vectors.store.pins == 1)
+    await until(lambda: len(worker_vectors.store) == 1)
     ahead.expect(COLUMNS, 0, 0)
     await ahead.close()
-    assert worker_vectors.store.pins == 0
+    assert len(worker_vectors.store) == 1
     backend.loading.set()
     await until(lambda: backend.loaded == names(1))  # the call was under way
+
+
+async def test_rows_that_are_loaded_ahead_take_only_free_places_of_their_store() -> None:
+    ahead, backend, _ = prefetch([[Numbers()]], capacity=3 * 4 * WIDTH)
+    for row in range(8):
+        ahead.expect(row * COLUMNS, 0, 0)
+    await until(lambda: backend.loaded == names(1, 2, 3))
+    await ahead.close()
+    assert not backend.dropped
+
+
+async def test_rows_are_loaded_ahead_one_call_at_a_time(monkeypatch) -> None:
+    """Otherwise vectors of other requests would wait for several calls."""
+    calls: list[int] = []
+
+    class Counting(ScriptedBackend):
+        async def load_vectors(self, vectors: Sequence[Vector]) -> None:
+            await super().load_vectors(vectors)
+            calls.append(len(vectors))
+
+    class Halves(Numbers):
+        async def vector(self, site: Site) -> Vector:
+            data = np.full((1, WIDTH), 1 + site.layer, dtype="<f2").tobytes()
+            return make_vector(FloatType.FLOAT16, 1, WIDTH, data, "v")
+
+    for module in (prefetching, loading):
+        monkeypatch.setattr(module, "CALL_BYTES", 3 * 4 * WIDTH - 1)
+    ahead, _, worker_vectors = prefetch([[Halves()]])
+    worker_vectors._backend = Counting()
+    for row in range(8):
+        ahead.expect(row * COLUMNS, 0, 0)
+    await until(lambda: sum(calls) == 8)
+    assert calls == [2, 2, 2, 2]
+    await ahead.close()
+
+
+async def test_rows_that_a_closed_sweep_expected_give_way_to_those_of_another() -> None:
+    ahead, backend, worker_vectors = prefetch([[Numbers()]], capacity=4 * WIDTH)
+    other, _, _ = prefetch([[Numbers(100.0)]])
+    other._worker_vectors = worker_vectors
+    ahead.expect(0, 0, 0)
+    await until(lambda: backend.loaded == names(1))
+    other.expect(0, 0, 0)
+    await asyncio.sleep(0.01)
+    assert backend.loaded == names(1)
+    await ahead.close()
+    other.expect(COLUMNS, 0, 0)
+    await until(lambda: backend.loaded == names(1, 101))
+    await other.close()
 
 
 @pytest.mark.parametrize(
@@ -172,6 +224,30 @@ async def test_rows_are_loaded_before_the_cells_before_them_have_run(starter) ->
     backend.free.set()
     await calling
     assert len(backend.loaded) == LAYERS
+    await settled(running)
+
+
+@pytest.mark.parametrize("loading", [True, False])
+async def test_a_vector_of_another_client_takes_the_place_of_rows_that_are_loaded_ahead(
+    starter, loading: bool
+) -> None:
+    backend = HeldCells(loading=asyncio.Event())
+    size = len(CLEAN) * 4 * WIDTH
+    running = await starter(backend, vector_store_bytes=2 * size)
+    request = order(max_concurrent_cells=len(CLEAN), baseline_count=1)
+    calling = asyncio.create_task(swept(running, request))
+    await until(lambda: running.manager.store.used_bytes == 2 * size)
+    if not loading:
+        backend.loading.set()
+        await until(lambda: len(backend.loaded) == 2)
+    uploaded = values(9.0, rows=len(CLEAN))
+    answer = await put(running.client, header(rows=len(CLEAN)), chunk(uploaded))
+    assert answer.digest in running.manager.store
+    backend.loading.set()
+    backend.free.set()
+    cells, _ = await calling
+    assert len(cells) == LAYERS * len(CLEAN)
+    assert not any(cell.HasField("error") for cell in cells.values())
     await settled(running)
 
 

@@ -77,6 +77,65 @@ def test_named_and_used_vectors_stay_and_a_full_store_says_so(store, evicted) ->
     assert evicted == [vector(2).digest]
 
 
+def test_vectors_that_are_stored_ahead_give_way_to_all_others_the_last_one_first(evicted) -> None:
+    store = VectorStore(4 * SIZE, evicted.append)
+    store.put(vector(1))
+    assert [store.put_ahead(vector(value), "sweep") for value in (2, 3, 4)] == [True] * 3
+    store.put(vector(5))
+    assert evicted == [vector(4).digest]
+    store.pin(vector(6))
+    store.retain([vector(7)])
+    assert evicted[1:] == [vector(3).digest, vector(2).digest]
+    store.put_named(vector(8), "joy", name(vector(8)))
+    assert evicted[3:] == [vector(1).digest]
+
+
+def test_vectors_that_are_stored_ahead_take_only_places_that_nobody_needs(store, evicted) -> None:
+    store.put(vector(1))
+    store.pin(vector(2))
+    assert store.put_ahead(vector(3), "sweep")
+    assert evicted == [vector(1).digest]
+    assert not store.put_ahead(vector(4), "sweep")
+    assert not store.put_ahead(vector(5), "another sweep")
+    assert store.put_ahead(vector(3), "another sweep")
+    assert (evicted[1:], len(store)) == ([], 2)
+
+
+@pytest.mark.parametrize("how", ["put", "get", "pin", "retain", "still_has"])
+def test_a_vector_that_was_stored_ahead_is_one_like_others_once_it_is_used(
+    store, evicted, how: str
+) -> None:
+    ahead = vector(1)
+    store.put_ahead(ahead, "sweep")
+    store.put(vector(2))
+    match how:
+        case "put":
+            store.put(ahead)
+        case "get":
+            store.get(ahead.digest, "v")
+        case "pin":
+            store.pin(ahead)
+            store.unpin(ahead.digest)
+        case "retain":
+            store.retain([ahead])
+            store.release([ahead])
+        case "still_has":
+            assert store.still_has({}, {ahead.digest: ahead})
+    store.put(vector(3))
+    assert evicted == [vector(2).digest]
+
+
+def test_vectors_that_nobody_expects_any_more_are_the_first_to_go(store, evicted) -> None:
+    store.put(vector(1))
+    store.put_ahead(vector(2), "sweep")
+    store.release_ahead("another sweep")
+    assert store.put_ahead(vector(3), "another sweep")
+    assert evicted == [vector(1).digest]
+    store.release_ahead("sweep")
+    assert store.put_ahead(vector(4), "another sweep")
+    assert evicted[1:] == [vector(2).digest]
+
+
 def test_a_refused_vector_evicts_nothing(store, evicted) -> None:
     store.pin(vector(1))
     store.put(vector(2))
