@@ -233,7 +233,9 @@ async def _ending(opened: _Open) -> Ending:
         return Ending("OK", "", "")
     if await opened.details() == _FAILED_HERE:
         return HUNG_UP
-    packed = dict(await opened.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
+    # A tuple, because the keys of `Metadata` in grpcio 1.76 are pairs, which `dict` would look up.
+    metadata = tuple(await opened.trailing_metadata() or ())
+    packed = dict(metadata).get("grpc-status-details-bin", b"")
     return Ending(code.name, _reason(packed), str(await opened.details() or ""))
 
 

@@ -32,9 +32,10 @@ from rheostat_server.limits import ID_BYTES, MESSAGE_NUMBERS
 _DEPTH = 100
 """The deepest nesting of messages and groups that protobuf accepts."""
 
-_TAG_BYTES = _SIZE_BYTES = 5
-_VARINT_BYTES = 10
-"""The longest encodings of tags, sizes and numbers that protobuf accepts."""
+_TAG_BYTES = 5
+_SIZE_BYTES = _VARINT_BYTES = 10
+"""The longest encodings of tags, sizes and numbers that protobuf accepts. From version 7 on it
+accepts at most 5 bytes for a size."""
 
 _LARGEST_TAG = (1 << 32) - 1
 

@@ -50,7 +50,9 @@ class Refusal:
 
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> "Refusal":
-        packed = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
+        # A tuple, because the keys of `Metadata` in grpcio 1.76 are pairs, which `dict` looks up.
+        metadata = tuple(error.trailing_metadata() or ())
+        packed = dict(metadata).get("grpc-status-details-bin", b"")
         assert isinstance(packed, bytes)
         status = status_pb2.Status.FromString(packed)
         return cls.of_status(status, error.code(), error.details() or "")
@@ -102,6 +104,8 @@ class Client:
         self.runs = run_service_pb2_grpc.RunServiceStub(channel)
         self.monitor = monitor_service_pb2_grpc.MonitorServiceStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
+        self.kept: list[grpc.aio.Call] = []
+        """Calls that go on though their test has no reference to them. gRPC cancels others."""
 
     async def generate(
         self, request: generation_service_pb2.GenerateRequest, **call: object

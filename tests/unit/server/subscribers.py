@@ -80,6 +80,7 @@ class Subscriber:
 
     def __init__(self, running) -> None:
         self.call = running.client.capture.Subscribe()
+        running.client.kept.append(self.call)
         self.events: list[capture_service_pb2.SubscribeResponse] = []
         self.name = ""
 

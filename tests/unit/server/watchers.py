@@ -48,6 +48,7 @@ class Watcher:
 
     def __init__(self, running) -> None:
         self.call = running.client.monitor.Watch()
+        running.client.kept.append(self.call)
         self.events: list[Response] = []
         self.name = ""
 

@@ -16,7 +16,12 @@ from google.protobuf.message_factory import GetMessageClass
 
 from rheostat_server.api.unknown_fields import Walk, unknown_field
 from rheostat_server.limits import OFFLOAD_BYTES
-from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2, types_pb2
+from rheostat_wire.v1 import (
+    capture_service_pb2,
+    engine_service_pb2,
+    generation_service_pb2,
+    types_pb2,
+)
 
 from ..conftest import Refusal, rest
 from ..fakes import ScriptedBackend
@@ -283,6 +288,17 @@ def test_a_walk_agrees_with_protobuf_about_any_bytes() -> None:
         seen[check_walk(rng, data, kind)] += 1
     assert min(seen[outcome] for outcome in ("malformed", "unknown", "known")) > 400
     assert seen["replaced"] < 100
+
+
+def test_a_walk_takes_as_many_bytes_for_a_size_as_any_version_of_protobuf() -> None:
+    """Version 6 takes 10 of them, and version 7 takes 5."""
+    descriptor = engine_service_pb2.DrainRequest.DESCRIPTOR
+    for count in range(1, 11):
+        walk = Walk(b"\n" + b"\x80" * (count - 1) + b"\x00", descriptor)
+        assert walk.advance(2)
+        assert walk.unknown() is None
+    with pytest.raises(DecodeError):
+        Walk(b"\n" + b"\x80" * 10 + b"\x00", descriptor).advance(2)
 
 
 def check_walk(rng: random.Random, data: bytes, kind: type) -> str:
