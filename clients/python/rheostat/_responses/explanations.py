@@ -12,6 +12,9 @@ from rheostat._positions import read_ranges, show_ranges, unknown_sites_text
 from rheostat._responses.receipts import Reference, ReplaceSource, read_reference, read_source
 from rheostat_wire.v1 import generation_service_pb2, types_pb2
 
+_SHOWN = 16
+"""Tokens of a text that are printed."""
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -203,9 +206,9 @@ class TextSpan(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tokenized:
-    """Tokens and their places in the text."""
+    """Tokens and their places in the text. ``print`` shows the first of them."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -217,6 +220,16 @@ class Tokenized:
     def pieces(self) -> tuple[str, ...]:
         """The text of each token."""
         return tuple(self.text[span.start : span.end] for span in self.offsets)
+
+    def __repr__(self) -> str:
+        count = len(self.token_ids)
+        shown = [
+            f"{token_id} {self.text[span.start : span.end]!r}"
+            for token_id, span in zip(self.token_ids[:_SHOWN], self.offsets, strict=False)
+        ]
+        shown += [f"and {count - _SHOWN} more"] if count > _SHOWN else []
+        head = f"{count} token{'' if count == 1 else 's'}"
+        return f"Tokenized({head}{': ' if shown else ''}{', '.join(shown)})"
 
 
 def read_tokenized(message: generation_service_pb2.TokenizeResponse) -> Tokenized:

@@ -64,6 +64,22 @@ def test_a_model_is_a_line_and_prints_as_more():
     assert len(str(model).splitlines()) > 3
 
 
+def test_tokens_are_a_line_with_their_texts():
+    spans = (rheostat.TextSpan(0, 0), rheostat.TextSpan(0, 2), rheostat.TextSpan(2, 5))
+    found = rheostat.Tokenized((1, 8, 9), "to be", spans)
+    assert repr(found) == "Tokenized(3 tokens: 1 '', 8 'to', 9 ' be')"
+    one = rheostat.Tokenized((8,), "to be", spans[1:2])
+    assert repr(one) == "Tokenized(1 token: 8 'to')"
+    assert repr(rheostat.Tokenized((), "", ())) == "Tokenized(0 tokens)"
+
+
+def test_of_many_tokens_the_first_are_shown():
+    spans = tuple(rheostat.TextSpan(at, at + 1) for at in range(1000))
+    shown = repr(rheostat.Tokenized(tuple(range(1000)), "x" * 1000, spans))
+    assert shown.startswith("Tokenized(1000 tokens: 0 'x', 1 'x', ")
+    assert shown.endswith(", 15 'x', and 984 more)")
+
+
 def test_an_artifact_is_a_line():
     one = rheostat.Artifact(
         "disk", "a/rows.npz", 0, 640, "application/x-npz", "complete", 12, SITES, b"x" * 32, AT
