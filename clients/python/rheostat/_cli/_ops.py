@@ -159,6 +159,10 @@ _READERS = (read_steer, read_norm_add, read_ablate, read_clamp, read_scale)
 def _parts(text: str, most: int) -> list[str]:
     """Splits at colons; the first part must not be empty."""
     parts = text.split(":")
+    if "=" in parts[0]:  # no name has one
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has = where a colon belongs: write {text.replace('=', ':', 1)}"
+        )
     if not parts[0] or len(parts) > most:
         raise argparse.ArgumentTypeError(f"{text!r} begins with no name or has too many colons")
     return parts

@@ -67,6 +67,8 @@ def test_an_op_is_read_as_people_write_it(read, text, expected):
     [
         (_ops.read_steer, "b:much", "'b:much' has no number in 'much'"),
         (_ops.read_steer, ":2", "':2' begins with no name or has too many colons"),
+        (_ops.read_steer, "b=0.5", "'b=0.5' has = where a colon belongs: write b:0.5"),
+        (_ops.read_clamp, "a:1,b=..2", "'b=..2' has = where a colon belongs: write b:..2"),
         (_ops.read_norm_add, "b:1:2", "'b:1:2' begins with no name or has too many colons"),
         (_ops.read_ablate, "b:all", "'b:all' has no number in 'all'"),
         (_ops.read_ablate, "a,:1", "'a,:1' has a comma without a name beside it"),
@@ -256,6 +258,14 @@ def test_sites_without_an_op_are_a_wrong_command_line(server, capsys, flag):
     assert main(["generate", "x", "--target", server.target, *flag]) == 2
     message = "rheostat: --points and --layers are for ops, and no op is given\n"
     assert (capsys.readouterr(), server.asked) == (("", message), [])
+
+
+def test_an_equals_sign_in_place_of_a_colon_is_told_before_a_server_is_asked(server, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["generate", "x", "--target", server.target, "--steer", "joy=0.5"])
+    assert (raised.value.code, server.asked) == (2, [])
+    said = "--steer: 'joy=0.5' has = where a colon belongs: write joy:0.5"
+    assert said in capsys.readouterr().err
 
 
 def test_global_clear_sets_none(server, capsys):
