@@ -40,14 +40,16 @@ def selected(args: argparse.Namespace) -> Selected:
     return {"requests": args.request, "labels": labels, "every": args.every}
 
 
-def add_where(parser: argparse.ArgumentParser) -> None:
-    """Add ``--where``, the tokens that are read."""
+def add_where(
+    parser: argparse.ArgumentParser, default: str | None = "all", shown: str = "all"
+) -> None:
+    """Add ``--where``, the tokens that are read. ``shown`` describes the default."""
     parser.add_argument(
         "--where",
         type=_where,
-        default="all",
+        default=default,
         help="prompt, generated, all, or positions: -1 is the last prompt token; write several "
-        "as --where=0,-1 (default: all)",
+        f"as --where=0,-1 (default: {shown})",
     )
 
 

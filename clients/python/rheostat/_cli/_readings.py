@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._cli._listing import Plain, plain
+from rheostat._cli._stops import Bounds
 from rheostat._responses.signals import SignalColumn
 from rheostat._responses.updates import UpdateApplied, UpdateRefused
 from rheostat._watches.events import (
@@ -28,13 +29,15 @@ _KEPT = 512
 """Numbers of a curve that are kept: more than a terminal is wide."""
 _LEAST_CURVE = 8
 """Characters of a curve on a narrow terminal."""
+_MOST_NAME = 20
+"""Characters of a column's name beside a curve: the last ones."""
 
 
-def lines(event: WatchEvent) -> list[str]:
+def lines(event: WatchEvent, bounds: Bounds) -> list[str]:
     """Lines for a log: one for each sample of a step, and one for each other event."""
     match event:
         case WatchedSignals():
-            return [_readings_line(readings) for readings in event]
+            return [_readings_line(readings, bounds) for readings in event]
         case WatchedRequestBegun():
             return [f"{event.request_id} begins: {event.prompt_token_count} prompt tokens"]
         case SignalsDropped():
@@ -46,15 +49,17 @@ def lines(event: WatchEvent) -> list[str]:
             return []
 
 
-def _readings_line(readings: Readings) -> str:
+def _readings_line(readings: Readings, bounds: Bounds) -> str:
     numbers = ", ".join(
         f"{name} {_numbers(readings.values[:, number])}"
         for number, name in enumerate(column_names(readings.columns))
         if not np.isnan(readings.values[:, number]).all()
     )
-    fired = "".join(f"; {rule} fired at {shown(at)}" for rule, at in readings.firings.items())
+    stops = "".join(
+        f"; stop: {bounds[rule].passed(readings, at)}" for rule, at in readings.firings.items()
+    )
     where = shown(readings.positions)
-    return f"{readings.request_id} sample {readings.sample} at {where}: {numbers}{fired}"
+    return f"{readings.request_id} sample {readings.sample} at {where}: {numbers}{stops}"
 
 
 def _numbers(values: FloatArray) -> str:
@@ -81,7 +86,7 @@ def _end_line(event: WatchedRequestEnded) -> str:
     return f"{event.request_id} end: {'; '.join([how, *parts])}"
 
 
-def documents(event: WatchEvent) -> list[dict[str, Plain]]:
+def documents(event: WatchEvent, bounds: Bounds) -> list[dict[str, Plain]]:
     """JSON objects: one for each sample of a step, and one for each other event."""
     match event:
         case WatchedSignals():
@@ -95,7 +100,10 @@ def documents(event: WatchEvent) -> list[dict[str, Plain]]:
                         name: plain(readings.values[:, number].tolist())
                         for number, name in enumerate(column_names(readings.columns))
                     },
-                    "firings": {rule: plain(at.tolist()) for rule, at in readings.firings.items()},
+                    "firings": {
+                        str(bounds[rule]): plain(at.tolist())
+                        for rule, at in readings.firings.items()
+                    },
                 }
                 for readings in event
             ]
@@ -131,11 +139,15 @@ def _document(name: str, event: WatchEvent) -> dict[str, Plain]:
 class Curves:
     """The newest readings of the newest samples, as one curve for each sample and column."""
 
-    def __init__(self, columns: Sequence[SignalColumn]) -> None:
-        """``columns`` are those of the watch."""
-        self._names = column_names(tuple(columns))
+    def __init__(self, columns: Sequence[SignalColumn], bounds: Bounds) -> None:
+        """``columns`` and ``bounds`` are those of the watch."""
+        self._bounds = bounds
+        self._names = [name[-_MOST_NAME:] for name in column_names(tuple(columns))]
+        self._name_width = max(map(len, self._names), default=0)
         self._numbers: dict[tuple[str, int], list[deque[float]]] = {}
         """By request and sample, oldest first: the numbers of each column."""
+        self._stops: dict[str, str] = {}
+        """By request: what a sample read beyond a bound, of the first such sample."""
         self._ends: dict[str, str] = {}
 
     def add(self, event: WatchEvent) -> None:
@@ -145,7 +157,10 @@ class Curves:
                 for readings in event:
                     self._extend(readings)
             case WatchedRequestEnded() if not event.missed_reason:
-                self._ends[event.request_id] = ", ".join(event.finish_reasons) or "still running"
+                stop = self._stops.pop(event.request_id, "")
+                how = ", ".join(event.finish_reasons) or "still running"
+                why = f": {stop}" if stop and "watch" in event.finish_reasons else ""
+                self._ends[event.request_id] = how + why
 
     def _extend(self, readings: Readings) -> None:
         key = readings.request_id, readings.sample
@@ -154,6 +169,8 @@ class Curves:
         for number, curve in enumerate(self._numbers[key]):
             values = readings.values[:, number]
             curve.extend(values[~np.isnan(values)].tolist())
+        for rule, at in readings.firings.items():
+            self._stops.setdefault(readings.request_id, self._bounds[rule].passed(readings, at))
 
     def lines(self, width: int, height: int) -> list[str]:
         """At most ``height`` lines of at most ``width`` characters, and forgets what is not shown.
@@ -176,7 +193,7 @@ class Curves:
     def _line(self, key: tuple[str, int], name: str, curve: deque[float], width: int) -> str:
         request_id, sample = key
         last = f"{curve[-1]:9.3g}" if curve else " " * 9
-        head = f"{request_id[-20:]:>20}/{sample} {name[-20:]:<20} {last} "
+        head = f"{request_id[-20:]:>20}/{sample} {name:<{self._name_width}} {last} "
         end = f" {self._ends[request_id]}" if request_id in self._ends else ""
         room = max(_LEAST_CURVE, width - len(head) - len(end) - 1)
         return f"{head}{_curve(list(curve)[-room:])}{end}"[: max(width - 1, 1)]

@@ -11,8 +11,10 @@ from rheostat._cli._common import Subparsers, add_target, connected, layers, poi
 from rheostat._cli._filters import add_filter, add_limit, add_where, selected
 from rheostat._cli._progress import Phase
 from rheostat._cli._readings import Curves, documents, lines
+from rheostat._cli._stops import Bounds, probe_name, read_above, read_below
 from rheostat._cli._stored import stored
 from rheostat._client.engine import Engine
+from rheostat._selectors import SelectorLike
 from rheostat._steering.gates import Probe, probe
 from rheostat._steering.rules import Rule, Stop
 from rheostat._watches.events import WatchedRequestEnded
@@ -29,7 +31,7 @@ def add(commands: Subparsers) -> None:
         "v.",
         example="""\
 rheostat watch --every --probe joy --points resid_post --layers 3
-rheostat watch --label team=red --probe gloom --where generated --stop-above gloom:2.5
+rheostat watch --label team=red --probe gloom --stop-above gloom:2.5
 rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
     )
     add_filter(parser)
@@ -42,16 +44,21 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
     )
     parser.add_argument("--points", type=points, help="where it is read (default: the vector's)")
     parser.add_argument("--layers", type=layers, help='e.g. 3, 2-5, "all"')
-    add_where(parser)
-    parser.add_argument(
-        "--stop-above",
-        action="append",
-        type=_bound,
-        default=[],
-        metavar="NAME:NUMBER",
-        help="end a request where this probe reads more, also in its prompt unless --where is "
-        "generated; may be repeated",
-    )
+    add_where(parser, None, "all; with --stop-above or --stop-below generated")
+    for flag, read, side in (
+        ("--stop-above", read_above, "more"),
+        ("--stop-below", read_below, "less"),
+    ):
+        parser.add_argument(
+            flag,
+            action="append",
+            type=read,
+            default=[],
+            dest="bounds",
+            metavar="NAME:NUMBER",
+            help=f"end a request where this probe reads {side}, at the tokens of --where; may be "
+            "repeated",
+        )
     parser.add_argument(
         "--on-lost",
         choices=("continue", "hold", "stop"),
@@ -65,15 +72,13 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
 
 def run(args: argparse.Namespace) -> int:
     """Show events until the limit, or until interrupted."""
+    bounds = _bounds(args)
     with connected(args) as engine:
         probes = [_probe(engine, name, args) for name in args.probe]
         named = dict(zip(args.probe, probes, strict=True))
-        for name, _ in args.stop_above:
-            if name not in named:
-                args.parser.error(f"--stop-above {name}: there is no --probe {name}")
         rules = [
-            Rule(f"stop-{number}", named[name].above(bound), Stop(f"{name} above {bound:g}"))
-            for number, (name, bound) in enumerate(args.stop_above)
+            Rule(name, bound.condition(named[bound.probe]), Stop(str(bound)))
+            for name, bound in bounds.items()
         ]
         with engine.watch(
             probes=probes, rules=rules, on_lost=args.on_lost, **selected(args)
@@ -81,11 +86,31 @@ def run(args: argparse.Namespace) -> int:
             for missed, reason in watch.missed.items():
                 print(f"{missed} is not read: {reason}", file=sys.stderr)
             if sys.stdout.isatty() and sys.stderr.isatty() and not args.json:
-                _draw(watch, args.limit)
+                _draw(watch, bounds, args.limit)
             else:
                 print(f"watching as {watch.id}; waiting for requests", file=sys.stderr)
-                _print(watch, args.limit, as_json=args.json)
+                _print(watch, bounds, args.limit, as_json=args.json)
     return 0
+
+
+def _bounds(args: argparse.Namespace) -> Bounds:
+    """The bounds of the flags. Exits if one is of no probe."""
+    for bound in args.bounds:
+        if bound.probe not in args.probe:
+            args.parser.error(f"{bound.flag} {bound.probe}: there is no --probe {bound.probe}")
+    return {f"stop-{number}": bound for number, bound in enumerate(args.bounds)}
+
+
+def _where(args: argparse.Namespace) -> SelectorLike:
+    """The tokens that are read.
+
+    A prompt's first token often has the largest reading of all. So without ``--where``, bounds are
+    compared with generated tokens alone.
+    """
+    where: SelectorLike = args.where
+    if where is not None:
+        return where
+    return "generated" if args.bounds else "all"
 
 
 def _probe(engine: Engine, name: str, args: argparse.Namespace) -> Probe:
@@ -93,14 +118,14 @@ def _probe(engine: Engine, name: str, args: argparse.Namespace) -> Probe:
         stored(engine, name),
         points=args.points,
         layers=args.layers,
-        where=args.where,
-        name=name.replace("/", "."),  # names of probes have no slash
+        where=_where(args),
+        name=probe_name(name),
     )
 
 
-def _draw(watch: Watch, limit: int | None) -> None:
+def _draw(watch: Watch, bounds: Bounds, limit: int | None) -> None:
     """Curves while requests run; the last of them stay on the screen."""
-    curves = Curves(watch.columns)
+    curves = Curves(watch.columns, bounds)
     shown: list[str] = []
     ended = 0
     try:
@@ -111,33 +136,22 @@ def _draw(watch: Watch, limit: int | None) -> None:
                 shown = curves.lines(size.columns, size.lines - 2)
                 phase.show(shown)
                 ended += isinstance(event, WatchedRequestEnded)
-                phase.note(f"{ended} requests ended")
+                phase.note(f"{ended} request{'' if ended == 1 else 's'} ended")
                 if ended == limit:
                     break
     finally:
         print(*shown, sep="\n")
 
 
-def _print(watch: Watch, limit: int | None, *, as_json: bool) -> None:
+def _print(watch: Watch, bounds: Bounds, limit: int | None, *, as_json: bool) -> None:
     ended = 0
     for event in watch:
         if as_json:
-            for document in documents(event):
+            for document in documents(event, bounds):
                 print(json.dumps(document, ensure_ascii=False), flush=True)
         else:
-            for line in lines(event):
+            for line in lines(event, bounds):
                 print(line, flush=True)
         ended += isinstance(event, WatchedRequestEnded)
         if ended == limit:
             return
-
-
-def _bound(text: str) -> tuple[str, float]:
-    """Parses NAME:NUMBER."""
-    name, _, number = text.rpartition(":")
-    try:
-        if name:
-            return name, float(number)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not NAME:NUMBER")

@@ -75,7 +75,7 @@ class Rule:
     The server decides where the rule fires in the forward pass. No token that a rule withholds
     reaches a client.
 
-        gloom = rheostat.probe(direction, points="resid_post", layers=12)
+        gloom = rheostat.probe(direction, points="resid_post", layers=12, where="generated")
         rule = rheostat.Rule("grim", gloom.above(2), rheostat.Stop("too gloomy"))
         out = engine.generate("The weather was", rules=rule)
         out.finish_reason, out.signals.firings["grim"]

@@ -1,0 +1,91 @@
+"""Bounds at which ``rheostat watch`` ends requests: as they are typed, as rules, and in words.
+
+The owner of a request gets the words as the label of the stop, so they name no rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from rheostat._capture.activations import IntArray
+from rheostat._responses.signals import column_numbers
+from rheostat._steering.gates import Condition, Probe
+from rheostat._watches.events import Readings
+from rheostat._watches.table import column_names
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound of what a probe reads. Requests that read beyond it end."""
+
+    probe: str
+    """The name of its vector, as typed."""
+    below: bool
+    """Whether smaller numbers end a request, not larger ones."""
+    number: float
+
+    @property
+    def flag(self) -> str:
+        """The flag that sets it."""
+        return "--stop-below" if self.below else "--stop-above"
+
+    def condition(self, probe: Probe) -> Condition:
+        """Holds where the number is beyond the bound."""
+        return probe.below(self.number) if self.below else probe.above(self.number)
+
+    def passed(self, readings: Readings, positions: IntArray) -> str:
+        """Where a sample was first beyond it, of ``positions``: "mood 3 is above 2.5 at 14"."""
+        first = int(positions[0])
+        return f"{self._read(readings, first)} is {self._beyond} at {first}"
+
+    def _read(self, readings: Readings, position: int) -> str:
+        """What the probe read at the position, of all its sites the farthest beyond the bound."""
+        columns = column_numbers(probe_name(self.probe), readings.columns)
+        values = readings.values[readings.positions == position][:, columns]
+        if np.isnan(values).all():
+            return self.probe
+        farthest = int((np.nanargmin if self.below else np.nanargmax)(values))
+        name = column_names(readings.columns)[columns[farthest]] if columns[1:] else self.probe
+        return f"{name} {values.flat[farthest]:g}"
+
+    @property
+    def _beyond(self) -> str:
+        return f"{'below' if self.below else 'above'} {self.number:g}"
+
+    def __str__(self) -> str:
+        """As "mood above 2.5"."""
+        return f"{self.probe} {self._beyond}"
+
+
+Bounds: TypeAlias = Mapping[str, Bound]
+"""Bounds by the name of the rule that ends requests beyond it."""
+
+
+def read_above(text: str) -> Bound:
+    """Parses NAME:NUMBER of ``--stop-above``."""
+    return _bound(text, below=False)
+
+
+def read_below(text: str) -> Bound:
+    """Parses NAME:NUMBER of ``--stop-below``."""
+    return _bound(text, below=True)
+
+
+def probe_name(vector: str) -> str:
+    """The name of the probe along a vector: names of probes have no slash."""
+    return vector.replace("/", ".")
+
+
+def _bound(text: str, *, below: bool) -> Bound:
+    name, _, number = text.rpartition(":")
+    try:
+        if name:
+            return Bound(name, below, float(number))
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME:NUMBER")
