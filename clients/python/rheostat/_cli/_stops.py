@@ -14,9 +14,11 @@ import numpy as np
 
 from rheostat._capture.activations import IntArray
 from rheostat._responses.signals import column_numbers
-from rheostat._steering.gates import Condition, Probe
+from rheostat._steering.gates import Condition, Pool, Probe
 from rheostat._watches.events import Readings
 from rheostat._watches.table import column_names
+
+_POOLED: dict[Pool, str] = {"last": "", "mean": "mean of ", "max": "largest "}
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,27 @@ class Bound:
     below: bool
     """Whether smaller numbers end a request, not larger ones."""
     number: float
+    pool: Pool = "last"
+    """Which number counts at a token, of all that its sample has read so far."""
 
     @property
     def flag(self) -> str:
         """The flag that sets it."""
         return "--stop-below" if self.below else "--stop-above"
 
-    def condition(self, probe: Probe) -> Condition:
+    def condition(self, probe: Probe, *, after_prompt: bool) -> Condition:
         """Holds where the number is beyond the bound."""
-        return probe.below(self.number) if self.below else probe.above(self.number)
+        beyond = probe.below if self.below else probe.above
+        return beyond(self.number, pool=self.pool, after_prompt=after_prompt)
 
     def passed(self, readings: Readings, positions: IntArray) -> str:
-        """Where a sample was first beyond it, of ``positions``: "mood 3 is above 2.5 at 14"."""
+        """Where a sample was first beyond it, of ``positions``: "mood 3 is above 2.5 at 14".
+
+        The number is that of the token. It is left out if it is not the one that counts.
+        """
         first = int(positions[0])
-        return f"{self._read(readings, first)} is {self._beyond} at {first}"
+        what = self._read(readings, first) if self.pool == "last" else self._counts
+        return f"{what} is {self._beyond} at {first}"
 
     def _read(self, readings: Readings, position: int) -> str:
         """What the probe read at the position, of all its sites the farthest beyond the bound."""
@@ -54,12 +63,16 @@ class Bound:
         return f"{name} {values.flat[farthest]:g}"
 
     @property
+    def _counts(self) -> str:
+        return f"{_POOLED[self.pool]}{self.probe}"
+
+    @property
     def _beyond(self) -> str:
         return f"{'below' if self.below else 'above'} {self.number:g}"
 
     def __str__(self) -> str:
         """As "mood above 2.5"."""
-        return f"{self.probe} {self._beyond}"
+        return f"{self._counts} {self._beyond}"
 
 
 Bounds: TypeAlias = Mapping[str, Bound]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
+
+import numpy as np
 
 from rheostat._cli._common import Subparsers, add_target, connected, layers, points
 from rheostat._cli._progress import Phase
-from rheostat._cli._stored import names, stored, warn_if_moved
+from rheostat._cli._stored import names, shown, stored, warn_if_moved
 from rheostat._cli.derive import read_prompts
+from rheostat._connection.channel import default_target
+from rheostat._steering.condition_fits import ConditionFits
 
 
 def add(commands: Subparsers) -> None:
@@ -26,7 +31,8 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
         "fit",
         help="find a condition that holds of one set of prompts and not of another",
         description="Try every site, pooling, direction and readout on two sets of prompts, and "
-        "show the conditions that tell held-out prompts apart best.",
+        "show the conditions that tell held-out prompts apart best. Also print the rheostat watch "
+        "that ends requests of which the best holds.",
         example="""\
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers all
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers 2-4 \\
@@ -53,7 +59,7 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the best conditions, and the digest of the best one's vector."""
+    """Print the best conditions, the digest of the best one's vector, and a watch that uses it."""
     positive, negative = read_prompts(args.positive), read_prompts(args.negative)
     with connected(args) as engine:
         before = names(engine, args.name) if args.name else {}
@@ -72,5 +78,24 @@ def run(args: argparse.Namespace) -> int:
             )
     print(found)
     print(f"{found.vector.digest}  {found.vector.name or '-'}")
+    print(f"to end requests of which it holds:\n  {_watch(found, args.target)}")
     warn_if_moved(before, found.vector)
     return 0
+
+
+def _watch(found: ConditionFits, target: str) -> str:
+    """The command whose watch ends requests of which the best condition holds.
+
+    The last prompt token's number needs no other token of the prompt, which may then come from the
+    prefix cache.
+    """
+    best = found.best
+    vector = found.vector.name or shown(found.vector)
+    line = ["rheostat", "watch", "--every"]
+    line += ["--target", target] if target != default_target() else []
+    line += ["--probe", vector, "--points", best.site.point, "--layers", str(best.site.layer)]
+    line += ["--normalise", best.normalise]
+    line += ["--where", "-1"] if best.pool == "last" else ["--pool", best.pool, "--after-prompt"]
+    bound = str(np.float32(best.threshold))  # the shortest text that is exact
+    line += ["--stop-below" if best.below else "--stop-above", f"{vector}:{bound}"]
+    return shlex.join(line)

@@ -6,6 +6,8 @@ import argparse
 import json
 import shutil
 import sys
+from dataclasses import replace
+from typing import get_args
 
 from rheostat._cli._common import Subparsers, add_target, connected, layers, points
 from rheostat._cli._filters import add_filter, add_limit, add_where, selected
@@ -15,7 +17,8 @@ from rheostat._cli._stops import Bounds, probe_name, read_above, read_below
 from rheostat._cli._stored import stored
 from rheostat._client.engine import Engine
 from rheostat._selectors import SelectorLike
-from rheostat._steering.gates import Probe, probe
+from rheostat._steering.gates import Pool, Probe, probe
+from rheostat._steering.readouts import Normalise
 from rheostat._steering.rules import Rule, Stop
 from rheostat._watches.events import WatchedRequestEnded
 from rheostat._watches.watch import Watch
@@ -28,7 +31,7 @@ def add(commands: Subparsers) -> None:
         help="read other clients' requests with probes, live",
         description="Read other clients' requests with probes while they run: curves on a "
         "terminal, else one line per event. A probe reads x.v of each row x, along a stored vector "
-        "v.",
+        "v, or another number with --normalise.",
         example="""\
 rheostat watch --every --probe joy --points resid_post --layers 3
 rheostat watch --label team=red --probe gloom --stop-above gloom:2.5
@@ -44,7 +47,15 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
     )
     parser.add_argument("--points", type=points, help="where it is read (default: the vector's)")
     parser.add_argument("--layers", type=layers, help='e.g. 3, 2-5, "all"')
-    add_where(parser, None, "all; with --stop-above or --stop-below generated")
+    parser.add_argument(
+        "--normalise",
+        choices=get_args(Normalise),
+        default="none",
+        help="unit reads x.v / |v|, cosine x.v / (|x| |v|) (default: none, which is x.v)",
+    )
+    add_where(
+        parser, None, "all; with --stop-above or --stop-below generated, with --after-prompt prompt"
+    )
     for flag, read, side in (
         ("--stop-above", read_above, "more"),
         ("--stop-below", read_below, "less"),
@@ -59,6 +70,18 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
             help=f"end a request where this probe reads {side}, at the tokens of --where; may be "
             "repeated",
         )
+    parser.add_argument(
+        "--pool",
+        choices=get_args(Pool),
+        default="last",
+        help="what --stop-above and --stop-below compare: the number of each token, or the mean or "
+        "the largest number up to it (default: last)",
+    )
+    parser.add_argument(
+        "--after-prompt",
+        action="store_true",
+        help="compare once, at the prompt's end, the prompt's numbers",
+    )
     parser.add_argument(
         "--on-lost",
         choices=("continue", "hold", "stop"),
@@ -77,7 +100,11 @@ def run(args: argparse.Namespace) -> int:
         probes = [_probe(engine, name, args) for name in args.probe]
         named = dict(zip(args.probe, probes, strict=True))
         rules = [
-            Rule(name, bound.condition(named[bound.probe]), Stop(str(bound)))
+            Rule(
+                name,
+                bound.condition(named[bound.probe], after_prompt=args.after_prompt),
+                Stop(str(bound)),
+            )
             for name, bound in bounds.items()
         ]
         with engine.watch(
@@ -94,11 +121,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bounds(args: argparse.Namespace) -> Bounds:
-    """The bounds of the flags. Exits if one is of no probe."""
+    """The bounds of the flags. Exits if one is of no probe, or if flags have no bound."""
+    if not args.bounds and (args.after_prompt or args.pool != "last"):
+        args.parser.error("--pool and --after-prompt need --stop-above or --stop-below")
+    if args.after_prompt and args.where == "generated":
+        args.parser.error("--after-prompt compares numbers of the prompt, not of --where generated")
     for bound in args.bounds:
         if bound.probe not in args.probe:
             args.parser.error(f"{bound.flag} {bound.probe}: there is no --probe {bound.probe}")
-    return {f"stop-{number}": bound for number, bound in enumerate(args.bounds)}
+    return {
+        f"stop-{number}": replace(bound, pool=args.pool) for number, bound in enumerate(args.bounds)
+    }
 
 
 def _where(args: argparse.Namespace) -> SelectorLike:
@@ -110,6 +143,8 @@ def _where(args: argparse.Namespace) -> SelectorLike:
     where: SelectorLike = args.where
     if where is not None:
         return where
+    if args.after_prompt:
+        return "prompt"
     return "generated" if args.bounds else "all"
 
 
@@ -119,6 +154,7 @@ def _probe(engine: Engine, name: str, args: argparse.Namespace) -> Probe:
         points=args.points,
         layers=args.layers,
         where=_where(args),
+        normalise=args.normalise,
         name=probe_name(name),
     )
 

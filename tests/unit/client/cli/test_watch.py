@@ -141,6 +141,8 @@ def test_a_stop_is_told_beside_its_curve(starter, capsys, monkeypatch) -> None:
         (["--stop-below", "mood:-9"], range(3, 5)),
         (["--stop-above", "mood:9", "--where", "all"], range(5)),
         (["--stop-above", "mood:9", "--where", "-1"], [2]),
+        (["--stop-above", "mood:9", "--pool", "max"], range(3, 5)),
+        (["--stop-above", "mood:9", "--pool", "mean", "--after-prompt"], range(3)),
     ],
 )
 def test_bounds_leave_prompts_alone_unless_the_flags_say_otherwise(
@@ -172,6 +174,15 @@ def test_bounds_leave_prompts_alone_unless_the_flags_say_otherwise(
                  for_tokens: 1
                }
                stop { drop_sampled: true label: "mood below -2" }""",
+        ),
+        (
+            "--normalise cosine --pool mean --after-prompt --stop-below mood:0.25",
+            "where { include { phase: PHASE_PROMPT } } read { normalise: NORMALISE_COSINE }",
+            """conditions {
+                 probe_name: "mood" pool: POOL_MEAN combine_sites: COMBINE_ANY below: 0.25
+                 for_tokens: 1 after_prompt: true
+               }
+               stop { drop_sampled: true label: "mean of mood below 0.25" }""",
         ),
     ],
 )
@@ -214,6 +225,8 @@ def read_once(requests: Iterator, context: object) -> Iterator[Response]:
         (Bound("mood", True, 3.5), "mood 3 is below 3.5 at 7"),
         (Bound("tone/x", False, 0.5), "tone.x resid_post[2] 4 is above 0.5 at 7"),
         (Bound("tone/x", True, 0.5), "tone.x resid_post[1] -1 is below 0.5 at 7"),
+        (Bound("mood", False, 2.5, "mean"), "mean of mood is above 2.5 at 7"),
+        (Bound("mood", True, 2.5, "max"), "largest mood is below 2.5 at 7"),
         (Bound("shut", False, 2.5), "shut is above 2.5 at 7"),
     ],
 )
@@ -286,6 +299,16 @@ def test_requests_before_the_watch_are_named(starter, capsys) -> None:
         (["--every", "--stop-below", "mood"], "--stop-below: 'mood' is not NAME:NUMBER"),
         (["--every", "--stop-above", "joy:2"], "--stop-above joy: there is no --probe joy"),
         (["--every", "--stop-below", "joy:2"], "--stop-below joy: there is no --probe joy"),
+        (["--every", "--pool", "mean"], "--pool and --after-prompt need --stop-above or"),
+        (["--every", "--after-prompt"], "--pool and --after-prompt need --stop-above or"),
+        (
+            ["--every", "--stop-above", "mood:2", "--after-prompt", "--where", "generated"],
+            "--after-prompt compares numbers of the prompt",
+        ),
+        (["--every", "--normalise", "cosin"], "did you mean 'cosine'?"),
+        (["--every", "--label", "a=b"], "not allowed with"),
+        ([], "one of the arguments --request --label --every is required"),
+        (["--every", "--limit", "0"], "'0' is not a number of requests"),
     ],
 )
 def test_wrong_flags_are_one_line(running, capsys, line, told) -> None:

@@ -1,11 +1,13 @@
 """Conditions that the server fitted, over both clients."""
 
+import shlex
+
 import pytest
 from google.protobuf import text_format
 
 import rheostat
 from rheostat import ConditionFit, Point, Site
-from rheostat._cli import main
+from rheostat._cli import _parser, main
 from rheostat_wire.v1 import gate_pb2
 from rheostat_wire.v1 import steering_service_pb2 as pb
 
@@ -135,7 +137,32 @@ def test_the_command_prints_the_table_and_the_vector(server, tmp_path, capsys):
     line = ["conditions", "fit", "--target", server.target, "--name", "gloom"]
     line += ["--positive", str(tmp_path / "bad"), "--negative", str(tmp_path / "good")]
     assert main([*line, "--points", "resid_post", "--layers", "1-2"]) == 0
-    assert capsys.readouterr().out == f"{TABLE}\n{DIGEST.hex()}  gloom\n"
+    assert capsys.readouterr().out == (
+        f"{TABLE}\n{DIGEST.hex()}  gloom\n"
+        "to end requests of which it holds:\n"
+        f"  rheostat watch --every --target {server.target} --probe gloom --points resid_post "
+        "--layers 2 --normalise cosine --pool mean --after-prompt --stop-below gloom:-0.25\n"
+    )
     asked = server.asked[-1]
     assert [prompt.text for prompt in asked.positive] == ["bad", "more"]
     assert (asked.name, len(asked.vectors)) == ("gloom", 0)
+
+
+def test_the_command_names_a_watch_that_uses_the_best_condition(server, tmp_path, capsys):
+    answer = pb.FittedConditions()
+    answer.CopyFrom(ANSWER)
+    answer.fits[0].threshold = 0.1
+    answer.best = 0
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=answer)])
+    (tmp_path / "bad").write_text("bad\n")
+    line = ["conditions", "fit", "--target", server.target, "--points", "resid_post"]
+    line += ["--positive", str(tmp_path / "bad"), "--negative", str(tmp_path / "bad")]
+    assert main([*line, "--layers", "1"]) == 0
+    *_, command = capsys.readouterr().out.splitlines()
+    assert command == (
+        f"  rheostat watch --every --target {server.target} --probe {DIGEST.hex()[:12]} "
+        "--points resid_post --layers 1 --normalise unit --where -1 "
+        f"--stop-above {DIGEST.hex()[:12]}:0.1"
+    )
+    read = _parser().parse_args(shlex.split(command)[1:])
+    assert (read.normalise, read.bounds[0].number) == ("unit", 0.1)
