@@ -175,6 +175,8 @@ class SiteRuntime:
         """The names of the requests with a controller, by number."""
         self._tokens = TokensOfSteps()
         self._written: _Written | None = None
+        self._gated: Instruction | None = None
+        """The instructions of the last step, if `GateStates.begin` was called for it."""
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
         self._any_number = False
@@ -364,6 +366,7 @@ class SiteRuntime:
         self.send_installed()
         numbers = self._numbers(batch.request_ids) if self._requests else None
         if numbers is None or not self._any_number:
+            self._gated = None
             self._apply_decisions()
             self._begin_plain()
             return
@@ -376,11 +379,23 @@ class SiteRuntime:
         # It may wait for controllers, so all that does not depend on gains comes before.
         self._apply_decisions()
         steered = self.steering.lookup(token_number, positions, repeated=repeated)
-        signals = self._signals.begin(numbers, computed, scheduled, self._progress)
+        signals = self._signals.begin(
+            numbers, computed, scheduled, self._progress, repeated=repeated
+        )
         controlled = self.controllers.begin(numbers, computed, scheduled)
         self._progress.advance(numbers, computed, computed + scheduled, repeated=repeated)
         if signals or controlled or steered.gated:
-            self.steering.gates.begin(steered.gate_states, token_number, positions)
+            # Only a step that repeats the last one gets the same object. Under a rule about token
+            # ids, its tokens may still have other programs.
+            self.steering.gates.begin(
+                steered.gate_states,
+                token_number,
+                positions,
+                repeated=steered is self._gated and not steered.ruled,
+            )
+            self._gated = steered
+        else:
+            self._gated = None
         if steered.gained is not None:
             self.steering.gains.write(steered.gained)
         self._write(steered, copies, batch)

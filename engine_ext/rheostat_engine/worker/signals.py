@@ -95,6 +95,9 @@ class StepSignals:
         self._count = 0
         """Number of requests that want signals."""
         self._pending: _Pending | None = None
+        self._last: _Pending | None = None
+        """The signals of the last step, if all that want signals had one new token each; otherwise,
+        and if a request has changed since, None."""
         self._waiting: _Waiting | None = None
 
     def put(self, number: int, readings: int, gates: int, *, wait: bool = False) -> None:
@@ -105,6 +108,7 @@ class StepSignals:
         """
         if self._row_sender is None:
             return
+        self._last = None
         self._send_waiting()
         if number >= len(self._columns):
             if not readings and not gates:
@@ -119,7 +123,13 @@ class StepSignals:
         self._row_sender.kept_free = area.size // _KEPT_FREE if self._count else 0
 
     def begin(
-        self, numbers: Int64, computed: Int64, scheduled: Int64, progress: RequestProgress
+        self,
+        numbers: Int64,
+        computed: Int64,
+        scheduled: Int64,
+        progress: RequestProgress,
+        *,
+        repeated: bool = False,
     ) -> bool:
         """Prepares a step; returns whether it has signals.
 
@@ -128,13 +138,19 @@ class StepSignals:
             computed: [r]: the position of its first token.
             scheduled: [r]: the number of its tokens.
             progress: the progress before this step.
+            repeated: see `StepTokens`.
         """
         if not self._count:
             return False
+        last, self._last = self._last, None
+        if repeated and last is not None:
+            self._pending = self._last = last._replace(starts=last.starts + 1)
+            return True
         columns = self._columns[np.where(numbers < len(self._columns), numbers, 0)]
         begins = np.cumsum(scheduled) - scheduled
         starts = np.maximum(computed, progress.computed_end[numbers])
-        counts = np.where(columns.any(axis=1), computed + scheduled - starts, 0)
+        have_columns = columns.any(axis=1)
+        counts = np.where(have_columns, computed + scheduled - starts, 0)
         (wanted,) = np.nonzero(counts > 0)
         if not len(wanted):
             return False
@@ -144,6 +160,8 @@ class StepSignals:
         wait = bool((counts == 1).all() and self._may_wait[wanting].all())
         tokens = self._tokens(firsts, counts)
         self._pending = _Pending(wanting, starts, counts, readings, gates, tokens, wait)
+        if (scheduled == 1).all() and len(wanted) == np.count_nonzero(have_columns):
+            self._last = self._pending
         return True
 
     def end(self) -> None:
@@ -157,7 +175,9 @@ class StepSignals:
         tokens = pending.tokens
         readings = self._gates.readings[:, : pending.readings]
         openness = self._gates.openness[:, : pending.gates]
-        if isinstance(tokens, slice):
+        if isinstance(tokens, slice) and not pending.gates:
+            values = readings[tokens].clone(memory_format=torch.contiguous_format)
+        elif isinstance(tokens, slice):
             values = torch.cat([readings[tokens], openness[tokens]], dim=1)
         else:
             parts = [part.index_select(0, tokens) for part in (readings, openness)]

@@ -17,8 +17,10 @@ Why a record
     sample's gates have room for it.
 
 Cost
-    A step makes one copy to the device, clears the columns in use, and launches one kernel. The
-    steps of a batch that generates have the same samples, so that only positions are new.
+    If a step repeats the last one, its tokens have the same gates, and their programs write the
+    same columns. Then only positions are new, and one operation on the device advances them.
+    Another step makes one copy to the device and clears the columns in use. Each launches one
+    kernel after its forward pass.
 """
 
 from collections import deque
@@ -90,8 +92,13 @@ class GateStates:
         self._columns = 0
         """The most columns that a sample has had since the start."""
         self._samples: _Samples | None = None
-        """Of the last step; None if states were taken or freed since."""
+        """Of the last step with gates; None if states were taken or freed since."""
         self._folds: torch.Tensor | None = None
+        """Of this step, on the device; None if it has none."""
+        self._last_folds: torch.Tensor | None = None
+        """Of the last step for which `begin` was called."""
+        self._positions = buffers.tokens[:0, TokenColumn.POSITION]
+        """The positions of that step's tokens, on the device."""
         self._cuda = buffers.step.device.type == "cuda"
         self._stages: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         for _ in range(_STAGES if self._cuda else 1):
@@ -143,23 +150,41 @@ class GateStates:
             self._ranges.give(start, int(self._sizes[start]))
             self._counts[start] = self._sizes[start] = 0
 
-    def begin(self, states: Int64, numbers: Int64, positions: Int64) -> None:
+    def begin(
+        self, states: Int64, numbers: Int64, positions: Int64, *, repeated: bool = False
+    ) -> None:
         """Prepares a step, before its forward pass.
 
         Args:
             states: [n]: the state of the first gate of each token's sample, or 0.
             numbers: [n]: the number of each token's request.
             positions: [n]: the position of each token.
+            repeated: whether the last step was prepared here, each of its tokens has the same
+                state and program in this step, and its position is the next.
         """
-        samples = self._samples
-        if samples is None or not samples.are(states, numbers):
-            self._samples = samples = self._samples_of(states, numbers)
-        if len(samples.gated):
+        if repeated:
+            self._advance()
+            return
+        self._last_folds = None
+        if states.any():  # otherwise no kernel reads what `_write` copies
+            samples = self._samples
+            if samples is None or not samples.are(states, numbers):
+                self._samples = samples = self._samples_of(states, numbers)
             firsts = positions[samples.begins]
             self._clear(samples.gated, firsts)
             self._next[samples.gated] = firsts + samples.counts
-        self._folds = self._write(samples, positions)
+            self._last_folds = self._write(samples, positions)
+            self._positions = self._buffers.tokens[: len(states), TokenColumn.POSITION]
+        self._folds = self._last_folds
         self._buffers.readings[: len(states), : self._columns].fill_(torch.nan)
+
+    def _advance(self) -> None:
+        """Prepares a step that repeats the last one. The device still has all but its positions."""
+        self._folds = self._last_folds
+        if self._folds is not None:
+            assert self._samples is not None, "its samples keep their states"
+            self._next[self._samples.gated] += 1
+            self._positions.add_(1)
 
     def end(self) -> None:
         """Folds the readings of the step, once its forward pass was launched."""

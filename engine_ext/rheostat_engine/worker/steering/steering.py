@@ -178,6 +178,8 @@ class Instruction(NamedTuple):
     """[n]."""
     rule: npt.NDArray[np.int32]
     """[n]."""
+    ruled: bool
+    """Whether a token is under a rule about token ids."""
     sites: npt.NDArray[np.bool_]
     """[sites]: whether a token may change at the site."""
     gate_states: Int64
@@ -410,7 +412,7 @@ class Steering:
         ruled = np.flatnonzero(rule)
         if not len(ruled):
             sites = self.bank.sites_of(slot)
-            return Instruction(slot, dose_slot, rule, sites, gate_states, gated, gained)
+            return Instruction(slot, dose_slot, rule, False, sites, gate_states, gated, gained)
         # Under a rule the slot is the number of a combination, whose variants are the request's.
         wanted = bases[ruled, _VARIANTS] + slot[ruled]
         names, at, which = np.unique(
@@ -427,6 +429,7 @@ class Steering:
             slot,
             dose_slot,
             rule,
+            True,
             self.bank.sites_of(np.concatenate([plain, *variants])),
             gate_states,
             gated,

@@ -9,6 +9,11 @@ of the staging area are reserved in the order in which frames are sent.
 Why few copies run at once
     A device runs copies in one direction in launch order, across all streams. Sampled tokens would
     wait for all rows of a step.
+
+Why small signals do not take the thread
+    A thread that wakes up in each step takes Python's lock from the step thread several times. So
+    if the thread has nothing to do, the step thread itself launches the copy of a few signals, and
+    hands frames on.
 """
 
 import logging
@@ -32,6 +37,10 @@ _LOG = logging.getLogger(__name__)
 
 _CHUNK = 16 << 20
 """Bytes of a chunk. A device copies it in about 0.3 ms."""
+
+_SMALL = 256 << 10
+"""Bytes of signals up to which the step thread launches their copy, in about 20 us. The device
+copies them in about 10 us, between two steps."""
 
 _LOG_INTERVAL = 60.0
 """Seconds between equal log messages about failed rows."""
@@ -168,10 +177,15 @@ class RowSender:
         self._event_sender = event_sender
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copies = PacedCopies(self._stream, in_flight)
+        self._small_copies = PacedCopies(None, 0)
         self._queue: queue.SimpleQueue[Frame | _PendingRows | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending_bytes = 0
         """Bytes of queued rows without a range of the staging area."""
+        self._queued = 0
+        """Number of frames and rows that the step thread has put into the queue."""
+        self._handed_on = 0
+        """Number of them whose frames the other thread has handed on."""
         self._lost_rows = 0
         self._next_log: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="rheostat-rows", daemon=True)
@@ -189,8 +203,11 @@ class RowSender:
             return max(0, self.area.free_bytes - self._pending_bytes - self.kept_free)
 
     def send(self, frame: Frame) -> None:
-        """Queues a frame without rows."""
-        self._queue.put(frame)
+        """Queues a frame without rows. Called by the step thread, as all methods that send."""
+        if self._idle:
+            self._event_sender.send(frame)
+        else:
+            self._put(frame)
 
     def send_rows(self, head: RowsHead, rows: torch.Tensor, groups: Sequence[Group]) -> Fence:
         """Queues rows, [n, W], which the current stream's launched work writes.
@@ -212,9 +229,24 @@ class RowSender:
             head: the labels.
             values: on the device; nothing else writes them.
         """
+        groups = [Group(None, len(values))]
+        if self._idle and values.nbytes <= _SMALL:
+            pending = _PendingRows(head, values, groups, None)
+            self._count(pending.bytes)
+            self._event_sender.send(self._copy_rows(pending, None, self._small_copies))
+            return
         if self._stream is not None:
             values.record_stream(self._stream)
-        self._enqueue(head, values, [Group(None, len(values))])
+        self._enqueue(head, values, groups)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether the other thread has handed on all that it was given, so that order is kept."""
+        return self._queued == self._handed_on
+
+    def _put(self, queued: Frame | _PendingRows) -> None:
+        self._queued += 1
+        self._queue.put(queued)
 
     def _enqueue(
         self, head: RowsHead | SignalsHead, rows: torch.Tensor, groups: Sequence[Group]
@@ -225,7 +257,7 @@ class RowSender:
             written.record()
         pending = _PendingRows(head, rows, groups, written)
         self._count(pending.bytes)
-        self._queue.put(pending)
+        self._put(pending)
         return pending
 
     def send_measured(
@@ -242,7 +274,7 @@ class RowSender:
             fallback: heads to send if that fails.
         """
         host, copied = self._copy(measured)
-        self._queue.put(Frame(lambda: heads(host), ready=copied, fallback=fallback))
+        self.send(Frame(lambda: heads(host), ready=copied, fallback=fallback))
 
     def close(self) -> None:
         """Sends the queued rows and frames, then stops."""
@@ -266,20 +298,22 @@ class RowSender:
     def _run(self) -> None:
         with torch.cuda.stream(self._stream):  # no effect for None
             while (queued := self._queue.get()) is not None:
-                if isinstance(queued, Frame):
-                    self._event_sender.send(queued)
-                    continue
-                self._event_sender.send(self._copy_rows(queued))
+                if isinstance(queued, _PendingRows):
+                    queued = self._copy_rows(queued, self._stream, self._copies)
+                self._event_sender.send(queued)
+                self._handed_on += 1
 
-    def _copy_rows(self, pending: _PendingRows) -> Frame:
-        """Launches the copies of rows; returns their frame."""
+    def _copy_rows(
+        self, pending: _PendingRows, stream: torch.cuda.Stream | None, copies: PacedCopies
+    ) -> Frame:
+        """Launches the copies of rows on a stream; returns their frame. None: the current one."""
         head = pending.head
         try:
             try:
-                head = self._launch(pending)
+                head = self._launch(pending, copies)
             finally:
                 # Launched copies read the rows, even if a later launch failed.
-                pending.copied = self._fence()
+                pending.copied = self._fence(stream)
         except (
             Exception
         ):  # any error, because the engine must continue, and the frame reports the loss
@@ -296,29 +330,29 @@ class RowSender:
         self.left_bytes += head.staging_range.size
         return Frame(head, pending.copied, (head.without_rows,), pending.captured)
 
-    def _launch(self, pending: _PendingRows) -> RowsHead | SignalsHead:
+    def _launch(self, pending: _PendingRows, copies: PacedCopies) -> RowsHead | SignalsHead:
         """Launches the copies of rows; returns their head with the range."""
         head = pending.head
         if self._stream is not None and pending.written is not None:
             self._stream.wait_event(pending.written)
         try:
-            staging_range = self._pack(pending, pending.groups)
+            staging_range = self._pack(pending, pending.groups, copies)
         except Exception:  # most likely out of device memory, which raw rows do not need
             if all(group.encoding is None for group in pending.groups):
                 raise
             self._log_failure("captured rows could not be encoded and are sent raw")
             self.plain_rows += sum(group.rows for group in pending.groups if group.encoding)
             head = head.as_raw
-            staging_range = self._pack(pending, [Group(None, len(pending.rows))])
+            staging_range = self._pack(pending, [Group(None, len(pending.rows))], copies)
         return msgspec.structs.replace(head, staging_range=staging_range)
 
-    def _fence(self) -> Fence | None:
-        """A fence after the work launched so far; None if that work is complete."""
+    def _fence(self, stream: torch.cuda.Stream | None) -> Fence | None:
+        """A fence after the work launched on a stream; None if that work is complete."""
         if self._stream is None:
             return None
         # A blocking event, because the wait may take a whole step, and spinning would take a core.
         launched = torch.cuda.Event(blocking=True)
-        launched.record(self._stream)
+        launched.record(stream)
         return launched
 
     def _log_failure(self, message: str) -> None:
@@ -329,7 +363,9 @@ class RowSender:
                 "%s; further failures within %.0f s are not logged", message, _LOG_INTERVAL
             )
 
-    def _pack(self, pending: _PendingRows, groups: Sequence[Group]) -> StagingRange:
+    def _pack(
+        self, pending: _PendingRows, groups: Sequence[Group], copies: PacedCopies
+    ) -> StagingRange:
         """Reserves a range and launches the copies into it.
 
         From the reservation on, the area counts the rows, so they no longer count as pending. Paced
@@ -343,7 +379,7 @@ class RowSender:
             self._pending_bytes -= pending.bytes
         target = self.area[staging_range]
         try:
-            pack(pending.rows, groups, target, scratch=self.scratch, copies=self._copies)
+            pack(pending.rows, groups, target, scratch=self.scratch, copies=copies)
         except BaseException:
             with self._lock:
                 self.area.ranges.give_back(staging_range)

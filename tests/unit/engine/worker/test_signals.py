@@ -8,16 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rheostat_engine import Installed, Plan, Released, SignalRows, Signals
+from rheostat_engine import (
+    Act,
+    Activation,
+    Condition,
+    Installed,
+    Kind,
+    Normalise,
+    Plan,
+    Reading,
+    Released,
+    SignalRows,
+    Signals,
+)
 from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, Gate
 from rheostat_engine.plan.tables import steering_table
 from rheostat_engine.plan.wire import steering_from, steering_to
 from rheostat_engine.worker.signals import WAITING_STEPS
 
-from ..cpu_worker import NOTHING, Worker
+from ..cpu_worker import NOTHING, Worker, token_at
 from ..gated import gated, gated_plans, gates, openness
 from ..schedules import Schedule
-from ..strategies import LIMIT, plans
+from ..strategies import DIGESTS, EVERYWHERE, LIMIT, plans
 
 
 @st.composite
@@ -182,12 +194,37 @@ def test_signals_are_part_of_a_tables_digest() -> None:
     assert plan.packed_acts.encoded != silent.packed_acts.encoded
 
 
+def test_a_probe_reads_only_its_tokens_however_alike_the_steps_are() -> None:
+    worker = Worker()
+    token = token_at("v", 1)
+    where = Condition(EVERYWHERE, (token,), among=True)
+    plan = _probing("r")
+    worker.add_request(
+        "v", replace(plan, acts=(replace(plan.acts[0], spans=(), conditions=(where,)),))
+    )
+    for position in range(8):
+        worker.step([("v", position, 1)])
+    read = [position for position, values in received(worker)["r"] if not np.isnan(values[0])]
+    assert read == [position for position in range(8) if token_at("v", position) == token]
+    assert 1 in read
+    assert 2 not in read
+
+
+def test_positions_that_are_computed_again_one_by_one_have_no_signals_until_a_new_one() -> None:
+    worker = Worker()
+    for request_id in ("v", "w"):
+        worker.add_request(request_id, _probing(request_id))
+    worker.step([("v", 0, 4), ("w", 0, 1)])
+    worker.runtime.preempt("v")
+    for step in range(6):
+        worker.step([("v", step, 1), ("w", 1 + step, 1)])
+    found = received(worker)
+    assert [position for position, _ in found["v"]] == list(range(6))
+    assert [position for position, _ in found["w"]] == list(range(7))
+
+
 def _probing(request_id: str) -> Plan:
     """A plan with one probe, whose readings leave the worker."""
-    from rheostat_engine import Act, Activation, Kind, Normalise, Reading
-
-    from ..strategies import DIGESTS, EVERYWHERE
-
     reading = Reading(Normalise.NONE, Activation.IDENTITY, 0.0, 0.0, 0)
     act = Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), EVERYWHERE, reading=reading)
     return Plan(request_id, (act,), signals=Signals(1))

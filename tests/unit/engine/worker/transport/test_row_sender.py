@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -452,6 +453,51 @@ def test_signals_come_beside_rows_and_bit_for_bit(server: Server) -> None:
     assert event.values.tolist() == values.tolist()
     check([one for one in events if one is not event], {0: None, 1: None}, range(7))
     device.row_sender.close()
+
+
+def test_signals_do_not_overtake_rows_that_wait_for_the_thread(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    going = threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        threads.append(threading.current_thread().name)
+        going.wait(10 if threads[-1] == "rheostat-rows" else 0)
+        pack(*args, **kwargs)
+
+    monkeypatch.setattr("rheostat_engine.worker.transport.row_sender.pack", slow)
+    device = Device(server)
+    device.install(Capture((0,), EVERYWHERE))
+    device.row_sender.send_signals(signals(), torch.zeros(2, 3))  # the thread has nothing to do
+    device.step(0, 2)
+    for number in (1.0, 2.0):
+        device.row_sender.send_signals(signals(), torch.full((2, 3), number))
+    going.set()
+    device.release()
+    events = events_of(server)
+    kinds = [type(event) for event in events]
+    assert kinds == [Installed, SignalRows, Rows, SignalRows, SignalRows, Released]
+    read = [event.values for event in events if isinstance(event, SignalRows)]
+    assert [values[0, 0] for values in read if values is not None] == [0, 1, 2]
+    assert threads == ["MainThread", *["rheostat-rows"] * 3]
+    device.row_sender.close()
+
+
+def test_small_signals_whose_copy_fails_are_reported_as_lost(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rheostat_engine.worker.transport.row_sender.pack", failing(1, pack))
+    row_sender = Device(server).row_sender
+    row_sender.send(Frame(installed()))
+    row_sender.send_signals(signals(), torch.ones(2, 3))
+    row_sender.send_signals(signals(), torch.ones(2, 3))
+    row_sender.send(Frame(released()))
+    lost, come = [event for event in events_of(server) if isinstance(event, SignalRows)]
+    assert (lost.values, come.values is None) == (None, False)
+    assert row_sender.free_bytes == 1 << 20
+    assert [one.message for one in caplog.records] == [LOST]
+    row_sender.close()
 
 
 def test_signals_that_find_no_room_are_reported_as_lost(server: Server) -> None:
