@@ -9,11 +9,19 @@ What differs
     Processes of the engine are forked by a process that ends with the server, which they take for
     their parent. They sleep while they wait for each other; vLLM's spin. `test_ending.py` tests a
     server that is started by its command.
+Why it uses private parts of Python
+    Processes of an engine must be forked by a process that has imported vLLM and has one thread.
+    `multiprocessing` starts a new interpreter for that process, and `set_forkserver_preload` would
+    import vLLM there again for each server: its first process took 6.6 s, and takes 0.03 s here.
+    It has no public way to take a process that exists. A fork server of our own would need as many
+    private parts, because vLLM gives its processes locks, and waits for sentinels.
+    `check_forkserver` fails if a new Python has other parts.
 """
 
 import ctypes
 import gc
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -28,6 +36,7 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import setproctitle
@@ -43,6 +52,14 @@ PRELOADED = [
     "torch._inductor.compile_fx",
 ]
 ROOT = Path(__file__).parents[3]
+FORKSERVER_PARAMETERS = ("listener_fd", "alive_r", "preload", "main_path", "sys_path")
+FORKSERVER_STATE = {"_forkserver_address", "_forkserver_alive_fd"}
+"""What `multiprocessing.forkserver` has from Python 3.11 to 3.13, as far as it is used here."""
+_MOVED = (
+    f"multiprocessing.forkserver of Python {sys.version.split()[0]} differs from the one that the "
+    "servers of integration tests are forked with. Adapt _start_forkserver and check_forkserver in "
+    "tests/integration/server/forked_servers.py, or run the tests with an older Python"
+)
 PR_SET_PDEATHSIG = 1
 
 
@@ -98,6 +115,7 @@ class Parent:
     """The process that forks servers. It ends with this one."""
 
     def __init__(self) -> None:
+        check_forkserver(forkserver)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             cwd=ROOT,
@@ -203,6 +221,23 @@ def _fork_engines() -> None:
     from vllm.v1.executor import multiproc_executor
 
     utils.get_mp_context = multiproc_executor.get_mp_context = Context
+
+
+def check_forkserver(module: ModuleType) -> None:
+    """Checks that `multiprocessing.forkserver` has the private parts that are used here.
+
+    Raises:
+        RuntimeError: it has others.
+    """
+    try:
+        used = type(module._forkserver).connect_to_new_process.__code__.co_names
+        state = {name for name in used if name.startswith("_")}
+        parameters = tuple(inspect.signature(module.main).parameters)
+        moved = state != FORKSERVER_STATE or "ensure_running" not in used
+    except AttributeError as error:
+        raise RuntimeError(f"{_MOVED}: {error}") from error
+    if moved or parameters != FORKSERVER_PARAMETERS:
+        raise RuntimeError(f"{_MOVED}: it uses {sorted(state)}, and main{parameters}")
 
 
 def _start_forkserver() -> None:
