@@ -281,6 +281,12 @@ class ServerConfig:
     drain_grace: float = _bounded(30.0, _SECONDS)
     """Seconds that running requests get to finish when the server shuts down."""
 
+    @property
+    def client_bytes(self) -> int:
+        """The most bytes of the server's memory that clients fill, as far as flags limit them."""
+        stores = self.vector_store_bytes + self.runs_bytes
+        return self.buffers_bytes + self.subscriptions_bytes + stores
+
     def ring_bytes(self, step_tokens: int) -> int:
         """Bytes of the ring of captured rows, if a step computes at most `step_tokens` tokens."""
         if self.capture_bytes is not None:

@@ -25,7 +25,13 @@ from rheostat_engine import (
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine.backend import QueueStats
 from rheostat_server.engine.loras import Lora, lora_arguments, read_loras
-from rheostat_server.errors import EngineFailed, ModelNotFound
+from rheostat_server.engine.memory import (
+    Sizes,
+    available_memory,
+    check_device_memory,
+    check_host_memory,
+)
+from rheostat_server.errors import EngineFailed, ModelNotFound, StartupError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,6 +117,7 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
 
     Raises:
         ModelNotFound: there is no such model.
+        InvalidConfig: the machine has too little memory for the buffers of the workers.
         EngineFailed: vLLM did not come up.
     """
     path = model_path(config.model)
@@ -124,6 +131,8 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     try:
         return _load(config, path, loras)
+    except StartupError:
+        raise
     except OSError as error:
         raise ModelNotFound(
             f"cannot read the model {config.model}: {what_happened(error)}"
@@ -203,6 +212,9 @@ def make_config(
             because these depend on the tokens of a step.
         device: the device of the model.
         loras: the adapters.
+
+    Raises:
+        InvalidConfig: the machine has too little memory for these buffers.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -222,6 +234,7 @@ def make_config(
         capture_bytes=config.ring_bytes(step_tokens),
         staging_bytes=config.staging_area_bytes(step_tokens),
     )
+    _check_memory(config, made, sized, device)
     made.additional_config = sized
     _LOG.info(
         "a step computes at most %d tokens of %d samples; %d MiB for the ring of captured rows",
@@ -230,6 +243,40 @@ def make_config(
         sized.capture_bytes >> 20,
     )
     return made
+
+
+def _check_memory(
+    config: ServerConfig,
+    made: "VllmConfig",
+    settings: EngineSettings,
+    device: Literal["cpu", "cuda"],
+) -> None:
+    """Checks that the machine has the memory for the buffers of all workers.
+
+    It only warns if clients may fill more than is left, because most never do.
+
+    Raises:
+        InvalidConfig: it has too little.
+    """
+    from vllm.platforms import current_platform
+
+    parallel, cache = made.parallel_config, made.cache_config
+    sizes = Sizes(settings, parallel.world_size, parallel.pipeline_parallel_size)
+    available = available_memory()
+    left = available - check_host_memory(sizes, cpu=device == "cpu", available=available)
+    if device == "cuda":
+        total = current_platform.get_device_total_memory()
+        given = cache.kv_cache_memory_bytes is not None  # vLLM then takes no fraction
+        fraction = 1.0 if given else cache.gpu_memory_utilization
+        check_device_memory(settings, available=int(total * fraction))
+    if config.client_bytes > left:
+        _LOG.warning(
+            "clients may fill %d MiB of host memory (--buffers-mib, --subscriptions-mib, "
+            "--vector-store-mib, --runs-mib), but only %d MiB are left for that and the model: "
+            "lower these flags",
+            config.client_bytes >> 20,
+            left >> 20,
+        )
 
 
 def cpu_memory(config: ServerConfig) -> dict[str, object]:

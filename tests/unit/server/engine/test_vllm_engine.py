@@ -3,8 +3,10 @@
 import logging
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
+from vllm import platforms
 from vllm.config import VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -13,7 +15,15 @@ from vllm.usage.usage_lib import UsageContext
 
 from rheostat_engine import EngineSettings
 from rheostat_server.config import ServerConfig
-from rheostat_server.engine.vllm_engine import DEMO_MODEL, cpu_memory, make_config, what_happened
+from rheostat_server.engine import vllm_engine
+from rheostat_server.engine.vllm_engine import (
+    DEMO_MODEL,
+    cpu_memory,
+    load_engine,
+    make_config,
+    what_happened,
+)
+from rheostat_server.errors import InvalidConfig
 
 VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 GIB = 1 << 30
@@ -61,11 +71,17 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
-def started(**fields: object) -> VllmConfig:
+def started(device: Literal["cpu", "cuda"] = "cpu", **fields: object) -> VllmConfig:
     """vLLM's configuration of a server."""
     config = ServerConfig(model="demo", port=0, kv_cache_memory_bytes=1 << 26, **fields)
     settings = EngineSettings("ipc:///tmp/none")
-    return make_config(config, str(DEMO_MODEL), settings, "cpu", ())
+    return make_config(config, str(DEMO_MODEL), settings, device, ())
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with much memory."""
+    monkeypatch.setattr(vllm_engine, "available_memory", lambda: 1 << 50)
 
 
 def buffers(config: VllmConfig) -> tuple[int, int]:
@@ -101,6 +117,50 @@ def test_flags_take_precedence_over_the_defaults(device: str) -> None:
 def test_the_buffers_follow_from_the_step_that_was_chosen() -> None:
     config = started(max_num_batched_tokens=6144)
     assert (sizes(config)[0], *buffers(config)) == (6144, 1536, 3072)
+
+
+def test_sizes_that_follow_from_a_step_must_fit_into_the_memory_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_engine, "available_memory", lambda: 6 * GIB)
+    with pytest.raises(InvalidConfig, match=r"6400 MiB .* only 6144 .* --staging-mib to 1408 or"):
+        started(max_num_batched_tokens=8192)
+    assert buffers(started(max_num_batched_tokens=6144)) == (1536, 3072)
+
+
+def test_sizes_that_follow_from_a_step_must_fit_into_the_memory_of_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = Device("NVIDIA T400", 2 * GIB)
+    monkeypatch.setattr(arg_utils, "current_platform", small)
+    monkeypatch.setattr(platforms, "current_platform", small)
+    with pytest.raises(InvalidConfig, match=r"takes 2432 MiB .* only 2048 MiB .* to 640 or"):
+        started(device="cuda", max_num_batched_tokens=8192)
+
+
+@pytest.mark.parametrize("runs", [1024, 1023])
+def test_a_host_that_clients_may_fill_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runs: int
+) -> None:
+    monkeypatch.setattr(vllm_engine, "available_memory", lambda: (1792 + 6143) * MIB)
+    with caplog.at_level(logging.WARNING, vllm_engine.__name__):
+        started(max_num_batched_tokens=2048, runs_bytes=runs * MIB)
+    warnings = [one.getMessage() for one in caplog.records if one.name == vllm_engine.__name__]
+    assert [text.partition(" of host")[0] for text in warnings] == (
+        ["clients may fill 6144 MiB"] if runs == 1024 else []
+    )
+
+
+def test_a_setting_that_cannot_be_used_is_no_failure_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise InvalidConfig("no room")
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setattr(vllm_engine, "_start", refuse)
+    with pytest.raises(InvalidConfig, match=r"^no room$"):
+        load_engine(ServerConfig(model="demo", port=0))
 
 
 def test_a_size_that_was_given_holds_whatever_the_environment_says(
