@@ -55,6 +55,14 @@ class EngineSettings:
     controller_budget: float = 0.002
     """Seconds that a call of a controller may take."""
 
+    @property
+    def failure_file(self) -> Path:
+        """The file in which a worker writes why it did not start, beside the channel's socket.
+
+        vLLM tells the server only that a worker did not start.
+        """
+        return Path(self.channel.removeprefix("ipc://")).with_name("failure")
+
     def compute_hash(self) -> str:
         """Our part of vLLM's compile hash.
 

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
+from rheostat_engine.adapters.device_memory import check_device_memory
 from rheostat_engine.adapters.graphs import site_graphs
 from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
 from rheostat_engine.worker.runtime import Batch
@@ -43,6 +44,7 @@ class GpuSiteRunner(GPUModelRunner):
     ) -> None:
         """Loads the model, then installs the sites before anything is compiled."""
         super().load_model(load_dummy_weights, *args, model=model, **kwargs)
+        check_device_memory(self.vllm_config, self.device, int(self.model_memory_usage))
         call_after(self.model_state, self._begin_step)
         disable_lora(self)
         self.sites = assemble(

@@ -4,11 +4,13 @@ Invariant: each method runs between two steps and returns plain data.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -16,6 +18,7 @@ from rheostat_engine.adapters.assembly import Assembled
 from rheostat_engine.adapters.parent_watch import leave_group
 from rheostat_engine.plan.tables import STEP_COST
 from rheostat_engine.process_end import skip_last_collection
+from rheostat_engine.settings import EngineSettings
 from rheostat_engine.sites.op import call_directly
 from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.runtime import CapturesUpdate, UpdateResult
@@ -25,6 +28,7 @@ class SiteRpc:
     """Mixin of our workers."""
 
     model_runner: Any  # vLLM's workers declare different types; ours have `sites`
+    vllm_config: VllmConfig
 
     @property
     def _assembled(self) -> Assembled:
@@ -178,6 +182,16 @@ class SiteRpc:
             "own_graphs": runtime.buffers.active.own_graphs,
             "held_graphs": runtime.buffers.active.held_graphs,
         }
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:  # vLLM's own, passed through
+        """As vLLM's. If it fails, the reason is written down for the server."""
+        try:
+            super().load_model(*args, **kwargs)  # type: ignore[misc]  # as below
+        except Exception as error:
+            settings = EngineSettings.from_config(self.vllm_config.additional_config)
+            with suppress(OSError):
+                settings.failure_file.write_text(str(error), encoding="utf-8")
+            raise
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """As in vLLM. Then prepares the worker for requests, because nothing is compiled any more.

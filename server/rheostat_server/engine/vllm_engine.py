@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -161,8 +162,13 @@ def _load(config: ServerConfig, path: str, loras: tuple[Lora, ...]) -> LoadedEng
     )
     try:
         return _start(config, path, settings, device, loras)
-    except BaseException:
+    except BaseException as error:
+        reason = ""
+        with suppress(OSError):
+            reason = settings.failure_file.read_text(encoding="utf-8")
         remove_channel(settings)
+        if reason and isinstance(error, RuntimeError):  # vLLM's, which only refers to the log
+            raise RuntimeError(reason) from error
         raise
 
 

@@ -1,9 +1,12 @@
 """A server that cannot start says why in one line."""
 
 import os
+import shutil
 from pathlib import Path
 
-from .conftest import arguments, free_port
+import pytest
+
+from .conftest import MODEL, ONE_PROCESS, arguments, free_port
 from .forked_servers import ForkedServer, Order
 
 SMALL = ("--enforce-eager", "--front-ends", "0", "--kv-cache-memory-mib", "64")
@@ -20,6 +23,21 @@ def ended(folder: Path, model: str, *options: str) -> tuple[int, str]:
         process.kill()
     (line,) = [one for one in log.read_text().splitlines() if one.startswith("rheostat: ")]
     return code, line
+
+
+@pytest.mark.parametrize("options", [(), ("--distributed-executor-backend", ONE_PROCESS)])
+def test_a_worker_that_cannot_load_the_model_is_asked_why(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    os.truncate(model / "model.safetensors", 1 << 20)
+    code, line = ended(tmp_path, str(model), *options)
+    assert (code, line) == (
+        5,
+        f"rheostat: vLLM could not start with the model {model}: Error while deserializing header: "
+        "incomplete metadata, file not fully covered",
+    )
 
 
 def test_a_staging_area_that_does_not_fit_into_the_memory_is_refused(tmp_path: Path) -> None:

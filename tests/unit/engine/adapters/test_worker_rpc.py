@@ -1,6 +1,7 @@
 """What the server asks of a worker reaches its runtime, and the answers are plain data."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from rheostat_engine import Capacity, Capture, ModelSites, Plan, Point, Released
+from rheostat_engine import Capacity, Capture, EngineSettings, ModelSites, Plan, Point, Released
 from rheostat_engine.adapters.assembly import Assembled
 from rheostat_engine.adapters.embedding import EmbeddingPart
 from rheostat_engine.adapters.routers import Routers
@@ -18,6 +19,7 @@ from rheostat_engine.adapters.unembedding import FinalNorm, Unembedding
 from rheostat_engine.adapters.worker_rpc import SiteRpc
 from rheostat_engine.plan.plan import EncodedTable, Window, steering_of
 from rheostat_engine.plan.tables import SteeringTable
+from rheostat_engine.sites.block_layout import SiteError
 from rheostat_engine.worker.steering import steering
 
 from ..cpu_worker import NOTHING, Worker, stream_at
@@ -57,6 +59,12 @@ class Base:
 
     def __init__(self) -> None:
         self.stopped = 0
+        self.problem: Exception | None = None
+
+    def load_model(self, *, load_dummy_weights: bool) -> None:
+        assert load_dummy_weights
+        if self.problem is not None:
+            raise self.problem
 
     def shutdown(self) -> None:
         self.stopped += 1
@@ -82,6 +90,22 @@ class Rpc(SiteRpc, Base):
         self.model_runner = SimpleNamespace(
             sites=assembled, vllm_config=SimpleNamespace(model_config=model)
         )
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_worker_that_cannot_load_its_model_leaves_the_reason_beside_its_channel(
+    tmp_path: Path, folder: bool
+) -> None:
+    rpc = Rpc(Worker())
+    settings = EngineSettings(f"ipc://{tmp_path / ('' if folder else 'gone')}/events")
+    rpc.vllm_config = SimpleNamespace(additional_config=settings)
+    rpc.load_model(load_dummy_weights=True)
+    assert not settings.failure_file.exists()
+    rpc.problem = SiteError("no room")
+    with pytest.raises(SiteError):
+        rpc.load_model(load_dummy_weights=True)
+    if folder:
+        assert settings.failure_file.read_text() == "no room"
 
 
 def test_a_worker_describes_its_model() -> None:

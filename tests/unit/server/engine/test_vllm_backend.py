@@ -244,10 +244,15 @@ async def test_an_engine_that_dies_of_an_adapter_is_not_waited_for(monkeypatch) 
         await vllm_backend.load_lora(Dies(dead=True), Lora("odd", 1, "/odd", 8))
 
 
-def test_an_engine_that_does_not_come_up_leaves_no_folder(monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize("reason", ["", "the ring does not fit"])
+def test_an_engine_that_does_not_come_up_leaves_a_reason_but_no_folder(
+    monkeypatch, tmp_path, reason: str
+) -> None:
     def fail(config, path, settings, device, loras) -> None:
         made.extend(tmp_path.glob("rheostat-*"))
-        raise RuntimeError("no memory")
+        if reason:
+            settings.failure_file.write_text(reason)
+        raise RuntimeError("see the log")
 
     made = []
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
@@ -255,7 +260,7 @@ def test_an_engine_that_does_not_come_up_leaves_no_folder(monkeypatch, tmp_path)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setattr(vllm_engine.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(vllm_engine, "_start", fail)
-    with pytest.raises(RuntimeError, match="no memory"):
+    with pytest.raises(RuntimeError, match=reason or "see the log"):
         vllm_engine._load(ServerConfig(model="demo"), "demo", ())
     assert len(made) == 1
     assert list(tmp_path.iterdir()) == []
