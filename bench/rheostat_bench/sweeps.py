@@ -60,7 +60,7 @@ from rheostat_server.config import ServerConfig
 _START = 300.0
 """Seconds that an engine has to start."""
 _REQUESTS = 256
-"""Requests that run at the same time at most."""
+"""Requests that run at the same time at most, unless more cells should."""
 
 
 _WITHOUT_STOCK = frozenset({"neighbours", "singles", "pairs"})
@@ -242,7 +242,8 @@ def main() -> None:
         if reference is not None and same and dummy:
             reference.do(partial(HuggingFace.save, path=model.path))
             model = model._replace(load_format="auto")
-        config = server_config(model, engines=3, requests=_REQUESTS)
+        requests = max(_REQUESTS, *arguments.concurrency)
+        config = server_config(model, engines=3, requests=requests)
         # Prompts and answers are token ids.
         config = replace(config, skip_tokenizer_init=True, front_ends=arguments.front_ends)
         clients = arguments.client_processes

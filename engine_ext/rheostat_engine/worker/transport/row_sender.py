@@ -230,7 +230,7 @@ class RowSender:
             values: on the device; nothing else writes them.
         """
         groups = [Group(None, len(values))]
-        if self._idle and values.nbytes <= _SMALL:
+        if self._idle and values.nbytes <= _SMALL and self._copies_are_async:
             pending = _PendingRows(head, values, groups, None)
             self._count(pending.bytes)
             self._event_sender.send(self._copy_rows(pending, None, self._small_copies))
@@ -238,6 +238,11 @@ class RowSender:
         if self._stream is not None:
             values.record_stream(self._stream)
         self._enqueue(head, values, groups)
+
+    @property
+    def _copies_are_async(self) -> bool:
+        """Whether the copy of a few signals takes the calling thread no time of the device."""
+        return self._stream is None or self.area.pinned
 
     @property
     def _idle(self) -> bool:
