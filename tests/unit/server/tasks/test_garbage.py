@@ -103,3 +103,47 @@ async def test_no_full_collection_of_many_objects_beside_requests(
         while gc.get_stats()[2]["collections"] == full:
             await asyncio.sleep(0.01)
     collecting.cancel()
+
+
+async def test_collections_beside_requests_stay_away_from_sizes_that_took_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(garbage, "_INTERVAL", 0.001)
+    garbage.collect_rarely()
+    seconds = 0.1
+    collected: list[int] = []
+
+    def collect() -> None:
+        nonlocal clock
+        clock += seconds
+        collected.append(blocks)
+        middle[0] = 0
+
+    clock, blocks, middle = 0.0, 0, [0]
+    start = 1_000_000
+    monkeypatch.setattr(garbage._Start, "blocks", start)
+    monkeypatch.setattr(garbage.time, "thread_time", lambda: clock)
+    monkeypatch.setattr(garbage.sys, "getallocatedblocks", lambda: start + blocks)
+    monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, middle[0]))
+    monkeypatch.setattr(garbage.gc, "collect", collect)
+
+    async def pass_time(size: int) -> None:
+        nonlocal blocks
+        blocks, middle[0] = size, 1
+        await asyncio.sleep(0.01)
+
+    idle = False
+    collecting = asyncio.create_task(garbage.collect_in_time(lambda: idle))
+    await pass_time(200_000)
+    assert collected == [200_000], "the first one may take long"
+    seconds = 0.01
+    for size in (200_000, 50_001):
+        await pass_time(size)
+    assert collected == [200_000], "as long per block, these would take more than 25 ms"
+    for size in (50_000, 55_000, 60_500, 70_000):
+        await pass_time(size)
+    assert collected == [200_000, 50_000, 55_000, 60_500]
+    idle = True
+    await pass_time(70_000)
+    assert collected[-1] == 70_000
+    collecting.cancel()
