@@ -406,6 +406,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sidebyside-qwen3-8b-16-cores-4-front-ends",
         "sidebyside-qwen3-8b-2048",
         "sidebyside-qwen3-8b-other-host",
+        "sidebyside-qwen3-8b-repeated-steps",
         "sidebyside-qwen3-8b-32-cores",
         "sinks",
         "stalled",
@@ -417,6 +418,8 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sweeps-qwen3-8b-copied-blocks",
         "sweeps-qwen3-8b-one-run",
         "sweeps-qwen3-8b-fewer-cells",
+        "sweeps-qwen3-8b-512-cells",
+        "sweeps-qwen3-0.6b-512-cells",
         "sweeps-qwen3-8b-paced",
         "sweeps-tiny-36",
     }
