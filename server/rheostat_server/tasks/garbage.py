@@ -96,6 +96,7 @@ def _collect(blocks: int) -> None:
     gc.collect()
     seconds = time.thread_time() - began
     if seconds > _BUSY_SECONDS:
-        _Start.busy_blocks = int(max(blocks, 0) * _BUSY_SECONDS / seconds)
+        limit = blocks * _BUSY_SECONDS / seconds
     else:
-        _Start.busy_blocks = min(_BUSY_BLOCKS, max(_LEAST_BLOCKS, int(1.1 * _Start.busy_blocks)))
+        limit = max(_LEAST_BLOCKS, 1.1 * _Start.busy_blocks)
+    _Start.busy_blocks = min(_BUSY_BLOCKS, int(limit))

@@ -146,4 +146,10 @@ async def test_collections_beside_requests_stay_away_from_sizes_that_took_long(
     idle = True
     await pass_time(70_000)
     assert collected[-1] == 70_000
+    seconds = 0.05
+    await pass_time(4_000_000)
+    assert collected[-1] == 4_000_000
+    idle = False
+    await pass_time(garbage._BUSY_BLOCKS + 1)
+    assert collected[-1] == 4_000_000, "a slow collection of many blocks raises no limit"
     collecting.cancel()
