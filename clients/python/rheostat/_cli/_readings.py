@@ -147,7 +147,7 @@ class Curves:
         self._numbers: dict[tuple[str, int], list[deque[float]]] = {}
         """By request and sample, oldest first: the numbers of each column."""
         self._stops: dict[str, str] = {}
-        """By request: what a sample read beyond a bound, of the first such sample."""
+        """By request: why its first sample was stopped, in words."""
         self._ends: dict[str, str] = {}
 
     def add(self, event: WatchEvent) -> None:

@@ -1,6 +1,7 @@
 """Bounds at which ``rheostat watch`` ends requests: as they are typed, as rules, and in words.
 
-The owner of a request gets the words as the label of the stop, so they name no rule.
+The owner of a request sees the words as the label of the stop. So they name the probe and the
+number, not the rule of the watch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Bound:
     """Whether smaller numbers end a request, not larger ones."""
     number: float
     pool: Pool = "last"
-    """Which number counts at a token, of all that its sample has read so far."""
+    """What is compared at a token: its number, or the mean or largest of all up to it."""
 
     @property
     def flag(self) -> str:
@@ -44,16 +45,21 @@ class Bound:
         return beyond(self.number, pool=self.pool, after_prompt=after_prompt)
 
     def passed(self, readings: Readings, positions: IntArray) -> str:
-        """Where a sample was first beyond it, of ``positions``: "mood 3 is above 2.5 at 14".
+        """The first position at which a sample was beyond it, as "mood 3 is above 2.5 at 14".
 
-        The number is that of the token. It is left out if it is not the one that counts.
+        Means and largest numbers are compared, but not sent. So with these pools the text has no
+        number: "mean of mood is above 2.5 at 14".
+
+        Args:
+            readings: what was read of the sample in this step.
+            positions: the positions at which it was beyond the bound.
         """
         first = int(positions[0])
         what = self._read(readings, first) if self.pool == "last" else self._counts
         return f"{what} is {self._beyond} at {first}"
 
     def _read(self, readings: Readings, position: int) -> str:
-        """What the probe read at the position, of all its sites the farthest beyond the bound."""
+        """What the probe read at the position, at the site that was farthest beyond the bound."""
         columns = column_numbers(probe_name(self.probe), readings.columns)
         values = readings.values[readings.positions == position][:, columns]
         if np.isnan(values).all():

@@ -31,8 +31,8 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
         "fit",
         help="find a condition that holds of one set of prompts and not of another",
         description="Try every site, pooling, direction and readout on two sets of prompts, and "
-        "show the conditions that tell held-out prompts apart best. Also print the rheostat watch "
-        "that ends requests of which the best holds.",
+        "show the conditions that tell held-out prompts apart best. Also print a rheostat watch "
+        "command that ends every request for which the best condition holds.",
         example="""\
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers all
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers 2-4 \\
@@ -59,7 +59,7 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the best conditions, the digest of the best one's vector, and a watch that uses it."""
+    """Print the best conditions, the best one's vector, and a command that watches with it."""
     positive, negative = read_prompts(args.positive), read_prompts(args.negative)
     with connected(args) as engine:
         before = names(engine, args.name) if args.name else {}
@@ -78,16 +78,16 @@ def run(args: argparse.Namespace) -> int:
             )
     print(found)
     print(f"{found.vector.digest}  {found.vector.name or '-'}")
-    print(f"to end requests of which it holds:\n  {_watch(found, args.target)}")
+    print(f"to end requests for which the best condition holds:\n  {_watch(found, args.target)}")
     warn_if_moved(before, found.vector)
     return 0
 
 
 def _watch(found: ConditionFits, target: str) -> str:
-    """The command whose watch ends requests of which the best condition holds.
+    """The `rheostat watch` that ends requests for which the best condition holds.
 
-    The last prompt token's number needs no other token of the prompt, which may then come from the
-    prefix cache.
+    If only the last prompt token counts, no other token is read, so that the rest of the prompt may
+    come from the prefix cache.
     """
     best = found.best
     vector = found.vector.name or shown(found.vector)

@@ -54,7 +54,7 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
         help="unit reads x.v / |v|, cosine x.v / (|x| |v|) (default: none, which is x.v)",
     )
     add_where(
-        parser, None, "all; with --stop-above or --stop-below generated, with --after-prompt prompt"
+        parser, None, "all; generated with --stop-above or --stop-below; prompt with --after-prompt"
     )
     for flag, read, side in (
         ("--stop-above", read_above, "more"),
@@ -80,7 +80,7 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
     parser.add_argument(
         "--after-prompt",
         action="store_true",
-        help="compare once, at the prompt's end, the prompt's numbers",
+        help="compare only once, at the end of the prompt, the numbers that were read of it",
     )
     parser.add_argument(
         "--on-lost",
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bounds(args: argparse.Namespace) -> Bounds:
-    """The bounds of the flags. Exits if one is of no probe, or if flags have no bound."""
+    """The bounds of the flags. Exits if a flag names no --probe, or needs a bound and has none."""
     if not args.bounds and (args.after_prompt or args.pool != "last"):
         args.parser.error("--pool and --after-prompt need --stop-above or --stop-below")
     if args.after_prompt and args.where == "generated":

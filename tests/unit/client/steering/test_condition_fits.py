@@ -139,7 +139,7 @@ def test_the_command_prints_the_table_and_the_vector(server, tmp_path, capsys):
     assert main([*line, "--points", "resid_post", "--layers", "1-2"]) == 0
     assert capsys.readouterr().out == (
         f"{TABLE}\n{DIGEST.hex()}  gloom\n"
-        "to end requests of which it holds:\n"
+        "to end requests for which the best condition holds:\n"
         f"  rheostat watch --every --target {server.target} --probe gloom --points resid_post "
         "--layers 2 --normalise cosine --pool mean --after-prompt --stop-below gloom:-0.25\n"
     )
