@@ -494,9 +494,11 @@ def launch_site(
 ) -> None:
     """The site's op on a CUDA device; see `run_site`.
 
-    The number of warps depends on the width alone. At a width of 4,096, half as many would take a
-    quarter to a third less time for more than 132 tokens (the multiprocessors of an H200), but more
-    for fewer. Sums would then depend on the other requests of the batch.
+    The number of warps depends on the width, not on the number of tokens. It decides in which order
+    a sum is made, and so how it is rounded. If it followed the tokens of a step, a request's result
+    would depend on the other requests of the batch. The price: at a width of 4,096, half as many
+    warps would take a quarter to a third less time if a step has more than 132 tokens (an H200 has
+    132 multiprocessors), but more time if it has fewer.
     """
     width = h.shape[-1]
     rows = h.view(-1, width)

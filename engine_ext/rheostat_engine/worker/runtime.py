@@ -176,7 +176,7 @@ class SiteRuntime:
         self._tokens = TokensOfSteps()
         self._written: _Written | None = None
         self._gated: Instruction | None = None
-        """The instructions of the last step, if `GateStates.begin` was called for it."""
+        """The instructions of the last step; None if `GateStates.begin` was not called for it."""
         self._last_ids: Sequence[str] = ()
         self._last_numbers: Int64 = np.zeros(0, np.int64)
         self._any_number = False
@@ -385,8 +385,8 @@ class SiteRuntime:
         controlled = self.controllers.begin(numbers, computed, scheduled)
         self._progress.advance(numbers, computed, computed + scheduled, repeated=repeated)
         if signals or controlled or steered.gated:
-            # Only a step that repeats the last one gets the same object. Under a rule about token
-            # ids, its tokens may still have other programs.
+            # `lookup` returns the same object only for a step that repeats the last one. But a rule
+            # chooses programs by token ids, and these are other ids in each step.
             self.steering.gates.begin(
                 steered.gate_states,
                 token_number,

@@ -96,8 +96,8 @@ class StepSignals:
         """Number of requests that want signals."""
         self._pending: _Pending | None = None
         self._last: _Pending | None = None
-        """The signals of the last step, if all that want signals had one new token each; otherwise,
-        and if a request has changed since, None."""
+        """The signals of the last step, for a step that repeats it. None if a request that wants
+        signals did not compute exactly one new token in it, or if a request has changed since."""
         self._waiting: _Waiting | None = None
 
     def put(self, number: int, readings: int, gates: int, *, wait: bool = False) -> None:

@@ -72,7 +72,7 @@ class WorkerVectorCache:
 
         Args:
             vectors: the vectors.
-            owner: calls `VectorStore.release_ahead` with the same object in the end.
+            owner: any object; the caller later passes it to `VectorStore.release_ahead`.
 
         Raises:
             EngineLost: the engine is gone.

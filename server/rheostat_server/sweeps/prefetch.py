@@ -7,9 +7,8 @@ Why
     take more time for each cell.
 
 Invariants: if rows are not loaded in time, the cells that need them load them. If a source lacks
-rows, nothing fails here: the cells get the error. Rows of coming cells take memory that nobody
-needs. They never take the place of a vector in use, or of rows that are needed sooner. All other
-vectors may take theirs.
+rows, nothing fails here: the cells get the error. Rows of coming cells never take the place of a
+vector in use, or of rows that are needed sooner. Any other vector may take the place of such rows.
 """
 
 import asyncio

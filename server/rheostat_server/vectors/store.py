@@ -252,7 +252,8 @@ class VectorStore:
         self._users: Counter[bytes] = Counter()
         self._retained: Counter[bytes] = Counter()
         self._ahead: dict[bytes, object] = {}
-        """The owners of vectors that were stored ahead and not used yet, last stored last."""
+        """By digest: the owner of each vector that was stored ahead and has not been used yet. In
+        the order in which they were stored."""
         self._listing = Listing()
         self._used = 0
         self._names_used = 0
@@ -307,7 +308,7 @@ class VectorStore:
 
         Args:
             vector: the vector.
-            owner: calls `release_ahead` with the same object in the end.
+            owner: any object; the caller later passes it to `release_ahead`.
         """
         if vector.digest in self._vectors:
             self._vectors.move_to_end(vector.digest)
@@ -321,7 +322,7 @@ class VectorStore:
         return True
 
     def release_ahead(self, owner: object) -> None:
-        """Lets other vectors that are stored ahead take the places of those of an owner."""
+        """Makes the unused vectors that an owner stored ahead the least recently used ones."""
         for digest in [digest for digest, other in self._ahead.items() if other is owner]:
             del self._ahead[digest]
             self._vectors.move_to_end(digest, last=False)

@@ -43,7 +43,8 @@ def sums_of(keys: Sequence[RowKey], vectors: Vectors, width: int, dtype: torch.d
     for total, key in zip(totals, keys, strict=True):
         digest, row, _ = key[0]
         total[:] = _row(digest, row, vectors, width)
-    if any(len(key) > 1 or key[0][2] != 1.0 for key in keys):  # rows that replace others are as is
+    # A single vector with scale 1, such as the row of a patch, needs no arithmetic.
+    if any(len(key) > 1 or key[0][2] != 1.0 for key in keys):
         with np.errstate(over="ignore", invalid="ignore"):
             totals *= np.array([key[0][2] for key in keys], np.float32)[:, None]
             for total, key in zip(totals, keys, strict=True):
@@ -53,7 +54,7 @@ def sums_of(keys: Sequence[RowKey], vectors: Vectors, width: int, dtype: torch.d
     largest = np.maximum(totals.max(axis=1), -totals.min(axis=1))
     limits = torch.finfo(dtype)
     if limits.tiny < largest.min() and largest.max() < limits.max:
-        return Sums(totals, np.zeros(len(keys), np.bool_))  # the usual case; the rest is slow
+        return Sums(totals, np.zeros(len(keys), np.bool_))  # the usual case; rounding is slow
     rounded = torch.from_numpy(largest).to(dtype).float().numpy()
     if not np.isfinite(rounded).all():
         raise BankError(f"the sum of the vectors is not finite in {dtype}")

@@ -12,8 +12,9 @@ Why few copies run at once
 
 Why small signals do not take the thread
     A thread that wakes up in each step takes Python's lock from the step thread several times. So
-    if the thread has nothing to do, the step thread itself launches the copy of a few signals, and
-    hands frames on.
+    if this module's thread has nothing to do, the step thread itself launches the copy of a few
+    signals, and passes frames to the `EventSender`. Otherwise it queues them for the thread,
+    because frames must not overtake each other.
 """
 
 import logging
@@ -184,8 +185,8 @@ class RowSender:
         """Bytes of queued rows without a range of the staging area."""
         self._queued = 0
         """Number of frames and rows that the step thread has put into the queue."""
-        self._handed_on = 0
-        """Number of them whose frames the other thread has handed on."""
+        self._passed_on = 0
+        """Number of them that the other thread has passed to the event sender."""
         self._lost_rows = 0
         self._next_log: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="rheostat-rows", daemon=True)
@@ -241,13 +242,13 @@ class RowSender:
 
     @property
     def _copies_are_async(self) -> bool:
-        """Whether the copy of a few signals takes the calling thread no time of the device."""
+        """Whether a thread can launch the copy of a few signals without waiting for the device."""
         return self._stream is None or self.area.pinned
 
     @property
     def _idle(self) -> bool:
-        """Whether the other thread has handed on all that it was given, so that order is kept."""
-        return self._queued == self._handed_on
+        """Whether the other thread has nothing left to send, so that no frame can be overtaken."""
+        return self._queued == self._passed_on
 
     def _put(self, queued: Frame | _PendingRows) -> None:
         self._queued += 1
@@ -306,7 +307,7 @@ class RowSender:
                 if isinstance(queued, _PendingRows):
                     queued = self._copy_rows(queued, self._stream, self._copies)
                 self._event_sender.send(queued)
-                self._handed_on += 1
+                self._passed_on += 1
 
     def _copy_rows(
         self, pending: _PendingRows, stream: torch.cuda.Stream | None, copies: PacedCopies
