@@ -38,6 +38,7 @@ _SIZE_BYTES = _VARINT_BYTES = 10
 accepts at most 5 bytes for a size."""
 
 _LARGEST_TAG = (1 << 32) - 1
+_LARGEST_NUMBER = (1 << 64) - 1
 
 _VARINT, _FIXED64, _LENGTH, _BEGIN, _END, _FIXED32 = range(6)
 """Wire types. `_BEGIN` and `_END` enclose a group, an old form of a message. Our schemas have no
@@ -303,14 +304,17 @@ def unknown_field(message: Message, data: bytes) -> str | None:
 
 
 def _varint(data: bytes, at: int, longest: int) -> tuple[int, int]:
-    """Decodes a varint of at most `longest` bytes; its value, and the position after it."""
+    """Decodes a varint of at most `longest` bytes; its value, and the position after it.
+
+    Ten bytes hold 70 bits. Protobuf ignores the highest six of them.
+    """
     value = shift = 0
     for _ in range(longest):
         byte = data[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
+            return value & _LARGEST_NUMBER, at
         shift += 7
     raise DecodeError("a number has too many bytes")
 

@@ -297,6 +297,9 @@ def test_a_walk_takes_as_many_bytes_for_a_size_as_any_version_of_protobuf() -> N
         walk = Walk(b"\n" + b"\x80" * (count - 1) + b"\x00", descriptor)
         assert walk.advance(2)
         assert walk.unknown() is None
+    above_64_bits = Walk(b"\n" + b"\x80" * 9 + b"\x02", descriptor)
+    assert above_64_bits.advance(2)
+    assert above_64_bits.unknown() is None
     with pytest.raises(DecodeError):
         Walk(b"\n" + b"\x80" * 10 + b"\x00", descriptor).advance(2)
 
