@@ -2,6 +2,8 @@
 
 import argparse
 import io
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -392,6 +394,25 @@ def test_a_demo_server_that_ends_early_tells_why(monkeypatch):
     with pytest.raises(CommandError) as raised, _child.demo_server():
         pytest.fail("no server is there")
     assert str(raised.value) == "the server ended: the port is in use"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_demo_that_is_terminated_takes_its_server_with_it(monkeypatch, number):
+    children = []
+
+    def popen(_command, **options):
+        program = "import time; time.sleep(60)"
+        children.append(subprocess_popen([sys.executable, "-c", program], **options))
+        threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+        return children[0]
+
+    subprocess_popen, before = subprocess.Popen, signal.getsignal(number)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(SystemExit) as raised, _child.demo_server():
+        pytest.fail("no server is there")
+    assert raised.value.code == 128 + number
+    assert children[0].poll() == -signal.SIGTERM
+    assert signal.getsignal(number) == before
 
 
 def test_a_starting_server_shows_its_own_messages_alone(tmp_path):
