@@ -68,7 +68,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _free_in_groups(root: Path) -> Iterator[int]:
-    """What is free in each control group with a limit that this process is in."""
+    """Yields the free bytes of each limited control group that contains this process."""
     groups = ""
     with suppress(OSError):
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8")

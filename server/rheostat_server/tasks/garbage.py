@@ -38,8 +38,7 @@ and 28 ms if it frees them."""
 
 _BUSY_SECONDS = 0.025
 """If a collection takes longer, the limit is lowered in proportion. Each shorter one raises it by a
-tenth. Among thousands of hostile calls, collections below `_BUSY_BLOCKS` were seen to take 110 ms.
-"""
+tenth. Among thousands of hostile calls, a collection below `_BUSY_BLOCKS` took at least 95 ms."""
 
 _LEAST_BLOCKS = 10_000
 """The lowest limit after a short collection."""

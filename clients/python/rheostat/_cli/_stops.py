@@ -32,7 +32,7 @@ class Bound:
     """Whether smaller numbers end a request, not larger ones."""
     number: float
     pool: Pool = "last"
-    """What is compared at a token: its number, or the mean or largest of all up to it."""
+    """The compared number of a token: its own reading, or the mean or largest up to it."""
 
     @property
     def flag(self) -> str:

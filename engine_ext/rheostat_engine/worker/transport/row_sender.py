@@ -40,8 +40,8 @@ _CHUNK = 16 << 20
 """Bytes of a chunk. A device copies it in about 0.3 ms."""
 
 _SMALL = 256 << 10
-"""Bytes of signals up to which the step thread launches their copy, in about 20 us. The device
-copies them in about 10 us, between two steps."""
+"""Bytes of signals up to which the step thread launches their copy: 64 numbers of 1,024 tokens. At
+25 GB/s the device copies them in 10 us, between two steps."""
 
 _LOG_INTERVAL = 60.0
 """Seconds between equal log messages about failed rows."""

@@ -28,7 +28,7 @@ def sizes(ring: int, staging: int, *, bank: int = 256, ranks: int = 1, areas: in
 
 
 def machine(root: Path, groups: str = "", **files: object) -> int:
-    """What is available on a machine whose control groups have these files, by path."""
+    """The available bytes of a machine whose control groups have these files, by path."""
     proc = root / "proc/self"
     proc.mkdir(parents=True)
     (proc.parent / "meminfo").write_text(
