@@ -42,6 +42,7 @@ _CELLS = 64
 _SOON = 0.02
 """Seconds after the last of these cells, at most."""
 _REQUESTS = 64
+"""Requests that run at the same time at most, unless more cells should."""
 
 
 class Freed(NamedTuple):
@@ -103,19 +104,27 @@ async def trial(
         progress=count,
         watch=False,
     )
-    running = asyncio.create_task(sweep)
+    running: asyncio.Task[object] = asyncio.create_task(sweep)
+    running.add_done_callback(lambda _: enough.set())  # it may be refused
     async with asyncio.timeout(_PATIENCE):
         await enough.wait()
+    await _check_running(running)
     server.send(until_free)
     await asyncio.sleep(rng.random() * _SOON)
-    if running.done():
-        raise RuntimeError("a sweep was over before it was cancelled")
+    await _check_running(running)
     cancelled = time.monotonic()
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
     freed: Freed = await asyncio.to_thread(server.result)
     return Trial(came, *(1e3 * (moment - cancelled) for moment in freed))
+
+
+async def _check_running(sweep: asyncio.Task[object]) -> None:
+    """Raises the error of a sweep, or RuntimeError if it is over."""
+    if sweep.done():
+        await sweep
+        raise RuntimeError("a sweep was over before it was cancelled")
 
 
 async def measure(
@@ -155,9 +164,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         model = chosen(arguments, Path(scratch))
-        config = server_config(
-            model, engines=1, requests=_REQUESTS, front_ends=arguments.front_ends
-        )
+        requests = max(_REQUESTS, *arguments.concurrency)
+        config = server_config(model, engines=1, requests=requests, front_ends=arguments.front_ends)
         with Worker(partial(serving, config), parent=True) as server:
             target = server.do(address)
             with rheostat.connect(target) as client:
