@@ -138,6 +138,12 @@ def test_parts_of_a_request_with_too_many_are_not_serialized() -> None:
             admitted(message, keeping())
 
 
+def test_parts_with_a_few_inline_vectors_of_a_large_model_are_kept() -> None:
+    row = np.ones((1, 4096), np.float32)
+    assert parts_of(asked(steer=[add(tensor(row))] * 3)) is not None
+    assert parts_of(asked(steer=[add(tensor(row))] * 4)) is None
+
+
 def test_a_refused_request_is_checked_again(checks) -> None:
     at = keeping()
     for _ in range(2):
