@@ -343,8 +343,6 @@ def admit_now(
         plan = replace(plan, control=unobserved.control, private_from=context.prompt_len)
     if candidate.changeable or any(part.steers for part in compiled.watch_parts):
         plan = replace(plan, private_from=context.prompt_len)
-    if signals_wait(compiled.signals, compiled.watch_parts):
-        plan = replace(plan, signals_wait=True)
     return AdmittedRequest(
         request_id=candidate.request_id,
         labels=dict(request.labels),
@@ -363,7 +361,7 @@ def admit_now(
         waits=_waits(request),
         baseline=baseline,
         work=candidate.work,
-        read_count=sum(act.kind is Kind.READ for act in plan.acts) if compiled.reads else 0,
+        read_count=compiled.read_count,
         signals=compiled.signals,
         rule_names=tuple([rule.name for rule in request.rules]),
         hold_back=request.hold_back,
@@ -505,10 +503,14 @@ def _compile(
     read = (*always_read, *probes, *watched)
     plan, vectors = compile_plan("", interventions, captures, read, rules)
     signals = signal_plan(plan, own, probes, rules)
+    watches = tuple([part.decided_by(signals) for part in watches])
+    if signals_wait(signals, watches):
+        plan = replace(plan, signals_wait=True)
+    read_count = sum(act.kind is Kind.READ for act in plan.acts) if read else 0
     needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)
     every = tuple(needed.values())
     return CompiledRequest(
-        own, captures, server_wide, always_read, plan, every, signals, watches, reads=bool(read)
+        own, captures, server_wide, always_read, plan, every, signals, watches, read_count
     )
 
 

@@ -104,8 +104,8 @@ class CompiledRequest:
     """What is done with its signals; None if it has none."""
     watch_parts: tuple[WatchPart, ...] = ()
     """What watches read."""
-    reads: bool = False
-    """Whether probes of the request or of a watch read it."""
+    read_count: int = 0
+    """The number of rows that its probes, and those of its watches, read at a token."""
     observed: ObservedPlans = field(default_factory=ObservedPlans)
     """The plan with the captures of observers."""
 
@@ -246,7 +246,9 @@ def key_of(
     if any(watch.settings.readings.reads_tokens for watch in watches):
         return None
     counts: bool | None
-    if checked is not None:
+    if not may_select(request):
+        parts, counts = _NO_PARTS, False
+    elif checked is not None:
         parts, counts = checked.parts, checked.counts
     else:
         found = parts_of(request)

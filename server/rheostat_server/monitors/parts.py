@@ -50,6 +50,8 @@ class WatchPart(NamedTuple):
     """What its rules steer."""
     missed: str = ""
     """Why it reads nothing; empty if it does."""
+    gates: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+    """The number of each rule's gate in the request's plan; -1: the rule cannot fire."""
 
     @property
     def steers(self) -> bool:
@@ -60,12 +62,14 @@ class WatchPart(NamedTuple):
         """The part of a watch that reads nothing, and why."""
         return WatchPart(self.watch, self.first_column, missed=self.missed or reason)
 
-    def gates(self, signals: SignalPlan | None) -> npt.NDArray[np.intp]:
-        """The number of each rule's gate in the request's plan; -1: the rule cannot fire."""
+    def decided_by(self, signals: SignalPlan | None) -> "WatchPart":
+        """The part, with the numbers of its gates in the request's plan."""
         numbers: dict[Rule, int] = {}
         if signals is not None:
             numbers |= zip(signals.rules, signals.rule_gates.tolist(), strict=True)
-        return np.array([numbers.get(rule, -1) for rule in self.rules], np.intp)
+        return self._replace(
+            gates=np.array([numbers.get(rule, -1) for rule in self.rules], np.intp)
+        )
 
 
 def signals_wait(signals: SignalPlan | None, parts: Sequence[WatchPart]) -> bool:
@@ -81,8 +85,6 @@ class WatchedPart(NamedTuple):
 
     part: WatchPart
     watched: WatchedRequest
-    gates: npt.NDArray[np.intp]
-    """See `WatchPart.gates`."""
 
 
 def begin(
@@ -91,7 +93,6 @@ def begin(
     labels: Mapping[str, str],
     samples: int,
     prompt_len: int,
-    signals: SignalPlan | None,
 ) -> tuple[WatchedPart, ...]:
     """Announces a request to its watches; returns those that read it."""
     begun: list[WatchedPart] = []
@@ -100,7 +101,7 @@ def begin(
             part.watch.miss(request_id, part.missed)
         elif part.watch.taking:
             watched = part.watch.begin(request_id, labels, samples, prompt_len)
-            begun.append(WatchedPart(part, watched, part.gates(signals)))
+            begun.append(WatchedPart(part, watched))
     return tuple(begun)
 
 

@@ -317,15 +317,12 @@ class RequestManager:
             StoreFull: pinned and named vectors leave too little memory for them.
             EngineLost: the engine is gone.
         """
-        pinned: list[bytes] = []
+        self.store.pin(*vectors)
+        pinned = [vector.digest for vector in vectors]
         try:
-            for vector in vectors:
-                self.store.pin(vector)
-                pinned.append(vector.digest)
             await self.worker_vectors.ensure(vectors)
         except BaseException:
-            for digest in pinned:
-                self.store.unpin(digest)
+            self.store.unpin(pinned)
             raise
         active.pinned += pinned
 
@@ -552,8 +549,7 @@ class RequestManager:
         for sequence in active.sequences:
             self._routes.pop(sequence.plan_id, None)
         self._signal_delivery.forget()
-        for digest in active.pinned:
-            self.store.unpin(digest)
+        self.store.unpin(active.pinned)
         active.pinned.clear()
         for preparation in active.prepared:
             if preparation is not None:

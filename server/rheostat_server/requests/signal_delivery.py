@@ -36,7 +36,6 @@ def begin_watches(admitted: AdmittedRequest) -> tuple[WatchedPart, ...]:
         admitted.labels,
         admitted.sampling.samples,
         admitted.prompt_len,
-        admitted.signals,
     )
 
 
@@ -153,9 +152,9 @@ class _Batch:
             if _takes_signals(active, sequence):
                 self.requests.append((index, active, sequence))
             if sequence.kind is SequenceKind.OWN:
-                for part, watched, gates in active.watched:
+                for part, watched in active.watched:
                     block = _WatchedBlock(index, watched, sequence, active.admitted.prompt_len)
-                    key = part.watch, part.first_column, gates.tobytes()
+                    key = part.watch, part.first_column, part.gates.tobytes()
                     found.setdefault(key, []).append(block)
         self.watches = [
             _Reader(watch, column, np.frombuffer(gates, np.intp), blocks)
@@ -216,7 +215,7 @@ class SignalDelivery:
             active.add_signals(sequence, first, count, None, event.readings, opened=False)
             if sequence.kind is not SequenceKind.OWN:
                 continue
-            for part, watched, _ in active.watched:
+            for part, watched in active.watched:
                 block = _WatchedBlock(0, watched, sequence, active.admitted.prompt_len)
                 lost = min(count, block.end - first) if sequence.ended else count
                 if lost > 0:

@@ -8,7 +8,7 @@ limit of memory. Every name refers to a stored vector.
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -453,20 +453,33 @@ class VectorStore:
         self._unname(name, label.digest)
         return label.digest
 
-    def pin(self, vector: Vector) -> None:
-        """Keeps a vector for a request, and stores it if necessary.
+    def pin(self, *vectors: Vector) -> None:
+        """Keeps vectors for a request, and stores them if necessary.
 
         Raises:
-            StoreFull: vectors in use leave too little memory.
+            StoreFull: vectors in use leave too little memory. None of these vectors is then kept.
         """
-        self.put(vector)
-        self._users[vector.digest] += 1
+        pinned: list[bytes] = []
+        stored, users = self._vectors, self._users
+        try:
+            for vector in vectors:
+                digest = vector.digest
+                if digest in stored:
+                    self._use(digest)
+                else:
+                    self.put(vector)
+                users[digest] += 1
+                pinned.append(digest)
+        except StoreFull:
+            self.unpin(pinned)
+            raise
 
-    def unpin(self, digest: bytes) -> None:
-        """Ends one `pin`."""
-        self._users[digest] -= 1
-        if not self._users[digest]:
-            del self._users[digest]
+    def unpin(self, digests: Iterable[bytes]) -> None:
+        """Ends one `pin` of each of these vectors."""
+        for digest in digests:
+            self._users[digest] -= 1
+            if not self._users[digest]:
+                del self._users[digest]
 
     def retain(self, vectors: Sequence[Vector]) -> None:
         """Keeps vectors for server-wide steering or a subscription. Stores them if necessary.

@@ -106,7 +106,7 @@ async def test_rows_that_cannot_be_had_or_kept_are_left_to_the_cells() -> None:
     ahead.expect(0, 0, 0)
     await asyncio.sleep(0.01)
     assert not backend.loaded
-    worker_vectors.store.unpin(vector(50).digest)
+    worker_vectors.store.unpin([vector(50).digest])
     for row in (1, 2):
         ahead.expect(row * COLUMNS, 0, 0)
     await until(lambda: backend.loaded == names(3))

@@ -72,7 +72,7 @@ def test_named_and_used_vectors_stay_and_a_full_store_says_so(store, evicted) ->
     with pytest.raises(StoreFull) as caught:
         store.put(vector(3))
     assert caught.value.retry_after == 1.0
-    store.unpin(vector(2).digest)
+    store.unpin([vector(2).digest])
     store.put(vector(3))
     assert evicted == [vector(2).digest]
 
@@ -115,7 +115,7 @@ def test_a_vector_that_was_stored_ahead_is_one_like_others_once_it_is_used(
             store.get(ahead.digest, "v")
         case "pin":
             store.pin(ahead)
-            store.unpin(ahead.digest)
+            store.unpin([ahead.digest])
         case "retain":
             store.retain([ahead])
             store.release([ahead])
