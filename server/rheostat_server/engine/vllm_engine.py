@@ -8,8 +8,8 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -46,6 +46,11 @@ _CPU_KV_BYTES = 4 << 30
 
 _CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """vLLM's environment variable for this size, in GiB."""
+
+_OPENMP_VARIABLE = "OMP_NUM_THREADS"
+
+_ONE_PROCESS = "UniProcExecutor"
+"""How the name of the executor ends that runs the worker in the engine's process."""
 
 _IPC = "ipc://"
 
@@ -189,13 +194,14 @@ def _start(
     prepare_front_end()
     vllm_config = make_config(config, path, settings, device, loras)
     # No variable here may refer to the `AsyncLLM`: see `prepare_front_end`.
-    loaded = LoadedEngine(
-        AsyncLLM.from_vllm_config(vllm_config),  # logs statistics by default, which GetStats needs
-        EngineSettings.from_config(vllm_config.additional_config),
-        QueueCounter(),
-        device,
-        {lora.name: lora for lora in loras},
-    )
+    with core_left_to_server(config, device):
+        loaded = LoadedEngine(
+            AsyncLLM.from_vllm_config(vllm_config),  # logs statistics, which GetStats needs
+            EngineSettings.from_config(vllm_config.additional_config),
+            QueueCounter(),
+            device,
+            {lora.name: lora for lora in loras},
+        )
     watch_scheduler(loaded.llm, loaded.counter.add)
     keep_end_token(loaded.llm)
     add_requests_fast(loaded.llm)
@@ -298,6 +304,26 @@ def cpu_memory(config: ServerConfig) -> dict[str, object]:
         return {}
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {"kv_cache_memory_bytes": min(_CPU_KV_BYTES, free // 4)}
+
+
+@contextmanager
+def core_left_to_server(config: ServerConfig, device: str) -> Iterator[None]:
+    """Lets processes that are started within use one OpenMP thread less than there are cores.
+
+    This applies to a worker on a CPU in the engine's process. For a worker process, vLLM leaves a
+    core to others itself. Without this, OpenMP has a thread for each core. The threads wait for
+    each other many times in each step, so all wait if one of them waits for a core beside the
+    server. `OMP_NUM_THREADS` takes precedence.
+    """
+    backend = config.distributed_executor_backend or ""
+    if device != "cpu" or not backend.endswith(_ONE_PROCESS) or _OPENMP_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[_OPENMP_VARIABLE] = str(max(1, len(os.sched_getaffinity(0)) - 1))
+    try:
+        yield
+    finally:
+        os.environ.pop(_OPENMP_VARIABLE, None)
 
 
 def engine_arguments(config: ServerConfig, path: str) -> dict[str, object]:

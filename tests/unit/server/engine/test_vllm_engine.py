@@ -18,6 +18,7 @@ from rheostat_server.config import ServerConfig
 from rheostat_server.engine import vllm_engine
 from rheostat_server.engine.vllm_engine import (
     DEMO_MODEL,
+    core_left_to_server,
     cpu_memory,
     load_engine,
     make_config,
@@ -180,6 +181,39 @@ def test_the_environment_decides_where_nothing_was_given(monkeypatch: pytest.Mon
     assert (cpu_memory(open_end), os.environ[VARIABLE]) == ({}, "1")
     monkeypatch.delenv(VARIABLE)
     assert 0 < cpu_memory(open_end)["kv_cache_memory_bytes"] <= 4 << 30
+
+
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "cores", "before", "threads"),
+    [
+        (ONE_PROCESS, "cpu", 2, None, "1"),
+        (ONE_PROCESS, "cpu", 16, None, "15"),
+        (ONE_PROCESS, "cpu", 1, None, "1"),
+        (ONE_PROCESS, "cpu", 4, "4", "4"),
+        (ONE_PROCESS, "cuda", 4, None, None),
+        ("mp", "cpu", 4, None, None),
+        (None, "cpu", 4, None, None),
+    ],
+)
+def test_a_worker_in_the_process_of_the_engine_leaves_a_core_to_the_server(
+    backend: str | None,
+    device: str,
+    cores: int,
+    before: str | None,
+    threads: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", before)
+    config = ServerConfig(model="demo", distributed_executor_backend=backend)
+    with core_left_to_server(config, device):
+        assert os.environ.get("OMP_NUM_THREADS") == threads
+    assert os.environ.get("OMP_NUM_THREADS") == before
 
 
 def test_a_validation_error_is_told_by_what_is_wrong_not_by_its_count() -> None:
