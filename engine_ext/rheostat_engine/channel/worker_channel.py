@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,10 @@ _STOP_POLL = 0.2
 _EVENTS_PER_ITERATION = 64
 """Events per iteration of the event loop. A frame may have thousands, which must not delay other
 clients' tokens."""
+
+_SECONDS_PER_ITERATION = 0.01
+"""No event is delivered in an iteration once its events took this much CPU time. Events of many
+rows, in several frames, took up to 32 ms."""
 
 _COPY_THREADS = 4
 """Threads that copy large frames, because one thread is slower than a device."""
@@ -280,13 +285,14 @@ def _corrected(released: Released, lost: Counter[int]) -> Released:
 
 
 class EventQueue:
-    """Delivers events on the event loop, in order, a bounded number per loop iteration."""
+    """Delivers events on the event loop, in order, a bounded amount per loop iteration."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         deliver: Callable[[Event], None],
         frame_done: Callable[[], None],
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """All methods are called on the event loop.
 
@@ -294,32 +300,45 @@ class EventQueue:
             loop: the event loop.
             deliver: receives each event.
             frame_done: called once for each frame, after its last event.
+            clock: counts the seconds that deliveries take.
         """
         self.failed = 0
         """Events for which `deliver` raised an exception."""
         self._loop = loop
         self._deliver = deliver
         self._frame_done = frame_done
+        self._clock = clock
         self._waiting: deque[Event | None] = deque()
-        self._scheduled = False
+        self._left = _EVENTS_PER_ITERATION
+        """Events that may still be delivered in this iteration."""
+        self._end: float | None = None
+        """When deliveries of this iteration end; None if there was none."""
 
     def put(self, events: Sequence[Event]) -> None:
         """Adds a frame's events."""
+        deliver = not self._waiting
         self._waiting.extend(events)
         self._waiting.append(None)
-        if not self._scheduled:
+        if deliver:
             self._deliver_some()
 
     def _deliver_some(self) -> None:
-        for _ in range(min(_EVENTS_PER_ITERATION, len(self._waiting))):
+        if self._end is None:
+            self._left = _EVENTS_PER_ITERATION
+            self._end = self._clock() + _SECONDS_PER_ITERATION
+            self._loop.call_soon(self._begin_iteration)
+        while self._waiting and self._left and self._clock() < self._end:
+            self._left -= 1
             event = self._waiting.popleft()
             if event is None:
                 self._frame_done()
             else:
                 self._deliver_one(event)
-        self._scheduled = bool(self._waiting)
-        if self._scheduled:
-            self._loop.call_soon(self._deliver_some)
+
+    def _begin_iteration(self) -> None:
+        self._end = None
+        if self._waiting:
+            self._deliver_some()
 
     def _deliver_one(self, event: Event) -> None:
         try:

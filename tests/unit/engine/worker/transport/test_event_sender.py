@@ -379,6 +379,28 @@ def test_the_events_of_a_large_frame_are_spread_over_turns_of_the_loop_in_their_
     assert came == [*(one.request_id for one in large), "next"]
 
 
+def test_the_events_of_all_frames_of_a_turn_share_its_time() -> None:
+    def deliver(event: Event) -> None:
+        nonlocal clock
+        clock += 0.004
+        came.append(event.request_id)
+
+    clock = 0.0
+    loop: Any = Loop()  # as above
+    came: list[str] = []
+    frames: list[int] = []
+    events = EventQueue(loop, deliver, lambda: frames.append(0), lambda: clock)
+    for number in range(5):
+        events.put([Installed(f"{number}a", ""), Installed(f"{number}b", "")])
+    at_once = [len(came)]
+    while loop.turns:
+        loop.turns.pop(0)()
+        at_once.append(len(came) - sum(at_once))
+    assert at_once == [3, 3, 3, 1, 0]
+    assert came == [f"{number}{which}" for number in range(5) for which in "ab"]
+    assert len(frames) == 5
+
+
 def test_an_event_of_which_nobody_can_be_told_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     def deliver(event: Event) -> None:
         came.append(event)
