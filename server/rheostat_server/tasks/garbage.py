@@ -27,7 +27,7 @@ _MIDDLE = 1
 
 Each object that stays is visited once in either generation, so many short collections take no
 longer than few long ones. With Python's default and an `_YOUNG` of 10,000, a collection of the
-middle generation took up to 83 ms of CPU time among hostile calls, and now at most 10."""
+middle generation took up to 83 ms of CPU time among hostile calls, and now up to 18."""
 
 _AGED = 20
 """Collections of the middle generation after which a full one is useful: about 120,000 new objects.
@@ -48,6 +48,11 @@ _BUSY_SECONDS = 0.025
 """If a collection takes longer, the limit is lowered in proportion. Each shorter one raises it by a
 tenth. Among thousands of hostile calls, a collection below `_BUSY_BLOCKS` took at least 95 ms."""
 
+_REST = 500
+"""While requests run, the next full collection begins at the earliest after this many times the CPU
+time of the last one. So these collections take at most 0.2 % of the time, and the server is rarely
+stopped by a collection that takes longer than expected."""
+
 _LEAST_BLOCKS = 10_000
 """The lowest limit after a short collection."""
 
@@ -65,6 +70,7 @@ def collect_rarely() -> None:
     gc.collect()
     _Start.blocks = sys.getallocatedblocks()
     _Start.busy_blocks = _BUSY_BLOCKS
+    _Start.rest_until = float("-inf")
 
 
 class _Start:
@@ -72,6 +78,8 @@ class _Start:
     """Blocks of memory after `collect_rarely`; None before it was called."""
     busy_blocks = _BUSY_BLOCKS
     """`_BUSY_BLOCKS`, or fewer if the last collection was slow."""
+    rest_until = float("-inf")
+    """When the next collection may begin while requests run."""
 
 
 async def collect_in_time(idle: Callable[[], bool]) -> None:
@@ -90,7 +98,8 @@ async def collect_in_time(idle: Callable[[], bool]) -> None:
         _, _, middle = gc.get_count()
         # Counts blocks, because counting the objects takes a fifth of the time of a collection.
         blocks = sys.getallocatedblocks() - _Start.blocks
-        if middle >= _AGED and (idle() or blocks <= _Start.busy_blocks):
+        short = blocks <= _Start.busy_blocks and time.perf_counter() >= _Start.rest_until
+        if middle >= _AGED and (short or idle()):
             _collect(max(blocks, 0))
 
 
@@ -107,3 +116,4 @@ def _collect(blocks: int) -> None:
     else:
         limit = max(_LEAST_BLOCKS, 1.1 * _Start.busy_blocks)
     _Start.busy_blocks = min(_BUSY_BLOCKS, int(limit))
+    _Start.rest_until = time.perf_counter() + _REST * seconds

@@ -90,6 +90,7 @@ async def test_garbage_beside_a_request_that_never_ends_is_collected(
 ) -> None:
     monkeypatch.setattr(garbage, "_INTERVAL", 0.001)
     monkeypatch.setattr(garbage, "_YOUNG", 100)
+    monkeypatch.setattr(garbage, "_REST", 0)
     garbage.collect_rarely()
     collecting = asyncio.create_task(garbage.collect_in_time(lambda: False))
     # The loop must not call this: it visits all frozen objects, 150 ms after vLLM was loaded.
@@ -136,6 +137,7 @@ async def test_collections_beside_requests_stay_away_from_sizes_that_took_long(
         collected.append(blocks)
         middle[0] = 0
 
+    monkeypatch.setattr(garbage, "_REST", 0)
     clock, blocks, middle = 0.0, 0, [0]
     start = 1_000_000
     monkeypatch.setattr(garbage._Start, "blocks", start)
@@ -169,4 +171,37 @@ async def test_collections_beside_requests_stay_away_from_sizes_that_took_long(
     idle = False
     await pass_time(garbage._BUSY_BLOCKS + 1)
     assert collected[-1] == 4_000_000, "a slow collection of many blocks raises no limit"
+    collecting.cancel()
+
+
+async def test_collections_beside_requests_take_little_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(garbage, "_INTERVAL", 0.001)
+    garbage.collect_rarely()
+    cpu, now = 0.0, 0.0
+    collected: list[float] = []
+
+    def collect() -> None:
+        nonlocal cpu
+        cpu += 0.02
+        collected.append(now)
+
+    monkeypatch.setattr(garbage.time, "thread_time", lambda: cpu)
+    monkeypatch.setattr(garbage.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, garbage._AGED))
+    monkeypatch.setattr(garbage.gc, "collect", collect)
+    idle = False
+    collecting = asyncio.create_task(garbage.collect_in_time(lambda: idle))
+    await asyncio.sleep(0.02)
+    assert collected == [0.0]
+    now = 9.9
+    await asyncio.sleep(0.02)
+    assert collected == [0.0], "0.02 s of 10 s"
+    now = 10.1
+    await asyncio.sleep(0.02)
+    assert collected == [0.0, 10.1]
+    idle = True
+    await asyncio.sleep(0.02)
+    assert len(collected) > 2
     collecting.cancel()
