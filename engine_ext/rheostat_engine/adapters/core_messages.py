@@ -1,6 +1,6 @@
-"""Adds requests to the engine's core: with less work on the event loop, and bursts together.
+"""Adds requests to the engine's core with less work on the event loop.
 
-Why less work
+Why
     vLLM makes a future and three tracked frames for each message to the core, which takes about
     nine times as long as sending the bytes. It also reads random bytes from the kernel for each
     request's id. When hundreds of requests arrive together, the last prefill waits for all of this.
@@ -9,28 +9,19 @@ How
     vLLM sends them, and so are all messages while an earlier one waits, so that none overtakes it.
     Ids of requests end with a number in place of random characters. The number is unique, because
     the engine has only one client.
-Why together
-    An idle engine begins a step with the first request that it gets. When hundreds arrive, all
-    others wait for this step, and an 8B model on a fast GPU needs 15 to 40 ms of the host for it,
-    however small it is. So while an engine is idle, requests wait here until no more follow, for at
-    most `_GATHER_SECONDS`. A request that comes alone waits for a few empty iterations of the event
-    loop.
 """
 
-import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import suppress
+from collections.abc import Awaitable, Generator
 from typing import Protocol
 
 import zmq
 import zmq.asyncio
 import zmq.backend
 from vllm import envs
-from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
-from vllm.v1.engine.exceptions import EngineDeadError
 
 Engine = AsyncLLM
 
@@ -39,15 +30,6 @@ _SEND = "_send_input_message"
 
 _SMALL_BYTES = 64 << 10
 """Parts of more bytes are not copied."""
-
-_GATHER_SECONDS = 0.01
-"""Seconds that a request waits for others at most while the engine is idle."""
-
-_QUIET_ITERATIONS = 3
-"""Iterations of the event loop without a request after which no more follow. The loop receives a
-call that has arrived in the next iteration, and runs its task in the one after that."""
-
-_ADD: bytes = EngineCoreRequestType.ADD.value
 
 _LAST = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
@@ -67,10 +49,7 @@ def add_requests_fast(llm: Engine) -> None:
     if not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
         setattr(llm.input_processor, _ASSIGN, _Numbered())
     if isinstance(llm.engine_core, AsyncMPClient):
-        processor = llm.output_processor
-        # The request that is being added is counted already.
-        sender = _Sender(llm.engine_core, lambda: processor.get_num_unfinished_requests() <= 1)
-        setattr(llm.engine_core, _SEND, sender.send)
+        send_small_messages_at_once(llm.engine_core)
 
 
 class _Numbered:
@@ -87,79 +66,26 @@ class _Numbered:
         request.request_id = f"{request.request_id}-{next(self._numbers):x}"
 
 
-class _Sender:
-    """Sends the messages of a client; see the module's docstring."""
+def send_small_messages_at_once(client: AsyncMPClient) -> None:
+    """Makes a client send small messages without a future for each."""
+    stock = client._send_input_message
+    socket: _Waiting = client.input_socket  # type: ignore[assignment]  # vLLM has either kind
+    shadow, send = socket._shadow_sock, zmq.backend.Socket.send
 
-    def __init__(self, client: AsyncMPClient, alone: Callable[[], bool]) -> None:
-        """`alone` returns whether the engine has no request but the one that is being added."""
-        self._client = client
-        self._stock = client._send_input_message
-        self._socket: _Waiting = client.input_socket  # type: ignore[assignment]  # vLLM has either
-        self._alone = alone
-        self._gathered: list[tuple[tuple[bytes, ...], bytes]] = []
-        """Requests that wait for others, each with its engine."""
-        self._came = False
-        """Whether a request came since the last look."""
-        self._looks = False
-        """Whether `_look` will be called."""
-        self._quiet = 0
-        """Looks in a row that found no new request."""
-        self._end = 0.0
-        """When the requests are sent, on the clock of the event loop."""
-
-    def send(self, message: tuple[bytes, ...], engine: bytes) -> Awaitable[object]:
-        """As `AsyncMPClient._send_input_message`."""
-        small = all(map(_is_small, message))
-        if small and message[0] == _ADD and (self._gathered or self._alone()):
-            self._client.ensure_alive()
-            self._gather(message, engine)
-            return _SENT
-        self._send_gathered()
-        return self._send_small(message, engine) if small else self._stock(message, engine)
-
-    def _send_small(self, message: tuple[bytes, ...], engine: bytes) -> Awaitable[object]:
-        """Sends a small message, without a future if no earlier one waits."""
-        if self._socket._send_futures or self._socket._recv_futures:
-            return self._stock(message, engine)
-        self._client.ensure_alive()
-        shadow, send = self._socket._shadow_sock, zmq.backend.Socket.send
+    def send_message(message: tuple[bytes, ...], engine: bytes) -> Awaitable[object]:
+        if socket._send_futures or socket._recv_futures or not all(map(_is_small, message)):
+            return stock(message, engine)
+        client.ensure_alive()
         try:
             send(shadow, engine, _MORE)
         except zmq.Again:
-            return self._stock(message, engine)
+            return stock(message, engine)
         for part in message[:-1]:
             send(shadow, part, _MORE)
         send(shadow, message[-1], _LAST)
         return _SENT
 
-    def _gather(self, message: tuple[bytes, ...], engine: bytes) -> None:
-        self._gathered.append((message, engine))
-        self._came = True
-        if len(self._gathered) == 1:
-            loop = asyncio.get_running_loop()
-            self._quiet, self._end = 0, loop.time() + _GATHER_SECONDS
-            if not self._looks:
-                self._looks = True
-                loop.call_soon(self._look, loop)
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Sends the gathered requests, or looks again in the next iteration."""
-        self._looks = False
-        if not self._gathered:
-            return
-        self._quiet = 0 if self._came else self._quiet + 1
-        self._came = False
-        if self._quiet >= _QUIET_ITERATIONS or loop.time() >= self._end:
-            with suppress(EngineDeadError):  # every request of a dead engine fails
-                self._send_gathered()
-        else:
-            self._looks = True
-            loop.call_soon(self._look, loop)
-
-    def _send_gathered(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        for message, engine in gathered:
-            self._send_small(message, engine)
+    setattr(client, _SEND, send_message)
 
 
 def _is_small(part: object) -> bool:

@@ -1,7 +1,5 @@
 """Requests reach the engine's core in order, through vLLM's own client and sockets."""
 
-import asyncio
-import inspect
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
@@ -11,16 +9,13 @@ import pytest
 import zmq
 import zmq.asyncio
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient, BackgroundResources
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from rheostat_engine import add_requests_fast
-from rheostat_engine.adapters import core_messages
 from rheostat_engine.adapters.runner import server_request_id
 
 from .test_logprobs import asked
@@ -75,14 +70,8 @@ async def stock(tmp_path) -> AsyncIterator[Link]:
     link.context.destroy(linger=0)
 
 
-def make_fast(link: Link, running: int = 2) -> None:
-    """`running`: requests of the engine, with the one that is being added."""
-    processor = SimpleNamespace(get_num_unfinished_requests=lambda: running)
-    add_requests_fast(
-        SimpleNamespace(
-            engine_core=link.client, input_processor=SimpleNamespace(), output_processor=processor
-        )
-    )
+def make_fast(link: Link) -> None:
+    add_requests_fast(SimpleNamespace(engine_core=link.client, input_processor=SimpleNamespace()))
 
 
 @pytest.fixture
@@ -145,67 +134,6 @@ async def test_no_message_overtakes_one_that_waits(stock, monkeypatch) -> None:
     await stock.client._send_input_message((b"\x00", b"second"), _ENGINE)
     await first
     assert [stock.received(), stock.received()] == [[b"first"], [b"second"]]
-
-
-async def test_requests_for_an_idle_engine_are_sent_together(stock) -> None:
-    make_fast(stock, running=1)
-    for number in range(3):
-        await stock.client.add_request_async(request(number))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    assert not stock.core.poll(50), "the first request did not wait for the next"
-    for _ in range(core_messages._QUIET_ITERATIONS):
-        await asyncio.sleep(0)
-    decoder = MsgpackDecoder(EngineCoreRequest)
-    for number in range(3):
-        assert decoder.decode(stock.received()).prompt_token_ids == [number]
-
-
-async def test_requests_for_an_idle_engine_wait_for_a_limited_time(stock, monkeypatch) -> None:
-    monkeypatch.setattr(core_messages, "_GATHER_SECONDS", 0.0)
-    make_fast(stock, running=1)
-    await stock.client.add_request_async(request(1))
-    await stock.client.add_request_async(request(2))
-    await asyncio.sleep(0)  # looks for the first time
-    assert stock.received()
-    assert stock.received()
-
-
-async def test_any_other_message_follows_the_requests_that_wait(stock) -> None:
-    make_fast(stock, running=1)
-    await stock.client.add_request_async(request(1))
-    await stock.client.abort_requests_async(["r"])
-    kinds = [stock.core.recv_multipart()[0] for _ in range(2) if stock.core.poll(_WAIT_MS)]
-    assert kinds == [EngineCoreRequestType.ADD.value, EngineCoreRequestType.ABORT.value], RELIES
-
-
-async def test_a_large_request_follows_the_requests_that_wait(stock) -> None:
-    make_fast(stock, running=1)
-    await stock.client.add_request_async(request(1))
-    await stock.client.add_request_async(request(2, *range(100_000)))
-    decoder = MsgpackDecoder(EngineCoreRequest)
-    first, second = stock.received(), stock.received()
-    assert decoder.decode(first).prompt_token_ids == [1]
-    assert decoder.decode(second).prompt_token_ids[0] == 2
-
-
-async def test_requests_that_wait_when_the_engine_dies_raise_nothing(stock) -> None:
-    failed: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-    make_fast(stock, running=1)
-    await stock.client.add_request_async(request(1))
-    stock.client.resources.engine_dead = True
-    for _ in range(2 + core_messages._QUIET_ITERATIONS):
-        await asyncio.sleep(0)
-    assert not failed
-    assert not stock.core.poll(0)
-
-
-def test_vllm_counts_a_request_before_it_sends_it() -> None:
-    source = inspect.getsource(AsyncLLM._add_request)
-    counted, sent = source.index("output_processor.add_request"), source.index("add_request_async")
-    assert counted < sent, RELIES
-    assert callable(OutputProcessor.get_num_unfinished_requests), RELIES
 
 
 async def test_a_dead_engine_gets_no_message(link) -> None:
