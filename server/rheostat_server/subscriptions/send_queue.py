@@ -132,8 +132,9 @@ class SendQueue:
         return group.encoding
 
     async def _encode(self, group: _Group) -> None:
-        messages = await self._transport.messages_of([queued.item for queued in group.pulled])
-        for queued, message in zip(group.pulled, messages, strict=True):
+        pulled = tuple(group.pulled)  # `clear` may empty the group meanwhile
+        messages = await self._transport.messages_of([queued.item for queued in pulled])
+        for queued, message in zip(pulled, messages, strict=True):
             queued.message = message
         group.pulled.clear()  # items refer to their group
 

@@ -17,6 +17,8 @@ from rheostat_server.subscriptions.send_queue import SendQueue
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import capture_pb2
 
+from ..streams import until
+
 SITE = Site(Point.RESID_POST, 0)
 WIDTH = 1 << 18
 """A row of float32 is so long that a thread encodes it."""
@@ -137,7 +139,7 @@ async def test_items_that_could_not_be_encoded_are_encoded_for_the_next_call(mon
     assert isinstance(one.take(), Chunk)
 
 
-async def test_what_was_forgotten_while_it_was_encoded_is_not_given() -> None:
+async def test_items_removed_before_their_encoding_begins_are_not_given() -> None:
     one, transport = send_queue(1)
     waiting = asyncio.create_task(one.message())
     await asyncio.sleep(0)
@@ -145,3 +147,32 @@ async def test_what_was_forgotten_while_it_was_encoded_is_not_given() -> None:
     transport.go.set()
     assert await waiting is None
     assert len(one) == 0
+
+
+async def test_items_removed_while_they_are_encoded_fail_no_task() -> None:
+    one, transport = send_queue(3)
+    one.batched = True  # the groups have several items
+    waiting = asyncio.create_task(one.message())
+    one.prepare()
+    encodings = [queued.group.encoding for queued in one._pulled]
+    await until(lambda: bool(transport.begun))
+    one.clear()
+    transport.go.set()
+    assert await waiting is None
+    for encoding in encodings:
+        assert encoding is not None
+        await encoding
+    assert (len(one), one.bytes) == (0, 0)
+
+
+async def test_later_items_go_on_after_items_were_removed_while_they_were_encoded() -> None:
+    one, transport = send_queue(1)
+    waiting = asyncio.create_task(one.message())
+    await until(lambda: bool(transport.begun))
+    one.clear()
+    requests(1, one._buffer)
+    later = asyncio.create_task(one.message())
+    transport.go.set()
+    assert await waiting is None
+    assert await later is not None
+    assert isinstance(one.take(), Chunk)

@@ -1,15 +1,18 @@
 """What piles up behind a reader, what begins while one is answered, what a slow sink may keep."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import grpc
 import pytest
 
+from rheostat_server.delivery.items import DeliveryItem
 from rheostat_server.delivery.spill_directory import SpillDirectory
 from rheostat_server.delivery.spill_manager import SpillManager
-from rheostat_server.errors import CaptureOverflow, Defect
+from rheostat_server.errors import CaptureOverflow, Defect, Superseded
 from rheostat_server.subscriptions import subscription as module
+from rheostat_server.subscriptions.messages import Message
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import (
@@ -115,6 +118,35 @@ async def test_a_request_that_did_not_begin_does_not_keep_a_subscription_open() 
     async with asyncio.timeout(5):
         assert [message async for message in messages] == []
     assert one.ended
+
+
+@pytest.mark.parametrize("left", [False, True])
+async def test_a_call_whose_rows_are_being_encoded_ends_as_its_subscription_does(
+    left: bool, monkeypatch
+) -> None:
+    one, call = subscription(), object()
+    encode, begun, go = one.transport.messages_of, asyncio.Event(), asyncio.Event()
+
+    async def slowly(items: Sequence[DeliveryItem]) -> list[Message]:
+        begun.set()
+        await go.wait()
+        return await encode(items)
+
+    monkeypatch.setattr(one.transport, "messages_of", slowly)
+    feed = one.feed("r", [1], {0: CAPTURE}, FloatType.FLOAT32, None)
+    feed.add(KEY, rows(0, 1))
+    feed.extend(KEY, [7])
+    messages = one.messages(call, 1 << 20)
+    assert (await anext(messages)).HasField("opened")
+    waiting = asyncio.ensure_future(anext(messages))
+    async with asyncio.timeout(5):
+        await begun.wait()
+        if left:
+            one.leave(call)  # its client ends the subscription
+        one.fail(CaptureOverflow("by the test"))
+        go.set()
+        with pytest.raises(Superseded if left else CaptureOverflow):
+            await waiting
 
 
 async def test_a_client_gets_the_resume_window(starter) -> None:
