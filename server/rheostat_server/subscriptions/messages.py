@@ -103,11 +103,26 @@ async def messages_of(items: Sequence[DeliveryItem], arena: Arena | None) -> lis
         give_back(places, arena)
         raise
     if arena is not None:
-        for message in messages:
-            rows = message.rows
-            if rows is not None and rows.tensor is None and rows.message.tensor.inline:
-                await move_shared(rows.message.tensor, arena)
+        try:
+            for message in messages:
+                rows = message.rows
+                if rows is not None and rows.tensor is None and rows.message.tensor.inline:
+                    await move_shared(rows.message.tensor, arena)
+        except Exception:
+            _free_chunks(items, messages, arena)
+            raise
     return messages
+
+
+def _free_chunks(items: Sequence[DeliveryItem], messages: Sequence[Message], arena: Arena) -> None:
+    """Frees shared memory of chunks, whose messages are discarded and will be made again.
+
+    Rows from disk keep their memory, because their messages are kept in the items.
+    """
+    for item, message in zip(items, messages, strict=True):
+        rows = message.rows
+        if isinstance(item, Chunk) and rows is not None and rows.message.tensor.HasField("shm"):
+            arena.free(rows.message.tensor.shm.offset)
 
 
 def _encoded(items: Sequence[DeliveryItem], places: Sequence[SharedRange | None]) -> list[Message]:

@@ -1,22 +1,25 @@
 """Subscribe with several events in a message: the same events, numbers and credit as one by one."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
-from rheostat_server.delivery.items import Chunk
+from rheostat_server.delivery.items import Chunk, EncodedChunk
 from rheostat_server.delivery.row_feed import RowFeed
 from rheostat_server.delivery.row_messages import CapturedRows, captured_of
 from rheostat_server.limits import BATCH_BYTES, BATCH_EVENTS
 from rheostat_server.subscriptions import messages as module
+from rheostat_server.subscriptions import shared_payloads
 from rheostat_server.subscriptions.messages import Response, messages_of
+from rheostat_server.subscriptions.shared_memory import Arena
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tensors import FloatType
 from rheostat_wire.v1 import capture_pb2, tensor_pb2
 
-from ..row_feeds import CAPTURE, FAIL, KEY, rows
+from ..row_feeds import CAPTURE, FAIL, KEY, WIDTH, rows
 from ..subscribers import (
     EVERY,
     PLENTY,
@@ -124,6 +127,38 @@ async def test_a_message_copies_its_rows_once() -> None:
     expected.captured.request_id = "r"
     assert received(parts) == expected
     assert message.payload == captured.data.nbytes
+
+
+async def test_messages_that_lack_memory_are_made_again_and_hold_shared_memory_once(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(shared_payloads, "SHARED_BYTES", 1)
+    buffer = DeliveryBuffer(1 << 30, lambda feed, error: None)
+    feed = RowFeed("r", [5], {0: replace(CAPTURE, width=WIDTH)}, FloatType.FLOAT32, FAIL, buffer)
+    feed.add(KEY, rows(0, 1))
+    feed.extend(KEY, [7])
+    chunk = buffer.take()
+    assert isinstance(chunk, Chunk)
+    from_disk = [EncodedChunk(feed, KEY, captured_of(chunk)) for _ in range(2)]
+    arena, moved = Arena(1 << 20), 0
+
+    async def move_first(tensor: tensor_pb2.Tensor, arena: Arena) -> None:
+        nonlocal moved
+        moved += 1
+        if moved == 2:
+            raise MemoryError
+        await shared_payloads.move_shared(tensor, arena)
+
+    monkeypatch.setattr(module, "move_shared", move_first)
+    with pytest.raises(MemoryError):
+        await messages_of([chunk, *from_disk], arena)
+    messages = await messages_of([chunk, *from_disk], arena)
+    offsets = [message.rows.message.tensor.shm.offset for message in messages if message.rows]
+    assert len(offsets) == len(set(offsets)) == 3
+    for offset in offsets:
+        arena.free(offset)
+    assert arena._regions.idle
+    arena.close()
 
 
 def replayed(count: int, payload: int) -> Subscription:
