@@ -417,6 +417,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sweeps-qwen3-8b",
         "sweeps-qwen3-8b-copied-blocks",
         "sweeps-qwen3-8b-one-run",
+        "sweeps-qwen3-8b-one-run-512-cells",
         "sweeps-qwen3-8b-fewer-cells",
         "sweeps-qwen3-8b-512-cells",
         "sweeps-qwen3-0.6b-512-cells",

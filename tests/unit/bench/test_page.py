@@ -117,12 +117,21 @@ def test_how_soon_a_cancelled_sweep_holds_nothing_is_that_of_the_file() -> None:
         f"| {row['median']:.0f} ms | {row['p90']:.0f} ms | {row['max']:.0f} ms |"
         for row in table.values()
     ]
+    at_h200 = content("h200/cancel.json")
+    lines += [
+        f"| {row['median']:.0f} ms | {row['p90']:.0f} ms | {row['max']:.0f} ms |"
+        for of_cells in at_h200["summary"].values()
+        for row in of_cells.values()
+    ]
     section = PAGE.partition("### A cancelled sweep")[2].partition("\n###")[0]
     shown = [line for line in section.splitlines() if line.endswith(" ms |")]
     assert all(line.endswith(want) for line, want in zip(shown, lines, strict=True))
     kept = int(table["blocks_ms"]["within_bar"])
     assert f"{kept} of {measured['trials']} sweeps kept it" in section
     assert f"{measured['trials']} sweeps of the demo model, {at_once} cells at a time" in section
+    few, many = (of["blocks_ms"]["within_bar"] for of in at_h200["summary"].values())
+    assert few == at_h200["trials"] == 50
+    assert f"With 64 cells all 50 sweeps kept the bar, with 512 cells {many:.0f}." in section
 
 
 def test_the_guarded_texts_are_those_of_the_file() -> None:
@@ -335,6 +344,7 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "h200/sweeps-qwen3-8b-paced",
         "h200/sweeps-qwen3-8b-copied-blocks",
         "h200/sweeps-qwen3-8b-one-run",
+        "h200/sweeps-qwen3-8b-one-run-512-cells",
         "h200/sweeps-qwen3-8b-512-cells",
         "h200/sweeps-qwen3-0.6b",
         "h200/sweeps-qwen3-0.6b-512-cells",
@@ -344,6 +354,7 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "cpu/sweeps-tiny-36",
         "cpu/sweeps-tiny-36-pairs",
         "h200/watched-qwen3-8b",
+        "h200/watched-qwen3-8b-other-host",
     ],
 )
 def test_tables_are_those_of_the_files(name: str) -> None:
