@@ -42,7 +42,7 @@ _CELLS = 64
 _SOON = 0.02
 """Seconds after the last of these cells, at most."""
 _REQUESTS = 64
-"""Requests that run at the same time at most, unless more cells should."""
+"""Requests that the server runs at the same time; more if `--concurrency` is larger."""
 
 
 class Freed(NamedTuple):
@@ -105,7 +105,9 @@ async def trial(
         watch=False,
     )
     running: asyncio.Task[object] = asyncio.create_task(sweep)
-    running.add_done_callback(lambda _: enough.set())  # it may be refused
+    running.add_done_callback(
+        lambda _: enough.set()
+    )  # also if it ends early, such as with an error
     async with asyncio.timeout(_PATIENCE):
         await enough.wait()
     await _check_running(running)
@@ -181,6 +183,7 @@ def main() -> None:
         "compiled": served.engine.compiled,
         "prompt_tokens": _TOKENS,
         "bar_ms": BAR_MS,
+        "requests": requests,
         "trials": arguments.trials,
         "summary": {at_once: summary(trials) for at_once, trials in measured.items()},
         "turns": {

@@ -108,8 +108,8 @@ COMPILED_REQUESTS = 256
 """Compiled requests that are kept for requests with the same steering and captures."""
 
 COMPILED_REQUEST_BYTES = 64 << 10
-"""Requests with more bytes of steering and captures are compiled anew each time. An inline vector
-of a site with 4096 dimensions takes 16 KiB."""
+"""Requests with more bytes of steering and captures are compiled anew each time. An inline float32
+vector of 4,096 elements takes 16 KiB."""
 
 COMPILED_INLINE_BYTES = 64 << 10
 """Requests with more bytes of inline vectors are compiled anew each time."""

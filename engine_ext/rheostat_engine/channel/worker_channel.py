@@ -74,8 +74,8 @@ _EVENTS_PER_ITERATION = 64
 clients' tokens."""
 
 _SECONDS_PER_ITERATION = 0.01
-"""No event is delivered in an iteration once its events took this much CPU time. Events of many
-rows, in several frames, took up to 32 ms."""
+"""Seconds of the thread's CPU time after the first event of an iteration, after which the iteration
+delivers no further event. Without this limit, rows of several frames took up to 32 ms."""
 
 _COPY_THREADS = 4
 """Threads that copy large frames, because one thread is slower than a device."""
@@ -285,7 +285,10 @@ def _corrected(released: Released, lost: Counter[int]) -> Released:
 
 
 class EventQueue:
-    """Delivers events on the event loop, in order, a bounded amount per loop iteration."""
+    """Delivers events on the event loop, in order.
+
+    The events of an iteration of the loop, and their CPU time, are limited.
+    """
 
     def __init__(
         self,
@@ -300,7 +303,7 @@ class EventQueue:
             loop: the event loop.
             deliver: receives each event.
             frame_done: called once for each frame, after its last event.
-            clock: counts the seconds that deliveries take.
+            clock: returns the CPU time of the thread, in seconds.
         """
         self.failed = 0
         """Events for which `deliver` raised an exception."""
@@ -312,7 +315,8 @@ class EventQueue:
         self._left = _EVENTS_PER_ITERATION
         """Events that may still be delivered in this iteration."""
         self._end: float | None = None
-        """When deliveries of this iteration end; None if there was none."""
+        """The value of the clock after which this iteration delivers nothing. None: it has not
+        delivered an event."""
 
     def put(self, events: Sequence[Event]) -> None:
         """Adds a frame's events."""

@@ -503,7 +503,7 @@ def _compile(
     read = (*always_read, *probes, *watched)
     plan, vectors = compile_plan("", interventions, captures, read, rules)
     signals = signal_plan(plan, own, probes, rules)
-    watches = tuple([part.decided_by(signals) for part in watches])
+    watches = tuple([part.with_gates_of(signals) for part in watches])
     if signals_wait(signals, watches):
         plan = replace(plan, signals_wait=True)
     read_count = sum(act.kind is Kind.READ for act in plan.acts) if read else 0

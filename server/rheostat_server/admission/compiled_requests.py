@@ -105,7 +105,7 @@ class CompiledRequest:
     watch_parts: tuple[WatchPart, ...] = ()
     """What watches read."""
     read_count: int = 0
-    """The number of rows that its probes, and those of its watches, read at a token."""
+    """The number of readings in its plan, of its own probes and of its watches."""
     observed: ObservedPlans = field(default_factory=ObservedPlans)
     """The plan with the captures of observers."""
 

@@ -48,9 +48,10 @@ _CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """vLLM's environment variable for this size, in GiB."""
 
 _OPENMP_VARIABLE = "OMP_NUM_THREADS"
+"""The environment variable with the number of OpenMP threads."""
 
 _ONE_PROCESS = "UniProcExecutor"
-"""How the name of the executor ends that runs the worker in the engine's process."""
+"""End of the name of the executor that runs the worker in the engine's process."""
 
 _IPC = "ipc://"
 
@@ -308,12 +309,12 @@ def cpu_memory(config: ServerConfig) -> dict[str, object]:
 
 @contextmanager
 def core_left_to_server(config: ServerConfig, device: str) -> Iterator[None]:
-    """Lets processes that are started within use one OpenMP thread less than there are cores.
+    """Limits OpenMP to one thread fewer than there are cores, in processes started within.
 
-    This applies to a worker on a CPU in the engine's process. For a worker process, vLLM leaves a
-    core to others itself. Without this, OpenMP has a thread for each core. The threads wait for
-    each other many times in each step, so all wait if one of them waits for a core beside the
-    server. `OMP_NUM_THREADS` takes precedence.
+    This applies to a worker on a CPU in the engine's process. For a worker process, vLLM reserves a
+    core itself. By default OpenMP starts a thread for each core that the process may use. These
+    threads synchronise many times in each step. If the server occupies one core, all threads wait
+    for the one that has none. `OMP_NUM_THREADS` takes precedence.
     """
     backend = config.distributed_executor_backend or ""
     if device != "cpu" or not backend.endswith(_ONE_PROCESS) or _OPENMP_VARIABLE in os.environ:

@@ -51,7 +51,7 @@ class WatchPart(NamedTuple):
     missed: str = ""
     """Why it reads nothing; empty if it does."""
     gates: npt.NDArray[np.intp] = np.zeros(0, np.intp)
-    """The number of each rule's gate in the request's plan; -1: the rule cannot fire."""
+    """[rules]: the number of each rule's gate in the request's plan; -1: the rule cannot fire."""
 
     @property
     def steers(self) -> bool:
@@ -62,8 +62,8 @@ class WatchPart(NamedTuple):
         """The part of a watch that reads nothing, and why."""
         return WatchPart(self.watch, self.first_column, missed=self.missed or reason)
 
-    def decided_by(self, signals: SignalPlan | None) -> "WatchPart":
-        """The part, with the numbers of its gates in the request's plan."""
+    def with_gates_of(self, signals: SignalPlan | None) -> "WatchPart":
+        """A copy with the numbers of its gates in the request's plan."""
         numbers: dict[Rule, int] = {}
         if signals is not None:
             numbers |= zip(signals.rules, signals.rule_gates.tolist(), strict=True)

@@ -115,9 +115,9 @@ async def messages_of(items: Sequence[DeliveryItem], arena: Arena | None) -> lis
 
 
 def _free_chunks(items: Sequence[DeliveryItem], messages: Sequence[Message], arena: Arena) -> None:
-    """Frees shared memory of chunks, whose messages are discarded and will be made again.
+    """Frees the shared memory of chunks, because their messages are discarded and encoded again.
 
-    Rows from disk keep their memory, because their messages are kept in the items.
+    Rows from disk keep theirs, because an item from disk stores its message.
     """
     for item, message in zip(items, messages, strict=True):
         rows = message.rows

@@ -110,7 +110,12 @@ class SendQueue:
             encoding = first.group.encoding
             if encoding is None or encoding.done():  # it has failed, perhaps for lack of memory
                 encoding = self._begin(first.group)
-            await asyncio.shield(encoding)
+            try:
+                await asyncio.shield(encoding)
+            except Exception:
+                if self._pulled and self._pulled[0] is first:
+                    raise
+                # The items were removed, because the subscription has failed for another reason.
         return first.message if self._pulled and self._pulled[0] is first else None
 
     def encoded(self) -> Message | None:
@@ -132,7 +137,7 @@ class SendQueue:
         return group.encoding
 
     async def _encode(self, group: _Group) -> None:
-        pulled = tuple(group.pulled)  # `clear` may empty the group meanwhile
+        pulled = tuple(group.pulled)  # a copy: `clear` may empty the group
         messages = await self._transport.messages_of([queued.item for queued in pulled])
         for queued, message in zip(pulled, messages, strict=True):
             queued.message = message

@@ -8,6 +8,10 @@ Requests leave no reference cycles, so their objects are freed without a collect
 five objects for each call. So full collections can wait until no request runs. But a process with
 one long stream is never idle, however many other calls end. So a full collection is also made while
 requests run, if the process has so few objects that the collection is short.
+
+An object is old after two collections, that is 2,000 to 6,000 new objects later. Cycles that live
+longer wait for a full collection. A server that is never idle makes one at the latest after about
+ten million new objects. In two soaks of 20,000 calls, memory did not grow by that.
 """
 
 import asyncio
@@ -23,15 +27,17 @@ A collection visits all objects that survive it. The objects of requests that ar
 survive it."""
 
 _MIDDLE = 1
-"""Collections of the youngest generation until the middle one is collected. Python's default is 10.
+"""Collections of the youngest generation until the middle one is collected too: with 1, in every
+third collection. Python's default is 10.
 
-Each object that stays is visited once in either generation, so many short collections take no
-longer than few long ones. With Python's default and an `_YOUNG` of 10,000, a collection of the
-middle generation took up to 83 ms of CPU time among hostile calls, and now up to 18."""
+A surviving object is visited once in each of the two generations. So many short collections take no
+more time in total than a few long ones. With Python's default and an `_YOUNG` of 10,000, a
+collection of the middle generation took up to 83 ms of CPU time among hostile calls, and now up to
+18."""
 
 _AGED = 20
-"""Collections of the middle generation after which a full one is useful: about 120,000 new objects.
-"""
+"""A full collection is made only after this many collections of the middle generation: about
+120,000 new objects."""
 
 _FULL = 1_700
 """Collections of the middle generation until a full collection, even if requests run. This is about
@@ -50,8 +56,8 @@ tenth. Among thousands of hostile calls, a collection below `_BUSY_BLOCKS` took 
 
 _REST = 500
 """While requests run, the next full collection begins at the earliest after this many times the CPU
-time of the last one. So these collections take at most 0.2 % of the time, and the server is rarely
-stopped by a collection that takes longer than expected."""
+time of the last one. So these collections take at most 0.2 % of the time, even if one takes longer
+than expected."""
 
 _LEAST_BLOCKS = 10_000
 """The lowest limit after a short collection."""
@@ -79,7 +85,7 @@ class _Start:
     busy_blocks = _BUSY_BLOCKS
     """`_BUSY_BLOCKS`, or fewer if the last collection was slow."""
     rest_until = float("-inf")
-    """When the next collection may begin while requests run."""
+    """Earliest time of the next full collection while requests run, by `time.perf_counter`."""
 
 
 async def collect_in_time(idle: Callable[[], bool]) -> None:

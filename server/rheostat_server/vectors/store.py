@@ -470,7 +470,7 @@ class VectorStore:
                     self.put(vector)
                 users[digest] += 1
                 pinned.append(digest)
-        except StoreFull:
+        except BaseException:
             self.unpin(pinned)
             raise
 

@@ -131,7 +131,7 @@ def test_how_soon_a_cancelled_sweep_holds_nothing_is_that_of_the_file() -> None:
     assert f"{measured['trials']} sweeps of the demo model, {at_once} cells at a time" in section
     few, many = (of["blocks_ms"]["within_bar"] for of in at_h200["summary"].values())
     assert few == at_h200["trials"] == 50
-    assert f"With 64 cells all 50 sweeps kept the bar, with 512 cells {many:.0f}." in section
+    assert f"With 64 cells all 50 sweeps kept the bar, with 512 cells {many:.0f} of 50." in section
 
 
 def test_the_guarded_texts_are_those_of_the_file() -> None:

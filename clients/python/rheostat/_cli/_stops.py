@@ -107,4 +107,4 @@ def _bound(text: str, *, below: bool) -> Bound:
             return Bound(name, below, float(number))
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not NAME:NUMBER")
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME:NUMBER, such as joy:2.5")

@@ -397,6 +397,8 @@ class Engine:
         """The tokens of a text or of messages, or the text of token ids.
 
         Without ``special_tokens`` a text is tokenised as the continuation of another.
+
+        Raises InvalidRequest if the prompt is empty.
         """
         return self._connection.unary(calls.tokenize(prompt, special_tokens=special_tokens))
 

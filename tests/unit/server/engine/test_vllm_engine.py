@@ -12,6 +12,7 @@ from vllm.engine import arg_utils
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from rheostat_engine import EngineSettings
 from rheostat_server.config import ServerConfig
@@ -214,6 +215,24 @@ def test_a_worker_in_the_process_of_the_engine_leaves_a_core_to_the_server(
     with core_left_to_server(config, device):
         assert os.environ.get("OMP_NUM_THREADS") == threads
     assert os.environ.get("OMP_NUM_THREADS") == before
+
+
+def test_the_engine_is_started_with_a_core_left_to_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Started(Exception):
+        pass
+
+    def start(_: object) -> None:
+        raise Started(os.environ.get("OMP_NUM_THREADS"))
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(AsyncLLM, "from_vllm_config", start)
+    monkeypatch.setattr(vllm_engine, "make_config", lambda *_: None)
+    config = ServerConfig(model="demo", distributed_executor_backend="uni.UniProcExecutor")
+    with pytest.raises(Started, match=r"^3$"):
+        vllm_engine._start(config, "", EngineSettings("ipc://nowhere"), "cpu", ())
 
 
 def test_a_validation_error_is_told_by_what_is_wrong_not_by_its_count() -> None:

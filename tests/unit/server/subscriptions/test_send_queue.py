@@ -30,11 +30,14 @@ class PayloadTransport:
     def __init__(self) -> None:
         self.begun: list[DeliveryItem] = []
         self.go = asyncio.Event()
+        self.error: Exception | None = None
 
     async def messages_of(self, items: Sequence[DeliveryItem]) -> list[Message]:
         self.begun += items
         if any(isinstance(item, Chunk | EncodedChunk) for item in items):
             await self.go.wait()
+        if self.error is not None:
+            raise self.error
         return [
             Message(Response(), payload=item.block.size if isinstance(item, Chunk) else 0)
             for item in items
@@ -176,3 +179,19 @@ async def test_later_items_go_on_after_items_were_removed_while_they_were_encode
     assert await waiting is None
     assert await later is not None
     assert isinstance(one.take(), Chunk)
+
+
+@pytest.mark.parametrize("removed", [True, False])
+async def test_an_encoding_that_fails_matters_only_to_items_that_are_still_there(removed) -> None:
+    one, transport = send_queue(1)
+    transport.error = MemoryError("full")
+    waiting = asyncio.create_task(one.message())
+    await until(lambda: bool(transport.begun))
+    if removed:
+        one.clear()
+    transport.go.set()
+    if removed:
+        assert await waiting is None
+    else:
+        with pytest.raises(MemoryError):
+            await waiting

@@ -59,8 +59,10 @@ def test_no_collection_of_objects_that_stay_visits_many() -> None:
             most = max(most, sum(len(gc.get_objects(generation)) for generation in visited))
 
     gc.callbacks.append(count)
-    plans = [[number] for number in range(300_000)]
-    gc.callbacks.remove(count)
+    try:
+        plans = [[number] for number in range(300_000)]
+    finally:
+        gc.callbacks.remove(count)
     assert len(plans) == 300_000
     assert 0 < most < 20_000  # 120,000 with ten collections of the youngest generation for each
 

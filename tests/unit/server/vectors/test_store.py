@@ -77,6 +77,14 @@ def test_named_and_used_vectors_stay_and_a_full_store_says_so(store, evicted) ->
     assert evicted == [vector(2).digest]
 
 
+def test_of_vectors_that_are_kept_together_none_is_kept_if_one_is_refused(store, evicted) -> None:
+    store.pin(vector(1))
+    with pytest.raises(StoreFull):
+        store.pin(vector(2), vector(3))
+    store.put(vector(4))
+    assert evicted == [vector(2).digest]
+
+
 def test_vectors_that_are_stored_ahead_give_way_to_all_others_the_last_one_first(evicted) -> None:
     store = VectorStore(4 * SIZE, evicted.append)
     store.put(vector(1))

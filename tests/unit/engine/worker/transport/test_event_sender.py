@@ -401,6 +401,18 @@ def test_the_events_of_all_frames_of_a_turn_share_its_time() -> None:
     assert len(frames) == 5
 
 
+def test_the_events_of_all_frames_of_a_turn_share_its_number() -> None:
+    loop: Any = Loop()  # as above
+    came: list[str] = []
+    events = EventQueue(loop, lambda event: came.append(event.request_id), lambda: None, lambda: 0)
+    for number in range(70):
+        events.put([Installed(str(number), "")])
+    assert len(came) == 32  # the end of a frame counts, too
+    while loop.turns:
+        loop.turns.pop(0)()
+    assert came == [str(number) for number in range(70)]
+
+
 def test_an_event_of_which_nobody_can_be_told_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     def deliver(event: Event) -> None:
         came.append(event)
