@@ -105,9 +105,8 @@ async def trial(
         watch=False,
     )
     running: asyncio.Task[object] = asyncio.create_task(sweep)
-    running.add_done_callback(
-        lambda _: enough.set()
-    )  # also if it ends early, such as with an error
+    # It may end early, such as with an error.
+    running.add_done_callback(lambda _: enough.set())
     async with asyncio.timeout(_PATIENCE):
         await enough.wait()
     await _check_running(running)

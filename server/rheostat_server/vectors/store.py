@@ -460,16 +460,11 @@ class VectorStore:
             StoreFull: vectors in use leave too little memory. None of these vectors is then kept.
         """
         pinned: list[bytes] = []
-        stored, users = self._vectors, self._users
         try:
             for vector in vectors:
-                digest = vector.digest
-                if digest in stored:
-                    self._use(digest)
-                else:
-                    self.put(vector)
-                users[digest] += 1
-                pinned.append(digest)
+                self.put(vector)
+                self._users[vector.digest] += 1
+                pinned.append(vector.digest)
         except BaseException:
             self.unpin(pinned)
             raise

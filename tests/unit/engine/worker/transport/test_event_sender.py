@@ -401,7 +401,7 @@ def test_the_events_of_all_frames_of_a_turn_share_its_time() -> None:
     assert len(frames) == 5
 
 
-def test_the_events_of_all_frames_of_a_turn_share_its_number() -> None:
+def test_the_limit_of_events_holds_for_all_frames_of_a_turn_together() -> None:
     loop: Any = Loop()  # as above
     came: list[str] = []
     events = EventQueue(loop, lambda event: came.append(event.request_id), lambda: None, lambda: 0)
