@@ -1,4 +1,4 @@
-"""The reference: Hugging Face's own model, read and changed by forward hooks, in float32."""
+"""The reference: Hugging Face's own model, read and changed by forward hooks."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -60,9 +60,9 @@ class Run(NamedTuple):
 class HfReference:
     """A Hugging Face model under hooks."""
 
-    def __init__(self, name: str, path: Path) -> None:
-        """Loads it in float32."""
-        self._model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    def __init__(self, name: str, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Loads it, to compute in `dtype`."""
+        self._model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         self._name = name
         base = self._model.base_model
         self.layers: list[nn.Module] = list(base.layers)
