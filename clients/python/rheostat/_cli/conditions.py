@@ -14,6 +14,11 @@ from rheostat._cli._stored import names, shown, stored, warn_if_moved
 from rheostat._cli.derive import read_prompts
 from rheostat._connection.channel import default_target
 from rheostat._steering.condition_fits import ConditionFits
+from rheostat._steering.gates import Pool
+from rheostat._steering.readouts import Normalise
+
+_POOLS: tuple[Pool, ...] = ("last", "mean")
+_NORMALISES: tuple[Normalise, ...] = ("unit", "cosine")
 
 
 def add(commands: Subparsers) -> None:
@@ -32,7 +37,8 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
         help="find a condition that holds of one set of prompts and not of another",
         description="Try every site, pooling, direction and readout on two sets of prompts, and "
         "show the conditions that tell held-out prompts apart best. Also print a rheostat watch "
-        "command that ends every request for which the best condition holds.",
+        "command that ends every request for which the best condition holds, if it tells the sets "
+        "apart.",
         example="""\
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers all
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers 2-4 \\
@@ -50,6 +56,16 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
         default=[],
         metavar="NAME",
         help="try a stored vector in place of directions that are made of the prompts; repeatable",
+    )
+    fit.add_argument(
+        "--normalise",
+        choices=_NORMALISES,
+        help="read only x.v / |v| (unit), or only x.v / (|x| |v|) (cosine) (default: try both)",
+    )
+    fit.add_argument(
+        "--pool",
+        choices=_POOLS,
+        help="judge prompts only by the last token, or only by the mean of all (default: try both)",
     )
     fit.add_argument("--lora", metavar="NAME", help="a loaded adapter to run the prompts under")
     fit.add_argument("--name", help="name to store the best direction under (default: none)")
@@ -71,14 +87,20 @@ def run(args: argparse.Namespace) -> int:
                 points=args.points,
                 layers=args.layers,
                 vectors=vectors,
+                pools=[args.pool] if args.pool else _POOLS,
+                normalises=[args.normalise] if args.normalise else _NORMALISES,
                 name=args.name,
                 description=args.description,
                 lora=args.lora,
                 progress=lambda done, total: phase.note(f"{done} of {total} done"),
             )
     print(found)
+    if found.tells_apart is None:
+        print("-: not judged; held-out prompts need two prompts or more in each set")
     print(f"{found.vector.digest}  {found.vector.name or '-'}")
-    print(f"to end requests for which the best condition holds:\n  {_watch(found, args.target)}")
+    if found.tells_apart is not False:  # else the client has logged a warning
+        command = _watch(found, args.target)
+        print(f"to end requests for which the best condition holds:\n  {command}")
     warn_if_moved(before, found.vector)
     return 0
 

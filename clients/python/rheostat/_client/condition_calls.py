@@ -17,6 +17,7 @@ from rheostat._steering.condition_fits import (
     ConditionFits,
     ConditionFitsAccumulator,
     FitDirection,
+    PromptCounts,
 )
 from rheostat._steering.gates import POOLS, Pool
 from rheostat._steering.readouts import NORMALISATIONS, Normalise
@@ -77,5 +78,11 @@ def fit_conditions(
         "/rheostat.v1.SteeringService/FitConditions",
         request,
         steering_service_pb2.FitConditionsResponse,
-        partial(ConditionFitsAccumulator, name, progress),
+        partial(
+            ConditionFitsAccumulator,
+            name,
+            given,
+            PromptCounts(len(request.positive), len(request.negative)),
+            progress,
+        ),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from rheostat._errors import ServerError
 from rheostat._notebook import passage
@@ -32,6 +34,10 @@ _DIRECTIONS: dict[int, FitDirection] = {
 }
 _SHOWN = 10
 """Rows of the table that are printed."""
+_ROUNDING = 1e-6
+"""Larger than the rounding of the server's float32 fractions, smaller than 1 of 2048 prompts."""
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class ConditionFit:
     pool: Pool
     """Whether the last token counts, or the mean of all."""
     direction: FitDirection | int
-    """How the direction was made, or the index among the given vectors."""
+    """How the direction was made, or an index of `ConditionFits.vectors`."""
     normalise: Normalise
     """Whether the coordinate along the direction is read, or the cosine."""
     threshold: float
@@ -75,6 +81,11 @@ class ConditionFits:
     """By site, pool, direction and normalisation."""
     best: ConditionFit
     """The one of `condition`: that of the largest held-out F1, then of the widest margin."""
+    vectors: tuple[Vector, ...]
+    """The vectors that were given as directions."""
+    tells_apart: bool | None
+    """Whether the best condition judges held-out prompts better than one that always holds, or
+    never. None if no prompt was held out, as with one prompt in a set."""
 
     @property
     def probe(self) -> Probe:
@@ -94,11 +105,11 @@ class ConditionFits:
         return f"{table}\nand {more} more" if more else table
 
     def _line(self, fit: ConditionFit) -> list[str]:
-        made = isinstance(fit.direction, int)
+        made = fit.direction
         return [
             str(fit.site),
             fit.pool,
-            f"vector {fit.direction}" if made else str(fit.direction),
+            self.vectors[made].label if isinstance(made, int) else made,
             fit.normalise,
             f"{'<' if fit.below else '>'} {fit.threshold:.4g}",
             f"{fit.f1:.3f}",
@@ -115,11 +126,39 @@ def _rank(fit: ConditionFit) -> tuple[float, float]:
     return (fit.f1 if fit.held_out_f1 is None else fit.held_out_f1), fit.margin
 
 
-class ConditionFitsAccumulator:
-    """Turns `FitConditionsResponse` messages into `ConditionFits`."""
+class PromptCounts(NamedTuple):
+    """How many prompts the two sets of a fit have."""
 
-    def __init__(self, name: str | None, progress: Progress | None) -> None:
+    positive: int
+    negative: int
+
+    @property
+    def f1(self) -> float:
+        """F1 of a condition that always holds."""
+        return 2 * self.positive / (2 * self.positive + self.negative)
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction that a condition judges right that always holds, or never."""
+        return max(self) / sum(self)
+
+
+class ConditionFitsAccumulator:
+    """Turns `FitConditionsResponse` messages into `ConditionFits`.
+
+    A warning is logged if the sets cannot be told apart.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        vectors: Sequence[Vector],
+        counts: PromptCounts,
+        progress: Progress | None,
+    ) -> None:
         self._name = name
+        self._vectors = tuple(vectors)
+        self._counts = counts
         self._progress = progress
         self._fitted: steering_service_pb2.FittedConditions | None = None
 
@@ -138,28 +177,54 @@ class ConditionFitsAccumulator:
         if self._fitted is None or not self._fitted.best < len(self._fitted.fits):
             raise ServerError("the server ended a fit without its conditions")
         fitted = self._fitted
-        fits = tuple(map(_read_fit, fitted.fits))
+        fits = tuple(self._read_fit(fit) for fit in fitted.fits)
+        best = fits[fitted.best]
         probe = read_probe(fitted.probe, "probe", name=None)
-        # The vector acts where it was read, and has the name under which it was stored.
-        vector = replace(probe.vector, name=self._name, points=probe.points, layers=probe.layers)
+        name = self._name
+        if name is None and isinstance(best.direction, int):
+            name = self._vectors[best.direction].name
+        # The vector acts where it was read.
+        vector = replace(probe.vector, name=name, points=probe.points, layers=probe.layers)
         probe = replace(probe, vector=vector)
         condition = read_condition(fitted.condition, probe, "condition")
-        return ConditionFits(condition, vector, fits, fits[fitted.best])
+        tells_apart = _tells_apart(best, self._counts)
+        if tells_apart is False:
+            _warn_of_chance(best, self._counts)
+        return ConditionFits(condition, vector, fits, best, self._vectors, tells_apart)
+
+    def _read_fit(self, message: steering_service_pb2.ConditionFit) -> ConditionFit:
+        direction: FitDirection | int = message.vector_index
+        if message.WhichOneof("direction") == "made":
+            direction = known(_DIRECTIONS, message.made, "direction")
+        elif message.vector_index >= len(self._vectors):
+            raise ServerError("the server names a direction that was not given")
+        return ConditionFit(
+            Site(read_point(message.site.point), message.site.layer),
+            known(_POOLS, message.pool, "pool"),
+            direction,
+            known(_NORMALISES, message.normalise, "normalisation"),
+            message.threshold,
+            message.below,
+            message.f1,
+            message.margin,
+            message.held_out_f1 if message.HasField("held_out_f1") else None,
+            message.held_out_accuracy if message.HasField("held_out_accuracy") else None,
+        )
 
 
-def _read_fit(message: steering_service_pb2.ConditionFit) -> ConditionFit:
-    direction: FitDirection | int = message.vector_index
-    if message.WhichOneof("direction") == "made":
-        direction = known(_DIRECTIONS, message.made, "direction")
-    return ConditionFit(
-        Site(read_point(message.site.point), message.site.layer),
-        known(_POOLS, message.pool, "pool"),
-        direction,
-        known(_NORMALISES, message.normalise, "normalisation"),
-        message.threshold,
-        message.below,
-        message.f1,
-        message.margin,
-        message.held_out_f1 if message.HasField("held_out_f1") else None,
-        message.held_out_accuracy if message.HasField("held_out_accuracy") else None,
+def _tells_apart(fit: ConditionFit, counts: PromptCounts) -> bool | None:
+    if fit.held_out_f1 is None or fit.held_out_accuracy is None:
+        return None
+    return (
+        fit.held_out_f1 > counts.f1 + _ROUNDING
+        or fit.held_out_accuracy > counts.accuracy + _ROUNDING
+    )
+
+
+def _warn_of_chance(fit: ConditionFit, counts: PromptCounts) -> None:
+    _LOG.warning(
+        "the best condition does not tell the two sets apart: it judges %.0f %% of the held-out "
+        "prompts right, and one that always or never holds judges %.0f %%",
+        100 * (fit.held_out_accuracy or 0),
+        100 * counts.accuracy,
     )

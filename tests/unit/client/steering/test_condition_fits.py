@@ -8,7 +8,7 @@ from google.protobuf import text_format
 import rheostat
 from rheostat import ConditionFit, Point, Site
 from rheostat._cli import _parser, main
-from rheostat_wire.v1 import gate_pb2
+from rheostat_wire.v1 import gate_pb2, vector_pb2
 from rheostat_wire.v1 import steering_service_pb2 as pb
 
 POST = Point.RESID_POST
@@ -47,7 +47,7 @@ FITS = (
 )
 TABLE = """\
 site           pool  direction            read    holds    F1     held out  margin
-resid_post[2]  mean  vector 1             cosine  < -0.25  0.500  1.000     -1.00   best
+resid_post[2]  mean  b                    cosine  < -0.25  0.500  1.000     -1.00   best
 resid_post[1]  last  difference_of_means  unit    > 0.5    1.000  0.750     2.50"""
 
 
@@ -88,6 +88,8 @@ def test_a_fit_sends_the_grid_and_reads_a_ready_condition(client, server):
     ]
     assert seen == [(0, 3)]
     assert (found.fits, found.best) == (FITS, FITS[1])
+    assert found.tells_apart
+    assert [vector.name for vector in found.vectors] == ["a", "b"]
     assert str(found) == TABLE
     condition = found.condition
     assert (condition.low, condition.high, condition.pool) == (None, -0.25, "mean")
@@ -129,13 +131,91 @@ def test_a_fit_without_an_end_is_an_error(client, server):
         )
 
 
+@pytest.mark.parametrize(
+    ("held_out", "tells_apart", "warned"),
+    [
+        ("", None, ""),
+        ("held_out_f1: 0.6666667 held_out_accuracy: 0.5", False, "judges 50 % of the held-out"),
+        ("held_out_f1: 0.4 held_out_accuracy: 0.4", False, "judges 40 % of the held-out"),
+        ("held_out_f1: 0.7 held_out_accuracy: 0.5", True, ""),
+        ("held_out_f1: 0.6 held_out_accuracy: 0.6", True, ""),
+    ],
+)
+def test_a_fit_warns_if_the_sets_cannot_be_told_apart(
+    client, server, caplog, held_out, tells_apart, warned
+):
+    answer = fitted(f"f1: 1 margin: 2.5 {held_out}")
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=answer)])
+    found = client.run(
+        lambda engine: engine.conditions.fit(
+            ["a", "b"], ["a", "b"], points="resid_post", layers=[1, 2]
+        )
+    )
+    assert found.tells_apart is tells_apart
+    assert warned in caplog.text
+    assert bool(warned) == ("does not tell the two sets apart" in caplog.text)
+
+
+def test_a_given_vector_that_is_best_keeps_its_name(client, server):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=ANSWER)])
+    given = [rheostat.named("a"), rheostat.named("b")]
+    found = client.run(
+        lambda engine: engine.conditions.fit(
+            ["a"], ["b"], points="resid_post", layers=[1, 2], vectors=given
+        )
+    )
+    assert found.vector.name == "b"
+
+
+def test_a_direction_that_was_not_given_is_an_error(client, server):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=ANSWER)])
+    with pytest.raises(rheostat.ServerError, match="a direction that was not given"):
+        client.run(
+            lambda engine: engine.conditions.fit(
+                ["a"], ["b"], points="resid_post", layers=1, vectors=[rheostat.named("a")]
+            )
+        )
+
+
+def fitted(fit: str) -> pb.FittedConditions:
+    """The answer with one fit, of a direction that is made of the prompts."""
+    answer = pb.FittedConditions()
+    answer.CopyFrom(ANSWER)
+    del answer.fits[:]
+    text_format.Parse(
+        f"""fits {{
+              site {{ point: POINT_RESID_POST layer: 2 }} pool: POOL_LAST
+              made: FIT_DIRECTION_DIFFERENCE_OF_MEANS normalise: NORMALISE_UNIT
+              threshold: 0.1 {fit}
+            }}
+            best: 0""",
+        made := pb.FittedConditions(),
+    )
+    answer.fits.extend(made.fits)
+    answer.best = 0
+    return answer
+
+
+def stored(*names: str) -> pb.ListVectorsResponse:
+    """A list of vectors with these names."""
+    listed = pb.ListVectorsResponse()
+    for name in names:
+        text_format.Parse(
+            """dtype: DTYPE_FLOAT32 shape: 2 shape: 8
+               sites { points: POINT_RESID_POST range { start: 1 stop: 3 } }""",
+            listed.vectors.add(digest=DIGEST, name=name),
+        )
+    return listed
+
+
 def test_the_command_prints_the_table_and_the_vector(server, tmp_path, capsys):
     server.on("FitConditions", [pb.FitConditionsResponse(fitted=ANSWER)])
-    server.on("ListVectors", pb.ListVectorsResponse())
+    server.on("ListVectors", stored("a", "b"))
     for name in ("bad", "good"):
         (tmp_path / name).write_text(f"{name}\n\nmore\n")
     line = ["conditions", "fit", "--target", server.target, "--name", "gloom"]
     line += ["--positive", str(tmp_path / "bad"), "--negative", str(tmp_path / "good")]
+    line += ["--vector", "a", "--vector", "b"]
     assert main([*line, "--points", "resid_post", "--layers", "1-2"]) == 0
     assert capsys.readouterr().out == (
         f"{TABLE}\n{DIGEST.hex()}  gloom\n"
@@ -145,24 +225,58 @@ def test_the_command_prints_the_table_and_the_vector(server, tmp_path, capsys):
     )
     asked = server.asked[-1]
     assert [prompt.text for prompt in asked.positive] == ["bad", "more"]
-    assert (asked.name, len(asked.vectors)) == ("gloom", 0)
+    assert (asked.name, len(asked.vectors)) == ("gloom", 2)
+    assert list(asked.pools) == [gate_pb2.POOL_LAST, gate_pb2.POOL_MEAN]
+    assert list(asked.normalises) == [vector_pb2.NORMALISE_UNIT, vector_pb2.NORMALISE_COSINE]
+
+
+def command(server, folder, *flags: str) -> list[str]:
+    """A command line that fits two files of two prompts each."""
+    for name in ("bad", "good"):
+        (folder / name).write_text(f"{name}\nmore\n")
+    line = ["conditions", "fit", "--target", server.target, "--points", "resid_post"]
+    line += ["--positive", str(folder / "bad"), "--negative", str(folder / "good")]
+    return [*line, "--layers", "1-2", *flags]
+
+
+def test_the_command_tries_only_the_chosen_readings(server, tmp_path):
+    answer = fitted("f1: 1 margin: 2.5")
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=answer)])
+    assert main(command(server, tmp_path, "--normalise", "cosine", "--pool", "last")) == 0
+    asked = server.asked[-1]
+    assert list(asked.pools) == [gate_pb2.POOL_LAST]
+    assert list(asked.normalises) == [vector_pb2.NORMALISE_COSINE]
+
+
+def test_the_command_names_no_watch_if_the_sets_cannot_be_told_apart(server, tmp_path, capsys):
+    answer = fitted("f1: 1 margin: 2.5 held_out_f1: 0.5 held_out_accuracy: 0.5")
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=answer)])
+    assert main(command(server, tmp_path)) == 0
+    printed = capsys.readouterr()
+    assert "watch" not in printed.out
+    assert (
+        "rheostat: the best condition does not tell the two sets apart: it judges 50 % of the "
+        "held-out prompts right, and one that always or never holds judges 50 %\n"
+    ) in printed.err
+
+
+def test_the_command_says_that_no_prompt_was_held_out(server, tmp_path, capsys):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=fitted("f1: 1 margin: 2.5"))])
+    assert main(command(server, tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert "\n-: not judged; held-out prompts need two prompts or more in each set\n" in out
+    assert "rheostat watch" in out
 
 
 def test_the_command_names_a_watch_that_uses_the_best_condition(server, tmp_path, capsys):
-    answer = pb.FittedConditions()
-    answer.CopyFrom(ANSWER)
-    answer.fits[0].threshold = 0.1
-    answer.best = 0
+    answer = fitted("f1: 1 margin: 2.5")
     server.on("FitConditions", [pb.FitConditionsResponse(fitted=answer)])
-    (tmp_path / "bad").write_text("bad\n")
-    line = ["conditions", "fit", "--target", server.target, "--points", "resid_post"]
-    line += ["--positive", str(tmp_path / "bad"), "--negative", str(tmp_path / "bad")]
-    assert main([*line, "--layers", "1"]) == 0
-    *_, command = capsys.readouterr().out.splitlines()
-    assert command == (
+    assert main(command(server, tmp_path)) == 0
+    *_, printed = capsys.readouterr().out.splitlines()
+    assert printed == (
         f"  rheostat watch --every --target {server.target} --probe {DIGEST.hex()[:12]} "
-        "--points resid_post --layers 1 --normalise unit --where -1 "
+        "--points resid_post --layers 2 --normalise unit --where -1 "
         f"--stop-above {DIGEST.hex()[:12]}:0.1"
     )
-    read = _parser().parse_args(shlex.split(command)[1:])
+    read = _parser().parse_args(shlex.split(printed)[1:])
     assert (read.normalise, read.bounds[0].number) == ("unit", 0.1)
