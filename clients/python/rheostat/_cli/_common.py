@@ -23,6 +23,7 @@ from rheostat._points import LayersLike
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The argparse action to which a command adds its parser."""
 
+_LARGEST_FLOAT32 = float.fromhex("0x1.fffffep127")
 _MOST_LAYERS = 1024
 _CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
 _NAMED = {"COMMAND": "command", "ACTION": "action"}
@@ -168,6 +169,11 @@ def _seconds(text: str) -> float:
             f"{text!r} is no number of seconds; without one, --wait comes last"
         )
     return seconds
+
+
+def is_finite(number: float) -> bool:
+    """Whether float32 holds it as a finite number, as requests need."""
+    return abs(number) <= _LARGEST_FLOAT32  # false for nan
 
 
 def label(text: str) -> tuple[str, str]:

@@ -7,10 +7,11 @@ those of the vectors.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from rheostat._cli._common import CommandError, layers, points
+from rheostat._cli._common import CommandError, is_finite, layers, points
 from rheostat._cli._stored import stored
 from rheostat._client.engine import Engine
 from rheostat._points import show_layers
@@ -34,6 +35,10 @@ _HELP = {
     ),
     "--scale": ("NAME:FACTOR", "multiply the coordinate along a direction; -1 mirrors"),
 }
+
+
+_OTHER_SIGN = re.compile(r".*?( *[=*@] *| +).*")
+"""A sign that no name has, in the place of the colon before a number."""
 
 
 class ParsedOp(NamedTuple):
@@ -100,37 +105,34 @@ def _check_layers(engine: Engine, intervention: Intervention) -> None:
 
 def read_steer(text: str) -> ParsedOp:
     """NAME[:SCALE]."""
-    name, *rest = _parts(text, 2)
-    dose = _number(rest[0], text) if rest else 1.0
+    name, dose = _name_and_dose(text)
     return ParsedOp((name,), lambda vector: Add(vector, dose))
 
 
 def read_norm_add(text: str) -> ParsedOp:
     """NAME[:SCALE]."""
-    name, *rest = _parts(text, 2)
-    dose = _number(rest[0], text) if rest else 1.0
+    name, dose = _name_and_dose(text)
     return ParsedOp((name,), lambda vector: norm_add(vector, dose))
 
 
 def read_ablate(text: str) -> ParsedOp:
     """NAME[,NAME...][:STRENGTH]."""
-    listed, *rest = _parts(text, 2)
-    names = tuple(listed.split(","))
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r} has a comma without a name beside it")
-    strength = _number(rest[0], text) if rest else 1.0
+    typed = _Typed(text, "NAME[,NAME...][:STRENGTH], such as joy or joy,fear:0.5")
+    listed, *rest = typed.parts(text, 2)
+    names = tuple(typed.name(name) for name in listed.split(","))
+    strength = typed.number(rest[0]) if rest else 1.0
     return ParsedOp(names, lambda *directions: ablate(*directions, strength=strength))
 
 
 def read_clamp(text: str) -> ParsedOp:
     """NAME:BOUNDS[:STRENGTH][,...]."""
-    bands = [_parts(band, 3) for band in text.split(",")]
+    typed = _Typed(text, "NAME:BOUNDS[:STRENGTH][,...], such as joy:-1..2, joy:..2 or joy:0")
+    bands = [typed.parts(band, 3) for band in text.split(",")]
+    names = tuple(typed.name(parts[0]) for parts in bands)
     if any(len(parts) < 2 for parts in bands):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has no bounds: MIN..MAX, MIN.., ..MAX or one number"
-        )
+        typed.refuse("has no bounds")
     limits = [
-        (*_bounds(parts[1], text), _number(parts[2], text) if len(parts) > 2 else 1.0)
+        (*_bounds(typed, parts[1]), typed.number(parts[2]) if len(parts) > 2 else 1.0)
         for parts in bands
     ]
 
@@ -141,46 +143,72 @@ def read_clamp(text: str) -> ParsedOp:
             )
         )
 
-    return ParsedOp(tuple(parts[0] for parts in bands), make)
+    return ParsedOp(names, make)
 
 
 def read_scale(text: str) -> ParsedOp:
     """NAME:FACTOR."""
-    name, *rest = _parts(text, 2)
+    typed = _Typed(text, "NAME:FACTOR, such as joy:-1")
+    name, *rest = typed.parts(text, 2)
+    name = typed.name(name)
     if not rest:
-        raise argparse.ArgumentTypeError(f"{text!r} has no factor: NAME:FACTOR")
-    factor = _number(rest[0], text)
+        typed.refuse("has no factor")
+    factor = typed.number(rest[0])
     return ParsedOp((name,), lambda direction: scale(direction, factor))
 
 
 _READERS = (read_steer, read_norm_add, read_ablate, read_clamp, read_scale)
 
 
-def _parts(text: str, most: int) -> list[str]:
-    """Splits at colons; the first part must not be empty."""
-    parts = text.split(":")
-    if "=" in parts[0]:  # no name has one
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has = where a colon belongs: write {text.replace('=', ':', 1)}"
-        )
-    if not parts[0] or len(parts) > most:
-        raise argparse.ArgumentTypeError(f"{text!r} begins with no name or has too many colons")
-    return parts
+class _Typed(NamedTuple):
+    """What was typed for an op. Its errors end with the syntax."""
+
+    text: str
+    syntax: str
+    """With an example."""
+
+    def parts(self, text: str, most: int) -> list[str]:
+        """Splits at colons."""
+        parts = text.split(":")
+        if len(parts) > most:
+            self.refuse("has too many colons")
+        return parts
+
+    def name(self, text: str) -> str:
+        """A name or a digest. Names have none of the signs that people put before a number."""
+        if match := _OTHER_SIGN.fullmatch(text):
+            self.refuse(f"has {match[1].strip() or 'a space'} where a colon belongs")
+        if not text:
+            self.refuse("has no name" if "," not in self.text else "has a comma without a name")
+        return text
+
+    def number(self, text: str) -> float:
+        """A finite number."""
+        try:
+            number = float(text)
+        except ValueError:
+            self.refuse(f"has no number {f'in {text!r}' if text else 'after a colon'}")
+        if not is_finite(number):
+            self.refuse(f"has {text}, which is not a finite number in float32")
+        return number
+
+    def refuse(self, cause: str) -> NoReturn:
+        """Raise the error."""
+        raise argparse.ArgumentTypeError(f"{self.text!r} {cause}: write {self.syntax}")
 
 
-def _number(text: str, whole: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{whole!r} has no number in {text!r}") from None
+def _name_and_dose(text: str) -> tuple[str, float]:
+    typed = _Typed(text, "NAME[:SCALE], such as joy:0.5")
+    name, *rest = typed.parts(text, 2)
+    return typed.name(name), typed.number(rest[0]) if rest else 1.0
 
 
-def _bounds(text: str, whole: str) -> tuple[float | None, float | None]:
+def _bounds(typed: _Typed, text: str) -> tuple[float | None, float | None]:
     """Parses MIN..MAX, either of which may be omitted, or one number for both."""
     low, dots, high = text.partition("..")
     if not dots:
         high = low
     return (
-        _number(low, whole) if low or not dots else None,
-        _number(high, whole) if high or not dots else None,
+        typed.number(low) if low or not dots else None,
+        typed.number(high) if high or not dots else None,
     )

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rheostat._capture.activations import IntArray
+from rheostat._cli._common import is_finite
 from rheostat._responses.signals import column_numbers
 from rheostat._steering.gates import Condition, Pool, Probe
 from rheostat._watches.events import Readings
@@ -103,8 +104,9 @@ def probe_name(vector: str) -> str:
 def _bound(text: str, *, below: bool) -> Bound:
     name, _, number = text.rpartition(":")
     try:
-        if name:
-            return Bound(name, below, float(number))
+        bound = float(number)
     except ValueError:
-        pass
+        name = ""
+    if name and is_finite(bound):
+        return Bound(name, below, bound)
     raise argparse.ArgumentTypeError(f"{text!r} is not NAME:NUMBER, such as joy:2.5")

@@ -62,27 +62,48 @@ def test_an_op_is_read_as_people_write_it(read, text, expected):
     assert made(read, text) == expected
 
 
+SYNTAX = {
+    _ops.read_steer: "NAME[:SCALE], such as joy:0.5",
+    _ops.read_norm_add: "NAME[:SCALE], such as joy:0.5",
+    _ops.read_ablate: "NAME[,NAME...][:STRENGTH], such as joy or joy,fear:0.5",
+    _ops.read_clamp: "NAME:BOUNDS[:STRENGTH][,...], such as joy:-1..2, joy:..2 or joy:0",
+    _ops.read_scale: "NAME:FACTOR, such as joy:-1",
+}
+
+
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
         (_ops.read_steer, "b:much", "'b:much' has no number in 'much'"),
-        (_ops.read_steer, ":2", "':2' begins with no name or has too many colons"),
-        (_ops.read_steer, "b=0.5", "'b=0.5' has = where a colon belongs: write b:0.5"),
-        (_ops.read_clamp, "a:1,b=..2", "'b=..2' has = where a colon belongs: write b:..2"),
-        (_ops.read_norm_add, "b:1:2", "'b:1:2' begins with no name or has too many colons"),
+        (_ops.read_steer, "b:", "'b:' has no number after a colon"),
+        (_ops.read_steer, "b:nan", "'b:nan' has nan, which is not a finite number in float32"),
+        (_ops.read_steer, "b:1e39", "'b:1e39' has 1e39, which is not a finite number in float32"),
+        (_ops.read_steer, ":2", "':2' has no name"),
+        (_ops.read_steer, "", "'' has no name"),
+        (_ops.read_steer, "b=0.5", "'b=0.5' has = where a colon belongs"),
+        (_ops.read_steer, "b*0.5", "'b*0.5' has * where a colon belongs"),
+        (_ops.read_steer, "0.5 * b", "'0.5 * b' has * where a colon belongs"),
+        (_ops.read_steer, "b 0.5", "'b 0.5' has a space where a colon belongs"),
+        (_ops.read_clamp, "a:1,b=..2", "'a:1,b=..2' has = where a colon belongs"),
+        (_ops.read_norm_add, "b:1:2", "'b:1:2' has too many colons"),
         (_ops.read_ablate, "b:all", "'b:all' has no number in 'all'"),
-        (_ops.read_ablate, "a,:1", "'a,:1' has a comma without a name beside it"),
-        (_ops.read_clamp, "b", "'b' has no bounds: MIN..MAX, MIN.., ..MAX or one number"),
-        (_ops.read_clamp, "b:", "'b:' has no number in ''"),
+        (_ops.read_ablate, "a,:1", "'a,:1' has a comma without a name"),
+        (_ops.read_clamp, "b", "'b' has no bounds"),
+        (_ops.read_clamp, "b:", "'b:' has no number after a colon"),
         (_ops.read_clamp, "b:1..x", "'b:1..x' has no number in 'x'"),
-        (_ops.read_clamp, "b:1..2,", "'' begins with no name or has too many colons"),
-        (_ops.read_scale, "b", "'b' has no factor: NAME:FACTOR"),
+        (
+            _ops.read_clamp,
+            "b:-inf..1",
+            "'b:-inf..1' has -inf, which is not a finite number in float32",
+        ),
+        (_ops.read_clamp, "b:1..2,", "'b:1..2,' has a comma without a name"),
+        (_ops.read_scale, "b", "'b' has no factor"),
     ],
 )
 def test_an_op_that_cannot_be_read_is_told(read, text, message):
     with pytest.raises(argparse.ArgumentTypeError) as raised:
         read(text)
-    assert str(raised.value) == message
+    assert str(raised.value) == f"{message}: write {SYNTAX[read]}"
 
 
 def test_ops_act_in_the_order_typed_at_the_sites_typed(server):
@@ -264,7 +285,7 @@ def test_an_equals_sign_in_place_of_a_colon_is_told_before_a_server_is_asked(ser
     with pytest.raises(SystemExit) as raised:
         main(["generate", "x", "--target", server.target, "--steer", "joy=0.5"])
     assert (raised.value.code, server.asked) == (2, [])
-    said = "--steer: 'joy=0.5' has = where a colon belongs: write joy:0.5"
+    said = "--steer: 'joy=0.5' has = where a colon belongs: write NAME[:SCALE], such as joy:0.5"
     assert said in capsys.readouterr().err
 
 

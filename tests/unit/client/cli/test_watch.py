@@ -296,6 +296,7 @@ def test_requests_before_the_watch_are_named(starter, capsys) -> None:
     [
         (["--every", "--stop-above", "mood"], "'mood' is not NAME:NUMBER"),
         (["--every", "--stop-above", "mood:high"], "'mood:high' is not NAME:NUMBER"),
+        (["--every", "--stop-above", "mood:nan"], "'mood:nan' is not NAME:NUMBER"),
         (["--every", "--stop-below", "mood"], "--stop-below: 'mood' is not NAME:NUMBER"),
         (["--every", "--stop-above", "joy:2"], "--stop-above joy: there is no --probe joy"),
         (["--every", "--stop-below", "joy:2"], "--stop-below joy: there is no --probe joy"),
