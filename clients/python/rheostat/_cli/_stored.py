@@ -11,6 +11,7 @@ from dataclasses import replace
 from rheostat._cli._common import CommandError, warn
 from rheostat._client.engine import Engine
 from rheostat._errors import NotFound
+from rheostat._fields import did_you_mean
 from rheostat._steering.vectors import Vector
 
 _LEAST_DIGITS, _ALL_DIGITS = 8, 64
@@ -32,7 +33,8 @@ def stored(engine: Engine, text: str) -> Vector:
         for info in engine.vectors.list(text):
             if info.vector.name == text:
                 return info.vector
-        raise NotFound(f"no vector is named {text!r}", reason="REASON_NAME_NOT_FOUND")
+        hint = did_you_mean(text, names(engine, ""))
+        raise NotFound(f"no vector is named {text!r}{hint}", reason="REASON_NAME_NOT_FOUND")
     listed = [info.vector for info in engine.vectors.list()]
     matches = [vector for vector in listed if vector.name == text] or [
         vector for vector in listed if (vector.digest or "").startswith(text.lower())

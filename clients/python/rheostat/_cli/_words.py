@@ -34,6 +34,8 @@ def _hint(error: RheostatError) -> str:
     """Advice that only the command line has."""
     if error.reason in _NOT_STORED:
         return "; rheostat vectors list shows what is stored"
+    if error.reason == "REASON_RUN_NOT_FOUND":
+        return "; rheostat runs list shows what is stored"
     if error.path == "layers" and "control vectors" in error.message:
         return "; --layers 1-5, say, takes the rows of those layers"
     return ""

@@ -7,9 +7,12 @@ import sys
 
 from rheostat._cli._common import Subparsers, add_target, connected, label, warn
 from rheostat._cli._ops import add_ops, steering
+from rheostat._responses.receipts import Receipt
 from rheostat._responses.results import Divergence, Generation, Sample, Tokens
 
 _MAX_TOKENS = 128
+_LONG = 2.0
+"""A change longer than this, in norms of the residual stream, leaves little of a text."""
 
 
 def add(commands: Subparsers) -> None:
@@ -83,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"--- baseline\n{out.baseline.text}", flush=True)
     if ended := _ended_by_others(out.samples[0]):
         warn(ended)
+    if too_long := _too_long(out.receipt):
+        warn(too_long)
     for line in _summary(out, bool(steered)):
         print(line, file=sys.stderr)
     return 0
@@ -95,6 +100,23 @@ def _ended_by_others(sample: Sample) -> str:
         return ""
     why = f": {sample.label}" if sample.label else ""
     return f"{who[sample.finish_reason]} ended the text{why}"
+
+
+def _too_long(receipt: Receipt) -> str:
+    """Where steering changed rows by more than `_LONG` times their norm on average, else ""."""
+    changes = [
+        (site.dose.relative_mean, str(site.site))
+        for applied in receipt.interventions
+        for site in applied.sites
+        if site.dose is not None and site.dose.relative_mean is not None
+    ]
+    times, where = max(changes, default=(0.0, ""))
+    if times <= _LONG:
+        return ""
+    return (
+        f"the steering at {where} is {times:.3g} times as long as the residual stream, which "
+        "leaves little of the text: try a smaller number"
+    )
 
 
 def _summary(out: Generation, steered: bool) -> list[str]:

@@ -170,6 +170,9 @@ def run_put(args: argparse.Namespace) -> int:
 def run_get(args: argparse.Namespace) -> int:
     """Save a vector's numbers."""
     path = args.file or Path(args.name.rpartition("/")[2] + ".npy")
+    if path.suffix not in ("", ".npy"):
+        hint = "; rheostat vectors export writes it" if path.suffix[1:] in FORMATS else ""
+        raise CommandError(f"{path} does not end in .npy{hint}", 2)
     may_write(path, args.force)
     with connected(args) as engine, Phase(f"fetching {args.name}"):
         vector = fetched(engine, args.name)

@@ -22,7 +22,7 @@ from rheostat._steering.condition_fits import (
 from rheostat._steering.gates import POOLS, Pool
 from rheostat._steering.readouts import NORMALISATIONS, Normalise
 from rheostat._steering.transfers import Progress
-from rheostat._steering.vectors import Vector, refuse_dose, row_ref
+from rheostat._steering.vectors import Intervention, Vector, refuse_dose, row_ref
 from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
 
 
@@ -34,17 +34,17 @@ def fit_conditions(
     points: PointsLike,
     layers: LayersLike,
     where: SelectorLike,
-    pools: Iterable[Pool],
-    directions: Iterable[FitDirection] | None,
-    vectors: Iterable[Vector],
-    normalises: Iterable[Normalise],
+    pools: Pool | Iterable[Pool],
+    directions: FitDirection | Iterable[FitDirection] | None,
+    vectors: Vector | Iterable[Vector],
+    normalises: Normalise | Iterable[Normalise],
     name: str | None,
     description: str,
     lora: str | None,
     progress: Progress | None,
 ) -> DownloadCall[steering_service_pb2.FitConditionsResponse, None, ConditionFits]:
     at_layers = layers_of(layers)
-    given = list(vectors)
+    given = [vectors] if isinstance(vectors, Vector | Intervention) else list(vectors)
     for number, vector in enumerate(given):
         refuse_dose(vector, f"vectors[{number}]")
         if not isinstance(vector, Vector):
@@ -57,15 +57,15 @@ def fit_conditions(
         positive=prompts_to_wire(positive, "positive"),
         negative=prompts_to_wire(negative, "negative"),
         sites=site_set(points_of(points), at_layers),
-        pools=[word(pool, POOLS, f"pools[{i}]") for i, pool in enumerate(pools)],
+        pools=[word(pool, POOLS, f"pools[{i}]") for i, pool in enumerate(_words(pools))],
         directions=[
             word(direction, FIT_DIRECTIONS, f"directions[{i}]")
-            for i, direction in enumerate(directions or ())
+            for i, direction in enumerate(_words(directions or ()))
         ],
         vectors=[row_ref(vector, at_layers, f"vectors[{i}]") for i, vector in enumerate(given)],
         normalises=[
             word(normalise, NORMALISATIONS, f"normalises[{i}]")
-            for i, normalise in enumerate(normalises)
+            for i, normalise in enumerate(_words(normalises))
         ],
         name="" if name is None else vector_name(name),
         description=utf8_text(description, "description", "a description"),
@@ -86,3 +86,8 @@ def fit_conditions(
             progress,
         ),
     )
+
+
+def _words(given: Iterable[str]) -> Iterable[str]:
+    """One word, or several."""
+    return (given,) if isinstance(given, str) else given

@@ -150,17 +150,24 @@ class Connection(ConnectionBase):
     def __init__(self, target: str, timeout: float | None) -> None:
         super().__init__(target, timeout)
         self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def channel(self) -> grpc.aio.Channel:
         """Created at the first use, because it belongs to the event loop that runs then.
 
-        Raises Refused if the connection is closed.
+        Raises Refused if the connection is closed, or if another event loop runs now.
         """
         self.check_open()
         if self._channel is None:
+            self._loop = running_loop()
             with all_wakeups_read():
                 self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
+        elif self._loop is not running_loop():
+            raise _errors.Refused(
+                "this client made its first call in another event loop, as each asyncio.run starts "
+                "one: connect in the coroutine that asyncio.run gets, and make all calls there"
+            )
         return self._channel
 
     async def unary(self, call: UnaryCall[Answer, Result], timeout: float | None = None) -> Result:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 
 from rheostat._connection.channel import checked_timeout
-from rheostat._errors import DeadlineExceeded, RheostatError, Unavailable, cause, unanswered
+from rheostat._errors import (
+    START_ONE,
+    DeadlineExceeded,
+    RheostatError,
+    Unavailable,
+    cause,
+    unanswered,
+)
 
 POLL = 0.5
 """Seconds between two health checks."""
@@ -38,7 +45,8 @@ class Wait:
         silent = time.monotonic() - self._answered
         if silent >= UNREACHABLE:
             raise Unavailable(
-                f"{unanswered(self._target, error.details)}; waited {silent:.0f} s for one",
+                f"{unanswered(self._target, error.details)}; waited {silent:.0f} s for one; "
+                f"{START_ONE}",
                 details=error.details,
             )
         why = cause(error.details)

@@ -36,6 +36,7 @@ _HINT = f"{_ARCHITECTURE}.model_hint"
 _COUNT = f"{_ARCHITECTURE}.layer_count"
 _DIRECTION = re.compile(r"direction\.([0-9]+)")
 _NO_HINT = "unknown"
+_MAGIC = b"GGUF"
 _SWAPPED = "S"
 """The reader's mark of the other byte order, in which it would read wrong numbers."""
 
@@ -47,6 +48,9 @@ def load(path: Path) -> Vector:
     except ModuleNotFoundError as error:
         raise missing_library("this file format", error, "files") from error
     try:
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise bad_file(path, "cannot be read (it is not a GGUF file)", "is it complete?")
         reader = GGUFReader(path)
         if reader.byte_order == _SWAPPED:
             raise bad_file(

@@ -34,6 +34,8 @@ _DIRECTIONS: dict[int, FitDirection] = {
 }
 _SHOWN = 10
 """Rows of the table that are printed."""
+_MOST_MARGIN = 1e9
+"""Scores within each set are equal, as those of one prompt are."""
 _ROUNDING = 1e-6
 """Larger than the rounding of the server's float32 fractions, smaller than 1 of 2048 prompts."""
 
@@ -114,7 +116,7 @@ class ConditionFits:
             f"{'<' if fit.below else '>'} {fit.threshold:.4g}",
             f"{fit.f1:.3f}",
             "-" if fit.held_out_f1 is None else f"{fit.held_out_f1:.3f}",
-            f"{fit.margin:.2f}",
+            "-" if abs(fit.margin) >= _MOST_MARGIN else f"{fit.margin:.2f}",
             "best" if fit is self.best else "",
         ]
 

@@ -176,13 +176,13 @@ class Condition:
             after_prompt=bool(self.after_prompt),
         )
         if self.low is not None:
-            message.above = finite(self.low, f"{path}.above", "a bound")
+            message.above = finite(self.low, f"{path}.above", "bound")
         if self.high is not None:
-            message.below = finite(self.high, f"{path}.below", "a bound")
+            message.below = finite(self.high, f"{path}.below", "bound")
         if self.stays_low is not None:
-            message.stays_above = finite(self.stays_low, f"{path}.stays_above", "a bound")
+            message.stays_above = finite(self.stays_low, f"{path}.stays_above", "bound")
         if self.stays_high is not None:
-            message.stays_below = finite(self.stays_high, f"{path}.stays_below", "a bound")
+            message.stays_below = finite(self.stays_high, f"{path}.stays_below", "bound")
         if self.combine != "sum":
             message.for_tokens = whole_number(
                 self.for_tokens, f"{path}.for_tokens", "a number of tokens", least=1
@@ -258,8 +258,8 @@ class Gate:
                     threshold, f"{path}.sigmoid.threshold", "a threshold"
                 )
             case Ramp(low, high):
-                message.ramp.low = finite(low, f"{path}.ramp.low", "a bound")
-                message.ramp.high = finite(high, f"{path}.ramp.high", "a bound")
+                message.ramp.low = finite(low, f"{path}.ramp.low", "bound")
+                message.ramp.high = finite(high, f"{path}.ramp.high", "bound")
             case threshold:
                 message.step.threshold = finite(threshold, f"{path}.step.threshold", "a threshold")
         message.hold.CopyFrom(hold_to_wire(self.hold, f"{path}.hold"))

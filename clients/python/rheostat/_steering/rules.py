@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rheostat._errors import invalid
+from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import utf8_text, whole_number, word
 from rheostat._steering.gates import COMBINES, Combine, Condition, Hold, Probe, hold_to_wire
 from rheostat._steering.steering import SteeringLike, steering_to_wire
@@ -181,6 +181,11 @@ def rules_of(rules: RulesLike) -> tuple[Rule, ...]:
     return listed
 
 
+def _no_probe(given: object, path: str) -> InvalidRequest:
+    kind = type(given).__name__
+    return invalid(path, f"a probe is a rheostat.probe(vector, points=..., layers=...), not {kind}")
+
+
 def probes_to_wire(
     interventions: Iterable[Intervention], probes: ProbesLike = None, rules: Sequence[Rule] = ()
 ) -> list[gate_pb2.Probe]:
@@ -188,12 +193,12 @@ def probes_to_wire(
 
     Raises InvalidRequest if two different probes have one name.
     """
+    if probes is not None and not isinstance(probes, Iterable | Probe):
+        raise _no_probe(probes, "probes")
     sent = () if probes is None else (probes,) if isinstance(probes, Probe) else tuple(probes)
     for number, probe in enumerate(sent):
         if not isinstance(probe, Probe):
-            raise invalid(
-                f"probes[{number}]", f"is a rheostat.probe(...), not {type(probe).__name__}"
-            )
+            raise _no_probe(probe, f"probes[{number}]")
     ruled = [condition.probe for rule in rules for condition in rule.conditions]
     messages = [
         *(probe.to_wire(f"probe {probe.name!r}") for probe in sent),

@@ -124,18 +124,24 @@ def pair_to_wire(
                 f"a run stands for the corrupt prompt as rheostat.from_run({run_id!r})",
             )
         case NoisyPrompt() as noisy:
-            path = f"{path}.corrupt"
             message.noise.noise.CopyFrom(noise_to_wire(noisy.noise))
             sites = site_set(points_of(noisy.points), layers_of(noisy.layers))
             message.noise.sites.CopyFrom(sites)
             message.noise.where.CopyFrom(_selector(noisy.where))
-            message.noise.noise_count = whole_number(noisy.count, f"{path}.count", "a count")
+            message.noise.noise_count = whole_number(
+                noisy.count, f"{path}.corrupt.count", "a count"
+            )
         case prompt:
             put_prompt(message.corrupt, prompt, f"{path}.corrupt")
     for name, answer in (("answer", pair.answer), ("foil", pair.foil)):
         alternatives = getattr(message, name).alternatives
         for ids in answer_ids(answer, tokens, f"{path}.{name}"):
             alternatives.append(types_pb2.TokenIds(ids=ids))
+    answers, foils = (
+        {tuple(one.ids) for one in side.alternatives} for side in (message.answer, message.foil)
+    )
+    if foils and answers == foils:
+        raise invalid(f"{path}.foil", "the foil is the answer: they never differ")
     if set(pair.groups) != set(labels):
         raise invalid(
             f"{path}.groups", f"every pair has the same groups: {', '.join(labels) or 'none'}"

@@ -143,7 +143,7 @@ def test_a_name_that_is_not_stored_fails_in_one_line(server, capsys):
     assert main(["generate", "x", "--target", server.target, "--steer", "jo"]) == 1
     assert capsys.readouterr() == (
         "",
-        "rheostat: no vector is named 'jo' [REASON_NAME_NOT_FOUND]; "
+        "rheostat: no vector is named 'jo': did you mean 'joy'? [REASON_NAME_NOT_FOUND]; "
         "rheostat vectors list shows what is stored\n",
     )
 

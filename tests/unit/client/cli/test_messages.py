@@ -78,8 +78,8 @@ def test_a_vector_is_named_by_the_beginning_of_its_digest_too(server, typed, mea
     assert list(done.sites.list.layers) == [1]
 
 
-@pytest.mark.parametrize("action", ["get", "export"])
-def test_a_vector_is_fetched_by_the_beginning_of_its_digest(server, tmp_path, action):
+@pytest.mark.parametrize(("action", "ending"), [("get", ".npy"), ("export", ".npz")])
+def test_a_vector_is_fetched_by_the_beginning_of_its_digest(server, tmp_path, action, ending):
     glad = rheostat.inline([1.0, 2.0])
     info = pb.VectorInfo(digest=bytes.fromhex(glad.digest), dtype="DTYPE_FLOAT32", shape=[1, 2])
     chunk = pb.GetVectorResponse(chunk=glad.values.tobytes())
@@ -88,7 +88,7 @@ def test_a_vector_is_fetched_by_the_beginning_of_its_digest(server, tmp_path, ac
     listed.vectors[-1].name = "glad"
     listed.vectors[-1].sites.CopyFrom(STORED.vectors[0].sites)
     server.on("ListVectors", listed)
-    path = tmp_path / "x.npz"
+    path = tmp_path / f"x{ending}"
     line = ["vectors", action, glad.digest[:8], str(path), "--target", server.target]
     assert main(line) == 0
     assert server.asked[-1] == pb.GetVectorRequest(digest=info.digest)

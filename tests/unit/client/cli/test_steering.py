@@ -218,6 +218,38 @@ def test_the_receipt_is_shown_where_the_server_steered_everyone(server, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "  clamp (global 0): 0 rows"
 
 
+@pytest.mark.parametrize(
+    ("times", "warned"),
+    [
+        (1.9, ""),
+        (
+            8.34,
+            "rheostat: the steering at resid_post[3] is 8.34 times as long as the residual stream, "
+            "which leaves little of the text: try a smaller number",
+        ),
+    ],
+)
+def test_steering_that_is_much_longer_than_the_stream_is_warned_of(server, capsys, times, warned):
+    sites = "".join(
+        f"""sites {{
+              site {{ point: POINT_RESID_POST layer: {layer} }} row_count: 2
+              dose {{ norm: 9 relative_mean: {relative} relative_max: 10 }}
+            }}"""
+        for layer, relative in ((2, 0.5), (3, times))
+    )
+    receipt = text_format.Parse(
+        f"""receipt {{
+              request_id: "r1"
+              interventions {{ intervention {{ origin: ORIGIN_REQUEST op: OP_ADD }} {sites} }}
+            }}""",
+        generation_service_pb2.GenerateResponse(),
+    )
+    server.on("Generate", [*PLAIN[:-1], receipt])
+    assert main(["generate", "x", "--target", server.target]) == 0
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == (warned or "receipt of r1")
+
+
 @pytest.mark.parametrize("expected", ["3", None])
 def test_global_set_keeps_the_rules_of_the_policy(server, capsys, expected):
     before = text_format.Parse(

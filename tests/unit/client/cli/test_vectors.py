@@ -162,9 +162,21 @@ def test_import_points_to_put_for_one_array(server, capsys, tmp_path):
     assert (capsys.readouterr(), server.asked) == (("", message), [])
 
 
-@pytest.mark.parametrize("action", ["get", "export"])
-def test_a_file_that_is_there_is_replaced_only_with_force(server, capsys, tmp_path, action):
-    path = tmp_path / "joy.npz"
+@pytest.mark.parametrize(
+    ("ending", "hint"), [(".txt", ""), (".safetensors", "; rheostat vectors export writes it")]
+)
+def test_get_writes_no_array_under_the_name_of_another_format(
+    server, capsys, tmp_path, ending, hint
+):
+    path = tmp_path / f"joy{ending}"
+    assert main(["vectors", "get", "joy", str(path), "--target", server.target]) == 2
+    assert capsys.readouterr().err == f"rheostat: {path} does not end in .npy{hint}\n"
+    assert (server.asked, path.exists()) == ([], False)
+
+
+@pytest.mark.parametrize(("action", "ending"), [("get", ".npy"), ("export", ".npz")])
+def test_a_file_that_is_there_is_replaced_only_with_force(server, capsys, tmp_path, action, ending):
+    path = tmp_path / f"joy{ending}"
     path.write_text("mine")
     serve(server, name="joy")
     line = ["vectors", action, "joy", str(path), "--target", server.target]

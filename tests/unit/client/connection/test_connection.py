@@ -140,6 +140,14 @@ def test_a_watch_whose_event_loop_is_closed_can_be_finished(server):
     watch.finish()
 
 
+def test_a_client_of_another_event_loop_says_so(server):
+    server.on("GetModel", MODEL)
+    engine = rheostat.aio.connect(server.target)
+    asyncio.run(engine.model())
+    with pytest.raises(rheostat.Refused, match="made its first call in another event loop"):
+        asyncio.run(engine.model())
+
+
 async def test_a_request_of_the_event_loop_is_sent_in_the_next_iteration() -> None:
     requests = Requests(list)
     sending = requests.until_none()

@@ -37,6 +37,13 @@ def test_direction_n_acts_where_block_n_leaves_with_a_row_per_layer_that_is_name
     assert found.description == "control vector for llama"
 
 
+def test_a_file_that_is_no_gguf_is_told_in_words(tmp_path):
+    path = tmp_path / "joy.gguf"
+    path.write_text("hi")
+    with pytest.raises(rheostat.InvalidRequest, match="it is not a GGUF file"):
+        rheostat.load_vector(path)
+
+
 def test_repeng_s_first_block_is_layer_0(tmp_path):
     write(tmp_path / "joy.gguf", {0: DIRECTIONS[10], 1: DIRECTIONS[11]}, hint="unknown")
     found = rheostat.load_vector(tmp_path / "joy.gguf")

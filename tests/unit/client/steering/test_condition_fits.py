@@ -156,6 +156,27 @@ def test_a_fit_warns_if_the_sets_cannot_be_told_apart(
     assert bool(warned) == ("does not tell the two sets apart" in caplog.text)
 
 
+def test_one_of_each_needs_no_list(client, server):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=fitted("f1: 1 margin: 2.5"))])
+    client.run(
+        lambda engine: engine.conditions.fit(
+            ["a"],
+            ["b"],
+            points="resid_post",
+            layers=1,
+            pools="last",
+            directions="difference_of_means",
+            normalises="unit",
+            vectors=rheostat.named("a"),
+        )
+    )
+    (asked,) = server.asked
+    assert list(asked.pools) == [gate_pb2.POOL_LAST]
+    assert list(asked.directions) == [pb.FIT_DIRECTION_DIFFERENCE_OF_MEANS]
+    assert list(asked.normalises) == [vector_pb2.NORMALISE_UNIT]
+    assert [one.name for one in asked.vectors] == ["a"]
+
+
 def test_a_given_vector_that_is_best_keeps_its_name(client, server):
     server.on("FitConditions", [pb.FitConditionsResponse(fitted=ANSWER)])
     given = [rheostat.named("a"), rheostat.named("b")]
@@ -261,10 +282,11 @@ def test_the_command_names_no_watch_if_the_sets_cannot_be_told_apart(server, tmp
 
 
 def test_the_command_says_that_no_prompt_was_held_out(server, tmp_path, capsys):
-    server.on("FitConditions", [pb.FitConditionsResponse(fitted=fitted("f1: 1 margin: 2.5"))])
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=fitted("f1: 1 margin: 1e9"))])
     assert main(command(server, tmp_path)) == 0
     out = capsys.readouterr().out
-    assert "\n-: not judged; held-out prompts need two prompts or more in each set\n" in out
+    assert "1.000  -         -       best\n" in out
+    assert "\n-: not defined; it needs two prompts or more in each set\n" in out
     assert "rheostat watch" in out
 
 

@@ -76,6 +76,7 @@ def test_a_request_has_every_probe_once_and_sends_those_asked_for() -> None:
             "rules[0].gain.interventions[1]",
         ),
         ({"probes": [ROW]}, "probes[0]"),
+        ({"probes": ROW}, "probes"),
         ({"hold_back": -1}, "hold_back"),
     ],
 )

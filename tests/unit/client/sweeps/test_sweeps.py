@@ -349,6 +349,10 @@ WRONG = {
         ),
         "groups",
     ),
+    "a foil that is the answer": (
+        lambda c: sweep(c, rheostat.Pair("a", corrupt="b", answer=[1], foil=[1])),
+        "pairs[0].foil",
+    ),
 }
 
 
