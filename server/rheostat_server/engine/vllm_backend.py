@@ -389,7 +389,8 @@ class VllmBackend:
     def _sampling_params(self, job: Job) -> "SamplingParams":
         settings, first = job.sampling, job.sample == 0
         # vLLM takes 25 microseconds to check such an object, and 2 to copy it.
-        params = copy(_sampling_params(settings, first, self._llm.tokenizer is not None))
+        detokenize = settings.text and self._llm.tokenizer is not None
+        params = copy(_sampling_params(settings, first, detokenize))
         if settings.seed is not None:
             params.seed = settings.seed_of(job.sample)
         if job.has_plan:

@@ -207,7 +207,12 @@ async def ask(
 def _sampling(token_id: int | None, logprobs: int) -> SamplingSettings:
     """Sampling of a question. All cells share it."""
     return SamplingSettings(
-        max_tokens=1, temperature=0.0, logprobs=logprobs, only_token=token_id, ignore_eos=True
+        max_tokens=1,
+        temperature=0.0,
+        logprobs=logprobs,
+        only_token=token_id,
+        ignore_eos=True,
+        text=False,
     )
 
 

@@ -495,6 +495,14 @@ def test_equal_settings_share_no_parameters_that_vllm_or_a_plan_changes() -> Non
     assert params(job("d")).stop_token_ids == []
 
 
+@pytest.mark.parametrize("text", [True, False])
+@pytest.mark.parametrize("tokenizer", [None, object()])
+def test_only_samples_whose_text_is_read_are_decoded(tokenizer: object, text: bool) -> None:
+    backend = SimpleNamespace(_llm=SimpleNamespace(tokenizer=tokenizer))
+    params = VllmBackend._sampling_params(backend, job("a", text=text))
+    assert params.detokenize is (text and tokenizer is not None)
+
+
 def test_each_sample_has_its_own_seed_and_only_the_first_has_the_prompts_log_probabilities() -> (
     None
 ):
