@@ -73,6 +73,8 @@ class RequestStarter:
     async def _until_one_may_start(self) -> None:
         """Returns when a request may start."""
         now = asyncio.get_running_loop().time
+        if not self._background and not self._turn.locked() and self._full_until <= now():
+            return
         async with self._turn:
             while (seconds := self._full_until - now()) > 0:
                 await asyncio.sleep(seconds)

@@ -54,13 +54,15 @@ class Turns:
 
     async def turn(self) -> None:
         """Returns when it is the caller's turn."""
+        if self.take():
+            return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def resolve() -> None:
             if not future.done():  # otherwise the caller was cancelled
                 future.set_result(None)
 
-        self.call(resolve)
+        self.call_later(resolve)
         await future
 
     def _schedule(self) -> None:
