@@ -13,7 +13,7 @@ event loop little.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from rheostat_engine.plan.needs import Needs
@@ -51,6 +51,9 @@ class Capacity:
     """Intervals of positions, summed over distinct tables."""
 
 
+_RESOURCES = tuple(resource.name for resource in fields(Capacity))
+
+
 class Shortage(NamedTuple):
     """Why a plan doesn't fit."""
 
@@ -79,7 +82,7 @@ class CapacityLedger:
 
     def __init__(self, capacity: Capacity) -> None:
         """The worker reports `capacity` in `ModelSites`."""
-        self._limits: dict[str, int] = asdict(capacity)
+        self._limits: dict[str, int] = {name: getattr(capacity, name) for name in _RESOURCES}
         self._shared = SharedContent()
         self._unshared = dict.fromkeys(self._limits, 0)
         self._admitted: dict[str, _Reserved] = {}
