@@ -40,7 +40,7 @@ class AdmittedRequest:
     observer_captures: tuple[ObserverCapture, ...]
     """The captures of subscriptions that observe it."""
     plan: Plan
-    """The plan of every sample, under the request's id."""
+    """The plan of every sample. Each sample has a copy with an id of its own."""
     unobserved: Plan
     """The plan without the captures of observers."""
     vectors: tuple[Vector, ...]

@@ -66,11 +66,21 @@ class Answers:
         """Everything that the model must be asked, each once. The first is about the prompt."""
         questions = dict.fromkeys(
             question
-            for answer in (self.right, self.wrong)
-            for sequence in answer
-            for question in _questions(sequence)
+            for answer in (self._right_questions, self._wrong_questions)
+            for questions_of_sequence in answer
+            for question in questions_of_sequence
         )
         return tuple(questions) or (_ANY,)
+
+    @cached_property
+    def _right_questions(self) -> tuple[tuple[Question, ...], ...]:
+        """The questions about each sequence of the right answer."""
+        return tuple(map(_questions, self.right))
+
+    @cached_property
+    def _wrong_questions(self) -> tuple[tuple[Question, ...], ...]:
+        """The questions about each sequence of the wrong answer."""
+        return tuple(map(_questions, self.wrong))
 
     @property
     def longest(self) -> int:
@@ -85,25 +95,28 @@ class Answers:
             readings: for each of `questions`.
         """
         if metric == sweep_pb2.METRIC_RANK:
-            return float(min(readings[_questions(sequence)[0]].rank for sequence in self.right))
-        right = _logprob(self.right, readings)
+            return float(min(readings[first].rank for first, *_ in self._right_questions))
+        right = _logprob(self._right_questions, readings)
         if metric == sweep_pb2.METRIC_LOGIT_DIFFERENCE:
             # Both logits lack the same logarithm of a sum, so it cancels.
-            return right - _logprob(self.wrong, readings)
+            return right - _logprob(self._wrong_questions, readings)
         return math.exp(right) if metric == sweep_pb2.METRIC_PROBABILITY else right
 
 
-def _questions(sequence: Sequence[int]) -> list[Question]:
-    return [Question(tuple(sequence[:i]), token) for i, token in enumerate(sequence)]
+def _questions(sequence: Sequence[int]) -> tuple[Question, ...]:
+    return tuple([Question(tuple(sequence[:i]), token) for i, token in enumerate(sequence)])
 
 
-def _logprob(answer: Answer, readings: Readings) -> float:
-    """The logarithm of the summed probabilities of the answer's sequences."""
-    logprobs = [
-        sum(readings[question].logprob for question in _questions(tokens)) for tokens in answer
-    ]
+def _logprob(answer: Sequence[Sequence[Question]], readings: Readings) -> float:
+    """The logarithm of the summed probabilities of the answer's sequences.
+
+    Args:
+        answer: the questions about each sequence.
+        readings: for each question.
+    """
+    logprobs = [sum([readings[question].logprob for question in questions]) for questions in answer]
     largest = max(logprobs)
-    if largest == -math.inf:
+    if len(logprobs) == 1 or largest == -math.inf:
         return largest
     return largest + math.log(sum(math.exp(logprob - largest) for logprob in logprobs))
 

@@ -163,7 +163,7 @@ async def ask(
         admitted,
         request_id=request_id,
         prompt=prompt,
-        plan=plan.for_request(request_id, plan.epoch),
+        plan=plan,
         unobserved=admitted.unobserved if readers else plan,
         captures=admitted.captures if readers else (),
         observer_captures=admitted.observer_captures if readers else (),

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from rheostat_engine import Plan
 from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.errors import NonFinite
@@ -23,7 +21,7 @@ from rheostat_server.sweeps.grades import LastRow, PooledReading, RowReader
 from rheostat_server.sweeps.pairs import Pair
 from rheostat_server.sweeps.prefetch import Prefetch
 from rheostat_server.sweeps.request_starter import RequestStarter
-from rheostat_server.sweeps.scores import Values
+from rheostat_server.sweeps.scores import Metrics
 from rheostat_server.sweeps.settings import Settings
 from rheostat_server.sweeps.sources import HeldRuns, Source, sources_of
 from rheostat_wire.dtypes import FloatArray
@@ -46,8 +44,7 @@ class _Answered(NamedTuple):
 class Measured(NamedTuple):
     """What a cell gives in one prompt."""
 
-    values: Values
-    """[grades]"""
+    metrics: Metrics
     top_token_id: int | None
     """The most likely token behind the prompt, if it is known."""
 
@@ -82,6 +79,12 @@ class Measurements:
         self._references: list[FloatArray | None] = [None] * len(pairs)
         """The last row [1, W] of each clean prompt, if a grade compares distributions."""
         self._divergences = Divergences(manager)
+        self._reading_grades = [
+            (number, grade)
+            for number, grade in enumerate(settings.grades)
+            if grade.row_reader() is not None
+        ]
+        """The grades that need rows, with their numbers."""
         self._unique = uuid.uuid4().hex[:12]
         self.computed = 0
         """Prompt tokens that were computed so far, rather than read from the prefix cache."""
@@ -103,7 +106,7 @@ class Measurements:
         if any(grade.metric == sweep_pb2.METRIC_KL for grade in self._settings.grades):
             self._references[index] = (await self._answered(pair.clean, pair)).last_row
 
-    async def unchanged(self, prompt: AdmittedRequest, number: int) -> Values:
+    async def unchanged(self, prompt: AdmittedRequest, number: int) -> Metrics:
         """[grades]: the numbers of an unchanged prompt of a pair.
 
         Raises:
@@ -132,9 +135,8 @@ class Measurements:
         """
         changed, plan = await self._requests.request(cell, pair, noise)
         answered = await self._answered(changed, self._pairs[pair], plan)
-        values = await self._numbers(answered, pair)
         first = answered.readings[self._pairs[pair].answers.questions[0]]
-        return Measured(values, first.top_token_id)
+        return Measured(await self._numbers(answered, pair), first.top_token_id)
 
     async def _answered(
         self, prompt: AdmittedRequest, pair: Pair, plan: Plan | None = None
@@ -145,12 +147,13 @@ class Measurements:
         """
         first, *others = pair.answers.questions
         asked, readers = await self._starter.run(partial(self._ask_and_read, prompt, first, plan))
-        several = [asked]
+        computed, readings = asked.computed, {first: asked.reading}
         for question in others:
-            several.append(await self._starter.run(partial(ask, prompt, question, plan=plan)))
-        self.computed += sum(answer.computed for answer in several)
-        readings = [answer.reading for answer in several]
-        return _Answered(dict(zip(pair.answers.questions, readings, strict=True)), readers)
+            asked = await self._starter.run(partial(ask, prompt, question, plan=plan))
+            computed += asked.computed
+            readings[question] = asked.reading
+        self.computed += computed
+        return _Answered(readings, readers)
 
     async def _ask_and_read(
         self,
@@ -161,15 +164,15 @@ class Measurements:
         manager: RequestManager,
     ) -> tuple[Asked, dict[int, RowReader]]:
         """Asks a question, and reads the rows of each grade that needs some."""
-        readers = {
+        readers: dict[int, RowReader] = {
             number: reader
-            for number, grade in enumerate(self._settings.grades)
+            for number, grade in self._reading_grades
             if (reader := grade.row_reader()) is not None
         }
         asked = await ask(prompt, question, request_id, manager, tuple(readers.values()), plan)
         return asked, readers
 
-    async def _numbers(self, answered: _Answered, pair: int) -> Values:
+    async def _numbers(self, answered: _Answered, pair: int) -> Metrics:
         """[grades]: the numbers of a prompt that was asked.
 
         Raises:
@@ -194,4 +197,4 @@ class Measurements:
                     "numbers overflow"
                 )
             values.append(value)
-        return np.array(values)
+        return values

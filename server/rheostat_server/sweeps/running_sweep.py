@@ -18,7 +18,13 @@ from rheostat_server.errors.status import to_status
 from rheostat_server.sweeps.grid import cell_runs
 from rheostat_server.sweeps.measurements import Measurements
 from rheostat_server.sweeps.pairs import Pair
-from rheostat_server.sweeps.scores import PairScale, Scores, Values, check_contrast, pair_scale
+from rheostat_server.sweeps.scores import (
+    PairScale,
+    Scores,
+    Values,
+    check_contrast,
+    pair_scale,
+)
 from rheostat_server.sweeps.settings import Settings
 from rheostat_server.tasks.tracebacks import drop_tracebacks
 from rheostat_wire.v1 import sweep_pb2, sweep_service_pb2, tensor_pb2
@@ -35,8 +41,8 @@ class _Cell:
 
     waiting: int
     """Prompts that have not answered yet."""
-    raw: Values
-    """[pairs, grades]: sums over the noises."""
+    raw: list[list[float]]
+    """[pairs][grades]: sums over the noises."""
     top_token_id: int = 0
     error: RheostatError | None = None
 
@@ -81,6 +87,8 @@ class RunningSweep:
         self._measurements = measurements
         self._scores = Scores(settings.done.values, settings.grades)
         noises = [len(pair.bases) for pair in pairs]
+        self._noises = noises
+        """For each pair, the number of its prompts in which cells are run."""
         first = settings.baselines - settings.late_baselines
         self._progress = _Progress(
             repeats=[[[] for _ in range(count)] for count in noises],
@@ -164,8 +172,8 @@ class RunningSweep:
         pair = self._pairs[index]
         await self._measurements.prepare(index)
         for prompt in pair.corrupt if pair.into_clean else (pair.clean,):
-            values = await self._measurements.unchanged(prompt, index)
-            self._progress.other[index].append(values)
+            metrics = await self._measurements.unchanged(prompt, index)
+            self._progress.other[index].append(np.array(metrics))
 
     def _first_baselines(self) -> list[_Work]:
         """The unchanged prompts by which cells are graded: each noise's, the first's repeatedly.
@@ -175,8 +183,8 @@ class RunningSweep:
         first = self._settings.baselines - self._settings.late_baselines
         return [
             _Work(None, number, noise)
-            for number, pair in enumerate(self._pairs)
-            for noise in range(len(pair.bases))
+            for number, noises in enumerate(self._noises)
+            for noise in range(noises)
             for _ in range(1 if noise else first)
         ]
 
@@ -195,7 +203,7 @@ class RunningSweep:
 
         The first baselines alternate with the first cells. The late ones are spread over all cells.
         """
-        count = len(cells) * sum(len(pair.bases) for pair in self._pairs)
+        count = len(cells) * sum(self._noises)
         work = _alternating(first, _spread(late, self._expected(self._work(cells)), count))
 
         async def run() -> None:
@@ -205,12 +213,11 @@ class RunningSweep:
         await _together(run, self._settings.concurrency)
 
     def _work(self, cells: Iterable[int]) -> Iterator[_Work]:
-        grades = len(self._settings.grades)
+        waiting, none = sum(self._noises), [0.0] * len(self._settings.grades)
         for cell in cells:
-            waiting = sum(len(pair.bases) for pair in self._pairs)
-            self._progress.cells[cell] = _Cell(waiting, np.zeros((len(self._pairs), grades)))
-            for index, pair in enumerate(self._pairs):
-                for noise in range(len(pair.bases)):
+            self._progress.cells[cell] = _Cell(waiting, [none] * len(self._pairs))
+            for index, noises in enumerate(self._noises):
+                for noise in range(noises):
                     yield _Work(cell, index, noise)
 
     def _expected(self, work: Iterable[_Work]) -> Iterator[_Work]:
@@ -229,22 +236,27 @@ class RunningSweep:
 
     async def _do(self, work: _Work, put: Put) -> None:
         """Runs one prompt, and puts its cell if that is complete."""
-        progress, pair = self._progress, self._pairs[work.pair]
+        progress = self._progress
         if work.cell is None:
-            values = await self._measurements.unchanged(pair.bases[work.noise], work.pair)
-            await self._take_baseline(work, values, put)
+            prompt = self._pairs[work.pair].bases[work.noise]
+            metrics = await self._measurements.unchanged(prompt, work.pair)
+            await self._take_baseline(work, np.array(metrics), put)
             return
         cell = progress.cells[work.cell]
         if cell.error is None:
             try:
-                values, top = await self._measurements.cell(work.cell, work.pair, work.noise)
-                cell.raw[work.pair] += values / len(pair.bases)
+                metrics, top = await self._measurements.cell(work.cell, work.pair, work.noise)
+                noises = self._noises[work.pair]
+                cell.raw[work.pair] = [
+                    total + metric / noises
+                    for total, metric in zip(cell.raw[work.pair], metrics, strict=True)
+                ]
                 if work.pair == work.noise == 0:
                     cell.top_token_id = top or 0
             except (EngineLost, Draining):
                 raise
             except RheostatError as error:
-                error.message = f"{pair.path}: {error.message}"
+                error.message = f"{self._pairs[work.pair].path}: {error.message}"
                 drop_tracebacks(error)  # they refer to the cell
                 cell.error = error
         cell.waiting -= 1
@@ -301,15 +313,17 @@ class RunningSweep:
 
     def _scored(self, index: int) -> sweep_service_pb2.SweepResponse:
         """The event of a complete cell."""
-        cell = self._progress.cells.pop(index)
+        cell, event = self._progress.cells.pop(index), _pb.SweepResponse()
+        message = event.cell  # made in place: messages that are copied take twice as long
         if cell.error is None:
-            message = self._scores.score(index, cell.raw, pair_values=self._settings.pair_values)
+            pair_values = self._settings.pair_values
+            self._scores.score(index, cell.raw, message, pair_values=pair_values)
             message.top_token_id = cell.top_token_id
         else:
-            message = sweep_pb2.SweepCell(error=to_status(cell.error))
+            message.error.CopyFrom(to_status(cell.error))
         message.index = index
         message.row, message.column = self._settings.grid.place(index)
-        return _pb.SweepResponse(cell=message)
+        return event
 
 
 def _alternating(first: Iterable[_Work], second: Iterable[_Work]) -> Iterator[_Work]:

@@ -16,6 +16,9 @@ from rheostat_wire.v1 import sweep_pb2
 
 Values = npt.NDArray[np.float64]
 
+Metrics = Sequence[float]
+"""[grades]: the numbers of one prompt."""
+
 _LEAST_CONTRAST = 1e-6
 """Difference of a metric, beside noise, from which on a part of it can be recovered."""
 
@@ -121,6 +124,10 @@ class Scores:
         """[pairs, grades]: the largest deviation of a baseline so far."""
         self._zero = self._unit = none
         """[pairs, grades]: a grade is `(metric - zero) / unit`."""
+        self._scale_of_pair: tuple[Metrics, Metrics] = (), ()
+        """`_zero` and `_unit` of the first pair."""
+        self._noise_scale: tuple[Metrics, Metrics] = (), ()
+        """`base` and `noise_limit`."""
 
     def set_scales(self, scales: Sequence[PairScale]) -> None:
         """Sets the values of the unchanged prompts. No cell can be scored before."""
@@ -129,6 +136,7 @@ class Scores:
         corrupt = np.array([scale.corrupt for scale in scales])
         self._zero = np.where(self._recovered, corrupt, 0.0)
         self._unit = np.where(self._recovered, clean - corrupt, 1.0)
+        self._scale_of_pair = self._zero[0].tolist(), self._unit[0].tolist()
         self.base = self._graded(np.array([scale.base for scale in scales])).mean(axis=0)
         self._largest = np.array([scale.largest() for scale in scales])
         self._set_noise_limit()
@@ -142,6 +150,7 @@ class Scores:
 
     def _set_noise_limit(self) -> None:
         self.noise_limit = (self._largest / np.abs(self._unit)).mean(axis=0)
+        self._noise_scale = self.base.tolist(), self.noise_limit.tolist()
 
     def noises(self) -> list[sweep_pb2.Noise]:
         """What batching alone does to each grade."""
@@ -162,25 +171,41 @@ class Scores:
             float(np.mean([scale.corrupt[grade] for scale in self._scales])),
         )
 
-    def score(self, index: int, metrics: Values, *, pair_values: bool) -> sweep_pb2.SweepCell:
-        """The message of a cell without its place.
+    def score(
+        self,
+        index: int,
+        metrics: Sequence[Metrics],
+        message: sweep_pb2.SweepCell,
+        *,
+        pair_values: bool,
+    ) -> None:
+        """Scores a cell.
 
         Args:
             index: the cell.
-            metrics: [pairs, grades], averaged over each pair's noises.
-            pair_values: whether it has the values of every pair.
+            metrics: [pairs][grades], averaged over each pair's noises.
+            message: gets everything but the cell's place.
+            pair_values: whether it gets the values of every pair.
         """
-        each = self._graded(metrics)
-        mean, error = each[0], np.zeros(each.shape[1])
-        if len(each) > 1:
-            mean = each.mean(axis=0)
-            error = each.std(axis=0, ddof=1) / np.sqrt(len(each))
+        if len(metrics) == 1:
+            # Each call of numpy for a few numbers takes as long as this loop.
+            mean = each = [
+                (metric - zero) / unit
+                for metric, zero, unit in zip(metrics[0], *self._scale_of_pair, strict=True)
+            ]
+            error = [0.0] * len(mean)
+        else:
+            graded = self._graded(np.array(metrics))
+            mean, each = graded.mean(axis=0).tolist(), graded.ravel().tolist()
+            error = (graded.std(axis=0, ddof=1) / np.sqrt(len(graded))).tolist()
         self.values[index] = mean
-        return sweep_pb2.SweepCell(
-            values=mean.tolist(),
-            standard_errors=error.tolist(),
-            pair_values=each.ravel().tolist() if pair_values else (),
-            below_noise=bool((np.abs(mean - self.base) <= self.noise_limit).all()),
+        message.values.extend(mean)
+        message.standard_errors.extend(error)
+        if pair_values:
+            message.pair_values.extend(each)
+        message.below_noise = all(
+            abs(value - base) <= limit
+            for value, base, limit in zip(mean, *self._noise_scale, strict=True)
         )
 
     def effects(self) -> Values:
