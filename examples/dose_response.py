@@ -89,7 +89,7 @@ async def measure(
     return joyful_share(texts), *interval(texts), right
 
 
-async def dose_response(target: str) -> tuple[str, rheostat.Derivation, np.ndarray]:
+async def dose_response(target: str | None) -> tuple[str, rheostat.Derivation, np.ndarray]:
     """The model, the derivation, and [layers, doses, 4]: what `measure` gives."""
     async with aio.connect(target) as engine:
         await engine.wait_until_ready()
@@ -160,7 +160,11 @@ def draw(model: str, derivation: rheostat.Derivation, found: np.ndarray, path: P
 def main() -> None:
     """Measure, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="localhost:50051", metavar="HOST:PORT")
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        help="default: the environment variable RHEOSTAT_TARGET, or else localhost:50051",
+    )
     parser.add_argument("--out", type=Path, default=Path("dose-response.png"))
     args = parser.parse_args()
     model, derivation, found = asyncio.run(dose_response(args.target))
@@ -183,4 +187,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except rheostat.Unavailable as error:  # in one line, as the command line says it
+        raise SystemExit(str(error)) from None

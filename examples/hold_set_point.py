@@ -167,7 +167,11 @@ def draw(found: dict[str, Held], path: Path) -> None:
 def main() -> None:
     """Holds each set point, prints, draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="localhost:50051", metavar="HOST:PORT")
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        help="default: the environment variable RHEOSTAT_TARGET, or else localhost:50051",
+    )
     parser.add_argument("--out", type=Path, default=Path("set-point.png"))
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     args = parser.parse_args()
@@ -207,4 +211,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except rheostat.Unavailable as error:  # in one line, as the command line says it
+        raise SystemExit(str(error)) from None

@@ -168,8 +168,12 @@ def draw(model: str, layer: int, readings: Readings, path: Path) -> None:
 
 def main() -> None:
     """Stores, trains and watches."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", default="localhost:50051", metavar="HOST:PORT")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        help="default: the environment variable RHEOSTAT_TARGET, or else localhost:50051",
+    )
     parser.add_argument("--root", required=True, help="folder of the server's sink: its root=")
     parser.add_argument("--out", type=Path, default=Path("live-probe.png"))
     arguments = parser.parse_args()
@@ -198,4 +202,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except rheostat.Unavailable as error:  # in one line, as the command line says it
+        raise SystemExit(str(error)) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -23,6 +23,8 @@ _INDEX = re.compile(r"shard-[0-9]{6,}\.jsonl")
 _REQUESTS = "requests"
 _SHARDS = "shards"
 _MANIFEST = "manifest.json"
+_SHOWN_TAGS = 10
+"""Tags that an error lists."""
 _BATCH_ROWS = 4096
 
 
@@ -48,16 +50,19 @@ def open_captures(root: str | os.PathLike[str], *, tag: str | None = None) -> St
     if tag is not None and not _TAG.fullmatch(tag):
         raise invalid("tag", f'"{tag}" is not a valid tag: {_TAG.pattern}')
     stored = StoredCaptures(path, tag)
-    if not any(stored.holds(tag_name) for tag_name in StoredCaptures(path, None).tags):
+    tags = [one for one in StoredCaptures(path, None).tags if stored.holds(one)]
+    if not tags:
         _check_outermost(path)
     if tag is not None and not stored.tags:
-        tags = ", ".join(StoredCaptures(path, None).tags)
-        raise _not_found(
-            f'there is no tag "{tag}" in {path}; '
-            f"{f'there are {tags}' if tags else 'nothing is stored there yet'}",
-            tag,
-        )
+        raise _not_found(f'there is no tag "{tag}" in {path}; {_tags_text(tags)}', tag)
     return stored
+
+
+def _tags_text(tags: Sequence[str]) -> str:
+    if not tags:
+        return "nothing is stored there yet: is it the root= of the server's sink?"
+    more = len(tags) - _SHOWN_TAGS
+    return f"there are {', '.join(tags[:_SHOWN_TAGS])}{f' and {more} more' if more > 0 else ''}"
 
 
 class StoredCaptures:
