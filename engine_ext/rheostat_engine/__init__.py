@@ -20,6 +20,7 @@ from rheostat_engine.channel.staging import StagingError
 from rheostat_engine.channel.worker_channel import WorkerChannel
 from rheostat_engine.front_end import (
     add_requests_fast,
+    check_params_once,
     keep_end_token,
     prepare_front_end,
     receive_outputs,
@@ -28,6 +29,7 @@ from rheostat_engine.front_end import (
     stop_front_end,
     watch_scheduler,
 )
+from rheostat_engine.kept_params import mark_copy
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.output import Output
 from rheostat_engine.plan.acts import (
@@ -169,9 +171,11 @@ __all__ = [
     "Window",
     "WorkerChannel",
     "add_requests_fast",
+    "check_params_once",
     "engine_kwargs",
     "keep_end_token",
     "largest_replaced",
+    "mark_copy",
     "merged_gains",
     "prepare_front_end",
     "receive_outputs",

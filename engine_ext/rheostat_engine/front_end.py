@@ -7,6 +7,7 @@ from rheostat_engine.output import Pace, Receive
 from rheostat_engine.plan.gains import GainsUpdate
 
 if TYPE_CHECKING:
+    from rheostat_engine.adapters.checked_params import Engine as CheckingEngine
     from rheostat_engine.adapters.gains import Client
     from rheostat_engine.adapters.output_handler import OutputReader
     from rheostat_engine.adapters.outputs import Client as OutputClient
@@ -23,6 +24,7 @@ def prepare_front_end() -> None:
     # imports, and so every frame that was on the stack. If such a frame referred to an `AsyncLLM`,
     # it would be freed only at interpreter shutdown, and fail there.
     from rheostat_engine.adapters import (  # noqa: F401
+        checked_params,
         core_messages,
         end_token,
         gains,
@@ -68,6 +70,13 @@ def add_requests_fast(llm: "Engine") -> None:
     from rheostat_engine.adapters import core_messages
 
     core_messages.add_requests_fast(llm)
+
+
+def check_params_once(llm: "CheckingEngine") -> None:
+    """Makes an engine check parameters that are kept only once; see `adapters.checked_params`."""
+    from rheostat_engine.adapters import checked_params
+
+    checked_params.check_params_once(llm)
 
 
 def receive_outputs(

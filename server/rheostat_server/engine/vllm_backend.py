@@ -20,6 +20,7 @@ from rheostat_engine import (
     Plan,
     StagingError,
     WorkerChannel,
+    mark_copy,
     receive_outputs,
     send_gains,
     send_holds,
@@ -390,7 +391,9 @@ class VllmBackend:
         settings, first = job.sampling, job.sample == 0
         # vLLM takes 25 microseconds to check such an object, and 2 to copy it.
         detokenize = settings.text and self._llm.tokenizer is not None
-        params = copy(_sampling_params(settings, first, detokenize))
+        kept = _sampling_params(settings, first, detokenize)
+        params = copy(kept)
+        mark_copy(params, kept)
         if settings.seed is not None:
             params.seed = settings.seed_of(job.sample)
         if job.has_plan:
