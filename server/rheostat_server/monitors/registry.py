@@ -7,7 +7,7 @@ with the same filter is opened: what had to be watched never runs unwatched.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
@@ -123,8 +123,10 @@ class Watches(EventStreams[Watch]):
         _LOG.info("watch %s: %d columns", watch.name, settings.readings.columns)
         return watch
 
-    def selecting(self, request_id: str, labels: Mapping[str, str]) -> list[Watch]:
-        """The watches that select a request.
+    def selecting(
+        self, request_id: str, labels: Mapping[str, str], excluding: Container[str] = ()
+    ) -> list[Watch]:
+        """The watches that select a request, except those with the ids `excluding`.
 
         Raises:
             WatchLost: a lost watch selects it, whose requests are refused.
@@ -132,7 +134,11 @@ class Watches(EventStreams[Watch]):
         for lost in self._lost.values():
             if lost.requests.hold(request_id, labels):
                 raise lost_watch_error(lost.name)
-        return [watch for watch in self._open.values() if watch.selects(request_id, labels)]
+        return [
+            watch
+            for name, watch in self._open.items()
+            if name not in excluding and watch.selects(request_id, labels)
+        ]
 
     def resume(self, name: str, after_sequence: int) -> Watch:
         """A watch whose connection broke. Its requests go on."""

@@ -168,11 +168,13 @@ class Watch(EventStream[SignalMessage]):
         slots = tuple(self._summaries.acquire() for _ in range(samples))
         watched = WatchedRequest(self._numbers, request_id, slots)
         self._running[watched] = None
-        begun = Response()
-        begun.begun.number, begun.begun.request_id = watched.number, request_id
-        begun.begun.sample_count, begun.begun.prompt_token_count = samples, prompt_len
-        begun.begun.labels.update(labels)
-        self.buffer.add_notice(begun, begins=watched)
+        response = Response()
+        begun = response.begun
+        begun.number, begun.request_id = watched.number, request_id
+        begun.sample_count, begun.prompt_token_count = samples, prompt_len
+        if labels:  # an empty update takes as long as all the rest
+            begun.labels.update(labels)
+        self.buffer.add_notice(response, begins=watched)
         return watched
 
     def add(

@@ -139,8 +139,8 @@ class ActiveRequest:
         self.own_samples = [own for own in self.sequences if own.kind is SequenceKind.OWN]
         """The request's own samples, without baselines."""
         self.signals: RequestSignals | None = None
-        """What its probes read; None if it has no signals."""
-        if admitted.signals is not None:
+        """What its probes read; None if it has no signals, or only watches use them."""
+        if admitted.signals is not None and not admitted.signals.for_watches:
             self.signals = RequestSignals(
                 admitted.signals,
                 len(self.own_samples),

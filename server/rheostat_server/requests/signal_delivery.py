@@ -131,9 +131,7 @@ class _Reader:
 
 def _takes_signals(active: ActiveRequest, sequence: EngineSequence) -> bool:
     """Whether `ActiveRequest.add_signals` does anything with the signals of a step."""
-    if active.signals is None or sequence.kind is not SequenceKind.OWN:
-        return False
-    return sequence.token_hold is not None or not active.signals.for_watches
+    return active.signals is not None and sequence.kind is SequenceKind.OWN
 
 
 class _Batch:

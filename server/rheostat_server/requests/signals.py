@@ -148,8 +148,6 @@ class RequestSignals(Holder):
         self._gates = np.array(plan.gates, np.intp)
         self._plain = not len(self._gates) and plan.readings == tuple(range(len(plan.readings)))
         """Whether the client gets the first columns, in their order."""
-        self.for_watches = plan.for_watches
-        """Whether they only serve watches, which get them another way."""
         self._own_rules = plan.own_rules
         self._noted_rules = plan.own_rules + plan.policy_rules
         self._audit = audit
@@ -193,8 +191,6 @@ class RequestSignals(Holder):
         Returns:
             The first firing of a rule that ends the sample, if there is one.
         """
-        if self.for_watches:
-            return None
         signals = self._samples[sample]
         count = min(len(values), signals.end - first)
         if count <= 0:
@@ -220,8 +216,6 @@ class RequestSignals(Holder):
 
     def lose(self, sample: int, first: int, count: int) -> None:
         """Notes that the signals of some positions are lost."""
-        if self.for_watches:
-            return
         end = min(first + count, self._samples[sample].end)
         if first < end:
             self._samples[sample].dropped.append((first, end))

@@ -61,10 +61,11 @@ class WatchedRequests:
             WatchLost: a lost watch selects it, whose requests are refused.
         """
         if self._watches.any and not admitted.unwatched:
-            reading = {part.watch.name for part in admitted.watch_parts}
-            for watch in self._watches.selecting(admitted.request_id, admitted.labels):
-                if watch.name not in reading:
-                    watch.miss(admitted.request_id, "its admission began before the watch")
+            reading = [part.watch.name for part in admitted.watch_parts]
+            for watch in self._watches.selecting(
+                admitted.request_id, admitted.labels, excluding=reading
+            ):
+                watch.miss(admitted.request_id, "its admission began before the watch")
 
     def pass_over(self, request_id: str, why: str) -> None:
         """Reports to watches that something which they select is not read, and why.

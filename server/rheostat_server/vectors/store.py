@@ -462,19 +462,22 @@ class VectorStore:
         pinned: list[bytes] = []
         try:
             for vector in vectors:
-                self.put(vector)
-                self._users[vector.digest] += 1
-                pinned.append(vector.digest)
+                digest = vector.digest
+                if digest not in self._users:  # a vector in use is stored
+                    self.put(vector)
+                self._users[digest] += 1
+                pinned.append(digest)
         except BaseException:
             self.unpin(pinned)
             raise
 
     def unpin(self, digests: Iterable[bytes]) -> None:
-        """Ends one `pin` of each of these vectors."""
+        """Ends one `pin` of each of these vectors. The last one counts as their last use."""
         for digest in digests:
             self._users[digest] -= 1
             if not self._users[digest]:
                 del self._users[digest]
+                self._use(digest)
 
     def retain(self, vectors: Sequence[Vector]) -> None:
         """Keeps vectors for server-wide steering or a subscription. Stores them if necessary.
