@@ -79,7 +79,7 @@ from rheostat_engine.plan.gates import (
 )
 from rheostat_engine.plan.gates import Condition as GateCondition
 from rheostat_engine.plan.intervals import PlanTooLarge
-from rheostat_engine.plan.plan import EXTRA_ARG, Control, PackedActs, Plan, Window
+from rheostat_engine.plan.plan import EXTRA_ARG, Control, PackedActs, Plan, SignalsWait, Window
 from rheostat_engine.plan.points import ROUTERS, Point, Site, site_count
 from rheostat_engine.plan.row_encodings import Codec, Directions, RowEncoding
 from rheostat_engine.plan.tables import (
@@ -163,6 +163,7 @@ __all__ = [
     "Shortage",
     "SignalRows",
     "Signals",
+    "SignalsWait",
     "Site",
     "Spans",
     "StagingError",

@@ -7,6 +7,7 @@ is identified by a digest of its content (`tables`).
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Annotated, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -35,6 +36,16 @@ CACHED_TOKENS_RECOMPUTED_ARG = "rheostat_cached_tokens_recomputed"
 
 _LENGTHS = 64
 """The most prompt lengths for which a plan caches its `CaptureNeed`."""
+
+
+class SignalsWait(IntEnum):
+    """Whether the signals of a step may wait for those of later steps."""
+
+    NEVER = 0
+    FEW_STEPS = 1
+    """A few steps, while many requests are read: nothing in the server acts by them."""
+    MANY_STEPS = 2
+    """Many steps: only summaries use them, which are sent when the request ends."""
 
 
 class Window(NamedTuple):
@@ -216,9 +227,8 @@ class Plan:
     without conditions about token ids. None: no act is limited."""
     signals: Signals = NO_SIGNALS
     """What of the readings and gates leaves the workers. Not for plans with a window."""
-    signals_wait: bool = False
-    """Whether the signals of a step may wait for those of later steps, because only summaries use
-    them, which are sent when the request ends."""
+    signals_wait: SignalsWait = SignalsWait.NEVER
+    """Whether its signals may wait in the workers."""
     gained: bool = False
     """Whether an update with this plan does not replace a request's acts, but gives them the gains
     that the acts of the plan have."""
@@ -381,7 +391,7 @@ class _Wire(_RequestId, omit_defaults=True):
     outside: EncodedTable | None = None
     gained: bool = False
     control: ReceivedControl | None = None
-    signals_wait: bool = False
+    signals_wait: SignalsWait = SignalsWait.NEVER
 
 
 class ReceivedPlan(NamedTuple):
@@ -398,7 +408,7 @@ class ReceivedPlan(NamedTuple):
     """The acts outside of the window."""
     gained: bool = False
     control: ReceivedControl | None = None
-    signals_wait: bool = False
+    signals_wait: SignalsWait = SignalsWait.NEVER
 
 
 def read_request_id(wire: object) -> str | None:

@@ -30,7 +30,7 @@ from rheostat_engine.channel.events import (
 )
 from rheostat_engine.plan.acts import OPEN_END
 from rheostat_engine.plan.gains import GainsUpdate
-from rheostat_engine.plan.plan import ReceivedPlan, read_plan, read_request_id
+from rheostat_engine.plan.plan import ReceivedPlan, SignalsWait, read_plan, read_request_id
 from rheostat_engine.plan.tables import REQUEST_COST, STEP_COST
 from rheostat_engine.worker.capture.capture_sets import RequestCaptures
 from rheostat_engine.worker.capture.captures import Captures, StepCopies
@@ -98,7 +98,7 @@ class _Request:
     number: int
     steering: RequestSteering
     captures: RequestCaptures
-    signals_wait: bool
+    signals_wait: SignalsWait
     """See `Plan.signals_wait`."""
 
 
@@ -519,7 +519,7 @@ class SiteRuntime:
             self._numbers_free.append(number)
             raise
         self._progress.start(number, cached_tokens_recomputed)
-        waits = plan is not None and plan.signals_wait
+        waits = SignalsWait.NEVER if plan is None else plan.signals_wait
         request = _Request(name, number, steering, captured, waits)
         self._put_signals(request)
         return request

@@ -12,8 +12,10 @@ labels marked as lost, because requests may depend on them.
 Why signals may wait
     Sending the signals of a step wakes several threads here and in the server, even for one number.
     If no request of the step needs its signals before it ends, the signals of decode steps with
-    the same requests are sent together. Waiting signals are sent when a request begins or ends,
-    when a step has other requests or columns, and at the limits below.
+    the same requests are sent together. So are those of a few steps, if nothing in the server acts
+    by them and many requests are read: then the server sends tokens several at a time too. Waiting
+    signals are sent when a request begins or ends, when a step has other requests or columns, and
+    at the limits below.
 Why the same columns for all requests of a step
     A gather of different columns for each request would need an index for each number. The
     additional columns of small requests cost little, because a row has at most
@@ -27,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from rheostat_engine.channel.events import SignalsHead
+from rheostat_engine.plan.plan import SignalsWait
 from rheostat_engine.worker.capture.request_progress import RequestProgress
 from rheostat_engine.worker.state.buffers import GateBuffers
 from rheostat_engine.worker.state.device_table import to_device
@@ -38,7 +41,14 @@ _KEPT_FREE = 8
 
 
 WAITING_STEPS = 32
-"""The most steps whose signals wait."""
+"""The most steps whose signals wait if only summaries use them."""
+
+FEW_STEPS = 4
+"""The most steps whose signals wait if nothing acts by them, while many requests are read."""
+
+FEW_REQUESTS = 64
+"""Requests of a step up to which these signals do not wait. The server sends each token of up to so
+many streams at once."""
 
 _WAITING_ROWS = 1024
 """The most rows whose signals wait. The server takes about 0.5 ms for so many."""
@@ -58,8 +68,8 @@ class _Pending(NamedTuple):
     """Columns of each kind."""
     tokens: slice | torch.Tensor
     """Their tokens in the step: a range, or [n] indices on the device."""
-    wait: bool
-    """Whether they may wait for those of later steps."""
+    most_steps: int
+    """How many steps may be sent together, this one included."""
 
 
 class _Waiting(NamedTuple):
@@ -90,8 +100,8 @@ class StepSignals:
         self._rank = rank
         self._columns: npt.NDArray[np.int64] = np.zeros((1, 2), np.int64)
         """By request number: how many columns of readings and of gates the request wants."""
-        self._may_wait: npt.NDArray[np.bool_] = np.zeros(1, np.bool_)
-        """By request number: whether its signals may wait for those of later steps."""
+        self._waits: npt.NDArray[np.int8] = np.zeros(1, np.int8)
+        """By request number: `SignalsWait`."""
         self._count = 0
         """Number of requests that want signals."""
         self._pending: _Pending | None = None
@@ -100,11 +110,13 @@ class StepSignals:
         signals did not compute exactly one new token in it, or if a request has changed since."""
         self._waiting: _Waiting | None = None
 
-    def put(self, number: int, readings: int, gates: int, *, wait: bool = False) -> None:
+    def put(
+        self, number: int, readings: int, gates: int, *, wait: SignalsWait = SignalsWait.NEVER
+    ) -> None:
         """Sets how many columns of readings and of gates a request wants; 0 and 0: no signals.
 
         Sends the signals that wait, so that they precede the end of a request. `wait`: whether the
-        request's signals may wait for those of later steps.
+        request's signals may wait.
         """
         if self._row_sender is None:
             return
@@ -115,10 +127,10 @@ class StepSignals:
                 return
             grow = max(number + 1 - len(self._columns), len(self._columns))
             self._columns = np.pad(self._columns, ((0, grow), (0, 0)))
-            self._may_wait = np.pad(self._may_wait, (0, grow))
+            self._waits = np.pad(self._waits, (0, grow))
         self._count += bool(readings or gates) - bool(self._columns[number].any())
         self._columns[number] = readings, gates
-        self._may_wait[number] = wait
+        self._waits[number] = wait
         area = self._row_sender.area
         self._row_sender.kept_free = area.size // _KEPT_FREE if self._count else 0
 
@@ -157,9 +169,9 @@ class StepSignals:
         starts, counts, wanting = starts[wanted], counts[wanted], numbers[wanted]
         readings, gates = columns[wanted].max(axis=0).tolist()
         firsts = begins[wanted] + starts - computed[wanted]
-        wait = bool((counts == 1).all() and self._may_wait[wanting].all())
+        steps = self._most_steps(wanting) if (counts == 1).all() else 1
         tokens = self._tokens(firsts, counts)
-        self._pending = _Pending(wanting, starts, counts, readings, gates, tokens, wait)
+        self._pending = _Pending(wanting, starts, counts, readings, gates, tokens, steps)
         if (scheduled == 1).all() and len(wanted) == np.count_nonzero(have_columns):
             self._last = self._pending
         return True
@@ -171,6 +183,7 @@ class StepSignals:
         """
         pending, self._pending = self._pending, None
         if pending is None:
+            self._send_waiting()  # its requests were preempted, and may not go on soon
             return
         tokens = pending.tokens
         readings = self._gates.readings[:, : pending.readings]
@@ -182,17 +195,25 @@ class StepSignals:
         else:
             parts = [part.index_select(0, tokens) for part in (readings, openness)]
             values = torch.cat(parts, dim=1)
-        if self._waiting is not None and not (pending.wait and self._waiting.continues(pending)):
+        waits = pending.most_steps > 1
+        if self._waiting is not None and not (waits and self._waiting.continues(pending)):
             self._send_waiting()
-        if not pending.wait:
+        if not waits:
             self._send(pending, values)
             return
         if self._waiting is None:
             self._waiting = _Waiting(pending, [])
         self._waiting.values.append(values)
         steps = len(self._waiting.values)
-        if steps >= WAITING_STEPS or steps * len(values) >= _WAITING_ROWS:
+        if steps >= pending.most_steps or steps * len(values) >= _WAITING_ROWS:
             self._send_waiting()
+
+    def _most_steps(self, numbers: Int64) -> int:
+        """How many steps with one position of each of these requests may be sent together."""
+        wait = self._waits[numbers].min()
+        if wait == SignalsWait.MANY_STEPS:
+            return WAITING_STEPS
+        return FEW_STEPS if wait == SignalsWait.FEW_STEPS and len(numbers) > FEW_REQUESTS else 1
 
     def _send_waiting(self) -> None:
         """Sends the signals that wait, in one block for each request."""

@@ -504,8 +504,8 @@ def _compile(
     plan, vectors = compile_plan("", interventions, captures, read, rules)
     signals = signal_plan(plan, own, probes, rules)
     watches = tuple([part.with_gates_of(signals) for part in watches])
-    if signals_wait(signals, watches):
-        plan = replace(plan, signals_wait=True)
+    if wait := signals_wait(signals, watches):
+        plan = replace(plan, signals_wait=wait)
     read_count = sum(act.kind is Kind.READ for act in plan.acts) if read else 0
     needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)
     every = tuple(needed.values())

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import MAX_COLUMNS, MAX_GATES, Gate, ModelSites
+from rheostat_engine import MAX_COLUMNS, MAX_GATES, Gate, ModelSites, SignalsWait
 from rheostat_server.errors import GateOrder, InvalidValue, NotSupported
 from rheostat_server.monitors.readings import ResolvedReadings
 from rheostat_server.monitors.signal_buffer import WatchedRequest
@@ -72,12 +72,21 @@ class WatchPart(NamedTuple):
         )
 
 
-def signals_wait(signals: SignalPlan | None, parts: Sequence[WatchPart]) -> bool:
-    """Whether the signals of a request may be sent late, because only summaries use them."""
+def signals_wait(signals: SignalPlan | None, parts: Sequence[WatchPart]) -> SignalsWait:
+    """Whether the signals of a request may be sent late.
+
+    They may if only summaries use them. A little later, they may if its watches only observe:
+    neither rules nor watches that steer act by them, and no watch holds the request.
+    """
     if signals is None or not signals.for_watches:
-        return False
-    reports = {part.watch.settings.report for part in parts if not part.missed}
-    return reports == {monitor_service_pb2.WATCH_REPORT_SUMMARY}
+        return SignalsWait.NEVER
+    reading = [part.watch for part in parts if not part.missed]
+    reports = {watch.settings.report for watch in reading}
+    if reports == {monitor_service_pb2.WATCH_REPORT_SUMMARY}:
+        return SignalsWait.MANY_STEPS
+    if any(watch.settings.steers or watch.holds_if_lost for watch in reading):
+        return SignalsWait.NEVER
+    return SignalsWait.FEW_STEPS if reading else SignalsWait.NEVER
 
 
 class WatchedPart(NamedTuple):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,11 +21,13 @@ from rheostat_engine import (
     Released,
     SignalRows,
     Signals,
+    SignalsWait,
 )
 from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, Gate
 from rheostat_engine.plan.tables import steering_table
 from rheostat_engine.plan.wire import steering_from, steering_to
-from rheostat_engine.worker.signals import WAITING_STEPS
+from rheostat_engine.worker import signals as module
+from rheostat_engine.worker.signals import FEW_STEPS, WAITING_STEPS
 
 from ..cpu_worker import NOTHING, Worker, token_at
 from ..gated import gated, gated_plans, gates, openness
@@ -43,7 +46,8 @@ def signalling(draw: st.DrawFn, request_id: str) -> Plan:
     more = draw(st.lists(gates(columns), max_size=2))
     extra = tuple(gate for gate in more if not gate.late)
     signals = Signals(draw(st.integers(0, columns)), extra, draw(st.booleans()))
-    return replace(plan, acts=tuple(acts), signals=signals, signals_wait=draw(st.booleans()))
+    wait = draw(st.sampled_from(SignalsWait))
+    return replace(plan, acts=tuple(acts), signals=signals, signals_wait=wait)
 
 
 class FromTheStart(Schedule):
@@ -113,7 +117,8 @@ def test_signals_are_what_was_read_whatever_the_schedule(data: st.DataObject) ->
     worker = Worker()
     lengths = {i: data.draw(st.integers(1, LIMIT + 4), "length") for i in by_id}
     schedule = FromTheStart(data, lengths)
-    schedule.run(worker, by_id)
+    with patch.object(module, "FEW_REQUESTS", data.draw(st.integers(0, 2), "few")):
+        schedule.run(worker, by_id)
     found = received(worker)
     assert found.keys() <= {plan.request_id for plan in drawn.values()}
     for request_id, plan in drawn.items():
@@ -137,7 +142,7 @@ def test_signals_come_between_installed_and_released() -> None:
 def test_signals_that_nobody_needs_before_the_end_wait_for_later_steps() -> None:
     worker = Worker()
     for name in ("v", "w"):
-        worker.add_request(name, replace(_probing(name), signals_wait=True))
+        worker.add_request(name, _waiting(name, SignalsWait.MANY_STEPS))
     worker.step([("v", 0, 3), ("w", 0, 2)])
     for step in range(WAITING_STEPS + 2):
         worker.step([("v", 3 + step, 1), ("w", 2 + step, 1)])
@@ -156,6 +161,46 @@ def test_signals_that_nobody_needs_before_the_end_wait_for_later_steps() -> None
     found = received(worker)
     assert [position for position, _ in found["v"]] == [*range(5 + WAITING_STEPS)]
     assert [position for position, _ in found["w"]] == [*range(7 + WAITING_STEPS)]
+
+
+@pytest.mark.parametrize(("few", "sent"), [(1, [8, 8, 6]), (2, [2] * 11)])
+def test_signals_by_which_nothing_acts_wait_a_few_steps_if_many_requests_are_read(
+    few: int, sent: list[int]
+) -> None:
+    assert FEW_STEPS == 4
+    worker = Worker()
+    with patch.object(module, "FEW_REQUESTS", few):
+        for name, wait in (("v", SignalsWait.FEW_STEPS), ("w", SignalsWait.MANY_STEPS)):
+            worker.add_request(name, _waiting(name, wait))
+        for step in range(11):
+            worker.step([("v", step, 1), ("w", step, 1)])
+        worker.finish("v")
+    assert [sum(event.counts) for event in _signals(worker)] == sent
+    for positions in received(worker).values():
+        assert [position for position, _ in positions] == [*range(11)]
+
+
+def test_waiting_signals_leave_with_the_next_step_if_it_has_none() -> None:
+    worker = Worker()
+    worker.add_request("v", _waiting("v", SignalsWait.MANY_STEPS))
+    worker.step([("v", 0, 1)])
+    worker.step([("v", 1, 1)])
+    assert not _signals(worker)
+    worker.runtime.preempt("v")
+    worker.step([("plain", 0, 1)])
+    assert [event.counts for event in _signals(worker)] == [(2,)]
+    worker.step([("v", 0, 3)])
+    worker.finish("v")
+    assert [position for position, _ in received(worker)["v"]] == [0, 1, 2]
+
+
+def test_a_request_by_which_something_acts_keeps_all_signals_of_its_steps_from_waiting() -> None:
+    worker = Worker()
+    worker.add_request("v", _waiting("v", SignalsWait.MANY_STEPS))
+    worker.add_request("w", _probing("w"))
+    for step in range(3):
+        worker.step([("v", step, 1), ("w", step, 1)])
+    assert [event.counts for event in _signals(worker)] == [(1, 1)] * 3
 
 
 def _signals(worker: Worker) -> list[SignalRows]:
@@ -221,6 +266,10 @@ def test_positions_that_are_computed_again_one_by_one_have_no_signals_until_a_ne
     found = received(worker)
     assert [position for position, _ in found["v"]] == list(range(6))
     assert [position for position, _ in found["w"]] == list(range(7))
+
+
+def _waiting(request_id: str, wait: SignalsWait) -> Plan:
+    return replace(_probing(request_id), signals_wait=wait)
 
 
 def _probing(request_id: str) -> Plan:

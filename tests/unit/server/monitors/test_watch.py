@@ -118,26 +118,6 @@ async def test_probes_read_the_tokens_that_they_select(running: Running) -> None
     assert all(np.isnan(read[p][0]) and read[p][1] == reading(1, p) for p in (3, 4, 5))
 
 
-async def test_signals_may_wait_if_only_summaries_need_them(running: Running) -> None:
-    async def wait(*openings, **fields: object) -> bool:
-        watchers = [await Watcher.open(running, one) for one in openings]
-        await running.client.generate(request(sampling=SAMPLING, **fields))
-        for watcher in watchers:
-            await watcher.rest()
-        return running.backend.jobs[-1].plan.signals_wait
-
-    summary = opening(report=pb.WATCH_REPORT_SUMMARY)
-    mine = probe("mine")
-    mine.signals = True
-    assert await wait(summary)
-    assert await wait(summary, opening(report=pb.WATCH_REPORT_SUMMARY, steers=True))
-    assert not await wait()
-    assert not await wait(summary, opening())
-    assert not await wait(summary, probes=[mine])
-    assert not await wait(opening(rules=[rule(1e9)], report=pb.WATCH_REPORT_SUMMARY))
-    assert not await wait(summary, probes=[probe("mine")], rules=[rule(1e9, probe_name="mine")])
-
-
 async def test_samples_are_told_apart(running: Running) -> None:
     watcher = await Watcher.open(running, opening())
     sampling = generation_pb2.Sampling(max_tokens=3, n=3, temperature=1)
