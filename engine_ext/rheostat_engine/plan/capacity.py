@@ -67,8 +67,7 @@ class Shortage(NamedTuple):
     """Whether the plan will fit once other requests have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reserved:
+class _Reserved(NamedTuple):
     needs: tuple[Needs, ...]
     """Resources shared by content."""
     unshared: Mapping[str, int]

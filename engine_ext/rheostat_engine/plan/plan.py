@@ -281,9 +281,10 @@ class Plan:
         Raises:
             PlanTooLarge: it exceeds a worker's limits.
         """
-        tables = self.packed_acts, self.packed_outside, self.packed_captures
-        gained = 0 if self.control is None else self.control.acts.plan_cost
-        return sum(table.plan_cost for table in tables) + gained
+        cost = self.packed_acts.plan_cost + self.packed_captures.plan_cost
+        if self.window is not None:
+            cost += self.packed_outside.plan_cost
+        return cost if self.control is None else cost + self.control.acts.plan_cost
 
     @property
     def needs(self) -> tuple[Needs, ...]:

@@ -165,7 +165,7 @@ class Watch(EventStream[SignalMessage]):
             prompt_len: the number of its prompt tokens.
         """
         self._numbers += 1
-        slots = tuple(self._summaries.acquire() for _ in range(samples))
+        slots = tuple([self._summaries.acquire() for _ in range(samples)])
         watched = WatchedRequest(self._numbers, request_id, slots)
         self._running[watched] = None
         response = Response()

@@ -317,8 +317,7 @@ class RequestManager:
             StoreFull: pinned and named vectors leave too little memory for them.
             EngineLost: the engine is gone.
         """
-        self.store.pin(*vectors)
-        pinned = [vector.digest for vector in vectors]
+        pinned = self.store.pin(*vectors)
         try:
             await self.worker_vectors.ensure(vectors)
         except BaseException:

@@ -368,7 +368,7 @@ class SignalPlan:
     @property
     def for_watches(self) -> bool:
         """Whether they only serve watches, and no rule decides by them."""
-        return not (self.reported or self.rules)
+        return not (self.columns or self.rules)
 
     @property
     def columns(self) -> int:

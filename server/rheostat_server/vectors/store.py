@@ -453,8 +453,8 @@ class VectorStore:
         self._unname(name, label.digest)
         return label.digest
 
-    def pin(self, *vectors: Vector) -> None:
-        """Keeps vectors for a request, and stores them if necessary.
+    def pin(self, *vectors: Vector) -> list[bytes]:
+        """Keeps vectors for a request, and stores them if necessary; returns their digests.
 
         Raises:
             StoreFull: vectors in use leave too little memory. None of these vectors is then kept.
@@ -470,6 +470,7 @@ class VectorStore:
         except BaseException:
             self.unpin(pinned)
             raise
+        return pinned
 
     def unpin(self, digests: Iterable[bytes]) -> None:
         """Ends one `pin` of each of these vectors. The last one counts as their last use."""
