@@ -70,6 +70,8 @@ class _Pending(NamedTuple):
     """Their tokens in the step: a range, or [n] indices on the device."""
     most_steps: int
     """How many steps may be sent together, this one included."""
+    source: torch.Tensor | None
+    """[n, columns]: where the forward pass writes them; None if that is several places."""
 
 
 class _Waiting(NamedTuple):
@@ -171,7 +173,10 @@ class StepSignals:
         firsts = begins[wanted] + starts - computed[wanted]
         steps = self._most_steps(wanting) if (counts == 1).all() else 1
         tokens = self._tokens(firsts, counts)
-        self._pending = _Pending(wanting, starts, counts, readings, gates, tokens, steps)
+        source = None
+        if isinstance(tokens, slice) and not gates:
+            source = self._gates.readings[tokens, :readings]
+        self._pending = _Pending(wanting, starts, counts, readings, gates, tokens, steps, source)
         if (scheduled == 1).all() and len(wanted) == np.count_nonzero(have_columns):
             self._last = self._pending
         return True
@@ -185,16 +190,7 @@ class StepSignals:
         if pending is None:
             self._send_waiting()  # its requests were preempted, and may not go on soon
             return
-        tokens = pending.tokens
-        readings = self._gates.readings[:, : pending.readings]
-        openness = self._gates.openness[:, : pending.gates]
-        if isinstance(tokens, slice) and not pending.gates:
-            values = readings[tokens].clone(memory_format=torch.contiguous_format)
-        elif isinstance(tokens, slice):
-            values = torch.cat([readings[tokens], openness[tokens]], dim=1)
-        else:
-            parts = [part.index_select(0, tokens) for part in (readings, openness)]
-            values = torch.cat(parts, dim=1)
+        values = self._gathered(pending)
         waits = pending.most_steps > 1
         if self._waiting is not None and not (waits and self._waiting.continues(pending)):
             self._send_waiting()
@@ -207,6 +203,17 @@ class StepSignals:
         steps = len(self._waiting.values)
         if steps >= pending.most_steps or steps * len(values) >= _WAITING_ROWS:
             self._send_waiting()
+
+    def _gathered(self, pending: _Pending) -> torch.Tensor:
+        """[sum of counts, columns]: a copy of the signals of the step."""
+        if pending.source is not None:
+            return pending.source.clone(memory_format=torch.contiguous_format)
+        tokens = pending.tokens
+        readings = self._gates.readings[:, : pending.readings]
+        openness = self._gates.openness[:, : pending.gates]
+        if isinstance(tokens, slice):
+            return torch.cat([readings[tokens], openness[tokens]], dim=1)
+        return torch.cat([part.index_select(0, tokens) for part in (readings, openness)], dim=1)
 
     def _most_steps(self, numbers: Int64) -> int:
         """How many steps with one position of each of these requests may be sent together."""
