@@ -189,5 +189,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except rheostat.Unavailable as error:  # in one line, as the command line says it
+    except rheostat.RheostatError as error:  # in one line, as on the command line
         raise SystemExit(str(error)) from None

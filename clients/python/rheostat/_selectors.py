@@ -168,6 +168,7 @@ def _advice(where: object) -> str:
 
 def positions(*at: int) -> Selector:
     """Single positions, absolute from 0. Negative ones count back: -1 is the last prompt token."""
+    _refuse_list("positions", at)
     windows: list[_Window] = []
     for position in sorted({_position(number, _LAST - 1) for number in at}):
         last = windows[-1] if windows else None
@@ -178,6 +179,12 @@ def positions(*at: int) -> Selector:
     if not windows:
         raise invalid("where", "no position is given", "REASON_EMPTY_SELECTOR")
     return Selector(tuple(windows))
+
+
+def _refuse_list(name: str, given: tuple[object, ...]) -> None:
+    """Raise InvalidRequest if the numbers are in a list."""
+    if len(given) == 1 and isinstance(given[0], list | tuple | range):
+        raise invalid("where", f"the numbers are no list: write rheostat.{name}(*{given[0]!r:.60})")
 
 
 def _position(number: int, most: int = _LAST) -> int:
@@ -223,6 +230,7 @@ def token_ids(*ids: int) -> Selector:
     """Every token with one of these ids, in the prompt or generated."""
     if not ids:
         raise invalid("where", "no token id is given", "REASON_EMPTY_SELECTOR")
+    _refuse_list("token_ids", ids)
     token_ids = (token_id(token, "where") for token in ids)
     return Selector((_TokenIds(tuple(token_ids)),))
 

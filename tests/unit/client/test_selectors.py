@@ -121,3 +121,17 @@ def test_a_selector_reads_as_the_expression_that_makes_it():
             {name: getattr(rheostat, name) for name in ("generated", "positions", "window")},
         )
     assert repr("all" - rheostat.positions(-1)) == '"all" - positions(-1)'
+
+
+@pytest.mark.parametrize(
+    ("select", "advice"),
+    [
+        (lambda: rheostat.positions([0, 1]), "write rheostat.positions(*[0, 1])"),
+        (lambda: rheostat.positions(range(3)), "write rheostat.positions(*range(0, 3))"),
+        (lambda: rheostat.token_ids((5, 9)), "write rheostat.token_ids(*(5, 9))"),
+    ],
+)
+def test_a_list_of_numbers_is_answered_with_how_to_pass_them(select, advice):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        select()
+    assert advice in raised.value.message

@@ -14,7 +14,7 @@ from rheostat._steering.gates import POOLS, Condition, Pool, Probe
 from rheostat._steering.read_gates import known, read_condition, read_probe
 from rheostat._steering.readouts import NORMALISATIONS, Normalise
 from rheostat._steering.transfers import Progress
-from rheostat._steering.vectors import Vector
+from rheostat._steering.vectors import Vector, VectorSource
 from rheostat_wire.v1 import steering_service_pb2
 
 FitDirection: TypeAlias = Literal["difference_of_means", "principal_component"]
@@ -71,7 +71,7 @@ class ConditionFit:
 
 
 @dataclass(frozen=True)
-class ConditionFits:
+class ConditionFits(VectorSource):
     """The fitted condition, and all that were tried. ``print`` shows the best of them."""
 
     condition: Condition

@@ -18,7 +18,7 @@ from rheostat._points import (
     show_layers,
 )
 from rheostat._steering.transfers import Progress
-from rheostat._steering.vectors import Vector
+from rheostat._steering.vectors import Vector, VectorSource
 from rheostat_wire.v1 import steering_service_pb2
 
 DeriveMethod: TypeAlias = Literal["difference_of_means", "principal_component"]
@@ -51,7 +51,7 @@ class DerivedRow:
 
 
 @dataclass(frozen=True)
-class Derivation:
+class Derivation(VectorSource):
     """Vectors that the server derived and stored, one per point, and statistics of their rows.
 
     ``derivation["resid_post"]`` is the vector of a point. ``print`` shows the statistics as a

@@ -13,7 +13,7 @@ from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import builds_message
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
 from rheostat._steering.readouts import Readout
-from rheostat._steering.vectors import DOSE, Add, Intervention, Vector
+from rheostat._steering.vectors import DOSE, Add, Intervention, Vector, VectorSource
 from rheostat_wire.v1 import steering_pb2
 
 SteeringLike: TypeAlias = Vector | Intervention | Iterable[Vector | Intervention] | None
@@ -131,6 +131,8 @@ def _wrong_type(path: str, what: str, given: object) -> InvalidRequest:
     """The error for a value that is not a vector; it shows how to make a vector of it."""
     if isinstance(given, Intervention):
         return invalid(path, f"{what} takes vectors: {DOSE}")
+    if isinstance(given, VectorSource):
+        return invalid(path, given.advice)
     if isinstance(given, Band):
         return invalid(path, "a band acts in a clamp: use rheostat.clamp(rheostat.band(...))")
     if isinstance(given, str):

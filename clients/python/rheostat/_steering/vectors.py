@@ -366,10 +366,21 @@ def named(
     return Vector(None, vector_name(name, "vector.name"), points=at_points, layers=at_layers)
 
 
+class VectorSource:
+    """A result that has a ``vector``, and is often passed in its place."""
+
+    @property
+    def advice(self) -> str:
+        """The text of the error."""
+        return f"a {type(self).__name__} is not a vector: pass its .vector"
+
+
 def refuse_dose(given: object, path: str) -> None:
-    """Raise InvalidRequest if a dose or another intervention is passed instead of a vector."""
+    """Raise InvalidRequest if a dose, or a result with a vector, is passed instead of a vector."""
     if isinstance(given, Intervention):
         raise invalid(path, DOSE)
+    if isinstance(given, VectorSource):
+        raise invalid(path, given.advice)
 
 
 DOSE = (

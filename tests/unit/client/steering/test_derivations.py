@@ -57,6 +57,23 @@ def one(separation: float | None) -> Derivation:
     return Derivation((DERIVED.vectors[0],), (DerivedRow(Site(POST, 1), 2, 8, 1, separation),))
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda engine: engine.generate("a", steering=one(1.0)),
+        lambda engine: engine.generate("a", steering=[one(1.0)]),
+        lambda engine: engine.vectors.put(one(1.0), name="joy"),
+        lambda _: rheostat.save_vector("joy.npz", one(1.0)),
+        lambda _: rheostat.ablate(one(1.0)),
+        lambda _: rheostat.probe(one(1.0)),
+    ],
+)
+def test_a_derivation_in_the_place_of_its_vector_is_told(client, server, use):
+    with pytest.raises(rheostat.InvalidRequest, match="a Derivation is not a vector"):
+        client.run(use)
+    assert server.asked == []
+
+
 def test_derive_sends_two_sets_and_reads_a_vector_per_point(client, server):
     server.on("DeriveVectors", [pb.DeriveVectorsResponse(derived=ANSWER)])
     found = client.run(
