@@ -77,6 +77,48 @@ class AdmittedRequest:
     background: bool = False
     """Whether it is part of work in the background, which waits while other requests wait."""
 
+    def asked(
+        self,
+        request_id: str,
+        prompt: PromptTokens,
+        sampling: SamplingSettings,
+        plan: Plan,
+        *,
+        captures: bool,
+    ) -> "AdmittedRequest":
+        """A copy that asks another question. Without `captures`, it captures nothing by itself.
+
+        `replace` takes twice as long, and each cell of a sweep has a copy.
+        """
+        return AdmittedRequest(
+            request_id,
+            self.labels,
+            prompt,
+            self.context,
+            sampling,
+            self.interventions,
+            self.captures if captures else (),
+            self.observer_captures if captures else (),
+            plan,
+            self.unobserved if captures else plan,
+            self.vectors,
+            self.lora,
+            self.server_wide,
+            self.return_prompt_token_ids,
+            self.waits,
+            self.baseline,
+            self.work,
+            self.read_count,
+            self.signals,
+            self.rule_names,
+            self.hold_back,
+            self.watch_parts,
+            self.unwatched,
+            self.controlled,
+            self.in_session,
+            self.background,
+        )
+
     @property
     def changeable(self) -> bool:
         """Whether its client or a watch may change its steering while it runs."""

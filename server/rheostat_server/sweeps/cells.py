@@ -159,16 +159,8 @@ async def ask(
         prompt = PromptTokens(tokens, prompt.source, None, None)
     if not readers and plan.captures:
         plan = plan.with_captures_of(_NOTHING)
-    asked = replace(
-        admitted,
-        request_id=request_id,
-        prompt=prompt,
-        plan=plan,
-        unobserved=admitted.unobserved if readers else plan,
-        captures=admitted.captures if readers else (),
-        observer_captures=admitted.observer_captures if readers else (),
-        sampling=_sampling(question.token_id, min(1, manager.info.logprobs)),
-    )
+    sampling = _sampling(question.token_id, min(1, manager.info.logprobs))
+    asked = admitted.asked(request_id, prompt, sampling, plan, captures=bool(readers))
     async with manager.run_request(asked) as active:
         (sequence,) = active.sequences
         delta: Delta | None = None
