@@ -340,6 +340,9 @@ def _clause_cost(
     """A function for the cost of a clause set: its acts at their sites, in every variant."""
     sizes = [len(acts[clause.act].rows) * site_cost(acts[clause.act]) for clause in clauses]
 
+    if all(clause.tokens is None for clause in clauses):
+        return lambda members: sum([sizes[i] for i in members])
+
     def cost_of(members: tuple[int, ...]) -> int:
         sets = {clauses[i].tokens for i in members} - {None}
         variants = 1 << min(len(sets), MAX_TOKEN_SETS + 1)
