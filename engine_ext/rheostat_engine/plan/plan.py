@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rheostat_engine.cached_property import cached_property
+from rheostat_engine.immutable import immutable
 from rheostat_engine.plan.acts import OPEN_END, Act, Capture
 from rheostat_engine.plan.controllers import MAX_CONTROLLED
 from rheostat_engine.plan.gate_table import states_of
@@ -205,7 +206,7 @@ class Control:
     """The first position that it may change: the number of prompt tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable()
 class Plan:
     """The interventions and captures of one request."""
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rheostat_engine import Kind, ModelSites
+from rheostat_engine.immutable import immutable
 from rheostat_server import validation
 from rheostat_server.admission.admitted_request import AdmittedRequest
 from rheostat_server.admission.baseline import Baseline, compared_logprobs
@@ -215,7 +216,7 @@ def _new_ids() -> Iterator[str]:
 _NEW_IDS = _new_ids()
 
 
-@dataclass(frozen=True, slots=True)
+@immutable()
 class _Candidate:
     """A request whose prompt is known."""
 

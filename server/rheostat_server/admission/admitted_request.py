@@ -1,9 +1,9 @@
 """A request that admission has checked and compiled."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rheostat_engine import Plan
+from rheostat_engine.immutable import immutable
 from rheostat_server.admission.baseline import Baseline
 from rheostat_server.admission.global_steering import GlobalSteering
 from rheostat_server.capture.specs import ResolvedCapture, Target
@@ -19,7 +19,7 @@ from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import capture_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@immutable()
 class AdmittedRequest:
     """A request that can run."""
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine import Capture, Event, GainsUpdate, ModelSites, Plan
+from rheostat_engine.immutable import immutable
 from rheostat_server.config import ModelInfo
 from rheostat_server.engine.pace import Pace
 from rheostat_server.engine.sampling import SamplingSettings
@@ -70,7 +71,7 @@ class Delta(NamedTuple):
     """The stop text, token or rule that ended it; None for the model's end token."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable()
 class Job:
     """One sample for the engine."""
 

@@ -7,9 +7,10 @@ the context is refused before all of it is tokenised.
 import json
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+from rheostat_engine.immutable import immutable
 from rheostat_server import validation
 from rheostat_server.errors import (
     InvalidValue,
@@ -47,7 +48,7 @@ PromptMessage = (
 )
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@immutable(weakref_slot=True)
 class PromptTokens:
     """A prompt for the engine."""
 
