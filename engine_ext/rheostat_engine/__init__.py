@@ -20,16 +20,15 @@ from rheostat_engine.channel.staging import StagingError
 from rheostat_engine.channel.worker_channel import WorkerChannel
 from rheostat_engine.front_end import (
     add_requests_fast,
-    check_params_once,
     keep_end_token,
     prepare_front_end,
     receive_outputs,
+    request_template,
     send_gains,
     send_holds,
     stop_front_end,
     watch_scheduler,
 )
-from rheostat_engine.kept_params import mark_copy
 from rheostat_engine.model_sites import ModelSites
 from rheostat_engine.output import Output
 from rheostat_engine.plan.acts import (
@@ -172,14 +171,13 @@ __all__ = [
     "Window",
     "WorkerChannel",
     "add_requests_fast",
-    "check_params_once",
     "engine_kwargs",
     "keep_end_token",
     "largest_replaced",
-    "mark_copy",
     "merged_gains",
     "prepare_front_end",
     "receive_outputs",
+    "request_template",
     "send_gains",
     "send_holds",
     "site_count",

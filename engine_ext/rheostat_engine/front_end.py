@@ -7,12 +7,15 @@ from rheostat_engine.output import Pace, Receive
 from rheostat_engine.plan.gains import GainsUpdate
 
 if TYPE_CHECKING:
-    from rheostat_engine.adapters.checked_params import Engine as CheckingEngine
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams
+
     from rheostat_engine.adapters.gains import Client
     from rheostat_engine.adapters.output_handler import OutputReader
     from rheostat_engine.adapters.outputs import Client as OutputClient
     from rheostat_engine.adapters.outputs import Collector
     from rheostat_engine.adapters.scheduler_stats import Engine, Record
+    from rheostat_engine.adapters.templates import RequestTemplate
 
 
 def prepare_front_end() -> None:
@@ -24,7 +27,6 @@ def prepare_front_end() -> None:
     # imports, and so every frame that was on the stack. If such a frame referred to an `AsyncLLM`,
     # it would be freed only at interpreter shutdown, and fail there.
     from rheostat_engine.adapters import (  # noqa: F401
-        checked_params,
         core_messages,
         end_token,
         gains,
@@ -32,6 +34,7 @@ def prepare_front_end() -> None:
         output_handler,
         outputs,
         scheduler_stats,
+        templates,
     )
     from rheostat_engine.adapters.detokenizer import decode_last_tokens
     from rheostat_engine.adapters.logprobs import leave_logprobs_undecoded
@@ -72,11 +75,13 @@ def add_requests_fast(llm: "Engine") -> None:
     core_messages.add_requests_fast(llm)
 
 
-def check_params_once(llm: "CheckingEngine") -> None:
-    """Makes an engine check parameters that are kept only once; see `adapters.checked_params`."""
-    from rheostat_engine.adapters import checked_params
+def request_template(
+    params: "SamplingParams", lora: "LoRARequest | None", priority: int
+) -> "RequestTemplate":
+    """Adds requests with equal parameters; see `adapters.templates`."""
+    from rheostat_engine.adapters.templates import RequestTemplate
 
-    checked_params.check_params_once(llm)
+    return RequestTemplate(params, lora, priority)
 
 
 def receive_outputs(

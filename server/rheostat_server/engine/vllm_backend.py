@@ -4,9 +4,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -20,8 +19,8 @@ from rheostat_engine import (
     Plan,
     StagingError,
     WorkerChannel,
-    mark_copy,
     receive_outputs,
+    request_template,
     send_gains,
     send_holds,
     stop_front_end,
@@ -60,11 +59,12 @@ from rheostat_wire.dtypes import FloatArray
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.inputs import TokensInput
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
+
+    from rheostat_engine.adapters.templates import RequestTemplate
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,6 +78,9 @@ gives its workers 9, and on a busy machine it takes longer itself."""
 
 _LOST = "the engine or one of its workers has died; restart the server"
 
+
+_TEMPLATES = 64
+"""Templates of requests that are kept. The oldest is dropped first."""
 
 _SPAN_BYTES = 256
 """Bytes that `offload` counts for serialising a span."""
@@ -131,6 +134,7 @@ class VllmBackend:
         self._channel = WorkerChannel(loaded.settings, ranks=sites.world_size)
         self._texts = TokenTexts(loaded.llm.tokenizer)
         self._turns = OutputTurns()
+        self._templates: dict[_TemplateKey, RequestTemplate] = {}
         self._watch: asyncio.Task[None] | None = None
         self._deliver: Callable[[Event], None] = lambda event: None
         self._lost: Callable[[str], None] = lambda reason: None
@@ -207,12 +211,12 @@ class VllmBackend:
             fail(self._lost_engine() if isinstance(error, vllm.EngineDeadError) else error)
 
         try:
-            collector = await self._llm.add_request(
+            collector = await self._template(job).add(
+                self._llm,
                 job.plan.request_id,
-                vllm.tokens_input(list(job.prompt)),
-                self._sampling_params(job),
-                lora_request=self._lora(job.lora),
-                priority=int(job.background),
+                list(job.prompt),
+                job.sampling.seed_of(job.sample),
+                {EXTRA_ARG: job.plan.to_wire()} if job.has_plan else None,
             )
         except vllm.EngineDeadError as error:
             raise self._lost_engine() from error
@@ -384,29 +388,33 @@ class VllmBackend:
             await asyncio.sleep(_HEARTBEAT)
         self._lost(_LOST)
 
-    def _lora(self, name: str) -> "LoRARequest | None":
-        return _lora_request(self._loaded.loras[name]) if name else None
-
-    def _sampling_params(self, job: Job) -> "SamplingParams":
-        settings, first = job.sampling, job.sample == 0
-        # vLLM takes 25 microseconds to check such an object, and 2 to copy it.
-        detokenize = settings.text and self._llm.tokenizer is not None
-        kept = _sampling_params(settings, first, detokenize)
-        params = copy(kept)
-        mark_copy(params, kept)
-        if settings.seed is not None:
-            params.seed = settings.seed_of(job.sample)
-        if job.has_plan:
-            params.extra_args = {EXTRA_ARG: job.plan.to_wire()}
-        return params
+    def _template(self, job: Job) -> "RequestTemplate":
+        """Adds requests with the same settings and adapter as a sample."""
+        key = _TemplateKey(job.sampling, job.sample == 0, job.lora, job.background)
+        template = self._templates.get(key)
+        if template is None:
+            if len(self._templates) >= _TEMPLATES:
+                del self._templates[next(iter(self._templates))]
+            lora = _lora_request(self._loaded.loras[job.lora]) if job.lora else None
+            detokenize = job.sampling.text and self._llm.tokenizer is not None
+            params = _sampling_params(job.sampling, key.first, detokenize)
+            template = request_template(params, lora, int(job.background))
+            self._templates[key] = template
+        return template
 
 
-@lru_cache(maxsize=64)
+class _TemplateKey(NamedTuple):
+    """What requests of a template have in common."""
+
+    sampling: SamplingSettings
+    first: bool
+    """Whether they are first samples, which alone get log-probabilities of the prompt."""
+    lora: str
+    background: bool
+
+
 def _sampling_params(settings: SamplingSettings, first: bool, detokenize: bool) -> "SamplingParams":
-    """The parameters of a sample, without its plan, and with the seed of the first one.
-
-    They are copied for each request, and vLLM copies them once more before it changes a field.
-    """
+    """The parameters of a sample, without its plan, and with the seed of the first sample."""
     vllm = _vllm_names()
     return vllm.SamplingParams(
         n=1,
@@ -468,18 +476,16 @@ class _VllmNames(NamedTuple):
     SamplingParams: "type[SamplingParams]"
     RequestOutputKind: "type[RequestOutputKind]"
     EngineDeadError: "type[EngineDeadError]"
-    tokens_input: "Callable[[list[int]], TokensInput]"
 
 
 @cache
 def _vllm_names() -> _VllmNames:
     """Imports these names once, because each import of a name of vLLM is a slow look-up."""
     from vllm import SamplingParams
-    from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    return _VllmNames(SamplingParams, RequestOutputKind, EngineDeadError, tokens_input)
+    return _VllmNames(SamplingParams, RequestOutputKind, EngineDeadError)
 
 
 async def load_lora(llm: "AsyncLLM", lora: Lora) -> None:

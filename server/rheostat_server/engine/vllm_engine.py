@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from rheostat_engine import (
     EngineSettings,
     add_requests_fast,
-    check_params_once,
     engine_kwargs,
     keep_end_token,
     prepare_front_end,
@@ -207,7 +206,6 @@ def _start(
     watch_scheduler(loaded.llm, loaded.counter.add)
     keep_end_token(loaded.llm)
     add_requests_fast(loaded.llm)
-    check_params_once(loaded.llm)
     return loaded
 
 

@@ -41,7 +41,6 @@ ENGINE_LAYERS = (
     "process_end",
     "model_sites",
     "output",
-    "kept_params",
     "channel",
     "worker.state",
     "worker.transport",

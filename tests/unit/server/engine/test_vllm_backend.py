@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -479,35 +480,70 @@ def job(plan_id: str, sample: int = 0, acts: tuple[Act, ...] = (), **settings: o
     return Job(Plan(plan_id, acts), (1, 2), sampling, sample, "")
 
 
-def test_equal_settings_share_no_parameters_that_vllm_or_a_plan_changes() -> None:
-    backend = SimpleNamespace(_llm=SimpleNamespace(tokenizer=None))
+class Template(NamedTuple):
+    """Stands in for `RequestTemplate`."""
 
-    def params(job: Job) -> SamplingParams:
-        return VllmBackend._sampling_params(backend, job)
+    params: SamplingParams
+    added: list[tuple[object, ...]]
 
-    first, second = params(job("a", acts=(ACT,))), params(job("b", acts=(ACT,)))
-    assert read_plan(first.extra_args[EXTRA_ARG]).request_id == "a"
-    assert read_plan(second.extra_args[EXTRA_ARG]).request_id == "b"
-    assert params(job("c")).extra_args is None
-    taken = first.clone()  # as vLLM does, before it changes fields
-    taken.update_from_generation_config({"eos_token_id": [3, 4]}, 3)
-    assert taken.stop_token_ids == [4]
-    assert params(job("d")).stop_token_ids == []
+    async def add(self, llm: object, *arguments: object) -> None:
+        self.added.append(arguments)
+
+
+@pytest.fixture
+def adding(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A backend that adds requests to templates, which `made` keeps."""
+    made: list[Template] = []
+
+    def template(params: SamplingParams, lora: None, priority: int) -> Template:
+        assert (lora, priority) == (None, 0)
+        made.append(Template(params, []))
+        return made[-1]
+
+    monkeypatch.setattr(vllm_backend, "request_template", template)
+    monkeypatch.setattr(vllm_backend, "receive_outputs", lambda *_: None)
+    backend = object.__new__(VllmBackend)
+    backend._loaded = SimpleNamespace(llm=SimpleNamespace(tokenizer=None), loras={})
+    backend._templates = {}
+    backend._texts = backend._turns = None
+    return SimpleNamespace(backend=backend, made=made)
+
+
+async def test_equal_settings_share_a_template_and_each_sample_has_its_own_plan(adding) -> None:
+    for one in (job("a", acts=(ACT,)), job("b", acts=(ACT,)), job("c")):
+        await adding.backend.add_request(one, list, list)
+    (template,) = adding.made
+    names = [name for name, _, _, _ in template.added]
+    (first, second, third) = [extra for _, _, _, extra in template.added]
+    assert names == ["a", "b", "c"]
+    assert read_plan(first[EXTRA_ARG]).request_id == "a"
+    assert read_plan(second[EXTRA_ARG]).request_id == "b"
+    assert third is None
 
 
 @pytest.mark.parametrize("text", [True, False])
 @pytest.mark.parametrize("tokenizer", [None, object()])
-def test_only_samples_whose_text_is_read_are_decoded(tokenizer: object, text: bool) -> None:
-    backend = SimpleNamespace(_llm=SimpleNamespace(tokenizer=tokenizer))
-    params = VllmBackend._sampling_params(backend, job("a", text=text))
-    assert params.detokenize is (text and tokenizer is not None)
+async def test_only_samples_whose_text_is_read_are_decoded(
+    adding, tokenizer: object, text: bool
+) -> None:
+    adding.backend._loaded.llm.tokenizer = tokenizer
+    await adding.backend.add_request(job("a", text=text), list, list)
+    assert adding.made[0].params.detokenize is (text and tokenizer is not None)
 
 
-def test_each_sample_has_its_own_seed_and_only_the_first_has_the_prompts_log_probabilities() -> (
-    None
-):
-    backend = SimpleNamespace(_llm=SimpleNamespace(tokenizer=None))
-    settings = {"seed": 11, "samples": 2, "prompt_logprobs": 1}
-    samples = [VllmBackend._sampling_params(backend, job("a", n, **settings)) for n in range(2)]
-    assert [one.seed for one in samples] == [11, 12]
-    assert [one.prompt_logprobs for one in samples] == [1, None]
+async def test_each_sample_has_its_own_seed_and_only_the_first_the_prompts_log_probabilities(
+    adding,
+) -> None:
+    settings = {"seed": 11, "samples": 3, "prompt_logprobs": 1}
+    for sample in range(3):
+        await adding.backend.add_request(job("a", sample, **settings), list, list)
+    assert [one.params.prompt_logprobs for one in adding.made] == [1, None]
+    assert [seed for one in adding.made for _, _, seed, _ in one.added] == [11, 12, 13]
+
+
+async def test_few_templates_are_kept(adding) -> None:
+    for seed in range(100):
+        await adding.backend.add_request(job("a", seed=seed), list, list)
+    assert len(adding.backend._templates) == 64
+    await adding.backend.add_request(job("a", seed=99), list, list)
+    assert len(adding.made) == 100

@@ -38,9 +38,8 @@ class Llm:
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     tokenizer: None = None
 
-    async def add_request(
-        self, request_id: str, prompt, params, lora_request, priority
-    ) -> SimpleNamespace:
+    async def add(self, request_id: str) -> SimpleNamespace:
+        """As `AsyncLLM.add_request`."""
         self.known.add(request_id)
         stuck = f"#{self.waits_for}@" in request_id
         if stuck and not self.after_sending:
@@ -60,6 +59,13 @@ class Llm:
         await self.engine.scripted_abort(aborted)
 
 
+class Template:
+    """Stands in for `RequestTemplate`."""
+
+    async def add(self, llm, request_id, *_: object) -> SimpleNamespace:
+        return await llm.add(request_id)
+
+
 class Backend(ScriptedBackend):
     """The scripted engine behind the code that calls `AsyncLLM`."""
 
@@ -68,6 +74,7 @@ class Backend(ScriptedBackend):
         self.llm = llm
         self.vllm = object.__new__(VllmBackend)
         self.vllm._loaded = SimpleNamespace(llm=llm, loras={})
+        self.vllm._templates = {}
         self.vllm._texts = self.vllm._turns = None
         self.jobs_by_id = {}
 
@@ -97,9 +104,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         SamplingParams=SimpleNamespace,
         RequestOutputKind=SimpleNamespace(DELTA=None),
         EngineDeadError=EngineDead,
-        tokens_input=list,
     )
     monkeypatch.setattr(vllm_backend, "_vllm_names", lambda: names)
+    monkeypatch.setattr(vllm_backend, "request_template", lambda *_: Template())
     monkeypatch.setattr(vllm_backend, "receive_outputs", lambda *_: None)
 
 
