@@ -51,13 +51,18 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
             if request.batches and admitted.signals is not None:
                 happenings = run(admitted, manager, direct=direct_messages(), join=_joined)
                 sent = joined_events(happenings, _joined, _CAPTURED)
-            else:
-                happenings = run(admitted, manager, direct=direct_messages())
-                sent = _one_by_one(happenings)
-            async with aclosing(happenings), aclosing(sent) as responses:
-                async for response in responses:
+                async with aclosing(happenings), aclosing(sent) as responses:
+                    async for response in responses:
+                        begun = True
+                        yield response
+                return
+            async with aclosing(run(admitted, manager, direct=direct_messages())) as happenings:
+                async for happening in happenings:
                     begun = True
-                    yield response
+                    if isinstance(happening, CapturedRows):
+                        yield happening.as_field(_CAPTURED)
+                    elif isinstance(happening, Response):  # a request has no notices
+                        yield happening
         except RheostatError:
             manager.counts.refused += not begun
             raise
@@ -105,17 +110,6 @@ class GenerationService(generation_service_pb2_grpc.GenerationServiceServicer):
         prompts = self._readiness.manager().prompts
         prompt = await prompts.resolve(request, with_text=True, special=special)
         return await offload(_TOKEN_BYTES * len(prompt.token_ids), _tokens, prompt)
-
-
-async def _one_by_one(
-    happenings: AsyncGenerator[Event | CapturedRows | None, None],
-) -> AsyncGenerator[Response | MessageParts, None]:
-    """Makes a message of each event."""
-    async for happening in happenings:
-        if isinstance(happening, CapturedRows):
-            yield happening.as_field(_CAPTURED)
-        elif isinstance(happening, Response):
-            yield happening
 
 
 def _joined(events: Sequence[Event]) -> Response:

@@ -63,7 +63,9 @@ class Call:
         """Is resolved once at most `_most_unwritten` messages are left."""
         self._most_unwritten = 0
         self._half_closed = False
-        self._done = asyncio.Event()
+        self._done = False
+        self._until_done: asyncio.Future[None] | None = None
+        """Set while `fail` waits until the forwarder has sent the status."""
         self.ended = False
         """Whether the server has sent END."""
 
@@ -152,9 +154,12 @@ class Call:
             CancelledError: the client has disconnected, or did not read for `STATUS_SECONDS`.
         """
         self._end(status.SerializeToString())
+        if self._done:
+            return
+        self._until_done = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(STATUS_SECONDS):
-                await self._done.wait()
+                await self._until_done
         except TimeoutError:
             raise asyncio.CancelledError from None
 
@@ -198,7 +203,8 @@ class Call:
             _resolve(self._read, None)
         elif kind is Kind.DONE:
             self._pieces.clear()
-            self._done.set()
+            self._done = True
+            _resolve(self._until_done, None)
 
 
 Answer = Callable[[str, Call], Awaitable[None]]

@@ -249,7 +249,7 @@ class _Stream:
                 yield None
             item = await active.next()
             rows_ready = item is Sign.ROWS
-            if not isinstance(item, ResponseItem | Sign):
+            if not isinstance(item, (ResponseItem, Sign)):
                 yield item
         if self._lost:
             raise RowsLost.no_room(self._lost)
@@ -435,7 +435,7 @@ class _Stream:
                 if isinstance(item, Loss):
                     direct.send(self._dropped(item))
                     continue
-                assert isinstance(item, Chunk | EncodedChunk)
+                assert isinstance(item, (Chunk, EncodedChunk))
                 rows = few_rows(item)
                 if rows is None:
                     self._next_rows = item
@@ -574,7 +574,7 @@ class _Stream:
 
     async def _rows(self, item: RowItem) -> Response | CapturedRows:
         """Captured rows, or the response for lost rows."""
-        if isinstance(item, Chunk | EncodedChunk):
+        if isinstance(item, (Chunk, EncodedChunk)):
             return await captured_rows(item)
         assert isinstance(item, Loss)
         return self._dropped(item)

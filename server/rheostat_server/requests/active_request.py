@@ -269,7 +269,7 @@ class ActiveRequest:
     def _taken(self, entry: Entry) -> Message:
         if isinstance(entry, RheostatError):
             raise entry
-        if not isinstance(entry, ResponseItem | Sign):
+        if not isinstance(entry, (ResponseItem, Sign)):
             self.pending_notices -= 1
         return entry
 
