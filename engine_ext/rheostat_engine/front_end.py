@@ -7,15 +7,12 @@ from rheostat_engine.output import Pace, Receive
 from rheostat_engine.plan.gains import GainsUpdate
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-    from vllm.sampling_params import SamplingParams
-
     from rheostat_engine.adapters.gains import Client
     from rheostat_engine.adapters.output_handler import OutputReader
     from rheostat_engine.adapters.outputs import Client as OutputClient
     from rheostat_engine.adapters.outputs import Collector
     from rheostat_engine.adapters.scheduler_stats import Engine, Record
-    from rheostat_engine.adapters.templates import RequestTemplate
+    from rheostat_engine.adapters.templates import Lora, Params, RequestTemplate
 
 
 def prepare_front_end() -> None:
@@ -75,9 +72,7 @@ def add_requests_fast(llm: "Engine") -> None:
     core_messages.add_requests_fast(llm)
 
 
-def request_template(
-    params: "SamplingParams", lora: "LoRARequest | None", priority: int
-) -> "RequestTemplate":
+def request_template(params: "Params", lora: "Lora | None", priority: int) -> "RequestTemplate":
     """Adds requests with equal parameters; see `adapters.templates`."""
     from rheostat_engine.adapters.templates import RequestTemplate
 

@@ -21,7 +21,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-Client = AsyncLLM
+Params = SamplingParams
+Lora = LoRARequest
 
 
 class RequestTemplate:

@@ -36,6 +36,7 @@ VLLM_FACE = (
 )
 ENGINE_LAYERS = (
     "cached_property",
+    "immutable",
     "plan",
     "settings",
     "process_end",
