@@ -73,7 +73,7 @@ def add_requests_fast(llm: "Engine") -> None:
 
 
 def request_template(params: "Params", lora: "Lora | None", priority: int) -> "RequestTemplate":
-    """Adds requests with equal parameters; see `adapters.templates`."""
+    """A template that adds requests with equal parameters; see `adapters.templates`."""
     from rheostat_engine.adapters.templates import RequestTemplate
 
     return RequestTemplate(params, lora, priority)

@@ -182,9 +182,11 @@ def positions(*at: int) -> Selector:
 
 
 def _refuse_list(name: str, given: tuple[object, ...]) -> None:
-    """Raise InvalidRequest if the numbers are in a list."""
+    """Raise InvalidRequest if the numbers were passed as one list, tuple or range."""
     if len(given) == 1 and isinstance(given[0], list | tuple | range):
-        raise invalid("where", f"the numbers are no list: write rheostat.{name}(*{given[0]!r:.60})")
+        raise invalid(
+            "where", f"pass numbers, not a list: write rheostat.{name}(*{given[0]!r:.60})"
+        )
 
 
 def _position(number: int, most: int = _LAST) -> int:

@@ -1,12 +1,12 @@
-"""Adds requests whose parameters vLLM has validated before.
+"""Adds requests whose sampling parameters vLLM has already validated.
 
 Why
-    `AsyncLLM.add_request` validates the parameters and completes them from the model's files for
-    each request, even if hundreds that arrive together have equal ones. It also validates the
-    prompt, which the server has done. This takes a third of the time of `add_request`.
+    For each request, `AsyncLLM.add_request` validates the parameters and completes them from the
+    model's files, even if hundreds of requests have equal ones. It also validates the prompt, which
+    the server has done. This takes a third of the time of `add_request`.
 How
-    A template keeps the first of the requests that vLLM made of its parameters. Each later one is a
-    copy with its own id, prompt, seed and plan. From there on everything is vLLM's.
+    vLLM validates the first request of a template and makes an `EngineCoreRequest`. Each request is
+    a copy of it with its own id, prompt, seed and plan. vLLM's own methods add the copy.
 """
 
 import time
@@ -26,7 +26,7 @@ Lora = LoRARequest
 
 
 class RequestTemplate:
-    """Requests of an engine that differ in id, prompt, seed and plan alone."""
+    """Adds requests to an engine that differ only in id, prompt, seed and plan."""
 
     def __init__(
         self, params: SamplingParams, lora: LoRARequest | None = None, priority: int = 0
@@ -34,9 +34,9 @@ class RequestTemplate:
         """No request was added yet.
 
         Args:
-            params: their parameters, with `n=1`, `skip_clone` and `max_tokens`.
-            lora: their adapter.
-            priority: their priority in the scheduler.
+            params: the requests' parameters, with `n=1`, `skip_clone` and `max_tokens`.
+            lora: the requests' LoRA adapter.
+            priority: the requests' priority in the scheduler.
         """
         self._params = params
         self._lora = lora
@@ -56,12 +56,12 @@ class RequestTemplate:
         Args:
             llm: the engine, always the same one.
             request_id: its id.
-            token_ids: its prompt, which must be valid; vLLM checks only the first.
+            token_ids: its prompt. It must be valid: vLLM checks only the template's first prompt.
             seed: its seed.
             extra_args: its `SamplingParams.extra_args`.
 
         Raises:
-            EngineDeadError: the engine is gone.
+            EngineDeadError: the engine has died.
             VLLMValidationError: vLLM does not accept the parameters.
         """
         if llm.errored:

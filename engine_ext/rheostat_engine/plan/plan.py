@@ -40,13 +40,14 @@ _LENGTHS = 64
 
 
 class SignalsWait(IntEnum):
-    """Whether the signals of a step may wait for those of later steps."""
+    """How long the signals of a step may wait in a worker, to be sent with those of later steps."""
 
     NEVER = 0
+    """Not at all: a client, a rule or a watch may react to them."""
     FEW_STEPS = 1
-    """A few steps, while many requests are read: nothing in the server acts by them."""
+    """A few steps, if each step reads many requests. Nothing in the server reacts to them."""
     MANY_STEPS = 2
-    """Many steps: only summaries use them, which are sent when the request ends."""
+    """Many steps. Only summaries use them, and these are sent when the request ends."""
 
 
 class Window(NamedTuple):
@@ -229,7 +230,7 @@ class Plan:
     signals: Signals = NO_SIGNALS
     """What of the readings and gates leaves the workers. Not for plans with a window."""
     signals_wait: SignalsWait = SignalsWait.NEVER
-    """Whether its signals may wait in the workers."""
+    """How long its signals may wait in the workers."""
     gained: bool = False
     """Whether an update with this plan does not replace a request's acts, but gives them the gains
     that the acts of the plan have."""

@@ -306,7 +306,7 @@ def capture_table(captures: tuple[Capture, ...]) -> CaptureTable | None:
 
 
 def _without_positions(act: Act) -> Act:
-    """A copy of an act without spans and conditions. `replace` takes three times as long."""
+    """A copy of an act without spans and conditions; `replace` would take three times as long."""
     return Act(
         act.kind,
         act.vectors,

@@ -11,11 +11,11 @@ labels marked as lost, because requests may depend on them.
 
 Why signals may wait
     Sending the signals of a step wakes several threads here and in the server, even for one number.
-    If no request of the step needs its signals before it ends, the signals of decode steps with
-    the same requests are sent together. So are those of a few steps, if nothing in the server acts
-    by them and many requests are read: then the server sends tokens several at a time too. Waiting
-    signals are sent when a request begins or ends, when a step has other requests or columns, and
-    at the limits below.
+    So the signals of decode steps with the same requests are sent together, if each request of the
+    steps allows it (`SignalsWait`). Many steps are sent together if only summaries use the signals.
+    A few are sent together if nothing in the server reacts to the signals and many requests are
+    read. In this case the server also sends tokens several at a time. Waiting signals are sent when
+    a request begins or ends, when a step has other requests or columns, and at the limits below.
 Why the same columns for all requests of a step
     A gather of different columns for each request would need an index for each number. The
     additional columns of small requests cost little, because a row has at most
@@ -41,17 +41,17 @@ _KEPT_FREE = 8
 
 
 WAITING_STEPS = 32
-"""The most steps whose signals wait if only summaries use them."""
+"""The most steps that are sent together if only summaries use their signals."""
 
 FEW_STEPS = 4
-"""The most steps whose signals wait if nothing acts by them, while many requests are read."""
+"""The most steps that are sent together if nothing in the server reacts to their signals."""
 
 FEW_REQUESTS = 64
-"""Requests of a step up to which these signals do not wait. The server sends each token of up to so
-many streams at once."""
+"""`FEW_STEPS` holds only for steps that read more requests. Up to this many streams, the server
+sends each token at once."""
 
 _WAITING_ROWS = 1024
-"""The most rows whose signals wait. The server takes about 0.5 ms for so many."""
+"""The most rows that wait. The server takes about 0.5 ms to process this many."""
 
 
 class _Pending(NamedTuple):
@@ -71,7 +71,8 @@ class _Pending(NamedTuple):
     most_steps: int
     """How many steps may be sent together, this one included."""
     source: torch.Tensor | None
-    """[n, columns]: where the forward pass writes them; None if that is several places."""
+    """[n, columns]: the slice of `GateBuffers.readings` with all signals of the step. None if no
+    single slice has them."""
 
 
 class _Waiting(NamedTuple):
@@ -103,7 +104,7 @@ class StepSignals:
         self._columns: npt.NDArray[np.int64] = np.zeros((1, 2), np.int64)
         """By request number: how many columns of readings and of gates the request wants."""
         self._waits: npt.NDArray[np.int8] = np.zeros(1, np.int8)
-        """By request number: `SignalsWait`."""
+        """By request number: the request's `SignalsWait`."""
         self._count = 0
         """Number of requests that want signals."""
         self._pending: _Pending | None = None
@@ -117,7 +118,7 @@ class StepSignals:
     ) -> None:
         """Sets how many columns of readings and of gates a request wants; 0 and 0: no signals.
 
-        Sends the signals that wait, so that they precede the end of a request. `wait`: whether the
+        Sends the signals that wait, so that they precede the end of a request. `wait`: how long the
         request's signals may wait.
         """
         if self._row_sender is None:
@@ -188,7 +189,7 @@ class StepSignals:
         """
         pending, self._pending = self._pending, None
         if pending is None:
-            self._send_waiting()  # its requests were preempted, and may not go on soon
+            self._send_waiting()  # their requests were preempted, and may resume late
             return
         values = self._gathered(pending)
         waits = pending.most_steps > 1
@@ -216,7 +217,7 @@ class StepSignals:
         return torch.cat([part.index_select(0, tokens) for part in (readings, openness)], dim=1)
 
     def _most_steps(self, numbers: Int64) -> int:
-        """How many steps with one position of each of these requests may be sent together."""
+        """How many decode steps of these requests may be sent together. 1: each at once."""
         wait = self._waits[numbers].min()
         if wait == SignalsWait.MANY_STEPS:
             return WAITING_STEPS

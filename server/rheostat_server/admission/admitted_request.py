@@ -77,7 +77,7 @@ class AdmittedRequest:
     background: bool = False
     """Whether it is part of work in the background, which waits while other requests wait."""
 
-    def asked(
+    def with_question(
         self,
         request_id: str,
         prompt: PromptTokens,
@@ -86,9 +86,10 @@ class AdmittedRequest:
         *,
         captures: bool,
     ) -> "AdmittedRequest":
-        """A copy that asks another question. Without `captures`, it captures nothing by itself.
+        """A copy that asks the model another question.
 
-        `replace` takes twice as long, and each cell of a sweep has a copy.
+        Made field by field, because `replace` takes twice as long, and each cell of a sweep makes a
+        copy. If `captures` is false, the copy captures nothing by itself.
         """
         return AdmittedRequest(
             request_id,

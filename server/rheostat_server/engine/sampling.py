@@ -59,8 +59,8 @@ class SamplingSettings:
     only_token: int | None = None
     """The only token that may be sampled. Its log-probability is that of the whole distribution."""
     text: bool = True
-    """Whether deltas have text. Decoding takes a tenth of the server's time for a cell of a sweep,
-    mostly for the end of the prompt, on which the text of the first token depends."""
+    """Whether deltas have text. For a cell of a sweep, decoding would take a tenth of the server's
+    time. Most of it is for the end of the prompt, on which the first token's text depends."""
 
     def seed_of(self, sample: int) -> int | None:
         """Seed of one sample."""

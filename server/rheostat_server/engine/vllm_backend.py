@@ -79,8 +79,8 @@ gives its workers 9, and on a busy machine it takes longer itself."""
 _LOST = "the engine or one of its workers has died; restart the server"
 
 
-_TEMPLATES = 64
-"""Templates of requests that are kept. The oldest is dropped first."""
+_MOST_TEMPLATES = 64
+"""The most `RequestTemplate`s that are kept. The oldest is dropped first."""
 
 _SPAN_BYTES = 256
 """Bytes that `offload` counts for serialising a span."""
@@ -389,11 +389,11 @@ class VllmBackend:
         self._lost(_LOST)
 
     def _template(self, job: Job) -> "RequestTemplate":
-        """Adds requests with the same settings and adapter as a sample."""
+        """The template of all requests with the settings, adapter and priority of a sample."""
         key = _TemplateKey(job.sampling, job.sample == 0, job.lora, job.background)
         template = self._templates.get(key)
         if template is None:
-            if len(self._templates) >= _TEMPLATES:
+            if len(self._templates) >= _MOST_TEMPLATES:
                 del self._templates[next(iter(self._templates))]
             lora = _lora_request(self._loaded.loras[job.lora]) if job.lora else None
             detokenize = job.sampling.text and self._llm.tokenizer is not None
@@ -404,7 +404,7 @@ class VllmBackend:
 
 
 class _TemplateKey(NamedTuple):
-    """What requests of a template have in common."""
+    """The fields in which all requests of a template are equal."""
 
     sampling: SamplingSettings
     first: bool

@@ -65,7 +65,7 @@ class Call:
         self._half_closed = False
         self._done = False
         self._until_done: asyncio.Future[None] | None = None
-        """Set while `fail` waits until the forwarder has sent the status."""
+        """Awaited by `fail` until the forwarder has sent the status; None before."""
         self.ended = False
         """Whether the server has sent END."""
 

@@ -73,10 +73,10 @@ class WatchPart(NamedTuple):
 
 
 def signals_wait(signals: SignalPlan | None, parts: Sequence[WatchPart]) -> SignalsWait:
-    """Whether the signals of a request may be sent late.
+    """How long the signals of a request may wait before the workers send them.
 
-    They may if only summaries use them. A little later, they may if its watches only observe:
-    neither rules nor watches that steer act by them, and no watch holds the request.
+    Many steps if only summaries use them. A few steps if the client reads none and all watches only
+    observe: there are no rules, no watch steers, and no lost watch would hold its requests.
     """
     if signals is None or not signals.for_watches:
         return SignalsWait.NEVER

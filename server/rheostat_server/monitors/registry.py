@@ -126,7 +126,7 @@ class Watches(EventStreams[Watch]):
     def selecting(
         self, request_id: str, labels: Mapping[str, str], excluding: Container[str] = ()
     ) -> list[Watch]:
-        """The watches that select a request, except those with the ids `excluding`.
+        """The watches that select a request, except those whose ids are in `excluding`.
 
         Raises:
             WatchLost: a lost watch selects it, whose requests are refused.

@@ -172,7 +172,7 @@ class Watch(EventStream[SignalMessage]):
         begun = response.begun
         begun.number, begun.request_id = watched.number, request_id
         begun.sample_count, begun.prompt_token_count = samples, prompt_len
-        if labels:  # an empty update takes as long as all the rest
+        if labels:  # an empty update takes as long as all other fields
             begun.labels.update(labels)
         self.buffer.add_notice(response, begins=watched)
         return watched

@@ -139,7 +139,7 @@ class ActiveRequest:
         self.own_samples = [own for own in self.sequences if own.kind is SequenceKind.OWN]
         """The request's own samples, without baselines."""
         self.signals: RequestSignals | None = None
-        """What its probes read; None if it has no signals, or only watches use them."""
+        """What its probes read. None if it has no signals, or if only watches use its signals."""
         if admitted.signals is not None and not admitted.signals.for_watches:
             self.signals = RequestSignals(
                 admitted.signals,

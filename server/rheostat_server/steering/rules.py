@@ -367,7 +367,7 @@ class SignalPlan:
 
     @property
     def for_watches(self) -> bool:
-        """Whether they only serve watches, and no rule decides by them."""
+        """Whether only watches use the signals: the client gets none, and there are no rules."""
         return not (self.columns or self.rules)
 
     @property

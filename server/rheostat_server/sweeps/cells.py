@@ -160,7 +160,7 @@ async def ask(
     if not readers and plan.captures:
         plan = plan.with_captures_of(_NOTHING)
     sampling = _sampling(question.token_id, min(1, manager.info.logprobs))
-    asked = admitted.asked(request_id, prompt, sampling, plan, captures=bool(readers))
+    asked = admitted.with_question(request_id, prompt, sampling, plan, captures=bool(readers))
     async with manager.run_request(asked) as active:
         (sequence,) = active.sequences
         delta: Delta | None = None

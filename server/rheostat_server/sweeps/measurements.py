@@ -84,7 +84,7 @@ class Measurements:
             for number, grade in enumerate(settings.grades)
             if grade.row_reader() is not None
         ]
-        """The grades that need rows, with their numbers."""
+        """The grades that need captured rows, each with its number."""
         self._unique = uuid.uuid4().hex[:12]
         self.computed = 0
         """Prompt tokens that were computed so far, rather than read from the prefix cache."""

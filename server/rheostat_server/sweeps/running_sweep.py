@@ -86,14 +86,14 @@ class RunningSweep:
         self._pairs = pairs
         self._measurements = measurements
         self._scores = Scores(settings.done.values, settings.grades)
-        noises = [len(pair.bases) for pair in pairs]
-        self._noises = noises
-        """For each pair, the number of its prompts in which cells are run."""
+        base_counts = [len(pair.bases) for pair in pairs]
+        self._base_counts = base_counts
+        """For each pair, the number of its `bases`: the prompts in which cells are run."""
         first = settings.baselines - settings.late_baselines
         self._progress = _Progress(
-            repeats=[[[] for _ in range(count)] for count in noises],
+            repeats=[[[] for _ in range(count)] for count in base_counts],
             other=[[] for _ in pairs],
-            waiting_baselines=sum(first + count - 1 for count in noises),
+            waiting_baselines=sum(first + count - 1 for count in base_counts),
         )
 
     async def run(self, put: Put) -> None:
@@ -183,8 +183,8 @@ class RunningSweep:
         first = self._settings.baselines - self._settings.late_baselines
         return [
             _Work(None, number, noise)
-            for number, noises in enumerate(self._noises)
-            for noise in range(noises)
+            for number, bases in enumerate(self._base_counts)
+            for noise in range(bases)
             for _ in range(1 if noise else first)
         ]
 
@@ -203,7 +203,7 @@ class RunningSweep:
 
         The first baselines alternate with the first cells. The late ones are spread over all cells.
         """
-        count = len(cells) * sum(self._noises)
+        count = len(cells) * sum(self._base_counts)
         work = _alternating(first, _spread(late, self._expected(self._work(cells)), count))
 
         async def run() -> None:
@@ -213,11 +213,11 @@ class RunningSweep:
         await _together(run, self._settings.concurrency)
 
     def _work(self, cells: Iterable[int]) -> Iterator[_Work]:
-        waiting, none = sum(self._noises), [0.0] * len(self._settings.grades)
+        waiting, zeros = sum(self._base_counts), [0.0] * len(self._settings.grades)
         for cell in cells:
-            self._progress.cells[cell] = _Cell(waiting, [none] * len(self._pairs))
-            for index, noises in enumerate(self._noises):
-                for noise in range(noises):
+            self._progress.cells[cell] = _Cell(waiting, [zeros] * len(self._pairs))
+            for index, bases in enumerate(self._base_counts):
+                for noise in range(bases):
                     yield _Work(cell, index, noise)
 
     def _expected(self, work: Iterable[_Work]) -> Iterator[_Work]:
@@ -246,9 +246,9 @@ class RunningSweep:
         if cell.error is None:
             try:
                 metrics, top = await self._measurements.cell(work.cell, work.pair, work.noise)
-                noises = self._noises[work.pair]
+                bases = self._base_counts[work.pair]
                 cell.raw[work.pair] = [
-                    total + metric / noises
+                    total + metric / bases
                     for total, metric in zip(cell.raw[work.pair], metrics, strict=True)
                 ]
                 if work.pair == work.noise == 0:
@@ -314,7 +314,7 @@ class RunningSweep:
     def _scored(self, index: int) -> sweep_service_pb2.SweepResponse:
         """The event of a complete cell."""
         cell, event = self._progress.cells.pop(index), _pb.SweepResponse()
-        message = event.cell  # made in place: messages that are copied take twice as long
+        message = event.cell  # filled in place; copying a message takes twice as long
         if cell.error is None:
             pair_values = self._settings.pair_values
             self._scores.score(index, cell.raw, message, pair_values=pair_values)

@@ -124,10 +124,10 @@ class Scores:
         """[pairs, grades]: the largest deviation of a baseline so far."""
         self._zero = self._unit = none
         """[pairs, grades]: a grade is `(metric - zero) / unit`."""
-        self._scale_of_pair: tuple[Metrics, Metrics] = (), ()
-        """`_zero` and `_unit` of the first pair."""
-        self._noise_scale: tuple[Metrics, Metrics] = (), ()
-        """`base` and `noise_limit`."""
+        self._first_pair_scale: tuple[Metrics, Metrics] = (), ()
+        """`_zero` and `_unit` of the first pair, as lists, for sweeps of one pair."""
+        self._noise_lists: tuple[Metrics, Metrics] = (), ()
+        """`base` and `noise_limit`, as lists."""
 
     def set_scales(self, scales: Sequence[PairScale]) -> None:
         """Sets the values of the unchanged prompts. No cell can be scored before."""
@@ -136,7 +136,7 @@ class Scores:
         corrupt = np.array([scale.corrupt for scale in scales])
         self._zero = np.where(self._recovered, corrupt, 0.0)
         self._unit = np.where(self._recovered, clean - corrupt, 1.0)
-        self._scale_of_pair = self._zero[0].tolist(), self._unit[0].tolist()
+        self._first_pair_scale = self._zero[0].tolist(), self._unit[0].tolist()
         self.base = self._graded(np.array([scale.base for scale in scales])).mean(axis=0)
         self._largest = np.array([scale.largest() for scale in scales])
         self._set_noise_limit()
@@ -150,7 +150,7 @@ class Scores:
 
     def _set_noise_limit(self) -> None:
         self.noise_limit = (self._largest / np.abs(self._unit)).mean(axis=0)
-        self._noise_scale = self.base.tolist(), self.noise_limit.tolist()
+        self._noise_lists = self.base.tolist(), self.noise_limit.tolist()
 
     def noises(self) -> list[sweep_pb2.Noise]:
         """What batching alone does to each grade."""
@@ -179,19 +179,19 @@ class Scores:
         *,
         pair_values: bool,
     ) -> None:
-        """Scores a cell.
+        """Scores a cell, and puts the scores into its message.
 
         Args:
             index: the cell.
             metrics: [pairs][grades], averaged over each pair's noises.
-            message: gets everything but the cell's place.
-            pair_values: whether it gets the values of every pair.
+            message: receives the values, their standard errors and `below_noise`.
+            pair_values: whether it also receives the values of every pair.
         """
         if len(metrics) == 1:
-            # Each call of numpy for a few numbers takes as long as this loop.
+            # For a few numbers, a single call of numpy takes as long as this loop.
             mean = each = [
                 (metric - zero) / unit
-                for metric, zero, unit in zip(metrics[0], *self._scale_of_pair, strict=True)
+                for metric, zero, unit in zip(metrics[0], *self._first_pair_scale, strict=True)
             ]
             error = [0.0] * len(mean)
         else:
@@ -205,7 +205,7 @@ class Scores:
             message.pair_values.extend(each)
         message.below_noise = all(
             abs(value - base) <= limit
-            for value, base, limit in zip(mean, *self._noise_scale, strict=True)
+            for value, base, limit in zip(mean, *self._noise_lists, strict=True)
         )
 
     def effects(self) -> Values:

@@ -473,7 +473,7 @@ class VectorStore:
         return pinned
 
     def unpin(self, digests: Iterable[bytes]) -> None:
-        """Ends one `pin` of each of these vectors. The last one counts as their last use."""
+        """Ends one `pin` of each of these vectors. The end of the last pin counts as a use."""
         for digest in digests:
             self._users[digest] -= 1
             if not self._users[digest]:

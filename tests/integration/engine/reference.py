@@ -61,7 +61,7 @@ class HfReference:
     """A Hugging Face model under hooks."""
 
     def __init__(self, name: str, path: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Loads it, to compute in `dtype`."""
+        """Loads the model, which computes in `dtype`."""
         self._model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         self._name = name
         base = self._model.base_model

@@ -42,13 +42,13 @@ SITES = range(site_count(LAYERS))
 TOKENS = 5
 VECTORS = 6
 ROWS = 2e-5
-"""Of rows, relative to the largest value of the stream. 1.4e-6 was seen of draws that cancel
-little."""
+"""Tolerance of rows, relative to the largest value of the stream. Draws that cancel little differed
+by 1.4e-6."""
 ROUNDINGS = 10
-"""How many times as far from float64 as Hugging Face's own float32 rows may be. A draw that makes
-rows large and then cancels them loses digits in any float32; 1.8 was seen."""
+"""Rows may differ from float64 this many times as much as Hugging Face's own float32 rows. If a
+draw makes rows large and then cancels them, float32 always loses digits. 1.8 times was seen."""
 LOGPROBS = 3e-4
-"""Of log-probabilities, in nats; 6e-6 was seen."""
+"""Tolerance of log-probabilities, in nats; 6e-6 was seen."""
 BATCH = prompts(6, 4, 30, seed=5)
 
 
@@ -59,7 +59,7 @@ class Bench(NamedTuple):
     reference: HfReference
     """In float64."""
     rounded: HfReference
-    """The same in float32, to learn how many digits a draw loses."""
+    """In float32. Its distance from `reference` shows how many digits a draw loses."""
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -135,7 +135,7 @@ def acts(draw: st.DrawFn) -> Act:
 
 
 def _large_then_cancelled() -> Act:
-    """Its rows become 20 times as large as they were; the branches after it stay small."""
+    """An act that makes rows 20 times as large; what later layers add to them stays small."""
     band = Band(0.0, 1.0, 1.0, Readout(Normalise.NONE, Activation.IDENTITY, 0.0, 0.0), writes=True)
     read, write = (vector(seed)[0] for seed in (3, 2))
     rows = ((10, (0, 0)), (11, (0, 0)))

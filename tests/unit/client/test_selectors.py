@@ -131,7 +131,7 @@ def test_a_selector_reads_as_the_expression_that_makes_it():
         (lambda: rheostat.token_ids((5, 9)), "write rheostat.token_ids(*(5, 9))"),
     ],
 )
-def test_a_list_of_numbers_is_answered_with_how_to_pass_them(select, advice):
+def test_the_error_for_a_list_shows_how_to_pass_the_numbers(select, advice):
     with pytest.raises(rheostat.InvalidRequest) as raised:
         select()
     assert advice in raised.value.message

@@ -172,7 +172,7 @@ def _seconds(text: str) -> float:
 
 
 def is_finite(number: float) -> bool:
-    """Whether float32 holds it as a finite number, as requests need."""
+    """Whether a number is finite in float32, as the numbers of requests must be."""
     return abs(number) <= _LARGEST_FLOAT32  # false for nan
 
 

@@ -37,8 +37,8 @@ _HELP = {
 }
 
 
-_OTHER_SIGN = re.compile(r".*?( *[=*@] *| +).*")
-"""A sign that no name has, in the place of the colon before a number."""
+_WRONG_SEPARATOR = re.compile(r".*?( *[=*@] *| +).*")
+"""Matches a text with =, *, @ or spaces where a colon belongs. Names contain none of these."""
 
 
 class ParsedOp(NamedTuple):
@@ -117,7 +117,7 @@ def read_norm_add(text: str) -> ParsedOp:
 
 def read_ablate(text: str) -> ParsedOp:
     """NAME[,NAME...][:STRENGTH]."""
-    typed = _Typed(text, "NAME[,NAME...][:STRENGTH], such as joy or joy,fear:0.5")
+    typed = _TypedOp(text, "NAME[,NAME...][:STRENGTH], such as joy or joy,fear:0.5")
     listed, *rest = typed.parts(text, 2)
     names = tuple(typed.name(name) for name in listed.split(","))
     strength = typed.number(rest[0]) if rest else 1.0
@@ -126,7 +126,7 @@ def read_ablate(text: str) -> ParsedOp:
 
 def read_clamp(text: str) -> ParsedOp:
     """NAME:BOUNDS[:STRENGTH][,...]."""
-    typed = _Typed(text, "NAME:BOUNDS[:STRENGTH][,...], such as joy:-1..2, joy:..2 or joy:0")
+    typed = _TypedOp(text, "NAME:BOUNDS[:STRENGTH][,...], such as joy:-1..2, joy:..2 or joy:0")
     bands = [typed.parts(band, 3) for band in text.split(",")]
     names = tuple(typed.name(parts[0]) for parts in bands)
     if any(len(parts) < 2 for parts in bands):
@@ -148,7 +148,7 @@ def read_clamp(text: str) -> ParsedOp:
 
 def read_scale(text: str) -> ParsedOp:
     """NAME:FACTOR."""
-    typed = _Typed(text, "NAME:FACTOR, such as joy:-1")
+    typed = _TypedOp(text, "NAME:FACTOR, such as joy:-1")
     name, *rest = typed.parts(text, 2)
     name = typed.name(name)
     if not rest:
@@ -160,30 +160,30 @@ def read_scale(text: str) -> ParsedOp:
 _READERS = (read_steer, read_norm_add, read_ablate, read_clamp, read_scale)
 
 
-class _Typed(NamedTuple):
-    """What was typed for an op. Its errors end with the syntax."""
+class _TypedOp(NamedTuple):
+    """The text of an op. Each error for it ends with the syntax of the op."""
 
     text: str
     syntax: str
-    """With an example."""
+    """The syntax of the op, with an example."""
 
     def parts(self, text: str, most: int) -> list[str]:
-        """Splits at colons."""
+        """Splits a part of the text at colons; at most `most` parts are allowed."""
         parts = text.split(":")
         if len(parts) > most:
             self.refuse("has too many colons")
         return parts
 
     def name(self, text: str) -> str:
-        """A name or a digest. Names have none of the signs that people put before a number."""
-        if match := _OTHER_SIGN.fullmatch(text):
+        """Checks the name or digest of a vector."""
+        if match := _WRONG_SEPARATOR.fullmatch(text):
             self.refuse(f"has {match[1].strip() or 'a space'} where a colon belongs")
         if not text:
             self.refuse("has no name" if "," not in self.text else "has a comma without a name")
         return text
 
     def number(self, text: str) -> float:
-        """A finite number."""
+        """Parses a finite number."""
         try:
             number = float(text)
         except ValueError:
@@ -193,17 +193,17 @@ class _Typed(NamedTuple):
         return number
 
     def refuse(self, cause: str) -> NoReturn:
-        """Raise the error."""
+        """Raises an error with a cause and the syntax."""
         raise argparse.ArgumentTypeError(f"{self.text!r} {cause}: write {self.syntax}")
 
 
 def _name_and_dose(text: str) -> tuple[str, float]:
-    typed = _Typed(text, "NAME[:SCALE], such as joy:0.5")
+    typed = _TypedOp(text, "NAME[:SCALE], such as joy:0.5")
     name, *rest = typed.parts(text, 2)
     return typed.name(name), typed.number(rest[0]) if rest else 1.0
 
 
-def _bounds(typed: _Typed, text: str) -> tuple[float | None, float | None]:
+def _bounds(typed: _TypedOp, text: str) -> tuple[float | None, float | None]:
     """Parses MIN..MAX, either of which may be omitted, or one number for both."""
     low, dots, high = text.partition("..")
     if not dots:

@@ -11,8 +11,8 @@ from rheostat._responses.receipts import Receipt
 from rheostat._responses.results import Divergence, Generation, Sample, Tokens
 
 _MAX_TOKENS = 128
-_LONG = 2.0
-"""A change longer than this, in norms of the residual stream, leaves little of a text."""
+_LONGEST_CHANGE = 2.0
+"""In norms of the residual stream. Longer changes seldom leave a coherent text."""
 
 
 def add(commands: Subparsers) -> None:
@@ -103,7 +103,7 @@ def _ended_by_others(sample: Sample) -> str:
 
 
 def _too_long(receipt: Receipt) -> str:
-    """Where steering changed rows by more than `_LONG` times their norm on average, else ""."""
+    """A warning if steering changed rows by more than `_LONGEST_CHANGE` on average, else ""."""
     changes = [
         (site.dose.relative_mean, str(site.site))
         for applied in receipt.interventions
@@ -111,11 +111,11 @@ def _too_long(receipt: Receipt) -> str:
         if site.dose is not None and site.dose.relative_mean is not None
     ]
     times, where = max(changes, default=(0.0, ""))
-    if times <= _LONG:
+    if times <= _LONGEST_CHANGE:
         return ""
     return (
         f"the steering at {where} is {times:.3g} times as long as the residual stream, which "
-        "leaves little of the text: try a smaller number"
+        "seldom leaves a coherent text: try a smaller number"
     )
 
 

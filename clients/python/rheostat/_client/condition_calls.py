@@ -89,5 +89,5 @@ def fit_conditions(
 
 
 def _words(given: Iterable[str]) -> Iterable[str]:
-    """One word, or several."""
+    """Makes a tuple of a single word, which is iterable itself."""
     return (given,) if isinstance(given, str) else given

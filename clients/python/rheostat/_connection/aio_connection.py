@@ -165,8 +165,8 @@ class Connection(ConnectionBase):
                 self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
         elif self._loop is not running_loop():
             raise _errors.Refused(
-                "this client made its first call in another event loop, as each asyncio.run starts "
-                "one: connect in the coroutine that asyncio.run gets, and make all calls there"
+                "this client made its first call in another event loop: each asyncio.run starts a "
+                "new loop, so connect and make all calls inside one asyncio.run"
             )
         return self._channel
 

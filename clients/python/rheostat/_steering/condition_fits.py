@@ -34,10 +34,12 @@ _DIRECTIONS: dict[int, FitDirection] = {
 }
 _SHOWN = 10
 """Rows of the table that are printed."""
-_MOST_MARGIN = 1e9
-"""Scores within each set are equal, as those of one prompt are."""
+_LARGEST_MARGIN = 1e9
+"""The server sends it, positive or negative, if the scores within each set are equal. This is so
+with one prompt in each set. The margin is then not defined."""
 _ROUNDING = 1e-6
-"""Larger than the rounding of the server's float32 fractions, smaller than 1 of 2048 prompts."""
+"""Fractions that differ by at most this much count as equal. The rounding of the server's float32
+fractions is smaller, and one prompt of 2048 changes a fraction by more."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,8 +88,8 @@ class ConditionFits(VectorSource):
     vectors: tuple[Vector, ...]
     """The vectors that were given as directions."""
     tells_apart: bool | None
-    """Whether the best condition judges held-out prompts better than one that always holds, or
-    never. None if no prompt was held out, as with one prompt in a set."""
+    """Whether the best condition judges held-out prompts better, by F1 or accuracy, than a
+    condition that always or never holds. None if no prompt was held out, as with one in a set."""
 
     @property
     def probe(self) -> Probe:
@@ -116,7 +118,7 @@ class ConditionFits(VectorSource):
             f"{'<' if fit.below else '>'} {fit.threshold:.4g}",
             f"{fit.f1:.3f}",
             "-" if fit.held_out_f1 is None else f"{fit.held_out_f1:.3f}",
-            "-" if abs(fit.margin) >= _MOST_MARGIN else f"{fit.margin:.2f}",
+            "-" if abs(fit.margin) >= _LARGEST_MARGIN else f"{fit.margin:.2f}",
             "best" if fit is self.best else "",
         ]
 
@@ -141,14 +143,14 @@ class PromptCounts(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Fraction that a condition judges right that always holds, or never."""
+        """Accuracy of a condition that always holds or never holds, whichever is higher."""
         return max(self) / sum(self)
 
 
 class ConditionFitsAccumulator:
     """Turns `FitConditionsResponse` messages into `ConditionFits`.
 
-    A warning is logged if the sets cannot be told apart.
+    It logs a warning if the best condition does not tell the sets apart.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class ConditionFitsAccumulator:
         condition = read_condition(fitted.condition, probe, "condition")
         tells_apart = _tells_apart(best, self._counts)
         if tells_apart is False:
-            _warn_of_chance(best, self._counts)
+            _warn_no_better_than_chance(best, self._counts)
         return ConditionFits(condition, vector, fits, best, self._vectors, tells_apart)
 
     def _read_fit(self, message: steering_service_pb2.ConditionFit) -> ConditionFit:
@@ -223,7 +225,7 @@ def _tells_apart(fit: ConditionFit, counts: PromptCounts) -> bool | None:
     )
 
 
-def _warn_of_chance(fit: ConditionFit, counts: PromptCounts) -> None:
+def _warn_no_better_than_chance(fit: ConditionFit, counts: PromptCounts) -> None:
     _LOG.warning(
         "the best condition does not tell the two sets apart: it judges %.0f %% of the held-out "
         "prompts right, and one that always or never holds judges %.0f %%",

@@ -181,7 +181,7 @@ def rules_of(rules: RulesLike) -> tuple[Rule, ...]:
     return listed
 
 
-def _no_probe(given: object, path: str) -> InvalidRequest:
+def _not_a_probe(given: object, path: str) -> InvalidRequest:
     kind = type(given).__name__
     return invalid(path, f"a probe is a rheostat.probe(vector, points=..., layers=...), not {kind}")
 
@@ -194,11 +194,11 @@ def probes_to_wire(
     Raises InvalidRequest if two different probes have one name.
     """
     if probes is not None and not isinstance(probes, Iterable | Probe):
-        raise _no_probe(probes, "probes")
+        raise _not_a_probe(probes, "probes")
     sent = () if probes is None else (probes,) if isinstance(probes, Probe) else tuple(probes)
     for number, probe in enumerate(sent):
         if not isinstance(probe, Probe):
-            raise _no_probe(probe, f"probes[{number}]")
+            raise _not_a_probe(probe, f"probes[{number}]")
     ruled = [condition.probe for rule in rules for condition in rule.conditions]
     messages = [
         *(probe.to_wire(f"probe {probe.name!r}") for probe in sent),

@@ -367,16 +367,16 @@ def named(
 
 
 class VectorSource:
-    """A result that has a ``vector``, and is often passed in its place."""
+    """A result with a ``vector``. Users often pass the result instead of this vector."""
 
     @property
     def advice(self) -> str:
-        """The text of the error."""
+        """The error message if the result is passed instead of its vector."""
         return f"a {type(self).__name__} is not a vector: pass its .vector"
 
 
 def refuse_dose(given: object, path: str) -> None:
-    """Raise InvalidRequest if a dose, or a result with a vector, is passed instead of a vector."""
+    """Raise InvalidRequest if a dose, or a result that has a vector, is passed as a vector."""
     if isinstance(given, Intervention):
         raise invalid(path, DOSE)
     if isinstance(given, VectorSource):

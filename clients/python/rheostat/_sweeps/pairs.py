@@ -141,7 +141,7 @@ def pair_to_wire(
         {tuple(one.ids) for one in side.alternatives} for side in (message.answer, message.foil)
     )
     if foils and answers == foils:
-        raise invalid(f"{path}.foil", "the foil is the answer: they never differ")
+        raise invalid(f"{path}.foil", "the foil equals the answer, so they never differ")
     if set(pair.groups) != set(labels):
         raise invalid(
             f"{path}.groups", f"every pair has the same groups: {', '.join(labels) or 'none'}"

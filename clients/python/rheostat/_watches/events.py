@@ -70,7 +70,8 @@ class Readings:
 class WatchedSignals:
     """What the probes of a watch read in a step, of all requests that had tokens in it.
 
-    If the watch only observes, up to four decode steps of more than 64 samples come together.
+    If the watch only observes and a step reads more than 64 samples, one event may have the
+    readings of up to four decode steps.
 
     Iterating gives `Readings`, one for each run of positions of a sample.
     """

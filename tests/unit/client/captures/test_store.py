@@ -258,7 +258,7 @@ def test_an_empty_root_is_one_and_a_tag_may_be_called_as_a_folder_within(tmp_pat
 def test_a_tag_that_is_not_there_is_not_found_and_told_which_are(tmp_path: Path) -> None:
     with pytest.raises(rheostat.NotFound, match=r'no tag "x" in .*; nothing is stored there yet'):
         open_captures(tmp_path, tag="x")
-    (tmp_path / "other").mkdir()  # of another program
+    (tmp_path / "other").mkdir()  # a folder of another program
     with pytest.raises(rheostat.NotFound, match="nothing is stored there yet: is it the root="):
         open_captures(tmp_path, tag="x")
     sink = Filesystem(tmp_path)

@@ -225,11 +225,11 @@ def test_the_receipt_is_shown_where_the_server_steered_everyone(server, capsys):
         (
             8.34,
             "rheostat: the steering at resid_post[3] is 8.34 times as long as the residual stream, "
-            "which leaves little of the text: try a smaller number",
+            "which seldom leaves a coherent text: try a smaller number",
         ),
     ],
 )
-def test_steering_that_is_much_longer_than_the_stream_is_warned_of(server, capsys, times, warned):
+def test_steering_much_longer_than_the_stream_gives_a_warning(server, capsys, times, warned):
     sites = "".join(
         f"""sites {{
               site {{ point: POINT_RESID_POST layer: {layer} }} row_count: 2

@@ -165,9 +165,7 @@ def test_import_points_to_put_for_one_array(server, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("ending", "hint"), [(".txt", ""), (".safetensors", "; rheostat vectors export writes it")]
 )
-def test_get_writes_no_array_under_the_name_of_another_format(
-    server, capsys, tmp_path, ending, hint
-):
+def test_get_refuses_a_file_name_of_another_format(server, capsys, tmp_path, ending, hint):
     path = tmp_path / f"joy{ending}"
     assert main(["vectors", "get", "joy", str(path), "--target", server.target]) == 2
     assert capsys.readouterr().err == f"rheostat: {path} does not end in .npy{hint}\n"

@@ -140,7 +140,7 @@ def test_a_watch_whose_event_loop_is_closed_can_be_finished(server):
     watch.finish()
 
 
-def test_a_client_of_another_event_loop_says_so(server):
+def test_a_client_refuses_calls_in_a_second_event_loop(server):
     server.on("GetModel", MODEL)
     engine = rheostat.aio.connect(server.target)
     asyncio.run(engine.model())

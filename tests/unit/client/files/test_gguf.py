@@ -37,7 +37,7 @@ def test_direction_n_acts_where_block_n_leaves_with_a_row_per_layer_that_is_name
     assert found.description == "control vector for llama"
 
 
-def test_a_file_that_is_no_gguf_is_told_in_words(tmp_path):
+def test_a_file_that_is_not_gguf_is_refused_with_the_reason(tmp_path):
     path = tmp_path / "joy.gguf"
     path.write_text("hi")
     with pytest.raises(rheostat.InvalidRequest, match="it is not a GGUF file"):

@@ -156,7 +156,7 @@ def test_a_fit_warns_if_the_sets_cannot_be_told_apart(
     assert bool(warned) == ("does not tell the two sets apart" in caplog.text)
 
 
-def test_one_of_each_needs_no_list(client, server):
+def test_a_single_pool_direction_normalisation_or_vector_needs_no_list(client, server):
     server.on("FitConditions", [pb.FitConditionsResponse(fitted=fitted("f1: 1 margin: 2.5"))])
     client.run(
         lambda engine: engine.conditions.fit(

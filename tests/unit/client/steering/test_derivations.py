@@ -68,7 +68,7 @@ def one(separation: float | None) -> Derivation:
         lambda _: rheostat.probe(one(1.0)),
     ],
 )
-def test_a_derivation_in_the_place_of_its_vector_is_told(client, server, use):
+def test_a_derivation_passed_instead_of_its_vector_is_refused(client, server, use):
     with pytest.raises(rheostat.InvalidRequest, match="a Derivation is not a vector"):
         client.run(use)
     assert server.asked == []

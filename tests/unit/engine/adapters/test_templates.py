@@ -1,4 +1,4 @@
-"""Requests of a template are those that vLLM would make, and it adds them as vLLM does."""
+"""A template makes the requests that vLLM would make, and adds them as vLLM does."""
 
 import inspect
 from pathlib import Path
@@ -23,7 +23,7 @@ RELIES = "rheostat_engine.adapters.templates relies on it"
 
 
 class Llm:
-    """An `AsyncLLM` whose requests go nowhere."""
+    """Stands in for `AsyncLLM`; it only records added requests."""
 
     def __init__(self, inputs: InputProcessor) -> None:
         self.input_processor = inputs

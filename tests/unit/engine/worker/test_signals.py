@@ -164,7 +164,7 @@ def test_signals_that_nobody_needs_before_the_end_wait_for_later_steps() -> None
 
 
 @pytest.mark.parametrize(("few", "sent"), [(1, [8, 8, 6]), (2, [2] * 11)])
-def test_signals_by_which_nothing_acts_wait_a_few_steps_if_many_requests_are_read(
+def test_signals_to_which_nothing_reacts_wait_a_few_steps_if_many_requests_are_read(
     few: int, sent: list[int]
 ) -> None:
     assert FEW_STEPS == 4
@@ -180,7 +180,7 @@ def test_signals_by_which_nothing_acts_wait_a_few_steps_if_many_requests_are_rea
         assert [position for position, _ in positions] == [*range(11)]
 
 
-def test_waiting_signals_leave_with_the_next_step_if_it_has_none() -> None:
+def test_waiting_signals_are_sent_after_a_step_without_signals() -> None:
     worker = Worker()
     worker.add_request("v", _waiting("v", SignalsWait.MANY_STEPS))
     worker.step([("v", 0, 1)])
@@ -194,7 +194,7 @@ def test_waiting_signals_leave_with_the_next_step_if_it_has_none() -> None:
     assert [position for position, _ in received(worker)["v"]] == [0, 1, 2]
 
 
-def test_a_request_by_which_something_acts_keeps_all_signals_of_its_steps_from_waiting() -> None:
+def test_no_signals_of_a_step_wait_if_one_of_its_requests_allows_no_wait() -> None:
     worker = Worker()
     worker.add_request("v", _waiting("v", SignalsWait.MANY_STEPS))
     worker.add_request("w", _probing("w"))

@@ -10,12 +10,12 @@ from rheostat_server.admission.admitted_request import AdmittedRequest
 
 
 @pytest.mark.parametrize("captures", [True, False])
-def test_a_copy_differs_only_in_its_question_and_maybe_its_captures(captures: bool) -> None:
+def test_a_copy_differs_only_in_its_question_and_its_captures(captures: bool) -> None:
     values: dict[str, Any] = {field.name: object() for field in fields(AdmittedRequest)}
     prompt: Any = object()
     sampling: Any = object()
     plan = Plan("b")
-    asked = AdmittedRequest(**values).asked("b", prompt, sampling, plan, captures=captures)
+    asked = AdmittedRequest(**values).with_question("b", prompt, sampling, plan, captures=captures)
     expected = values | {"request_id": "b", "prompt": prompt, "sampling": sampling, "plan": plan}
     if not captures:
         expected |= {"unobserved": plan, "captures": (), "observer_captures": ()}

@@ -492,7 +492,7 @@ class Template(NamedTuple):
 
 @pytest.fixture
 def adding(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A backend that adds requests to templates, which `made` keeps."""
+    """A backend with stand-ins for templates; `made` lists them."""
     made: list[Template] = []
 
     def template(params: SamplingParams, lora: None, priority: int) -> Template:
@@ -541,7 +541,7 @@ async def test_each_sample_has_its_own_seed_and_only_the_first_the_prompts_log_p
     assert [seed for one in adding.made for _, _, seed, _ in one.added] == [11, 12, 13]
 
 
-async def test_few_templates_are_kept(adding) -> None:
+async def test_at_most_64_templates_are_kept(adding) -> None:
     for seed in range(100):
         await adding.backend.add_request(job("a", seed=seed), list, list)
     assert len(adding.backend._templates) == 64

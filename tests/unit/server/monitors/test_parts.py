@@ -11,7 +11,7 @@ pb = monitor_service_pb2
 SAMPLING = generation_pb2.Sampling(max_tokens=4)
 
 
-async def test_signals_may_wait_if_nothing_acts_by_them(running: Running) -> None:
+async def test_signals_may_wait_if_nothing_reacts_to_them(running: Running) -> None:
     async def wait(*openings, **fields: object) -> SignalsWait:
         watchers = [await Watcher.open(running, one) for one in openings]
         await running.client.generate(request(sampling=SAMPLING, **fields))

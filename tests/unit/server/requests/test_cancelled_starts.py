@@ -39,7 +39,7 @@ class Llm:
     tokenizer: None = None
 
     async def add(self, request_id: str) -> SimpleNamespace:
-        """As `AsyncLLM.add_request`."""
+        """Adds a request as `AsyncLLM.add_request` does."""
         self.known.add(request_id)
         stuck = f"#{self.waits_for}@" in request_id
         if stuck and not self.after_sending:

@@ -1,4 +1,4 @@
-"""A watch of more samples than 64, whose readings come several steps at a time."""
+"""A watch of more than 64 samples gets the readings of several steps together."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
