@@ -75,6 +75,7 @@ class RequestTemplate:
                 lora_request=self._lora,
                 priority=self._priority,
             )
+            self._validated.prompt_token_ids = None  # a long prompt takes megabytes
         request = copy(self._validated)
         params = copy(request.sampling_params)
         assert params is not None  # only pooling requests have none

@@ -8,6 +8,7 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rheostat_engine import Kind, ModelSites
 from rheostat_engine.immutable import immutable
@@ -314,16 +315,24 @@ def admit_now(
             )
             parts, gained = watch_parts(candidate.watches, steered, first)
             refuse_unwatched(parts, with_baseline=request.with_baseline)
-        read = tuple(probes.values())
+        compiling = partial(
+            _compile,
+            probes=tuple(probes.values()),
+            rules=rules,
+            captures=captures,
+            admission=admission,
+            here=here,
+            held_back=request.hold_back > 0,
+        )
         try:
-            compiled = _compile((*gained, *beside), read, rules, captures, admission, here, parts)
+            compiled = compiling((*gained, *beside), watches=parts)
         except (InvalidValue, NonFinite) as error:
             if not any(part.probes for part in parts):
                 raise
             # A watch neither refuses nor breaks a request, unless it must be able to stop it.
             parts = tuple([part.without(error.message) for part in parts])
             refuse_unwatched(parts, with_baseline=request.with_baseline)
-            compiled = _compile((*own, *beside), read, rules, captures, admission, here, parts)
+            compiled = compiling((*own, *beside), watches=parts)
         if compiled_before is not None and key is not None:
             compiled_before.add(key, compiled, lookups)
     plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
@@ -493,8 +502,13 @@ def _compile(
     admission: AdmissionContext,
     here: ServerWide,
     watches: tuple[WatchPart, ...],
+    *,
+    held_back: bool,
 ) -> CompiledRequest:
-    """The plan of all that a request asks for, with the server-wide steering and its watches."""
+    """The plan of all that a request asks for, with the server-wide steering and its watches.
+
+    `held_back`: whether its tokens are held back.
+    """
     server_wide, always_read, policy_rules = here
     own = (*own, *(steering for part in watches for steering in part.steered))
     interventions = (*server_wide, *own)
@@ -505,7 +519,7 @@ def _compile(
     plan, vectors = compile_plan("", interventions, captures, read, rules)
     signals = signal_plan(plan, own, probes, rules)
     watches = tuple([part.with_gates_of(signals) for part in watches])
-    if wait := signals_wait(signals, watches):
+    if wait := signals_wait(signals, watches, held_back=held_back):
         plan = replace(plan, signals_wait=wait)
     read_count = sum(act.kind is Kind.READ for act in plan.acts) if read else 0
     needed = {vector.digest: vector for vector in vectors} | direction_vectors(captures)

@@ -77,6 +77,8 @@ class Key(NamedTuple):
     parts: Parts
     watches: tuple[str, ...]
     """The ids of the watches that read the request."""
+    at_once: bool
+    """Whether its readings must not wait for those of later steps; see `signals_wait`."""
     version: int
     """The version of the server-wide steering."""
     prompt_len: int
@@ -242,7 +244,7 @@ def key_of(
         checked: the results of earlier checks of equal parts; None if there were none.
     """
     if not watches and server_wide.empty and not may_select(request):
-        return Key(_NO_PARTS, (), server_wide.version, 0, 0)
+        return Key(_NO_PARTS, (), False, server_wide.version, 0, 0)
     if any(watch.settings.readings.reads_tokens for watch in watches):
         return None
     counts: bool | None
@@ -266,7 +268,8 @@ def key_of(
     counts = counts or bool(watches)
     length, most = (context.prompt_len, context.max_tokens) if counts else (0, 0)
     names = tuple([watch.name for watch in watches])
-    return Key(parts, names, server_wide.version, length, most)
+    at_once = request.hold_back > 0 or any(watch.reads_at_once for watch in watches)
+    return Key(parts, names, at_once, server_wide.version, length, most)
 
 
 _NO_PARTS = Parts(b"", (), (), ())

@@ -79,7 +79,7 @@ gives its workers 9, and on a busy machine it takes longer itself."""
 _LOST = "the engine or one of its workers has died; restart the server"
 
 
-_MOST_TEMPLATES = 64
+_MOST_TEMPLATES = 256
 """The most `RequestTemplate`s that are kept. The oldest is dropped first."""
 
 _SPAN_BYTES = 256
@@ -390,14 +390,17 @@ class VllmBackend:
 
     def _template(self, job: Job) -> "RequestTemplate":
         """The template of all requests with the settings, adapter and priority of a sample."""
-        key = _TemplateKey(job.sampling, job.sample == 0, job.lora, job.background)
+        sampling = job.sampling
+        if sampling.seed is not None:  # vLLM reads only whether there is one
+            sampling = replace(sampling, seed=0)
+        key = _TemplateKey(sampling, job.sample == 0, job.lora, job.background)
         template = self._templates.get(key)
         if template is None:
             if len(self._templates) >= _MOST_TEMPLATES:
                 del self._templates[next(iter(self._templates))]
             lora = _lora_request(self._loaded.loras[job.lora]) if job.lora else None
-            detokenize = job.sampling.text and self._llm.tokenizer is not None
-            params = _sampling_params(job.sampling, key.first, detokenize)
+            detokenize = sampling.text and self._llm.tokenizer is not None
+            params = _sampling_params(sampling, key.first, detokenize)
             template = request_template(params, lora, int(job.background))
             self._templates[key] = template
         return template
@@ -414,7 +417,7 @@ class _TemplateKey(NamedTuple):
 
 
 def _sampling_params(settings: SamplingSettings, first: bool, detokenize: bool) -> "SamplingParams":
-    """The parameters of a sample, without its plan, and with the seed of the first sample."""
+    """The parameters of a sample, without its plan."""
     vllm = _vllm_names()
     return vllm.SamplingParams(
         n=1,

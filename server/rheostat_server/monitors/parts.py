@@ -72,11 +72,18 @@ class WatchPart(NamedTuple):
         )
 
 
-def signals_wait(signals: SignalPlan | None, parts: Sequence[WatchPart]) -> SignalsWait:
+def signals_wait(
+    signals: SignalPlan | None, parts: Sequence[WatchPart], *, held_back: bool
+) -> SignalsWait:
     """How long the signals of a request may wait before the workers send them.
 
     Many steps if only summaries use them. A few steps if the client reads none and all watches only
-    observe: there are no rules, no watch steers, and no lost watch would hold its requests.
+    observe: there are no rules, and no watch reads at once.
+
+    Args:
+        signals: the signals; None if there are none.
+        parts: what watches read.
+        held_back: whether its tokens are held back, so that a watch can stop it in time.
     """
     if signals is None or not signals.for_watches:
         return SignalsWait.NEVER
@@ -84,7 +91,7 @@ def signals_wait(signals: SignalPlan | None, parts: Sequence[WatchPart]) -> Sign
     reports = {watch.settings.report for watch in reading}
     if reports == {monitor_service_pb2.WATCH_REPORT_SUMMARY}:
         return SignalsWait.MANY_STEPS
-    if any(watch.settings.steers or watch.holds_if_lost for watch in reading):
+    if held_back or any(watch.reads_at_once for watch in reading):
         return SignalsWait.NEVER
     return SignalsWait.FEW_STEPS if reading else SignalsWait.NEVER
 

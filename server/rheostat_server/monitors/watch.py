@@ -26,6 +26,9 @@ Response = monitor_service_pb2.WatchResponse
 MESSAGE_FIRINGS = 2048
 """Most firings in a message. Encoding them takes about a millisecond."""
 
+_LARGE_STEP_BYTES = 2 << 20
+"""Twice the readings of the most rows that workers send together: 1,024 rows of 256 numbers."""
+
 _NONE_FIRED: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 
 FinishReason: TypeAlias = types_pb2.FinishReason.ValueType
@@ -110,6 +113,8 @@ class Watch(EventStream[SignalMessage]):
             resume_window=resume_window,
             on_failed=on_failed,
         )
+        self.acts = settings.steers
+        """Whether its client acts on what it reads: it may steer, or it has stopped a request."""
         self._columns = settings.readings.columns
         self._summaries = Summaries(self._columns)
         self._running: dict[WatchedRequest, None] = {}
@@ -134,6 +139,18 @@ class Watch(EventStream[SignalMessage]):
     def holds_if_lost(self) -> bool:
         """Whether its requests are held while no call reads it."""
         return self.settings.on_lost == _pb.WATCH_LOST_HOLD
+
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether readings must not wait for those of later steps.
+
+        Its client acts on them, it holds its requests, or its buffer or credit is too small for the
+        readings of several steps.
+        """
+        small = self.buffer.limit < _LARGE_STEP_BYTES or not (
+            self._credit.endless or self._credit.window >= _LARGE_STEP_BYTES
+        )
+        return self.acts or self.holds_if_lost or small
 
     @property
     def holding(self) -> bool:

@@ -84,6 +84,7 @@ class WatchedRequests:
 
     def stop(self, watch: Watch, request_id: str, label: str) -> bool:
         """Ends a request that a watch reads; returns whether it ran."""
+        watch.acts = True
         active = self._read_by(watch, request_id)
         if active is None:
             return False

@@ -176,6 +176,8 @@ class _TypedOp(NamedTuple):
 
     def name(self, text: str) -> str:
         """Checks the name or digest of a vector."""
+        if text != text.strip():
+            self.refuse("has a space before or after a name")
         if match := _WRONG_SEPARATOR.fullmatch(text):
             self.refuse(f"has {match[1].strip() or 'a space'} where a colon belongs")
         if not text:

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             )
     print(found)
     if found.tells_apart is None:
-        print("-: not defined; it needs two prompts or more in each set")
+        print("-: unknown, because a set has one prompt, or all other prompts read alike")
     print(f"{found.vector.digest}  {found.vector.name or '-'}")
     if found.tells_apart is not False:  # else the client has logged a warning
         command = _watch(found, args.target)

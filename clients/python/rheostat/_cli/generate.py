@@ -103,12 +103,19 @@ def _ended_by_others(sample: Sample) -> str:
 
 
 def _too_long(receipt: Receipt) -> str:
-    """A warning if steering changed rows by more than `_LONGEST_CHANGE` on average, else ""."""
+    """A warning if the request's steering changed rows too much on average, else "".
+
+    Only changes of the residual stream count; see `_LONGEST_CHANGE`. What attention or an MLP adds
+    to it may be much shorter.
+    """
     changes = [
         (site.dose.relative_mean, str(site.site))
         for applied in receipt.interventions
+        if applied.origin == "request"
         for site in applied.sites
-        if site.dose is not None and site.dose.relative_mean is not None
+        if site.site.point.startswith("resid_")
+        and site.dose is not None
+        and site.dose.relative_mean is not None
     ]
     times, where = max(changes, default=(0.0, ""))
     if times <= _LONGEST_CHANGE:

@@ -22,7 +22,7 @@ from rheostat._steering.condition_fits import (
 from rheostat._steering.gates import POOLS, Pool
 from rheostat._steering.readouts import NORMALISATIONS, Normalise
 from rheostat._steering.transfers import Progress
-from rheostat._steering.vectors import Intervention, Vector, refuse_dose, row_ref
+from rheostat._steering.vectors import Intervention, Vector, VectorSource, refuse_dose, row_ref
 from rheostat_wire.v1 import selector_pb2, steering_service_pb2, types_pb2
 
 
@@ -44,7 +44,9 @@ def fit_conditions(
     progress: Progress | None,
 ) -> DownloadCall[steering_service_pb2.FitConditionsResponse, None, ConditionFits]:
     at_layers = layers_of(layers)
-    given = [vectors] if isinstance(vectors, Vector | Intervention) else list(vectors)
+    given = (
+        [vectors] if isinstance(vectors, Vector | Intervention | VectorSource) else list(vectors)
+    )
     for number, vector in enumerate(given):
         refuse_dose(vector, f"vectors[{number}]")
         if not isinstance(vector, Vector):

@@ -163,7 +163,9 @@ class Connection(ConnectionBase):
             self._loop = running_loop()
             with all_wakeups_read():
                 self._channel = grpc.aio.insecure_channel(self.target, options=OPTIONS)
-        elif self._loop is not running_loop():
+        elif self._loop is None:
+            self._loop = running_loop()
+        elif running_loop() not in (self._loop, None):
             raise _errors.Refused(
                 "this client made its first call in another event loop: each asyncio.run starts a "
                 "new loop, so connect and make all calls inside one asyncio.run"

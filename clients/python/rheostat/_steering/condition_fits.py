@@ -37,6 +37,8 @@ _SHOWN = 10
 _LARGEST_MARGIN = 1e9
 """The server sends it, positive or negative, if the scores within each set are equal. This is so
 with one prompt in each set. The margin is then not defined."""
+_CHANCE = 0.5
+"""Of all prompts, those that a coin judges right."""
 _ROUNDING = 1e-6
 """Fractions that differ by at most this much count as equal. The rounding of the server's float32
 fractions is smaller, and one prompt of 2048 changes a fraction by more."""
@@ -88,8 +90,12 @@ class ConditionFits(VectorSource):
     vectors: tuple[Vector, ...]
     """The vectors that were given as directions."""
     tells_apart: bool | None
-    """Whether the best condition judges held-out prompts better, by F1 or accuracy, than a
-    condition that always or never holds. None if no prompt was held out, as with one in a set."""
+    """Whether the best condition judges held-out prompts better than one that always or never
+    holds: by accuracy, or by F1 if it judges most prompts right. None if no prompt was held out, as
+    with one in a set.
+
+    True proves little if the prompts are few: the best of many conditions is then better by chance.
+    Judge it on prompts that the fit has not seen."""
 
     @property
     def probe(self) -> Probe:
@@ -219,9 +225,8 @@ class ConditionFitsAccumulator:
 def _tells_apart(fit: ConditionFit, counts: PromptCounts) -> bool | None:
     if fit.held_out_f1 is None or fit.held_out_accuracy is None:
         return None
-    return (
-        fit.held_out_f1 > counts.f1 + _ROUNDING
-        or fit.held_out_accuracy > counts.accuracy + _ROUNDING
+    return fit.held_out_accuracy > counts.accuracy + _ROUNDING or (
+        fit.held_out_f1 > counts.f1 + _ROUNDING and fit.held_out_accuracy > _CHANCE + _ROUNDING
     )
 
 

@@ -60,6 +60,11 @@ class NamedGrade(NamedTuple):
     name: str
     message: sweep_pb2.Grade
 
+    @property
+    def contrasts(self) -> bool:
+        """Whether it is the difference of an answer and its foil."""
+        return self.message.token.metric == sweep_pb2.METRIC_LOGIT_DIFFERENCE
+
 
 @builds_message
 def named_grades(grades: GradeLike | Iterable[GradeLike]) -> list[NamedGrade]:

@@ -93,7 +93,7 @@ def _joins(prompt: str, answer: str) -> bool:
 
 
 def pair_to_wire(
-    pair: Pair, tokens: Mapping[str, TokenIds], labels: Sequence[str], path: str
+    pair: Pair, tokens: Mapping[str, TokenIds], labels: Sequence[str], path: str, *, contrasts: bool
 ) -> sweep_pb2.SweepPair:
     """The message.
 
@@ -102,6 +102,7 @@ def pair_to_wire(
         tokens: the token ids of each of `answer_texts`.
         labels: the labels of its groups, in the order of the columns.
         path: its path, for errors.
+        contrasts: whether a grade is the difference of its answer and its foil.
     """
     message = sweep_pb2.SweepPair(label=utf8_text(pair.label, f"{path}.label", "a label"))
     put_prompt(message.prompt, pair.prompt, f"{path}.prompt")
@@ -140,7 +141,7 @@ def pair_to_wire(
     answers, foils = (
         {tuple(one.ids) for one in side.alternatives} for side in (message.answer, message.foil)
     )
-    if foils and answers == foils:
+    if contrasts and foils and answers == foils:
         raise invalid(f"{path}.foil", "the foil equals the answer, so they never differ")
     if set(pair.groups) != set(labels):
         raise invalid(

@@ -103,9 +103,10 @@ def sweep_request(
         options: the rest.
     """
     labels = list(pairs[0].groups)
+    contrasts = any(grade.contrasts for grade in grades)
     request = sweep_service_pb2.SweepRequest(
         pairs=[
-            pair_to_wire(pair, tokens, labels, f"pairs[{number}]")
+            pair_to_wire(pair, tokens, labels, f"pairs[{number}]", contrasts=contrasts)
             for number, pair in enumerate(pairs)
         ],
         sites=site_set(points_of(points), layers_of(layers)),

@@ -83,6 +83,7 @@ SYNTAX = {
         (_ops.read_steer, "b=0.5", "'b=0.5' has = where a colon belongs"),
         (_ops.read_steer, "b*0.5", "'b*0.5' has * where a colon belongs"),
         (_ops.read_steer, "0.5 * b", "'0.5 * b' has * where a colon belongs"),
+        (_ops.read_steer, " b", "' b' has a space before or after a name"),
         (_ops.read_steer, "b 0.5", "'b 0.5' has a space where a colon belongs"),
         (_ops.read_clamp, "a:1,b=..2", "'a:1,b=..2' has = where a colon belongs"),
         (_ops.read_norm_add, "b:1:2", "'b:1:2' has too many colons"),
@@ -219,20 +220,26 @@ def test_the_receipt_is_shown_where_the_server_steered_everyone(server, capsys):
 
 
 @pytest.mark.parametrize(
-    ("times", "warned"),
+    ("point", "origin", "times", "warned"),
     [
-        (1.9, ""),
+        ("RESID_POST", "REQUEST", 1.9, ""),
+        ("MLP_OUT", "REQUEST", 8.34, ""),  # of what the MLP adds, which may be short
+        ("RESID_POST", "GLOBAL", 8.34, ""),
         (
+            "RESID_POST",
+            "REQUEST",
             8.34,
             "rheostat: the steering at resid_post[3] is 8.34 times as long as the residual stream, "
             "which seldom leaves a coherent text: try a smaller number",
         ),
     ],
 )
-def test_steering_much_longer_than_the_stream_gives_a_warning(server, capsys, times, warned):
+def test_steering_much_longer_than_the_stream_gives_a_warning(
+    server, capsys, point, origin, times, warned
+):
     sites = "".join(
         f"""sites {{
-              site {{ point: POINT_RESID_POST layer: {layer} }} row_count: 2
+              site {{ point: POINT_{point} layer: {layer} }} row_count: 2
               dose {{ norm: 9 relative_mean: {relative} relative_max: 10 }}
             }}"""
         for layer, relative in ((2, 0.5), (3, times))
@@ -240,7 +247,7 @@ def test_steering_much_longer_than_the_stream_gives_a_warning(server, capsys, ti
     receipt = text_format.Parse(
         f"""receipt {{
               request_id: "r1"
-              interventions {{ intervention {{ origin: ORIGIN_REQUEST op: OP_ADD }} {sites} }}
+              interventions {{ intervention {{ origin: ORIGIN_{origin} op: OP_ADD }} {sites} }}
             }}""",
         generation_service_pb2.GenerateResponse(),
     )

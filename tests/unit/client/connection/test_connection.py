@@ -148,6 +148,20 @@ def test_a_client_refuses_calls_in_a_second_event_loop(server):
         asyncio.run(engine.model())
 
 
+def test_a_call_that_was_made_outside_of_the_event_loop_runs_in_it(server):
+    server.on("GetModel", MODEL)
+    engine = rheostat.aio.connect(server.target)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        engine.stream("x")  # begins a call, but no loop runs
+        assert isinstance(loop.run_until_complete(engine.model()), rheostat.ModelInfo)
+    finally:
+        loop.run_until_complete(engine.close())
+        loop.close()
+        asyncio.set_event_loop(None)
+
+
 async def test_a_request_of_the_event_loop_is_sent_in_the_next_iteration() -> None:
     requests = Requests(list)
     sending = requests.until_none()

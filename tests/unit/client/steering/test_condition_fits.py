@@ -137,7 +137,7 @@ def test_a_fit_without_an_end_is_an_error(client, server):
         ("", None, ""),
         ("held_out_f1: 0.6666667 held_out_accuracy: 0.5", False, "judges 50 % of the held-out"),
         ("held_out_f1: 0.4 held_out_accuracy: 0.4", False, "judges 40 % of the held-out"),
-        ("held_out_f1: 0.7 held_out_accuracy: 0.5", True, ""),
+        ("held_out_f1: 0.7 held_out_accuracy: 0.5", False, "judges 50 % of the held-out"),
         ("held_out_f1: 0.6 held_out_accuracy: 0.6", True, ""),
     ],
 )
@@ -175,6 +175,14 @@ def test_a_single_pool_direction_normalisation_or_vector_needs_no_list(client, s
     assert list(asked.directions) == [pb.FIT_DIRECTION_DIFFERENCE_OF_MEANS]
     assert list(asked.normalises) == [vector_pb2.NORMALISE_UNIT]
     assert [one.name for one in asked.vectors] == ["a"]
+
+
+def test_a_result_in_place_of_its_vector_is_refused_with_what_to_pass(client, server):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=fitted("f1: 1 margin: 2.5"))])
+    fit = {"points": "resid_post", "layers": [1, 2]}
+    found = client.run(lambda engine: engine.conditions.fit(["a"], ["b"], **fit))
+    with pytest.raises(rheostat.InvalidRequest, match="ConditionFits is not a vector: pass its"):
+        client.run(lambda engine: engine.conditions.fit(["a"], ["b"], vectors=found, **fit))
 
 
 def test_a_given_vector_that_is_best_keeps_its_name(client, server):
@@ -286,7 +294,7 @@ def test_the_command_says_that_no_prompt_was_held_out(server, tmp_path, capsys):
     assert main(command(server, tmp_path)) == 0
     out = capsys.readouterr().out
     assert "1.000  -         -       best\n" in out
-    assert "\n-: not defined; it needs two prompts or more in each set\n" in out
+    assert "\n-: unknown, because a set has one prompt, or all other prompts read alike\n" in out
     assert "rheostat watch" in out
 
 

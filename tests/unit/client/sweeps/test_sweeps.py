@@ -350,7 +350,11 @@ WRONG = {
         "groups",
     ),
     "a foil that is the answer": (
-        lambda c: sweep(c, rheostat.Pair("a", corrupt="b", answer=[1], foil=[1])),
+        lambda c: sweep(
+            c,
+            rheostat.Pair("a", corrupt="b", answer=[1], foil=[1]),
+            grades=["rank", "logit_difference"],
+        ),
         "pairs[0].foil",
     ),
 }

@@ -542,8 +542,14 @@ async def test_each_sample_has_its_own_seed_and_only_the_first_the_prompts_log_p
 
 
 async def test_at_most_64_templates_are_kept(adding) -> None:
-    for seed in range(100):
+    for number in range(300):
+        await adding.backend.add_request(job("a", top_k=number), list, list)
+    assert len(adding.backend._templates) == 256
+    await adding.backend.add_request(job("a", top_k=299), list, list)
+    assert len(adding.made) == 300
+
+
+async def test_requests_with_any_seed_share_a_template(adding) -> None:
+    for seed in (7, None, 8):
         await adding.backend.add_request(job("a", seed=seed), list, list)
-    assert len(adding.backend._templates) == 64
-    await adding.backend.add_request(job("a", seed=99), list, list)
-    assert len(adding.made) == 100
+    assert [[seed for _, _, seed, _ in one.added] for one in adding.made] == [[7, 8], [None]]

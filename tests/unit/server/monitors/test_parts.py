@@ -33,5 +33,9 @@ async def test_signals_may_wait_if_nothing_reacts_to_them(running: Running) -> N
     assert await wait(summary, probes=[mine]) is never
     assert await wait(opening(), probes=[mine]) is never
     assert await wait(opening(rules=[rule(1e9)], report=pb.WATCH_REPORT_SUMMARY)) is never
+    assert await wait(opening(), hold_back=2) is never
+    assert await wait(opening(buffer_bytes=1 << 20)) is never
+    assert await wait(opening(credit=1 << 20)) is never
+    assert await wait(summary, hold_back=2) is many
     own = {"probes": [probe("mine")], "rules": [rule(1e9, probe_name="mine")]}
     assert await wait(summary, **own) is never

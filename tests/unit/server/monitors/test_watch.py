@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from rheostat_engine import SignalsWait
 from rheostat_server.api import generation
 from rheostat_server.monitors import registry, watch
 from rheostat_server.tasks.offload import PLANNER
@@ -201,6 +202,10 @@ async def test_a_watcher_stops_a_request(starter) -> None:
     refused = (await watcher.until("refused")).refused
     refusal = Refusal.of_status(refused.status, Code.OK, "")
     assert (refused.update_id, refusal.reason) == (2, "REASON_REQUEST_NOT_FOUND")
+    backend.hold.set()
+    assert backend.jobs[0].plan.signals_wait is SignalsWait.FEW_STEPS
+    await running.client.generate(request(sampling=SAMPLING))
+    assert backend.jobs[-1].plan.signals_wait is SignalsWait.NEVER  # it may stop that one too
     await watcher.rest()
 
 
