@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             )
     print(derivation)
     if any(row.separation is None for row in derivation.rows):
-        print("-: unknown, because a set has one prompt, or all other prompts read alike, and sets that differ")
+        print("-: not defined; it needs two prompts or more in each set, and sets that differ")
     for vector in derivation.vectors:
         print(f"{vector.digest}  {vector.name or '-'}")
         warn_if_moved(before, vector)

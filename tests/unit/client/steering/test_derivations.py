@@ -232,7 +232,7 @@ def test_the_command_derives_from_two_files_and_prints_the_table(server, tmp_pat
     assert main([*command, *files]) == 0
     assert capsys.readouterr() == (
         f"{TABLE}\n"
-        "-: unknown, because a set has one prompt, or all other prompts read alike, and sets that differ\n"
+        "-: not defined; it needs two prompts or more in each set, and sets that differ\n"
         "01  joy/resid_post\n02  joy/resid_pre\n",
         "running 2 + 1 prompts ...\n"
         "rheostat: the two sets do not differ at resid_pre 1: its rows are zero\n",
