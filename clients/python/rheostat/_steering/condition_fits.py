@@ -90,9 +90,9 @@ class ConditionFits(VectorSource):
     vectors: tuple[Vector, ...]
     """The vectors that were given as directions."""
     tells_apart: bool | None
-    """Whether the best condition judges held-out prompts better than one that always or never
-    holds: by accuracy, or by F1 if it judges most prompts right. None if no prompt was held out, as
-    with one in a set.
+    """Whether the best condition judges held-out prompts better than a condition that always or
+    never holds: by accuracy, or by F1 if it judges most prompts right. None if no prompt was held
+    out, for instance because a set has one prompt.
 
     True proves little if the prompts are few: the best of many conditions is then better by chance.
     Judge it on prompts that the fit has not seen."""

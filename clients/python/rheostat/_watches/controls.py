@@ -49,6 +49,9 @@ class WatchControls(ABC):
         got stay. An event reports the outcome: `UpdateApplied`, or `UpdateRefused`, for instance
         because the request does not run any more. In `rheostat.aio` it is not awaited.
 
+        If the server reads more than 64 samples in a step, readings come up to three steps late to
+        a watch that only observes. Those of requests that begin after its first stop do not.
+
         Args:
             request_id: the request.
             label: why, for people: `Finished.label`. At most 255 bytes.

@@ -617,7 +617,8 @@ Global___WatchedRequestBegun: _TypeAlias = WatchedRequestBegun  # noqa: Y015
 class WatchedSignals(_message.Message):
     """What the probes of a watch read in a step, of all requests that had tokens in it. Numbers travel as
     one tensor: 64 readings of 256 samples are 64 KiB. A step with more than 2048 firings takes several
-    messages. Decode steps of more than 64 samples may share one, if nothing acts by their readings.
+    messages. If no client and no rule reacts to the readings, and a step has more than 64 samples, then
+    one message may have up to four decode steps.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
