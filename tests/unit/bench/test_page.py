@@ -354,7 +354,8 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "cpu/sweeps-tiny-36",
         "cpu/sweeps-tiny-36-pairs",
         "h200/watched-qwen3-8b",
-        "h200/watched-qwen3-8b-other-host",
+        "h200/watched-qwen3-8b-many-streams",
+        "h200/watched-qwen3-8b-many-streams-before",
     ],
 )
 def test_tables_are_those_of_the_files(name: str) -> None:
