@@ -49,7 +49,8 @@ from rheostat_engine import Event, Installed, Released, Rows
 from rheostat_engine.channel.worker_channel import EventQueue
 from rheostat_server.engine.backend import Backend, Job
 from rheostat_server.engine.vllm_backend import VllmBackend
-from rheostat_server.front_ends import call_tasks, supervisor
+from rheostat_server.front_ends import call_starts, supervisor
+from rheostat_server.front_ends.call_starts import CallStarts
 from rheostat_server.front_ends.record_connection import RecordConnection
 from rheostat_server.front_ends.records import (
     CallBegin,
@@ -356,7 +357,7 @@ class Bench:
         """
         loop = asyncio.get_running_loop()
         front_end = FrontEnd(self._clock)
-        server = supervisor._FrontEnd("", 0, answer, Turns(starts))
+        server = supervisor._FrontEnd("", 0, answer, CallStarts(starts))
         server._connection.connection_made(front_end)
         events = EventQueue(loop, deliver, lambda: None)
         calls = deque(
@@ -503,7 +504,7 @@ def main() -> None:
         "--limits",
         nargs="+",
         type=lambda text: tuple(map(int, text.split(","))),
-        default=[(call_tasks.STARTS, manager._ROWS_TURNS)],
+        default=[(call_starts.STARTS, manager._ROWS_TURNS)],
         help="STARTS,ROWS[,GC,GC,GC]: calls that start, and requests that send rows, in an "
         "iteration; thresholds of collections of garbage",
     )

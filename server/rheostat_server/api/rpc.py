@@ -136,6 +136,8 @@ class _Method:
             Callable[[object, None], AsyncGenerator[object, None]],
             self._behaviour if responses else self._only_response,
         )
+        self._streams = responses
+        """Whether the method may have several responses."""
         # Generated stubs of methods that we do not implement are not coroutine functions.
         self._served = responses or inspect.iscoroutinefunction(self._behaviour)
         self._reader = Reader(handler.request_deserializer or bytes)
@@ -194,7 +196,11 @@ class _Method:
         offer_direct_messages(direct)
         async with aclosing(responses):
             interruption = Interruption()
+            begun = not self._streams
             async for response in responses:
+                if not begun:
+                    begun = True
+                    await call.stand_back()
                 ready = response if isinstance(response, list) else [response]
                 messages = [encoded(one) for one in ready]
                 with interruption:

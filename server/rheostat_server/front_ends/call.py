@@ -10,6 +10,7 @@ from typing import Final, Protocol, TypeVar
 
 from google.rpc import code_pb2, status_pb2
 
+from rheostat_server.front_ends.call_starts import CallStarts
 from rheostat_server.front_ends.large_messages import ReceivedPieces
 from rheostat_server.front_ends.records import CallBegin, First, Kind, read_count_body
 from rheostat_server.limits import STATUS_SECONDS
@@ -39,8 +40,23 @@ class Send(Protocol):
 class Call:
     """A call. If its client disconnects, the task that answers it is cancelled."""
 
-    def __init__(self, send: Send, begin: CallBegin, *, writes_cheaply: bool = True) -> None:
-        """Begins a call; see `writes_cheaply`."""
+    def __init__(
+        self,
+        send: Send,
+        begin: CallBegin,
+        starts: CallStarts | None = None,
+        *,
+        writes_cheaply: bool = True,
+    ) -> None:
+        """Begins a call.
+
+        Args:
+            send: sends a record of the call to the forwarder.
+            begin: what the forwarder has received.
+            starts: the turns of calls to start; None: calls do not take turns.
+            writes_cheaply: see `writes_cheaply`.
+        """
+        self._starts = starts
         self.writes_cheaply: Final = writes_cheaply
         """Whether `write_now` takes so little time that all calls may do it in one iteration."""
         self._send = send
@@ -68,6 +84,11 @@ class Call:
         """Awaited by `fail` until the forwarder has sent the status; None before."""
         self.ended = False
         """Whether the server has sent END."""
+
+    async def stand_back(self) -> None:
+        """Returns once the calls that arrived together with this one have started, or soon."""
+        if self._starts is not None:
+            await self._starts.stand_back()
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if there is none."""

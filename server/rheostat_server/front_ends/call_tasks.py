@@ -6,15 +6,11 @@ from functools import partial
 from typing import Protocol
 
 from rheostat_server.front_ends.call import Answer, Call
+from rheostat_server.front_ends.call_starts import CallStarts
 from rheostat_server.front_ends.records import Kind, read_call_body
-from rheostat_server.tasks.turns import Turns
 from rheostat_wire.message_parts import Payload
 
 _LOG = logging.getLogger(__name__)
-
-STARTS = 8
-"""Calls that start in one iteration of the event loop. If hundreds of requests that arrive together
-were admitted in one iteration, the first tokens of the earliest would wait for the last."""
 
 
 class Send(Protocol):
@@ -28,7 +24,7 @@ class CallTasks:
     """The calls of a forwarder, and their tasks."""
 
     def __init__(
-        self, send: Send, answer: Answer, starts: Turns, *, writes_cheaply: bool = True
+        self, send: Send, answer: Answer, starts: CallStarts, *, writes_cheaply: bool = True
     ) -> None:
         """No call runs.
 
@@ -77,7 +73,7 @@ class CallTasks:
         def send(kind: Kind, *body: Payload) -> None:
             self._send(kind, number, *body)
 
-        call = Call(send, begin, writes_cheaply=self._writes_cheaply)
+        call = Call(send, begin, self._starts, writes_cheaply=self._writes_cheaply)
         self._calls[number] = call, None
         self._starts.call(partial(self._start, number, begin.method, call))
 

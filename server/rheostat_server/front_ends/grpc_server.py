@@ -9,11 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from rheostat_server.front_ends.call import Answer
-from rheostat_server.front_ends.call_tasks import STARTS, CallTasks
+from rheostat_server.front_ends.call_starts import CallStarts
+from rheostat_server.front_ends.call_tasks import CallTasks
 from rheostat_server.front_ends.core_server import FairLock
 from rheostat_server.front_ends.forwarder import Forwarder
 from rheostat_server.front_ends.records import Kind
-from rheostat_server.tasks.turns import Turns
 from rheostat_wire.message_parts import Payload
 
 _RECORDS = 64
@@ -62,7 +62,7 @@ class GrpcServer:
     def __init__(self, answer: Answer) -> None:
         """Does not listen yet."""
         self._lock = FairLock(lambda: self._forwarder.before_release())
-        self.calls = CallTasks(self._send, answer, Turns(STARTS), writes_cheaply=False)
+        self.calls = CallTasks(self._send, answer, CallStarts(), writes_cheaply=False)
         """The calls that run."""
         to_server = _ToServer(self.calls.receive)
         # No message is read early: asking for it costs little here, and the server limits reads.

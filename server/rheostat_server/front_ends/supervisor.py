@@ -16,12 +16,12 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rheostat_server.errors import FrontEndFailed, PortInUse
 from rheostat_server.front_ends.call import Answer
-from rheostat_server.front_ends.call_tasks import STARTS, CallTasks
+from rheostat_server.front_ends.call_starts import CallStarts
+from rheostat_server.front_ends.call_tasks import CallTasks
 from rheostat_server.front_ends.core_server import grpc_address
 from rheostat_server.front_ends.record_connection import RecordConnection
 from rheostat_server.front_ends.records import Kind, seconds_body
 from rheostat_server.front_ends.shared_parts import SharedParts, create_memory
-from rheostat_server.tasks.turns import Turns
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class FrontEnds:
     def __init__(self, count: int, answer: Answer) -> None:
         self._count = count
         self._answer = answer
-        self._starts = Turns(STARTS)
+        self._starts = CallStarts()
         self._host, self._port = "", 0
         self._reserved: list[socket.socket] = []
         self._health = int(HealthCheckResponse.NOT_SERVING)
@@ -148,7 +148,7 @@ class FrontEnds:
 class _FrontEnd:
     """One process, and the calls that it has forwarded."""
 
-    def __init__(self, host: str, port: int, answer: Answer, starts: Turns) -> None:
+    def __init__(self, host: str, port: int, answer: Answer, starts: CallStarts) -> None:
         self._host = host
         self._port = port
         self._connection = RecordConnection(self._receive, self._lost)

@@ -35,6 +35,9 @@ more time in total than a few long ones. With Python's default and an `_YOUNG` o
 collection of the middle generation took up to 83 ms of CPU time among hostile calls, and now up to
 18."""
 
+_POSTPONED = 50_000
+"""New objects until the youngest generation is collected at the latest, if that is postponed."""
+
 _AGED = 20
 """A full collection is made only after this many collections of the middle generation: about
 120,000 new objects."""
@@ -86,6 +89,25 @@ class _Start:
     """`_BUSY_BLOCKS`, or fewer if the last collection was slow."""
     rest_until = float("-inf")
     """Earliest time of the next full collection while requests run, by `time.perf_counter`."""
+
+
+def postpone_collections() -> None:
+    """Makes no collection until `allow_collections`, unless there are too many new objects.
+
+    To be called again and again meanwhile. Does nothing until `collect_rarely` has been called.
+    """
+    if _Start.blocks is not None:
+        young, _, _ = gc.get_count()
+        if young < _POSTPONED:
+            gc.disable()
+        else:
+            gc.enable()
+
+
+def allow_collections() -> None:
+    """Ends the effect of `postpone_collections`."""
+    if _Start.blocks is not None:
+        gc.enable()
 
 
 async def collect_in_time(idle: Callable[[], bool]) -> None:

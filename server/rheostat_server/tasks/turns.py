@@ -26,6 +26,11 @@ class Turns:
         """Whether `_begin_iteration` will be called."""
 
     @property
+    def waiting(self) -> bool:
+        """Whether a function waits for a later iteration."""
+        return bool(self._waiting)
+
+    @property
     def free(self) -> bool:
         """Whether `call` would call its work now."""
         waits = self._after is not None and self._after._waiting

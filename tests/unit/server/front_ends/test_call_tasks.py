@@ -4,9 +4,9 @@ import asyncio
 
 from google.rpc import code_pb2, status_pb2
 
+from rheostat_server.front_ends.call_starts import CallStarts
 from rheostat_server.front_ends.call_tasks import CallTasks
 from rheostat_server.front_ends.records import CallBegin, First, Kind, call_body
-from rheostat_server.tasks.turns import Turns
 
 
 class Answers:
@@ -36,7 +36,7 @@ class Answers:
 
 
 def tasks(answers: Answers, starts: int) -> CallTasks:
-    return CallTasks(answers.send, answers, Turns(starts))
+    return CallTasks(answers.send, answers, CallStarts(starts))
 
 
 def begin(calls: CallTasks, number: int) -> None:

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rheostat_server.front_ends import forwarder, supervisor
 from rheostat_server.front_ends.call import Call
+from rheostat_server.front_ends.call_starts import CallStarts
 from rheostat_server.front_ends.core_server import CoreCall, FairLock
 from rheostat_server.front_ends.grpc_server import GrpcServer
 from rheostat_server.front_ends.large_messages import ReceivedPieces
@@ -34,7 +35,6 @@ from rheostat_server.front_ends.records import (
     seconds_body,
 )
 from rheostat_server.front_ends.shared_parts import SharedParts, create_memory
-from rheostat_server.tasks.turns import Turns
 
 from ..streams import until
 
@@ -83,7 +83,7 @@ async def front_end() -> AsyncIterator[int]:
     reserved = supervisor._reserve("127.0.0.1", 0)
     port = reserved[0].getsockname()[1]
     own, other = socket.socketpair()
-    server = supervisor._FrontEnd("", 0, answer, Turns(8))
+    server = supervisor._FrontEnd("", 0, answer, CallStarts(8))
     await asyncio.get_running_loop().create_connection(lambda: server._connection, sock=own)
     memory = create_memory()
     other_end = FrontEnd(SharedParts(memory))
