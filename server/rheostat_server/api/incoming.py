@@ -26,8 +26,8 @@ The rules:
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Generic, TypeVar, cast
 
@@ -471,7 +471,7 @@ class Reader(Generic[Request]):
         Raises:
             InvalidValue: the bytes cannot be decoded.
         """
-        with _undecodable():
+        with _DECODING:
             return walk.advance(fields)
 
     def check_numbers(self, walk: Walk) -> None:
@@ -481,7 +481,7 @@ class Reader(Generic[Request]):
             InvalidValue: the bytes cannot be decoded.
             MessageTooLarge: there are too many.
         """
-        with _undecodable():
+        with _DECODING:
             path = walk.exceeding()
         if path is not None:
             raise MessageTooLarge(
@@ -501,7 +501,7 @@ class Reader(Generic[Request]):
             InvalidValue: the bytes cannot be decoded.
             UnknownField: the message has a field that this server does not know.
         """
-        with _undecodable():
+        with _DECODING:
             request = self._decode(data)
             if not isinstance(request, Message):
                 return request
@@ -516,13 +516,20 @@ class Reader(Generic[Request]):
         return request
 
 
-@contextmanager
-def _undecodable() -> Iterator[None]:
+class _Decoding:
     """Raises InvalidValue if protobuf or a walk cannot decode a message."""
-    try:
-        yield
-    except DecodeError as error:
-        raise InvalidValue("the request cannot be decoded as a message of this rpc") from error
+
+    def __enter__(self) -> None:  # a generator would take longer than the decoding
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if isinstance(error, DecodeError):
+            raise InvalidValue("the request cannot be decoded as a message of this rpc") from error
+
+
+_DECODING = _Decoding()
 
 
 def lean(request: Request, size: int) -> Request:

@@ -7,6 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from rheostat_engine.cached_property import cached_property
 from rheostat_server.delivery.delivery_buffer import DeliveryBuffer
 from rheostat_server.delivery.items import DeliveryItem, End
 from rheostat_server.delivery.row_feed import RowFeed
@@ -39,9 +40,14 @@ class ResponseRows:
 
     def __init__(self, on_set: Callable[[], None]) -> None:
         """There are none; `on_set` is called when rows can leave."""
-        self.news = NotifyingEvent(on_set)
+        self._on_set = on_set
         self._open: deque[tuple[RowFeed, DeliveryBuffer]] = deque()
         self._left = 0
+
+    @cached_property
+    def news(self) -> NotifyingEvent:
+        """Is set when rows can leave. Most requests capture nothing, and make no event."""
+        return NotifyingEvent(self._on_set)
 
     def add(self, feed: RowFeed, buffer: DeliveryBuffer) -> None:
         """Adds a feed, whose buffer sets `news`."""

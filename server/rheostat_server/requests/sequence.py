@@ -31,6 +31,7 @@ from rheostat_server.errors import EngineLost
 from rheostat_server.requests.token_hold import TokenHold
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.subscriptions.pending_changes import PendingChange
+from rheostat_server.tasks.rare_event import RareEvent
 from rheostat_server.tasks.shared_query import SharedQuery
 from rheostat_wire.v1 import types_pb2
 
@@ -165,11 +166,11 @@ class EngineSequence:
         self._gain_changes = 0
         """Number of changes of its gains. A change is named by its number."""
         self._pending_gains: deque[_PendingGain] = deque()
-        self.installed_or_ended = asyncio.Event()
+        self.installed_or_ended = RareEvent()
         """Set once the engine has installed its plan, or never will."""
         self.engine_done = False
         """Whether the engine has finished it and sends no more events."""
-        self.released = asyncio.Event()
+        self.released = RareEvent()
         if not job.has_plan:
             self.released.set()
 
