@@ -37,12 +37,15 @@ import numpy as np
 import rheostat
 from rheostat_bench import controllers
 from rheostat_bench.costs import taken, thread_times
-from rheostat_bench.machine import add_model_arguments, chosen, described, server_config
+from rheostat_bench.machine import add_model_arguments, chosen, described, device, server_config
 from rheostat_bench.processes import Worker, together
 from rheostat_bench.served import add_client_argument, connected, prompts
 from rheostat_bench.served_process import copy_tokenizer, served_process
 from rheostat_bench.sidebyside import server_flags, spread
 from rheostat_bench.summaries import Table, percentile
+
+_KV_BYTES = 24 << 30
+"""Room for 160,000 tokens of the 8B shape: 256 streams of 512 tokens run without preemption."""
 
 _PROMPT = 32
 _PROBES = 16
@@ -398,6 +401,8 @@ def main() -> None:
         controllers.install(scratch / "plugins")
         config = server_config(model, engines=1, requests=max(arguments.streams))
         config = replace(config, skip_tokenizer_init=False)
+        if device() == "cuda":
+            config = replace(config, kv_cache_memory_bytes=_KV_BYTES)
         flags = [
             *server_flags(config, arguments.front_ends),
             "--controller=bench-stepped",
@@ -419,6 +424,7 @@ def main() -> None:
             "compiled": served.engine.compiled,
             "client_processes": arguments.client_processes,
             "step_tokens": config.max_num_batched_tokens,
+            "kv_cache_bytes": config.kv_cache_memory_bytes,
             "front_ends": arguments.front_ends,
             "prompt": _PROMPT,
             "tokens": arguments.tokens,
