@@ -34,7 +34,7 @@ from rheostat_engine.plan.plan import ReceivedPlan, SignalsWait, read_plan, read
 from rheostat_engine.plan.tables import REQUEST_COST, STEP_COST
 from rheostat_engine.worker.capture.capture_sets import RequestCaptures
 from rheostat_engine.worker.capture.captures import Captures, StepCopies
-from rheostat_engine.worker.capture.request_progress import RequestProgress
+from rheostat_engine.worker.capture.request_progress import Ended, RequestProgress
 from rheostat_engine.worker.controllers import ControllerHost, Share, StepControllers
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.instructions import Compact
@@ -100,6 +100,8 @@ class _Request:
     captures: RequestCaptures
     signals_wait: SignalsWait
     """See `Plan.signals_wait`."""
+    signals: bool = False
+    """Whether it wants signals."""
 
 
 class _Written(NamedTuple):
@@ -117,8 +119,13 @@ class _Written(NamedTuple):
 
 
 class _Removed(NamedTuple):
+    """A removed request, until `send_released`."""
+
     request: _Request
-    report: Released
+    rows: Int64 | None
+    """As `Captures.drop` returns it."""
+    gains: tuple[tuple[int, tuple[float, ...]], ...]
+    """See `Released.gains`."""
 
 
 class SiteRuntime:
@@ -199,18 +206,18 @@ class SiteRuntime:
         """
         if request_id in self._requests:
             return
-        name = read_request_id(wire)
-        if name is None:
-            _LOG.error(
-                "the plan of request %s has no request id, so its error can't be reported",
-                request_id,
-            )
-            return
         problem = ""
         try:
-            request = self._make_request(name, read_plan(wire), cached_tokens_recomputed)
+            plan = read_plan(wire)
+            request = self._make_request(plan.request_id, plan, cached_tokens_recomputed)
         except (BankError, ValueError) as error:
-            problem = str(error)
+            problem, name = str(error), read_request_id(wire)
+            if name is None:
+                _LOG.error(
+                    "the plan of request %s has no request id, so its error can't be reported",
+                    request_id,
+                )
+                return
             request = self._make_request(name, None, cached_tokens_recomputed)
         self._store(request_id, request, problem)
 
@@ -300,25 +307,21 @@ class SiteRuntime:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        number = request.number
         self._ids.pop(request.name, None)
-        self._controlled.pop(request.number, None)
-        end = int(self._progress.computed_end[request.number])
-        gains = self.controllers.remove(request.number, end)
-        self.steering.remove(request.number, request.steering)
-        self._signals.put(request.number, 0, 0)
+        gains: tuple[tuple[int, tuple[float, ...]], ...] = ()
+        if self._controlled.pop(number, None) is not None:
+            end = int(self._progress.computed_end[number])
+            last = self.controllers.remove(number, end)
+            gains = tuple([(first, tuple(factors)) for first, factors in last])
+        self.steering.remove(number, request.steering)
+        if request.signals:
+            self._signals.put(number, 0, 0)
         rows = None
-        if self.captures is not None:
-            span = self._progress.span(request.number)
-            rows = self.captures.drop(request.number, request.captures, span)
-        report = self._progress.released(
-            request.number,
-            request.name,
-            rows,
-            tuple([(first, tuple(factors)) for first, factors in gains]),
-            measured=request.steering.measured,
-        )
+        if self.captures is not None and not request.captures.unused:
+            rows = self.captures.drop(number, request.captures, self._progress.span(number))
         self._last_ids = ()
-        self._removed.append(_Removed(request, report))
+        self._removed.append(_Removed(request, rows, gains))
 
     def send_released(self) -> None:
         """Reports the removed requests, with one copy of all their measurements from the device.
@@ -330,10 +333,21 @@ class SiteRuntime:
             return
         self.send_gained()
         removed, self._removed = self._removed, []
-        steered = [request.steering for request, _ in removed]
+        steered = [ended.request.steering for ended in removed]
         measured = self.steering.take_out(steered)
-        reports = [report for _, report in removed]
-        numbers = [request.number for request, _ in removed]
+        reports = self._progress.released(
+            [
+                Ended(
+                    ended.request.number,
+                    ended.request.name,
+                    ended.rows,
+                    ended.request.steering.measured,
+                    ended.gains,
+                )
+                for ended in removed
+            ]
+        )
+        numbers = [ended.request.number for ended in removed]
         self._numbers_free += numbers
         if self._row_sender is None:
             return
@@ -525,9 +539,12 @@ class SiteRuntime:
         return request
 
     def _put_signals(self, request: _Request) -> None:
-        """Sets the signals that a request wants."""
+        """Sets the signals that a request wants. A free number wants none."""
         columns = request.steering.signal_columns
-        self._signals.put(request.number, *columns, wait=request.signals_wait)
+        wants = any(columns)
+        if wants or request.signals:
+            self._signals.put(request.number, *columns, wait=request.signals_wait)
+        request.signals = wants
 
     def _store(self, request_id: str, request: _Request, problem: str) -> None:
         """Stores a request, and its report until `send_installed`."""

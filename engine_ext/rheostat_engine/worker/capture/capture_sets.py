@@ -52,6 +52,11 @@ class RequestCaptures:
     """[sites]: rows selected by removed parts."""
 
     @property
+    def unused(self) -> bool:
+        """Whether the request never had captures."""
+        return not self.parts and self._counted is None
+
+    @property
     def sets(self) -> Iterator[CaptureSet]:
         """The tables in use."""
         return (table for _, table in self.parts if table is not None)

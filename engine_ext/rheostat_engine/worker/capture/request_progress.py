@@ -3,6 +3,9 @@
 Invariant: advancing a batch takes a few numpy calls and no work per token.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,6 +13,19 @@ from rheostat_engine.channel.events import Released
 from rheostat_engine.plan.acts import OPEN_END
 from rheostat_engine.worker.capture.ring import RowBlocks
 from rheostat_engine.worker.state.position_functions import Int64
+
+
+class Ended(NamedTuple):
+    """A request that has ended."""
+
+    number: int
+    request_id: str
+    rows: Int64 | None
+    """[sites]: the rows that its captures selected; None: it never had captures."""
+    measured: bool
+    """Whether its acts are measured."""
+    gains: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """See `Released.gains`."""
 
 
 class RequestProgress:
@@ -81,41 +97,37 @@ class RequestProgress:
         start, end = int(self.computed_start[number]), int(self.computed_end[number])
         return min(start, end), end
 
-    def released(
-        self,
-        number: int,
-        request_id: str,
-        selected: Int64 | None,
-        gains: tuple[tuple[int, tuple[float, ...]], ...] = (),
-        *,
-        measured: bool,
-    ) -> Released:
-        """The last report of a request, without its doses.
+    def released(self, ended: Sequence[Ended]) -> list[Released]:
+        """The last report of each request, without its doses."""
+        numbers = [each.number for each in ended]
+        # A step may end hundreds of requests, so the counts of all are read at once.
+        ends = self.computed_end[numbers]
+        starts = np.minimum(self.computed_start[numbers], ends)
+        again = self.computed_tokens[numbers] - (ends - starts)
+        again += np.minimum(self.cached_tokens_recomputed[numbers], ends - starts)
+        counts = (starts, ends, again, self.preemptions[numbers])
+        reports = []
+        for each, *found in zip(ended, *[count.tolist() for count in counts], strict=True):
+            start, end, recomputed, preemptions = found
+            lost = self._lost.pop(each.number, None)
+            reports.append(
+                Released(
+                    each.request_id,
+                    (),
+                    each.measured,
+                    {} if each.rows is None else self._captured(each.rows, lost),
+                    0 if lost is None else int(lost.sum()),
+                    preemptions,
+                    (start, end),
+                    recomputed,
+                    each.gains,
+                )
+            )
+        return reports
 
-        Args:
-            number: the request.
-            request_id: its id.
-            selected: [sites]: the rows that its captures selected; None: it never had captures.
-            gains: as in `Released`.
-            measured: whether its acts are measured.
-        """
-        start, end = self.span(number)
-        again = int(self.computed_tokens[number]) - (end - start)
-        captured: dict[int, int] = {}
-        lost = self._lost.pop(number, None)
-        if selected is not None:
-            sent = selected if lost is None else selected - lost
-            sites = np.flatnonzero(sent > 0)
-            numbers = self._site_numbers[sites]
-            captured = dict(zip(numbers.tolist(), sent[sites].tolist(), strict=True))
-        return Released(
-            request_id=request_id,
-            doses=(),
-            measured=measured,
-            captured=captured,
-            lost_rows=0 if lost is None else int(lost.sum()),
-            preemptions=int(self.preemptions[number]),
-            computed=(start, end),
-            recomputed=again + min(int(self.cached_tokens_recomputed[number]), end - start),
-            gains=gains,
-        )
+    def _captured(self, selected: Int64, lost: Int64 | None) -> dict[int, int]:
+        """The rows that were sent, by site index; `lost` were selected and not sent."""
+        sent = selected if lost is None else selected - lost
+        sites = np.flatnonzero(sent > 0)
+        numbers = self._site_numbers[sites]
+        return dict(zip(numbers.tolist(), sent[sites].tolist(), strict=True))

@@ -101,7 +101,7 @@ class BuiltTable:
     problem: str = ""
     """The reason why it cannot be built; empty if it can."""
     windowed: bool = False
-    """Whether a request with a window has used it."""
+    """Whether a request with a window has used it. It is complete then, without gates and rules."""
     unused_since: int = 0
     """The number of the step after which it had no user."""
 

@@ -337,22 +337,19 @@ class Steering:
         parts: list[Part] = []
         try:
             for first, table in ((0, outside), (window.start, acts), (window.end, outside)):
-                part = Part(first, _NOTHING)
-                if table is not None:
-                    before = RequestSteering(tuple(parts))
-                    part = self._part(table, first, before, measured=False)
-                parts.append(part)
-                if part.plain.built_table is not None:
-                    part.plain.built_table.windowed = True
-                if part.gate_state or len(part.plain.variants):
-                    raise ValueError("gated acts, and acts under rules, have no window")
+                if table is not None or parts:  # most requests have no acts outside
+                    parts.append(Part(first, self._windowed_use(table, parts)))
+            applied = RequestSteering(tuple(parts))
+            if outside is not None and applied.plan_cost > MAX_PLAN_COST:
+                raise ValueError("the request has been changed too often")
         except (BankError, ValueError):
             self._release(RequestSteering(tuple(parts)))
             raise
-        before_it, inside, _ = (part.plain.function for part in parts)
-        if before_it or inside:
-            self._requests.put_window(number, inside, before_it, window.start, window.end)
-        return RequestSteering(tuple(parts))
+        elsewhere = 0 if outside is None else parts[0].plain.function
+        inside = 0 if acts is None else parts[-2].plain.function
+        if elsewhere or inside:
+            self._requests.put_window(number, inside, elsewhere, window.start, window.end)
+        return applied
 
     def remove(self, number: int, applied: RequestSteering) -> None:
         """Takes a request's acts out of force; its dose slots stay until `take_out`."""
@@ -361,18 +358,14 @@ class Steering:
         self._release(applied)
 
     def _release(self, applied: RequestSteering) -> None:
-        for state in {part.gate_state for part in applied.parts}:
+        for state in {part.gate_state for part in applied.parts if part.gate_state}:
             self.gates.release(state)
         for part in applied.parts:
             self.gains.release(part.gain_state)
-            for use in part.uses:
-                self._release_use(use)
-
-    def _release_use(self, use: Use) -> None:
-        """Ends the use of a table; its dose slots stay."""
-        self.rules.remove_variants(use.variants)
-        if use.built_table is not None:
-            self.built_tables.release(use.built_table)
+            for use in part.uses:  # the dose slots stay
+                if use.built_table is not None:
+                    self.rules.remove_variants(use.variants)
+                    self.built_tables.release(use.built_table)
 
     def take_out(self, requests: Sequence[RequestSteering]) -> torch.Tensor | None:
         """Takes the dose slots of requests that have ended, [sites, slots, 4], in their order."""
@@ -458,7 +451,27 @@ class Steering:
         self, acts: EncodedTable, old: RequestSteering, *, measured: bool, gated: bool
     ) -> tuple[Use, int]:
         """Takes the resources that a table needs, and if `gated` the states of its gates."""
+        return self._take(self.use(acts), old, measured=measured, gated=gated)
+
+    def _windowed_use(self, acts: EncodedTable | None, before: Sequence[Part]) -> Use:
+        """Takes the resources of acts with a window; `before` are the parts before them."""
+        if acts is None:
+            return _NOTHING
         built_table = self.use(acts)
+        if built_table.windowed:  # it was built and checked for an earlier request
+            return Use(built_table, None, _NO_VARIANTS)
+        old = RequestSteering(tuple(before))
+        use, gate_state = self._take(built_table, old, measured=False, gated=True)
+        if gate_state or len(use.variants):
+            self._release(RequestSteering((Part(0, use, gate_state),)))
+            raise ValueError("gated acts, and acts under rules, have no window")
+        built_table.windowed = True
+        return use
+
+    def _take(
+        self, built_table: BuiltTable, old: RequestSteering, *, measured: bool, gated: bool
+    ) -> tuple[Use, int]:
+        """As `_use`, for a table whose use is counted already. If it raises, it ends the use."""
         try:
             if old.plan_cost + built_table.table.plan_cost > MAX_PLAN_COST:
                 raise ValueError("the request has been changed too often")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rheostat_engine.channel.events import Released
-from rheostat_engine.worker.capture.request_progress import RequestProgress
+from rheostat_engine.worker.capture.request_progress import Ended, RequestProgress
 from rheostat_engine.worker.capture.ring import RowBlocks
 
 SITE_SET_RANKS = np.array([[-1, -1, -1, -1, -1], [0, -1, 1, -1, -1]], np.int32)
@@ -15,6 +15,13 @@ def started(*numbers: int) -> RequestProgress:
     for number in numbers:
         progress.start(number, 0)
     return progress
+
+
+def released(
+    progress: RequestProgress, number: int, selected: np.ndarray | None, *, measured: bool
+) -> Released:
+    (report,) = progress.released([Ended(number, "r", selected, measured)])
+    return report
 
 
 def ints(*values: int) -> np.ndarray:
@@ -29,7 +36,7 @@ def test_a_request_is_counted_from_its_first_to_its_furthest_position() -> None:
     progress.advance(ints(2), ints(3), ints(7))
     assert progress.span(2) == (2, 10)
     selected = ints(2, 0, 4, 0, 8)
-    assert progress.released(2, "r", selected, measured=True) == Released(
+    assert released(progress, 2, selected, measured=True) == Released(
         request_id="r",
         doses=(),
         measured=True,
@@ -43,7 +50,7 @@ def test_a_request_is_counted_from_its_first_to_its_furthest_position() -> None:
 
 def test_a_request_that_was_never_computed_got_nothing() -> None:
     assert started(1).span(1) == (0, 0)
-    assert started(1).released(1, "r", None, measured=False) == Released(
+    assert released(started(1), 1, None, measured=False) == Released(
         request_id="r",
         doses=(),
         measured=False,
@@ -61,11 +68,11 @@ def test_cached_tokens_that_were_computed_for_a_capture_count_as_computed_again(
         progress.start(number, cached_tokens_recomputed)
     progress.advance(ints(1, 2), ints(4, 4), ints(20, 7))
     progress.advance(ints(1), ints(4), ints(6))
-    found = [progress.released(n, "r", None, measured=True).recomputed for n in (1, 2)]
+    found = [released(progress, n, None, measured=True).recomputed for n in (1, 2)]
     assert found == [5 + 2, 3]
     progress.start(1, 0)
     progress.advance(ints(1), ints(4), ints(20))
-    assert progress.released(1, "r", None, measured=True).recomputed == 0
+    assert released(progress, 1, None, measured=True).recomputed == 0
 
 
 def lose(progress: RequestProgress, number: int, count: int) -> None:
@@ -87,10 +94,10 @@ def test_lost_rows_are_not_counted_as_captured_and_are_forgotten_with_the_reques
     lose(progress, 1, 3)
     lose(progress, 1, 1)
     selected = ints(4, 0, 4, 0, 4)
-    first = progress.released(1, "r", selected, measured=False)
+    first = released(progress, 1, selected, measured=False)
     assert (first.captured, first.lost_rows) == ({70: 4}, 8)
     progress.start(1, 0)
-    second = progress.released(1, "r", selected, measured=False)
+    second = released(progress, 1, selected, measured=False)
     assert (second.captured, second.lost_rows) == ({0: 4, 2: 4, 70: 4}, 0)
 
 
@@ -105,7 +112,7 @@ def test_rows_of_each_request_are_lost_by_themselves() -> None:
         count=ints(5, 2, 3, 7),
     )
     progress.count_lost(blocks, np.array([True, True, True, True]), SITE_SET_RANKS)
-    lost = [progress.released(n, "r", None, measured=True).lost_rows for n in (1, 2)]
+    lost = [released(progress, n, None, measured=True).lost_rows for n in (1, 2)]
     assert lost == [2 * 2, 2 * (5 + 3)]
 
 
@@ -115,5 +122,5 @@ def test_growing_keeps_what_was_counted() -> None:
     progress.make_room(40)
     progress.start(39, 0)
     progress.advance(ints(39), ints(1), ints(2))
-    assert progress.released(1, "r", None, measured=False).computed == (2, 4)
-    assert progress.released(39, "r", None, measured=False).computed == (1, 2)
+    assert released(progress, 1, None, measured=False).computed == (2, 4)
+    assert released(progress, 39, None, measured=False).computed == (1, 2)

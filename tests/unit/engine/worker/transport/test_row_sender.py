@@ -24,7 +24,7 @@ from rheostat_engine import (
 )
 from rheostat_engine.channel.events import Head, ReleasedHead, RowsHead, encode_head
 from rheostat_engine.worker.capture.captures import Captures
-from rheostat_engine.worker.capture.request_progress import RequestProgress
+from rheostat_engine.worker.capture.request_progress import Ended, RequestProgress
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.transport import event_sender as event_sender
 from rheostat_engine.worker.transport.event_sender import EventSender, Frame
@@ -97,7 +97,7 @@ class Device:
 
     def release(self) -> None:
         rows = self.captures.drop(1, self.held, self.progress.span(1))
-        report = self.progress.released(1, "r", rows, measured=True)
+        (report,) = self.progress.released([Ended(1, "r", rows, measured=True)])
         self.row_sender.send(Frame(ReleasedHead(0, 1, report)))
 
 
