@@ -93,6 +93,12 @@ class SteeredBlocks:
         self, first: int, last: int, start: int, end: int, window: Window | None = None
     ) -> bytes:
         """Digest of the acts on a block that meets intervals `first` to `last` - 1."""
+        if last - first == 1:
+            members = self._members[self._sets[first]]
+            if not members:
+                return b""
+            if len(members) == 1:
+                return self._only(members[0], first, start, end, window)
         edges: dict[_Occurrence, list[int]] = {}
         for interval in range(first, last):
             begins = max(self._starts[interval], start)
@@ -121,12 +127,21 @@ class SteeredBlocks:
         for kind, neighbours in groupby(acts, itemgetter(0)):
             encoded = [part for _, part in neighbours]
             parts += sorted(encoded) if kind is Kind.ADD else encoded
-        if not parts:
-            return b""
-        digest = hashlib.sha256(b"rheostat block 5")
-        for part in parts:
-            digest.update(struct.pack("<q", len(part)) + part)
-        return digest.digest()
+        return _digest(parts) if parts else b""
+
+    def _only(
+        self, clause: _Occurrence, interval: int, start: int, end: int, window: Window | None
+    ) -> bytes:
+        """As `_touching`, if a single clause applies. So it is to most steered blocks of a cell."""
+        low, high = max(self._starts[interval], start), end
+        if interval + 1 < len(self._starts):
+            high = min(high, self._starts[interval + 1])
+        if window is not None and clause.act >= window.first_act:
+            low, high = max(low, window.start), min(high, window.end)
+            if low >= high:
+                return b""
+        tokens = _tokens(clause, (low - start, high - start))
+        return _digest([self._contents[clause.act] + tokens])
 
 
 class BlockKeys:
@@ -156,6 +171,8 @@ class BlockKeys:
     def outside_window(self, start: int, end: int) -> str | None:
         """The key that the block [start, end) would have if the plan's window were elsewhere."""
         assert self._window is not None
+        if not self._window.first_act and end <= self._private_from:
+            return None  # every act is limited to the window
         return self._key(start, end, self._window._replace(start=OPEN_END - 1, end=OPEN_END))
 
     def _key(self, start: int, end: int, window: Window | None) -> str | None:
@@ -167,6 +184,12 @@ class BlockKeys:
         if touching not in self._keys:
             self._keys[touching] = hashlib.sha256(touching + self._epoch).hexdigest()
         return self._keys[touching]
+
+
+def _digest(parts: Sequence[bytes]) -> bytes:
+    """The digest of the acts on a block, each encoded."""
+    framed = [struct.pack("<q", len(part)) + part for part in parts]
+    return hashlib.sha256(b"".join([b"rheostat block 5", *framed])).digest()
 
 
 def _content(act: Act) -> bytes:
