@@ -179,8 +179,9 @@ def _panels(figure: "Figure", found: Bars) -> None:
         axes.set_xlabel(panel.label)
         axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
         if len(series) > 1:
+            columns = 2 if len(series) == 4 else 3
             axes.legend(
-                frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 0.99)
+                frameon=False, fontsize=8, ncols=columns, loc="lower left", bbox_to_anchor=(0, 0.99)
             )
         _plain(axes)
     figure.suptitle(found.title, fontsize=10)
