@@ -86,7 +86,7 @@ class Call:
         """Whether the server has sent END."""
 
     async def stand_back(self) -> None:
-        """Returns once the calls that arrived together with this one have started, or soon."""
+        """Returns when the first message may be sent; see `CallStarts.stand_back`."""
         if self._starts is not None:
             await self._starts.stand_back()
 

@@ -78,6 +78,44 @@ async def test_a_client_that_begins_calls_without_end_does_not_stop_others(
     await iterations(100)  # the calls that still wait
 
 
+async def test_no_call_stands_back_longer_because_others_take_long_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, now, waits = asyncio.get_running_loop(), 0.0, list[float]()
+    monkeypatch.setattr(loop, "time", lambda: now)
+    starts = CallStarts(2)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer() -> None:
+        begun = now
+        await starts.stand_back()
+        waits.append(now - begun)
+
+    for number in range(150):
+        for _ in range(3):  # one more than can start
+            starts.call(lambda: tasks.add(asyncio.create_task(answer())))
+        await iterations(1)
+        now += 0.001 if number < 100 else 0.02
+    await iterations(200)  # the calls that still wait
+    assert len(waits) == 450
+    assert max(waits) < 0.05 + 3 * 0.02
+
+
+async def test_calls_that_may_go_on_do_so_in_order_and_before_later_calls() -> None:
+    log: list[str] = []
+    start = starter(CallStarts(2), log)
+    for number in range(9):
+        start(number)
+    while "goes on 0" not in log:
+        await iterations(1)
+    assert "goes on 8" not in log
+    start(9)
+    await iterations(20)
+    assert [line for line in log if line.startswith("goes on")] == [
+        f"goes on {n}" for n in range(10)
+    ]
+
+
 async def test_a_call_that_was_cancelled_holds_up_no_other() -> None:
     starts, log = CallStarts(1), list[str]()
     start = starter(starts, log)
