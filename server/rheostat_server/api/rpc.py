@@ -196,11 +196,12 @@ class _Method:
         offer_direct_messages(direct)
         async with aclosing(responses):
             interruption = Interruption()
-            begun = not self._streams
+            stands_back = self._streams  # a single response ends its call, and frees what it uses
             async for response in responses:
-                if not begun:
-                    begun = True
-                    await call.stand_back()
+                if stands_back:
+                    stands_back = False
+                    with interruption:
+                        await call.stand_back()
                 ready = response if isinstance(response, list) else [response]
                 messages = [encoded(one) for one in ready]
                 with interruption:

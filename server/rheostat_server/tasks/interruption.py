@@ -14,7 +14,7 @@ from rheostat_server.errors import RheostatError
 
 
 class Interruption:
-    """Interrupts one call while it writes. As a context it encloses each write."""
+    """Interrupts one call while it writes. As a context it encloses writes, and waits for them."""
 
     def __init__(self) -> None:
         """Makes `interrupter` refer to this call in the current task."""
@@ -39,7 +39,7 @@ class Interruption:
             raise self._error from None
 
     def interrupt(self, error: RheostatError) -> None:
-        """Ends the call with an error, if it is writing a message."""
+        """Ends the call with an error, if its generator is suspended for a write."""
         task = self._task()
         if self._writing and self._error is None and task is not None:
             self._error = error

@@ -12,13 +12,17 @@ from itertools import pairwise
 import grpc
 import grpc.aio
 import pytest
+from google.rpc import code_pb2, status_pb2
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from rheostat_server.api.incoming import Calls
 from rheostat_server.api.rpc import Rpcs
 from rheostat_server.errors import ResponseOverflow, RheostatError
+from rheostat_server.front_ends.call import Call
+from rheostat_server.front_ends.call_starts import CallStarts
 from rheostat_server.front_ends.grpc_server import GrpcServer
+from rheostat_server.front_ends.records import CallBegin, First, Kind
 from rheostat_server.front_ends.supervisor import FrontEnds
 from rheostat_server.limits import LARGE_MESSAGE_BYTES
 from rheostat_server.tasks.interruption import interrupter
@@ -269,6 +273,31 @@ async def test_a_failed_call_whose_client_does_not_read_keeps_its_place_for_a_wh
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest(unread)
         assert caught.value.details() == "too slow"
+
+
+async def test_a_call_that_stands_back_can_be_ended_with_an_error() -> None:
+    starts, ends = CallStarts(1), list[status_pb2.Status]()
+
+    def send(kind: Kind, *body: bytes) -> None:
+        if kind is Kind.END:
+            ends.append(status_pb2.Status.FromString(b"".join(body)))
+            call.receive(Kind.DONE, b"")
+
+    async def answer(request: bytes, context: object) -> AsyncIterator[list[bytes]]:
+        loop, error = asyncio.get_running_loop(), ResponseOverflow("too slow")
+        loop.call_soon(interrupter(), error)
+        yield [b"more messages than can be sent before the client reads"] * 6
+
+    rpcs = Rpcs(Calls(8))
+    service, _, name = METHOD.removeprefix("/").partition("/")
+    rpcs.add_registered_method_handlers(
+        service, {name: grpc.unary_stream_rpc_method_handler(answer)}
+    )
+    for _ in range(10):
+        starts.call(lambda: None)
+    call = Call(send, CallBegin(METHOD, None, First.HERE, b""), starts)
+    await asyncio.wait_for(rpcs.answer(METHOD, call), 10)
+    assert [status.code for status in ends] == [code_pb2.RESOURCE_EXHAUSTED]
 
 
 async def test_large_messages_take_at_most_half_of_the_event_loops_time(serving: Serving) -> None:
