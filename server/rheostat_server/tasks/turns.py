@@ -77,11 +77,13 @@ class Turns:
 
     def _begin_iteration(self) -> None:
         self._free, self._scheduled = self._most, False
-        while self._waiting and self.free:
-            self._free -= 1
-            self._waiting.popleft()()
-        if self._waiting or self._free < self._most:
-            self._schedule()
+        try:
+            while self._waiting and self.free:
+                self._free -= 1
+                self._waiting.popleft()()
+        finally:  # work that raises must not stop the work after it
+            if self._waiting or self._free < self._most:
+                self._schedule()
 
 
 class TimedTurns:

@@ -42,6 +42,24 @@ async def test_a_call_whose_client_has_left_keeps_nobody_waiting() -> None:
         await asyncio.gather(first, last)
 
 
+async def test_work_that_raises_keeps_no_later_work_waiting() -> None:
+    turns, done, errors = Turns(1), list[int](), list[object]()
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: errors.append(context["exception"])
+    )
+    error = MemoryError()
+
+    def fail() -> None:
+        raise error
+
+    for work in (lambda: done.append(0), fail, lambda: done.append(1)):
+        turns.call(work)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert errors == [error]
+    assert done == [0, 1]
+
+
 async def test_one_call_starts_in_an_iteration_while_calls_of_after_wait() -> None:
     first = Turns(2)
     later = Turns(4, after=first)
