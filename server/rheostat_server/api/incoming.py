@@ -517,10 +517,12 @@ class Reader(Generic[Request]):
 
 
 class _Decoding:
-    """Raises InvalidValue if protobuf or a walk cannot decode a message."""
+    """A context that raises InvalidValue if protobuf or a walk cannot decode a message."""
 
-    def __enter__(self) -> None:  # a generator would take longer than the decoding
-        pass
+    # A class, because a generator (`contextmanager`) would take longer than the decoding.
+
+    def __enter__(self) -> None:
+        """Does nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object

@@ -46,7 +46,7 @@ class ResponseRows:
 
     @cached_property
     def news(self) -> NotifyingEvent:
-        """Is set when rows can leave. Most requests capture nothing, and make no event."""
+        """Is set when rows can leave. Made when needed, because most requests capture nothing."""
         return NotifyingEvent(self._on_set)
 
     def add(self, feed: RowFeed, buffer: DeliveryBuffer) -> None:

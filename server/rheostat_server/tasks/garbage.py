@@ -9,6 +9,9 @@ five objects for each call. So full collections can wait until no request runs. 
 one long stream is never idle, however many other calls end. So a full collection is also made while
 requests run, if the process has so few objects that the collection is short.
 
+Collections are postponed while calls wait to start (`front_ends/call_starts`), because each visits
+the objects of all requests that have just arrived.
+
 An object is old after two collections, that is 2,000 to 6,000 new objects later. Cycles that live
 longer wait for a full collection. A server that is never idle makes one at the latest after about
 ten million new objects. In two soaks of 20,000 calls, memory did not grow by that.
@@ -36,8 +39,8 @@ collection of the middle generation took up to 83 ms of CPU time among hostile c
 18."""
 
 _POSTPONED = 100_000
-"""New objects until the youngest generation is collected at the latest, if that is postponed: those
-of about 500 requests. Their collection takes 5 to 9 ms on a slow core."""
+"""New objects after which the youngest generation is collected although that is postponed. About
+500 requests make as many, and a collection of them takes 5 to 9 ms on a slow core."""
 
 _AGED = 20
 """A full collection is made only after this many collections of the middle generation: about
@@ -93,9 +96,10 @@ class _Start:
 
 
 def postpone_collections() -> None:
-    """Makes no collection until `allow_collections`, unless there are too many new objects.
+    """Disables collections until `allow_collections`, unless there are `_POSTPONED` new objects.
 
-    To be called again and again meanwhile. Does nothing until `collect_rarely` has been called.
+    Must be called in each iteration of the event loop meanwhile, because it counts the new objects.
+    Does nothing until `collect_rarely` has been called.
     """
     if _Start.blocks is not None:
         young, _, _ = gc.get_count()

@@ -1,10 +1,10 @@
-"""An event for which hardly ever a task waits."""
+"""An event that many objects have, and for which few tasks ever wait."""
 
 import asyncio
 
 
 class RareEvent:
-    """As `asyncio.Event`, but cheaper: it makes one only for a task that waits."""
+    """As `asyncio.Event`, but cheaper to make: it makes an `asyncio.Event` when a task waits."""
 
     __slots__ = ("_event", "_set")
 
