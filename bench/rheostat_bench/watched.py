@@ -45,7 +45,7 @@ from rheostat_bench.sidebyside import server_flags, spread
 from rheostat_bench.summaries import Table, percentile
 
 _KV_BYTES = 24 << 30
-"""Room for 160,000 tokens of the 8B shape: 256 streams of 512 tokens run without preemption."""
+"""Room for 174,000 tokens of the shape qwen3-8b, enough for 256 streams of 512 tokens."""
 
 _PROMPT = 32
 _PROBES = 16
