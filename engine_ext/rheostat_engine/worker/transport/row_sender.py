@@ -43,6 +43,8 @@ _SMALL = 256 << 10
 """Bytes of signals up to which the step thread launches their copy: 64 numbers of 1,024 tokens. At
 25 GB/s the device copies them in 10 us, between two steps."""
 
+_NOT_COPIED = "captured rows or signals could not be copied off the device and are lost"
+
 _LOG_INTERVAL = 60.0
 """Seconds between equal log messages about failed rows."""
 
@@ -178,7 +180,6 @@ class RowSender:
         self._event_sender = event_sender
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copies = PacedCopies(self._stream, in_flight)
-        self._small_copies = PacedCopies(None, 0)
         self._queue: queue.SimpleQueue[Frame | _PendingRows | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending_bytes = 0
@@ -230,15 +231,34 @@ class RowSender:
             head: the labels.
             values: on the device; nothing else writes them.
         """
-        groups = [Group(None, len(values))]
         if self._idle and values.nbytes <= _SMALL and self._copies_are_async:
-            pending = _PendingRows(head, values, groups, None)
-            self._count(pending.bytes)
-            self._event_sender.send(self._copy_rows(pending, None, self._small_copies))
+            self._event_sender.send(self._copy_signals(head, values))
             return
         if self._stream is not None:
             values.record_stream(self._stream)
-        self._enqueue(head, values, groups)
+        self._enqueue(head, values, [Group(None, len(values))])
+
+    def _copy_signals(self, head: SignalsHead, values: torch.Tensor) -> Frame:
+        """Launches the copy of a few signals on the current stream; returns their frame."""
+        size = values.nbytes
+        try:
+            with self._lock:
+                staging_range = self.area.reserve(size)
+            if staging_range is None:
+                raise _StagingFull(f"{size} bytes of signals do not fit into the staging memory")
+            try:
+                copy_at_once(self.area[staging_range], values)
+            except BaseException:
+                with self._lock:
+                    self.area.ranges.give_back(staging_range)
+                raise
+            head = msgspec.structs.replace(head, staging_range=staging_range)
+            copied = self._fence(None)
+        except Exception:  # as in `_copy_rows`
+            self._log_failure(_NOT_COPIED)
+            return Frame(head.without_rows)
+        self.left_bytes += size
+        return Frame(head, copied, (head.without_rows,))
 
     @property
     def _copies_are_async(self) -> bool:
@@ -305,27 +325,23 @@ class RowSender:
         with torch.cuda.stream(self._stream):  # no effect for None
             while (queued := self._queue.get()) is not None:
                 if isinstance(queued, _PendingRows):
-                    queued = self._copy_rows(queued, self._stream, self._copies)
+                    queued = self._copy_rows(queued)
                 self._event_sender.send(queued)
                 self._passed_on += 1
 
-    def _copy_rows(
-        self, pending: _PendingRows, stream: torch.cuda.Stream | None, copies: PacedCopies
-    ) -> Frame:
-        """Launches the copies of rows on a stream; returns their frame. None: the current one."""
+    def _copy_rows(self, pending: _PendingRows) -> Frame:
+        """Launches the copies of rows; returns their frame."""
         head = pending.head
         try:
             try:
-                head = self._launch(pending, copies)
+                head = self._launch(pending)
             finally:
                 # Launched copies read the rows, even if a later launch failed.
-                pending.copied = self._fence(stream)
+                pending.copied = self._fence(self._stream)
         except (
             Exception
         ):  # any error, because the engine must continue, and the frame reports the loss
-            self._log_failure(
-                "captured rows or signals could not be copied off the device and are lost"
-            )
+            self._log_failure(_NOT_COPIED)
             self._lost_rows += pending.captured
             if head.staging_range is None:  # otherwise the staging area counts the rows already
                 self._count(-pending.bytes)
@@ -336,24 +352,27 @@ class RowSender:
         self.left_bytes += head.staging_range.size
         return Frame(head, pending.copied, (head.without_rows,), pending.captured)
 
-    def _launch(self, pending: _PendingRows, copies: PacedCopies) -> RowsHead | SignalsHead:
+    def _launch(self, pending: _PendingRows) -> RowsHead | SignalsHead:
         """Launches the copies of rows; returns their head with the range."""
         head = pending.head
         if self._stream is not None and pending.written is not None:
             self._stream.wait_event(pending.written)
         try:
-            staging_range = self._pack(pending, pending.groups, copies)
+            staging_range = self._pack(pending, pending.groups)
         except Exception:  # most likely out of device memory, which raw rows do not need
             if all(group.encoding is None for group in pending.groups):
                 raise
             self._log_failure("captured rows could not be encoded and are sent raw")
             self.plain_rows += sum(group.rows for group in pending.groups if group.encoding)
             head = head.as_raw
-            staging_range = self._pack(pending, [Group(None, len(pending.rows))], copies)
+            staging_range = self._pack(pending, [Group(None, len(pending.rows))])
         return msgspec.structs.replace(head, staging_range=staging_range)
 
     def _fence(self, stream: torch.cuda.Stream | None) -> Fence | None:
-        """A fence after the work launched on a stream; None if that work is complete."""
+        """A fence after the work launched on a stream; None if that work is complete.
+
+        If `stream` is None, the current stream is meant.
+        """
         if self._stream is None:
             return None
         # A blocking event, because the wait may take a whole step, and spinning would take a core.
@@ -369,9 +388,7 @@ class RowSender:
                 "%s; further failures within %.0f s are not logged", message, _LOG_INTERVAL
             )
 
-    def _pack(
-        self, pending: _PendingRows, groups: Sequence[Group], copies: PacedCopies
-    ) -> StagingRange:
+    def _pack(self, pending: _PendingRows, groups: Sequence[Group]) -> StagingRange:
         """Reserves a range and launches the copies into it.
 
         From the reservation on, the area counts the rows, so they no longer count as pending. Paced
@@ -385,7 +402,7 @@ class RowSender:
             self._pending_bytes -= pending.bytes
         target = self.area[staging_range]
         try:
-            pack(pending.rows, groups, target, scratch=self.scratch, copies=copies)
+            pack(pending.rows, groups, target, scratch=self.scratch, copies=self._copies)
         except BaseException:
             with self._lock:
                 self.area.ranges.give_back(staging_range)
@@ -396,6 +413,11 @@ class RowSender:
     def _count(self, change: int) -> None:
         with self._lock:
             self._pending_bytes += change
+
+
+def copy_at_once(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Launches a copy in one piece. `target` and `values` as in `PacedCopies.copy`."""
+    target.copy_(values.view(torch.uint8).flatten(), non_blocking=True)
 
 
 def packed_bytes(rows: torch.Tensor, groups: Sequence[Group]) -> int:
