@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
 from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
-from rheostat_engine.worker.runtime import Batch
+from rheostat_engine.worker.step_tokens import Batch
 
 
 class CpuSiteRunner(CPUModelRunner):

@@ -22,7 +22,7 @@ from rheostat_engine.adapters.assembly import Assembled, assemble
 from rheostat_engine.adapters.device_memory import check_device_memory
 from rheostat_engine.adapters.graphs import site_graphs
 from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
-from rheostat_engine.worker.runtime import Batch
+from rheostat_engine.worker.step_tokens import Batch
 
 _PREPARE_INPUTS = "prepare_inputs"
 

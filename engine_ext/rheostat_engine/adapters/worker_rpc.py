@@ -20,8 +20,8 @@ from rheostat_engine.plan.tables import STEP_COST
 from rheostat_engine.process_end import skip_last_collection
 from rheostat_engine.settings import EngineSettings
 from rheostat_engine.sites.op import call_directly
-from rheostat_engine.worker.capture.captures import Captures
-from rheostat_engine.worker.runtime import CapturesUpdate, UpdateResult
+from rheostat_engine.worker.capture.captures import Captures, CapturesUpdate
+from rheostat_engine.worker.steering.steering import UpdateResult
 
 
 class SiteRpc:

@@ -33,12 +33,13 @@ from rheostat_engine.plan.gains import GainsUpdate
 from rheostat_engine.plan.plan import ReceivedPlan, SignalsWait, read_plan, read_request_id
 from rheostat_engine.plan.tables import REQUEST_COST, STEP_COST
 from rheostat_engine.worker.capture.capture_sets import RequestCaptures
-from rheostat_engine.worker.capture.captures import Captures, StepCopies
+from rheostat_engine.worker.capture.captures import Captures, CapturesUpdate, StepCopies
 from rheostat_engine.worker.capture.request_progress import Ended, RequestProgress
 from rheostat_engine.worker.controllers import ControllerHost, Share, StepControllers
 from rheostat_engine.worker.expander import Expander
 from rheostat_engine.worker.instructions import Compact
 from rheostat_engine.worker.preparations import Preparations
+from rheostat_engine.worker.repeated_steps import RepeatedSteps
 from rheostat_engine.worker.signals import StepSignals
 from rheostat_engine.worker.state.buffers import Buffers
 from rheostat_engine.worker.state.position_functions import Int64
@@ -47,49 +48,15 @@ from rheostat_engine.worker.steering.steering import (
     Instruction,
     RequestSteering,
     Steering,
+    UpdateResult,
     read_doses,
 )
 from rheostat_engine.worker.steering.vectors import BankError
-from rheostat_engine.worker.step_tokens import TokensOfSteps
+from rheostat_engine.worker.step_tokens import Batch, TokensOfSteps
 from rheostat_engine.worker.transport.event_sender import Frame
 from rheostat_engine.worker.transport.row_sender import RowSender
 
 _LOG = logging.getLogger(__name__)
-
-
-class Batch(NamedTuple):
-    """The batch of the next forward pass, in the runner's order."""
-
-    request_ids: Sequence[str]
-    """vLLM's ids."""
-    computed: npt.NDArray[np.integer]
-    """[r]: computed tokens, which is the position of the first scheduled token."""
-    scheduled: npt.NDArray[np.integer]
-    """[r]: scheduled tokens."""
-    padded_tokens: int
-    """Tokens of the forward pass, including padding."""
-    input_ids: torch.Tensor
-    """[padded_tokens or more] int32, on the device."""
-
-
-class CapturesUpdate(NamedTuple):
-    """New captures of a request from its next step on."""
-
-    number: int
-    """The server's number of the update. It replaces a pending update of the request."""
-    wire: object
-    """`Plan.to_wire` of a plan with the captures."""
-    not_before: int = 0
-    """The first position that may change."""
-
-
-class UpdateResult(NamedTuple):
-    """The result of updating the steering of a running request."""
-
-    first: int
-    """First updated position; -1: this worker has no such request."""
-    error: str
-    """Why the update failed; empty if it did not."""
 
 
 @dataclass
@@ -181,6 +148,9 @@ class SiteRuntime:
         self._controlled: dict[int, str] = {}
         """The names of the requests with a controller, by number."""
         self._tokens = TokensOfSteps()
+        self._repeats: RepeatedSteps | None = None
+        self._repeating = False
+        """Whether the current step was recognized as a repetition."""
         self._written: _Written | None = None
         self._gated: Instruction | None = None
         """The instructions of the last step; None if `GateStates.begin` was not called for it."""
@@ -206,6 +176,7 @@ class SiteRuntime:
         """
         if request_id in self._requests:
             return
+        self._record_repeats()
         problem = ""
         try:
             plan = read_plan(wire)
@@ -239,6 +210,7 @@ class SiteRuntime:
         request = self._requests.get(self._ids.get(name, ""))
         if request is None:
             return UpdateResult(-1, "")
+        self._record_repeats()
         first = max(int(self._progress.computed_end[request.number]), not_before)
         number, steering = request.number, request.steering
         try:
@@ -258,6 +230,7 @@ class SiteRuntime:
 
         Requests that have ended are ignored.
         """
+        self._record_repeats()
         for name, change, not_before, gains in updates:
             request = self._requests.get(self._ids.get(name, ""))
             if request is not None:
@@ -284,6 +257,7 @@ class SiteRuntime:
         Args:
             updates: updates by the server's request id; None discards a pending update.
         """
+        self._record_repeats()
         for name, update in updates.items():
             if update is None:
                 self._updates.pop(name, None)
@@ -299,11 +273,12 @@ class SiteRuntime:
 
     def remove_request(self, request_id: str) -> None:
         """Frees the resources of a finished request; `send_released` reports it."""
+        self._record_repeats()
         if self._updates:
             name = self._name(request_id)
             update = self._updates.pop(name, None)
             if update is not None:
-                self._send_attached(0, Attached(name, update.number, OPEN_END, ""))
+                self._send(AttachedHead(self._rank, 0, Attached(name, update.number, OPEN_END, "")))
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -375,6 +350,14 @@ class SiteRuntime:
 
     def begin(self, batch: Batch) -> None:
         """Writes the instructions of the next forward pass. Call `end` after the pass."""
+        if self._repeats is not None:
+            self._repeating = self._repeats.repeat(batch)
+            if self._repeating:  # the device still has all instructions
+                self.steps["active"] += 1
+                self.buffers.active.set(self._repeats.mask)
+                self._signals.repeat()
+                return
+            self._record_repeats()
         if self._updates:
             self._apply_updates(batch)
         self.send_installed()
@@ -413,6 +396,22 @@ class SiteRuntime:
         if steered.gained is not None:
             self.steering.gains.write(steered.gained)
         self._write(steered, copies, batch)
+        if repeated and steered.fixed and copies is None and self.buffers.active.key:
+            self._store_step(batch)
+
+    def _store_step(self, batch: Batch) -> None:
+        """Stores a step that repeats the last one, if the next ones need no other preparation."""
+        mask, steps = self.buffers.active.mask, self.steering.steps_alike
+        idle = not self._updates and not len(self.controllers) and self._signals.repeatable
+        if steps and idle and (self.captures is None or self.captures.idle):
+            self._repeats = RepeatedSteps(batch, self._last_numbers, mask, steps)
+
+    def _record_repeats(self) -> None:
+        """Records repeated steps, before anything reads their progress or changes what they do."""
+        repeats, self._repeats = self._repeats, None
+        if repeats is not None and repeats.steps:
+            self._progress.repeat(repeats.numbers, repeats.end, repeats.steps)
+            self._tokens.forget()
 
     def _write(self, steered: Instruction, copies: StepCopies | None, batch: Batch) -> None:
         """Writes the instructions of a step, or reuses those of the last step if they are equal."""
@@ -450,6 +449,10 @@ class SiteRuntime:
     def end(self) -> None:
         """Deactivates all sites and sends captured rows, once the forward pass was launched."""
         self.buffers.active.clear()
+        if self._repeating:
+            self._repeating = False
+            self._signals.end_repeated()
+            return
         self.steering.gates.end()
         self._signals.end()
         self.send_gained()
@@ -500,7 +503,7 @@ class SiteRuntime:
         except ValueError as error:
             problem = str(error)
         attached = Attached(request.name, update.number, first, problem)
-        self._send_attached(request.number, attached)
+        self._send(AttachedHead(self._rank, request.number, attached))
         return cost
 
     def _make_request(
@@ -572,9 +575,6 @@ class SiteRuntime:
     def _send_disabled(self, number: int, name: str, reason: str, first: int) -> None:
         report = ControllerDisabled(self._controlled[number], name, reason, first)
         self._send(ControllerDisabledHead(self._rank, number, report))
-
-    def _send_attached(self, number: int, attached: Attached) -> None:
-        self._send(AttachedHead(self._rank, number, attached))
 
     def _new_number(self) -> int:
         if self._numbers_free:

@@ -24,6 +24,7 @@ Why the same columns for all requests of a step
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -75,22 +76,45 @@ class _Pending(NamedTuple):
     single slice has them."""
 
 
-class _Waiting(NamedTuple):
+class _Waiting:
     """The signals of consecutive steps with one position of each of the same requests."""
 
-    first: _Pending
-    """The first step."""
-    values: list[torch.Tensor]
-    """[n, columns] of each step."""
+    __slots__ = ("first", "most_steps", "parts", "steps", "values")
+
+    def __init__(self, first: _Pending, readings: torch.Tensor) -> None:
+        """No step is added.
+
+        Args:
+            first: the signals of the first step.
+            readings: a tensor of their type and device.
+        """
+        self.first = first
+        count, columns = len(first.numbers), first.readings + first.gates
+        self.most_steps = min(first.most_steps, -(-_WAITING_ROWS // count))
+        self.steps = 0
+        self.values = readings.new_empty(count, self.most_steps, columns)
+        """[n, most_steps, columns]: the values of `steps` steps."""
+        self.parts = self.values.unbind(1)
+        """The values of each step."""
 
     def continues(self, pending: _Pending) -> bool:
         """Whether a step is the next of these."""
-        first, steps = self.first, len(self.values)
+        first = self.first
         return (
             np.array_equal(pending.numbers, first.numbers)
-            and np.array_equal(pending.starts, first.starts + steps)
+            and np.array_equal(pending.starts, first.starts + self.steps)
             and (pending.readings, pending.gates) == (first.readings, first.gates)
         )
+
+
+class _Labels(NamedTuple):
+    """The labels of the last signals, for later ones of the same requests."""
+
+    numbers: Int64
+    """`_Pending.numbers`."""
+    steps: int
+    """How many steps were sent together."""
+    head: SignalsHead
 
 
 class StepSignals:
@@ -111,7 +135,15 @@ class StepSignals:
         self._last: _Pending | None = None
         """The signals of the last step, for a step that repeats it. None if a request that wants
         signals did not compute exactly one new token in it, or if a request has changed since."""
+        self._later = 0
+        """How many steps have repeated that step since."""
         self._waiting: _Waiting | None = None
+        self._labels: _Labels | None = None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether `repeat` may prepare a step that repeats the last one."""
+        return self._last is not None or not self._count
 
     def put(
         self, number: int, readings: int, gates: int, *, wait: SignalsWait = SignalsWait.NEVER
@@ -158,8 +190,9 @@ class StepSignals:
         if not self._count:
             return False
         last, self._last = self._last, None
+        later, self._later = self._later, 0
         if repeated and last is not None:
-            self._pending = self._last = last._replace(starts=last.starts + 1)
+            self._pending = self._last = last._replace(starts=last.starts + later + 1)
             return True
         columns = self._columns[np.where(numbers < len(self._columns), numbers, 0)]
         begins = np.cumsum(scheduled) - scheduled
@@ -182,6 +215,25 @@ class StepSignals:
             self._last = self._pending
         return True
 
+    def repeat(self) -> None:
+        """Prepares a step that repeats the last one. `end_repeated` ends it."""
+        self._later += 1
+
+    def end_repeated(self) -> None:
+        """As `end`, after `repeat`."""
+        last = self._last
+        if last is None:  # no request wants signals
+            return
+        waiting = self._waiting
+        if waiting is not None:  # the last step is its last one
+            self._add(waiting, last)
+            return
+        pending = last._replace(starts=last.starts + self._later)
+        if pending.most_steps > 1:
+            self._add(self._wait(pending), pending)
+        else:
+            self._send(pending, self._gathered(pending))
+
     def end(self) -> None:
         """Sends the signals of the step, or adds them to the waiting ones.
 
@@ -191,18 +243,25 @@ class StepSignals:
         if pending is None:
             self._send_waiting()  # their requests were preempted, and may resume late
             return
-        values = self._gathered(pending)
         waits = pending.most_steps > 1
         if self._waiting is not None and not (waits and self._waiting.continues(pending)):
             self._send_waiting()
-        if not waits:
-            self._send(pending, values)
-            return
-        if self._waiting is None:
-            self._waiting = _Waiting(pending, [])
-        self._waiting.values.append(values)
-        steps = len(self._waiting.values)
-        if steps >= pending.most_steps or steps * len(values) >= _WAITING_ROWS:
+        if waits:
+            self._add(self._waiting or self._wait(pending), pending)
+        else:
+            self._send(pending, self._gathered(pending))
+
+    def _wait(self, pending: _Pending) -> _Waiting:
+        """From this step on, signals wait."""
+        self._waiting = _Waiting(pending, self._gates.readings)
+        return self._waiting
+
+    def _add(self, waiting: _Waiting, pending: _Pending) -> None:
+        """Adds the signals of the step to those that wait, and sends them if they are enough."""
+        part = waiting.parts[waiting.steps]
+        part.copy_(self._gathered(pending) if pending.source is None else pending.source)
+        waiting.steps += 1
+        if waiting.steps == waiting.most_steps:
             self._send_waiting()
 
     def _gathered(self, pending: _Pending) -> torch.Tensor:
@@ -228,21 +287,26 @@ class StepSignals:
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
-        first, steps = waiting.first, len(waiting.values)
-        values = torch.stack(waiting.values, dim=1).flatten(0, 1)
-        self._send(first._replace(counts=steps * first.counts), values)
+        values = waiting.values
+        if waiting.steps < waiting.most_steps:
+            values = values[:, : waiting.steps]
+        self._send(waiting.first, values.flatten(0, 1), waiting.steps)
 
-    def _send(self, pending: _Pending, values: torch.Tensor) -> None:
-        """Sends signals, [sum of counts, columns]."""
+    def _send(self, pending: _Pending, values: torch.Tensor, steps: int = 1) -> None:
+        """Sends the signals of a step and of `steps` - 1 later ones, [sum of counts, columns]."""
         assert self._row_sender is not None  # otherwise `put` stores no request
-        head = SignalsHead(
-            rank=self._rank,
-            readings=pending.readings,
-            gates=pending.gates,
-            number=_int64(pending.numbers),
-            start=_int64(pending.starts),
-            count=_int64(pending.counts),
-        )
+        labels = self._labels
+        if labels is None or labels.numbers is not pending.numbers or labels.steps != steps:
+            head = SignalsHead(
+                rank=self._rank,
+                readings=pending.readings,
+                gates=pending.gates,
+                number=_int64(pending.numbers),
+                start=b"",
+                count=_int64(steps * pending.counts),
+            )
+            self._labels = labels = _Labels(pending.numbers, steps, head)
+        head = msgspec.structs.replace(labels.head, start=_int64(pending.starts))
         self._row_sender.send_signals(head, values)
 
     def _tokens(self, firsts: Int64, counts: Int64) -> slice | torch.Tensor:
@@ -257,4 +321,4 @@ class StepSignals:
 
 
 def _int64(values: npt.NDArray[np.integer]) -> bytes:
-    return values.astype("<i8").tobytes()
+    return values.astype("<i8", copy=False).tobytes()

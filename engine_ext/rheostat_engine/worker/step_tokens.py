@@ -1,4 +1,4 @@
-"""The tokens of a step, and whether the step only repeats the last one.
+"""The batch of a step, its tokens, and whether the step only repeats the last one.
 
 Why
     In most steps, each request of the last step computes one more token. The instructions of such a
@@ -7,11 +7,29 @@ Why
     valid.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from rheostat_engine.worker.state.position_functions import Int64
+
+
+class Batch(NamedTuple):
+    """The batch of the next forward pass, in the runner's order."""
+
+    request_ids: Sequence[str]
+    """vLLM's ids."""
+    computed: npt.NDArray[np.integer]
+    """[r]: computed tokens, which is the position of the first scheduled token."""
+    scheduled: npt.NDArray[np.integer]
+    """[r]: scheduled tokens."""
+    padded_tokens: int
+    """Tokens of the forward pass, including padding."""
+    input_ids: torch.Tensor
+    """[padded_tokens or more] int32, on the device."""
 
 
 class StepTokens(NamedTuple):
@@ -36,6 +54,10 @@ class TokensOfSteps:
         """`scheduled` of the last call, as bytes."""
         self._next = b""
         """The positions of a step that repeats the last one, as bytes."""
+
+    def forget(self) -> None:
+        """The next step does not repeat the last one."""
+        self._numbers = None
 
     def find(self, numbers: Int64, computed: Int64, scheduled: Int64) -> StepTokens:
         """The tokens of the next step.

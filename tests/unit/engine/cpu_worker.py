@@ -21,7 +21,7 @@ from rheostat_engine.sites.reference import run_site
 from rheostat_engine.worker.capture.captures import Captures
 from rheostat_engine.worker.controllers import ControllerHost
 from rheostat_engine.worker.expander import Expander
-from rheostat_engine.worker.runtime import Batch, SiteRuntime
+from rheostat_engine.worker.runtime import SiteRuntime
 from rheostat_engine.worker.state.buffers import Buffers, GateBuffers
 from rheostat_engine.worker.state.site_slots import SiteSlots
 from rheostat_engine.worker.steering.bank import Bank
@@ -30,6 +30,7 @@ from rheostat_engine.worker.steering.gain_states import GainStates
 from rheostat_engine.worker.steering.gate_states import GateStates
 from rheostat_engine.worker.steering.steering import Steering
 from rheostat_engine.worker.steering.token_rules import TokenRules
+from rheostat_engine.worker.step_tokens import Batch
 from rheostat_engine.worker.transport.event_sender import Frame
 from rheostat_engine.worker.transport.row_encodings import RowEncodings
 from rheostat_engine.worker.transport.row_sender import Group, PacedCopies, pack, packed_bytes

@@ -64,6 +64,17 @@ class StepCopies(NamedTuple):
         return self.blocks.token_block, self.blocks.token_order, self.base
 
 
+class CapturesUpdate(NamedTuple):
+    """New captures of a request from its next step on."""
+
+    number: int
+    """The server's number of the update. It replaces a pending update of the request."""
+    wire: object
+    """`Plan.to_wire` of a plan with the captures."""
+    not_before: int = 0
+    """The first position that may change."""
+
+
 class _StepRows(NamedTuple):
     """The rows of a step, and their labels. `copies.first_row` is not set yet."""
 
@@ -132,6 +143,11 @@ class Captures:
     def ring_bytes(self) -> int:
         """Device memory of the ring."""
         return self._rows.nbytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request captures anything."""
+        return not len(self._requests)
 
     def put(
         self,

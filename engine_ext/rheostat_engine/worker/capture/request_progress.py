@@ -78,6 +78,18 @@ class RequestProgress:
         self.computed_end[0] = 0
         self.computed_tokens[numbers] += end - start
 
+    def repeat(self, numbers: Int64, end: Int64, steps: int) -> None:
+        """Records steps that repeat the last one.
+
+        Args:
+            numbers: [r]: the requests.
+            end: [r]: one past the last position that each computed.
+            steps: the number of steps.
+        """
+        self.computed_end[numbers] = np.maximum(self.computed_end[numbers], end)
+        self.computed_end[0] = 0
+        self.computed_tokens[numbers] += steps
+
     def count_lost(
         self, blocks: RowBlocks, lost: npt.NDArray[np.bool_], site_set_ranks: npt.NDArray[np.int32]
     ) -> None:

@@ -21,17 +21,21 @@ class ActiveSites:
         """[sites]."""
         self.key: bytes | None = None
         """Equal for equal masks; None if no site is active."""
+        self._last_mask = self._none
+        """The last mask that was set, and its key."""
+        self._last_key: bytes | None = None
         self.own_graphs = 0
         """CUDA graphs made for a single mask, since the start."""
         self.held_graphs = 0
         """CUDA graphs for a single mask that exist now."""
 
     def set(self, mask: npt.NDArray[np.bool_]) -> None:
-        """Begins a step in which exactly the sites of `mask` are active."""
+        """Begins a step in which exactly the sites of `mask`, which must not change, are active."""
         self.in_step = True
         self.steps += 1
-        self.mask = mask
-        self.key = mask.tobytes() if mask.any() else None
+        if mask is not self._last_mask:
+            self._last_mask, self._last_key = mask, mask.tobytes() if mask.any() else None
+        self.mask, self.key = mask, self._last_key
 
     def set_none(self) -> None:
         """Begins a step in which no site is active."""

@@ -189,6 +189,20 @@ class Instruction(NamedTuple):
     gained: GainedTokens | None
     """The tokens whose gains are not all 1; see `GainStates.write`."""
 
+    @property
+    def fixed(self) -> bool:
+        """Whether they are the same in a step that repeats this one: no gates, gains or rules."""
+        return not self.gated and not self.ruled and self.gained is None
+
+
+class UpdateResult(NamedTuple):
+    """The result of updating the steering of a running request."""
+
+    first: int
+    """First updated position; -1: this worker has no such request."""
+    error: str
+    """Why the update failed; empty if it did not."""
+
 
 class _CachedInstruction(NamedTuple):
     """The instructions of a step, cached for the steps that repeat it."""
@@ -370,6 +384,11 @@ class Steering:
     def take_out(self, requests: Sequence[RequestSteering]) -> torch.Tensor | None:
         """Takes the dose slots of requests that have ended, [sites, slots, 4], in their order."""
         return self._doses.take_out([slots for request in requests for slots in request.dose_slots])
+
+    @property
+    def steps_alike(self) -> int:
+        """How many more repeated steps have the instructions of the last step. 0 may be too low."""
+        return 0 if self._cached is None else self._cached.steps
 
     def lookup(self, numbers: Int64, positions: Int64, *, repeated: bool = False) -> Instruction:
         """Looks up the instructions for each token of a step; see `Requests.lookup`.

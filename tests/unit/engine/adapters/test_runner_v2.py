@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from rheostat_engine.worker.runtime import Batch
+from rheostat_engine.worker.step_tokens import Batch
 
 NAME = "rheostat_engine.adapters.runner_v2"
 GRAPHS = "rheostat_engine.adapters.graphs"

@@ -22,7 +22,7 @@ from rheostat_engine.channel.events import AttachedHead
 from rheostat_engine.channel.worker_channel import EventMerger
 from rheostat_engine.worker import runtime
 from rheostat_engine.worker.capture import capture_sets
-from rheostat_engine.worker.runtime import CapturesUpdate
+from rheostat_engine.worker.capture.captures import CapturesUpdate
 
 from ..cpu_worker import NOTHING, Worker, server_request_id, stream_at
 from ..strategies import EVERYWHERE, LIMIT, POSITIONS, SITES, add, captured, plans
