@@ -30,6 +30,7 @@ def prepare_front_end() -> None:
         holds,
         output_handler,
         outputs,
+        request_batches,
         scheduler_stats,
         templates,
     )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from google.protobuf import duration_pb2
 
+from rheostat_engine import requests_together
 from rheostat_server.errors import Draining, EngineLost, RheostatError
 from rheostat_server.errors.status import to_status
 from rheostat_server.sweeps.grid import cell_runs
@@ -210,7 +211,8 @@ class RunningSweep:
             for piece in work:
                 await self._do(piece, put)
 
-        await _together(run, self._settings.concurrency)
+        with requests_together():
+            await _together(run, self._settings.concurrency)
 
     def _work(self, cells: Iterable[int]) -> Iterator[_Work]:
         waiting, zeros = sum(self._base_counts), [0.0] * len(self._settings.grades)

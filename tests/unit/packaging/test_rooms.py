@@ -42,6 +42,7 @@ ENGINE_LAYERS = (
     "process_end",
     "model_sites",
     "output",
+    "together",
     "channel",
     "worker.state",
     "worker.transport",
