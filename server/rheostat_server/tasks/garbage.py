@@ -35,8 +35,8 @@ third collection. Python's default is 10.
 
 A surviving object is visited once in each of the two generations. So many short collections take no
 more time in total than a few long ones. With Python's default and an `_YOUNG` of 10,000, a
-collection of the middle generation took up to 83 ms of CPU time among hostile calls, and now up to
-18."""
+collection of the middle generation took up to 83 ms of CPU time among hostile calls, and with these
+values up to 18. That was before collections could be postponed, and was not measured again."""
 
 _POSTPONED = 100_000
 """New objects after which the youngest generation is collected although that is postponed. About

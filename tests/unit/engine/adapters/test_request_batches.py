@@ -133,3 +133,11 @@ def test_a_message_is_taken_apart_once_in_a_process(core) -> None:
     patched = EngineCore.preprocess_add_request
     receive_batches()
     assert EngineCore.preprocess_add_request is patched, RELIES
+
+
+def test_vllm_still_reports_requests_that_its_thread_could_not_prepare() -> None:
+    assert callable(getattr(EngineCoreProc, "_handle_request_preproc_error", None)), RELIES
+
+
+def test_a_request_with_a_large_plan_has_one_part(link) -> None:  # noqa: F811
+    assert len(link.client.encoder.encode(request(1, extra=b"x" * 1_000_000))) == 1, RELIES

@@ -54,6 +54,14 @@ def content(event: Event) -> object:
     return event.request_id, event.sites, event.positions.tolist(), data, event.encoding
 
 
+def assert_equal(found: Worker, expected: Worker) -> None:
+    """Both have computed the same, and sent the same events."""
+    for key, stream in expected.streams.items():
+        assert found.streams[key].tobytes() == stream.tobytes()
+    events = [[content(event) for event in one.row_sender.events] for one in (found, expected)]
+    assert events[0] == events[1]
+
+
 @given(st.data())
 def test_what_changes_between_two_steps_acts_in_the_second(data: st.DataObject) -> None:
     ring = data.draw(st.sampled_from((5, 1000)), "ring rows")
@@ -87,11 +95,7 @@ def test_what_changes_between_two_steps_acts_in_the_second(data: st.DataObject) 
     for worker in workers:
         worker.finish(*names)
         assert worker.held() == NOTHING
-    found, expected = workers
-    for key, stream in expected.streams.items():
-        assert found.streams[key].tobytes() == stream.tobytes()
-    events = [[content(event) for event in worker.row_sender.events] for worker in workers]
-    assert events[0] == events[1]
+    assert_equal(*workers)
 
 
 def reading(name: str, columns: int, wait: SignalsWait) -> Plan:
@@ -173,11 +177,7 @@ def test_signals_are_the_same_if_nothing_is_recognized_as_a_repetition(
     for worker in workers:
         worker.finish(*following)
         assert worker.held() == NOTHING
-    found, expected = workers
-    for key, stream in expected.streams.items():
-        assert found.streams[key].tobytes() == stream.tobytes()
-    events = [[content(event) for event in worker.row_sender.events] for worker in workers]
-    assert events[0] == events[1]
+    assert_equal(*workers)
 
 
 @pytest.mark.parametrize(
