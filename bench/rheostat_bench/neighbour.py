@@ -20,6 +20,7 @@ import numpy.typing as npt
 import rheostat
 from rheostat_bench.calls import connect
 from rheostat_bench.served_process import cpu_stolen
+from rheostat_engine.adapters.queue_record import RECORDED
 
 _PING_EVERY = 0.1
 """Seconds between two health checks."""
@@ -63,6 +64,8 @@ class Heard(NamedTuple):
     """Durations of health checks. A check that has not ended is included too."""
     own_gaps: tuple[float, ...] = ()
     """The `gaps` that have ended, each without the time that the host took from all cores."""
+    first_requests: tuple[str, ...] = ()
+    """The ids of the requests that `firsts` belong to."""
 
     @property
     def longest(self) -> float:
@@ -81,7 +84,7 @@ class _Log:
     def __init__(self) -> None:
         self.gaps: list[tuple[float, float]] = []
         self.own_gaps: list[tuple[float, float]] = []
-        self.firsts: list[tuple[float, float]] = []
+        self.firsts: list[tuple[float, float, str]] = []
         self.ends: list[tuple[float, bool, bool]] = []
         self.failures: list[tuple[float, str]] = []
         self.pings: list[tuple[float, float]] = []
@@ -98,6 +101,8 @@ class Neighbour:
         self._undisturbed: list[_Undisturbed] = []
         self._waits_since: float | None = None
         self._waits_for_first = True
+        self._requests = 0
+        self._request_id = ""
         self._ping_since: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -142,9 +147,13 @@ class Neighbour:
         """The measurements from `since` until now."""
         now, log = time.monotonic(), self._log
         gaps = [gap for at, gap in log.gaps if at >= since]
-        firsts = [gap for at, gap in log.firsts if at >= since]
+        firsts = [(gap, request_id) for at, gap, request_id in log.firsts if at >= since]
         if self._waits_since is not None:
-            (firsts if self._waits_for_first else gaps).append(now - self._waits_since)
+            wait = now - self._waits_since
+            if self._waits_for_first:
+                firsts.append((wait, self._request_id))
+            else:
+                gaps.append(wait)
         pings = [took for at, took in log.pings if at >= since]
         if self._ping_since is not None:
             pings.append(now - self._ping_since)
@@ -156,7 +165,7 @@ class Neighbour:
         return Heard(
             now - since,
             tuple(gaps),
-            tuple(firsts),
+            tuple(gap for gap, _ in firsts),
             sum(count for at, count in log.tokens if at >= since),
             len(ends),
             sum(not text for _, text, _ in ends),
@@ -164,6 +173,7 @@ class Neighbour:
             failures,
             tuple(pings),
             tuple(gap for at, gap in log.own_gaps if at >= since),
+            tuple(request_id for _, request_id in firsts),
         )
 
     async def close(self) -> None:
@@ -200,17 +210,25 @@ class Neighbour:
     async def _generation(self, engine: rheostat.aio.Engine, job: Job, prompt: str) -> _Undisturbed:
         self._waits_since = last = time.monotonic()
         self._waits_for_first = True
+        self._requests += 1
+        self._request_id = f"{RECORDED}{os.getpid()}-{id(self):x}-{self._requests}"
         taken = cpu_stolen()
         stream = engine.stream(
-            prompt, max_tokens=job.tokens, temperature=0, ignore_eos=True, capture=job.capture
+            prompt,
+            max_tokens=job.tokens,
+            temperature=0,
+            ignore_eos=True,
+            capture=job.capture,
+            request_id=self._request_id,
         )
         async for event in stream:
             if not isinstance(event, rheostat.Tokens):
                 continue
             now, before, taken = time.monotonic(), taken, cpu_stolen()
-            waits = self._log.firsts if self._waits_for_first else self._log.gaps
-            waits.append((now, now - last))
-            if not self._waits_for_first:
+            if self._waits_for_first:
+                self._log.firsts.append((now, now - last, self._request_id))
+            else:
+                self._log.gaps.append((now, now - last))
                 own = now - last - (taken - before) / (os.cpu_count() or 1)
                 self._log.own_gaps.append((now, own))
             self._log.tokens.append((now, len(event.token_ids)))

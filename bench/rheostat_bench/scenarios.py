@@ -16,7 +16,6 @@ from rheostat_bench import abuse, abuse_captures, abuse_control, abuse_tracing
 from rheostat_bench.abuse import Target
 from rheostat_bench.calls import Call
 from rheostat_wire.v1 import (
-    capture_service_pb2,
     generation_service_pb2,
     lens_service_pb2,
     run_service_pb2,
@@ -39,53 +38,6 @@ class Scenario:
     """The number of different calls, which are sent in turn."""
     pause: float = 0.0
     """Seconds between two calls."""
-    control: str = ""
-    """The name of its control in `CONTROLS` or `SCENARIOS`; empty for none.
-
-    With its own name its first tokens have no limit: they wait for its prompts alone.
-    """
-    seed: str = ""
-    """The seed of its random generator; empty for its name."""
-
-
-def _plain(make: _Make) -> _Make:
-    """Makes the same prompts and nothing else. Subscriptions observe no request."""
-
-    def plain(target: Target, rng: random.Random, size: float) -> Call:
-        call = make(target, rng, size)
-        message = call.messages[0]
-        if call.method == abuse.SESSION:
-            start = generation_service_pb2.SessionRequest.FromString(message).start
-            return replace(call, method=abuse.GENERATE, messages=(start.SerializeToString(),))
-        if call.method in _PROMPTS:
-            return replace(
-                call,
-                method=abuse.GENERATE,
-                messages=(_prompted(call).SerializeToString(),),
-                reads=None,
-                holds=0.0,
-            )
-        if call.method == abuse.GENERATE:
-            request = generation_service_pb2.GenerateRequest.FromString(message)
-            if request.captures or request.probes:
-                # Samples that are read do not read the prefix cache, so each computes the prompt. A
-                # single sample computes as much if its prompt is as long as all of them together.
-                length = len(request.token_ids.ids) * max(1, request.sampling.n)
-                request.token_ids.CopyFrom(abuse.prompt(rng, target, length))
-                request.sampling.ClearField("n")
-            if request.with_baseline:
-                # A baseline is one more sample of the prompt for each sample.
-                request.sampling.n = 2 * max(1, request.sampling.n)
-                request.ClearField("with_baseline")
-            request.ClearField("captures")
-            request.ClearField("steering")
-            request.ClearField("probes")
-            return replace(call, messages=(request.SerializeToString(),))
-        opening = capture_service_pb2.SubscribeRequest.FromString(message)
-        opening.open.filter.requests.request_ids.append("nobody")
-        return replace(call, messages=(opening.SerializeToString(),))
-
-    return plain
 
 
 _Prompted: TypeAlias = (
@@ -108,55 +60,23 @@ def _prompted(call: Call) -> generation_service_pb2.GenerateRequest:
     return generation_service_pb2.GenerateRequest(token_ids=ids, sampling=abuse.sampling(1))
 
 
-SAMPLES = "64 plain samples"
-"""The control of scenarios with 64 samples of a short prompt."""
-
 SCENARIOS: Sequence[Scenario] = (
     Scenario("ordinary requests", abuse.ordinary, at_once=4),
-    Scenario(SAMPLES, abuse.plain_samples, pause=0.5, variants=1, control=SAMPLES),
-    Scenario("fragmented captures", abuse_captures.fragmented, variants=8, control=SAMPLES),
-    Scenario(
-        "fragmented steering",
-        abuse.fragmented_steering,
-        variants=4,
-        control="those samples, unsteered",
-    ),
-    Scenario(
-        "sessions with updates",
-        abuse.session,
-        at_once=2,
-        variants=4,
-        control="their samples, never updated",
-    ),
-    Scenario("long stop texts", abuse.stop_texts, variants=3, control=SAMPLES),
+    Scenario("64 plain samples", abuse.plain_samples, pause=0.5, variants=1),
+    Scenario("fragmented captures", abuse_captures.fragmented, variants=8),
+    Scenario("fragmented steering", abuse.fragmented_steering, variants=4),
+    Scenario("sessions with updates", abuse.session, at_once=2, variants=4),
+    Scenario("long stop texts", abuse.stop_texts, variants=3),
     Scenario("long texts to tokenize", abuse.tokenize, at_once=2, variants=6),
-    Scenario(
-        "long prompts to generate from",
-        abuse.long_prompt,
-        at_once=2,
-        variants=4,
-        control="long prompts to generate from",
-    ),
+    Scenario("long prompts to generate from", abuse.long_prompt, at_once=2, variants=4),
     Scenario("expensive subscriptions", abuse_captures.expensive_subscription, 2, 2),
     Scenario("fragmented subscriptions", abuse_captures.fragmented_subscription, 2, 4),
-    Scenario(
-        "observers that join late",
-        abuse_captures.late_observer,
-        at_once=6,
-        variants=16,
-        control="their prompts, uncaptured",
-    ),
+    Scenario("observers that join late", abuse_captures.late_observer, at_once=6, variants=16),
     Scenario("a tag for each request", abuse_captures.new_tag, at_once=4, variants=2000),
     Scenario("sink collisions", abuse_captures.sink_collision, at_once=4, variants=64),
-    Scenario("log-probabilities unread", abuse.unread_logprobs, variants=2, control=SAMPLES),
+    Scenario("log-probabilities unread", abuse.unread_logprobs, variants=2),
     Scenario("inline rows unread", abuse_captures.unread_rows, at_once=4, variants=8),
-    Scenario(
-        "subscriptions unread",
-        abuse_captures.unread_subscription,
-        at_once=4,
-        variants=8,
-        control="as many prompt tokens, uncaptured",
-    ),
+    Scenario("subscriptions unread", abuse_captures.unread_subscription, at_once=4, variants=8),
     Scenario("GetStats storm", abuse_control.stats, at_once=16, variants=1),
     Scenario("GetModel storm", abuse_control.model, at_once=16, variants=1),
     Scenario("Explain storm", abuse.explain, at_once=8, variants=4),
@@ -173,70 +93,18 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("labels", abuse.labels, at_once=8, variants=4),
     Scenario("large and deep messages", abuse_control.large_message, at_once=4, variants=6),
     Scenario("malformed messages", abuse_control.malformed, at_once=8, variants=64),
-    Scenario(
-        "cancelled at once",
-        abuse.cancelled,
-        at_once=16,
-        variants=8,
-        control="unsteered, cancelled at once",
-    ),
+    Scenario("cancelled at once", abuse.cancelled, at_once=16, variants=8),
     Scenario("runs", abuse_captures.run, at_once=2, variants=256),
-    Scenario(
-        "baselines",
-        abuse.baseline,
-        at_once=2,
-        variants=4,
-        control="as many samples, not compared",
-    ),
+    Scenario("baselines", abuse.baseline, at_once=2, variants=4),
     Scenario("sweeps in the background", abuse_tracing.background_sweep, at_once=4, variants=4),
-    Scenario(
-        "sweeps like other requests",
-        abuse_tracing.hasty_sweep,
-        at_once=4,
-        variants=4,
-        control="sweeps like other requests",
-    ),
-    Scenario(
-        "lenses",
-        abuse_tracing.lens,
-        at_once=16,
-        variants=8,
-        control="their prompts, without a lens",
-    ),
-    Scenario(
-        "gates", abuse_tracing.gates, at_once=2, variants=4, control="their samples, not gated"
-    ),
+    Scenario("sweeps like other requests", abuse_tracing.hasty_sweep, at_once=4, variants=4),
+    Scenario("lenses", abuse_tracing.lens, at_once=16, variants=8),
+    Scenario("gates", abuse_tracing.gates, at_once=2, variants=4),
     Scenario("idle uploads of runs", abuse_tracing.idle_run, at_once=16, variants=4),
     Scenario("large uploads of runs", abuse_tracing.large_run, at_once=4, variants=4),
-    Scenario(
-        "runs that are deleted in use",
-        abuse_tracing.torn_run,
-        at_once=8,
-        variants=64,
-        control="runs that are deleted in use",
-    ),
+    Scenario("runs that are deleted in use", abuse_tracing.torn_run, at_once=8, variants=64),
 )
 """All scenarios."""
-
-
-_CONTROL_VARIANTS = 4
-"""Factor by which a control has more variants than its scenario. When a prompt comes again, it has
-then left the prefix cache."""
-
-CONTROLS: Sequence[Scenario] = tuple(
-    replace(
-        one,
-        name=one.control,
-        make=_plain(one.make),
-        variants=_CONTROL_VARIANTS * one.variants,
-        seed=one.name,
-    )
-    for one in SCENARIOS
-    if one.control and all(one.control != other.name for other in SCENARIOS)
-)
-"""Controls, which send only the prompts of some scenarios. vLLM computes prompts in the order in
-which they came, so a first token waits for them in any case. The other parts of a scenario must not
-make it wait longer."""
 
 
 def _generation(call: Call) -> generation_service_pb2.GenerateRequest | None:
@@ -287,12 +155,12 @@ def honest(call: Call, target: Target, rng: random.Random) -> Call:
 
 
 def prepared(name: str, target: Target, seed: int, size: float = 1.0) -> list[Call]:
-    """Makes the calls of a scenario or control, serialized, the largest first.
+    """Makes the calls of a scenario, serialized, the largest first.
 
     Raises:
-        KeyError: there is no scenario or control with this name.
+        KeyError: there is no scenario with this name.
     """
-    one = {scenario.name: scenario for scenario in (*SCENARIOS, *CONTROLS)}[name]
-    rng = random.Random(f"{one.seed or name} {seed}")
+    one = {scenario.name: scenario for scenario in SCENARIOS}[name]
+    rng = random.Random(f"{name} {seed}")
     calls = [one.make(target, rng, size) for _ in range(one.variants)]
     return sorted(calls, key=lambda call: call.nbytes, reverse=True)

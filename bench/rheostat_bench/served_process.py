@@ -28,6 +28,7 @@ _SAMPLE_EVERY = 0.1
 _FAULT = re.compile(r"Traceback|\bERROR\b|\bCRITICAL\b|incident")
 """What no line of a sound server's log has."""
 _SAMPLED = "from rheostat_bench.sampled_server import main; main()"
+_QUEUED = "from rheostat_bench.queued_server import main; main()"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 MIB = 1 << 20
@@ -191,6 +192,7 @@ def served_process(
     environment: Mapping[str, str] | None = None,
     *,
     samples: Path | None = None,
+    queue: Path | None = None,
 ) -> Iterator[ServedProcess]:
     """A server of a model, once it serves.
 
@@ -200,12 +202,18 @@ def served_process(
         options: of `rheostat serve`.
         environment: what is added to this process's environment.
         samples: the folder for samples of its functions; see `sampled_server`. None: takes none.
+        queue: the file for waits of requests; see `queued_server`. None, as with `samples`: no
+            wait is recorded.
 
     Raises:
         Died: it ended before it served.
     """
     port = unused_port()
-    program = ["-m", "rheostat"] if samples is None else ["-c", _SAMPLED, str(samples)]
+    program = ["-m", "rheostat"]
+    if samples is not None:
+        program = ["-c", _SAMPLED, str(samples)]
+    elif queue is not None:
+        program = ["-c", _QUEUED, str(queue)]
     command = [sys.executable, *program, "serve", model, "--port", str(port), *options]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -151,23 +151,33 @@ def _prefix_cache(found: PrefixCache) -> str:
     return _markdown(heads, rows)
 
 
+_REST = "first_token_rest_longest_ms"
+
+
 def _isolation(summary: Figures, before: Figures) -> str:
     """Waits and memory by scenario, with those of an earlier version where they are known."""
     columns = {
         "longest wait between tokens, ms": ("longest_gap_ms", ".0f"),
         "p99, ms": ("p99_ms", ".0f"),
         "for a first token, ms": ("first_token_longest_ms", ".0f"),
+        "without earlier prompts, ms": (_REST, ".0f"),
         "tokens/s": ("tokens_per_s", ".0f"),
         "MiB more": ("memory_growth_mib", ".0f"),
     }
+    columns = {
+        head: column
+        for head, column in columns.items()
+        if all(column[0] in row for row in summary.values())
+    }
+    new = ("p99_ms", _REST)
     heads = [""]
     for head, (key, _) in columns.items():
-        heads += [f"{head}, before", "now"] if before and key != "p99_ms" else [head]
+        heads += [f"{head}, before", "now"] if before and key not in new else [head]
     rows = []
     for name, row in summary.items():
         cells = [name]
         for key, form in columns.values():
-            if before and key != "p99_ms":
+            if before and key not in new:
                 cells.append(_waited(before[name], key, form) if name in before else "")
             cells.append(_waited(row, key, form))
         rows.append(cells)

@@ -15,17 +15,16 @@ import pytest
 
 import rheostat
 from rheostat_bench import isolation, soak
-from rheostat_bench.abuse import GENERATE, SESSION, Target
-from rheostat_bench.abuse_tracing import ATTRIBUTE, LENS
+from rheostat_bench.abuse import GENERATE, Target
 from rheostat_bench.calls import HUNG_UP, Call, Caller, Outcome, connect, expected, make
 from rheostat_bench.neighbour import Heard, Job, Neighbour
-from rheostat_bench.scenarios import CONTROLS, SCENARIOS, Scenario, prepared
+from rheostat_bench.scenarios import SCENARIOS, Scenario, prepared
 from rheostat_bench.served_process import Handles, faults, handles, memory_of, write_model
 from rheostat_bench.soak import MORE_HANDLES, Soaked, mixture
 from rheostat_bench.summaries import percentile
 from rheostat_bench.tables import tables
 from rheostat_server.engine.vllm_engine import DEMO_MODEL
-from rheostat_wire.v1 import capture_service_pb2, generation_service_pb2, lens_service_pb2
+from rheostat_wire.v1 import generation_service_pb2
 
 from ..server.conftest import Running
 from ..server.fakes import Paced
@@ -33,9 +32,8 @@ from ..server.messages import request
 
 TARGET = Target(layers=3, width=4, vocabulary=128, context=64, sink="disk")
 SMALL = 0.001
-LENSES = {LENS: lens_service_pb2.LensRequest, ATTRIBUTE: lens_service_pb2.AttributeRequest}
 JOB = Job(("abc", "b"), 5, rheostat.Capture("resid_post", layers=1))
-HEARD = Heard(2.0, (0.04, 0.3), (0.1,), 100, 4, 0, 0, {}, (0.002,))
+HEARD = Heard(2.0, (0.04, 0.3), (0.1,), 100, 4, 0, 0, {}, (0.002,), first_requests=("a",))
 OUTCOME = Outcome(8, 1 << 20, {"OK": 7, "INTERNAL": 1}, {"INTERNAL": "a defect"}, 2.0, 0.5)
 
 
@@ -191,56 +189,22 @@ def test_the_table_has_the_waits_and_what_was_broken() -> None:
     ]
 
 
-def test_a_first_token_may_wait_as_long_as_beside_the_same_prompts_alone() -> None:
-    scenario = next(one for one in SCENARIOS if one.control in {two.name for two in CONTROLS})
+def test_a_first_token_waits_for_earlier_prompts_and_then_not_longer_than_the_bar() -> None:
+    scenario = SCENARIOS[0].name
     sound = turn(outcome=OUTCOME._replace(endings={"OK": 8}))
 
-    def first(seconds: float, step: float) -> isolation.Turn:
-        return sound._replace(heard=HEARD._replace(gaps=(step,), firsts=(seconds,)))
+    def missed(*firsts: float, behind: dict[str, float]) -> list[str]:
+        requests = tuple("abc"[: len(firsts)])
+        heard = HEARD._replace(gaps=(0.04,), firsts=firsts, first_requests=requests)
+        table = isolation.summary({scenario: sound._replace(heard=heard, behind=behind)})
+        assert table[scenario]["first_token_longest_ms"] == pytest.approx(1000 * max(firsts))
+        return isolation.misses(table)
 
-    def missed(step: float = 0.04, **turns: float) -> list[str]:
-        names = {"control": scenario.control, "scenario": scenario.name}
-        steps = {"control": 0.04, "scenario": step}
-        turned = {names[name]: first(waited, steps[name]) for name, waited in turns.items()}
-        return isolation.misses(isolation.summary(turned))
-
-    assert missed(scenario=0.2) == []
-    assert missed(scenario=1.1) == [f"{scenario.name}: 1100 ms for a first token"]
-    assert missed(control=1.0, scenario=1.1) == []
-    assert missed(control=1.0, scenario=1.4) == [f"{scenario.name}: 1400 ms for a first token"]
-    assert missed(control=0.01, scenario=0.2) == []
-    assert missed(control=1.0, scenario=1.8, step=0.06) == [], "as many steps, which take longer"
-
-
-@pytest.mark.parametrize("control", CONTROLS, ids=lambda one: one.name)
-def test_a_control_sends_as_many_prompt_tokens_and_nothing_else(control: Scenario) -> None:
-    scenario = next(one for one in SCENARIOS if one.control == control.name)
-    calls = [scenario.make(TARGET, random.Random(seed), 0.5) for seed in range(8)]
-    alone = [control.make(TARGET, random.Random(seed), 0.5) for seed in range(8)]
-    for plain, call in zip(alone, calls, strict=True):
-        (message,), (original, *_) = plain.messages, call.messages
-        if plain.method == GENERATE:
-            kind = generation_service_pb2.GenerateRequest
-            request = kind.FromString(message)
-            if call.method == SESSION:
-                full = generation_service_pb2.SessionRequest.FromString(original).start
-            elif call.method in LENSES:
-                ids = LENSES[call.method].FromString(original).prompt.token_ids
-                full = kind(token_ids=ids)
-            else:
-                full = kind.FromString(original)
-            assert not request.captures
-            assert not request.probes
-            assert not request.steering.interventions
-            assert not request.with_baseline
-            samples = [max(1, one.sampling.n) for one in (request, full)]
-            samples[1] *= 1 + full.with_baseline
-            prompts = [len(one.token_ids.ids) for one in (request, full)]
-            assert prompts[0] * samples[0] == prompts[1] * samples[1]
-        else:
-            assert plain.method == call.method
-            opened = capture_service_pb2.SubscribeRequest.FromString(message).open
-            assert opened.filter.WhichOneof("kind") == "requests"
+    assert missed(0.2, behind={}) == []
+    assert missed(0.3, behind={"b": 0.2}) == [f"{scenario}: 300 ms for a first token"]
+    assert missed(1.1, behind={"a": 0.9}) == []
+    assert missed(1.1, behind={"a": 0.8}) == [f"{scenario}: 300 ms for a first token"]
+    assert missed(1.1, 0.26, behind={"a": 0.9}) == [f"{scenario}: 260 ms for a first token"]
 
 
 def test_a_soak_reports_everything_that_is_wrong() -> None:
