@@ -42,6 +42,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             description=textwrap.fill(description, _HELP_WIDTH),
             epilog=f"example:\n{textwrap.indent(example, '  ')}" if example else None,
+            allow_abbrev=False,  # a flag that comes later must not change what a short form means
             **options,
         )
         self.set_defaults(parser=self, run=print_help)

@@ -9,7 +9,7 @@ import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import ClassVar, NoReturn, Protocol, Self, TypeVar
 
 import numpy.typing as npt
 
@@ -159,6 +159,9 @@ class Vector:
     def __neg__(self) -> Add:
         return -Add(self)
 
+    def __add__(self, other: object) -> NoReturn:
+        _refuse_sum()
+
     def __repr__(self) -> str:
         parts = [self.label]
         if self.shape is not None:
@@ -210,6 +213,9 @@ class Intervention(ABC):
 
     __array_ufunc__: ClassVar[None] = None
     _needs_vectors: ClassVar[bool] = True
+
+    def __add__(self, other: object) -> NoReturn:
+        _refuse_sum()
 
     @property
     @abstractmethod
@@ -524,6 +530,13 @@ def _common(defaults: Iterable[_Default | None]) -> _Default | None:
     """As `_agreed`, but None if the defaults differ."""
     given = [default for default in defaults if default is not None]
     return given[0] if given and _equal(given) else None
+
+
+def _refuse_sum() -> NoReturn:
+    raise invalid(
+        "steering.interventions",
+        "interventions are not summed: give them in a list, as in steering=[4 * joy, 2 * calm]",
+    )
 
 
 def _factor(number: float) -> float:

@@ -68,6 +68,8 @@ def test_the_help_of_the_whole_names_the_guide(capsys):
         (["vectors", "lst"], "there is no action 'lst': did you mean 'list'?"),
         (["generate", "x", "--max-tokns", "3"], "no --max-tokns: did you mean '--max-tokens'?"),
         (["generate", "x", "--frob"], "there is no --frob"),
+        (["generate", "x", "--max-tok", "4"], "no --max-tok: did you mean '--max-tokens'?"),
+        (["serve", "demo", "--max-num-seq", "4"], "no --max-num-seq: did you mean '--max-num-seqs'?"),
         (["vectors", "get", "joy", "a.npy", "b"], "too many arguments: b"),
         (["generate"], "the following arguments are required: PROMPT"),
         (["subscribe", "--every", "--points", "p", "--overload", "fial"],

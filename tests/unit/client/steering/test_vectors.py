@@ -164,6 +164,20 @@ def test_a_bare_vector_a_name_and_a_value_can_all_be_steered_with():
 
 
 @pytest.mark.parametrize(
+    "add",
+    [
+        lambda: stored() + rheostat.named("joy"),
+        lambda: 4 * stored() + 2 * rheostat.named("joy"),
+        lambda: stored() + 2 * stored(),
+        lambda: rheostat.ablate(stored()) + stored(),
+    ],
+)
+def test_interventions_belong_in_a_list_and_a_sum_says_so(add):
+    with pytest.raises(rheostat.InvalidRequest, match=r"give them in a list"):
+        add()
+
+
+@pytest.mark.parametrize(
     ("steer", "path", "reason"),
     [
         (rheostat.named("joy") * 2, "steering.interventions[1].sites", "REASON_MISSING_FIELD"),
