@@ -8,7 +8,11 @@ token for each request gives requests per second.
 vLLM's OpenAI server runs once for each number of `--api-servers`, and this server once for each
 number of `--front-ends`. Clients share `--client-processes` processes.
 
+Two starts of one engine can differ more than two engines. With `--starts` all engines are started
+several times.
+
     rheostat bench sidebyside --shape qwen3-8b --out results
+    rheostat bench sidebyside --shape qwen3-8b --out results --starts 6 --streams 256 --arms idle
 """
 
 import argparse
@@ -31,7 +35,7 @@ from urllib.request import urlopen
 import numpy as np
 
 import rheostat
-from rheostat_bench.machine import add_model_arguments, chosen, described, server_config
+from rheostat_bench.machine import Model, add_model_arguments, chosen, described, server_config
 from rheostat_bench.processes import Worker, together
 from rheostat_bench.served import Stock, add_client_argument, prompts, stock
 from rheostat_bench.served_process import copy_tokenizer, served_process, unused_port
@@ -332,6 +336,7 @@ def measure(
     streams: Sequence[int],
     tokens: int,
     repeats: int,
+    turns: dict[str, dict[str, list[Turn]]],
     save: Callable[[Mapping[str, Mapping[str, Sequence[Turn]]]], None],
 ) -> None:
     """Times every arm at every number of streams; arms take turns.
@@ -341,9 +346,9 @@ def measure(
         streams: the numbers of streams.
         tokens: tokens of each stream.
         repeats: turns of each arm and workload.
-        save: is called with all turns so far, by arm and workload, after each workload.
+        turns: gets the turns, by arm and workload, behind those of earlier starts.
+        save: is called with all turns so far after each workload.
     """
-    turns: dict[str, dict[str, list[Turn]]] = {name: {} for name in runs}
     workloads = [(str(count), count, tokens) for count in streams]
     workloads.append((_ONE_TOKEN, 4 * max(streams), 1))
     for workload, count, length in workloads:
@@ -352,7 +357,7 @@ def measure(
         for repeat in range(repeats):
             for name in list(runs)[:: 1 if repeat % 2 == 0 else -1]:
                 found = runs[name](prompts(count, _PROMPT), length)
-                turns[name].setdefault(workload, []).append(found)
+                turns.setdefault(name, {}).setdefault(workload, []).append(found)
         show(turns, workload)
         save(turns)
 
@@ -408,9 +413,11 @@ def main() -> None:
     parser.add_argument("--front-ends", type=int, nargs="+", default=[1, 6])
     parser.add_argument("--api-servers", type=int, nargs="*", default=[1, 6])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--starts", type=int, default=1, help="of each engine")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    turns: dict[str, dict[str, list[Turn]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         model = chosen(arguments, scratch)
         if model.load_format == "dummy":
@@ -418,6 +425,22 @@ def main() -> None:
         engines = 1 + len(arguments.front_ends) + len(arguments.api_servers)
         config = server_config(model, engines=engines, requests=max(arguments.streams))
         config = replace(config, skip_tokenizer_init=False)
+        for start in range(arguments.starts):
+            own = scratch / str(start)
+            own.mkdir()
+            _measure_start(config, model, own, arguments, start, turns)
+
+
+def _measure_start(
+    config: ServerConfig,
+    model: Model,
+    scratch: Path,
+    arguments: argparse.Namespace,
+    start: int,
+    turns: dict[str, dict[str, list[Turn]]],
+) -> None:
+    """Starts all engines, adds their turns to `turns`, and ends them."""
+    with ExitStack() as stack:
         runs, served = _start(stack, config, scratch, arguments)
         about = {
             "benchmark": "sidebyside",
@@ -428,10 +451,12 @@ def main() -> None:
             "prompt": _PROMPT,
             "tokens": arguments.tokens,
             "step_tokens": config.max_num_batched_tokens,
+            "starts": start + 1,
+            "repeats": arguments.repeats,
         }
         path = arguments.out / f"sidebyside-{model.name}.json"
         save = partial(_save, path, about)
-        measure(runs, arguments.streams, arguments.tokens, arguments.repeats, save)
+        measure(runs, arguments.streams, arguments.tokens, arguments.repeats, turns, save)
 
 
 def _save(

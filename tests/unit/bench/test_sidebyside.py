@@ -80,7 +80,9 @@ def test_arms_take_turns_after_a_warm_up(capsys) -> None:
         saved.append({name: list(by) for name, by in turns.items()})
         assert {len(some) for by in turns.values() for some in by.values()} == {2}
 
-    measure({STOCK: arm("a"), IDLE: arm("b")}, [2], tokens=7, repeats=2, save=save)
+    runs = {STOCK: arm("a"), IDLE: arm("b")}
+    turns: dict[str, dict[str, list[Turn]]] = {}
+    measure(runs, [2], 7, 2, turns, save)
     names = [name for name, _, _ in asked]
     assert names == ["a", "b", "a", "b", "b", "a"] * 2
     assert {(count, tokens) for _, count, tokens in asked} == {(2, 7), (8, 1)}
@@ -90,6 +92,8 @@ def test_arms_take_turns_after_a_warm_up(capsys) -> None:
         {STOCK: workloads, IDLE: workloads},
     ]
     assert "requests/s" in capsys.readouterr().out
+    measure(runs, [2], 7, 3, turns, save=lambda _: None)
+    assert {len(some) for by in turns.values() for some in by.values()} == {5}, "a second start's"
 
 
 def test_every_process_gets_a_share_of_the_prompts() -> None:
