@@ -89,7 +89,7 @@ class Measurements:
         self.computed = 0
         """Prompt tokens that were computed so far, rather than read from the prefix cache."""
 
-    async def prepare(self, index: int) -> None:
+    async def capture(self, index: int) -> None:
         """Captures the rows of a pair, before its cells are asked.
 
         Raises:
@@ -103,6 +103,16 @@ class Measurements:
         )
         self._sources[index] = captured.sources
         self.computed += captured.computed
+
+    async def set_reference(self, index: int) -> None:
+        """Asks for the last row of a clean prompt, if a grade compares distributions.
+
+        It comes before all other numbers of the pair.
+
+        Raises:
+            RheostatError: the prompt cannot run.
+        """
+        pair = self._pairs[index]
         if any(grade.metric == sweep_pb2.METRIC_KL for grade in self._settings.grades):
             self._references[index] = (await self._answered(pair.clean, pair)).last_row
 

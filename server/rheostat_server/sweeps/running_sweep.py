@@ -7,6 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -160,18 +161,29 @@ class RunningSweep:
         )
 
     async def _prepare(self) -> None:
-        """Captures the rows of all pairs, and measures the prompts that they come from."""
-        waiting = iter(range(len(self._pairs)))
+        """Captures the rows of all pairs, and measures the prompts that they come from.
+
+        Both at once, because each waits for the end of a step, or for the next burst.
+        """
+        measurements = self._measurements
+        waiting = iter(
+            [
+                partial(prepare, index)
+                for index in range(len(self._pairs))
+                for prepare in (measurements.capture, self._measure_sources)
+            ]
+        )
 
         async def work() -> None:
-            for index in waiting:
-                await self._prepare_pair(index)
+            for prepare in waiting:
+                await prepare()
 
-        await _together(work, min(self._settings.concurrency, len(self._pairs)))
+        await _together(work, min(self._settings.concurrency, 2 * len(self._pairs)))
 
-    async def _prepare_pair(self, index: int) -> None:
+    async def _measure_sources(self, index: int) -> None:
+        """Measures the prompts of a pair that rows come from."""
         pair = self._pairs[index]
-        await self._measurements.prepare(index)
+        await self._measurements.set_reference(index)
         for prompt in pair.corrupt if pair.into_clean else (pair.clean,):
             metrics = await self._measurements.unchanged(prompt, index)
             self._progress.other[index].append(np.array(metrics))
