@@ -123,9 +123,9 @@ class ActiveRequest:
         """Ends the call, even if its client does not read."""
         wake = partial(self.queue.put, Sign.ROWS)
         self.response_rows = ResponseRows(
-            wake if row_turns is None else partial(row_turns.call, wake)
+            wake if row_turns is None else partial(row_turns.call_later, wake)
         )
-        """Captured rows that go into the response."""
+        """Captured rows that go into the response, after the tokens of an iteration of the loop."""
         self.capture_lock = asyncio.Lock()
         """Held during changes of captures, so that two changes do not reserve the same capacity."""
         self.attachments: list[Attachment] = []

@@ -23,7 +23,7 @@ from rheostat_wire.v1 import generation_pb2, generation_service_pb2
 from ..conftest import Running
 from ..fakes import ScriptedBackend
 from ..messages import add, capture, probe, request
-from .by_hand import ByHand, turns
+from .by_hand import ByHand, InOneStep, turns
 
 GENERATE = "/rheostat.v1.GenerationService/Generate"
 WINDOW = 4
@@ -208,6 +208,21 @@ def row_positions(messages) -> list[int]:
         for run in message.captured.positions
         for position in range(run.start, run.start + run.count)
     ]
+
+
+async def test_the_tokens_of_a_step_are_sent_before_its_rows(starter) -> None:
+    """Otherwise first tokens wait for the rows of all prompts that the step has computed."""
+    running, count = await starter(InOneStep()), 6
+    calls = [await called(running, capturing()) for _ in range(count)]
+    async with asyncio.timeout(10):
+        while len(running.backend.added) < count or not all(one.messages for one, _ in calls):
+            await asyncio.sleep(0.001)
+    running.backend.step()
+    sent = [message for one, _ in calls for message in one.messages]
+    assert [message.WhichOneof("event") for message in sent] == ["started", "tokens"] * count
+    for front_end, task in calls:
+        await read_to_the_end(front_end, task)
+        assert row_positions(front_end.messages) == list(range(3))
 
 
 def capturing():
