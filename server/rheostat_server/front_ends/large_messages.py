@@ -1,11 +1,13 @@
-"""Large messages, which are sent in pieces so that records of other calls go in between.
+"""Large messages, which wait so that records of other calls go in between.
 
 Why
     The other end receives 256 KiB in an iteration of its event loop. If a message of 16 MiB were
     one record, the records of all other calls would wait for 64 iterations.
 How
-    A piece is written only while the socket takes more. The calls whose large messages wait take
-    turns, a piece each. The other end joins the pieces of a call (`ReceivedPieces`).
+    A message is sent in pieces, and a piece is written only while the socket takes more. The other
+    end joins the pieces of a call (`ReceivedPieces`). A message whose last part goes through shared
+    memory is sent whole, once the other end has read most of the earlier parts. The calls whose
+    large messages wait take turns, a piece or a whole message each.
 
 Invariant: the messages of a call, and the records that come after them, keep their order. If a call
 ends, its unsent pieces are dropped, and the other end drops those that it has received.
@@ -14,6 +16,7 @@ ends, its unsent pieces are dropped, and the other end drops those that it has r
 from collections import deque
 
 from rheostat_server.front_ends.records import Kind, Record
+from rheostat_server.front_ends.shared_parts import LARGE_PART
 from rheostat_wire.message_parts import Payload
 
 PIECE_BYTES = 64 << 10
@@ -44,18 +47,45 @@ class LargeMessages:
         """Adds a large message, or a record that is held back."""
         self._waiting.setdefault(record.call, deque()).append(record)
 
+    @property
+    def first(self) -> Record:
+        """The record whose turn it is: the rest of it, if pieces were sent."""
+        return next(iter(self._waiting.values()))[0]
+
+    def remove_first(self) -> list[Record]:
+        """Removes the record whose turn it is, because it was sent whole.
+
+        Returns:
+            The short records of its call behind it, which are removed too and must be sent now.
+            Otherwise a token that came after rows would wait for the rows of all other calls.
+        """
+        call, records = self._take_turn()
+        records.popleft()
+        short: list[Record] = []
+        while records and sum(map(len, records[0].body)) < LARGE_PART:
+            short.append(records.popleft())
+        self._end_turn(call, records)
+        return short
+
     def next(self) -> Record:
         """The next record to send; a message is not large. To be called if records wait."""
-        call = next(iter(self._waiting))
-        records = self._waiting.pop(call)
+        call, records = self._take_turn()
         record = records.popleft()
         piece, rest = _cut(record.body)
         if rest and record.kind is Kind.MESSAGE:
             records.appendleft(record._replace(body=rest))
             record = Record(Kind.PIECE, call, piece)
+        self._end_turn(call, records)
+        return record
+
+    def _take_turn(self) -> tuple[int, deque[Record]]:
+        """Removes the call whose turn it is, and its records."""
+        call = next(iter(self._waiting))
+        return call, self._waiting.pop(call)
+
+    def _end_turn(self, call: int, records: deque[Record]) -> None:
         if records:
             self._waiting[call] = records  # behind the other calls
-        return record
 
     def drop(self, call: int) -> None:
         """Drops what waits of a call, because the call has ended."""

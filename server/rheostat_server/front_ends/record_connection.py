@@ -1,8 +1,8 @@
 """One end of the socket between the server and a front end.
 
 Records that are sent in one iteration of the event loop are written together. The last part of a
-body may be in shared memory; see `shared_parts`. Large messages are written in pieces, after other
-records; see `large_messages`.
+body may be in shared memory; see `shared_parts`. Large messages are written after other records, in
+pieces or when shared memory has room; see `large_messages`.
 """
 
 import asyncio
@@ -26,6 +26,14 @@ _KINDS = {kind.value: kind for kind in Kind}
 _PIECES = 4
 """Pieces that are written in one iteration of the event loop. The other end receives as many bytes
 in one of its iterations."""
+
+_UNREAD_BYTES = 1 << 20
+"""Bytes of shared parts that the other end has not read, from which on further messages with such
+parts wait. Without this limit a token that follows the rows of 32 prompts would wait until the
+front end has passed on all of them."""
+
+_LOOK_SECONDS = 0.001
+"""Seconds after which messages that wait for the other end to read are tried again."""
 
 
 class RecordConnection(asyncio.Protocol):
@@ -57,6 +65,8 @@ class RecordConnection(asyncio.Protocol):
         """Whether `_flush` will be called."""
         self._full = False
         """Whether bytes that were written wait for the socket."""
+        self._waits_for_reader = False
+        """Whether large messages wait until the other end has read shared parts."""
         self._received = bytearray()
         self._wanted = _HEAD.size
         """Bytes that must have been received before the next record is complete."""
@@ -78,7 +88,11 @@ class RecordConnection(asyncio.Protocol):
             elif self._large.holds_back(kind, call):
                 self._large.add(Record(kind, call, body))
                 return
-        self._queue(Record(kind, call, body))
+        waits = self._large or self._crowded
+        if kind is Kind.MESSAGE and waits and self._may_share(body):
+            self._large.add(Record(kind, call, body))
+        else:
+            self._queue(Record(kind, call, body))
         self._schedule_once()
 
     def close(self) -> None:
@@ -137,25 +151,58 @@ class RecordConnection(asyncio.Protocol):
                     self._large.drop(call)
                 self._receive(received_kind, call, data)
         del received[:begin]
+        if self._waits_for_reader:
+            self._look()  # the other end has mostly read parts before it sends a record
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether the other end has many bytes of shared parts to read."""
+        return self.sent_parts is not None and self.sent_parts.unread >= _UNREAD_BYTES
+
+    def _may_share(self, body: tuple[Payload, ...]) -> bool:
+        """Whether the last part of a body goes through shared memory if that has space."""
+        return (
+            self.sent_parts is not None
+            and bool(body)
+            and len(body[-1]) >= LARGE_PART
+            and sum(map(len, body[:-1])) <= PIECE_BYTES
+        )
 
     def _queue(self, record: Record) -> None:
         """Queues a record, as a large message if it is too long and has no shared part."""
+        if self._share(record):
+            return
         kind, call, body = record
-        marked: int = kind
-        if (
-            self.sent_parts is not None
-            and body
-            and len(body[-1]) >= LARGE_PART
-            and sum(map(len, body[:-1])) <= PIECE_BYTES
-        ):
-            place = self.sent_parts.put(body[-1])
-            if place is not None:
-                marked, body = kind | _SHARED, (*body[:-1], place.to_bytes())
         size = sum(map(len, body))
-        if size > PIECE_BYTES and marked is Kind.MESSAGE:
+        if size > PIECE_BYTES and kind is Kind.MESSAGE:
             self._large.add(record)
         else:
-            self._outgoing += (_HEAD.pack(size, marked, call), *body)
+            self._outgoing += (_HEAD.pack(size, kind, call), *body)
+
+    def _share(self, record: Record) -> bool:
+        """Queues a record with its last part in shared memory; returns whether it could."""
+        kind, call, body = record
+        if self.sent_parts is None or not self._may_share(body):
+            return False
+        place = self.sent_parts.put(body[-1])
+        if place is None:
+            return False
+        body = (*body[:-1], place.to_bytes())
+        self._outgoing += (_HEAD.pack(sum(map(len, body)), kind | _SHARED, call), *body)
+        return True
+
+    def _queue_large(self) -> bool:
+        """Queues a large message or a piece of it; returns False if it waits for the other end."""
+        first = self._large.first
+        if self._may_share(first.body):
+            if self._crowded:
+                return False
+            if self._share(first):
+                for record in self._large.remove_first():
+                    self._queue(record)
+                return True
+        self._queue(self._large.next())
+        return True
 
     def _schedule_once(self) -> None:
         if not self._scheduled:
@@ -178,13 +225,27 @@ class RecordConnection(asyncio.Protocol):
             for _ in range(_PIECES):
                 if self._full or not self._large:
                     break
-                self._queue(self._large.next())
+                if not self._queue_large():
+                    self._wait_for_reader()
+                    return
                 self._write_queued(self._transport)
         except BaseException:
             # The other end would read the next record as the rest of this incomplete record.
             self._transport.abort()
             raise
         if self._large and not self._full:
+            self._schedule_once()
+
+    def _wait_for_reader(self) -> None:
+        """Tries large messages again when the other end sends a record, or soon."""
+        if not self._waits_for_reader:
+            self._waits_for_reader = True
+            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """Lets `_flush` be called, if large messages wait for the other end."""
+        if self._waits_for_reader:
+            self._waits_for_reader = False
             self._schedule_once()
 
     def _write_queued(self, transport: asyncio.Transport) -> None:

@@ -69,6 +69,11 @@ class SharedParts:
         self._floor = 0
         """The position below which all parts were read, whatever the front end has noted."""
 
+    @property
+    def unread(self) -> int:
+        """Bytes of the parts that the front end has not read. For the server."""
+        return self._next - max(self._read_to[0], self._floor)
+
     def put(self, part: Payload) -> Place | None:
         """Copies a part into the ring; returns its place, or None if there is no space."""
         read_to = max(self._read_to[0], self._floor)

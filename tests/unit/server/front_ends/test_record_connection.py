@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rheostat_server.front_ends import record_connection
 from rheostat_server.front_ends.large_messages import PIECE_BYTES, ReceivedPieces
 from rheostat_server.front_ends.record_connection import RecordConnection
 from rheostat_server.front_ends.records import Kind
@@ -306,12 +307,101 @@ SIZES = st.sampled_from(
 )
 
 
+@pytest.fixture
+def shared() -> Ends:
+    """Ends with shared memory."""
+    ends = Ends()
+    memory = create_memory()
+    ends.sender.sent_parts = SharedParts(memory)
+    ends.receiver.received_parts = SharedParts(memory)
+    os.close(memory)
+    return ends
+
+
+ROWS = bytes(range(256)) * 1024
+
+
+async def test_a_token_overtakes_rows_that_the_other_end_has_not_read(shared: Ends) -> None:
+    for call in range(32):
+        shared.sender.send(Kind.MESSAGE, call, b"head", ROWS)
+    await asyncio.sleep(0)
+    shared.sender.send(Kind.MESSAGE, 32, b"token")
+    await asyncio.sleep(0)
+    await shared.pass_on()
+    read = [call for _, call in shared.order()]
+    assert read == [0, 1, 2, 3, 32]
+    async with asyncio.timeout(10):
+        while len(shared.received) < 33:
+            await asyncio.sleep(0.001)  # the other end sends nothing
+            await shared.pass_on()
+    assert shared.order() == [(Kind.MESSAGE, call) for call in (0, 1, 2, 3, 32, *range(4, 32))]
+    assert messages(shared.received) == {call: [b"head" + ROWS] for call in range(32)} | {
+        32: [b"token"]
+    }
+
+
+async def test_rows_leave_when_the_other_end_reports_that_it_has_read(
+    shared: Ends, monkeypatch
+) -> None:
+    monkeypatch.setattr(record_connection, "_LOOK_SECONDS", 3600)
+    for call in range(8):
+        shared.sender.send(Kind.MESSAGE, call, ROWS)
+    await shared.pass_on(3)
+    assert len(shared.received) == 4
+    shared.receiver.connection_made(back := Pipe())
+    shared.receiver.send(Kind.WRITTEN, 0)
+    await asyncio.sleep(0)
+    shared.sender.data_received(b"".join(back.writes))
+    await shared.pass_on(3)
+    assert len(shared.received) == 8
+
+
+async def test_a_call_that_is_done_leaves_no_rows_that_wait(shared: Ends) -> None:
+    for call in range(8):
+        shared.sender.send(Kind.MESSAGE, call, ROWS)
+    for call in range(8):
+        shared.sender.send(Kind.END, call)
+        shared.sender.send(Kind.DONE, call)
+    assert not shared.sender._large
+
+
+async def test_rows_and_what_follows_them_keep_their_order(shared: Ends, monkeypatch) -> None:
+    monkeypatch.setattr(record_connection, "_UNREAD_BYTES", 1)
+    sent = [ROWS, b"small", ROWS[1:], b"small", ROWS[:PIECE_BYTES]]
+    for call in (1, 2):
+        for body in sent:
+            shared.sender.send(Kind.MESSAGE, call, body)
+        shared.sender.send(Kind.END, call, b"status")
+    async with asyncio.timeout(10):
+        while sum(kind is Kind.END for kind, _, _ in shared.received) < 2:
+            await asyncio.sleep(0.001)
+            await shared.pass_on()
+    assert messages(shared.received) == {1: sent, 2: sent}
+    for call in (1, 2):
+        kinds = [kind for kind, of, _ in shared.received if of == call]
+        assert kinds == [Kind.MESSAGE] * len(sent) + [Kind.END]
+
+
+async def test_a_token_behind_waiting_rows_does_not_wait_for_rows_of_others(shared: Ends) -> None:
+    for call in range(8):
+        shared.sender.send(Kind.MESSAGE, call, ROWS)
+    shared.sender.send(Kind.MESSAGE, 4, b"token")
+    async with asyncio.timeout(10):
+        while len(shared.received) < 9:
+            await asyncio.sleep(0.001)
+            await shared.pass_on()
+    assert [call for _, call in shared.order()] == [0, 1, 2, 3, 4, 4, 5, 6, 7]
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.lists(SIZES, max_size=3), st.integers(0, 2))),
     st.integers(1, 8),
+    st.sampled_from([1, 2 * LARGE_PART, 1 << 20]),
 )
 @settings(max_examples=100 * FACTOR, deadline=None)
-def test_messages_arrive_unchanged_whether_shared_memory_is_full_or_not(sends, ring) -> None:
+def test_messages_arrive_unchanged_whether_shared_memory_is_full_or_not(
+    sends, ring, unread
+) -> None:
     """A call's messages keep their order, and no shared part is overwritten before it is read."""
 
     async def send() -> None:
@@ -326,8 +416,12 @@ def test_messages_arrive_unchanged_whether_shared_memory_is_full_or_not(sends, r
             sent.setdefault(call, []).append(b"".join(parts))
             ends.sender.send(Kind.MESSAGE, call, *parts)
             await ends.pass_on(writes)
-        await ends.pass_on_all()
-        assert messages(ends.received) == sent
+        async with asyncio.timeout(20):
+            while messages(ends.received) != sent:
+                await ends.pass_on()
         assert not ends.sender._large
 
-    asyncio.run(send())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_connection, "_UNREAD_BYTES", unread)
+        patch.setattr(record_connection, "_LOOK_SECONDS", 0)
+        asyncio.run(send())
