@@ -10,7 +10,8 @@ captures may join requests which run already. With two GPUs a model is split ove
 
 | part | engine starts | what |
 |---|---|---|
-| `kernels` | 0 | the compiled kernels against their plain twins, also of gates (`gates.py`) |
+| `kernels` | 0 | the compiled kernels against their plain twins, also of gates (`gates.py`), |
+| | | and launches without Triton's JIT against launches by it (`launches.py`) |
 | `small`, `moe`, `8b` | 3 | all checks of a model; `8b` is a real shape |
 | `starts-small`, `starts-moe` | 6 | whether ours and stock give equal bits (`starts.py`) |
 | `points` | 2 | points of OLMo-2's and Gemma 3's blocks (`points.py`) |
@@ -54,6 +55,7 @@ from cases import (
 from forms import check_forms
 from gates import check_gate_kernels, check_gates
 from huge import check_huge
+from launches import check_launches
 from models import build
 from offline import OfflineEngine, Outcome, bfloat16_to_float32
 from own_graphs import check_own_graphs
@@ -535,6 +537,7 @@ def main() -> None:
         scratch = Path(folder)
         if "kernels" in only:
             checks.run("kernels", check_kernels)
+            checks.run("launches", check_launches)
         if "points" in only:
             checks.run("points", lambda: check_blocks(scratch, shared))
         if "services" in only:

@@ -6,6 +6,7 @@ instructions are 0.
 """
 
 from collections.abc import Collection
+from functools import cache
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from rheostat_engine.sites.reference import limits
 from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.instructions import Instructions
 from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers, TokenColumn
+from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
 from rheostat_engine.worker.steering.gate_kernels import launch_fold, scan
 from rheostat_engine.worker.steering.programs import FLOATS, GAIN_UNIT, INTS, ROW_UNIT
 
@@ -489,6 +491,13 @@ def _site_kernel(
             tl.store(ring_ptr + target * ring_stride + column, stream, mask=inside)
 
 
+_LAUNCHER = KernelLauncher(_site_kernel)
+_TENSORS: dict[int, tuple[SiteBuffers, FixedTensors]] = {}
+"""Sites and their tensors by the id of the site."""
+_MOST_SITES = 1024
+"""More than a worker has. Tests make any number of sites, which must not stay in memory."""
+
+
 def launch_site(
     h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers, gain: float = 1.0
 ) -> None:
@@ -501,12 +510,29 @@ def launch_site(
     for 1 to 128.
     """
     width = h.shape[-1]
-    rows = h.view(-1, width)
-    residual_rows = rows if residual is None else residual.view(-1, width)
-    block = triton.next_power_of_2(width)
-    _site_kernel[(rows.shape[0],)](
-        rows,
-        residual_rows,
+    rows = h if h.dim() == 2 else h.view(-1, width)
+    residual_rows = rows
+    if residual is not None:
+        residual_rows = residual if residual.dim() == 2 else residual.view(-1, width)
+    block, num_warps = _block(width)
+    _LAUNCHER.launch(
+        (rows.shape[0], 1, 1),
+        (rows, residual_rows),
+        _tensors_of(site),
+        integers=(rows.stride(0), residual_rows.stride(0), site.ring.stride(0)),
+        floats=(float(gain), 1 / gain, *limits(rows.dtype)),
+        constants=(width, block, residual is not None),
+        num_warps=num_warps,
+    )
+
+
+def _tensors_of(site: SiteBuffers) -> FixedTensors:
+    """The kernel's arguments that belong to the site; the buffers of a site never move."""
+    known = _TENSORS.get(id(site))
+    if known is not None:
+        return known[1]
+    gates = site.gates
+    tensors = FixedTensors(
         site.code,
         site.cap_row,
         site.dose_slot,
@@ -514,26 +540,27 @@ def launch_site(
         site.directions,
         site.ints,
         site.floats,
-        site.gates.readings,
-        site.gates.openness,
-        site.gates.gains,
-        site.gates.tokens,
-        site.gates.states,
-        site.gates.ints,
-        site.gates.floats,
+        gates.readings,
+        gates.openness,
+        gates.gains,
+        gates.tokens,
+        gates.states,
+        gates.ints,
+        gates.floats,
         site.doses,
         site.ring,
-        rows.stride(0),
-        residual_rows.stride(0),
-        site.ring.stride(0),
-        gain,
-        1 / gain,
-        *limits(rows.dtype),
-        WIDTH=width,
-        BLOCK=block,
-        HAS_RESIDUAL=residual is not None,
-        num_warps=min(16, max(4, block // 512)),
     )
+    if len(_TENSORS) >= _MOST_SITES:
+        _TENSORS.clear()
+    _TENSORS[id(site)] = site, tensors  # with the site, so that no other object gets its id
+    return tensors
+
+
+@cache
+def _block(width: int) -> tuple[int, int]:
+    """The elements and the warps of a program that holds a row of `width` elements."""
+    block = triton.next_power_of_2(width)
+    return block, min(16, max(4, block // 512))
 
 
 def warm_up(

@@ -18,6 +18,7 @@ Why x is limited, and not h alone
     limited, each steered site could raise the sum by the limit.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class Limits(NamedTuple):
     """For h: the largest number of its dtype."""
 
 
+@cache
 def limits(dtype: torch.dtype) -> Limits:
     """The limits for a model's dtype."""
     most = torch.finfo(dtype).max

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from rheostat_engine.worker.instructions import Instructions
 from rheostat_engine.worker.state.buffers import Buffers
+from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
 
 _TOKENS = 128
 
@@ -62,26 +63,27 @@ def _expand_kernel(
     tl.store(cap_ptr + site * tokens + token, target, mask=inside)
 
 
+_LAUNCHER, _NONE = KernelLauncher(_expand_kernel), FixedTensors()
+
+
 def launch_expand(step: Instructions, buffers: Buffers) -> None:
     """Writes every site's instructions for the step's tokens; see `expand_reference`."""
     count, (sites, tokens) = step.packed.shape[1], buffers.code.shape
-    _expand_kernel[(triton.cdiv(count, _TOKENS), sites)](
-        step.packed,
-        step.packed if step.ids is None else step.ids,
-        step.bits,
-        step.variants,
-        step.code_of,
-        step.code_of if step.base is None else step.base,
-        buffers.code,
-        buffers.cap_row,
-        buffers.dose_slot,
-        count,
-        step.first_row,
-        step.bits.shape[1],
-        step.code_of.shape[1],
-        sites,
-        tokens,
-        RULES=step.ids is not None,
-        CAPTURES=step.base is not None,
-        BLOCK=_TOKENS,
+    _LAUNCHER.launch(
+        (triton.cdiv(count, _TOKENS), sites, 1),
+        (
+            step.packed,
+            step.packed if step.ids is None else step.ids,
+            step.bits,
+            step.variants,
+            step.code_of,
+            step.code_of if step.base is None else step.base,
+            buffers.code,
+            buffers.cap_row,
+            buffers.dose_slot,
+        ),
+        _NONE,
+        varying=(count, step.first_row),
+        integers=(step.bits.shape[1], step.code_of.shape[1], sites, tokens),
+        constants=(step.ids is not None, step.base is not None, _TOKENS),
     )

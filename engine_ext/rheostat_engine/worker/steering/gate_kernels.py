@@ -26,6 +26,7 @@ from rheostat_engine.plan.gates import (
     Pool,
 )
 from rheostat_engine.worker.state.buffers import GateBuffers, TokenColumn
+from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
 
 _TERMS = tl.constexpr(MAX_TERMS)
 _CONDITIONS = tl.constexpr(MAX_CONDITIONS)
@@ -422,15 +423,21 @@ def _fold_kernel(
         )
 
 
+_LAUNCHER, _NONE = KernelLauncher(_fold_kernel), FixedTensors()
+
+
 def launch_fold(gates: GateBuffers, folds: torch.Tensor) -> None:
     """Takes the readings of a step into the states of its samples; see `fold_step`."""
-    _fold_kernel[(len(folds),)](
-        folds,
-        gates.tokens,
-        gates.states,
-        gates.readings,
-        gates.openness,
-        gates.ints,
-        gates.floats,
-        num_warps=4,
+    _LAUNCHER.launch(
+        (len(folds), 1, 1),
+        (
+            folds,
+            gates.tokens,
+            gates.states,
+            gates.readings,
+            gates.openness,
+            gates.ints,
+            gates.floats,
+        ),
+        _NONE,
     )
