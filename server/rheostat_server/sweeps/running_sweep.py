@@ -20,6 +20,7 @@ from rheostat_server.errors.status import to_status
 from rheostat_server.sweeps.grid import cell_runs
 from rheostat_server.sweeps.measurements import Measurements
 from rheostat_server.sweeps.pairs import Pair
+from rheostat_server.sweeps.request_starter import STARTS_ALONE
 from rheostat_server.sweeps.scores import (
     PairScale,
     Scores,
@@ -224,7 +225,7 @@ class RunningSweep:
                 await self._do(piece, put)
 
         with requests_together():
-            await _together(run, self._settings.concurrency)
+            await _together(run, self._settings.concurrency, STARTS_ALONE)
 
     def _work(self, cells: Iterable[int]) -> Iterator[_Work]:
         waiting, zeros = sum(self._base_counts), [0.0] * len(self._settings.grades)
@@ -361,16 +362,19 @@ def _spread(late: Sequence[_Work], work: Iterable[_Work], count: int) -> Iterato
     yield from late[spread:]
 
 
-async def _together(work: Callable[[], Coroutine[None, None, None]], count: int) -> None:
+async def _together(
+    work: Callable[[], Coroutine[None, None, None]], count: int, at_once: int = 1
+) -> None:
     """Runs `count` calls of `work` concurrently. Raises the first error.
 
-    Only one call starts in each iteration of the event loop, because a call may take milliseconds
-    before it first waits.
+    Only `at_once` calls start in each iteration of the event loop, because a call may take
+    milliseconds before it first waits.
     """
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(count):
+            for number in range(1, count + 1):
                 group.create_task(work())
-                await asyncio.sleep(0)
+                if number % at_once == 0:
+                    await asyncio.sleep(0)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
