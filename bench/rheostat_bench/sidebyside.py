@@ -81,6 +81,10 @@ class Turn(NamedTuple):
     """Median over the streams of the time from the first stream's call to a stream's first token.
     Calls in one process wait for each other: the last of 256 calls of `AsyncLLM.generate` begins
     about 60 ms after the first. `first_token_ms` does not include this wait."""
+    last_token_of_burst_ms: float
+    """Median over the streams of the time from the first stream's call to a stream's last token.
+    `per_token_ms` grows if first tokens come earlier: a stream that has begun waits for the prompts
+    of the others."""
     lost_rows: int
 
 
@@ -104,6 +108,7 @@ def turn(streams: Sequence[Streamed], wanted_rows: int, watched_rows: int) -> Tu
         else 0.0,
         1e3 * statistics.median(stream.first - stream.began for stream in streams),
         1e3 * statistics.median(stream.first - began for stream in streams),
+        1e3 * statistics.median(stream.last - began for stream in streams),
         wanted_rows - rows,
     )
 

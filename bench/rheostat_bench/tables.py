@@ -304,6 +304,11 @@ def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:
             ".0f",
             False,
         ),
+        "ms from the first stream's call to a stream's last token": (
+            "last_token_of_burst_ms",
+            ".0f",
+            True,
+        ),
     }
     for label, (key, form, relative) in measures.items():
         workloads = [name for name, row in summary[stock].items() if row.get(key)]

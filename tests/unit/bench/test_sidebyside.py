@@ -36,6 +36,7 @@ def test_a_turn_counts_from_the_first_call_to_the_last_token() -> None:
         per_token_ms=750.0,
         first_token_ms=750.0,
         first_token_of_burst_ms=1250.0,
+        last_token_of_burst_ms=3250.0,
         lost_rows=4,
     )
 
@@ -55,8 +56,8 @@ def test_every_token_of_a_shape_has_a_text(tmp_path) -> None:
 
 
 def test_shares_are_those_of_stock() -> None:
-    quick = [Turn(100.0, 1.0, 10.0, 50.0, 60.0, 0)] * 3
-    slow = [Turn(tokens, 1.0, 12.0, 80.0, 85.0, 2) for tokens in (90.0, 70.0, 80.0)]
+    quick = [Turn(100.0, 1.0, 10.0, 50.0, 60.0, 99.0, 0)] * 3
+    slow = [Turn(tokens, 1.0, 12.0, 80.0, 85.0, 99.0, 2) for tokens in (90.0, 70.0, 80.0)]
     table = summary({STOCK: {"8": quick}, IDLE: {"8": slow}})
     row = table[IDLE]["8"]
     assert (row["tokens_per_s"], row["share"], row["lost_rows"]) == (80.0, 0.8, 6.0)
@@ -70,7 +71,7 @@ def test_arms_take_turns_after_a_warm_up(capsys) -> None:
     def arm(name: str):
         def run(wanted: list[list[int]], tokens: int) -> Turn:
             asked.append((name, len(wanted), tokens))
-            return Turn(1.0, 1.0, 1.0, 1.0, 1.0, 0)
+            return Turn(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0)
 
         return run
 
@@ -123,12 +124,12 @@ def test_the_server_knows_every_flag() -> None:
 def result(tmp_path: Path) -> Path:
     """A file of two arms at 8 streams and with requests of one token, in which rows were lost."""
     stock = {
-        "8": [Turn(100.0, 1.0, 10.0, 50.0, 60.0, 0)],
-        "one": [Turn(20.0, 20.0, 0.0, 40.0, 40.0, 0)],
+        "8": [Turn(100.0, 1.0, 10.0, 50.0, 60.0, 100.0, 0)],
+        "one": [Turn(20.0, 20.0, 0.0, 40.0, 40.0, 99.0, 0)],
     }
     ours = {
-        "8": [Turn(90.0, 0.9, 12.0, 45.0, 45.0, 3)],
-        "one": [Turn(10.0, 10.0, 0.0, 80.0, 80.0, 0)],
+        "8": [Turn(90.0, 0.9, 12.0, 45.0, 45.0, 110.0, 3)],
+        "one": [Turn(10.0, 10.0, 0.0, 80.0, 80.0, 99.0, 0)],
     }
     path = tmp_path / "sidebyside.json"
     content = {"benchmark": "sidebyside", "device": "CPU"}
@@ -137,7 +138,7 @@ def result(tmp_path: Path) -> Path:
 
 
 def test_every_measure_is_shown_beside_that_of_stock(result: Path) -> None:
-    rates, per_token, first, of_burst, lost = (one.splitlines() for one in tables(result))
+    rates, per_token, first, of_burst, last, lost = (one.splitlines() for one in tables(result))
     assert rates[0] == "| tokens/s | 8 streams | one |"
     assert rates[2:] == [f"| {STOCK} | 100 | 20 |", f"| {IDLE} | 90 (90.0%) | 10 (50.0%) |"]
     assert per_token[0] == "| ms per token | 8 streams |"
@@ -146,16 +147,17 @@ def test_every_measure_is_shown_beside_that_of_stock(result: Path) -> None:
     assert of_burst[0] == "| ms from the first stream's call to the first token | 8 streams | one |"
     assert of_burst[3] == f"| {IDLE} | 45 (\N{MINUS SIGN}15) | 80 (+40) |"
     assert lost[2:] == [f"| {IDLE} | 8 | 3 |"]
+    assert last[3].split("|")[2].strip() == "110 (110.0%)"
 
 
 def test_every_bar_is_judged_at_every_number_of_streams(tmp_path: Path) -> None:
     stock = {
-        "32": [Turn(100.0, 1.0, 10.0, 50.0, 60.0, 0)],
-        "256": [Turn(200.0, 1.0, 10.0, 50.0, 50.0, 0)],
+        "32": [Turn(100.0, 1.0, 10.0, 50.0, 60.0, 99.0, 0)],
+        "256": [Turn(200.0, 1.0, 10.0, 50.0, 50.0, 99.0, 0)],
     }
     ours = {
-        "32": [Turn(98.5, 0.9, 10.1, 61.0, 61.0, 0)],
-        "256": [Turn(194.0, 0.9, 10.2, 80.0, 80.0, 0)],
+        "32": [Turn(98.5, 0.9, 10.1, 61.0, 61.0, 99.0, 0)],
+        "256": [Turn(194.0, 0.9, 10.2, 80.0, 80.0, 99.0, 0)],
     }
     arms = {STOCK: stock, **{f"this server, 1 front end, {arm}": ours for arm in ARMS}}
     path = tmp_path / "sidebyside.json"
