@@ -348,6 +348,7 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "h200/sweeps-qwen3-8b-512-cells",
         "h200/sweeps-qwen3-0.6b",
         "h200/sweeps-qwen3-0.6b-512-cells",
+        "h200/sweeps-qwen3-0.6b-eight-together",
         "h200/sweeps-qwen3-0.6b-neighbours",
         "h200/sidebyside-qwen3-8b",
         "h200/sidebyside-qwen3-0.6b",
@@ -355,7 +356,7 @@ def test_the_waits_of_the_soak_are_those_of_its_files() -> None:
         "cpu/sweeps-tiny-36-pairs",
         "h200/watched-qwen3-8b",
         "h200/watched-qwen3-8b-many-streams",
-        "h200/watched-qwen3-8b-many-streams-before",
+        "h200/watched-qwen3-8b-512-tokens",
     ],
 )
 def test_tables_are_those_of_the_files(name: str) -> None:
