@@ -97,6 +97,12 @@ def vector_data(array: ArrayLike | npt.ArrayLike, dtype: Element | None = None) 
     Raises InvalidRequest for another rank, an empty array, and elements that are not finite.
     """
     numbers = _numpy(array)
+    if numbers.dtype.kind in "US":
+        raise invalid(
+            "vector",
+            "a vector is made of numbers, not of texts: engine.vectors.derive(positive, negative, "
+            "points=..., layers=...) makes one of two sets of texts",
+        )
     if numbers.ndim == 1:
         numbers = numbers[None, :]
     if numbers.ndim != 2 or numbers.size == 0:

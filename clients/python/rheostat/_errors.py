@@ -37,9 +37,13 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _DOMAIN = "rheostat.dev"
 _WARMING_UP = "REASON_WARMING_UP"
 _NO_SUBSCRIPTION = "REASON_SUBSCRIPTION_NOT_FOUND"
+_NO_NAME = "REASON_NAME_NOT_FOUND"
 
 START_ONE = "start one with rheostat serve MODEL, or connect to a running one"
 """Advice if no server answers."""
+
+LIST_VECTORS = " (engine.vectors.list() shows what is stored)"
+"""Advice if no vector has a name."""
 
 CANCELLED_HERE = "the call was cancelled in this program, so it has no result"
 """The error text of a call that cancel(), close(), the end of its block or Ctrl-C ended."""
@@ -73,6 +77,8 @@ _ARGUMENTS = (
 """Parts of a protobuf field path, and the Python argument that each corresponds to."""
 _ENUM_VALUE = re.compile(r"\b(ENCODING|OVERLOAD|LAYOUT|DTYPE)_([A-Z0-9_]+)")
 """A protobuf enum value, and in its groups the Python argument and the value of that argument."""
+_METRIC = re.compile(r"\bMETRIC_([A-Z_]+)")
+"""A grade of a sweep, and in its group the word for it."""
 
 _ADVICE = {
     "grant at least as much, or 0 now and more later": "give credit= at least as much",
@@ -254,6 +260,8 @@ def from_rpc(
         return kind(message, reason=details.reason, details=text)
     if details.reason == _WARMING_UP:
         text += " (engine.wait_until_ready() waits for it)"
+    if details.reason == _NO_NAME:
+        text += LIST_VECTORS
     if details.reason == _NO_SUBSCRIPTION and details.names_a_target and details.resource:
         text += f' (rows go to a sink by to=rheostat.Sink("{details.resource.name}"))'
     return details.error(kind, text)
@@ -286,6 +294,7 @@ def _in_python(message: str) -> str:
     """A server's message, whose protobuf fields and enum values become Python arguments."""
     for advice, python_advice in _ADVICE.items():
         message = message.replace(advice, python_advice)
+    message = _METRIC.sub(lambda match: f'"{match[1].lower()}"', message)
     return _ENUM_VALUE.sub(lambda match: f'{match[1].lower()}="{match[2].lower()}"', message)
 
 

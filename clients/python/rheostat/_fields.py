@@ -7,7 +7,7 @@ Errors that protobuf raises never leave this package: common mistakes are checke
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
@@ -77,6 +77,13 @@ def did_you_mean(
     """
     matches = [elsewhere[word]] if word in elsewhere else get_close_matches(word, words, 1, 0.7)
     return f": did you mean {matches[0]!r}?" if matches else ""
+
+
+def check_arguments(call: str, unknown: Iterable[str], names: Collection[str]) -> None:
+    """Raise TypeError if ``call`` was given arguments other than ``names``."""
+    for name in unknown:
+        hint = did_you_mean(name, names) or f"; it has {', '.join(names)}"
+        raise TypeError(f"{call}() has no argument {name!r}{hint}")
 
 
 def utf8_text(value: object, path: str, what: str) -> str:

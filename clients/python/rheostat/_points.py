@@ -14,7 +14,7 @@ from functools import lru_cache
 from operator import index
 from typing import Literal, NamedTuple, TypeAlias
 
-from rheostat._errors import ServerError, invalid
+from rheostat._errors import InvalidRequest, ServerError, invalid
 from rheostat._fields import UINT32
 from rheostat_wire.v1 import types_pb2
 
@@ -199,6 +199,38 @@ def _layer(number: int) -> int:
     if layer >= UINT32:
         raise invalid("sites.layers", f"no model has a layer {layer}", "REASON_UNKNOWN_LAYER")
     return layer
+
+
+def missing_sites(
+    path: str,
+    what: str,
+    points: tuple[Point, ...] | None,
+    layers: Layers | None,
+    call: str,
+    *,
+    named: str,
+) -> InvalidRequest:
+    """The error of an op or a probe whose points, layers or both are unknown.
+
+    Args:
+        path: its path.
+        what: its vectors, in words.
+        points: its points, if they are known.
+        layers: its layers, if they are known.
+        call: the call that sets them, with "{}" in the place of its arguments.
+        named: a vector of which the client knows only this name; "": none.
+    """
+    missing = [name for name, given in (("points", points), ("layers", layers)) if given is None]
+    needed = " and ".join(missing)
+    remedy = f"give them, with {call.format(', '.join(f'{name}=' for name in missing))}"
+    text = f"{what} has no default {needed}: {remedy}"
+    if named:
+        text = (
+            f"the client does not know the {needed} of {what}: {remedy}, or use "
+            f'engine.vectors.get("{named}"), which returns those that were stored with it, and '
+            "raises NotFound if no vector has this name"
+        )
+    return invalid(path, text, "REASON_MISSING_FIELD")
 
 
 def site_set(points: tuple[Point, ...], layers: Layers) -> types_pb2.SiteSet:

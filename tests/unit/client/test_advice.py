@@ -1,6 +1,7 @@
 """What people write first, used to other libraries: each is answered with what to write here."""
 
 import logging
+import operator
 
 import pytest
 
@@ -49,6 +50,89 @@ def test_a_captures_arguments_are_answered_alike():
     assert str(raised.value) == "Capture() has no argument 'layer': did you mean 'layers'?"
     with pytest.raises(TypeError, match=r"^Capture\(\) has no argument 'x'; it has points, layers"):
         rheostat.Capture("resid_post", x=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("named", lambda **given: rheostat.named("joy", **given)),
+        ("inline", lambda **given: rheostat.inline([1.0], **given)),
+        ("probe", lambda **given: rheostat.probe(JOY, **given)),
+        ("at", JOY.at),
+        ("at", (2 * JOY).at),
+    ],
+)
+def test_arguments_of_vectors_and_doses_are_answered_alike(name, call):
+    with pytest.raises(TypeError) as raised:
+        call(layer=3)
+    assert str(raised.value) == f"{name}() has no argument 'layer': did you mean 'layers'?"
+
+
+def test_at_takes_points_and_layers_in_the_order_of_a_capture():
+    joy = rheostat.named("joy")
+    assert joy.at("resid_mid", 3, "prompt") == joy.at(points="resid_mid", layers=3, where="prompt")
+
+
+@pytest.mark.parametrize("method", ["watch", "subscribe"])
+def test_options_by_position_are_answered_with_their_names(client, method):
+    with pytest.raises(TypeError) as raised:
+        client.run(lambda engine: getattr(engine, method)("x", every=True))
+    assert str(raised.value).startswith(
+        f"{method}() takes its options by name, not 'x' alone; "
+        f"rheostat.{method.title()}Options has "
+    )
+
+
+PAIR = rheostat.Pair("a", "b", " c")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "options"),
+    [(("a", "b"), {}), (([("a", "b")],), {"answer": " c"}), (([PAIR, "a"],), {})],
+)
+def test_prompts_in_the_place_of_pairs_are_answered_with_a_pair(client, pairs, options):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.sweep(*pairs, **options))
+    assert "a pair is a rheostat.Pair(prompt, corrupt, answer=...), not " in raised.value.message
+
+
+def test_further_arguments_of_a_sweep_are_options(client):
+    with pytest.raises(TypeError, match=r"^sweep\(\) takes its options by name, not 'x' alone; "):
+        client.run(lambda engine: engine.sweep(PAIR, "x"))
+
+
+def test_a_compared_probe_is_answered_with_its_condition():
+    tone = rheostat.probe(JOY)
+    for compare, method in (
+        (lambda: tone < 2, "below(2)"),
+        (lambda: tone > 2, "above(2)"),
+        (lambda: operator.lt(2, tone), "above(2)"),
+    ):
+        assert message_of(compare) == f"a probe is not compared: write probe.{method}"
+
+
+@pytest.mark.parametrize(
+    ("given", "lack"), [({"layers": 3}, "points"), ({"points": "resid_post"}, "layers")]
+)
+def test_a_probe_with_half_of_its_sites_is_answered_with_the_other_half(given, lack):
+    vector = rheostat.inline([1.0])
+    assert message_of(lambda: rheostat.probe(vector, **given)) == (
+        f"{vector.label} has no default {lack}: give them, with {lack}="
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [("stop", "a text or a list of texts"), ("stop_token_ids", "a list of token ids")],
+)
+def test_a_stop_that_is_no_list_is_named(client, server, option, what):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.generate("x", **{option: 3}))
+    assert (raised.value.path, raised.value.message) == (
+        f"sampling.{option}",
+        f"{option} is {what}, not 3",
+    )
+    assert server.asked == []
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,10 @@ def test_every_reason_raises_the_class_of_its_code(server, refusal, reason, code
         engine.generate("x")
     error = raised.value
     assert (type(error), error.code.name) == (CLASSES[code], code)
-    hint = " (engine.wait_until_ready() waits for it)" if reason == "REASON_WARMING_UP" else ""
+    hint = {
+        "REASON_WARMING_UP": " (engine.wait_until_ready() waits for it)",
+        "REASON_NAME_NOT_FOUND": " (engine.vectors.list() shows what is stored)",
+    }.get(reason, "")
     assert (error.reason, error.metadata) == (reason, {"layers": "8"})
     assert (error.message, error.details) == (f"so it is{hint}", "")
 
@@ -107,6 +110,14 @@ def test_what_the_server_says_reads_as_arguments(client, server, refusal, path, 
         client.run(lambda engine: engine.tokenize("x"))
     told = f'no overload="drop_oldest" for encoding="rp8" (at {argument})'
     assert (str(raised.value), raised.value.path) == (told, path)
+
+
+def test_a_grade_in_an_error_reads_as_its_word(client, server, refusal):
+    said = "METRIC_LOGIT_DIFFERENCE of the clean prompt is 0"
+    server.on("Tokenize", refusal(grpc.StatusCode.FAILED_PRECONDITION, said))
+    with pytest.raises(rheostat.Refused) as raised:
+        client.run(lambda engine: engine.tokenize("x"))
+    assert raised.value.message == '"logit_difference" of the clean prompt is 0'
 
 
 def test_an_error_without_details_is_mapped_by_its_code_alone(client, server, refusal):

@@ -13,7 +13,7 @@ import numpy as np
 from rheostat._arrays import ArrayLike, Element, vector_data, write_element
 from rheostat._capture.encodings import WIRE_ENCODINGS, EncodingName
 from rheostat._errors import InvalidRequest, invalid
-from rheostat._fields import UINT64, did_you_mean, utf8_text, whole_number
+from rheostat._fields import UINT64, check_arguments, utf8_text, whole_number
 from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
 from rheostat._runs import Run
 from rheostat._selectors import Selector, SelectorLike, selector_of
@@ -146,10 +146,7 @@ class Capture:
         layers, or one per layer. Each row of an array is a direction. Arrays are sent inside every
         request, so store directions that are used often.
         """
-        for name in unknown:
-            names = [argument.name for argument in fields(self)]
-            hint = did_you_mean(name, names) or f"; it has {', '.join(names)}"
-            raise TypeError(f"Capture() has no argument {name!r}{hint}")
+        check_arguments("Capture", unknown, [argument.name for argument in fields(self)])
         object.__setattr__(self, "points", points_of(points))
         object.__setattr__(self, "layers", layers_of(layers))
         object.__setattr__(self, "where", selector_of(where))

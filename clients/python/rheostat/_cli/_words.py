@@ -16,6 +16,12 @@ _FLAGS = {
     "(engine.wait_until_ready() waits for it)": "(--wait waits for it)",
     "once engine.wait_until_ready() has returned": "with --wait, which waits for the server",
     "with .at(points=, layers=)": "with --points and --layers",
+    "with .at(points=)": "with --points",
+    "with .at(layers=)": "with --layers",
+    "with points=, layers=": "with --points and --layers",
+    "with points=": "with --points",
+    "with layers=": "with --layers",
+    _errors.LIST_VECTORS: "",
     RESUME_ADVICE: "",
     WatchState.when_lost: "",
 }

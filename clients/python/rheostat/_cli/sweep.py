@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
         warnings.simplefilter("always")
         pair = Pair(args.prompt, _corruption(args), args.answer, args.foil)
     for one in noted:
-        warn(str(one.message))
+        warn(f"warning: {one.message}")
     with connected(args) as engine, Phase("sweeping") as phase:
 
         def watch(result: SweepResult) -> None:

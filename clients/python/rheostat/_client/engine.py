@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Literal, Self, Unpack
+from typing import Literal, Never, Self, Unpack
 
 from rheostat._arrays import Element
 from rheostat._capture.activations import Activations
@@ -150,7 +150,7 @@ class Engine:
         check_options("session", options)
         return Session(self._connection, calls.session(prompt, **options), timeout)
 
-    def subscribe(self, **options: Unpack[SubscribeOptions]) -> Subscription:
+    def subscribe(self, *by_position: Never, **options: Unpack[SubscribeOptions]) -> Subscription:
         """Subscribe to captured rows of other clients' requests, or of other calls of this client.
 
         ``options`` are those of `SubscribeOptions`. Requests that begin later are captured from
@@ -160,7 +160,7 @@ class Engine:
         The returned subscription is open. In `rheostat.aio` it opens when it is entered with
         ``async with``, and the event loop must run when the method is called.
         """
-        check_options("subscribe", options, SubscribeOptions)
+        check_options("subscribe", options, SubscribeOptions, by_position=by_position)
         return Subscription(self._connection, subscribe_requests.opening(**options))
 
     def resume(self, cursor: Cursor, **options: Unpack[ResumeOptions]) -> Subscription:
@@ -173,7 +173,7 @@ class Engine:
         check_options("resume", options, ResumeOptions)
         return Subscription(self._connection, subscribe_requests.resuming(cursor, **options))
 
-    def watch(self, **options: Unpack[WatchOptions]) -> Watch:
+    def watch(self, *by_position: Never, **options: Unpack[WatchOptions]) -> Watch:
         """Read other clients' requests with probes while they run, and stop them.
 
         ``options`` are those of `WatchOptions`. Requests that are admitted later are read from
@@ -183,7 +183,7 @@ class Engine:
         The returned watch is open. In `rheostat.aio` it opens when it is entered with ``async
         with``, and the event loop must run when the method is called.
         """
-        check_options("watch", options, WatchOptions)
+        check_options("watch", options, WatchOptions, by_position=by_position)
         return Watch(self._connection, watch_requests.opening(**options))
 
     def explain(
@@ -262,7 +262,7 @@ class Engine:
     def sweep(
         self,
         pairs: Pair | Sequence[Pair],
-        *,
+        *by_position: Never,
         points: PointsLike = "resid_post",
         layers: LayersLike = "all",
         grades: GradeLike | Iterable[GradeLike] = "logprob",
@@ -301,8 +301,8 @@ class Engine:
         "Locating and Editing Factual Associations in GPT" (2022); Zhang and Nanda, "Towards Best
         Practices of Activation Patching" (2023).
         """
-        check_options("sweep", options, SweepOptions)
         chosen = checked_pairs(pairs)
+        check_options("sweep", options, SweepOptions, by_position=by_position)
         named = named_grades(grades)
         tokens = {}
         for text in answer_texts(chosen):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict, Unpack, cast
 
 from rheostat._capture.captures import CaptureLike, captures_of
@@ -124,10 +124,19 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def check_options(
-    method: str, options: Mapping[str, object], options_type: type = GenerateOptions
+    method: str,
+    options: Mapping[str, object],
+    options_type: type = GenerateOptions,
+    *,
+    by_position: Sequence[object] = (),
 ) -> None:
-    """Raise TypeError if an option is not in ``options_type``."""
+    """Raise TypeError if an option is not in ``options_type``, or was given by position."""
     names = options_type.__annotations__
+    if by_position:
+        raise TypeError(
+            f"{method}() takes its options by name, not {by_position[0]!r:.60} alone; "
+            f"rheostat.{options_type.__name__} has {', '.join(names)}"
+        )
     for name in options:
         if name not in names:
             hint = did_you_mean(name, names, _OTHER_NAMES)
@@ -221,7 +230,14 @@ def tokenize_request(
 
 def _sampling(options: GenerateOptions) -> generation_pb2.Sampling | None:
     """The message; None if every value is a default."""
-    stop = options.get("stop", ())
+    stop, stop_token_ids = options.get("stop", ()), options.get("stop_token_ids", ())
+    if not isinstance(stop, Iterable):
+        raise invalid("sampling.stop", f"stop is a text or a list of texts, not {stop!r}")
+    if not isinstance(stop_token_ids, Iterable):
+        raise invalid(
+            "sampling.stop_token_ids",
+            f"stop_token_ids is a list of token ids, not {stop_token_ids!r}",
+        )
     message = generation_pb2.Sampling(
         stop=[
             utf8_text(text, f"sampling.stop[{number}]", "a stop text")
@@ -229,7 +245,7 @@ def _sampling(options: GenerateOptions) -> generation_pb2.Sampling | None:
         ],
         stop_token_ids=[
             token_id(token, f"sampling.stop_token_ids[{number}]")
-            for number, token in enumerate(options.get("stop_token_ids", ()))
+            for number, token in enumerate(stop_token_ids)
         ],
         ignore_eos=options.get("ignore_eos", False),
     )

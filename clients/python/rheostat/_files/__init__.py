@@ -92,6 +92,12 @@ def save_vector(
     """
     path = Path(path)
     refuse_dose(vector, "vector")
+    if not isinstance(vector, Vector):
+        raise invalid(
+            "vector",
+            "save_vector writes a vector, such as rheostat.inline(array, points=..., layers=...), "
+            f"not {type(vector).__name__}",
+        )
     if vector.rows is None:
         raise Refused(
             f"{vector.label} has no numbers in this client; fetch it with engine.vectors.get"

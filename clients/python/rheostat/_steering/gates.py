@@ -10,15 +10,24 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, Never, NoReturn, TypeAlias, get_args
 
 from rheostat._errors import invalid
-from rheostat._fields import whole_number, word
-from rheostat._points import Layers, LayersLike, Point, PointsLike, layers_of, points_of, site_set
+from rheostat._fields import check_arguments, whole_number, word
+from rheostat._points import (
+    Layers,
+    LayersLike,
+    Point,
+    PointsLike,
+    layers_of,
+    missing_sites,
+    points_of,
+    site_set,
+)
 from rheostat._selectors import Selector, SelectorLike, selector_of
 from rheostat._selectors import to_wire as selector_to_wire
 from rheostat._steering.readouts import Activation, Normalise, ReadoutSettings
-from rheostat._steering.vectors import Vector, finite, refuse_dose
+from rheostat._steering.vectors import Vector, finite, refuse_dose, unfetched
 from rheostat_wire.v1 import gate_pb2
 
 Pool: TypeAlias = Literal["last", "mean", "max"]
@@ -123,6 +132,12 @@ class Probe:
         """The sum of what it reads at its sites, for a `gate` with a threshold or another form."""
         return Condition(self, None, None, pool, "sum", after_prompt)
 
+    def __lt__(self, number: object) -> NoReturn:
+        _refuse_comparison(f"below({number!r})")
+
+    def __gt__(self, number: object) -> NoReturn:
+        _refuse_comparison(f"above({number!r})")
+
     def to_wire(self, path: str) -> gate_pb2.Probe:
         """The message; ``path`` names it in errors.
 
@@ -138,6 +153,10 @@ class Probe:
             where=selector_to_wire(self.where),
             read=self.readout.to_wire(self.vector, self.layers, f"{path}.read"),
         )
+
+
+def _refuse_comparison(method: str) -> NoReturn:
+    raise invalid("gate.conditions", f"a probe is not compared: write probe.{method}")
 
 
 @dataclass(frozen=True)
@@ -301,6 +320,7 @@ def probe(
     activation: Activation = "identity",
     theta: float | None = None,
     name: str | None = None,
+    **unknown: Never,
 ) -> Probe:
     """A probe: reads activation(x.v + bias) of a row x of the stream, in float32.
 
@@ -317,10 +337,13 @@ def probe(
         activation: what is made of the number.
         theta: the threshold of "jump_relu".
         name: what errors call it. Default: a name that follows from the other arguments.
+        unknown: none. A TypeError for another name says which argument was probably meant.
 
     Raises:
         InvalidRequest: points or layers are missing, or the name is no name.
     """
+    names = ("points", "layers", "where", "bias", "normalise", "activation", "theta", "name")
+    check_arguments("probe", unknown, names)
     refuse_dose(vector, "probe.vector")
     if not isinstance(vector, Vector):
         raise invalid(
@@ -331,10 +354,8 @@ def probe(
     at_points = vector.points if points is None else points_of(points)
     at_layers = vector.layers if layers is None else layers_of(layers)
     if at_points is None or at_layers is None:
-        raise invalid(
-            "probe.sites",
-            f"{vector.label} has no default points and layers: give them, with points= and layers=",
-            "REASON_MISSING_FIELD",
+        raise missing_sites(
+            "probe.sites", vector.label, at_points, at_layers, "{}", named=unfetched([vector])
         )
     if name is not None and not (isinstance(name, str) and _PROBE_NAME.fullmatch(name)):
         raise invalid(

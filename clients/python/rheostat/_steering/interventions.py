@@ -1,7 +1,7 @@
 """Interventions: an op at sites on tokens, as frozen values that build their messages.
 
-Numbers are checked when the message is built, because the path of each field is known then. Checks
-that need the model are left to the server.
+Most numbers are checked when the message is built, because the path of each field is known then.
+Checks that need the model are left to the server.
 
 In formulas x is a row of the stream, [width], in its units; v is a row of a vector, [width], and
 u = v / |v|; norms are L2. The server computes in float32 and rounds once.
@@ -10,6 +10,7 @@ u = v / |v|; norms are L2. The server computes in float32 and rounds once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from rheostat._errors import invalid
 from rheostat._points import Layers
@@ -94,19 +95,23 @@ class Band:
     only_on: bool = False
     """Whether rows with r = 0 stay as they are, with the activations "relu" and "jump_relu"."""
 
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest without bounds, and if min is above max."""
+        low, high = self.min, self.max
+        if low is None and high is None:
+            raise invalid("clamp", "a band needs min, max or both", "REASON_MISSING_FIELD")
+        if isinstance(low, Real) and isinstance(high, Real) and low > high:
+            raise invalid("clamp.max", f"max {high:.6g} is below min {low:.6g}")
+
     @property
     def vectors(self) -> tuple[Vector, ...]:
         """The vectors that are read and written."""
         return _pulled_vectors(self.direction, self.write)
 
     def to_wire(self, path: str, layers: Layers) -> steering_pb2.Band:
-        """The message. Raises InvalidRequest without bounds, and if min is above max."""
+        """The message. Raises InvalidRequest if numbers are out of range."""
         low = None if self.min is None else finite(self.min, f"{path}.min", "min")
         high = None if self.max is None else finite(self.max, f"{path}.max", "max")
-        if low is None and high is None:
-            raise invalid(path, "a band needs min, max or both", "REASON_MISSING_FIELD")
-        if low is not None and high is not None and low > high:
-            raise invalid(f"{path}.max", f"max {high:.6g} is below min {low:.6g}")
         return steering_pb2.Band(
             read=_read(self.direction, layers, f"{path}.read"),
             write=_write(self.write, layers, f"{path}.write"),

@@ -9,19 +9,21 @@ import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NoReturn, Protocol, Self, TypeVar
+from typing import ClassVar, Never, NoReturn, Protocol, Self, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, VectorData, read_element, vector_data
 from rheostat._errors import Refused, invalid
-from rheostat._fields import vector_digest, vector_name
+from rheostat._fields import check_arguments, vector_digest, vector_name
 from rheostat._points import (
     Layers,
     LayersLike,
     Point,
     PointsLike,
     layers_of,
+    missing_sites,
     points_of,
     read_site_set,
     show_layers,
@@ -133,16 +135,16 @@ class Vector:
 
     def at(
         self,
-        *,
         points: PointsLike | None = None,
         layers: LayersLike | None = None,
         where: SelectorLike = None,
+        **unknown: Never,
     ) -> Add:
         """A dose: this vector, added at these points, layers and tokens.
 
         Omitted arguments keep the vector's own values. `select` gives a vector, not a dose.
         """
-        return Add(self).at(points=points, layers=layers, where=where)
+        return Add(self).at(points, layers, where, **unknown)
 
     def when(self, gate: GateLike) -> Add:
         """A dose: this vector, added only as far as the gate is open; see `Intervention.when`."""
@@ -160,7 +162,16 @@ class Vector:
         return -Add(self)
 
     def __add__(self, other: object) -> NoReturn:
-        _refuse_sum()
+        _refuse_sum(self, "+", other)
+
+    def __sub__(self, other: object) -> NoReturn:
+        _refuse_sum(self, "-", other)
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[np.generic]:
+        """`values`, so that numpy can read it. Raises Refused if it does not hold its numbers."""
+        return np.asarray(self.values, dtype)
 
     def __repr__(self) -> str:
         parts = [self.label]
@@ -215,7 +226,7 @@ class Intervention(ABC):
     _needs_vectors: ClassVar[bool] = True
 
     def __add__(self, other: object) -> NoReturn:
-        _refuse_sum()
+        _refuse_sum(self, "+", other)
 
     @property
     @abstractmethod
@@ -232,12 +243,13 @@ class Intervention(ABC):
 
     def at(
         self,
-        *,
         points: PointsLike | None = None,
         layers: LayersLike | None = None,
         where: SelectorLike = None,
+        **unknown: Never,
     ) -> Self:
         """The same op at other points, layers or tokens. Omitted arguments keep their values."""
+        check_arguments("at", unknown, ("points", "layers", "where"))
         return replace(
             self,
             points=self.points if points is None else points_of(points),
@@ -271,11 +283,9 @@ class Intervention(ABC):
         points = self.points or _agreed((vector.points for vector in self.vectors), f"{path}.sites")
         layers = self.layers or _agreed((vector.layers for vector in self.vectors), f"{path}.sites")
         if points is None or layers is None:
-            raise invalid(
-                f"{path}.sites",
-                f"{labels(self.vectors) or self._text()} has no default points and layers: "
-                f"give them, with .at(points=, layers=){_get_advice(self.vectors)}",
-                "REASON_MISSING_FIELD",
+            what, call = labels(self.vectors) or self._text(), ".at({})"
+            raise missing_sites(
+                f"{path}.sites", what, points, layers, call, named=unfetched(self.vectors)
             )
         message = self._op(path, layers)
         message.sites.CopyFrom(site_set(points, layers))
@@ -344,11 +354,13 @@ def inline(
     points: PointsLike | None = None,
     layers: LayersLike | None = None,
     dtype: Element | None = None,
+    **unknown: Never,
 ) -> Vector:
     """A vector that is sent inside each request, for vectors that are small or used once.
 
     ``array`` is [width] or [rows, width]; see ``engine.vectors.put`` for element types.
     """
+    check_arguments("inline", unknown, ("points", "layers", "dtype"))
     refuse_dose(array, "vector")
     rows = vector_data(array, dtype)
     at_points, at_layers = defaults(points, layers)
@@ -358,7 +370,11 @@ def inline(
 
 
 def named(
-    name: str, *, points: PointsLike | None = None, layers: LayersLike | None = None
+    name: str,
+    *,
+    points: PointsLike | None = None,
+    layers: LayersLike | None = None,
+    **unknown: Never,
 ) -> Vector:
     """The vector that has ``name`` on the server when a request is admitted.
 
@@ -366,6 +382,7 @@ def named(
     ``engine.vectors.get``. If the vector was stored with one layer per row, each of ``layers``
     takes its own row, and the server refuses layers without a row.
     """
+    check_arguments("named", unknown, ("points", "layers"))
     if not name:
         raise invalid("vector.name", "the name is empty", "REASON_MISSING_FIELD")
     at_points, at_layers = defaults(points, layers)
@@ -505,12 +522,6 @@ def row_ref(vector: Vector, layers: Layers, path: str) -> vector_pb2.VectorRef:
     return ref
 
 
-def _get_advice(vectors: Iterable[Vector]) -> str:
-    """Advice for a handle that has only a name: the call that returns its points and layers."""
-    names = [vector.name for vector in vectors if vector.digest is None and vector.name]
-    return f', or use engine.vectors.get("{names[0]}"), which knows them' if names else ""
-
-
 def _agreed(defaults: Iterable[_Default | None], path: str) -> _Default | None:
     """The common default points or layers of vectors; None if no vector has a default."""
     given = [default for default in defaults if default is not None]
@@ -532,11 +543,16 @@ def _common(defaults: Iterable[_Default | None]) -> _Default | None:
     return given[0] if given and _equal(given) else None
 
 
-def _refuse_sum() -> NoReturn:
-    raise invalid(
-        "steering.interventions",
-        "interventions are not summed: give them in a list, as in steering=[4 * joy, 2 * calm]",
-    )
+def _refuse_sum(left: object, sign: str, right: object) -> NoReturn:
+    text = "interventions are not summed: give them in a list, as in steering=[4 * joy, 2 * calm]"
+    if isinstance(left, Vector) and isinstance(right, Vector):
+        second = "b" if sign == "+" else "-b"
+        text = (
+            f"handles on vectors do no arithmetic among themselves: steering=[a, {second}] steers "
+            f"with both; rheostat.inline(a.values {sign} b.values, points=..., layers=...) is a "
+            "new vector of their rows"
+        )
+    raise invalid("steering.interventions", text)
 
 
 def _factor(number: float) -> float:
@@ -557,6 +573,11 @@ def finite(number: float, path: str, what: str) -> float:
     if 0 < abs(value) <= _ZERO_FLOAT32:
         raise invalid(path, f"the {what} {value:g} is 0 in float32: write 0, or 1e-45 and above")
     return value
+
+
+def unfetched(vectors: Iterable[Vector]) -> str:
+    """The name of the first handle that has only a name; "" if there is none."""
+    return next((vector.name for vector in vectors if vector.digest is None and vector.name), "")
 
 
 def labels(vectors: Iterable[Vector]) -> str:

@@ -72,7 +72,8 @@ class Pair:
         for text in (*_texts(self.answer), *_texts(self.foil)):
             if isinstance(self.prompt, str) and _joins(self.prompt, text):
                 warnings.warn(
-                    f"{text!r} continues the prompt's last word; a new one is {' ' + text!r}",
+                    f"the answer {text!r} has no leading space, so it is graded as the rest of the "
+                    f"prompt's last word: write {' ' + text!r} for a new word",
                     stacklevel=3,
                 )
 
@@ -153,12 +154,15 @@ def pair_to_wire(
 
 def checked_pairs(pairs: Pair | Sequence[Pair]) -> list[Pair]:
     """The pairs of a sweep, one or several."""
-    several = [pairs] if isinstance(pairs, Pair) else list(pairs)
+    several = [pairs] if isinstance(pairs, Pair | str) else list(pairs)
     if not several:
         raise invalid("pairs", "at least one pair is required", "REASON_MISSING_FIELD")
     for number, pair in enumerate(several):
         if not isinstance(pair, Pair):
-            raise invalid(f"pairs[{number}]", f"a pair is a rheostat.Pair, not {pair!r:.60}")
+            raise invalid(
+                f"pairs[{number}]",
+                f"a pair is a rheostat.Pair(prompt, corrupt, answer=...), not {pair!r:.60}",
+            )
     return several
 
 

@@ -197,7 +197,8 @@ WRONG = [
     [
         (
             "Paris",
-            """rheostat: 'Paris' continues the prompt's last word; a new one is ' Paris'\n""",
+            "rheostat: warning: the answer 'Paris' has no leading space, so it is graded as the "
+            "rest of the prompt's last word: write ' Paris' for a new word\n",
         ),
         (" Paris", ""),
         ("!", ""),

@@ -260,6 +260,8 @@ def test_what_cannot_be_written_says_why(tmp_path):
         rheostat.save_vector(tmp_path / "joy", vector(), format="sae")
     with pytest.raises(rheostat.Refused, match=r"joy has no numbers in this client; fetch it"):
         rheostat.save_vector(tmp_path / "joy.npz", rheostat.named("joy"))
+    with pytest.raises(rheostat.InvalidRequest, match=r"such as rheostat\.inline\(array, "):
+        rheostat.save_vector(tmp_path / "joy.npz", np.ones(2))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -189,18 +189,6 @@ THREE = rheostat.inline(np.ones((3, 2)), points="resid_pre", layers=range(2))
             "9 bands; at most 8 go together",
         ),
         (
-            rheostat.clamp(JOY),
-            "clamp.bands[0]",
-            "REASON_MISSING_FIELD",
-            "a band needs min, max or both",
-        ),
-        (
-            rheostat.clamp(Band(JOY, 0), Band(JOY, 3, 1)),
-            "clamp.bands[1].max",
-            "REASON_INVALID_VALUE",
-            "max 1 is below min 3",
-        ),
-        (
             rheostat.clamp(JOY, max=math.nan),
             "clamp.bands[0].max",
             "REASON_NON_FINITE",
@@ -216,8 +204,9 @@ THREE = rheostat.inline(np.ones((3, 2)), points="resid_pre", layers=range(2))
             rheostat.scale(BARE, 2),
             "sites",
             "REASON_MISSING_FIELD",
-            "bare has no default points and layers: give them, with .at(points=, layers=), "
-            'or use engine.vectors.get("bare"), which knows them',
+            "the client does not know the points and layers of bare: give them, with "
+            '.at(points=, layers=), or use engine.vectors.get("bare"), which returns those that '
+            "were stored with it, and raises NotFound if no vector has this name",
         ),
         (
             rheostat.ablate(JOY, CALM),
@@ -233,6 +222,25 @@ def test_what_an_op_cannot_mean_names_the_field(made, path, reason, message):
     found = raised.value
     field = f"steering.interventions[1].{path}".rstrip(".")
     assert (found.path, found.reason, found.message) == (field, reason, message)
+
+
+@pytest.mark.parametrize("make", [rheostat.clamp, rheostat.band])
+@pytest.mark.parametrize(
+    ("bounds", "path", "reason", "message"),
+    [
+        ({}, "clamp", "REASON_MISSING_FIELD", "a band needs min, max or both"),
+        (
+            {"min": 3, "max": np.float32(1)},
+            "clamp.max",
+            "REASON_INVALID_VALUE",
+            "max 1 is below min 3",
+        ),
+    ],
+)
+def test_bounds_that_no_number_meets_are_refused_at_once(make, bounds, path, reason, message):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        make(JOY, **bounds)
+    assert (raised.value.path, raised.value.reason, raised.value.message) == (path, reason, message)
 
 
 @pytest.mark.parametrize(

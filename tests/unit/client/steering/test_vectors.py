@@ -166,7 +166,6 @@ def test_a_bare_vector_a_name_and_a_value_can_all_be_steered_with():
 @pytest.mark.parametrize(
     "add",
     [
-        lambda: stored() + rheostat.named("joy"),
         lambda: 4 * stored() + 2 * rheostat.named("joy"),
         lambda: stored() + 2 * stored(),
         lambda: rheostat.ablate(stored()) + stored(),
@@ -175,6 +174,18 @@ def test_a_bare_vector_a_name_and_a_value_can_all_be_steered_with():
 def test_interventions_belong_in_a_list_and_a_sum_says_so(add):
     with pytest.raises(rheostat.InvalidRequest, match=r"give them in a list"):
         add()
+
+
+def test_a_sum_of_vectors_is_answered_with_a_new_vector_of_their_rows():
+    a, b = rheostat.inline([1.0, 2.0]), rheostat.inline([3.0, 5.0])
+    for add, advice in (
+        (lambda: a + b, "steering=[a, b] steers with both; rheostat.inline(a.values + b.values, "),
+        (lambda: a - b, "steering=[a, -b] steers with both; rheostat.inline(a.values - b.values, "),
+    ):
+        with pytest.raises(rheostat.InvalidRequest) as raised:
+            add()
+        assert advice in raised.value.message
+    assert rheostat.inline(a.values + b.values).values.tolist() == [[4.0, 7.0]]
 
 
 @pytest.mark.parametrize(
@@ -325,10 +336,65 @@ def test_rows_that_are_not_one_for_each_layer_are_not_sent(client, server, layer
     assert server.asked == []
 
 
-def test_a_name_that_does_not_know_its_sites_is_answered_with_what_does():
+GET_TONE = (
+    ', or use engine.vectors.get("tone"), which returns those that were stored with it, and raises '
+    "NotFound if no vector has this name"
+)
+NUMBERS = rheostat.inline([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("steer", "message"),
+    [
+        (
+            rheostat.named("tone"),
+            "the client does not know the points and layers of tone: give them, with "
+            f".at(points=, layers=){GET_TONE}",
+        ),
+        (
+            rheostat.named("tone").select(layers=12),
+            f"the client does not know the points of tone: give them, with .at(points=){GET_TONE}",
+        ),
+        (
+            rheostat.named("tone").at(points="resid_post"),
+            f"the client does not know the layers of tone: give them, with .at(layers=){GET_TONE}",
+        ),
+        (
+            NUMBERS,
+            f"{NUMBERS.label} has no default points and layers: give them, with "
+            ".at(points=, layers=)",
+        ),
+        (
+            NUMBERS.at(layers=3),
+            f"{NUMBERS.label} has no default points: give them, with .at(points=)",
+        ),
+        (
+            NUMBERS.at("resid_post"),
+            f"{NUMBERS.label} has no default layers: give them, with .at(layers=)",
+        ),
+    ],
+)
+def test_missing_points_and_layers_are_named_each(steer, message):
     with pytest.raises(rheostat.InvalidRequest) as raised:
-        steering_to_wire(rheostat.named("tone"))
-    assert raised.value.message == (
-        "tone has no default points and layers: give them, with .at(points=, layers=), "
-        'or use engine.vectors.get("tone"), which knows them'
-    )
+        steering_to_wire(steer)
+    assert (raised.value.message, raised.value.reason) == (message, "REASON_MISSING_FIELD")
+
+
+def test_numpy_reads_the_numbers_of_a_vector():
+    vector = rheostat.inline([[1.0, 2.0], [3.0, 4.0]], dtype="float16")
+    assert np.asarray(vector).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert np.asarray(vector).dtype == np.float32
+    assert np.asarray(vector, dtype=np.float64).dtype == np.float64
+    with pytest.raises(rheostat.Refused, match=r"fetch it with engine\.vectors\.get"):
+        np.asarray(stored())
+
+
+@pytest.mark.parametrize("given", ["text", ["text", "texts"]])
+def test_a_text_is_no_vector(client, server, given):
+    for use in (rheostat.inline, lambda text: client.run(lambda engine: engine.vectors.put(text))):
+        with pytest.raises(
+            rheostat.InvalidRequest, match="made of numbers, not of texts"
+        ) as raised:
+            use(given)
+        assert "engine.vectors.derive(positive, negative, " in raised.value.message
+    assert server.asked == []
