@@ -26,6 +26,7 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep127")
 _MOST_LAYERS = 1024
 _CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
+_NUMBER = re.compile(r"-?\d*\.?\d+")
 _NAMED = {"COMMAND": "command", "ACTION": "action"}
 _HELP_WIDTH = 90
 
@@ -58,7 +59,15 @@ class Parser(argparse.ArgumentParser):
         flag = words[0].partition("=")[0]
         if flag.startswith("-"):
             self.error(f"there is no {flag}{did_you_mean(flag, self._option_string_actions)}")
-        self.error(f"too many arguments: {' '.join(words)}")
+        self.error(f"too many arguments: {' '.join(words)}{self._joining(words[0])}")
+
+    def _joining(self, word: str) -> str:
+        """Advice for a word that probably belongs to the argument before it."""
+        if "--steer" in self._option_string_actions and _NUMBER.fullmatch(word):
+            return "; a scale is joined to its vector by a colon, as in --steer joy:0.5"
+        if any(action.dest == "prompt" for action in self._actions):
+            return "; put a prompt of several words in quotes"
+        return ""
 
     def _message(self, message: str) -> str:
         match = _CHOICE.fullmatch(message)
@@ -67,6 +76,8 @@ class Parser(argparse.ArgumentParser):
             flag, _, cause = message.partition(": ")
             if cause == "expected one argument":
                 return f"{flag} needs a value; write {flag}=VALUE if it begins with -"
+            if flag == "the following arguments are required":
+                message += "".join(map(_one_of, self._mutually_exclusive_groups))
             return message
         what, word, listed = match.groups()
         choices = re.findall(r"[\w-]+", listed)
@@ -76,6 +87,13 @@ class Parser(argparse.ArgumentParser):
                 f"there is no {_NAMED[what]} {word!r}{hint or '; there are ' + ', '.join(choices)}"
             )
         return f"{what} cannot be {word!r}{hint or '; it is one of ' + ', '.join(choices)}"
+
+
+def _one_of(group: argparse._MutuallyExclusiveGroup) -> str:
+    """As ", and one of --request, --every"; "" if none of the group is required."""
+    if not group.required:
+        return ""
+    return f", and one of {', '.join(action.option_strings[0] for action in group._group_actions)}"
 
 
 def print_help(args: argparse.Namespace) -> int:
