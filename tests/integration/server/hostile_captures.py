@@ -21,6 +21,9 @@ SINKS = "CaptureService/ListSinks"
 GENERATE = "GenerationService/Generate"
 EXPLAIN = "GenerationService/Explain"
 
+KEPT_REQUESTS = tuple(f"rows-{number}" for number in range(5))
+"""Requests whose artifacts are asked for. The test makes them before the hostile calls."""
+
 SHARES = {SUBSCRIBE: 45, GENERATE: 38, EXPLAIN: 10, ARTIFACTS: 5, SINKS: 2}
 """How often each rpc is called, in percent."""
 
@@ -69,7 +72,7 @@ def _messages(rng: random.Random, method: str, number: int) -> Iterator[Message]
         yield generation_service_pb2.ExplainRequest(request=_request(rng, number))
     elif method == ARTIFACTS:
         sink = rng.choice(["", "disk", "none"])
-        name = f"rows-{rng.randrange(50)}"
+        name = rng.choice(KEPT_REQUESTS)
         yield capture_service_pb2.GetArtifactsRequest(request_id=name, sink_name=sink)
     else:
         yield capture_service_pb2.ListSinksRequest()

@@ -14,7 +14,7 @@ from rheostat_wire.v1 import engine_service_pb2, engine_service_pb2_grpc, genera
 
 from ...effort import FACTOR, at_length
 from .conftest import Server, assert_empty
-from .hostile_captures import ARTIFACTS, GENERATE, SHARES, SUBSCRIBE, attempts
+from .hostile_captures import ARTIFACTS, GENERATE, KEPT_REQUESTS, SHARES, SUBSCRIBE, attempts
 from .test_fuzz import AT_ONCE, EXPECTED, OPTIONS, PYTHON, end_of
 
 pytestmark = pytest.mark.integration
@@ -33,6 +33,9 @@ def test_hostile_captures_end_with_typed_errors_and_leave_nothing(
 ) -> None:
     prompt = "The Eiffel Tower is in the city of"
     before = engine.generate(prompt, **OPTIONS)
+    kept = rheostat.Capture("resid_post", layers=1, to=rheostat.Sink("disk", tag="kept"))
+    for name in KEPT_REQUESTS:
+        engine.generate(prompt, max_tokens=1, capture=kept, request_id=name)
     logged = server.log.stat().st_size
     with grpc.insecure_channel(server.target) as channel, ThreadPoolExecutor(AT_ONCE) as pool:
         ends = list(pool.map(partial(end_of, channel), attempts(0, ATTEMPTS)))
@@ -56,7 +59,7 @@ def test_hostile_captures_end_with_typed_errors_and_leave_nothing(
     for end in ends:
         if end.method == GENERATE and end.code is grpc.StatusCode.OK:
             assert generation_service_pb2.GenerateResponse.FromString(end.last).HasField("receipt")
-    often = SHARES.keys() - {ARTIFACTS}  # which most requests have none of
+    often = SHARES.keys() - {ARTIFACTS}  # many of which name a sink that does not exist
     count = Counter(end.method for end in ends if end.code is grpc.StatusCode.OK)
     assert all(count[method] > 0.05 * ATTEMPTS * SHARES[method] / 100 for method in often), count
     assert count[ARTIFACTS], count
