@@ -7,7 +7,9 @@ Why
 What counts
     A step is full of earlier prompts if it computes as many tokens as a step may, and all of them
     belong to requests that came before. Background requests do not count as earlier, because
-    others need not wait for them. The step in progress when a request comes does not count either.
+    others need not wait for them. The step in progress when a request comes does not count either,
+    nor the time between two steps. At most `_LONGEST_STEP` counts of a step, so that a step that
+    something holds up is no excuse. Requests came before if they reached the scheduler before.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
+_LONGEST_STEP = 0.25
+"""Seconds, as long as a client may wait between two tokens."""
 RECORDED = "recorded-"
 """What the ids of recorded requests begin with."""
 FILE = "RHEOSTAT_QUEUE_RECORD"
@@ -50,13 +54,14 @@ class QueueRecord:
         self._scheduler = scheduler
         self._file = file
         self._add, self._schedule = scheduler.add_request, scheduler.schedule
+        self._update = scheduler.update_from_output
         self._waiting: dict[str, _Waiting] = {}
         self._in_step: list[_Waiting] = []
         """Those for which the last step is full of earlier prompts."""
         self._began = 0.0
         """When the last step began."""
-        for name, method in {"add_request": self.add_request, "schedule": self.schedule}.items():
-            setattr(scheduler, name, method)
+        for name in ("add_request", "schedule", "update_from_output"):
+            setattr(scheduler, name, getattr(self, name))
 
     def add_request(self, request: Request) -> None:
         """Adds a request to the scheduler's queue."""
@@ -68,15 +73,20 @@ class QueueRecord:
 
     def schedule(self, *arguments: Any) -> SchedulerOutput:
         """Schedules a step."""
-        now = time.monotonic()
-        for one in self._in_step:
-            one.behind += now - self._began
+        self._began, self._in_step = time.monotonic(), []
         output = self._schedule(*arguments)
-        self._began = now
-        self._in_step = []
         if self._waiting and output.total_num_scheduled_tokens:
             self._look_at(output)
         return output
+
+    def update_from_output(self, *arguments: Any) -> Any:  # vLLM's own
+        """Ends a step."""
+        result = self._update(*arguments)
+        took = time.monotonic() - self._began
+        for one in self._in_step:
+            one.behind += min(took, _LONGEST_STEP)
+        self._in_step = []
+        return result
 
     def _look_at(self, output: SchedulerOutput) -> None:
         computed = output.num_scheduled_tokens.keys()

@@ -65,8 +65,8 @@ class RecordConnection(asyncio.Protocol):
         """Whether `_flush` will be called."""
         self._full = False
         """Whether bytes that were written wait for the socket."""
-        self._waits_for_reader = False
-        """Whether large messages wait until the other end has read shared parts."""
+        self._look_again: asyncio.TimerHandle | None = None
+        """Set while large messages wait until the other end has read shared parts."""
         self._received = bytearray()
         self._wanted = _HEAD.size
         """Bytes that must have been received before the next record is complete."""
@@ -151,7 +151,7 @@ class RecordConnection(asyncio.Protocol):
                     self._large.drop(call)
                 self._receive(received_kind, call, data)
         del received[:begin]
-        if self._waits_for_reader:
+        if self._look_again is not None:
             self._look()  # the other end has mostly read parts before it sends a record
 
     @property
@@ -194,13 +194,12 @@ class RecordConnection(asyncio.Protocol):
     def _queue_large(self) -> bool:
         """Queues a large message or a piece of it; returns False if it waits for the other end."""
         first = self._large.first
-        if self._may_share(first.body):
-            if self._crowded:
-                return False
-            if self._share(first):
-                for record in self._large.remove_first():
-                    self._queue(record)
-                return True
+        if self._crowded and any(len(part) >= LARGE_PART for part in first.body):
+            return False
+        if self._share(first):
+            for record in self._large.remove_first():
+                self._queue(record)
+            return True
         self._queue(self._large.next())
         return True
 
@@ -238,14 +237,15 @@ class RecordConnection(asyncio.Protocol):
 
     def _wait_for_reader(self) -> None:
         """Tries large messages again when the other end sends a record, or soon."""
-        if not self._waits_for_reader:
-            self._waits_for_reader = True
-            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+        if self._look_again is None:
+            loop = asyncio.get_running_loop()
+            self._look_again = loop.call_later(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
         """Lets `_flush` be called, if large messages wait for the other end."""
-        if self._waits_for_reader:
-            self._waits_for_reader = False
+        if self._look_again is not None:
+            self._look_again.cancel()
+            self._look_again = None
             self._schedule_once()
 
     def _write_queued(self, transport: asyncio.Transport) -> None:

@@ -89,6 +89,10 @@ class Measurements:
         self.computed = 0
         """Prompt tokens that were computed so far, rather than read from the prefix cache."""
 
+    def starts_at_once(self) -> int:
+        """Calls of `cell` and `unchanged` that may begin in one iteration of the event loop."""
+        return self._starter.at_once
+
     async def capture(self, index: int) -> None:
         """Captures the rows of a pair, before its cells are asked.
 

@@ -58,6 +58,14 @@ class RequestStarter:
         """Time of the event loop until which no request starts, because the engine was full."""
         self._unique = uuid.uuid4().hex[:12]
 
+    @property
+    def at_once(self) -> int:
+        """Calls of `run` that may begin in one iteration: one if other requests run.
+
+        A call may take milliseconds before it first waits, and tokens of others wait for it.
+        """
+        return 1 if self._manager.foreground_requests else STARTS_ALONE
+
     async def run(self, ask_as: Callable[[str, RequestManager], Coroutine[None, None, T]]) -> T:
         """Calls a function with a new id, for one request.
 

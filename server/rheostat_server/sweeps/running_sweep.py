@@ -20,7 +20,6 @@ from rheostat_server.errors.status import to_status
 from rheostat_server.sweeps.grid import cell_runs
 from rheostat_server.sweeps.measurements import Measurements
 from rheostat_server.sweeps.pairs import Pair
-from rheostat_server.sweeps.request_starter import STARTS_ALONE
 from rheostat_server.sweeps.scores import (
     PairScale,
     Scores,
@@ -225,7 +224,7 @@ class RunningSweep:
                 await self._do(piece, put)
 
         with requests_together():
-            await _together(run, self._settings.concurrency, STARTS_ALONE)
+            await _together(run, self._settings.concurrency, self._measurements.starts_at_once)
 
     def _work(self, cells: Iterable[int]) -> Iterator[_Work]:
         waiting, zeros = sum(self._base_counts), [0.0] * len(self._settings.grades)
@@ -363,18 +362,23 @@ def _spread(late: Sequence[_Work], work: Iterable[_Work], count: int) -> Iterato
 
 
 async def _together(
-    work: Callable[[], Coroutine[None, None, None]], count: int, at_once: int = 1
+    work: Callable[[], Coroutine[None, None, None]],
+    count: int,
+    at_once: Callable[[], int] = lambda: 1,
 ) -> None:
     """Runs `count` calls of `work` concurrently. Raises the first error.
 
-    Only `at_once` calls start in each iteration of the event loop, because a call may take
+    Only `at_once()` calls start in each iteration of the event loop, because a call may take
     milliseconds before it first waits.
     """
     try:
         async with asyncio.TaskGroup() as group:
-            for number in range(1, count + 1):
+            started = 0
+            for _ in range(count):
                 group.create_task(work())
-                if number % at_once == 0:
+                started += 1
+                if started >= at_once():
+                    started = 0
                     await asyncio.sleep(0)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None

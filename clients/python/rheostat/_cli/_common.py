@@ -47,6 +47,13 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
         self.set_defaults(parser=self, run=print_help)
+        self._words: list[str] = []
+        """The arguments that are being parsed."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse's own
+        """As argparse's; errors can then tell what was given."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print the cause and the command for help, then exit with code 2."""
@@ -69,6 +76,15 @@ class Parser(argparse.ArgumentParser):
             return "; put a prompt of several words in quotes"
         return ""
 
+    def _one_of(self, group: argparse._MutuallyExclusiveGroup) -> str:
+        """As ", and one of --request, --every"; "" if none is required, or one came."""
+        flags = [flag for action in group._group_actions for flag in action.option_strings]
+        given = any(word.partition("=")[0] in flags for word in self._words)
+        if given or not group.required:
+            return ""
+        firsts = (action.option_strings[0] for action in group._group_actions)
+        return f", and one of {', '.join(firsts)}"
+
     def _message(self, message: str) -> str:
         match = _CHOICE.fullmatch(message)
         if match is None:
@@ -77,7 +93,7 @@ class Parser(argparse.ArgumentParser):
             if cause == "expected one argument":
                 return f"{flag} needs a value; write {flag}=VALUE if it begins with -"
             if flag == "the following arguments are required":
-                message += "".join(map(_one_of, self._mutually_exclusive_groups))
+                message += "".join(map(self._one_of, self._mutually_exclusive_groups))
             return message
         what, word, listed = match.groups()
         choices = re.findall(r"[\w-]+", listed)
@@ -87,13 +103,6 @@ class Parser(argparse.ArgumentParser):
                 f"there is no {_NAMED[what]} {word!r}{hint or '; there are ' + ', '.join(choices)}"
             )
         return f"{what} cannot be {word!r}{hint or '; it is one of ' + ', '.join(choices)}"
-
-
-def _one_of(group: argparse._MutuallyExclusiveGroup) -> str:
-    """As ", and one of --request, --every"; "" if none of the group is required."""
-    if not group.required:
-        return ""
-    return f", and one of {', '.join(action.option_strings[0] for action in group._group_actions)}"
 
 
 def print_help(args: argparse.Namespace) -> int:

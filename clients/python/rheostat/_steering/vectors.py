@@ -9,7 +9,7 @@ import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Never, NoReturn, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Never, NoReturn, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -164,13 +164,23 @@ class Vector:
     def __add__(self, other: object) -> NoReturn:
         _refuse_sum(self, "+", other)
 
+    def __radd__(self, other: object) -> NoReturn:
+        _refuse_sum(other, "+", self)
+
     def __sub__(self, other: object) -> NoReturn:
         _refuse_sum(self, "-", other)
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
-    ) -> npt.NDArray[np.generic]:
-        """`values`, so that numpy can read it. Raises Refused if it does not hold its numbers."""
+    ) -> npt.NDArray[Any]:
+        """`values`, so that numpy can read it. Raises Refused if it does not hold its numbers.
+
+        An array of objects has the vector itself.
+        """
+        if dtype is not None and np.dtype(dtype) == np.dtype(object):
+            handle = np.empty((), object)
+            handle[()] = self
+            return handle
         return np.asarray(self.values, dtype)
 
     def __repr__(self) -> str:
@@ -227,6 +237,12 @@ class Intervention(ABC):
 
     def __add__(self, other: object) -> NoReturn:
         _refuse_sum(self, "+", other)
+
+    def __radd__(self, other: object) -> NoReturn:
+        _refuse_sum(other, "+", self)
+
+    def __sub__(self, other: object) -> NoReturn:
+        _refuse_sum(self, "-", other)
 
     @property
     @abstractmethod

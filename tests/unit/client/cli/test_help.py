@@ -78,7 +78,7 @@ def test_the_help_of_the_whole_names_the_guide(capsys):
          "too many arguments: 0.5; a scale is joined to its vector by a colon, as in "
          "--steer joy:0.5"),
         (["watch"], "are required: --probe, and one of --request, --label, --every"),
-        (["subscribe", "--every"], "are required: --points, and one of --request, "),
+        (["subscribe"], "are required: --points, and one of --request, "),
         (["generate"], "the following arguments are required: PROMPT"),
         (["subscribe", "--every", "--points", "p", "--overload", "fial"],
          "--overload cannot be 'fial': did you mean 'fail'?"),
@@ -91,6 +91,15 @@ def test_a_slip_is_answered_in_two_lines(capsys, line, said):
     assert said in lines[0]
     assert lines[1].startswith("  rheostat")
     assert lines[1].endswith("--help shows what there is")
+
+
+@pytest.mark.parametrize(
+    "line", [["subscribe", "--every"], ["watch", "--request", "r"], ["watch", "--request=r"]]
+)
+def test_a_flag_that_was_given_is_not_asked_for(capsys, line):
+    _, _, err = exits(capsys, *line)
+    assert "are required: --p" in err
+    assert "one of" not in err
 
 
 LISTED = pb.ListVectorsResponse()

@@ -169,11 +169,19 @@ def test_a_bare_vector_a_name_and_a_value_can_all_be_steered_with():
         lambda: 4 * stored() + 2 * rheostat.named("joy"),
         lambda: stored() + 2 * stored(),
         lambda: rheostat.ablate(stored()) + stored(),
+        lambda: 4 * stored() - 2 * rheostat.named("joy"),
+        lambda: sum([4 * stored(), 2 * rheostat.named("joy")]),
+        lambda: sum([stored(), rheostat.named("joy")]),
     ],
 )
 def test_interventions_belong_in_a_list_and_a_sum_says_so(add):
     with pytest.raises(rheostat.InvalidRequest, match=r"give them in a list"):
         add()
+
+
+def test_an_array_of_objects_holds_vectors_themselves():
+    one, other = stored(), rheostat.named("joy")
+    assert np.array([one, other], dtype=object).tolist() == [one, other]
 
 
 def test_a_sum_of_vectors_is_answered_with_a_new_vector_of_their_rows():

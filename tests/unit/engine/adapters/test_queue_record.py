@@ -23,7 +23,7 @@ STEP = 64
 
 
 class Queue:
-    """A scheduler whose steps take a second each."""
+    """A scheduler whose steps take an eighth of a second each."""
 
     def __init__(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = EngineArgs(
@@ -46,6 +46,8 @@ class Queue:
         )
         self.file = file
         self.now = 0.0
+        self.seconds = 0.125
+        """Of a step."""
         monkeypatch.setattr(queue_record, "time", SimpleNamespace(monotonic=lambda: self.now))
         QueueRecord(self.scheduler, file)
 
@@ -58,6 +60,7 @@ class Queue:
         output = self.scheduler.schedule()
         requests = self.scheduler.requests
         names = list(output.num_scheduled_tokens)
+        self.now += self.seconds
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
@@ -69,7 +72,6 @@ class Queue:
                 ],
             ),
         )
-        self.now += 1.0
         return set(names)
 
     def wait_of(self, name: str) -> float:
@@ -88,7 +90,7 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
 def test_steps_that_are_full_of_earlier_prompts_are_counted(queue: Queue) -> None:
     queue.add("long", 3 * STEP)
     queue.add(f"{RECORDED}1#0@7", 9)
-    assert queue.wait_of(f"{RECORDED}1#0@7") == 3.0
+    assert queue.wait_of(f"{RECORDED}1#0@7") == 3 * queue.seconds
     assert set(read(queue.file)) == {f"{RECORDED}1"}
 
 
@@ -102,7 +104,22 @@ def test_a_step_in_progress_is_not_counted(queue: Queue) -> None:
     queue.add("long", 2 * STEP)
     queue.step()
     queue.add(f"{RECORDED}1", 9)
-    assert queue.wait_of(f"{RECORDED}1") == 1.0
+    assert queue.wait_of(f"{RECORDED}1") == queue.seconds
+
+
+def test_time_between_steps_is_not_counted(queue: Queue) -> None:
+    queue.add("long", 2 * STEP)
+    queue.add(f"{RECORDED}1", 9)
+    queue.step()
+    queue.now += 5.0  # something holds up the engine
+    assert queue.wait_of(f"{RECORDED}1") == 2 * queue.seconds
+
+
+def test_a_step_that_takes_too_long_is_no_excuse(queue: Queue) -> None:
+    queue.seconds = 3.0
+    queue.add("long", 2 * STEP)
+    queue.add(f"{RECORDED}1", 9)
+    assert queue.wait_of(f"{RECORDED}1") == 0.5
 
 
 def test_a_step_with_later_prompts_is_not_counted(queue: Queue) -> None:

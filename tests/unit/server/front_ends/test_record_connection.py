@@ -356,6 +356,41 @@ async def test_rows_leave_when_the_other_end_reports_that_it_has_read(
     assert len(shared.received) == 8
 
 
+async def test_messages_of_several_large_parts_wait_for_the_reader_too(shared: Ends) -> None:
+    for call in range(8):
+        shared.sender.send(Kind.MESSAGE, call, *(4 * [b"head", 4 * ROWS]))
+    await asyncio.sleep(0.05)
+    assert shared.sender.sent_parts is not None
+    assert shared.sender.sent_parts.unread <= record_connection._UNREAD_BYTES + PIECE_BYTES
+    async with asyncio.timeout(20):
+        while sum(kind is Kind.MESSAGE for kind, _, _ in shared.received) < 8:
+            await asyncio.sleep(0)
+            await shared.pass_on()
+    assert messages(shared.received) == {call: [4 * (b"head" + 4 * ROWS)] for call in range(8)}
+
+
+async def test_one_timer_waits_for_the_reader(shared: Ends, monkeypatch) -> None:
+    later = asyncio.get_running_loop().call_later
+    timers: list[asyncio.TimerHandle] = []
+
+    def call_later(*arguments):
+        timers.append(later(*arguments))
+        return timers[-1]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+    for call in range(8):
+        shared.sender.send(Kind.MESSAGE, call, ROWS)
+    shared.receiver.connection_made(back := Pipe())
+    shared.receiver.send(Kind.WRITTEN, 0)
+    await asyncio.sleep(0)
+    for _ in range(20):
+        shared.sender.data_received(b"".join(back.writes))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert len(timers) > 1
+    assert sum(not timer.cancelled() for timer in timers) <= 1
+
+
 async def test_a_call_that_is_done_leaves_no_rows_that_wait(shared: Ends) -> None:
     for call in range(8):
         shared.sender.send(Kind.MESSAGE, call, ROWS)

@@ -80,6 +80,7 @@ async def test_few_cells_start_in_an_iteration_of_the_event_loop(
     # Both tasks take turns, so that two groups of starts may fall between two counts.
     most = request_starter._STARTS if others else request_starter.STARTS_ALONE
     assert most <= max(begun.values()) <= 2 * most
+    assert starts.at_once == (1 if others else most)
 
 
 async def test_cells_in_the_background_wait_while_requests_wait(starter, monkeypatch) -> None:

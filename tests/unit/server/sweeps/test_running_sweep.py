@@ -29,7 +29,7 @@ async def test_few_calls_start_in_an_iteration_of_the_event_loop(at_once: int) -
         begun[iteration] += 1
 
     counting = asyncio.create_task(count())
-    await running_sweep._together(work, 64, at_once)
+    await running_sweep._together(work, 64, lambda: at_once)
     counting.cancel()
     assert begun.total() == 64
     # Both tasks take turns, so that two groups of starts may fall between two counts.
@@ -45,7 +45,7 @@ async def test_the_first_error_ends_the_calls_that_have_started() -> None:
         raise ValueError(started)
 
     with pytest.raises(ValueError, match="1"):
-        await running_sweep._together(fail, 64, 8)
+        await running_sweep._together(fail, 64, lambda: 8)
     assert started < 64
 
 
