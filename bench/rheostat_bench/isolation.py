@@ -267,7 +267,7 @@ class _Stage:
         self._neighbour.do(partial(Neighbour.start, job=_JOB, check=False))
 
 
-def controls() -> list[Scenario | str]:
+def all_turns() -> list[Scenario | str]:
     """All turns: the controls, then the scenarios."""
     return [NOBODY, BUSY, *SCENARIOS]
 
@@ -280,9 +280,9 @@ def summary(turns: dict[str, Turn]) -> Figures:
 def misses(table: Figures) -> list[str]:
     """The broken promises, each with its scenario.
 
-    `BAR_MS` holds between two tokens. It also holds for a first token, without the steps that were
-    full of prompts that came before. Controls are not checked, because their waits are those of the
-    machine.
+    `BAR_MS` holds between two tokens. From a first token's wait, the steps that were full of
+    earlier prompts are subtracted; `BAR_MS` holds for the rest. Controls are not checked, because
+    their waits are those of the machine.
     """
     found = []
     for scenario in SCENARIOS:
@@ -314,7 +314,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     chosen = [
         control
-        for control in controls()
+        for control in all_turns()
         if not arguments.only
         or (control if isinstance(control, str) else control.name) in arguments.only
     ]

@@ -3,13 +3,14 @@
 Why
     vLLM computes prompts in order of arrival, a limited number of tokens in each step. A first
     token waits for the prompts that came before, and no server could deliver it earlier. The rest
-    of its wait is what the server can be blamed for.
+    of its wait is the server's.
 What counts
     A step is full of earlier prompts if it computes as many tokens as a step may, and all of them
     belong to requests that came before. Background requests do not count as earlier, because
-    others need not wait for them. The step in progress when a request comes does not count either,
-    nor the time between two steps. At most `_LONGEST_STEP` counts of a step, so that a step that
-    something holds up is no excuse. Requests came before if they reached the scheduler before.
+    others need not wait for them. The step in progress when a request comes does not count either.
+    A step lasts until the next one begins, but at most `_LONGEST_STEP` of it counts, so that an
+    engine that stalls does not hide a late token. A request is earlier if it was added to the
+    scheduler before.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Waiting:
     earlier: frozenset[str]
     """The requests that came before it."""
     behind: float = 0.0
-    """Seconds of the steps that were full of earlier prompts."""
+    """Seconds of steps that were full of earlier prompts."""
 
 
 class QueueRecord:
@@ -54,13 +55,12 @@ class QueueRecord:
         self._scheduler = scheduler
         self._file = file
         self._add, self._schedule = scheduler.add_request, scheduler.schedule
-        self._update = scheduler.update_from_output
         self._waiting: dict[str, _Waiting] = {}
         self._in_step: list[_Waiting] = []
-        """Those for which the last step is full of earlier prompts."""
+        """The waiting requests whose earlier prompts fill the last step."""
         self._began = 0.0
         """When the last step began."""
-        for name in ("add_request", "schedule", "update_from_output"):
+        for name in ("add_request", "schedule"):
             setattr(scheduler, name, getattr(self, name))
 
     def add_request(self, request: Request) -> None:
@@ -73,22 +73,16 @@ class QueueRecord:
 
     def schedule(self, *arguments: Any) -> SchedulerOutput:
         """Schedules a step."""
-        self._began, self._in_step = time.monotonic(), []
+        now = time.monotonic()
+        for one in self._in_step:
+            one.behind += min(now - self._began, _LONGEST_STEP)
         output = self._schedule(*arguments)
+        self._began, self._in_step = now, []
         if self._waiting and output.total_num_scheduled_tokens:
-            self._look_at(output)
+            self._note_step(output)
         return output
 
-    def update_from_output(self, *arguments: Any) -> Any:  # vLLM's own
-        """Ends a step."""
-        result = self._update(*arguments)
-        took = time.monotonic() - self._began
-        for one in self._in_step:
-            one.behind += min(took, _LONGEST_STEP)
-        self._in_step = []
-        return result
-
-    def _look_at(self, output: SchedulerOutput) -> None:
+    def _note_step(self, output: SchedulerOutput) -> None:
         computed = output.num_scheduled_tokens.keys()
         for request_id in self._waiting.keys() & computed:
             self._write(request_id, self._waiting.pop(request_id).behind)

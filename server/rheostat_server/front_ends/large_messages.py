@@ -1,13 +1,14 @@
-"""Large messages, which wait so that records of other calls go in between.
+"""Messages that may be delayed, so that short records of other calls go first.
 
 Why
     The other end receives 256 KiB in an iteration of its event loop. If a message of 16 MiB were
     one record, the records of all other calls would wait for 64 iterations.
 How
-    A message is sent in pieces, and a piece is written only while the socket takes more. The other
-    end joins the pieces of a call (`ReceivedPieces`). A message whose last part goes through shared
-    memory is sent whole, once the other end has read most of the earlier parts. The calls whose
-    large messages wait take turns, a piece or a whole message each.
+    A message above `PIECE_BYTES` is sent in pieces, and a piece is written only while the socket
+    takes more. The other end joins the pieces of a call (`ReceivedPieces`). A message whose last
+    part goes through shared memory, such as captured rows, is sent whole, once the other end has
+    read most of the earlier parts. The calls whose messages wait take turns, a piece or a whole
+    message each.
 
 Invariant: the messages of a call, and the records that come after them, keep their order. If a call
 ends, its unsent pieces are dropped, and the other end drops those that it has received.
@@ -20,7 +21,7 @@ from rheostat_server.front_ends.shared_parts import LARGE_PART
 from rheostat_wire.message_parts import Payload
 
 PIECE_BYTES = 64 << 10
-"""Bytes of a piece. A longer message is large."""
+"""Bytes of a piece."""
 
 _ORDERED = (Kind.MESSAGE, Kind.HALF_CLOSED, Kind.END)
 """Records that wait for earlier messages of their call. The others are about messages in the other
@@ -49,7 +50,7 @@ class LargeMessages:
 
     @property
     def first(self) -> Record:
-        """The record whose turn it is: the rest of it, if pieces were sent."""
+        """The record whose turn it is; if pieces of it were sent, only the rest."""
         return next(iter(self._waiting.values()))[0]
 
     def remove_first(self) -> list[Record]:

@@ -27,12 +27,12 @@ _PIECES = 4
 """Pieces that are written in one iteration of the event loop. The other end receives as many bytes
 in one of its iterations."""
 
-_UNREAD_BYTES = 1 << 20
-"""Bytes of shared parts that the other end has not read, from which on further messages with such
-parts wait. Without this limit a token that follows the rows of 32 prompts would wait until the
-front end has passed on all of them."""
+_MOST_UNREAD = 1 << 20
+"""Limit of the bytes in shared memory that the other end has not read. Above it, messages with
+shared parts wait. Otherwise a token that follows the rows of 32 prompts would wait until the front
+end has passed on all of them."""
 
-_LOOK_SECONDS = 0.001
+_RETRY_SECONDS = 0.001
 """Seconds after which messages that wait for the other end to read are tried again."""
 
 
@@ -65,7 +65,7 @@ class RecordConnection(asyncio.Protocol):
         """Whether `_flush` will be called."""
         self._full = False
         """Whether bytes that were written wait for the socket."""
-        self._look_again: asyncio.TimerHandle | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
         """Set while large messages wait until the other end has read shared parts."""
         self._received = bytearray()
         self._wanted = _HEAD.size
@@ -88,7 +88,7 @@ class RecordConnection(asyncio.Protocol):
             elif self._large.holds_back(kind, call):
                 self._large.add(Record(kind, call, body))
                 return
-        waits = self._large or self._crowded
+        waits = self._large or self._reader_is_behind
         if kind is Kind.MESSAGE and waits and self._may_share(body):
             self._large.add(Record(kind, call, body))
         else:
@@ -151,13 +151,13 @@ class RecordConnection(asyncio.Protocol):
                     self._large.drop(call)
                 self._receive(received_kind, call, data)
         del received[:begin]
-        if self._look_again is not None:
-            self._look()  # the other end has mostly read parts before it sends a record
+        if self._retry_timer is not None:
+            self._retry()  # a record that comes usually means that the other end has read parts
 
     @property
-    def _crowded(self) -> bool:
+    def _reader_is_behind(self) -> bool:
         """Whether the other end has many bytes of shared parts to read."""
-        return self.sent_parts is not None and self.sent_parts.unread >= _UNREAD_BYTES
+        return self.sent_parts is not None and self.sent_parts.unread >= _MOST_UNREAD
 
     def _may_share(self, body: tuple[Payload, ...]) -> bool:
         """Whether the last part of a body goes through shared memory if that has space."""
@@ -194,7 +194,7 @@ class RecordConnection(asyncio.Protocol):
     def _queue_large(self) -> bool:
         """Queues a large message or a piece of it; returns False if it waits for the other end."""
         first = self._large.first
-        if self._crowded and any(len(part) >= LARGE_PART for part in first.body):
+        if self._reader_is_behind and any(len(part) >= LARGE_PART for part in first.body):
             return False
         if self._share(first):
             for record in self._large.remove_first():
@@ -237,15 +237,15 @@ class RecordConnection(asyncio.Protocol):
 
     def _wait_for_reader(self) -> None:
         """Tries large messages again when the other end sends a record, or soon."""
-        if self._look_again is None:
+        if self._retry_timer is None:
             loop = asyncio.get_running_loop()
-            self._look_again = loop.call_later(_LOOK_SECONDS, self._look)
+            self._retry_timer = loop.call_later(_RETRY_SECONDS, self._retry)
 
-    def _look(self) -> None:
-        """Lets `_flush` be called, if large messages wait for the other end."""
-        if self._look_again is not None:
-            self._look_again.cancel()
-            self._look_again = None
+    def _retry(self) -> None:
+        """Lets `_flush` be called soon, if messages wait for the other end to read."""
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+            self._retry_timer = None
             self._schedule_once()
 
     def _write_queued(self, transport: asyncio.Transport) -> None:

@@ -125,7 +125,7 @@ class ActiveRequest:
         self.response_rows = ResponseRows(
             wake if row_turns is None else partial(row_turns.call_later, wake)
         )
-        """Captured rows that go into the response, after the tokens of an iteration of the loop."""
+        """Captured rows of the response, sent an iteration of the loop after the step's tokens."""
         self.capture_lock = asyncio.Lock()
         """Held during changes of captures, so that two changes do not reserve the same capacity."""
         self.attachments: list[Attachment] = []

@@ -109,9 +109,9 @@ class Measurements:
         self.computed += captured.computed
 
     async def set_reference(self, index: int) -> None:
-        """Asks for the last row of a clean prompt, if a grade compares distributions.
+        """Computes the last row of a clean prompt, which a grade of KL compares with.
 
-        It comes before all other numbers of the pair.
+        To be called before anything else of the pair is measured.
 
         Raises:
             RheostatError: the prompt cannot run.

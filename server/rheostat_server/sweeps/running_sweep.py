@@ -163,7 +163,8 @@ class RunningSweep:
     async def _prepare(self) -> None:
         """Captures the rows of all pairs, and measures the prompts that they come from.
 
-        Both at once, because each waits for the end of a step, or for the next burst.
+        Both at once, because each waits for the end of a step or, in the background, for the next
+        burst.
         """
         measurements = self._measurements
         waiting = iter(

@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             description=textwrap.fill(description, _HELP_WIDTH),
             epilog=f"example:\n{textwrap.indent(example, '  ')}" if example else None,
-            allow_abbrev=False,  # a flag that comes later must not change what a short form means
+            allow_abbrev=False,  # a flag of a later version must not make a short form ambiguous
             **options,
         )
         self.set_defaults(parser=self, run=print_help)
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         """The arguments that are being parsed."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse's own
-        """As argparse's; errors can then tell what was given."""
+        """Keeps the arguments for error messages, then parses as argparse does."""
         self._words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         return ""
 
     def _one_of(self, group: argparse._MutuallyExclusiveGroup) -> str:
-        """As ", and one of --request, --every"; "" if none is required, or one came."""
+        """As ", and one of --request, --every", if the group is required and no flag of it came."""
         flags = [flag for action in group._group_actions for flag in action.option_strings]
         given = any(word.partition("=")[0] in flags for word in self._words)
         if given or not group.required:

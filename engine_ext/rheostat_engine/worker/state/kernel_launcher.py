@@ -29,13 +29,13 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-_READ_VERSIONS = {(3, 6), (3, 9)}
+_VERIFIED_VERSIONS = {(3, 6), (3, 9)}
 """Versions of Triton whose sources were read for this module. Other versions launch by the JIT."""
 _ALIGNMENT = 16
 
 
 class FixedTensors:
-    """Tensors that never move, with what a launch needs of them. They are looked at once."""
+    """Tensors that never move. Their addresses, dtypes and alignments are read once, here."""
 
     _forms: ClassVar[dict[tuple[object, ...], int]] = {}
 
@@ -58,7 +58,7 @@ class KernelLauncher:
         self._compiled: dict[tuple[object, ...], CompiledKernel] = {}
         version = tuple(map(int, triton.__version__.split(".")[:2]))
         # Triton's interpreter makes a JIT function of another type, which compiles nothing.
-        self._direct = isinstance(jit, triton.JITFunction) and version in _READ_VERSIONS
+        self._direct = isinstance(jit, triton.JITFunction) and version in _VERIFIED_VERSIONS
 
     def launch(
         self,
@@ -78,8 +78,9 @@ class KernelLauncher:
             grid: the number of programs in each dimension.
             tensors: the first tensors, on the current device. Only their addresses are passed.
             fixed: the tensors after them, likewise.
-            varying: integers with many values, each of which fits into 32 bits.
-            integers: integers with few values. The key has them by value.
+            varying: integers that change often, each of which fits into 32 bits. The key has what
+                Triton distinguishes: 1, a multiple of 16, or another.
+            integers: integers that rarely change. The key has their values.
             floats: Python floats. An int would be another type to Triton.
             constants: the values of `constexpr` parameters.
             num_warps: warps of each program.

@@ -107,15 +107,15 @@ def test_a_step_in_progress_is_not_counted(queue: Queue) -> None:
     assert queue.wait_of(f"{RECORDED}1") == queue.seconds
 
 
-def test_time_between_steps_is_not_counted(queue: Queue) -> None:
+def test_at_most_a_quarter_of_a_second_of_a_stall_between_steps_counts(queue: Queue) -> None:
     queue.add("long", 2 * STEP)
     queue.add(f"{RECORDED}1", 9)
     queue.step()
     queue.now += 5.0  # something holds up the engine
-    assert queue.wait_of(f"{RECORDED}1") == 2 * queue.seconds
+    assert queue.wait_of(f"{RECORDED}1") == 0.25 + queue.seconds
 
 
-def test_a_step_that_takes_too_long_is_no_excuse(queue: Queue) -> None:
+def test_at_most_a_quarter_of_a_second_of_a_step_counts(queue: Queue) -> None:
     queue.seconds = 3.0
     queue.add("long", 2 * STEP)
     queue.add(f"{RECORDED}1", 9)

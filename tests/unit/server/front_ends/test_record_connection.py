@@ -343,7 +343,7 @@ async def test_a_token_overtakes_rows_that_the_other_end_has_not_read(shared: En
 async def test_rows_leave_when_the_other_end_reports_that_it_has_read(
     shared: Ends, monkeypatch
 ) -> None:
-    monkeypatch.setattr(record_connection, "_LOOK_SECONDS", 3600)
+    monkeypatch.setattr(record_connection, "_RETRY_SECONDS", 3600)
     for call in range(8):
         shared.sender.send(Kind.MESSAGE, call, ROWS)
     await shared.pass_on(3)
@@ -361,7 +361,7 @@ async def test_messages_of_several_large_parts_wait_for_the_reader_too(shared: E
         shared.sender.send(Kind.MESSAGE, call, *(4 * [b"head", 4 * ROWS]))
     await asyncio.sleep(0.05)
     assert shared.sender.sent_parts is not None
-    assert shared.sender.sent_parts.unread <= record_connection._UNREAD_BYTES + PIECE_BYTES
+    assert shared.sender.sent_parts.unread <= record_connection._MOST_UNREAD + PIECE_BYTES
     async with asyncio.timeout(20):
         while sum(kind is Kind.MESSAGE for kind, _, _ in shared.received) < 8:
             await asyncio.sleep(0)
@@ -401,7 +401,7 @@ async def test_a_call_that_is_done_leaves_no_rows_that_wait(shared: Ends) -> Non
 
 
 async def test_rows_and_what_follows_them_keep_their_order(shared: Ends, monkeypatch) -> None:
-    monkeypatch.setattr(record_connection, "_UNREAD_BYTES", 1)
+    monkeypatch.setattr(record_connection, "_MOST_UNREAD", 1)
     sent = [ROWS, b"small", ROWS[1:], b"small", ROWS[:PIECE_BYTES]]
     for call in (1, 2):
         for body in sent:
@@ -457,6 +457,6 @@ def test_messages_arrive_unchanged_whether_shared_memory_is_full_or_not(
         assert not ends.sender._large
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_connection, "_UNREAD_BYTES", unread)
-        patch.setattr(record_connection, "_LOOK_SECONDS", 0)
+        patch.setattr(record_connection, "_MOST_UNREAD", unread)
+        patch.setattr(record_connection, "_RETRY_SECONDS", 0)
         asyncio.run(send())
