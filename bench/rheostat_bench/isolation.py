@@ -313,10 +313,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     chosen = [
-        control
-        for control in all_turns()
-        if not arguments.only
-        or (control if isinstance(control, str) else control.name) in arguments.only
+        one
+        for one in all_turns()
+        if not arguments.only or (one if isinstance(one, str) else one.name) in arguments.only
     ]
     turns: dict[str, Turn] = {}
     with tempfile.TemporaryDirectory() as folder:

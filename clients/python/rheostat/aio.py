@@ -302,7 +302,8 @@ class Engine:
         Practices of Activation Patching" (2023).
         """
         chosen = checked_pairs(pairs)
-        check_options("sweep", options, SweepOptions, by_position=by_position)
+        also = ("points", "layers", "grades")
+        check_options("sweep", options, SweepOptions, by_position=by_position, also=also)
         named = named_grades(grades)
         tokens = {}
         for text in answer_texts(chosen):

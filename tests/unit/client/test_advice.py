@@ -78,8 +78,7 @@ def test_options_by_position_are_answered_with_their_names(client, method):
     with pytest.raises(TypeError) as raised:
         client.run(lambda engine: getattr(engine, method)("x", every=True))
     assert str(raised.value).startswith(
-        f"{method}() takes its options by name, not 'x' alone; "
-        f"rheostat.{method.title()}Options has "
+        f"{method}() takes its options by name only: write NAME='x'; the names are "
     )
 
 
@@ -97,7 +96,7 @@ def test_prompts_in_the_place_of_pairs_are_answered_with_a_pair(client, pairs, o
 
 
 def test_further_arguments_of_a_sweep_are_options(client):
-    with pytest.raises(TypeError, match=r"^sweep\(\) takes its options by name, not 'x' alone; "):
+    with pytest.raises(TypeError, match=r"NAME='x'; the names are points, layers, grades, where"):
         client.run(lambda engine: engine.sweep(PAIR, "x"))
 
 

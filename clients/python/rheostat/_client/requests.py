@@ -129,13 +129,17 @@ def check_options(
     options_type: type = GenerateOptions,
     *,
     by_position: Sequence[object] = (),
+    also: Sequence[str] = (),
 ) -> None:
-    """Raise TypeError if an option is not in ``options_type``, or was given by position."""
+    """Raise TypeError if an option is not in ``options_type``, or was given by position.
+
+    ``also`` are further arguments of the method.
+    """
     names = options_type.__annotations__
     if by_position:
         raise TypeError(
-            f"{method}() takes its options by name, not {by_position[0]!r:.60} alone; "
-            f"rheostat.{options_type.__name__} has {', '.join(names)}"
+            f"{method}() takes its options by name only: write NAME={by_position[0]!r:.60}; the "
+            f"names are {', '.join((*also, *names))}"
         )
     for name in options:
         if name not in names:

@@ -40,8 +40,21 @@ _ZERO_FLOAT32 = 2.0**-150
 """Largest number that float32 rounds to 0."""
 
 
+class _NoSums:
+    """Sums and differences are errors that say what to write instead."""
+
+    def __add__(self, other: object) -> NoReturn:
+        _refuse_sum(self, "+", other)
+
+    def __radd__(self, other: object) -> NoReturn:
+        _refuse_sum(other, "+", self)
+
+    def __sub__(self, other: object) -> NoReturn:
+        _refuse_sum(self, "-", other)
+
+
 @dataclass(frozen=True, repr=False)
-class Vector:
+class Vector(_NoSums):
     """A vector that requests can steer with; arithmetic on it makes an addition.
 
     Made by ``engine.vectors.put`` and ``get``, by `inline`, by `named`, or by `load_vector`.
@@ -161,15 +174,6 @@ class Vector:
     def __neg__(self) -> Add:
         return -Add(self)
 
-    def __add__(self, other: object) -> NoReturn:
-        _refuse_sum(self, "+", other)
-
-    def __radd__(self, other: object) -> NoReturn:
-        _refuse_sum(other, "+", self)
-
-    def __sub__(self, other: object) -> NoReturn:
-        _refuse_sum(self, "-", other)
-
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
@@ -220,7 +224,7 @@ class GateLike(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Intervention(ABC):
+class Intervention(_NoSums, ABC):
     """One op at the selected rows of some sites. Steering is a list of these."""
 
     points: tuple[Point, ...] | None = None
@@ -234,15 +238,6 @@ class Intervention(ABC):
 
     __array_ufunc__: ClassVar[None] = None
     _needs_vectors: ClassVar[bool] = True
-
-    def __add__(self, other: object) -> NoReturn:
-        _refuse_sum(self, "+", other)
-
-    def __radd__(self, other: object) -> NoReturn:
-        _refuse_sum(other, "+", self)
-
-    def __sub__(self, other: object) -> NoReturn:
-        _refuse_sum(self, "-", other)
 
     @property
     @abstractmethod
@@ -564,8 +559,8 @@ def _refuse_sum(left: object, sign: str, right: object) -> NoReturn:
     if isinstance(left, Vector) and isinstance(right, Vector):
         second = "b" if sign == "+" else "-b"
         text = (
-            f"handles on vectors do no arithmetic among themselves: steering=[a, {second}] steers "
-            f"with both; rheostat.inline(a.values {sign} b.values, points=..., layers=...) is a "
+            f"vectors are not added or subtracted: steering=[a, {second}] steers with both; "
+            f"rheostat.inline(a.values {sign} b.values, points=..., layers=...) is a "
             "new vector of their rows"
         )
     raise invalid("steering.interventions", text)
