@@ -126,6 +126,15 @@ def plain_samples(target: Target, rng: random.Random, size: float) -> Call:
     return Call(GENERATE, (request.SerializeToString(),))
 
 
+def plain_long_prompts(target: Target, rng: random.Random, size: float) -> Call:
+    """64 plain samples of a prompt that fills the context, cancelled after a while."""
+    request = generation_service_pb2.GenerateRequest(
+        token_ids=prompt(rng, target, count(size, target.context - 64, 8)),
+        sampling=sampling(32, count(size, 64)),
+    )
+    return Call(GENERATE, (request.SerializeToString(),), reads=2, holds=0.5)
+
+
 def fragmented_steering(target: Target, rng: random.Random, size: float) -> Call:
     """64 samples, steered at every other token of a long prompt, cancelled after a while."""
     length = count(size * rng.choice([1.0, 0.25, 0.05]), target.context - 64, 8)

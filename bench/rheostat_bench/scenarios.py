@@ -63,6 +63,7 @@ def _prompted(call: Call) -> generation_service_pb2.GenerateRequest:
 SCENARIOS: Sequence[Scenario] = (
     Scenario("ordinary requests", abuse.ordinary, at_once=4),
     Scenario("64 plain samples", abuse.plain_samples, pause=0.5, variants=1),
+    Scenario("long plain prompts", abuse.plain_long_prompts, variants=4),
     Scenario("fragmented captures", abuse_captures.fragmented, variants=8),
     Scenario("fragmented steering", abuse.fragmented_steering, variants=4),
     Scenario("sessions with updates", abuse.session, at_once=2, variants=4),
