@@ -62,10 +62,18 @@ class Streamed(NamedTuple):
     began: float
     first: float
     """When its first token was there."""
+    middle: float
+    """When half of its tokens were there, rounded down."""
     last: float
     """When its last token was there."""
     tokens: int
     rows: int
+
+
+def streamed(began: float, moments: Sequence[float], tokens: int, rows: int = 0) -> Streamed:
+    """A request whose `tokens` arrived at `moments`, which have one for each, or for a few."""
+    middle = moments[max(1, len(moments) // 2) - 1]
+    return Streamed(began, moments[0], middle, moments[-1], tokens, rows)
 
 
 class Turn(NamedTuple):
@@ -75,6 +83,9 @@ class Turn(NamedTuple):
     requests_per_s: float
     per_token_ms: float
     """Median of the streams; zero if each has one token."""
+    later_per_token_ms: float
+    """The same for the second half of a stream's tokens. By then no stream waits for the prompts of
+    others any more, if streams are long enough."""
     first_token_ms: float
     """Median of the streams, each from its own call."""
     first_token_of_burst_ms: float
@@ -104,6 +115,12 @@ def turn(streams: Sequence[Streamed], wanted_rows: int, watched_rows: int) -> Tu
         sum(stream.tokens for stream in streams) / seconds,
         len(streams) / seconds,
         1e3 * statistics.median((step.last - step.first) / (step.tokens - 1) for step in steps)
+        if steps
+        else 0.0,
+        1e3
+        * statistics.median(
+            (step.last - step.middle) / (step.tokens - step.tokens // 2) for step in steps
+        )
         if steps
         else 0.0,
         1e3 * statistics.median(stream.first - stream.began for stream in streams),
@@ -138,18 +155,16 @@ class Client:
         """Streams all prompts at the same time."""
 
         async def one(prompt: list[int]) -> Streamed:
-            began, first, last, count = time.monotonic(), 0.0, 0.0, 0
+            began, moments = time.monotonic(), list[float]()
             stream = self._engine.stream(
                 prompt, max_tokens=tokens, temperature=0, ignore_eos=True, **options
             )
             async for event in stream:
                 if isinstance(event, rheostat.Tokens):
-                    last = time.monotonic()
-                    first = first or last
-                    count += len(event.token_ids)
+                    moments += [time.monotonic()] * len(event.token_ids)
             (sample,) = (await stream.result()).samples
             rows = sum(len(site_rows) for site_rows in sample.activations.values())
-            return Streamed(began, first, last, count, rows)
+            return streamed(began, moments, len(moments), rows)
 
         options = self._options.get(arm, {})
         return list(await asyncio.gather(*map(one, wanted)))
@@ -179,18 +194,16 @@ class HttpClient:
                 "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
             )
-            began, first, last, count = time.monotonic(), 0.0, 0.0, 0
+            began, moments = time.monotonic(), list[float]()
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
             writer.write(head.encode() + body)
             async for line in reader:
                 if line.startswith(b"data: {"):
-                    last = time.monotonic()
-                    first = first or last
-                    count += 1  # each chunk holds one token unless the server merges some
+                    moments.append(time.monotonic())  # mostly of one token
                 elif line.startswith(b"data: [DONE]"):
                     break
             writer.close()
-            return Streamed(began, first, last, max(count, tokens), 0)
+            return streamed(began, moments, max(len(moments), tokens))
 
         return list(await asyncio.gather(*map(one, wanted)))
 
@@ -205,12 +218,10 @@ async def run_stock(engine: Stock, wanted: Sequence[list[int]], tokens: int) -> 
     """An order: streams all prompts at the same time, in process."""
 
     async def one(prompt: list[int]) -> Streamed:
-        began, first, last, count = time.monotonic(), 0.0, 0.0, 0
+        began, moments = time.monotonic(), list[float]()
         async for output in engine.stream(prompt, tokens):
-            last = time.monotonic()
-            first = first or last
-            count += len(output.outputs[0].token_ids)
-        return Streamed(began, first, last, count, 0)
+            moments += [time.monotonic()] * len(output.outputs[0].token_ids)
+        return streamed(began, moments, len(moments))
 
     return list(await asyncio.gather(*map(one, wanted)))
 
@@ -386,7 +397,8 @@ def summary(
             row["share"] = row["tokens_per_s"] / stock_row["tokens_per_s"]
             row["first_token_later_ms"] = row["first_token_ms"] - stock_row["first_token_ms"]
             if stock_row["per_token_ms"]:
-                row["per_token_to_stock"] = row["per_token_ms"] / stock_row["per_token_ms"]
+                for measure in ("per_token", "later_per_token"):
+                    row[f"{measure}_to_stock"] = row[f"{measure}_ms"] / stock_row[f"{measure}_ms"]
     return table
 
 
@@ -397,9 +409,10 @@ def show(turns: Mapping[str, Mapping[str, Sequence[Turn]]], workload: str) -> No
     for name, by_workload in summary(some).items():
         row = by_workload[workload]
         per_token = row.get("per_token_to_stock", 1.0)
+        later = row.get("later_per_token_to_stock", 1.0)
         print(
             f"{name:64}{row['tokens_per_s']:8.0f} tokens/s {row['share']:7.1%}"
-            f"{row['per_token_ms']:8.3f} ms {per_token - 1:+7.2%}"
+            f"{row['per_token_ms']:8.3f} ms {per_token - 1:+7.2%} (later {later - 1:+7.2%})"
             f"{row['first_token_ms']:8.0f} ms first{row['requests_per_s']:7.0f} requests/s"
             f"{row['lost_rows']:8.0f} lost",
             flush=True,

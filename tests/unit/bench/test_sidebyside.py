@@ -19,6 +19,7 @@ from rheostat_bench.sidebyside import (
     measure,
     server_flags,
     spread,
+    streamed,
     summary,
     turn,
 )
@@ -29,11 +30,12 @@ DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 
 
 def test_a_turn_counts_from_the_first_call_to_the_last_token() -> None:
-    streams = [Streamed(10.0, 10.5, 12.5, 5, 3), Streamed(11.0, 12.0, 14.0, 3, 4)]
+    streams = [Streamed(10.0, 10.5, 11.0, 12.5, 5, 3), Streamed(11.0, 12.0, 12.0, 14.0, 3, 4)]
     assert turn(streams, 20, 9) == Turn(
         tokens_per_s=2.0,
         requests_per_s=0.5,
         per_token_ms=750.0,
+        later_per_token_ms=750.0,
         first_token_ms=750.0,
         first_token_of_burst_ms=1250.0,
         last_token_of_burst_ms=3250.0,
@@ -42,7 +44,18 @@ def test_a_turn_counts_from_the_first_call_to_the_last_token() -> None:
 
 
 def test_requests_of_one_token_have_no_time_per_token() -> None:
-    assert turn([Streamed(0.0, 0.5, 0.5, 1, 0)], 0, 0).per_token_ms == 0.0
+    found = turn([streamed(0.0, [0.5], 1)], 0, 0)
+    assert (found.per_token_ms, found.later_per_token_ms) == (0.0, 0.0)
+
+
+def test_the_later_time_per_token_leaves_out_waits_for_the_prompts_of_others() -> None:
+    waited = streamed(0.0, [1.0, 5.0, 5.5, 6.0], tokens=4)
+    assert waited == Streamed(0.0, 1.0, 5.0, 6.0, 4, 0)
+    found = turn([waited], 0, 0)
+    assert found.per_token_ms == pytest.approx(5000 / 3)
+    assert found.later_per_token_ms == 500.0
+    merged = streamed(0.0, [1.0, 5.0, 5.5, 6.0], tokens=8)
+    assert turn([merged], 0, 0).later_per_token_ms == 250.0
 
 
 def test_every_token_of_a_shape_has_a_text(tmp_path) -> None:
@@ -56,8 +69,8 @@ def test_every_token_of_a_shape_has_a_text(tmp_path) -> None:
 
 
 def test_shares_are_those_of_stock() -> None:
-    quick = [Turn(100.0, 1.0, 10.0, 50.0, 60.0, 99.0, 0)] * 3
-    slow = [Turn(tokens, 1.0, 12.0, 80.0, 85.0, 99.0, 2) for tokens in (90.0, 70.0, 80.0)]
+    quick = [Turn(100.0, 1.0, 10.0, 10.0, 50.0, 60.0, 99.0, 0)] * 3
+    slow = [Turn(tokens, 1.0, 12.0, 12.0, 80.0, 85.0, 99.0, 2) for tokens in (90.0, 70.0, 80.0)]
     table = summary({STOCK: {"8": quick}, IDLE: {"8": slow}})
     row = table[IDLE]["8"]
     assert (row["tokens_per_s"], row["share"], row["lost_rows"]) == (80.0, 0.8, 6.0)
@@ -71,7 +84,7 @@ def test_arms_take_turns_after_a_warm_up(capsys) -> None:
     def arm(name: str):
         def run(wanted: list[list[int]], tokens: int) -> Turn:
             asked.append((name, len(wanted), tokens))
-            return Turn(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0)
+            return Turn(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0)
 
         return run
 
@@ -124,12 +137,12 @@ def test_the_server_knows_every_flag() -> None:
 def result(tmp_path: Path) -> Path:
     """A file of two arms at 8 streams and with requests of one token, in which rows were lost."""
     stock = {
-        "8": [Turn(100.0, 1.0, 10.0, 50.0, 60.0, 100.0, 0)],
-        "one": [Turn(20.0, 20.0, 0.0, 40.0, 40.0, 99.0, 0)],
+        "8": [Turn(100.0, 1.0, 10.0, 10.0, 50.0, 60.0, 100.0, 0)],
+        "one": [Turn(20.0, 20.0, 0.0, 0.0, 40.0, 40.0, 99.0, 0)],
     }
     ours = {
-        "8": [Turn(90.0, 0.9, 12.0, 45.0, 45.0, 110.0, 3)],
-        "one": [Turn(10.0, 10.0, 0.0, 80.0, 80.0, 99.0, 0)],
+        "8": [Turn(90.0, 0.9, 12.0, 12.0, 45.0, 45.0, 110.0, 3)],
+        "one": [Turn(10.0, 10.0, 0.0, 0.0, 80.0, 80.0, 99.0, 0)],
     }
     path = tmp_path / "sidebyside.json"
     content = {"benchmark": "sidebyside", "device": "CPU"}
@@ -138,11 +151,14 @@ def result(tmp_path: Path) -> Path:
 
 
 def test_every_measure_is_shown_beside_that_of_stock(result: Path) -> None:
-    rates, per_token, first, of_burst, last, lost = (one.splitlines() for one in tables(result))
+    rates, per_token, later, first, of_burst, last, lost = (
+        one.splitlines() for one in tables(result)
+    )
     assert rates[0] == "| tokens/s | 8 streams | one |"
     assert rates[2:] == [f"| {STOCK} | 100 | 20 |", f"| {IDLE} | 90 (90.0%) | 10 (50.0%) |"]
     assert per_token[0] == "| ms per token | 8 streams |"
     assert per_token[3] == f"| {IDLE} | 12.00 (120.0%) |"
+    assert later[3] == f"| {IDLE} | 12.00 (120.0%) |"
     assert first[3] == f"| {IDLE} | 45 (\N{MINUS SIGN}5) | 80 (+40) |"
     assert of_burst[0] == "| ms from the first stream's call to the first token | 8 streams | one |"
     assert of_burst[3] == f"| {IDLE} | 45 (\N{MINUS SIGN}15) | 80 (+40) |"
@@ -152,24 +168,25 @@ def test_every_measure_is_shown_beside_that_of_stock(result: Path) -> None:
 
 def test_every_bar_is_judged_at_every_number_of_streams(tmp_path: Path) -> None:
     stock = {
-        "32": [Turn(100.0, 1.0, 10.0, 50.0, 60.0, 99.0, 0)],
-        "256": [Turn(200.0, 1.0, 10.0, 50.0, 50.0, 99.0, 0)],
+        "32": [Turn(100.0, 1.0, 10.0, 10.0, 50.0, 60.0, 99.0, 0)],
+        "256": [Turn(200.0, 1.0, 10.0, 10.0, 50.0, 50.0, 99.0, 0)],
     }
     ours = {
-        "32": [Turn(98.5, 0.9, 10.1, 61.0, 61.0, 99.0, 0)],
-        "256": [Turn(194.0, 0.9, 10.2, 80.0, 80.0, 99.0, 0)],
+        "32": [Turn(98.5, 0.9, 10.1, 10.1, 61.0, 61.0, 99.0, 0)],
+        "256": [Turn(194.0, 0.9, 10.2, 10.1, 80.0, 80.0, 99.0, 0)],
     }
     arms = {STOCK: stock, **{f"this server, 1 front end, {arm}": ours for arm in ARMS}}
     path = tmp_path / "sidebyside.json"
     content = {"benchmark": "sidebyside", "device": "CPU"}
     path.write_text(json.dumps({**content, "summary": summary(arms)}))
-    head, _, idle, per_token, *others = tables(path)[-1].splitlines()
+    head, _, idle, per_token, later, *others = tables(path)[-1].splitlines()
     assert head == (
         "|  | bar | 32 streams | 256 streams "
         "| first token at 32: +10 ms | first token at 256: +30 ms |"
     )
     assert idle == "| this server, 1 front end, idle | 98% | met | **97.0%** | **+11** | met |"
     assert per_token.endswith(", idle, ms per token | +1% | met | **+2.0%** |  |  |")
+    assert later.endswith(", idle, ms per token, second half | +1% | met | met |  |  |")
     assert [line.split(" | ")[0].partition("end, ")[2] for line in others] == [*ARMS[1:]]
 
 
