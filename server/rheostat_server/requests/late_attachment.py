@@ -126,18 +126,19 @@ class LateAttachment:
     async def catch_up(self, active: ActiveRequest) -> None:
         """Attaches the subscriptions that were opened while the request was admitted.
 
-        Is called once the request has reserved its capacity.
+        Leaves out those that observe it and have ended meanwhile. Is called once the request has
+        reserved its capacity.
         """
-        if not len(self._subscriptions) and not active.unobserved:
-            return
         admitted = active.admitted
+        if not len(self._subscriptions) and not admitted.observer_captures:
+            return
         attempted = {
             observer_capture.subscription.name for observer_capture in admitted.observer_captures
         } | active.attachment_attempts
         for subscription in self._subscriptions.selecting(admitted.request_id, admitted.labels):
             if subscription.name not in attempted:
                 await self._attach(subscription, active, named=False)
-        if active.unobserved and any(sequence.capture_changes for sequence in active.sequences):
+        if not all(observer.subscription.taking for observer in _observing(active)):
             self._change(active, _running(active))
 
     def detach(self, active: ActiveRequest) -> None:
@@ -278,6 +279,10 @@ class LateAttachment:
         """Stops all captures for a subscription that takes no more rows."""
         subscription.on_left = lambda: None
         for active in self._active_requests.values():
+            # Until a request has capacity, it may still lose its observers. Then the engine must
+            # not capture for those that are left. `catch_up` leaves this subscription out.
+            if not active.capacity_reserved:
+                continue
             if all(observer.subscription is not subscription for observer in _observing(active)):
                 continue
             detached = [

@@ -218,6 +218,56 @@ async def test_an_observer_from_the_beginning_is_left_out_too_once_it_has_left(s
     assert (await rest(call))[-1].HasField("receipt")
 
 
+@pytest.fixture
+async def loading(starter):
+    """A server whose engine has room for 10 rows and is loading the vector of request "a".
+
+    Two subscriptions select "a": one of layer 2, and another of layers 0 and 1.
+    """
+    backend = ScriptedBackend(
+        sites=sites_with(capture_rows=10), hold=Steps(), loading=asyncio.Event()
+    )
+    running = await starter(backend)
+    first = await Subscriber.open(running, opening(by_id("a"), [wanted(2)]))
+    second = await Subscriber.open(running, opening(by_id("a"), [wanted(0, 1)]))
+    call = running.client.generation.Generate(
+        request(request_id="a", sampling=sampled(5), steer=[add()])
+    )
+    await until(lambda: running.manager.open_requests)
+    return running, call, first, second
+
+
+async def test_an_observer_that_leaves_before_a_request_has_capacity_is_left_out(loading) -> None:
+    running, call, first, second = loading
+    await first.rest()
+    assert not running.backend.capture_updates
+    running.backend.loading.set()
+    await until(lambda: running.backend.capture_updates)
+    ((_, captures, _),) = running.backend.capture_updates[-1].values()
+    assert [one.sites for one in captures] == [(site(0), site(1))]
+    running.backend.hold.go(20)
+    assert (await rest(call))[-1].HasField("receipt")
+    await second.until("end_of_request")
+    assert rows_of(second.events) == expected("a", 0, 1, tokens=5)
+
+
+async def test_rows_without_capacity_are_not_captured_because_another_observer_left(
+    loading,
+) -> None:
+    running, call, first, second = loading
+    backend = running.backend
+    own = capture(site_set(POST, layers=[0, 1, 2]), inline=INLINE)
+    other = await begun(running, "other", captures=[own])  # takes 9 of the 10 rows
+    await first.rest()
+    backend.loading.set()
+    await until(lambda: len(backend.positions) == 2)  # both run
+    backend.hold.go(40)
+    assert (await rest(call))[-1].HasField("receipt")
+    assert (await failure(second)).reason == "REASON_CAPTURE_OVERFLOW"
+    assert not backend.capture_updates
+    await rest(other)
+
+
 @pytest.mark.parametrize(
     "policy", [capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_DROP_NEWEST], ids=["fail", "drop"]
 )
