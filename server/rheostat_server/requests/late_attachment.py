@@ -43,6 +43,7 @@ from rheostat_server.subscriptions.pending_changes import (
 from rheostat_server.subscriptions.registry import Subscriptions
 from rheostat_server.subscriptions.subscription import Subscription
 from rheostat_server.tasks.offload import offload_plan
+from rheostat_server.tasks.turns import Turns
 from rheostat_server.tensors import FloatType
 
 _LOG = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class LateAttachment:
         """Plan ids of ended samples, whose waiting changes the workers must discard."""
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = Turns(1)
 
     async def attach(self, subscription: Subscription) -> None:
         """Attaches a new subscription to the running requests that it selects.
@@ -117,7 +119,6 @@ class LateAttachment:
                 _miss(subscription, active, _LATE)
                 continue
             pending += await self._attach(subscription, active, named=True)
-            await asyncio.sleep(0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 for attachment in pending:
@@ -154,7 +155,12 @@ class LateAttachment:
     async def _attach(
         self, subscription: Subscription, active: ActiveRequest, *, named: bool
     ) -> list[PendingAttachment]:
-        """Attaches a subscription to a request. Returns a change for each running sample."""
+        """Attaches a subscription to a request. Returns a change for each running sample.
+
+        One is attached in an iteration of the event loop, because each takes up to milliseconds.
+        Cells of a sweep start together, and every open subscription may select each of them.
+        """
+        await self._turns.turn()
         observer_capture = await self._observer_capture(subscription, active)
         async with active.capture_lock:
             need, reason = await self._need(active, observer_capture)

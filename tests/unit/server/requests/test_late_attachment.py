@@ -268,6 +268,37 @@ async def test_rows_without_capacity_are_not_captured_because_another_observer_l
     await rest(other)
 
 
+async def test_one_subscription_is_attached_in_an_iteration_of_the_event_loop(
+    starter, monkeypatch
+) -> None:
+    backend = ScriptedBackend(hold=Steps(), loading=asyncio.Event())
+    running = await starter(backend)
+    call = running.client.generation.Generate(
+        request(request_id="a", sampling=sampled(5), steer=[add()])
+    )
+    await until(lambda: running.manager.open_requests)
+    for layer in range(3):
+        await Subscriber.open(running, opening(by_id("a"), [wanted(layer)]))
+    iteration, attached_in = 0, []
+    resolve = late_attachment.observer_captures
+
+    def next_iteration() -> None:
+        nonlocal iteration
+        iteration += 1
+        asyncio.get_running_loop().call_soon(next_iteration)
+
+    def resolved(*arguments: object) -> object:
+        attached_in.append(iteration)
+        return resolve(*arguments)
+
+    monkeypatch.setattr(late_attachment, "observer_captures", resolved)
+    next_iteration()
+    backend.loading.set()
+    backend.hold.go(20)
+    assert (await rest(call))[-1].HasField("receipt")
+    assert len(set(attached_in)) == 3
+
+
 @pytest.mark.parametrize(
     "policy", [capture_pb2.OVERLOAD_FAIL, capture_pb2.OVERLOAD_DROP_NEWEST], ids=["fail", "drop"]
 )
