@@ -385,12 +385,12 @@ def _site_kernel(
         inside = column < WIDTH
         added = tl.maximum(code, 0)
         row = tl.load(rows_ptr + added % _ROW_UNIT * WIDTH + column, mask=inside, other=0.0)
-        factor = _factor_of_code(openness_ptr, gains_ptr, token, added)
         h = tl.load(h_ptr + token * h_stride + column, mask=inside, other=0.0)
         if HAS_RESIDUAL:
             residual = tl.load(
                 residual_ptr + token * residual_stride + column, mask=inside, other=0.0
             )
+        factor = _factor_of_code(openness_ptr, gains_ptr, token, added)  # it uses what it loads
         step = tl.maximum(-code, 0)
         if step > 0:
             step = _open_gates(
