@@ -63,17 +63,20 @@ class Streamed(NamedTuple):
     first: float
     """When its first token was there."""
     middle: float
-    """When half of its tokens were there, rounded down."""
+    """When half of its messages were there, rounded down."""
     last: float
     """When its last token was there."""
     tokens: int
+    later: float
+    """Tokens that came later than `middle`. A message may have several."""
     rows: int
 
 
 def streamed(began: float, moments: Sequence[float], tokens: int, rows: int = 0) -> Streamed:
-    """A request whose `tokens` arrived at `moments`, which have one for each, or for a few."""
+    """A request of so many tokens. `moments`: when each arrived, or each chunk of a few tokens."""
     middle = moments[max(1, len(moments) // 2) - 1]
-    return Streamed(began, moments[0], middle, moments[-1], tokens, rows)
+    later = sum(moment > middle for moment in moments) * tokens / len(moments)
+    return Streamed(began, moments[0], middle, moments[-1], tokens, later, rows)
 
 
 class Turn(NamedTuple):
@@ -83,7 +86,7 @@ class Turn(NamedTuple):
     requests_per_s: float
     per_token_ms: float
     """Median of the streams; zero if each has one token."""
-    later_per_token_ms: float
+    second_half_per_token_ms: float
     """The same for the second half of a stream's tokens. By then no stream waits for the prompts of
     others any more, if streams are long enough."""
     first_token_ms: float
@@ -117,10 +120,7 @@ def turn(streams: Sequence[Streamed], wanted_rows: int, watched_rows: int) -> Tu
         1e3 * statistics.median((step.last - step.first) / (step.tokens - 1) for step in steps)
         if steps
         else 0.0,
-        1e3
-        * statistics.median(
-            (step.last - step.middle) / (step.tokens - step.tokens // 2) for step in steps
-        )
+        1e3 * statistics.median((step.last - step.middle) / max(1, step.later) for step in steps)
         if steps
         else 0.0,
         1e3 * statistics.median(stream.first - stream.began for stream in streams),
@@ -199,7 +199,7 @@ class HttpClient:
             writer.write(head.encode() + body)
             async for line in reader:
                 if line.startswith(b"data: {"):
-                    moments.append(time.monotonic())  # mostly of one token
+                    moments.append(time.monotonic())  # a chunk, mostly of one token
                 elif line.startswith(b"data: [DONE]"):
                     break
             writer.close()
@@ -397,7 +397,7 @@ def summary(
             row["share"] = row["tokens_per_s"] / stock_row["tokens_per_s"]
             row["first_token_later_ms"] = row["first_token_ms"] - stock_row["first_token_ms"]
             if stock_row["per_token_ms"]:
-                for measure in ("per_token", "later_per_token"):
+                for measure in ("per_token", "second_half_per_token"):
                     row[f"{measure}_to_stock"] = row[f"{measure}_ms"] / stock_row[f"{measure}_ms"]
     return table
 
@@ -409,10 +409,10 @@ def show(turns: Mapping[str, Mapping[str, Sequence[Turn]]], workload: str) -> No
     for name, by_workload in summary(some).items():
         row = by_workload[workload]
         per_token = row.get("per_token_to_stock", 1.0)
-        later = row.get("later_per_token_to_stock", 1.0)
+        half = row.get("second_half_per_token_to_stock", 1.0)
         print(
             f"{name:64}{row['tokens_per_s']:8.0f} tokens/s {row['share']:7.1%}"
-            f"{row['per_token_ms']:8.3f} ms {per_token - 1:+7.2%} (later {later - 1:+7.2%})"
+            f"{row['per_token_ms']:8.3f} ms {per_token - 1:+7.2%} (second half {half - 1:+7.2%})"
             f"{row['first_token_ms']:8.0f} ms first{row['requests_per_s']:7.0f} requests/s"
             f"{row['lost_rows']:8.0f} lost",
             flush=True,

@@ -30,8 +30,9 @@ _PER_TOKEN_BAR = 1.01
 """The most time per token of idle requests, as a share of stock's."""
 _PER_TOKEN = {
     "per_token_to_stock": "ms per token",
-    "later_per_token_to_stock": "ms per token, second half",
+    "second_half_per_token_to_stock": "ms per token, second half",
 }
+"""The labels of the measures to which `_PER_TOKEN_BAR` applies."""
 _FIRST_TOKEN_BARS = {"32": 10.0, "256": 30.0}
 """The most milliseconds that the first token may come later than stock's, by streams."""
 
@@ -302,7 +303,7 @@ def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:
     measures = {
         "tokens/s": ("tokens_per_s", ".0f", True),
         "ms per token": ("per_token_ms", ".2f", True),
-        "ms per token, second half": ("later_per_token_ms", ".2f", True),
+        "ms per token, second half": ("second_half_per_token_ms", ".2f", True),
         "ms to the first token": ("first_token_ms", ".0f", False),
         "ms from the first stream's call to the first token": (
             "first_token_of_burst_ms",

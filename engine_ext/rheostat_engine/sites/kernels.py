@@ -390,7 +390,8 @@ def _site_kernel(
             residual = tl.load(
                 residual_ptr + token * residual_stride + column, mask=inside, other=0.0
             )
-        factor = _factor_of_code(openness_ptr, gains_ptr, token, added)  # it uses what it loads
+        # Last, because it multiplies what it loads. The loads above do not wait for that.
+        factor = _factor_of_code(openness_ptr, gains_ptr, token, added)
         step = tl.maximum(-code, 0)
         if step > 0:
             step = _open_gates(

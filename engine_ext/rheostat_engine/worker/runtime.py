@@ -252,7 +252,8 @@ class SiteRuntime:
         """Replaces the captures of requests, each from its next step on.
 
         An `AttachedHead` reports the first updated position. A request without a plan is added in
-        that step. The update of a request that vLLM has not scheduled yet stays pending.
+        that step. An update stays pending until vLLM has scheduled its request, and without a plan
+        while vLLM computes its tokens again after a preemption.
 
         Args:
             updates: updates by the server's request id; None discards a pending update.
@@ -469,16 +470,18 @@ class SiteRuntime:
         """Applies pending updates to requests of a batch, up to about `STEP_COST`."""
         if batch.request_ids == self._scanned:
             return
-        self._scanned = list(batch.request_ids)
+        self._scanned = ids = list(batch.request_ids)
         spent = 0
-        for request_id, computed in zip(self._scanned, batch.computed.tolist(), strict=True):
-            name = self._name(request_id)
-            if name not in self._updates:
+        for request_id, start, count in zip(ids, batch.computed, batch.scheduled, strict=True):
+            update = self._updates.get(name := self._name(request_id))
+            if update is None:
                 continue
-            if spent > STEP_COST:  # the next step applies the other updates
+            known = request_id in self._requests
+            again = count > 1 and update.not_before > 0 and not known  # it had these positions
+            if again or spent > STEP_COST:  # a later step applies it
                 self._scanned = None
-                return
-            spent += self._apply(request_id, self._updates.pop(name), computed)
+            else:
+                spent += self._apply(request_id, self._updates.pop(name), int(start))
 
     def _name(self, request_id: str) -> str:
         request = self._requests.get(request_id)
@@ -507,10 +510,7 @@ class SiteRuntime:
         return cost
 
     def _make_request(
-        self,
-        name: str,
-        plan: ReceivedPlan | None,
-        cached_tokens_recomputed: int,
+        self, name: str, plan: ReceivedPlan | None, cached_tokens_recomputed: int
     ) -> _Request:
         number = self._new_number()
         steering, captured = RequestSteering(), RequestCaptures()

@@ -93,7 +93,8 @@ class LateAttachment:
         """Plan ids of ended samples, whose waiting changes the workers must discard."""
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turns = Turns(1)
+        self._openings, self._catching_up = Turns(1), Turns(1)
+        """Turns of attachments, of new subscriptions and of new requests."""
 
     async def attach(self, subscription: Subscription) -> None:
         """Attaches a new subscription to the running requests that it selects.
@@ -127,8 +128,8 @@ class LateAttachment:
     async def catch_up(self, active: ActiveRequest) -> None:
         """Attaches the subscriptions that were opened while the request was admitted.
 
-        Leaves out those that observe it and have ended meanwhile. Is called once the request has
-        reserved its capacity.
+        Also ends the captures for subscriptions that ended meanwhile. Is called once the request
+        has reserved its capacity.
         """
         admitted = active.admitted
         if not len(self._subscriptions) and not admitted.observer_captures:
@@ -157,10 +158,17 @@ class LateAttachment:
     ) -> list[PendingAttachment]:
         """Attaches a subscription to a request. Returns a change for each running sample.
 
-        One is attached in an iteration of the event loop, because each takes up to milliseconds.
-        Cells of a sweep start together, and every open subscription may select each of them.
+        At most one attachment begins in an iteration of the event loop, because it can take
+        milliseconds. Cells of a sweep start together, and every open subscription may select each.
+
+        Args:
+            subscription: the subscription.
+            active: the request.
+            named: whether `SubscribeOpened` names the request, because the subscription is new.
         """
-        await self._turns.turn()
+        await (self._openings if named else self._catching_up).turn()
+        if not named and (not subscription.taking or active.closed):
+            return []
         observer_capture = await self._observer_capture(subscription, active)
         async with active.capture_lock:
             need, reason = await self._need(active, observer_capture)
@@ -170,7 +178,7 @@ class LateAttachment:
             if reason and named:
                 _miss(subscription, active, reason)
                 return []
-            if not subscription.taking or active.closed:
+            if not subscription.taking or active.closed or not sequences:
                 return []
             return self._add(active, observer_capture, sequences, reason, named=named)
 
@@ -285,8 +293,9 @@ class LateAttachment:
         """Stops all captures for a subscription that takes no more rows."""
         subscription.on_left = lambda: None
         for active in self._active_requests.values():
-            # Until a request has capacity, it may still lose its observers. Then the engine must
-            # not capture for those that are left. `catch_up` leaves this subscription out.
+            # Until a request has capacity, all its observers may still be refused. A change now
+            # would make the engine capture for the others without room for their rows. `catch_up`
+            # ends the captures for this subscription later.
             if not active.capacity_reserved:
                 continue
             if all(observer.subscription is not subscription for observer in _observing(active)):
@@ -358,16 +367,20 @@ class LateAttachment:
 
     async def _changes(self, active: ActiveRequest) -> dict[str, CapturesUpdate]:
         """The updates of a request's samples, by plan id; empty if they cannot be made."""
-        numbers = {sequence.plan_id: sequence.capture_changes for sequence in _running(active)}
+        prompt_len = active.admitted.prompt_len
+        changed = {
+            sequence.plan_id: (sequence.capture_changes, _computed_by(sequence, prompt_len))
+            for sequence in _running(active)
+        }
         try:
             captures, first = self._captured(active), _computed(active)
             updated = await offload_plan(_work(active), _captures_from, captures, first)
         except Exception as error:  # any error ends the waits, and other requests go on
             name = active.admitted.request_id
             _LOG.error("the changed captures of %s could not be made", name, exc_info=error)
-            self._fail(numbers)
+            self._fail({name: number for name, (number, _) in changed.items()})
             return {}
-        return {name: CapturesUpdate(number, updated, first) for name, number in numbers.items()}
+        return {name: CapturesUpdate(number, updated, at) for name, (number, at) in changed.items()}
 
     def _fail(self, numbers: Mapping[str, int]) -> None:
         """Ends the waits for changes, by plan id, that cannot be sent to the engine."""
@@ -441,8 +454,13 @@ def _reservation(active: ActiveRequest) -> str:
 
 def _computed(active: ActiveRequest) -> int:
     """A position up to which every running sample has computed its rows."""
-    tokens = min((len(sequence.tokens) for sequence in _running(active)), default=0)
-    return active.admitted.prompt_len + tokens - 1 if tokens else 0
+    prompt_len = active.admitted.prompt_len
+    return min((_computed_by(sequence, prompt_len) for sequence in _running(active)), default=0)
+
+
+def _computed_by(sequence: EngineSequence, prompt_len: int) -> int:
+    """A position up to which a sample has computed its rows."""
+    return prompt_len + len(sequence.tokens) - 1 if sequence.tokens else 0
 
 
 def _captures_from(captures: Sequence[ResolvedCapture], first: int) -> tuple[Capture, ...]:

@@ -30,12 +30,15 @@ DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 
 
 def test_a_turn_counts_from_the_first_call_to_the_last_token() -> None:
-    streams = [Streamed(10.0, 10.5, 11.0, 12.5, 5, 3), Streamed(11.0, 12.0, 12.0, 14.0, 3, 4)]
+    streams = [
+        Streamed(10.0, 10.5, 11.0, 12.5, 5, 2, 3),
+        Streamed(11.0, 12.0, 12.0, 14.0, 3, 2, 4),
+    ]
     assert turn(streams, 20, 9) == Turn(
         tokens_per_s=2.0,
         requests_per_s=0.5,
         per_token_ms=750.0,
-        later_per_token_ms=750.0,
+        second_half_per_token_ms=875.0,
         first_token_ms=750.0,
         first_token_of_burst_ms=1250.0,
         last_token_of_burst_ms=3250.0,
@@ -45,17 +48,19 @@ def test_a_turn_counts_from_the_first_call_to_the_last_token() -> None:
 
 def test_requests_of_one_token_have_no_time_per_token() -> None:
     found = turn([streamed(0.0, [0.5], 1)], 0, 0)
-    assert (found.per_token_ms, found.later_per_token_ms) == (0.0, 0.0)
+    assert (found.per_token_ms, found.second_half_per_token_ms) == (0.0, 0.0)
 
 
 def test_the_later_time_per_token_leaves_out_waits_for_the_prompts_of_others() -> None:
     waited = streamed(0.0, [1.0, 5.0, 5.5, 6.0], tokens=4)
-    assert waited == Streamed(0.0, 1.0, 5.0, 6.0, 4, 0)
+    assert waited == Streamed(0.0, 1.0, 5.0, 6.0, 4, 2, 0)
     found = turn([waited], 0, 0)
     assert found.per_token_ms == pytest.approx(5000 / 3)
-    assert found.later_per_token_ms == 500.0
-    merged = streamed(0.0, [1.0, 5.0, 5.5, 6.0], tokens=8)
-    assert turn([merged], 0, 0).later_per_token_ms == 250.0
+    assert found.second_half_per_token_ms == 500.0
+    chunks = streamed(0.0, [1.0, 5.0, 5.5, 6.0], tokens=8)
+    assert turn([chunks], 0, 0).second_half_per_token_ms == 250.0
+    merged = streamed(0.0, [1.0, *[4.0] * 4, *[7.0] * 3], tokens=8)
+    assert turn([merged], 0, 0).second_half_per_token_ms == 1000.0
 
 
 def test_every_token_of_a_shape_has_a_text(tmp_path) -> None:

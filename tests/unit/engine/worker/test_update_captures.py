@@ -108,6 +108,19 @@ def test_rows_come_from_the_position_that_is_named_and_each_once_through_preempt
     assert worker.held() == NOTHING
 
 
+def test_a_request_that_computes_its_tokens_again_is_captured_once_it_generates() -> None:
+    worker, name = Worker(), server_request_id("v")
+    worker.step([("v", 0, 4)])
+    worker.runtime.preempt("v")
+    worker.runtime.update_captures({name: CapturesUpdate(1, everything(2).to_wire(), 6)})
+    worker.step([("v", 0, 5), ("mate", 0, 1)])  # it had computed 8 positions
+    worker.step([("v", 5, 4), ("mate", 1, 1)])
+    worker.step([("v", 9, 1), ("mate", 2, 1)])
+    assert rows_of(worker.row_sender.events) == {(2, 9)}
+    (told,) = [event for event in worker.row_sender.events if isinstance(event, Attached)]
+    assert told.first == 9
+
+
 def test_rows_are_those_of_the_stream() -> None:
     worker = Worker()
     worker.step([("v", 0, 4)])
@@ -266,12 +279,12 @@ def test_a_request_holds_little_however_often_what_is_captured_of_it_changes() -
 
 def test_a_change_acts_from_the_position_that_is_named_on() -> None:
     worker = Worker()
-    worker.step([("v", 0, 4)])
-    worker.runtime.preempt("v")
+    worker.step([("v", 0, 3)])
     worker.runtime.update_captures(
         {server_request_id("v"): CapturesUpdate(1, everything(2).to_wire(), 4)}
     )
-    worker.step([("v", 0, 6)])
+    for position in (3, 4, 5):
+        worker.step([("v", position, 1)])
     (told,) = [event for event in worker.row_sender.events if isinstance(event, Attached)]
     assert told.first == 4
     assert rows_of(worker.row_sender.events) == {(2, 4), (2, 5)}

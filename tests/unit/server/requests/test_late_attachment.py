@@ -273,19 +273,23 @@ async def test_one_subscription_is_attached_in_an_iteration_of_the_event_loop(
 ) -> None:
     backend = ScriptedBackend(hold=Steps(), loading=asyncio.Event())
     running = await starter(backend)
-    call = running.client.generation.Generate(
-        request(request_id="a", sampling=sampled(5), steer=[add()])
-    )
-    await until(lambda: running.manager.open_requests)
+    calls = [
+        running.client.generation.Generate(
+            request(request_id=name, sampling=sampled(5), steer=[add()])
+        )
+        for name in ("a", "b")
+    ]
+    await until(lambda: running.manager.open_requests == 2)
     for layer in range(3):
-        await Subscriber.open(running, opening(by_id("a"), [wanted(layer)]))
+        await Subscriber.open(running, opening(EVERY, [wanted(layer)]))
     iteration, attached_in = 0, []
     resolve = late_attachment.observer_captures
 
     def next_iteration() -> None:
         nonlocal iteration
         iteration += 1
-        asyncio.get_running_loop().call_soon(next_iteration)
+        if len(attached_in) < 6:
+            asyncio.get_running_loop().call_soon(next_iteration)
 
     def resolved(*arguments: object) -> object:
         attached_in.append(iteration)
@@ -294,9 +298,27 @@ async def test_one_subscription_is_attached_in_an_iteration_of_the_event_loop(
     monkeypatch.setattr(late_attachment, "observer_captures", resolved)
     next_iteration()
     backend.loading.set()
-    backend.hold.go(20)
+    backend.hold.go(40)
+    for call in calls:
+        assert (await rest(call))[-1].HasField("receipt")
+    assert len(set(attached_in)) == len(attached_in) == 6
+
+
+async def test_each_sample_is_captured_from_where_it_is_itself(starter) -> None:
+    backend = ScriptedBackend(hold=Steps())
+    running = await starter(backend)
+    call = await begun(running, "a", n=2)
+    (active,) = running.manager._active_requests.values()
+    backend.hold.go(3)
+    await until(lambda: sorted(len(one.tokens) for one in active.sequences) == [2, 3])
+    opens = asyncio.ensure_future(Subscriber.open(running, opening(EVERY, [wanted(2)])))
+    await until(lambda: backend.capture_updates)
+    (changes,) = backend.capture_updates
+    low, high = sorted(change.not_before for change in changes.values())
+    assert PROMPT <= low == high - 1
+    backend.hold.go(40)
+    await opens
     assert (await rest(call))[-1].HasField("receipt")
-    assert len(set(attached_in)) == 3
 
 
 @pytest.mark.parametrize(
