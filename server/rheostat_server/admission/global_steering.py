@@ -124,7 +124,7 @@ class GlobalSteering:
 
     def resolve(self, context: SelectionContext) -> "ServerWide":
         """Its interventions, probes and rules in a request."""
-        server_wide = replace(context, lenient=True)
+        server_wide = context.leniently
         probes = {
             probe.name: replace(probe, selection=_selection(message, server_wide, probe.path))
             for message, probe in zip(self.policy.probes, self.probes, strict=True)

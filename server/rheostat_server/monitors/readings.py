@@ -123,7 +123,7 @@ class WatchedReadings:
     def _resolve(
         self, context: SelectionContext, first_column: int, watch: str
     ) -> ResolvedReadings:
-        lenient = replace(context, lenient=True)
+        lenient = context.leniently
         left = OBSERVER_SPANS
 
         def selected(selector: PreparedSelector | None) -> Selection:

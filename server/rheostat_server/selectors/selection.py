@@ -6,7 +6,7 @@ conditions are needed for generated positions only.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rheostat_engine import OPEN_END, Condition, Spans
@@ -63,6 +63,15 @@ class SelectionContext:
     def index(self) -> PromptIndex:
         """The index of the prompt."""
         return PromptIndex(self.prompt, self.vocabulary)
+
+    @cached_property
+    def leniently(self) -> "SelectionContext":
+        """The same, with `lenient` selectors.
+
+        Subscriptions, watches and server-wide steering select in the same prompt, and share its
+        index. The cells of a sweep share a context, too.
+        """
+        return replace(self, lenient=True)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ rest is computed while another client's request is admitted, and delays that req
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rheostat_engine.cached_property import cached_property
 from rheostat_server.capture.specs import ResolvedCapture
@@ -92,7 +92,7 @@ class ObservedCaptures:
         return {}
 
     def _resolve(self, context: SelectionContext) -> tuple[ResolvedCapture, ...]:
-        lenient = replace(context, lenient=True)
+        lenient = context.leniently
         left = OBSERVER_SPANS
         selections: dict[PreparedSelector | None, Selection] = {None: EVERYTHING}
         for selector in self.selectors:

@@ -1,6 +1,6 @@
 """Checks and resolves the message that opens a subscription, on a thread if that takes long."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rheostat_engine import ModelSites
 from rheostat_server import validation
@@ -124,7 +124,7 @@ def _resolve(
             raise InvalidValue(
                 "the subscription's own policy holds", field=field_path(path, "overload")
             )
-        lenient = replace(typical, lenient=True)
+        lenient = typical.leniently
         resolved.append(resolve_capture(spec, model, lenient, vectors, path, Target.SUBSCRIPTION))
     return resolved, observed_captures(opened.captures, resolved)
 

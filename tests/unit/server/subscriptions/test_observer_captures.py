@@ -12,6 +12,7 @@ from rheostat_server.limits import (
     SUBSCRIBE_OPEN_BYTES,
     SUBSCRIPTION_SELECTOR_BYTES,
 )
+from rheostat_server.selectors import selection
 from rheostat_server.subscriptions import observed, observer_captures
 from rheostat_server.subscriptions import opening as openings
 from rheostat_server.tasks.offload import PLANNER
@@ -134,6 +135,22 @@ async def test_what_no_prompt_changes_is_worked_out_once(starter, monkeypatch) -
     await one.rest()
     assert len(resolved) == 2
     assert set(ends_of(one.events)) == set("abc")
+
+
+async def test_subscriptions_that_select_by_token_index_a_prompt_once(starter, monkeypatch) -> None:
+    running = await starter(ScriptedBackend())
+    for _ in range(3):
+        await Subscriber.open(running, opening(specs=[wanted(where=selector(token_range(10)))]))
+    indexed = []
+    index = selection.PromptIndex
+
+    def counted(prompt, vocabulary: int):
+        indexed.append(prompt)
+        return index(prompt, vocabulary)
+
+    monkeypatch.setattr(selection, "PromptIndex", counted)
+    await generate(running, "a")
+    assert len(indexed) == 1
 
 
 async def test_a_subscription_with_hundreds_of_ranges_observes_a_request(running) -> None:
