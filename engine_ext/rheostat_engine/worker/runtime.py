@@ -252,8 +252,8 @@ class SiteRuntime:
         """Replaces the captures of requests, each from its next step on.
 
         An `AttachedHead` reports the first updated position. A request without a plan is added in
-        that step. An update stays pending until vLLM has scheduled its request, and without a plan
-        while vLLM computes its tokens again after a preemption.
+        that step, or once vLLM no longer computes its tokens again after a preemption. The update
+        of a request that vLLM has not scheduled yet stays pending.
 
         Args:
             updates: updates by the server's request id; None discards a pending update.
@@ -477,8 +477,8 @@ class SiteRuntime:
             if update is None:
                 continue
             known = request_id in self._requests
-            again = count > 1 and update.not_before > 0 and not known  # it had these positions
-            if again or spent > STEP_COST:  # a later step applies it
+            recomputes = count > 1 and update.not_before > 0 and not known
+            if recomputes or spent > STEP_COST:  # a later step applies it
                 self._scanned = None
             else:
                 spent += self._apply(request_id, self._updates.pop(name), int(start))

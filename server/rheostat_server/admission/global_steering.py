@@ -124,7 +124,7 @@ class GlobalSteering:
 
     def resolve(self, context: SelectionContext) -> "ServerWide":
         """Its interventions, probes and rules in a request."""
-        server_wide = context.leniently
+        server_wide = context.lenient_copy
         probes = {
             probe.name: replace(probe, selection=_selection(message, server_wide, probe.path))
             for message, probe in zip(self.policy.probes, self.probes, strict=True)

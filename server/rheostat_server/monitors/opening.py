@@ -122,7 +122,7 @@ def _resolve(
     """Checks the filter, and resolves probes and rules."""
     check_filter(opened.filter)
     try:
-        lenient, sites = context.typical.leniently, context.sites
+        lenient, sites = context.typical.lenient_copy, context.sites
         probes = resolve_probes(opened.probes, sites, lenient, vectors)
         rules = resolve_rules(opened.rules, probes, lenient)
         for number, rule in enumerate(opened.rules):

@@ -123,7 +123,7 @@ class WatchedReadings:
     def _resolve(
         self, context: SelectionContext, first_column: int, watch: str
     ) -> ResolvedReadings:
-        lenient = context.leniently
+        lenient = context.lenient_copy
         left = OBSERVER_SPANS
 
         def selected(selector: PreparedSelector | None) -> Selection:

@@ -94,7 +94,7 @@ class LateAttachment:
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._openings, self._catching_up = Turns(1), Turns(1)
-        """Turns of attachments, of new subscriptions and of new requests."""
+        """Turns to attach new subscriptions, and to attach subscriptions to new requests."""
 
     async def attach(self, subscription: Subscription) -> None:
         """Attaches a new subscription to the running requests that it selects.

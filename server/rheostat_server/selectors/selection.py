@@ -65,8 +65,8 @@ class SelectionContext:
         return PromptIndex(self.prompt, self.vocabulary)
 
     @cached_property
-    def leniently(self) -> "SelectionContext":
-        """The same, with `lenient` selectors.
+    def lenient_copy(self) -> "SelectionContext":
+        """The same with `lenient` set.
 
         Subscriptions, watches and server-wide steering select in the same prompt, and share its
         index. The cells of a sweep share a context, too.

@@ -92,7 +92,7 @@ class ObservedCaptures:
         return {}
 
     def _resolve(self, context: SelectionContext) -> tuple[ResolvedCapture, ...]:
-        lenient = context.leniently
+        lenient = context.lenient_copy
         left = OBSERVER_SPANS
         selections: dict[PreparedSelector | None, Selection] = {None: EVERYTHING}
         for selector in self.selectors:

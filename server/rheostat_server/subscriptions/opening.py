@@ -124,7 +124,7 @@ def _resolve(
             raise InvalidValue(
                 "the subscription's own policy holds", field=field_path(path, "overload")
             )
-        lenient = typical.leniently
+        lenient = typical.lenient_copy
         resolved.append(resolve_capture(spec, model, lenient, vectors, path, Target.SUBSCRIPTION))
     return resolved, observed_captures(opened.captures, resolved)
 
