@@ -19,7 +19,7 @@ from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, MAX_TERMS, Activa
 from rheostat_engine.sites.reference import limits
 from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.instructions import Instructions
-from rheostat_engine.worker.state.buffers import Buffers, SiteBuffers, TokenColumn
+from rheostat_engine.worker.state.buffers import Buffers, FoldColumn, SiteBuffers, TokenColumn
 from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
 from rheostat_engine.worker.steering.gate_kernels import launch_fold, scan
 from rheostat_engine.worker.steering.programs import FLOATS, GAIN_UNIT, INTS, ROW_UNIT
@@ -585,4 +585,6 @@ def warm_up(
     for with_ids in (None, ids):
         for with_base in (None, base):
             launch_expand(instructions._replace(ids=with_ids, base=with_base), buffers)
-    launch_fold(buffers.gates, torch.zeros(1, 4, dtype=torch.int32, device=row.device))
+    launch_fold(
+        buffers.gates, torch.zeros(1, len(FoldColumn), dtype=torch.int32, device=row.device)
+    )

@@ -100,7 +100,8 @@ def chunk_differences(
     other.gates.ints[1], other.gates.floats[1] = torch.from_numpy(ints), torch.from_numpy(floats)
     other.gates.states[4, State.HEAD, Held.RECORD] = 1
     site = twin(other, device)
-    begins, differences = BEGINS, dict.fromkeys(("stream", "openness", "fold", "states"), 0.0)
+    names = ("stream", "openness", "fold", "states", "positions")
+    begins, differences = BEGINS, dict.fromkeys(names, 0.0)
 
     def compare(name: str, one: torch.Tensor, two: torch.Tensor) -> None:
         equal_infinity = (one.cpu() == two.cpu()) | (one.cpu() - two.cpu()).isnan()
@@ -117,6 +118,7 @@ def chunk_differences(
             gates.tokens[:, 0], gates.tokens[:, 1] = 3, 0
             gates.tokens[:count, 2] = begins + torch.arange(count, device=gates.tokens.device)
             buffer.code[count:] = 0
+        folds = torch.tensor([[4, 1, 1, 0, count, begins]], dtype=torch.int32)
         begins += count
         ones, others = torch.zeros(tokens, 4, device=device), torch.zeros(tokens, 4)
         launch_site(ones, None, site)
@@ -125,9 +127,11 @@ def chunk_differences(
         opened, opening = site.gates.openness.clone(), (site.code[:count] != 0).to(device)
         found = other.gates.openness[:count]
         compare("openness", opened[:count][opening], found[opening.cpu()])
-        folds = torch.tensor([[4, 1, 0, count]], dtype=torch.int32)
-        launch_fold(site.gates, folds.to(device))
+        folded = folds.to(device, copy=True)
+        launch_fold(site.gates, folded)
         fold_step(other.gates, folds)
+        compare("positions", folded, folds)
+        compare("positions", site.gates.tokens, other.gates.tokens)
         compare("openness", site.gates.openness[:count][opening], opened[:count][opening])
         compare("fold", site.gates.openness, other.gates.openness)
         compare("states", site.gates.states, other.gates.states)

@@ -361,8 +361,8 @@ def check_gates(
     rtol = TOLERANCE[dtype]
     torch.testing.assert_close(ones, others, rtol=rtol, atol=10 * rtol)
     torch.testing.assert_close(site.doses, other.doses, rtol=max(1e-4, rtol), atol=1e-5)
-    folds = torch.tensor([[4, 1, 0, GATED], [6, 1, GATED, 2]], dtype=torch.int32)
-    launch_fold(site.gates, folds)
+    folds = torch.tensor([[4, 1, 0, 0, GATED, 9], [6, 1, 0, GATED, 2, 3]], dtype=torch.int32)
+    launch_fold(site.gates, folds.clone())
     fold_step(other.gates, folds)
     for one, two in zip(site.gates, other.gates, strict=True):
         torch.testing.assert_close(one, two, rtol=rtol, atol=10 * rtol, equal_nan=True)

@@ -17,13 +17,25 @@ from rheostat_engine.plan.gate_table import State
 from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, MAX_TERMS
 from rheostat_engine.worker.state.active_sites import ActiveSites
 
-_ALIGNED = 4
-"""The tokens of a site are rounded up to a multiple, so that the instructions of every site are
-aligned to 16 bytes: kernels are compiled for the alignment of the first site."""
+ALIGNED = 4
+"""Integers in 16 bytes. A kernel is compiled for tensors that begin at a multiple of 16 bytes; for
+others it would be compiled again, while requests wait. So the tokens of a site are rounded up to a
+multiple, and the folds of a step begin at one."""
 
 
-FOLD = 4
-"""Integers of a fold; see `fold_step`."""
+class FoldColumn(IntEnum):
+    """Columns of the folds of a step. A fold is one gate of one sample; see `fold_step`."""
+
+    STATE = 0
+    GATE = 1
+    NUMBER = 2
+    """The number of the gate in the plan."""
+    FIRST = 3
+    """The first token of the sample in the step."""
+    COUNT = 4
+    """The number of the sample's tokens."""
+    POSITION = 5
+    """The position of the first token."""
 
 
 class GateBuffers(NamedTuple):
@@ -43,8 +55,8 @@ class GateBuffers(NamedTuple):
     gains: torch.Tensor
     """[tokens, MAX_GAINS] float32: by the gain's index; for tokens whose programs have gains."""
     step: torch.Tensor
-    """[FOLD * states + 3 * tokens] int32: folds of the step, in front of `tokens`, so that one
-    copy writes both."""
+    """[columns of `FoldColumn` * states + 3 * tokens] int32: folds of the step, in front of
+    `tokens`, so that one copy writes both."""
     tokens: torch.Tensor
     """[tokens, 3] int32, a view of `step`; see `TokenColumn`."""
     states: torch.Tensor
@@ -64,14 +76,14 @@ class GateBuffers(NamedTuple):
     ) -> "GateBuffers":
         """Buffers for steps of up to `tokens` tokens, with `states` states beside state 0."""
         device = ints.device
-        columns = len(TokenColumn)
-        step = torch.zeros(FOLD * states + columns * tokens, dtype=torch.int32, device=device)
+        columns, folds = len(TokenColumn), len(FoldColumn) * states
+        step = torch.zeros(folds + columns * tokens, dtype=torch.int32, device=device)
         return cls(
             readings=torch.full((tokens, MAX_COLUMNS), torch.nan, device=device),
             openness=torch.zeros(tokens, MAX_GATES, device=device),
             gains=torch.ones(tokens, MAX_GAINS, device=device),
             step=step,
-            tokens=step[FOLD * states :].view(tokens, columns),
+            tokens=step[folds:].view(tokens, columns),
             states=torch.zeros(states + 1, len(State), MAX_TERMS, device=device),
             folded=torch.zeros(states + 1, dtype=torch.int64, device=device),
             ints=ints,
@@ -142,7 +154,7 @@ class Buffers:
             ring: [ring rows, W].
         """
         sites, device = doses.shape[0], rows.device
-        tokens = -(-tokens // _ALIGNED) * _ALIGNED
+        tokens = -(-tokens // ALIGNED) * ALIGNED
         self.code = torch.zeros(sites, tokens, dtype=torch.int32, device=device)
         self.cap_row = torch.zeros(sites, tokens, dtype=torch.int32, device=device)
         self.dose_slot = torch.zeros(tokens, dtype=torch.int32, device=device)

@@ -25,7 +25,7 @@ from rheostat_engine.plan.gates import (
     Hold,
     Pool,
 )
-from rheostat_engine.worker.state.buffers import GateBuffers, TokenColumn
+from rheostat_engine.worker.state.buffers import FoldColumn, GateBuffers, TokenColumn
 from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
 
 _TERMS = tl.constexpr(MAX_TERMS)
@@ -51,6 +51,13 @@ _FAR = tl.constexpr(1 << 30)
 _GATES = tl.constexpr(MAX_GATES)
 _PER_TOKEN = tl.constexpr(len(TokenColumn))
 _POSITION = tl.constexpr(int(TokenColumn.POSITION))
+_FOLD = tl.constexpr(len(FoldColumn))
+_FOLD_STATE = tl.constexpr(int(FoldColumn.STATE))
+_FOLD_GATE = tl.constexpr(int(FoldColumn.GATE))
+_FOLD_NUMBER = tl.constexpr(int(FoldColumn.NUMBER))
+_FOLD_FIRST = tl.constexpr(int(FoldColumn.FIRST))
+_FOLD_COUNT = tl.constexpr(int(FoldColumn.COUNT))
+_FOLD_POSITION = tl.constexpr(int(FoldColumn.POSITION))
 _VALUE = tl.constexpr(int(State.VALUE) * MAX_TERMS)
 _COUNT = tl.constexpr(int(State.COUNT) * MAX_TERMS)
 _RUN = tl.constexpr(int(State.RUN) * MAX_TERMS)
@@ -335,23 +342,25 @@ def scan(
     summed = combine == _SUM
     score = tl.where(summed, tl.where(seen, pooled, 0.0), holds.to(tl.float32))
     unknown = tl.max((present & summed & (seen == 0)).to(tl.int32), 0)
-    numbers = tl.arange(0, _CONDITIONS)
-    own = condition[None, :] == numbers[:, None]
-    size = tl.sum(own.to(tl.float32), 1)
-    how = tl.max(tl.where(own, combine[None, :], 0), 1)
-    used = numbers < conditions
-    scores = tl.broadcast_to(score[None, :], (_CONDITIONS, _TERMS))
-    least = tl.min(tl.where(own, scores, float("inf")), 1)
-    most = tl.max(tl.where(own, scores, float("-inf")), 1)
-    total = tl.sum(tl.where(own, scores, 0.0), 1)
-    part = tl.where(how == _SUM, total, total / tl.maximum(size, 1.0))
-    part = tl.where(how == _ALL, least, tl.where(how == _ANY, most, part))
-    sums = tl.sum(tl.where(used, part, 0.0), 0)
-    evidence = tl.where(gate_combine == _SUM, sums, sums / conditions.to(tl.float32))
-    smallest = tl.min(tl.where(used, part, float("inf")), 0)
-    largest = tl.max(tl.where(used, part, float("-inf")), 0)
-    evidence = tl.where(gate_combine == _ANY, largest, evidence)
-    evidence = tl.where(gate_combine == _ALL, smallest, evidence)
+    evidence = tl.sum(score, 0)  # of one term, whichever way it is combined
+    if terms > 1:
+        numbers = tl.arange(0, _CONDITIONS)
+        own = condition[None, :] == numbers[:, None]
+        size = tl.sum(own.to(tl.float32), 1)
+        how = tl.max(tl.where(own, combine[None, :], 0), 1)
+        used = numbers < conditions
+        scores = tl.broadcast_to(score[None, :], (_CONDITIONS, _TERMS))
+        least = tl.min(tl.where(own, scores, float("inf")), 1)
+        most = tl.max(tl.where(own, scores, float("-inf")), 1)
+        total = tl.sum(tl.where(own, scores, 0.0), 1)
+        part = tl.where(how == _SUM, total, total / tl.maximum(size, 1.0))
+        part = tl.where(how == _ALL, least, tl.where(how == _ANY, most, part))
+        sums = tl.sum(tl.where(used, part, 0.0), 0)
+        evidence = tl.where(gate_combine == _SUM, sums, sums / conditions.to(tl.float32))
+        smallest = tl.min(tl.where(used, part, float("inf")), 0)
+        largest = tl.max(tl.where(used, part, float("-inf")), 0)
+        evidence = tl.where(gate_combine == _ANY, largest, evidence)
+        evidence = tl.where(gate_combine == _ALL, smallest, evidence)
     opened = _opened(evidence, unknown, form, a, b)
     decides_last = fresh_last & present & once & (last_at == decided_at)
     event = tl.max(((read & (once == 0)) | decides_last).to(tl.int32), 0) != 0
@@ -394,7 +403,7 @@ def scan(
 
 @triton.jit
 def _fold_kernel(
-    folds_ptr,  # [n, 4] int32: state, gate, first token, number of tokens
+    folds_ptr,  # [n, FOLD] int32; see `FoldColumn`
     tokens_ptr,  # [tokens, 3] int32; see `TokenColumn`
     states_ptr,
     readings_ptr,
@@ -402,18 +411,20 @@ def _fold_kernel(
     gate_ints_ptr,
     gate_floats_ptr,
 ):
-    fold = folds_ptr + tl.program_id(0) * 4
-    state = tl.load(fold).to(tl.int64)
-    gate = tl.load(fold + 1).to(tl.int64)
-    first = tl.load(fold + 2).to(tl.int64)
-    count = tl.load(fold + 3)
+    fold = folds_ptr + tl.program_id(0) * _FOLD
+    state = tl.load(fold + _FOLD_STATE).to(tl.int64)
+    gate = tl.load(fold + _FOLD_GATE).to(tl.int64)
+    number = tl.load(fold + _FOLD_NUMBER)
+    first = tl.load(fold + _FOLD_FIRST).to(tl.int64)
+    count = tl.load(fold + _FOLD_COUNT)
+    position = tl.load(fold + _FOLD_POSITION)
     if gate > 0:  # warming up has none
         scan(
             gate,
-            state - tl.load(tokens_ptr + first * _PER_TOKEN),
+            number,
             first,
             first + count,
-            tl.load(tokens_ptr + first * _PER_TOKEN + _POSITION),
+            position,
             states_ptr + state * (_STATE_ROWS * _TERMS),
             readings_ptr,
             openness_ptr,
@@ -421,6 +432,9 @@ def _fold_kernel(
             gate_floats_ptr,
             STORE=True,
         )
+        if count == 1:
+            tl.store(fold + _FOLD_POSITION, position + 1)
+            tl.store(tokens_ptr + first * _PER_TOKEN + _POSITION, position + 1)
 
 
 _LAUNCHER, _NONE = KernelLauncher(_fold_kernel), FixedTensors()

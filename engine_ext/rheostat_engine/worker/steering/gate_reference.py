@@ -23,7 +23,7 @@ import torch
 
 from rheostat_engine.plan.gate_table import Floats, Head, Held, Ints, State
 from rheostat_engine.plan.gates import NEVER, Combine, Form, Hold, Pool
-from rheostat_engine.worker.state.buffers import GateBuffers, TokenColumn
+from rheostat_engine.worker.state.buffers import FoldColumn, GateBuffers, TokenColumn
 from rheostat_engine.worker.state.position_functions import Int32, Int64
 
 Bool = npt.NDArray[np.bool_]
@@ -32,6 +32,8 @@ Float64 = npt.NDArray[np.float64]
 
 _WORD = 32
 """Positions in an int32 of a record: one in each bit."""
+_FOLDS = [FoldColumn.STATE, FoldColumn.GATE, FoldColumn.FIRST, FoldColumn.COUNT]
+"""The columns of `_Folds`."""
 _MOST = 1 << 18
 """About how many readings are computed at once, which bounds the memory of a step."""
 
@@ -97,15 +99,22 @@ def open_gates(
 def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
     """Folds the readings of a step, except those that `open_gates` has folded already.
 
-    Stores how far each gate is open at all tokens of its sample, whether or not acts have it.
+    Stores how far each gate is open at all tokens of its sample, whether or not acts have it. If a
+    sample has one token, its position becomes the next one, so that all is prepared for a step that
+    repeats this one.
 
     Args:
         gates: the buffers.
-        folds: [n, 4] int32: state, gate, first token, and number of tokens.
+        folds: [n, columns of `FoldColumn`] int32.
     """
-    every = _Folds(*folds.numpy().astype(np.int64).T)
+    table = folds.numpy()
+    every = _Folds(*table[:, _FOLDS].astype(np.int64).T)
     _fold(gates, every)
     gates.folded.numpy()[every.states] = 0
+    single = every.counts == 1
+    table[single, FoldColumn.POSITION] += 1
+    firsts = every.firsts[single]
+    gates.tokens.numpy()[firsts, TokenColumn.POSITION] = table[single, FoldColumn.POSITION]
 
 
 def _fold(gates: GateBuffers, folds: _Folds) -> None:

@@ -18,7 +18,7 @@ Why a record
 
 Cost
     If a step repeats the last one, its tokens have the same gates, and their programs write the
-    same columns. Then only positions are new, and one operation on the device advances them.
+    same columns. Then only positions are new, and the fold of the last step has advanced them.
     Another step makes one copy to the device and clears the columns in use. Each launches one
     kernel after its forward pass.
 """
@@ -33,7 +33,7 @@ import torch
 
 from rheostat_engine.plan.gate_table import Held, State, states_of
 from rheostat_engine.plan.gates import Gate
-from rheostat_engine.worker.state.buffers import FOLD, GateBuffers, TokenColumn
+from rheostat_engine.worker.state.buffers import ALIGNED, FoldColumn, GateBuffers, TokenColumn
 from rheostat_engine.worker.state.device_table import to_device
 from rheostat_engine.worker.state.id_allocators import RangeAllocator
 from rheostat_engine.worker.state.position_functions import Int64
@@ -60,7 +60,7 @@ class _Samples(NamedTuple):
     counts: Int64
     """[g]: its number of tokens."""
     folds: npt.NDArray[np.int32]
-    """[m, 4]: see `fold_step`."""
+    """[m, columns of `FoldColumn`]. The positions are those of the last step."""
 
     def are(self, states: Int64, numbers: Int64) -> bool:
         """Whether these are the samples of a step."""
@@ -97,8 +97,6 @@ class GateStates:
         """Of this step, on the device; None if it has none."""
         self._last_folds: torch.Tensor | None = None
         """Of the last step for which `begin` was called."""
-        self._positions = buffers.tokens[:0, TokenColumn.POSITION]
-        """The positions of that step's tokens, on the device."""
         self._cuda = buffers.step.device.type == "cuda"
         self._stages: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         for _ in range(_STAGES if self._cuda else 1):
@@ -174,17 +172,15 @@ class GateStates:
             self._clear(samples.gated, firsts)
             self._next[samples.gated] = firsts + samples.counts
             self._last_folds = self._write(samples, positions)
-            self._positions = self._buffers.tokens[: len(states), TokenColumn.POSITION]
         self._folds = self._last_folds
         self._buffers.readings[: len(states), : self._columns].fill_(torch.nan)
 
     def _advance(self) -> None:
-        """Prepares a step that repeats the last one. The device still has all but its positions."""
+        """Prepares a step that repeats the last one. The device has all that it needs."""
         self._folds = self._last_folds
         if self._folds is not None:
             assert self._samples is not None, "its samples keep their states"
             self._next[self._samples.gated] += 1
-            self._positions.add_(1)
 
     def end(self) -> None:
         """Folds the readings of the step, once its forward pass was launched."""
@@ -215,10 +211,13 @@ class GateStates:
         if copied is not None:
             copied.synchronize()
         folds, count = samples.folds, len(positions)
+        folds[:, FoldColumn.POSITION] = positions[folds[:, FoldColumn.FIRST]]
         middle = self._buffers.step.numel() - self._buffers.tokens.numel()
         start, end = middle - folds.size, middle + len(TokenColumn) * count
+        start -= start % ALIGNED
+        folds_end = start + folds.size
         staged = host.numpy()
-        staged[start:middle] = folds.ravel()
+        staged[start:folds_end] = folds.ravel()
         tokens = staged[middle:end].reshape(count, len(TokenColumn))
         tokens[:, TokenColumn.STATE] = samples.states
         tokens[:, TokenColumn.FIRST] = samples.firsts
@@ -229,7 +228,7 @@ class GateStates:
             copied = torch.cuda.Event()
             copied.record()
         self._stages.append((host, copied))
-        return self._buffers.step[start:middle].view(-1, FOLD)
+        return self._buffers.step[start:folds_end].view(-1, len(FoldColumn))
 
     def _clear(self, starts: Int64, positions: Int64) -> None:
         """Clears new states, and those of samples that compute positions again."""
@@ -250,14 +249,16 @@ class GateStates:
             buffer[where, State.HEAD, Held.RECORD] = values.to(buffer.dtype)
 
     def _folds_of(self, starts: Int64, begins: Int64, counts: Int64) -> npt.NDArray[np.int32]:
-        """[m, 4]: state, gate, first token and number of tokens of each gate in the step."""
+        """[m, columns of `FoldColumn`]: each gate in the step, still without positions."""
         gates = self._counts[starts]
         ends = np.cumsum(gates)
         total = int(ends[-1]) if len(ends) else 0
-        states = np.repeat(starts - ends + gates, gates) + np.arange(total)
-        folds = np.empty((total, FOLD), np.int32)
-        folds[:, 0] = states
-        folds[:, 1] = self._gates[states]
-        folds[:, 2] = np.repeat(begins, gates)
-        folds[:, 3] = np.repeat(counts, gates)
-        return folds[folds[:, 1] > 0]
+        numbers = np.arange(total) - np.repeat(ends - gates, gates)
+        states = np.repeat(starts, gates) + numbers
+        folds = np.zeros((total, len(FoldColumn)), np.int32)
+        folds[:, FoldColumn.STATE] = states
+        folds[:, FoldColumn.GATE] = self._gates[states]
+        folds[:, FoldColumn.NUMBER] = numbers
+        folds[:, FoldColumn.FIRST] = np.repeat(begins, gates)
+        folds[:, FoldColumn.COUNT] = np.repeat(counts, gates)
+        return folds[folds[:, FoldColumn.GATE] > 0]

@@ -24,7 +24,7 @@ from rheostat_engine.worker import expand_kernel
 from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.instructions import Instructions
 from rheostat_engine.worker.state import kernel_launcher
-from rheostat_engine.worker.state.buffers import Buffers, GateBuffers, SiteBuffers
+from rheostat_engine.worker.state.buffers import Buffers, FoldColumn, GateBuffers, SiteBuffers
 from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
 from rheostat_engine.worker.steering import gate_kernels
 from rheostat_engine.worker.steering.gate_kernels import launch_fold
@@ -358,7 +358,7 @@ def test_instructions_and_folds_skip_the_jit_too(twins) -> None:
         launch_expand(one, made)
     assert twins["expand"].lookups == [1, 1, 1, 1, 0]
     for count in (3, 1, 2):
-        launch_fold(made.gates, tables(count, 4))
+        launch_fold(made.gates, tables(count, len(FoldColumn)))
     assert twins["fold"].lookups == [1, 0, 0]
 
 
