@@ -82,8 +82,10 @@ def _open_gates(
         position -= (token - first).to(tl.int32)
         while kind == _GATE:
             gate = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
+            one_term = tl.load(ints_ptr + step * _INTS + 4)
             number = tl.load(ints_ptr + step * _INTS + 5) - 1
             scan(
+                one_term,
                 gate,
                 number,
                 first,
@@ -319,10 +321,18 @@ def _run_readings(
 
     The kernel mostly waits for loads. So it loads four directions at once, and with them the
     numbers of the next four steps. If fewer readings are left, step 0 takes the place of the
-    others: it reads zeros and stores nothing.
+    others: it reads zeros and stores nothing. A single reading, as most gates have, is read alone.
     """
     own_ptr = readings_ptr + token * _COLUMNS
     second, third, fourth = _next_readings(step, ints_ptr)
+    if second == 0:
+        alone = _direction(step, directions_ptr, ints_ptr, WIDTH, BLOCK)
+        readout = _readout(step, ints_ptr, floats_ptr)
+        norm = 1.0
+        if _is_cosine(readout):
+            norm = tl.sqrt(tl.sum(x * x))
+        _store_reading(own_ptr, tl.sum(x * alone), norm, readout)
+        step = second
     while step > 0:
         a = _direction(step, directions_ptr, ints_ptr, WIDTH, BLOCK)
         b = _direction(second, directions_ptr, ints_ptr, WIDTH, BLOCK)
@@ -410,6 +420,7 @@ def _site_kernel(
             residual = residual.to(tl.float32)
             x = x + residual
         delta = factor * row.to(tl.float32)
+        first_step = step
         if code < 0:
             delta, step, dose_slot = _run_chain(
                 step,
@@ -425,7 +436,8 @@ def _site_kernel(
                 WIDTH,
                 BLOCK,
             )
-        if code != 0:
+        # A chain that only reads or acts last changes nothing here.
+        if (code > 0) | (step != first_step):
             # Elements stay as they are if the change is NaN (from infinity times 0), or if the
             # element was not finite.
             changes = (delta != 0) & (delta == delta) & (tl.abs(x) < float("inf"))

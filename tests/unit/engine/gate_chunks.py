@@ -91,7 +91,9 @@ def chunk_differences(
         programs: how many tokens of the step open the gate, evenly spaced; 0: all.
     """
     rng = np.random.default_rng(seed)
-    chain = [Step(Kind.GATE, 1, last=False, column=2), Step(Kind.ADD, 1, column=2)]
+    # A gate of one term is also computed as if it had several, every other time.
+    one_term = int(len(gate.columns) == 1 and seed % 2 == 0)
+    chain = [Step(Kind.GATE, 1, last=False, column=2, mask=one_term), Step(Kind.ADD, 1, column=2)]
     every = max(1, tokens // programs) if programs else 1
     codes = [-(token % every == 0) for token in range(tokens)]
     none = [0] * tokens
@@ -118,7 +120,7 @@ def chunk_differences(
             gates.tokens[:, 0], gates.tokens[:, 1] = 3, 0
             gates.tokens[:count, 2] = begins + torch.arange(count, device=gates.tokens.device)
             buffer.code[count:] = 0
-        folds = torch.tensor([[4, 1, 1, 0, count, begins]], dtype=torch.int32)
+        folds = torch.tensor([[4, 1, 1, 0, count, begins, one_term]], dtype=torch.int32)
         begins += count
         ones, others = torch.zeros(tokens, 4, device=device), torch.zeros(tokens, 4)
         launch_site(ones, None, site)

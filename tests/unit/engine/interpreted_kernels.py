@@ -361,7 +361,7 @@ def check_gates(
     rtol = TOLERANCE[dtype]
     torch.testing.assert_close(ones, others, rtol=rtol, atol=10 * rtol)
     torch.testing.assert_close(site.doses, other.doses, rtol=max(1e-4, rtol), atol=1e-5)
-    folds = torch.tensor([[4, 1, 0, 0, GATED, 9], [6, 1, 0, GATED, 2, 3]], dtype=torch.int32)
+    folds = torch.tensor([[4, 1, 0, 0, GATED, 9, 0], [6, 1, 0, GATED, 2, 3, 0]], dtype=torch.int32)
     launch_fold(site.gates, folds.clone())
     fold_step(other.gates, folds)
     for one, two in zip(site.gates, other.gates, strict=True):

@@ -36,6 +36,8 @@ class FoldColumn(IntEnum):
     """The number of the sample's tokens."""
     POSITION = 5
     """The position of the first token."""
+    ONE_TERM = 6
+    """Whether the gate has a single term."""
 
 
 class GateBuffers(NamedTuple):

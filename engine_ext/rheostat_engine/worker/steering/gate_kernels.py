@@ -58,6 +58,7 @@ _FOLD_NUMBER = tl.constexpr(int(FoldColumn.NUMBER))
 _FOLD_FIRST = tl.constexpr(int(FoldColumn.FIRST))
 _FOLD_COUNT = tl.constexpr(int(FoldColumn.COUNT))
 _FOLD_POSITION = tl.constexpr(int(FoldColumn.POSITION))
+_FOLD_ONE_TERM = tl.constexpr(int(FoldColumn.ONE_TERM))
 _VALUE = tl.constexpr(int(State.VALUE) * MAX_TERMS)
 _COUNT = tl.constexpr(int(State.COUNT) * MAX_TERMS)
 _RUN = tl.constexpr(int(State.RUN) * MAX_TERMS)
@@ -135,6 +136,7 @@ def _late_openness(at, held, until, folded, late, end, record, within):
 
 @triton.jit
 def scan(
+    one_term,  # whether the gate has a single term
     gate,
     number,  # of the gate in the plan
     first,
@@ -151,8 +153,58 @@ def scan(
 
     Stores how far the gate is open at the last of them. If `STORE`, also at all others, and the
     state.
+
+    Most gates have one term. For them, sums and maxima over terms would only take time.
     """
-    lane = tl.arange(0, _TERMS)
+    if one_term != 0:
+        _scan(
+            gate,
+            number,
+            first,
+            end,
+            position,
+            state_ptr,
+            readings_ptr,
+            openness_ptr,
+            gate_ints_ptr,
+            gate_floats_ptr,
+            STORE=STORE,
+            LANES=1,
+        )
+    else:
+        _scan(
+            gate,
+            number,
+            first,
+            end,
+            position,
+            state_ptr,
+            readings_ptr,
+            openness_ptr,
+            gate_ints_ptr,
+            gate_floats_ptr,
+            STORE=STORE,
+            LANES=_TERMS,
+        )
+
+
+@triton.jit
+def _scan(
+    gate,
+    number,
+    first,
+    end,
+    position,
+    state_ptr,
+    readings_ptr,
+    openness_ptr,
+    gate_ints_ptr,
+    gate_floats_ptr,
+    STORE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """As `scan`, of a gate with at most `LANES` terms."""
+    lane = tl.arange(0, LANES)
     ints = gate_ints_ptr + gate * (_INT_ROWS * _TERMS)
     floats = gate_floats_ptr + gate * (_FLOAT_ROWS * _TERMS)
     column = tl.load(ints + _COLUMN + lane)
@@ -343,13 +395,13 @@ def scan(
     score = tl.where(summed, tl.where(seen, pooled, 0.0), holds.to(tl.float32))
     unknown = tl.max((present & summed & (seen == 0)).to(tl.int32), 0)
     evidence = tl.sum(score, 0)  # of one term, whichever way it is combined
-    if terms > 1:
+    if LANES > 1:
         numbers = tl.arange(0, _CONDITIONS)
         own = condition[None, :] == numbers[:, None]
         size = tl.sum(own.to(tl.float32), 1)
         how = tl.max(tl.where(own, combine[None, :], 0), 1)
         used = numbers < conditions
-        scores = tl.broadcast_to(score[None, :], (_CONDITIONS, _TERMS))
+        scores = tl.broadcast_to(score[None, :], (_CONDITIONS, LANES))
         least = tl.min(tl.where(own, scores, float("inf")), 1)
         most = tl.max(tl.where(own, scores, float("-inf")), 1)
         total = tl.sum(tl.where(own, scores, 0.0), 1)
@@ -418,8 +470,10 @@ def _fold_kernel(
     first = tl.load(fold + _FOLD_FIRST).to(tl.int64)
     count = tl.load(fold + _FOLD_COUNT)
     position = tl.load(fold + _FOLD_POSITION)
+    one_term = tl.load(fold + _FOLD_ONE_TERM)
     if gate > 0:  # warming up has none
         scan(
+            one_term,
             gate,
             number,
             first,

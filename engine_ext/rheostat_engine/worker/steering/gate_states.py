@@ -83,6 +83,8 @@ class GateStates:
         """The gate of each state, as a row of its table."""
         self._next = np.zeros(count, np.int64)
         """By the state of the first gate: the position up to which the states are folded."""
+        self._one_term = np.zeros(count, np.bool_)
+        """Whether the gate of each state has a single term."""
         self._late = np.zeros(count, np.bool_)
         """Whether each state is that of a late gate."""
         self._stale: list[int] = []
@@ -129,6 +131,7 @@ class GateStates:
         self._samples = None
         self._counts[start], self._sizes[start] = len(gates), sum(sizes)
         self._gates[start : start + len(gates)] = numbers
+        self._one_term[start : start + len(gates)] = [len(gate.columns) == 1 for gate in gates]
         self._late[start : start + len(gates)] = [gate.late > 0 for gate in gates]
         self._next[start] = 0
         self._stale += range(start, start + sum(sizes))
@@ -261,4 +264,5 @@ class GateStates:
         folds[:, FoldColumn.NUMBER] = numbers
         folds[:, FoldColumn.FIRST] = np.repeat(begins, gates)
         folds[:, FoldColumn.COUNT] = np.repeat(counts, gates)
+        folds[:, FoldColumn.ONE_TERM] = self._one_term[states]
         return folds[folds[:, FoldColumn.GATE] > 0]

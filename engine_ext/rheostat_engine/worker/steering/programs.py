@@ -60,7 +60,7 @@ class _Numbers(NamedTuple):
     first: int
     """Its row, direction or gate."""
     second: int = 0
-    """Its mask, or the settings of a readout."""
+    """Its mask, the settings of a readout, or whether a gate has a single term."""
     write: int = 0
     """The direction along which it moves x, if it is another than it reads."""
 
@@ -120,10 +120,10 @@ class Programs:
     def ints(self) -> torch.Tensor:
         """[steps, INTS] int32.
 
-        Kind; row, direction or gate; next step; whether it is measured; mask row, or the settings
-        of a readout (see `settings_of`); what `_factors` returns; the direction along which a pull
-        moves x, if it is another. 0 means that there is no next step, no mask, nothing that
-        multiplies the strength, or no other direction.
+        Kind; row, direction or gate; next step; whether it is measured; mask row, the settings of a
+        readout (see `settings_of`), or whether a gate has a single term; what `_factors` returns;
+        the direction along which a pull moves x, if it is another. 0 means that there is no next
+        step, no mask, nothing that multiplies the strength, or no other direction.
 
         Readings are the last steps of a chain. A reading is never measured and moves nothing. In
         place of these two integers it has the numbers of the second and the third step after it,
@@ -328,7 +328,7 @@ class Programs:
     def _take(self, step: Step, basis: Basis) -> _Numbers:
         """Adds a use of a step's row, directions or gate, and of its mask; their numbers."""
         if step.opening is not None:
-            return _Numbers(self._take_gate(step.opening))
+            return _Numbers(self._take_gate(step.opening), int(len(step.opening.columns) == 1))
         if not step.direction:
             mask = self._take_row(step.mask) if step.mask else 0
             return _Numbers(self._take_row(step.addends), mask)

@@ -292,7 +292,7 @@ def test_a_gate_is_open_as_its_definition_says_whatever_the_chunks(
         buffers.readings[:count, :3] = torch.from_numpy(numbers[done : done + count])
         buffers.tokens[:, TokenColumn.STATE] = 1
         buffers.tokens[:count, TokenColumn.POSITION] = first + done + torch.arange(count)
-        folds = torch.tensor([[1, 0, 0, 0, count, first + done]], dtype=torch.int32)
+        folds = torch.tensor([[1, 0, 0, 0, count, first + done, 0]], dtype=torch.int32)
         fold_step(buffers, folds)
         for n, found in enumerate(buffers.openness[:count, 0].tolist(), done):
             assert abs(found - openness(gate, history[: n + 1], first)) < 1e-4
