@@ -597,6 +597,4 @@ def warm_up(
     for with_ids in (None, ids):
         for with_base in (None, base):
             launch_expand(instructions._replace(ids=with_ids, base=with_base), buffers)
-    launch_fold(
-        buffers.gates, torch.zeros(1, len(FoldColumn), dtype=torch.int32, device=row.device)
-    )
+    launch_fold(buffers.gates, ids.new_zeros(1, len(FoldColumn)))
