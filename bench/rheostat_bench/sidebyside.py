@@ -13,11 +13,13 @@ several times.
 
     rheostat bench sidebyside --shape qwen3-8b --out results
     rheostat bench sidebyside --shape qwen3-8b --out results --starts 6 --streams 256 --arms idle
+    rheostat bench sidebyside --shape qwen3-8b --out results --arms "one layer steered" "one gate"
 """
 
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -54,6 +56,10 @@ CAPTURED, SUBSCRIBED = "one layer captured, in the answer", "one layer captured,
 LAST_PROMPT = "all layers captured, last prompt token"
 ARMS = (IDLE, STEERED_ONE, STEERED_ALL, CAPTURED, SUBSCRIBED, LAST_PROMPT)
 """Kinds of requests that this server is measured with."""
+ONE_GATE, OWN_GATES = "one gate", "a gate of its own"
+GATED_ARMS = (ONE_GATE, OWN_GATES)
+"""Further kinds: as `STEERED_ONE`, under an open gate that reads one number in the layer before. It
+is the same gate for all requests, or another for each."""
 
 
 class Streamed(NamedTuple):
@@ -138,9 +144,17 @@ def options_of_arms(layer: int) -> dict[str, dict[str, Any]]:
     return {
         STEERED_ONE: {"steering": [one * 0.05]},
         STEERED_ALL: {"steering": [every * 0.05]},
+        ONE_GATE: {"steering": [gated(layer, 0.0)]},
         CAPTURED: {"capture": rheostat.Capture("resid_post", layers=layer)},
         LAST_PROMPT: {"capture": rheostat.Capture("resid_post", layers="all", where=last)},
     }
+
+
+def gated(layer: int, lower: float) -> rheostat.Intervention:
+    """The vector of `STEERED_ONE` under a gate that is open; its bound is lower by `lower`."""
+    probe = rheostat.probe(rheostat.named("all", points="resid_post", layers=layer - 1))
+    one = rheostat.named("one", points="resid_post", layers=layer)
+    return (one * 0.05).when(probe.above(-1e9 - lower))
 
 
 class Client:
@@ -149,12 +163,14 @@ class Client:
     def __init__(self, engine: rheostat.aio.Engine, layer: int) -> None:
         """Streams from `engine`; single layers are `layer`."""
         self._engine = engine
+        self._layer = layer
         self._options = options_of_arms(layer)
 
     async def run(self, arm: str, wanted: Sequence[list[int]], tokens: int) -> list[Streamed]:
         """Streams all prompts at the same time."""
 
         async def one(prompt: list[int]) -> Streamed:
+            options = self.options_of(arm)
             began, moments = time.monotonic(), list[float]()
             stream = self._engine.stream(
                 prompt, max_tokens=tokens, temperature=0, ignore_eos=True, **options
@@ -166,8 +182,13 @@ class Client:
             rows = sum(len(site_rows) for site_rows in sample.activations.values())
             return streamed(began, moments, len(moments), rows)
 
-        options = self._options.get(arm, {})
         return list(await asyncio.gather(*map(one, wanted)))
+
+    def options_of(self, arm: str) -> dict[str, Any]:
+        """What the next request of an arm asks for."""
+        if arm == OWN_GATES:
+            return {"steering": [gated(self._layer, 1e9 * random.random())]}
+        return self._options.get(arm, {})
 
 
 @asynccontextmanager
@@ -430,7 +451,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--front-ends", type=int, nargs="+", default=[1, 6])
     parser.add_argument("--api-servers", type=int, nargs="*", default=[1, 6])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--arms", nargs="+", choices=(*ARMS, *GATED_ARMS), default=ARMS)
     parser.add_argument("--starts", type=int, default=1, help="of each engine")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

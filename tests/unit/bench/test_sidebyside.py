@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tokenizers import Tokenizer
 
+import rheostat
 from rheostat import _cli
 from rheostat_bench.bars import Bar, read_bars
 from rheostat_bench.served_process import copy_tokenizer
@@ -13,7 +15,10 @@ from rheostat_bench.shapes import write_shape
 from rheostat_bench.sidebyside import (
     ARMS,
     IDLE,
+    ONE_GATE,
+    OWN_GATES,
     STOCK,
+    Client,
     Streamed,
     Turn,
     measure,
@@ -27,6 +32,17 @@ from rheostat_bench.tables import tables
 from rheostat_server.config import ServerConfig
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
+
+
+def test_gates_differ_from_request_to_request_only_if_each_has_its_own() -> None:
+    client = Client(cast(rheostat.aio.Engine, None), layer=4)
+
+    def gates(arm: str) -> set[str]:
+        (one,), (other,) = (client.options_of(arm)["steering"] for _ in range(2))
+        return {str(one.gate), str(other.gate)}
+
+    assert len(gates(ONE_GATE)) == 1
+    assert len(gates(OWN_GATES)) == 2
 
 
 def test_a_turn_counts_from_the_first_call_to_the_last_token() -> None:
