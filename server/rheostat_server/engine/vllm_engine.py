@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -116,6 +117,8 @@ def model_path(model: str) -> str:
         return str(folder)
     if named_by_path:
         raise ModelNotFound(f"there is no model folder {folder}")
+    if get_close_matches(model, ["demo"], 1, 0.7):  # before the hub is asked, which may take long
+        raise ModelNotFound(f"there is no model {model}: did you mean 'demo'?")
     return model
 
 

@@ -250,6 +250,13 @@ def test_a_model_that_does_not_exist_is_named(missing: str) -> None:
         model_path(missing)
 
 
+@pytest.mark.parametrize("model", ["dmeo", "Demo", "demos"])
+def test_a_misspelt_demo_is_not_looked_for_on_the_hub(model: str) -> None:
+    with pytest.raises(ModelNotFound, match="did you mean 'demo'"):
+        model_path(model)
+    assert model_path("gpt2") == "gpt2"
+
+
 def test_a_folder_without_a_model_is_named(tmp_path) -> None:
     with pytest.raises(ModelNotFound, match=r"config\.json"):
         model_path(str(tmp_path))

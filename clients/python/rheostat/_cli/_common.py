@@ -70,7 +70,11 @@ class Parser(argparse.ArgumentParser):
 
     def _joining(self, word: str) -> str:
         """Advice for a word that probably belongs to the argument before it."""
-        if "--steer" in self._option_string_actions and _NUMBER.fullmatch(word):
+        words = [word]
+        if "--steer" in self._words:  # "--steer joy 0.5 Hello" has one word too many: "Hello"
+            behind = self._words.index("--steer") + 2
+            words += self._words[behind : behind + 1]
+        if "--steer" in self._option_string_actions and any(map(_NUMBER.fullmatch, words)):
             return "; a scale is joined to its vector by a colon, as in --steer joy:0.5"
         if any(action.dest == "prompt" for action in self._actions):
             return "; put a prompt of several words in quotes"

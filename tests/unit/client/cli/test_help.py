@@ -77,6 +77,8 @@ def test_the_help_of_the_whole_names_the_guide(capsys):
         (["generate", "x", "--steer", "tone", "0.5"],
          "too many arguments: 0.5; a scale is joined to its vector by a colon, as in "
          "--steer joy:0.5"),
+        (["generate", "--steer", "tone", "0.5", "x"],
+         "too many arguments: x; a scale is joined to its vector by a colon"),
         (["watch"], "are required: --probe, and one of --request, --label, --every"),
         (["subscribe"], "are required: --points, and one of --request, "),
         (["generate"], "the following arguments are required: PROMPT"),
