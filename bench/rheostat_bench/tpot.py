@@ -13,7 +13,8 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from rheostat_bench import controllers, inline
@@ -34,9 +35,18 @@ _WARM_UP = 150
 
 
 def measure(
-    engines: Engines, arms: Sequence[Arm], batches: Sequence[int], *, tokens: int, repeats: int
-) -> tuple[Times, dict[str, int]]:
-    """Times every arm, and counts the captured rows that it lost; arms take turns."""
+    engines: Engines,
+    arms: Sequence[Arm],
+    batches: Sequence[int],
+    *,
+    tokens: int,
+    repeats: int,
+    save: Callable[[Times, Mapping[str, int]], None],
+) -> None:
+    """Times every arm, and counts the captured rows that it lost; arms take turns.
+
+    Calls `save` with both after each repeat, so that a run that is cut off keeps what it has.
+    """
     starts = len(engines.stock)
     turns = [(arm, start) for start in range(starts) for arm in arms]
     times = empty([arm.name for arm in arms], batches, starts)
@@ -57,7 +67,22 @@ def measure(
             for arm, start in turns[first:] + turns[:first]:
                 taken = milliseconds(arm, start, batch, tokens)
                 times[arm.name][str(batch)][start].append(taken)
-    return times, lost
+        save(times, lost)
+
+
+def save(
+    path: Path, about: Mapping[str, object], times: Times, lost_rows: Mapping[str, int]
+) -> None:
+    """Writes the JSON: what it is about, and what was measured so far."""
+    (turns,) = {len(turns) for by_batch in times.values() for (turns, *_) in by_batch.values()}
+    result = {
+        **about,
+        "repeats": turns,
+        "summary": summary(times),
+        "times_ms": times,
+        "lost_rows": lost_rows,
+    }
+    path.write_text(json.dumps(result, indent=1))
 
 
 def show(table: Table, batches: Sequence[int]) -> None:
@@ -106,29 +131,23 @@ def main() -> None:
             batches = arguments.batches
             if suite == "configurations":
                 batches = [arguments.configuration_batch]
-            times, lost = measure(
+            path = arguments.out / f"tpot-{model.name}-{suite}.json"
+            about = {
+                "benchmark": f"tpot, {suite}",
+                **described(model, engines.sites.runner),
+                "prompt_tokens": PROMPT,
+                "output_tokens": arguments.tokens,
+                "starts": arguments.starts,
+            }
+            measure(
                 engines,
                 SUITES[suite],
                 batches,
                 tokens=arguments.tokens,
                 repeats=arguments.repeats,
+                save=partial(save, path, about),
             )
-            table = summary(times)
-            result = {
-                "benchmark": f"tpot, {suite}",
-                **described(model, engines.sites.runner),
-                "prompt_tokens": PROMPT,
-                "output_tokens": arguments.tokens,
-                "repeats": arguments.repeats,
-                "starts": arguments.starts,
-                "summary": table,
-                "times_ms": times,
-                "lost_rows": lost,
-            }
-            (arguments.out / f"tpot-{model.name}-{suite}.json").write_text(
-                json.dumps(result, indent=1)
-            )
-            show(table, batches)
+            show(json.loads(path.read_text())["summary"], batches)
         if arguments.inline:
             inline.report(
                 engines,
