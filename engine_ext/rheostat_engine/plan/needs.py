@@ -98,7 +98,7 @@ def contents_of(table: SteeringTable) -> Iterator[tuple[str, object, int]]:
             yield "token_rules", token_variants.sets, 1
         for variant in token_variants.variants:
             yield from _contents(variant.combination)
-    for gate in table.signalled_gates:
+    for gate in table.gates:  # their states follow the readings, whether or not acts have them
         yield "gates", gate, 1
 
 

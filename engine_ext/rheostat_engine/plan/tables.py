@@ -108,11 +108,6 @@ class SteeringTable:
         """The distinct gates, by their number in the plan."""
         return _gates_of(self.acts, self.signals)
 
-    @property
-    def signalled_gates(self) -> tuple[Gate, ...]:
-        """The gates that are computed even where they multiply no act."""
-        return self.gates if self.signals.openness else self.signals.kept
-
     @cached_property
     def columns(self) -> int:
         """One past the last column to which it reads; 0 without readings."""

@@ -79,6 +79,7 @@ class GateBuffers(NamedTuple):
         """Buffers for steps of up to `tokens` tokens, with `states` states beside state 0."""
         device = ints.device
         columns, folds = len(TokenColumn), len(FoldColumn) * states
+        folds += -folds % ALIGNED
         step = torch.zeros(folds + columns * tokens, dtype=torch.int32, device=device)
         return cls(
             readings=torch.full((tokens, MAX_COLUMNS), torch.nan, device=device),
@@ -101,6 +102,7 @@ class TokenColumn(IntEnum):
     FIRST = 1
     """The first token of the sample in this step."""
     POSITION = 2
+    """Its position. After a step, that of the next token, if the sample had one token and gates."""
 
 
 class SiteBuffers(NamedTuple):

@@ -287,7 +287,7 @@ class BuiltTables:
     def _build_all(self, built: BuiltTable) -> _Work[None]:
         """Builds a table, slice by slice."""
         table = built.table
-        for gate in table.signalled_gates:
+        for gate in table.gates:
             self._with_space(partial(self._bank.programs.use_gate, gate))
             built.gates.append(gate)
         if not table.sets and table.plan_cost <= min(SMALL_PLAN_COST, self._slice_cost):

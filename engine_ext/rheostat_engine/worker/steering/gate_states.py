@@ -95,8 +95,8 @@ class GateStates:
         """The most columns that a sample has had since the start."""
         self._samples: _Samples | None = None
         """Of the last step with gates; None if states were taken or freed since."""
-        self._folds: torch.Tensor | None = None
-        """Of this step, on the device; None if it has none."""
+        self.folds: torch.Tensor | None = None
+        """Of this step, on the device, [m, columns of `FoldColumn`]; None if it has none."""
         self._last_folds: torch.Tensor | None = None
         """Of the last step for which `begin` was called."""
         self._cuda = buffers.step.device.type == "cuda"
@@ -175,19 +175,19 @@ class GateStates:
             self._clear(samples.gated, firsts)
             self._next[samples.gated] = firsts + samples.counts
             self._last_folds = self._write(samples, positions)
-        self._folds = self._last_folds
+        self.folds = self._last_folds
         self._buffers.readings[: len(states), : self._columns].fill_(torch.nan)
 
     def _advance(self) -> None:
         """Prepares a step that repeats the last one. The device has all that it needs."""
-        self._folds = self._last_folds
-        if self._folds is not None:
+        self.folds = self._last_folds
+        if self.folds is not None:
             assert self._samples is not None, "its samples keep their states"
             self._next[self._samples.gated] += 1
 
     def end(self) -> None:
         """Folds the readings of the step, once its forward pass was launched."""
-        folds, self._folds = self._folds, None
+        folds, self.folds = self.folds, None
         if folds is None or not len(folds):
             return
         if not self._cuda:
@@ -265,4 +265,4 @@ class GateStates:
         folds[:, FoldColumn.FIRST] = np.repeat(begins, gates)
         folds[:, FoldColumn.COUNT] = np.repeat(counts, gates)
         folds[:, FoldColumn.ONE_TERM] = self._one_term[states]
-        return folds[folds[:, FoldColumn.GATE] > 0]
+        return folds

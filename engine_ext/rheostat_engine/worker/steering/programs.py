@@ -252,7 +252,7 @@ class Programs:
             table.flush()
 
     def gate_numbers(self, gates: Sequence[Gate]) -> list[int]:
-        """The numbers of gates; 0 for a gate that no program in use opens."""
+        """The numbers of gates; 0 for a gate that is not in use."""
         return [self._gate_numbers.number(gate) for gate in gates]
 
     def _make_rows(self, programs: Sequence[Program], vectors: Vectors) -> list[RowKey]:

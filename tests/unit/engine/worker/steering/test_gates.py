@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import Act, Kind, Plan, Signals, update_steering
-from rheostat_engine.plan.gate_table import RECORDED, Held, State, gate_rows, states_of
+from rheostat_engine.plan.gate_table import (
+    RECORDED,
+    Head,
+    Held,
+    Ints,
+    State,
+    gate_rows,
+    states_of,
+)
 from rheostat_engine.plan.gates import (
     Activation,
     Combine,
@@ -26,8 +34,10 @@ from rheostat_engine.plan.tables import steering_table
 from rheostat_engine.plan.wire import steering_from, steering_to
 from rheostat_engine.sites import reference
 from rheostat_engine.worker.runtime import UpdateResult
-from rheostat_engine.worker.state.buffers import GateBuffers, TokenColumn
+from rheostat_engine.worker.state.buffers import FoldColumn, GateBuffers, TokenColumn
+from rheostat_engine.worker.steering import gate_states
 from rheostat_engine.worker.steering.gate_reference import fold_step
+from rheostat_engine.worker.steering.gate_states import GateStates
 
 from ...cpu_worker import NOTHING, TOKENS, Worker
 from ...gated import gated, gated_plans, gates, openness
@@ -221,6 +231,81 @@ def test_an_act_keeps_its_gate_if_the_act_of_an_earlier_gate_goes() -> None:
     for (position, site), stream in gated(update_steering(plan, new, 3), "v", 0, 8).streams.items():
         found = worker.streams["v", position, site]
         np.testing.assert_allclose(found, stream, rtol=1e-3, atol=1e-3)
+
+
+def test_a_gate_that_the_first_acts_did_not_open_opens_once_an_update_needs_it() -> None:
+    gate = mean_gate(0)
+    acting = replace(add(2, digest=DIGESTS[1]), gate=gate)
+    first = (replace(acting, spans=()), reading_to(0))
+    plan, new = Plan("r", first), (acting, reading_to(0))
+    table = plan.pack().packed_acts.table
+    assert table is not None
+    worker = Worker()
+    worker.add_request("v", plan)
+    worker.step([("v", 0, 3)])
+    update = Plan("r", new, signals=Signals(kept=table.gates)).pack()
+    assert worker.runtime.update_steering("r", update.to_wire(), 0) == UpdateResult(3, "")
+    for position in range(3, 14):
+        worker.step([("v", position, 1)])
+    expected = gated(update_steering(plan, new, 3), "v", 0, 14)
+    assert len({tuple(opened) for opened in expected.opened[3:]}) == 2
+    for (position, site), stream in expected.streams.items():
+        found = worker.streams["v", position, site]
+        np.testing.assert_allclose(found, stream, rtol=1e-3, atol=1e-3)
+
+
+def mean_gate(*columns: int) -> Gate:
+    """Open while the mean of what was read to each column is positive."""
+    conditions = tuple(
+        Condition((column,), Pool.MEAN, Combine.ANY, 0.0, math.inf, 1) for column in columns
+    )
+    return Gate(conditions, Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
+
+
+def reading_to(column: int) -> Act:
+    """Reads every token at the first site to a column."""
+    reading = Reading(Normalise.UNIT, Activation.IDENTITY, 0.0, 0.0, column)
+    return Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), EVERYWHERE, reading=reading)
+
+
+def test_steps_and_folds_say_which_gates_have_one_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    folds: list[torch.Tensor] = []
+    monkeypatch.setattr(gate_states, "fold_step", lambda _, step: folds.append(step.clone()))
+    worker, single, double = Worker(), mean_gate(0), mean_gate(0, 0)
+    for name, own in (("a", (single,)), ("b", (double, single)), ("c", (double,))):
+        acting = [replace(add(2, digest=DIGESTS[1]), gate=gate) for gate in own]
+        worker.add_request(name, Plan(name, (*acting, reading_to(0))))
+    worker.step([("a", 0, 2), ("b", 0, 1), ("c", 0, 3)])
+    buffers = worker.buffers.gates
+    terms = buffers.ints[:, Ints.HEAD, Head.TERMS]
+    (fold,) = folds
+    assert sorted(fold[:, FoldColumn.ONE_TERM].tolist()) == [0, 0, 1, 1]
+    assert torch.equal(fold[:, FoldColumn.ONE_TERM] == 1, terms[fold[:, FoldColumn.GATE]] == 1)
+    ints = worker.steering.bank.programs.ints
+    opening = ints[(ints[:, 0] == Kind.GATE).nonzero().squeeze(1)]
+    assert torch.equal(opening[:, 4] == 1, terms[opening[:, 1]] == 1)
+    assert set(opening[:, 4].tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("states", [5, 6, 7, 8])
+@pytest.mark.parametrize("gates", [1, 2, 3, 5])
+def test_folds_begin_at_a_multiple_of_16_bytes_and_end_before_the_tokens(
+    states: int, gates: int
+) -> None:
+    table = (torch.from_numpy(rows)[None].repeat(2, 1, 1) for rows in gate_rows(mean_gate(0)))
+    buffers = GateBuffers.allocate(6, states, *table)
+    samples = GateStates(buffers)
+    start = samples.acquire([1] * gates, [mean_gate(0)] * gates, 1)
+    samples.begin(np.full(3, start), np.zeros(3, np.int64), np.arange(7, 10))
+    folds = samples.folds
+    assert folds is not None
+    base, size = buffers.step.data_ptr(), buffers.step.element_size()
+    assert (folds.data_ptr() - base) % 16 == 0
+    assert (buffers.tokens.data_ptr() - base) % 16 == 0
+    assert folds.data_ptr() + folds.numel() * size <= buffers.tokens.data_ptr()
+    assert folds[:, FoldColumn.NUMBER].tolist() == list(range(gates))
+    assert set(folds[:, FoldColumn.POSITION].tolist()) == {7}
+    assert buffers.tokens[:3].tolist() == [[start, 0, 7], [start, 0, 8], [start, 0, 9]]
 
 
 def test_acts_with_other_gates_take_states_of_their_own() -> None:
