@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rheostat import _errors
 from rheostat._errors import RheostatError
 from rheostat._subscriptions.state import RESUME_ADVICE
@@ -26,11 +28,12 @@ _FLAGS = {
     WatchState.when_lost: "",
 }
 """Python calls that errors advise, and the words to type instead."""
+_LAYER = re.compile(r"with layers=(?=\d)")
 
 
 def error_text(error: RheostatError) -> str:
     """The error in one line."""
-    message = str(error)
+    message = _LAYER.sub("with --layers ", str(error))
     for call, flags in _FLAGS.items():
         message = message.replace(call, flags)
     return message + _hint(error)

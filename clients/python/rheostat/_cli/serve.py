@@ -30,6 +30,9 @@ not start""",
     parser.add_argument(
         "model", metavar="MODEL", help='a model folder, a hub name, or "demo" for the bundled one'
     )
+    parser.add_argument(
+        "--model", nargs="?", action=_ModelFlag, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
     parser.set_defaults(run=run)
     settings = _settings()
     if not settings:  # accepts any flags, so that `run` reports the missing server
@@ -39,6 +42,14 @@ not start""",
         if (flag := setting.metadata.get("flag")) is not None:
             group = parser.add_argument_group(flag.group) if flag.group else group
             _add_flag(group, setting, flag)
+
+
+class _ModelFlag(argparse.Action):
+    """``--model``, as other servers have it: the error shows how to write the model."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any, **_: Any) -> None:
+        model = given[1] or "MODEL"
+        parser.error(f"the model comes without a flag: rheostat serve {model}")
 
 
 def _add_flag(group: Any, setting: Field[Any], flag: Any) -> None:

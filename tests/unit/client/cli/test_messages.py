@@ -297,3 +297,9 @@ def test_a_lost_subscription_does_not_advise_a_python_call():
         policy.pause(lost)
     assert "engine.resume" in str(raised.value)
     assert error_text(raised.value) == "could not connect to host:1 within -1 s"
+
+
+def test_the_layer_of_another_librarys_name_is_a_flag():
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        rheostat.Capture("blocks.3.hook_resid_post", 3)
+    assert 'write "resid_post" with --layers 3' in error_text(raised.value)
