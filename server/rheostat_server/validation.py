@@ -26,6 +26,11 @@ PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of probes."""
 
 
+def counted(count: int, noun: str) -> str:
+    """As "1 row" or "2 rows"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def field_path(path: str, field: str) -> str:
     """The path of a field below another."""
     return f"{path}.{field}" if path else field

@@ -86,6 +86,11 @@ def check_arguments(call: str, unknown: Iterable[str], names: Collection[str]) -
         raise TypeError(f"{call}() has no argument {name!r}{hint}")
 
 
+def counted(count: int, noun: str) -> str:
+    """As "1 row" or "2 rows"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def utf8_text(value: object, path: str, what: str) -> str:
     """Returns ``value`` if it is a text that UTF-8 can encode; ``what`` names it in errors."""
     if not isinstance(value, str):

@@ -42,6 +42,7 @@ from rheostat_server.sinks import CaptureAbout, Labels
 from rheostat_server.tasks.offload import offload
 from rheostat_server.tasks.uploads import drain, next_message
 from rheostat_server.tensors import checked_payload, float_type, widened
+from rheostat_server.validation import counted
 from rheostat_wire.dtypes import StoredArray
 from rheostat_wire.v1 import run_service_pb2, tensor_pb2, types_pb2
 
@@ -244,7 +245,9 @@ def _token_ids(
         return prompt_tokens[inside]
     if len(given) != len(positions):
         raise InvalidValue(
-            f"{len(given)} tokens are for {len(positions)} positions; give one for each", field=path
+            f"{counted(len(given), 'token')} came for {counted(len(positions), 'position')}; give "
+            "one for each",
+            field=path,
         )
     validation.token_ids(given, vocabulary, path)
     tokens = np.array(given, np.int32)

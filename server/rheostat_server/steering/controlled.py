@@ -23,6 +23,7 @@ from rheostat_server.limits import ID_BYTES
 from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import Intervention
+from rheostat_server.validation import counted
 from rheostat_wire.v1 import gain_pb2, generation_service_pb2
 
 _LOG = logging.getLogger(__name__)
@@ -139,8 +140,9 @@ def control(
     max_tokens = context.max_tokens
     if own * max_tokens > MAX_GAIN_CHANGES:
         raise InvalidValue(
-            f"the gains of a request may change {MAX_GAIN_CHANGES} numbers; {own} interventions "
-            f"and {max_tokens} tokens are more: lower sampling.max_tokens",
+            f"the gains of a request may change {MAX_GAIN_CHANGES} numbers; "
+            f"{counted(own, 'intervention')} and {counted(max_tokens, 'token')} are more: "
+            "lower sampling.max_tokens",
             field="controlled",
         )
     acts: list[Act] = []

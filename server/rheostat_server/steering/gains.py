@@ -4,7 +4,7 @@ from rheostat_engine import LARGEST_GAIN
 from rheostat_server import validation
 from rheostat_server.errors import InvalidValue, MissingField
 from rheostat_server.limits import INTERVENTIONS
-from rheostat_server.validation import field_path
+from rheostat_server.validation import counted, field_path
 from rheostat_wire.v1 import gain_pb2
 
 
@@ -43,7 +43,7 @@ def check_indices(gain: gain_pb2.Gain, count: int, path: str) -> None:
     for number, index in enumerate(gain.interventions):
         if index >= count:
             raise InvalidValue(
-                f"the request's steering has {count} interventions; there is no intervention "
-                f"{index}",
+                f"the request's steering has {counted(count, 'intervention')}; there is "
+                f"no intervention {index}",
                 field=field_path(path, f"interventions[{number}]"),
             )

@@ -36,7 +36,7 @@ from rheostat_server.selectors.sites import SiteSelection, resolve_site
 from rheostat_server.selectors.spans import clipped, length
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.tensors import FloatType, checked_payload, converted, float_type, widened
-from rheostat_server.validation import field_path
+from rheostat_server.validation import counted, field_path
 from rheostat_server.vectors.store import Vector, VectorView, make_vector
 from rheostat_wire.dtypes import FloatArray, StoredArray
 from rheostat_wire.noise import normal_row
@@ -124,15 +124,15 @@ class OpContext:
             raise InvalidValue("no position of the request is selected", field=path)
         if count > REPLACED_ROWS:
             raise InvalidValue(
-                f"{count} rows would be replaced, at {len(self.sites.sites)} sites; at most "
-                f"{REPLACED_ROWS} can be",
+                f"{count} rows would be replaced, at {counted(len(self.sites.sites), 'site')}; at "
+                f"most {REPLACED_ROWS} can be",
                 field=path,
             )
         size = count * self.model.width * kind.itemsize
         if size > VECTOR_BYTES:
             raise InvalidValue(
-                f"{count} rows of {size} bytes would be put in; at most {VECTOR_BYTES} bytes can "
-                "be: replace fewer positions or sites in one Replace",
+                f"{counted(count, 'row')} of {size} bytes would be put in; at most "
+                f"{VECTOR_BYTES} bytes can be: replace fewer positions or sites in one Replace",
                 field=path,
             )
         return tuple(position for start, end in spans for position in range(start, end))
@@ -397,8 +397,8 @@ def _source_positions(
         wanted = absolute_positions(source.positions.positions, run, field)
         if len(wanted) != len(positions):
             raise InvalidValue(
-                f"{len(wanted)} positions of the run are for {len(positions)} replaced positions; "
-                "give one for each",
+                f"{counted(len(wanted), 'position')} of the run cannot fill "
+                f"{counted(len(positions), 'replaced position')}; give one for each",
                 field=field,
             )
         return wanted

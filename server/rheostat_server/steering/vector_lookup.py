@@ -25,7 +25,7 @@ from rheostat_server.errors import (
 )
 from rheostat_server.limits import DIGEST_BYTES, INLINE_VECTOR_BYTES, LAYERS
 from rheostat_server.tensors import checked_payload, float_type
-from rheostat_server.validation import field_path
+from rheostat_server.validation import counted, field_path
 from rheostat_server.vectors.store import Name, Vector, VectorView, make_vector, vector_rows
 from rheostat_wire.v1 import tensor_pb2, types_pb2, vector_pb2
 
@@ -112,7 +112,8 @@ def rows_by_layer(found: FoundVector, layers: Sequence[int]) -> dict[int, int]:
         problem = f"the vector has no row for layer {without[0]}"
     else:
         problem = (
-            f"the vector has {vector.rows} rows for {len(rows)} layers; it needs 1 or one each"
+            f"the vector has {vector.rows} rows for {counted(len(rows), 'layer')}; it needs 1 or "
+            "one each"
         )
         if not row_layers:
             problem += ", or row_layers that say which layer each row belongs to"

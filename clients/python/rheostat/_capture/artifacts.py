@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from rheostat._fields import read_word
+from rheostat._fields import counted, read_word
 from rheostat._points import Site, read_site
 from rheostat._positions import show_sites
 from rheostat_wire.v1 import capture_pb2, capture_service_pb2
@@ -55,7 +55,7 @@ class Artifact:
     def __repr__(self) -> str:
         return (
             f"Artifact({self.sink_name!r}, {self.path!r}, {self.length} bytes, {self.state}, "
-            f"{self.row_count} rows of {show_sites(self.sites)})"
+            f"{counted(self.row_count, 'row')} of {show_sites(self.sites)})"
         )
 
 

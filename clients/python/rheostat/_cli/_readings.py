@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from rheostat._cli._listing import Plain, plain
 from rheostat._cli._stops import Bounds
+from rheostat._fields import counted
 from rheostat._responses.signals import SignalColumn
 from rheostat._responses.updates import UpdateApplied, UpdateRefused
 from rheostat._watches.events import (
@@ -39,7 +40,9 @@ def lines(event: WatchEvent, bounds: Bounds) -> list[str]:
         case WatchedSignals():
             return [_readings_line(readings, bounds) for readings in event]
         case WatchedRequestBegun():
-            return [f"{event.request_id} begins: {event.prompt_token_count} prompt tokens"]
+            return [
+                f"{event.request_id} begins: {counted(event.prompt_token_count, 'prompt token')}"
+            ]
         case SignalsDropped():
             where = shown(event.positions)
             return [f"{event.request_id} sample {event.sample} lost its readings at {where}"]
@@ -81,7 +84,7 @@ def _end_line(event: WatchedRequestEnded) -> str:
         for summary in event.summaries
     ]
     lost = event.dropped_position_count
-    parts += [f"{lost} positions lost"] if lost else []
+    parts += [f"{counted(lost, 'position')} lost"] if lost else []
     how = ", ".join(event.finish_reasons) or "still running"
     return f"{event.request_id} end: {'; '.join([how, *parts])}"
 

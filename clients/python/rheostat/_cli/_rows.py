@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rheostat._cli._common import CommandError
+from rheostat._fields import counted
 from rheostat._points import Layers, Point, show_layers
 from rheostat._responses.model import ModelInfo
 from rheostat._steering.vectors import Vector
@@ -22,7 +23,7 @@ def check_layers(vector: Vector, model: ModelInfo) -> None:
         )
     if vector.shape[0] not in (1, len(layers)):
         raise CommandError(
-            f"{_count(vector.shape[0], 'row')} for {_count(len(layers), 'layer')} "
+            f"{counted(vector.shape[0], 'row')} for {counted(len(layers), 'layer')} "
             f"({show_layers(vector.layers)}): a vector has one row, or one per layer",
             2,
         )
@@ -63,7 +64,3 @@ def part(vector: Vector, points: tuple[Point, ...] | None, layers: Layers | None
 def _numbers(layers: Layers, count: int) -> range | tuple[int, ...]:
     """The numbers of the layers of a model with ``count`` layers."""
     return range(count) if isinstance(layers, str) else layers
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

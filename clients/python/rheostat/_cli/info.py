@@ -6,6 +6,7 @@ import argparse
 
 from rheostat._cli._common import Subparsers, add_target, connected
 from rheostat._cli._listing import add_json, print_json
+from rheostat._fields import counted
 from rheostat._responses.model import Stats
 
 
@@ -40,6 +41,6 @@ def _text(stats: Stats) -> str:
         f"{stats.running_request_count} running, {stats.waiting_request_count} waiting, "
         f"{stats.completed_count} completed, {stats.failed_count} failed, "
         f"{stats.used_bank_row_count} of {stats.bank_row_count} bank rows, "
-        f"{stats.vector_count} vectors, up {stats.uptime:.0f} s"
+        f"{counted(stats.vector_count, 'vector')}, up {stats.uptime:.0f} s"
     )
     return f"{text}, {stats.leaked_count} LEAKED" if stats.leaked_count else text

@@ -23,6 +23,7 @@ from rheostat._cli._common import (
 )
 from rheostat._cli._filters import add_filter, add_limit, add_where, selected
 from rheostat._cli._readings import shown
+from rheostat._fields import counted
 from rheostat._responses.results import DroppedRows
 from rheostat._subscriptions.events import CapturedRows, EndOfRequest, SubscriptionEvent
 from rheostat._subscriptions.subscription import Subscription
@@ -117,11 +118,12 @@ def _line(event: SubscriptionEvent) -> str:
             sites = " ".join(map(str, event.sites))
             return f"{_whose(event)} {sites} at {shown(event.positions)}: mean norm {norm:.4g}"
         case DroppedRows():
-            return f"{_whose(event)} lost {event.row_count} rows at {shown(event.positions)}"
+            rows = counted(event.row_count, "row")
+            return f"{_whose(event)} lost {rows} at {shown(event.positions)}"
         case EndOfRequest():
             lost = f", {event.dropped_row_count} lost" if event.dropped_row_count else ""
             how = ", ".join(event.finish_reasons) or "still running"
-            return f"{event.request_id} end: {event.row_count} rows{lost}; {how}"
+            return f"{event.request_id} end: {counted(event.row_count, 'row')}{lost}; {how}"
 
 
 def _whose(event: CapturedRows | DroppedRows) -> str:

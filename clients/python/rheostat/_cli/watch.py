@@ -16,6 +16,7 @@ from rheostat._cli._readings import Curves, documents, lines
 from rheostat._cli._stops import Bounds, probe_name, read_above, read_below
 from rheostat._cli._stored import stored
 from rheostat._client.engine import Engine
+from rheostat._fields import counted
 from rheostat._selectors import SelectorLike
 from rheostat._steering.gates import Pool, Probe, probe
 from rheostat._steering.readouts import Normalise
@@ -172,7 +173,7 @@ def _draw(watch: Watch, bounds: Bounds, limit: int | None) -> None:
                 shown = curves.lines(size.columns, size.lines - 2)
                 phase.show(shown)
                 ended += isinstance(event, WatchedRequestEnded)
-                phase.note(f"{ended} request{'' if ended == 1 else 's'} ended")
+                phase.note(f"{counted(ended, 'request')} ended")
                 if ended == limit:
                     break
     finally:

@@ -23,7 +23,7 @@ from rheostat._connection.calls import (
     every_page,
 )  # fmt: skip
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, utf8_text, whole_number
+from rheostat._fields import builds_message, counted, utf8_text, whole_number
 from rheostat._points import (
     LayersLike,
     PointLike,
@@ -280,7 +280,8 @@ def _positions(positions: Iterable[int], count: int) -> list[int]:
         whole_number(place, "positions", "a position", most=MOST_POSITIONS) for place in positions
     ]
     if len(places) != count:
-        raise invalid("positions", f"{len(places)} positions are given for {count} rows of a site")
+        given = "1 position is" if len(places) == 1 else f"{len(places)} positions are"
+        raise invalid("positions", f"{given} given for {counted(count, 'row')} of a site")
     if any(after <= before for before, after in pairwise(places)):
         raise invalid("positions", "positions ascend, each once")
     return places

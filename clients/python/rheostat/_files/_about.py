@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import Element, VectorData, vector_data
 from rheostat._errors import InvalidRequest
+from rheostat._fields import counted
 from rheostat._files._errors import bad_file
 from rheostat._points import Layers, LayersLike, Point, layers_of, points_of
 from rheostat._steering.vectors import Vector
@@ -92,7 +93,7 @@ def vector_of(path: Path, rows: VectorData, about: About) -> Vector:
     if count > 1 and layers is not None and layers != "all" and len(layers) != count:
         raise bad_file(
             path,
-            f"has {count} rows for {len(layers)} layers",
+            f"has {count} rows for {counted(len(layers), 'layer')}",
             "a vector has one row, or one per layer",
             "REASON_VECTOR_SHAPE",
         )

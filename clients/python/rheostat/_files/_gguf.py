@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import VectorData
 from rheostat._errors import InvalidRequest, invalid, missing_library
+from rheostat._fields import counted
 from rheostat._files._about import About, numbers_of, vector_of
 from rheostat._files._errors import bad_file, unreadable
 from rheostat._points import Point
@@ -157,7 +158,10 @@ def _layers(vector: Vector) -> tuple[int, ...]:
     if layers[0] == 0:
         raise _cannot("layers", "control vectors begin at layer 1; llama.cpp cannot steer layer 0")
     if vector.shape is not None and vector.shape[0] not in (1, len(layers)):
-        raise _cannot("layers", f"there are {vector.shape[0]} rows for {len(layers)} layers")
+        raise _cannot(
+            "layers",
+            f"it has {counted(vector.shape[0], 'row')} for {counted(len(layers), 'layer')}",
+        )
     return layers
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from rheostat._capture.activations import Activations, Rows, positions_of, read_captured
 from rheostat._errors import DataLoss, ServerError
-from rheostat._fields import read_word
+from rheostat._fields import counted, read_word
 from rheostat._points import Site
 from rheostat._responses.receipts import Receipt, read_receipt
 from rheostat._responses.results import (
@@ -210,7 +210,7 @@ class GenerationAccumulator:
                 row_count = received[captured.site]
                 if row_count != captured.row_count:
                     raise DataLoss(
-                        f"{row_count} rows of {captured.site} came, "
+                        f"{counted(row_count, 'row')} of {captured.site} came, "
                         f"the receipt counts {captured.row_count}",
                         reason="REASON_ROWS_LOST",
                         metadata={"rows": str(captured.row_count - row_count)},

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rheostat._fields import counted
 from rheostat._notebook import table
 from rheostat._points import Site, knows_point, read_site
 from rheostat._positions import read_ranges, show_ranges, unknown_sites_text
@@ -112,7 +113,7 @@ class Explanation:
 
 
 def _rows(explanation: Explanation) -> list[tuple[str, str]]:
-    rows = [("prompt", f"{len(explanation.prompt_token_ids)} tokens")]
+    rows = [("prompt", counted(len(explanation.prompt_token_ids), "token"))]
     for resolved in explanation.interventions:
         unit = " of the stream" if resolved.op == "norm_add" else ""
         sites = [
@@ -228,7 +229,7 @@ class Tokenized:
             for token_id, span in zip(self.token_ids[:_SHOWN], self.offsets, strict=False)
         ]
         shown += [f"and {count - _SHOWN} more"] if count > _SHOWN else []
-        head = f"{count} token{'' if count == 1 else 's'}"
+        head = counted(count, "token")
         return f"Tokenized({head}{': ' if shown else ''}{', '.join(shown)})"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._errors import ServerError
+from rheostat._fields import counted
 from rheostat._notebook import passage
 from rheostat._points import PointLike, Site, point_of, read_site
 from rheostat._positions import read_ranges, show_sites
@@ -91,8 +92,8 @@ class LensResult:
 
     def __repr__(self) -> str:
         return (
-            f"LensResult({show_sites(self.sites)}, {len(self.positions)} positions, "
-            f"top {self.top_token_ids.shape[-1]}, {len(self.token_ids)} tokens)"
+            f"LensResult({show_sites(self.sites)}, {counted(len(self.positions), 'position')}, "
+            f"top {self.top_token_ids.shape[-1]}, {counted(len(self.token_ids), 'token')})"
         )
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rheostat._fields import equal_fields, read_word
+from rheostat._fields import counted, equal_fields, read_word
 from rheostat._notebook import table
 from rheostat._points import Site, knows_point, read_site
 from rheostat._positions import read_ranges, show_points, show_ranges, unknown_sites_text
@@ -238,7 +238,7 @@ class Receipt:
 
 
 def _counted(count: int, what: str) -> list[str]:
-    return [f"{count} {what}{'' if count == 1 else 's'}"] if count else []
+    return [counted(count, what)] if count else []
 
 
 def _rows(receipt: Receipt) -> list[tuple[str, str]]:
@@ -249,7 +249,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
             f"({receipt.cached_prompt_token_count} from the cache), "
             f"{receipt.generated_token_count} generated, "
             f"{receipt.recomputed_token_count} recomputed, "
-            f"{receipt.preemption_count} preemptions",
+            f"{counted(receipt.preemption_count, 'preemption')}",
         )
     ]
     for applied in receipt.interventions:
@@ -265,7 +265,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     for capture in receipt.captures:
         lost = sum(site.dropped_row_count for site in capture.sites)
         count = sum(site.row_count for site in capture.sites)
-        text = f"{count} rows of {_sites_text(capture)}"
+        text = f"{counted(count, 'row')} of {_sites_text(capture)}"
         text += f", {lost} lost" if lost else ""
         text += f", stored in run {capture.run_id}" if capture.run_id else ""
         rows.append((f"capture {capture.index}", text))
@@ -281,9 +281,9 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
     if receipt.gain_count:
         rows.append(("gains", f"{receipt.gain_count} carried out"))
     for watch in receipt.watches:
-        text = f"{watch.change_count} changes"
+        text = counted(watch.change_count, "change")
         if watch.hold_count:
-            text += f", held {watch.hold_count} times for {watch.held_seconds:.1f} s"
+            text += f", held {counted(watch.hold_count, 'time')} for {watch.held_seconds:.1f} s"
         if watch.stopped_samples:
             text += f", ended {', '.join(f'sample {number}' for number in watch.stopped_samples)}"
         rows.append((f"watch {watch.watch_id}", text))
@@ -300,13 +300,14 @@ def _rule_text(rule: RuleReceipt) -> str:
         return "did not fire"
     text = f"fired at {count} positions in {len(rule.samples)} samples"
     if len(rule.samples) == 1:
-        text = f"fired at positions {show_ranges(rule.samples[0].positions)}"
+        places = "position" if count == 1 else "positions"
+        text = f"fired at {places} {show_ranges(rule.samples[0].positions)}"
     stopped = sum(firings.stopped for firings in rule.samples)
     return text + "".join(f", stopped {some}" for some in _counted(stopped, "sample"))
 
 
 def _intervention_text(applied: AppliedIntervention) -> str:
-    text = f"{sum(site.row_count for site in applied.sites)} rows"
+    text = counted(sum(site.row_count for site in applied.sites), "row")
     if sites_text := _sites_text(applied):
         text += f" at {sites_text}"
     doses = [site.dose for site in applied.sites if site.dose is not None]

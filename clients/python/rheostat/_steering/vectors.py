@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, VectorData, read_element, vector_data
 from rheostat._errors import Refused, invalid
-from rheostat._fields import check_arguments, vector_digest, vector_name
+from rheostat._fields import check_arguments, counted, vector_digest, vector_name
 from rheostat._points import (
     Layers,
     LayersLike,
@@ -443,7 +443,7 @@ def _name_layers(layers: Sequence[int]) -> str:
 
 def _count_layers(layers: range | tuple[int, ...]) -> str:
     """As "1 layer (3)" or "4 layers (2-5)"."""
-    return f"{len(layers)} {'layer' if len(layers) == 1 else 'layers'} ({show_layers(layers)})"
+    return f"{counted(len(layers), 'layer')} ({show_layers(layers)})"
 
 
 def defaults(
@@ -475,7 +475,7 @@ class VectorInfo:
             parts.append(f"{vector.dtype} {list(vector.shape)}")
         if vector.points is not None and vector.layers is not None:
             parts.append(f"{'+'.join(vector.points)} {show_layers(vector.layers)}")
-        parts += [f"{self.request_count} users"] if self.request_count else []
+        parts += [counted(self.request_count, "user")] if self.request_count else []
         parts += [repr(self.description)] if self.description else []
         return f"VectorInfo({', '.join(parts)})"
 

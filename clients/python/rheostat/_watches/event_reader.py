@@ -11,7 +11,7 @@ import numpy as np
 from rheostat._capture.activations import positions_of
 from rheostat._capture.encodings import read_tensor
 from rheostat._errors import DataLoss, ServerError
-from rheostat._fields import read_word
+from rheostat._fields import counted, read_word
 from rheostat._responses.results import FinishReason
 from rheostat._responses.signals import SignalColumn
 from rheostat._watches.events import (
@@ -147,7 +147,8 @@ class WatchReader:
         missing = sent.position_count - came.position_count
         if missing or came.dropped_position_count > sent.dropped_position_count:
             raise DataLoss(
-                f"of {came.request_id} came the readings of {came.position_count} positions, with "
+                f"of {came.request_id} came the readings of "
+                f"{counted(came.position_count, 'position')}, with "
                 f"{came.dropped_position_count} dropped, of {sent.position_count} that were sent "
                 f"and {sent.dropped_position_count} that were dropped",
                 reason="REASON_ROWS_LOST",

@@ -117,7 +117,7 @@ ABOUT = {"prompt_token_ids": [5], "positions": [0], "token_ids": [5]}
         ("resid_post.3", {**ABOUT, "positions": ["a"]}, "is no run ("),
         ("vector", ABOUT, "is no run ("),
         ("resid_post.x", ABOUT, "is no run ("),
-        ("resid_post.3", {**ABOUT, "positions": [0, 1]}, "2 positions are given for 1 rows"),
+        ("resid_post.3", {**ABOUT, "positions": [0, 1]}, "2 positions are given for 1 row of"),
     ],
 )
 def test_a_file_that_is_no_run_is_not_sent(server, tmp_path, capsys, tensor, about, said):

@@ -95,7 +95,7 @@ def test_parts_are_joined_by_site_and_position(client, server):
         "resid_post[0]  t0  t1",
         "resid_post[2]  t2  t3",
     ]
-    assert repr(read) == "LensResult(resid_post 0, 2, 2 positions, top 2, 1 tokens)"
+    assert repr(read) == "LensResult(resid_post 0, 2, 2 positions, top 2, 1 token)"
 
 
 RUN = rheostat.RunInfo(

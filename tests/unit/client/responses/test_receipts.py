@@ -229,3 +229,36 @@ def test_the_version_of_server_wide_steering_is_told_where_some_acted(origin, sh
     told = str(rheostat.Receipt("r", 1, 1, interventions=(done,), global_version=9))
     assert ("server-wide steering: version 9" in told) is shown
     assert "server-wide" not in str(rheostat.Receipt("r", 1, 1, global_version=9))
+
+
+def test_one_of_a_thing_is_told_in_the_singular():
+    receipt = read_receipt(
+        text_format.Parse(
+            """request_id: "r1" preemption_count: 1
+               interventions {
+                 intervention { origin: ORIGIN_REQUEST op: OP_ADD }
+                 sites { site { point: POINT_RESID_POST layer: 2 } row_count: 1 }
+               }
+               captures {
+                 sites { site { point: POINT_RESID_POST layer: 2 } row_count: 1 }
+               }
+               rules {
+                 rule_name: "a"
+                 samples { sample: 0 positions { start: 4 count: 1 } position_count: 1 }
+               }
+               watches {
+                 watch_id: "w" change_count: 1 hold_count: 1 held_duration { seconds: 2 }
+               }""",
+            receipt_pb2.Receipt(),
+        )
+    )
+    told = str(receipt)
+    assert "1 preemption\n" in told
+    assert "  add (request 0): 1 row at resid_post 2" in told
+    assert "  capture 0: 1 row of resid_post 2" in told
+    assert "rule a: fired at position 4" in told
+    assert "  watch w: 1 change, held 1 time for 2.0 s" in told
+    explanation = read_explanation(
+        text_format.Parse("prompt_token_ids { ids: 5 }", generation_service_pb2.ExplainResponse())
+    )
+    assert "  prompt: 1 token\n" in str(explanation)

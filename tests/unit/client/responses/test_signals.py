@@ -119,7 +119,7 @@ def test_the_receipt_says_where_rules_fired(client, server) -> None:
         rheostat.RuleReceipt("grim", (rheostat.RuleFirings(0, (range(3, 4),), 1, stopped=True),)),
         rheostat.RuleReceipt("calm", ()),
     )
-    assert "rule grim: fired at positions 3, stopped 1 sample" in str(receipt)
+    assert "rule grim: fired at position 3, stopped 1 sample" in str(receipt)
     assert "rule calm: did not fire" in str(receipt)
 
 
