@@ -144,13 +144,19 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
     except StartupError:
         raise
     except OSError as error:
+        named = "" if Path(path).exists() else " (no folder, so a name on the Hugging Face hub)"
         raise ModelNotFound(
-            f"cannot read the model {config.model}: {what_happened(error)}"
+            f"cannot read the model {config.model}{named}: {what_happened(error)}"
         ) from error
     except Exception as error:  # vLLM and torch raise many types of errors
         text = str(error)
         if "Invalid repository ID or local directory" in text:
             raise ModelNotFound(f"there is no model {config.model}") from error
+        if "torchvision::nms" in text:  # a torchvision for CUDA beside a torch for CPUs
+            raise EngineFailed(
+                "torchvision was built for another torch; the server does not need it: "
+                "pip uninstall torchvision torchaudio torchcodec"
+            ) from error
         raise EngineFailed(
             f"vLLM could not start with the model {config.model}: {what_happened(error)}"
         ) from error

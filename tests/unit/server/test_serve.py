@@ -18,7 +18,13 @@ from rheostat_server.api import readiness
 from rheostat_server.config import ServerConfig
 from rheostat_server.engine import vllm_engine
 from rheostat_server.engine.vllm_engine import engine_arguments, model_path
-from rheostat_server.errors import EngineDied, EngineFailed, ModelNotFound, PortInUse
+from rheostat_server.errors import (
+    EngineDied,
+    EngineFailed,
+    ModelNotFound,
+    PortInUse,
+    StartupError,
+)
 from rheostat_server.generation import responses
 from rheostat_server.serve import RunningServer, log_requests, run, start
 from rheostat_wire.v1 import engine_service_pb2, types_pb2
@@ -255,6 +261,24 @@ def test_a_misspelt_demo_is_not_looked_for_on_the_hub(model: str) -> None:
     with pytest.raises(ModelNotFound, match="did you mean 'demo'"):
         model_path(model)
     assert model_path("gpt2") == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (OSError("no network"), r"model gpt22 \(no folder, so a name on the Hugging Face hub\)"),
+        (RuntimeError("operator torchvision::nms does not exist"), "pip uninstall torchvision"),
+    ],
+)
+def test_an_engine_that_cannot_start_says_what_to_do(
+    raised: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(vllm_engine, "_load", fail)
+    with pytest.raises(StartupError, match=said):
+        vllm_engine.load_engine(config(model="gpt22"))
 
 
 def test_a_folder_without_a_model_is_named(tmp_path) -> None:

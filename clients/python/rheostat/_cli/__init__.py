@@ -1,6 +1,7 @@
 """The command ``rheostat``: one module per subcommand. An error is one line, never a traceback.
 
-Exit codes: 0 done, 1 failed, 2 wrong command line, 130 interrupted, 141 stdout was closed.
+Exit codes: 0 done, 1 failed, 2 wrong command line, 129, 130 and 143 ended by SIGHUP, SIGINT and
+SIGTERM, 141 stdout was closed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rheostat._cli import (
     watch,
 )
 from rheostat._cli._common import CommandError, Parser
+from rheostat._cli._signals import exiting_on_signals
 from rheostat._cli._words import error_text
 from rheostat._errors import InvalidRequest, RheostatError
 
@@ -41,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args, unknown = _parser().parse_known_args(arguments)
         if unknown:
             args.parser.unknown(unknown)
-        code = int(args.run(args))
+        with exiting_on_signals():
+            code = int(args.run(args))
         sys.stdout.flush()  # a closed pipe shows here, not when Python exits
         return code
     except KeyboardInterrupt:

@@ -9,12 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -38,11 +36,11 @@ _OWN_MESSAGE = re.compile(r"^\S+ \S+ INFO rheostat_server\S*: (.+)$", re.MULTILI
 def demo_server() -> Iterator[str]:
     """Serve the bundled model on a free port; yields the target once the server is ready.
 
-    The server ends with the block, also if the process gets SIGTERM or SIGHUP: they raise
-    SystemExit meanwhile.
+    The server ends with the block, also if the process gets SIGTERM or SIGHUP: see
+    `exiting_on_signals`.
     """
     target = f"127.0.0.1:{_free_port()}"
-    with _exiting_on_signals(), tempfile.TemporaryDirectory(prefix="rheostat-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rheostat-") as folder:
         log = Path(folder) / "server.log"
         port = target.rpartition(":")[2]
         with log.open("wb") as output:
@@ -67,24 +65,6 @@ def demo_server() -> Iterator[str]:
         finally:
             with Phase("stopping the server"):
                 _stop(child)
-
-
-@contextmanager
-def _exiting_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, which runs `finally` blocks, on the main thread."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # other threads cannot set handlers
-        return
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def wait_until_serving(

@@ -139,7 +139,9 @@ def _rows(explanation: Explanation) -> list[tuple[str, str]]:
         key_text = "private" if key.private else key.digest[:12]
         rows.append((f"cache key from position {key.position}", key_text))
     rows.append(("bank rows", f"{explanation.new_bank_row_count} new"))
-    if explanation.global_version:
+    if explanation.global_version and any(
+        intervention.origin == "global" for intervention in explanation.interventions
+    ):
         rows.append(("server-wide steering", f"version {explanation.global_version}"))
     return rows
 

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from rheostat._cli import _child, _progress, main
+from rheostat._cli import _child, _progress, info, main
 from rheostat._cli._common import CommandError, layers, points
 from rheostat._cli._progress import Phase
+from rheostat._cli._signals import exiting_on_signals
 from rheostat._errors import InvalidRequest
 from rheostat_server.config import ServerConfig
 from rheostat_wire.v1 import (
@@ -45,6 +46,25 @@ text_format.Parse(
     JOY.vectors.add(digest=b"\xab" * 32),
 )
 text_format.Parse("dtype: DTYPE_FLOAT16 shape: 2 shape: 8", JOY.vectors.add(digest=b"\xcd" * 32))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_terminated_ends_its_streams(number, monkeypatch):
+    ended = []
+
+    def run(args):
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(info, "run", run)
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as left:
+        main(["info"])
+    assert left.value.code == 128 + number
+    assert ended == [True]
+    assert signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize(
@@ -346,7 +366,7 @@ def test_what_needs_the_server_says_at_once_what_to_install(
     assert capsys.readouterr() == (
         "",
         f"rheostat: {task} needs the server (no module named {missing}): "
-        "in a checkout, pip install '.[cpu]' or '.[cuda]'\n",
+        "in a checkout, make setup for a CPU, or pip install '.[cuda]' for a GPU\n",
     )
 
 
@@ -408,7 +428,7 @@ def test_a_demo_that_is_terminated_takes_its_server_with_it(monkeypatch, number)
 
     subprocess_popen, before = subprocess.Popen, signal.getsignal(number)
     monkeypatch.setattr(subprocess, "Popen", popen)
-    with pytest.raises(SystemExit) as raised, _child.demo_server():
+    with pytest.raises(SystemExit) as raised, exiting_on_signals(), _child.demo_server():
         pytest.fail("no server is there")
     assert raised.value.code == 128 + number
     assert children[0].poll() == -signal.SIGTERM

@@ -121,7 +121,7 @@ def test_an_explanation_gives_doses_in_the_unit_of_their_op(op, dose):
               selection {{ token_ids: 13 token_ids: 42 }}
             }}
             cache_keys {{ position: 0 digest: "\\001\\002" }}
-            cache_keys {{ position: 16 private: true }}""",
+            cache_keys {{ position: 16 private: true }} global_version: 3""",
         generation_service_pb2.ExplainResponse(),
     )
     found = read_explanation(message)
@@ -138,6 +138,7 @@ def test_an_explanation_gives_doses_in_the_unit_of_their_op(op, dose):
         "  cache key from position 0: 0102",
         "  cache key from position 16: private",
         "  bank rows: 0 new",
+        "  server-wide steering: version 3",
     ]
 
 
