@@ -125,7 +125,7 @@ def test_requests_of_a_killed_watcher_are_held_and_end_if_it_said_so(
     (held,) = out.receipt.watches
     assert (held.hold_count, held.changes) == (1, ())
     assert held.held_seconds > 0
-    assert "held 1 times for 0." in str(out.receipt)
+    assert "held 1 time for 0." in str(out.receipt)
     with pytest.raises(rheostat.Unavailable) as raised:
         running.generate("refused", labels=RED)
     assert raised.value.reason == "REASON_WATCH_LOST"
