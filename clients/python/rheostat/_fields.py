@@ -59,6 +59,26 @@ def token_id(number: SupportsIndex, path: str) -> int:
     return whole_number(number, path, "a token id", reason="REASON_UNKNOWN_TOKEN")
 
 
+def token_id_list(given: object, path: str, name: str) -> list[int]:
+    """The token ids of an argument, which ``name`` names in errors."""
+    if isinstance(given, str):
+        raise invalid(
+            path,
+            f"{name} is a list of token ids, not {given!r}; "
+            f"engine.tokenize({given!r}, special_tokens=False).token_ids is that of a text",
+        )
+    if not isinstance(given, Iterable):
+        raise invalid(path, f"{name} is a list of token ids, not {given!r}")
+    return [token_id(token, f"{path}[{number}]") for number, token in enumerate(given)]
+
+
+def flag(given: object, path: str, name: str) -> bool:
+    """Returns ``given`` if it is True or False; None is False. ``name`` names it in errors."""
+    if given not in (None, True, False):
+        raise invalid(path, f"{name} is True or False, not {given!r}")
+    return bool(given)
+
+
 def word(given: object, words: Mapping[str, Number], path: str) -> Number:
     """The enum's value that a word means."""
     if not isinstance(given, str) or given not in words:

@@ -6,7 +6,9 @@ import operator
 import pytest
 
 import rheostat
-from rheostat_wire.v1 import steering_service_pb2
+from rheostat._client.sessions import Updates
+from rheostat._watches.requests import gain_request
+from rheostat_wire.v1 import generation_service_pb2, steering_service_pb2
 
 JOY = rheostat.inline([1.0, 2.0], points="resid_post", layers=3)
 
@@ -130,6 +132,73 @@ def test_a_stop_that_is_no_list_is_named(client, server, option, what):
     assert (raised.value.path, raised.value.message) == (
         f"sampling.{option}",
         f"{option} is {what}, not 3",
+    )
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_tokens": "2"}, "max_tokens is a whole number, not '2'"),
+        ({"max_tokens": 1.5}, "max_tokens is a whole number, not 1.5"),
+        ({"max_tokens": -2}, "max_tokens must be at least 1, not -2"),
+        ({"max_tokens": 2**32}, "max_tokens must be at most 4294967295, not 4294967296"),
+        ({"n": -1}, "n must be at least 1, not -1"),
+        ({"seed": -1}, "seed must be at least 0, not -1"),
+        ({"seed": 2**64}, f"seed must be at most {2**63 - 1}, not {2**64}"),
+        ({"logprobs": True}, "logprobs is a whole number, not True"),
+        ({"temperature": "hot"}, "temperature is a number, not 'hot'"),
+        ({"with_baseline": "yes"}, "with_baseline is True or False, not 'yes'"),
+        ({"ignore_eos": "no"}, "ignore_eos is True or False, not 'no'"),
+        (
+            {"stop_token_ids": "ab"},
+            "stop_token_ids is a list of token ids, not 'ab'; "
+            "engine.tokenize('ab', special_tokens=False).token_ids is that of a text",
+        ),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_answered_with_what_it_takes(client, server, options, said):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.generate("x", **options))
+    assert raised.value.message == said
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("x",), "the factor is a number, not 'x'"),
+        ((0.5, 3), "interventions is a list of their indices, such as [0, 2], not 3"),
+        ((0.5, "0"), "interventions is a list of their indices, such as [0, 2], not '0'"),
+        ((0.5, [-1]), "an intervention's index is 0 to 4294967295, not -1"),
+    ],
+)
+def test_a_gain_of_the_wrong_type_is_answered_with_what_it_takes(arguments, said):
+    factor, interventions = arguments if len(arguments) == 2 else (*arguments, ())
+    updates = Updates(generation_service_pb2.GenerateRequest(), lambda _: None)
+    for make in (
+        lambda: updates.gain(factor, interventions),
+        lambda: gain_request("a", factor, interventions),
+    ):
+        assert message_of(make) == said
+
+
+@pytest.mark.parametrize("zoom", [4, True, [("layer_stride", 2)]])
+def test_a_zoom_that_is_no_dict_is_answered_with_its_keys(client, server, zoom):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.sweep(rheostat.Pair("a", "b", [1]), zoom=zoom))
+    assert raised.value.message == (
+        "zoom is a dict of layer_stride, column_stride, layer_radius, column_radius, peak_count, "
+        f"not {zoom!r}"
+    )
+
+
+def test_a_text_in_the_place_of_token_ids_is_answered_with_its_ids(client, server):
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.lens("x", tokens=" Paris"))
+    assert raised.value.message == (
+        "tokens is a list of token ids, not ' Paris'; "
+        "engine.tokenize(' Paris', special_tokens=False).token_ids is that of a text"
     )
     assert server.asked == []
 

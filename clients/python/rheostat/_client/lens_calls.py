@@ -7,7 +7,7 @@ from functools import partial
 
 from rheostat._connection.calls import DownloadCall, UnaryCall
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, token_id, utf8_text, whole_number
+from rheostat._fields import builds_message, token_id_list, utf8_text, whole_number
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
 from rheostat._prompts import Prompt, put_prompt
 from rheostat._responses.lens import Attribution, LensAccumulator, LensResult, read_attribution
@@ -32,7 +32,7 @@ def lens(
     steering: SteeringLike,
     lora: str | None,
 ) -> DownloadCall[lens_service_pb2.LensResponse, None, LensResult]:
-    ids = [token_id(token, f"token_ids[{number}]") for number, token in enumerate(tokens)]
+    ids = token_id_list(tokens, "token_ids", "tokens")
     if (prompt is None) == (run is None):
         raise invalid("prompt", "give a prompt or run=, and not both", "REASON_MISSING_FIELD")
     request = lens_service_pb2.LensRequest(

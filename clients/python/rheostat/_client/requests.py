@@ -8,11 +8,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias, TypedDict, Unpack, cast
+from operator import index
+from typing import Literal, SupportsIndex, TypeAlias, TypedDict, Unpack, cast
 
 from rheostat._capture.captures import CaptureLike, captures_of
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, did_you_mean, token_id, utf8_text, whole_number
+from rheostat._fields import (
+    UINT32,
+    builds_message,
+    did_you_mean,
+    flag,
+    token_id_list,
+    utf8_text,
+    whole_number,
+)
 from rheostat._prompts import Prompt, labels_to_wire, put_prompt
 from rheostat._steering.rules import ProbesLike, RulesLike, probes_to_wire, rules_of
 from rheostat._steering.steering import SteeringLike, interventions_of, steering_to_wire
@@ -153,6 +162,12 @@ _SAMPLING_NUMBERS = (
     "prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 """Options that are fields of `Sampling` with the same name."""
+_LEAST = {
+    "top_k": 0, "max_tokens": 1, "min_tokens": 0, "seed": 0, "n": 1, "logprobs": 0,
+    "prompt_logprobs": 0,
+}  # fmt: skip
+"""The least value of those that are whole numbers."""
+_LARGEST_SEED = 2**63 - 1
 
 
 @builds_message
@@ -178,7 +193,7 @@ def generate_request(
         rules=[rule.to_wire(f"rules[{number}]") for number, rule in enumerate(rules)],
         captures=[spec.to_wire() for spec in captures_of(options.get("capture"))],
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
-        with_baseline=options.get("with_baseline", False),
+        with_baseline=flag(options.get("with_baseline"), "with_baseline", "with_baseline"),
         labels=None if labels is None else labels_to_wire(labels, "labels"),
         return_prompt_token_ids=True,
         when_full=None if when_full is None else _when_full(when_full),
@@ -234,24 +249,18 @@ def tokenize_request(
 
 def _sampling(options: GenerateOptions) -> generation_pb2.Sampling | None:
     """The message; None if every value is a default."""
-    stop, stop_token_ids = options.get("stop", ()), options.get("stop_token_ids", ())
+    stop = options.get("stop", ())
     if not isinstance(stop, Iterable):
         raise invalid("sampling.stop", f"stop is a text or a list of texts, not {stop!r}")
-    if not isinstance(stop_token_ids, Iterable):
-        raise invalid(
-            "sampling.stop_token_ids",
-            f"stop_token_ids is a list of token ids, not {stop_token_ids!r}",
-        )
     message = generation_pb2.Sampling(
         stop=[
             utf8_text(text, f"sampling.stop[{number}]", "a stop text")
             for number, text in enumerate([stop] if isinstance(stop, str) else stop)
         ],
-        stop_token_ids=[
-            token_id(token, f"sampling.stop_token_ids[{number}]")
-            for number, token in enumerate(stop_token_ids)
-        ],
-        ignore_eos=options.get("ignore_eos", False),
+        stop_token_ids=token_id_list(
+            options.get("stop_token_ids", ()), "sampling.stop_token_ids", "stop_token_ids"
+        ),
+        ignore_eos=flag(options.get("ignore_eos"), "sampling.ignore_eos", "ignore_eos"),
     )
     for name in _SAMPLING_NUMBERS:
         number = cast("float | None", options.get(name))
@@ -262,7 +271,19 @@ def _sampling(options: GenerateOptions) -> generation_pb2.Sampling | None:
             if finite:
                 setattr(message, name, number)
         except (OverflowError, TypeError, ValueError):
-            raise invalid(f"sampling.{name}", f"{name} cannot be {number!r}") from None
+            raise invalid(f"sampling.{name}", _misfit(name, number)) from None
         if not finite:
             raise invalid(f"sampling.{name}", f"{name} is not finite", "REASON_NON_FINITE")
     return message if message.ByteSize() else None
+
+
+def _misfit(name: str, number: object) -> str:
+    """Says which numbers an option takes, if its field cannot hold ``number``."""
+    least = _LEAST.get(name)
+    if least is None:
+        return f"{name} is a number, not {number!r}"
+    if isinstance(number, bool) or not isinstance(number, SupportsIndex):
+        return f"{name} is a whole number, not {number!r}"
+    if (value := index(number)) < least:
+        return f"{name} must be at least {least}, not {value}"
+    return f"{name} must be at most {_LARGEST_SEED if name == 'seed' else UINT32}, not {value}"

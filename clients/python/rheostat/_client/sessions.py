@@ -17,8 +17,8 @@ from rheostat._fields import builds_message
 from rheostat._responses.accumulator import GenerationAccumulator
 from rheostat._responses.results import Event, Generation
 from rheostat._responses.updates import UpdateApplied, UpdateRefused, read_applied, read_refused
-from rheostat._steering.steering import SteeringLike, steering_to_wire
-from rheostat_wire.v1 import gain_pb2, generation_service_pb2, steering_pb2
+from rheostat._steering.steering import SteeringLike, gain_to_wire, steering_to_wire
+from rheostat_wire.v1 import generation_service_pb2, steering_pb2
 
 _ENDED = "the request has ended"
 _NOT_FOUND = "REASON_REQUEST_NOT_FOUND"
@@ -133,8 +133,7 @@ class SessionAccumulator:
 
 @builds_message
 def _gain(factor: float, interventions: Sequence[int]) -> generation_service_pb2.SessionRequest:
-    gain = gain_pb2.Gain(factor=factor, interventions=interventions)
-    return generation_service_pb2.SessionRequest(gain=gain)
+    return generation_service_pb2.SessionRequest(gain=gain_to_wire(factor, interventions))
 
 
 @dataclass(frozen=True)

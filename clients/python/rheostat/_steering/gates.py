@@ -271,16 +271,16 @@ class Gate:
                 pass
             case Sigmoid(sharpness, threshold):
                 message.sigmoid.sharpness = finite(
-                    sharpness, f"{path}.sigmoid.sharpness", "a sharpness"
+                    sharpness, f"{path}.sigmoid.sharpness", "sharpness"
                 )
                 message.sigmoid.threshold = finite(
-                    threshold, f"{path}.sigmoid.threshold", "a threshold"
+                    threshold, f"{path}.sigmoid.threshold", "threshold"
                 )
             case Ramp(low, high):
                 message.ramp.low = finite(low, f"{path}.ramp.low", "bound")
                 message.ramp.high = finite(high, f"{path}.ramp.high", "bound")
             case threshold:
-                message.step.threshold = finite(threshold, f"{path}.step.threshold", "a threshold")
+                message.step.threshold = finite(threshold, f"{path}.step.threshold", "threshold")
         message.hold.CopyFrom(hold_to_wire(self.hold, f"{path}.hold"))
         return message
 

@@ -50,12 +50,12 @@ class ReadoutSettings:
             )
         message = vector_pb2.Readout(
             vector=row_ref(vector, layers, f"{path}.vector"),
-            bias=finite(self.bias, f"{path}.bias", "a bias"),
+            bias=finite(self.bias, f"{path}.bias", "bias"),
             normalise=word(self.normalise, NORMALISATIONS, f"{path}.normalise"),
             activation=word(self.activation, ACTIVATIONS, f"{path}.activation"),
         )
         if self.theta is not None:
-            message.theta = finite(self.theta, f"{path}.theta", "a threshold")
+            message.theta = finite(self.theta, f"{path}.theta", "threshold")
         return message
 
 

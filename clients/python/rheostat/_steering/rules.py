@@ -118,7 +118,7 @@ class Rule:
             combine=word(self.combine, COMBINES, f"{path}.combine"),
         )
         if self.threshold is not None:
-            message.threshold = finite(self.threshold, f"{path}.threshold", "a threshold")
+            message.threshold = finite(self.threshold, f"{path}.threshold", "threshold")
         match self.then:
             case Observe():
                 message.observe.SetInParent()
@@ -129,7 +129,7 @@ class Rule:
             case Steer(steering):
                 message.steer.CopyFrom(_steering_to_wire(steering, f"{path}.steer.interventions"))
             case Gain(factor, interventions):
-                message.gain.factor = finite(factor, f"{path}.gain.factor", "a factor")
+                message.gain.factor = finite(factor, f"{path}.gain.factor", "factor")
                 message.gain.interventions.extend(
                     whole_number(index, f"{path}.gain.interventions[{number}]", "an index")
                     for number, index in enumerate(interventions)

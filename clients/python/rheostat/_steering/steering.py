@@ -6,15 +6,16 @@ the call that converts it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TypeAlias, overload
 
 from rheostat._errors import InvalidRequest, invalid
-from rheostat._fields import builds_message
+from rheostat._fields import builds_message, whole_number
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
 from rheostat._steering.readouts import Readout
-from rheostat._steering.vectors import DOSE, Add, Intervention, Vector, VectorSource
-from rheostat_wire.v1 import steering_pb2
+from rheostat._steering.vectors import DOSE, Add, Intervention, Vector, VectorSource, finite
+from rheostat_wire.v1 import gain_pb2, steering_pb2
 
 SteeringLike: TypeAlias = Vector | Intervention | Iterable[Vector | Intervention] | None
 """One intervention, several, or none. A vector is added with scale 1."""
@@ -167,6 +168,10 @@ def interventions_of(steering: object) -> tuple[Intervention, ...]:
     """The interventions; none for None. Raises InvalidRequest for a value of another type."""
     if steering is None:
         return ()
+    if isinstance(steering, Mapping) and steering:
+        doses = ", ".join(_times(*pair) for pair in steering.items())
+        doses = f"[{doses}]" if len(steering) > 1 else doses
+        raise invalid("steering", f"steering takes vectors, not a dict: use {doses}")
     alone = isinstance(steering, Vector | Intervention | str) or hasattr(steering, "__array__")
     items = (steering,) if alone or not isinstance(steering, Iterable) else tuple(steering)
     interventions: list[Intervention] = []
@@ -178,6 +183,45 @@ def interventions_of(steering: object) -> tuple[Intervention, ...]:
                 if not isinstance(vector, Vector):
                     raise _wrong_type(f"steering[{number}]", "an op", vector)
             interventions.append(item)
+        elif isinstance(item, Real) and (scaled := _beside(items, number)) is not None:
+            raise invalid(
+                f"steering[{number}]",
+                "steering takes vectors, not a number: a scale multiplies its vector, as in "
+                f"{_times(scaled, item)}",
+            )
         else:
             raise _wrong_type(f"steering[{number}]", "steering", item)
     return tuple(interventions)
+
+
+def _beside(items: Sequence[object], number: int) -> Vector | None:
+    """The vector before or after an item of a list."""
+    for item in (*items[:number][-1:], *items[number + 1 :][:1]):
+        if isinstance(item, Vector | Add):
+            return item if isinstance(item, Vector) else item.vector
+    return None
+
+
+def _times(vector: object, scale: object) -> str:
+    """As "joy * 0.5", to show how a dose is written."""
+    name = vector.name if isinstance(vector, Vector) else ""
+    text = name if name and name.isidentifier() else "vector"
+    if isinstance(vector, str):
+        text = f'rheostat.named("{vector}")'
+    return f"{text} * {float(scale):g}" if isinstance(scale, Real) else text
+
+
+def gain_to_wire(factor: float, interventions: Iterable[int]) -> gain_pb2.Gain:
+    """The message that multiplies interventions by ``factor``; all of them if none is listed."""
+    if isinstance(interventions, str) or not isinstance(interventions, Iterable):
+        raise invalid(
+            "gain.interventions",
+            f"interventions is a list of their indices, such as [0, 2], not {interventions!r}",
+        )
+    return gain_pb2.Gain(
+        factor=finite(factor, "gain.factor", "factor"),
+        interventions=[
+            whole_number(index, f"gain.interventions[{number}]", "an intervention's index")
+            for number, index in enumerate(interventions)
+        ],
+    )

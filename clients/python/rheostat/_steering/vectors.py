@@ -577,8 +577,10 @@ def finite(number: float, path: str, what: str) -> float:
     """Returns ``number`` if float32 can hold it."""
     try:
         value = float(number)
-    except (OverflowError, TypeError, ValueError):
-        raise invalid(path, f"the {what} cannot be {number!r}") from None
+    except OverflowError:
+        value = float("inf")
+    except (TypeError, ValueError):
+        raise invalid(path, f"the {what} is a number, not {number!r}") from None
     if not abs(value) <= _LARGEST_FLOAT32:
         raise invalid(path, f"the {what} is not finite", "REASON_NON_FINITE")
     if 0 < abs(value) <= _ZERO_FLOAT32:

@@ -137,7 +137,10 @@ def sweep_request(
         request.priority = word(options["priority"], _PRIORITIES, "priority")
     if "keep_runs" in options:
         request.keep_runs.CopyFrom(lease_duration(options["keep_runs"], "keep_runs"))
-    for name, value in dict(options.get("zoom", {})).items():
+    zoom: object = options.get("zoom", {})
+    if not isinstance(zoom, Mapping):
+        raise invalid("zoom", f"zoom is a dict of {', '.join(Zoom.__annotations__)}, not {zoom!r}")
+    for name, value in zoom.items():
         if name not in Zoom.__annotations__:
             raise invalid("zoom", f"zoom has {', '.join(Zoom.__annotations__)}, not {name!r}")
         number = whole_number(cast(SupportsIndex, value), f"zoom.{name}", "a number")

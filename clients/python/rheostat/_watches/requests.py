@@ -10,9 +10,9 @@ from rheostat._event_streams.filters import request_filter
 from rheostat._event_streams.state import DEFAULT_CREDIT
 from rheostat._fields import UINT64, builds_message, utf8_text, whole_number, word
 from rheostat._steering.rules import ProbesLike, RulesLike, probes_to_wire, rules_of
-from rheostat._steering.steering import SteeringLike, steering_to_wire
+from rheostat._steering.steering import SteeringLike, gain_to_wire, steering_to_wire
 from rheostat._watches.state import WatchState
-from rheostat_wire.v1 import gain_pb2, monitor_service_pb2, steering_pb2
+from rheostat_wire.v1 import monitor_service_pb2, steering_pb2
 
 Report: TypeAlias = Literal["every", "fired", "summary"]
 """Which tokens a watch reports: every token that a probe reads, those at which a rule fired, or
@@ -132,7 +132,7 @@ def gain_request(
     return monitor_service_pb2.WatchRequest(
         steer=monitor_service_pb2.WatchSteer(
             request_id=utf8_text(request_id, "steer.request_id", "a request id"),
-            gain=gain_pb2.Gain(factor=factor, interventions=interventions),
+            gain=gain_to_wire(factor, interventions),
         )
     )
 

@@ -9,6 +9,9 @@ from rheostat_wire.v1 import generation_service_pb2
 
 NAME = 'steering takes vectors, not a name: use rheostat.named("joy", points=..., layers=...)'
 ARRAY = "steering takes vectors, not %s: use rheostat.inline(array, points=..., layers=...)"
+SCALE = "steering takes vectors, not a number: a scale multiplies its vector, as in %s"
+DICT = "steering takes vectors, not a dict: use %s"
+JOY = rheostat.named("joy", points="resid_post", layers=2)
 WHOLE = [
     text_format.Parse(text, generation_service_pb2.GenerateResponse())
     for text in ("started {}", "finished { reason: FINISH_REASON_LENGTH }", "receipt {}")
@@ -96,6 +99,7 @@ def test_how_a_request_runs_is_said_where_the_caller_says_it(client, server, opt
         ("x", {"max_tokens": 1.5}, "sampling.max_tokens", "REASON_INVALID_VALUE"),
         ("x", {"temperature": "hot"}, "sampling.temperature", "REASON_INVALID_VALUE"),
         ("x", {"temperature": float("nan")}, "sampling.temperature", "REASON_NON_FINITE"),
+        ("x", {"with_baseline": "yes"}, "with_baseline", "REASON_INVALID_VALUE"),
         (
             "x",
             {"capture": [rheostat.Capture("resid_pre", 0)] * 17},
@@ -150,6 +154,15 @@ def test_an_unknown_option_is_a_type_error_that_names_the_method(client, server)
         ([rheostat.named("a", points="mlp_out", layers=0), np.ones(2)], "steering[1]",
          ARRAY % "ndarray"),
         (4.0, "steering[0]", ARRAY % "float"),
+        ((JOY, 0.5), "steering[1]", SCALE % "joy * 0.5"),
+        ([-2, JOY], "steering[0]", SCALE % "joy * -2"),
+        ([JOY.at(layers=3), 0.5], "steering[1]", SCALE % "joy * 0.5"),
+        ([rheostat.named("mood/joy"), 0.5], "steering[1]", SCALE % "vector * 0.5"),
+        ({"joy": 0.5}, "steering", DICT % 'rheostat.named("joy") * 0.5'),
+        ({JOY: 2}, "steering", DICT % "joy * 2"),
+        ({"joy": "a"}, "steering", DICT % 'rheostat.named("joy")'),
+        ({"joy": 0.5, "calm": 1}, "steering",
+         DICT % '[rheostat.named("joy") * 0.5, rheostat.named("calm") * 1]'),
     ],
 )  # fmt: skip
 def test_steering_that_is_no_vector_is_told_how_to_make_one(

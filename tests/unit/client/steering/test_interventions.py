@@ -138,7 +138,7 @@ THREE = rheostat.inline(np.ones((3, 2)), points="resid_pre", layers=range(2))
             rheostat.scale(JOY, "much"),
             "scale.factor",
             "REASON_INVALID_VALUE",
-            "the factor cannot be 'much'",
+            "the factor is a number, not 'much'",
         ),
         (
             rheostat.norm_add(ZERO),

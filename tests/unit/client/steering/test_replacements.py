@@ -133,7 +133,7 @@ def test_dimensions_or_weights_make_a_mask() -> None:
         (lambda: rheostat.Noise(std=0), "std is above 0, not 0"),
         (lambda: rheostat.Noise(embedding_std=-1.0), "embedding_std is above 0, not -1"),
         (lambda: rheostat.Noise(std=1e-60), "the std 1e-60 is 0 in float32"),
-        (lambda: rheostat.Noise(std="1e"), "the std cannot be"),
+        (lambda: rheostat.Noise(std="1e"), "the std is a number, not '1e'"),
         (lambda: rheostat.Noise(std=np.inf), "not finite"),
         (lambda: rheostat.Noise(std=1, seed=-1), "a seed is 0"),
         (lambda: rheostat.Noise(std=1, seed=0.5), "a seed is a whole number"),
