@@ -160,6 +160,25 @@ def check_device_memory(settings: EngineSettings, *, available: int) -> None:
         )
 
 
+def check_kv_cache(size: int, *, available: int) -> None:
+    """Checks that there is memory for a KV cache whose size was given.
+
+    vLLM checks this after it has loaded the model.
+
+    Args:
+        size: bytes of all caches in this memory.
+        available: bytes that the buffers of workers leave.
+
+    Raises:
+        InvalidConfig: it has less.
+    """
+    if size > available:
+        raise InvalidConfig(
+            f"--kv-cache-memory-mib asks for {size // _MIB} MiB, but only {available // _MIB} MiB "
+            "of memory are left for the KV cache: lower it"
+        )
+
+
 def _flags(taken: Sequence[tuple[str, int]]) -> str:
     return ", ".join(f"{flag} {size // _MIB}" for flag, size in taken)
 

@@ -32,6 +32,7 @@ from rheostat_server.engine.memory import (
     available_memory,
     check_device_memory,
     check_host_memory,
+    check_kv_cache,
 )
 from rheostat_server.errors import EngineFailed, ModelNotFound, StartupError
 
@@ -55,6 +56,9 @@ _ONE_PROCESS = "UniProcExecutor"
 """End of the name of the executor that runs the worker in the engine's process."""
 
 _IPC = "ipc://"
+
+_SEE_LOG = "See root cause above"
+"""In the error of vLLM's core process, whose own error is only in the log."""
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 """The bundled model."""
@@ -157,9 +161,13 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
                 "torchvision was built for another torch; the server does not need it: "
                 "pip uninstall torchvision torchaudio torchcodec"
             ) from error
-        raise EngineFailed(
-            f"vLLM could not start with the model {config.model}: {what_happened(error)}"
-        ) from error
+        what = what_happened(error)
+        if _SEE_LOG in text:  # it has no cause of its own
+            what += (
+                " The log above has it. If the KV cache is too small or too large, change "
+                "--kv-cache-memory-mib or --max-model-len."
+            )
+        raise EngineFailed(f"vLLM could not start with the model {config.model}: {what}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -286,11 +294,15 @@ def _check_memory(
     sizes = Sizes(settings, parallel.world_size, parallel.pipeline_parallel_size)
     available = available_memory()
     left = available - check_host_memory(sizes, cpu=device == "cpu", available=available)
+    caches = cache.kv_cache_memory_bytes or 0
+    if device == "cpu":
+        check_kv_cache(sizes.ranks * caches, available=left)
     if device == "cuda":
         total = current_platform.get_device_total_memory()
         given = cache.kv_cache_memory_bytes is not None  # vLLM then takes no fraction
         fraction = 1.0 if given else cache.gpu_memory_utilization
         check_device_memory(settings, available=int(total * fraction))
+        check_kv_cache(caches, available=total)
     if config.client_bytes > left:
         _LOG.warning(
             "clients may fill %d MiB of host memory (--buffers-mib, --subscriptions-mib, "

@@ -268,6 +268,7 @@ def test_a_misspelt_demo_is_not_looked_for_on_the_hub(model: str) -> None:
     [
         (OSError("no network"), r"model gpt22 \(no folder, so a name on the Hugging Face hub\)"),
         (RuntimeError("operator torchvision::nms does not exist"), "pip uninstall torchvision"),
+        (RuntimeError("it failed. See root cause above."), "change --kv-cache-memory-mib"),
     ],
 )
 def test_an_engine_that_cannot_start_says_what_to_do(

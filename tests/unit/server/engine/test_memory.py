@@ -11,6 +11,7 @@ from rheostat_server.engine.memory import (
     available_memory,
     check_device_memory,
     check_host_memory,
+    check_kv_cache,
 )
 from rheostat_server.errors import InvalidConfig
 
@@ -190,3 +191,9 @@ def test_a_ring_that_no_device_can_hold_is_refused(available: int, remedy: str) 
         f"--encode-mib 128), but the engine may take only {available} MiB "
         f"(--gpu-memory-utilization). {remedy}"
     )
+
+
+def test_a_kv_cache_that_does_not_fit_is_refused_before_the_model_is_loaded() -> None:
+    check_kv_cache(100 * MIB, available=100 * MIB)
+    with pytest.raises(InvalidConfig, match=r"asks for 101 MiB, but only 100 MiB .* lower it"):
+        check_kv_cache(101 * MIB, available=100 * MIB)

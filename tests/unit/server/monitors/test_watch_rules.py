@@ -119,7 +119,11 @@ async def test_a_rule_of_a_watch_multiplies_the_requests_own_steering(running: R
     [
         ([gated(1)], HALF, "has a gate"),
         ([at(1), at(1)], HALF, "meets another addition"),
-        ([at(1)], gain_pb2.Gain(factor=0.5, interventions=[3]), "has 1 intervention; there is no intervention 3"),
+        (
+            [at(1)],
+            gain_pb2.Gain(factor=0.5, interventions=[3]),
+            "has 1 intervention; there is no intervention 3",
+        ),
     ],
 )
 async def test_a_request_that_a_watch_cannot_multiply_runs_and_is_missed(
