@@ -26,7 +26,7 @@ from rheostat_server.limits import RANGE_TOKEN_IDS, RANGES, SPAN_BYTES, SPAN_SEA
 from rheostat_server.prompts.prompts import PromptTokens
 from rheostat_server.selectors.prompt_index import PromptIndex, SearchTooLong
 from rheostat_server.selectors.spans import Edges, clipped, edges, joined, subtracted, united
-from rheostat_server.validation import field_path
+from rheostat_server.validation import counted, field_path
 from rheostat_wire.v1 import selector_pb2, types_pb2
 
 _SHOWN_TEXT = 40
@@ -275,7 +275,7 @@ def _window_problem(start: int, end: int, context: SelectionContext) -> tuple[st
     length = context.prompt_len
     for name, value in (("start", start), ("end", end)):
         if value < -length:
-            return name, f"{value} is before a prompt of {length} tokens"
+            return name, f"{value} is before a prompt of {counted(length, 'token')}"
     first = start + length if start < 0 else start
     past = end + length if end < 0 else end
     if first >= past:

@@ -269,7 +269,7 @@ async def test_what_cannot_be_derived_is_refused_by_its_field(starter, case) -> 
 
 async def test_what_of_where_fits_no_prompt_says_which_prompt(running) -> None:
     refusal = await refusal_of(derive(running, order(where=selector(window(-2)))))
-    assert refusal.message == "negative[1]: -2 is before a prompt of 1 tokens"
+    assert refusal.message == "negative[1]: -2 is before a prompt of 1 token"
 
 
 async def test_a_site_that_the_model_lacks_and_an_adapter_are_refused_by_name(starter) -> None:
