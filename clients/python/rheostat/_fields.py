@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
+from inspect import signature
 from operator import index
 from types import MappingProxyType
 from typing import Any, ParamSpec, SupportsIndex, TypeVar
@@ -26,6 +27,7 @@ UINT64 = 2**64 - 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _Parameters = ParamSpec("_Parameters")
 _Message = TypeVar("_Message")
+_Result = TypeVar("_Result")
 Number = TypeVar("Number", bound=int)
 
 
@@ -109,6 +111,21 @@ def check_arguments(call: str, unknown: Iterable[str], names: Collection[str]) -
 def counted(count: int, noun: str) -> str:
     """As "1 row" or "2 rows"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def checks_arguments(
+    method: Callable[_Parameters, _Result],
+) -> Callable[_Parameters, _Result]:
+    """Makes a method answer an unknown argument with the name that was probably meant."""
+    names = tuple(signature(method).parameters)
+
+    @wraps(method)
+    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        unknown = [name for name in kwargs if name not in names]
+        check_arguments(method.__name__, unknown, names[1:])
+        return method(*args, **kwargs)
+
+    return checked
 
 
 def utf8_text(value: object, path: str, what: str) -> str:

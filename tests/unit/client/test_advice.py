@@ -70,6 +70,24 @@ def test_arguments_of_vectors_and_doses_are_answered_alike(name, call):
     assert str(raised.value) == f"{name}() has no argument 'layer': did you mean 'layers'?"
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("derive", lambda engine: engine.vectors.derive),
+        ("put", lambda engine: engine.vectors.put),
+        ("set_name", lambda engine: engine.vectors.set_name),
+        ("fit", lambda engine: engine.conditions.fit),
+        ("lens", lambda engine: engine.lens),
+        ("capture_run", lambda engine: engine.capture_run),
+        ("read_run", lambda engine: engine.read_run),
+    ],
+)
+def test_arguments_of_calls_are_answered_alike(client, name, call):
+    with pytest.raises(TypeError) as raised:
+        client.run(lambda engine: call(engine)("x", layer=3))
+    assert str(raised.value) == f"{name}() has no argument 'layer': did you mean 'layers'?"
+
+
 def test_at_takes_points_and_layers_in_the_order_of_a_capture():
     joy = rheostat.named("joy")
     assert joy.at("resid_mid", 3, "prompt") == joy.at(points="resid_mid", layers=3, where="prompt")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from rheostat._client import condition_calls
 from rheostat._client.aio_streams import Reader
 from rheostat._connection.aio_connection import Connection
+from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
 from rheostat._selectors import SelectorLike
@@ -26,6 +27,7 @@ class Conditions:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    @checks_arguments
     async def fit(
         self,
         positive: Iterable[Prompt],

@@ -13,6 +13,7 @@ from rheostat._arrays import ArrayLike, Element
 from rheostat._client import vector_calls
 from rheostat._client.aio_streams import Reader
 from rheostat._connection.aio_connection import Connection
+from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
 from rheostat._selectors import SelectorLike
@@ -27,6 +28,7 @@ class Vectors:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    @checks_arguments
     async def put(
         self,
         array: ArrayLike | npt.ArrayLike | Vector,
@@ -75,6 +77,7 @@ class Vectors:
         responses = self._connection.download(call, timeout)
         return await Reader(responses, call.accumulator()).result()
 
+    @checks_arguments
     async def derive(
         self,
         positive: Iterable[Prompt],
@@ -127,6 +130,7 @@ class Vectors:
         async with Reader(responses, call.accumulator()) as reader:
             return await reader.result()
 
+    @checks_arguments
     async def set_name(
         self,
         name: str,

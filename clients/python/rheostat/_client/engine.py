@@ -24,6 +24,7 @@ from rheostat._connection import readiness
 from rheostat._connection.connection import Connection, sleep
 from rheostat._connection.channel import UNARY_TIMEOUT, default_target
 from rheostat._errors import DeadlineExceeded, Refused, RheostatError, Unavailable
+from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
 from rheostat._responses.explanations import Explanation, Tokenized
@@ -197,6 +198,7 @@ class Engine:
         check_options("explain", options)
         return self._connection.unary(calls.explain(prompt, **options), timeout)
 
+    @checks_arguments
     def lens(
         self,
         prompt: Prompt | None = None,
@@ -440,6 +442,7 @@ class Engine:
         """A stored run, without its rows. Raises NotFound if there is none."""
         return self._connection.unary(run_calls.get_run(run_id))
 
+    @checks_arguments
     def capture_run(
         self,
         prompt: Prompt,
@@ -481,6 +484,7 @@ class Engine:
         )
         return self._connection.unary(call, timeout)
 
+    @checks_arguments
     def read_run(
         self,
         run: str | RunInfo,

@@ -14,6 +14,7 @@ from rheostat._arrays import ArrayLike, Element
 from rheostat._client import vector_calls
 from rheostat._client.streams import Reader
 from rheostat._connection.connection import Connection
+from rheostat._fields import checks_arguments
 from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
 from rheostat._selectors import SelectorLike
@@ -28,6 +29,7 @@ class Vectors:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    @checks_arguments
     def put(
         self,
         array: ArrayLike | npt.ArrayLike | Vector,
@@ -76,6 +78,7 @@ class Vectors:
         responses = self._connection.download(call, timeout)
         return Reader(responses, call.accumulator()).result()
 
+    @checks_arguments
     def derive(
         self,
         positive: Iterable[Prompt],
@@ -128,6 +131,7 @@ class Vectors:
         with Reader(responses, call.accumulator()) as reader:
             return reader.result()
 
+    @checks_arguments
     def set_name(
         self,
         name: str,

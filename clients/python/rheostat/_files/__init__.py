@@ -90,6 +90,8 @@ def save_vector(
     Raises InvalidRequest for a dose, if the format cannot hold the vector, and if the file cannot
     be written. Raises Refused for a vector without numbers, and if a library is missing.
     """
+    if isinstance(path, Vector):
+        raise invalid("path", "the file comes first: save_vector(path, vector)")
     path = Path(path)
     refuse_dose(vector, "vector")
     if not isinstance(vector, Vector):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,16 @@ class Noise:
     `ModelInfo.embedding_std`. Causal traces use 3."""
     seed: int = 0
     """Which noise: 0 to 2**64 - 1."""
+
+    def __new__(cls, *by_position: object, **_: object) -> Self:
+        """Raises TypeError for a number without a name."""
+        if by_position:
+            number = f"{by_position[0]!r:.60}"
+            raise TypeError(
+                f"Noise() takes its options by name only: write std={number} or "
+                f"embedding_std={number}"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         given = [std for std in (self.std, self.embedding_std) if std is not None]

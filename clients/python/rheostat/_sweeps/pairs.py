@@ -107,6 +107,9 @@ def pair_to_wire(
     """
     message = sweep_pb2.SweepPair(label=utf8_text(pair.label, f"{path}.label", "a label"))
     put_prompt(message.prompt, pair.prompt, f"{path}.prompt")
+    if isinstance(pair.corrupt, type):
+        name = pair.corrupt.__name__
+        raise invalid(f"{path}.corrupt", f"{name} is a class: use {name}()")
     match pair.corrupt:
         case Zeros():
             message.zeros.SetInParent()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -287,10 +288,13 @@ class SweepResult:
             with np.load(path, allow_pickle=False) as file:
                 about = json.loads(str(file["about"]))
                 arrays = {name: file[name] for name in _ARRAYS}
-            if about.pop("format") != _FORMAT:
-                raise ValueError("it is of another version of rheostat")
-        except (KeyError, TypeError, ValueError, EOFError) as error:
-            raise invalid("path", f"{path} is no saved sweep: {error}") from error
+            version = about.pop("format")
+        except (KeyError, TypeError, ValueError, EOFError, BadZipFile) as error:
+            raise invalid(
+                "path", f"{path} is no saved sweep: SweepResult.save writes one"
+            ) from error
+        if version != _FORMAT:
+            raise invalid("path", f"{path} is no saved sweep of this version of rheostat")
         about["sites"] = tuple(Site(Point(point), layer) for point, layer in about["sites"])
         about["skipped"] = dict(about["skipped"])
         about["pairs"] = tuple(

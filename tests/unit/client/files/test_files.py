@@ -330,3 +330,9 @@ def test_a_fetched_vector_keeps_its_description(client, server):
     )  # fmt: skip
     server.on("GetVector", [pb.GetVectorResponse(info=stored), pb.GetVectorResponse(chunk=data)])
     assert client.run(lambda engine: engine.vectors.get("joy")).description == "glad"
+
+
+def test_a_vector_in_the_place_of_its_file_is_answered_with_the_order() -> None:
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        rheostat.save_vector(vector("float32"), "v.npz")
+    assert raised.value.message == "the file comes first: save_vector(path, vector)"

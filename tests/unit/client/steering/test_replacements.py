@@ -1,5 +1,6 @@
 """Replacements: the message of each source, and all that is refused before it is sent."""
 
+import copy
 import dataclasses
 import datetime
 
@@ -143,6 +144,14 @@ def test_dimensions_or_weights_make_a_mask() -> None:
 def test_what_cannot_be_sent_is_refused(make, words: str) -> None:
     with pytest.raises(rheostat.InvalidRequest, match=words):
         make()
+
+
+def test_the_std_of_a_noise_is_given_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"^Noise\(\) takes its options by name only: write std=3 or "
+    ):
+        rheostat.Noise(3)
+    assert copy.copy(rheostat.Noise(std=3)) == rheostat.Noise(std=3)
 
 
 @pytest.mark.parametrize(

@@ -233,8 +233,16 @@ def test_a_saved_result_is_loaded_as_it_was(scripted, client, tmp_path) -> None:
     assert (again.pairs, again.noise, again.clean) == (got.pairs, got.noise, got.clean)
     np.testing.assert_equal(again.array(), got.array())
     (tmp_path / "not.npz").write_bytes(b"nothing")
-    with pytest.raises(rheostat.InvalidRequest, match="is no saved sweep"):
-        rheostat.SweepResult.load(tmp_path / "not.npz")
+    (tmp_path / "m1.py").write_text("import rheostat")
+    np.savez(tmp_path / "other.npz", a=1)
+    np.save(tmp_path / "array.npy", 1)
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "it.npz").read_bytes()[:200])
+    for name in ("not.npz", "m1.py", "other.npz", "array.npy", "cut.npz"):
+        with pytest.raises(rheostat.InvalidRequest) as raised:
+            rheostat.SweepResult.load(tmp_path / name)
+        assert raised.value.message == (
+            f"{tmp_path / name} is no saved sweep: SweepResult.save writes one"
+        )
 
 
 def test_a_picture_is_drawn(scripted, client, tmp_path) -> None:
@@ -310,6 +318,10 @@ def stored_run(run_id: str) -> rheostat.RunInfo:
 WRONG = {
     "no pair": (lambda c: sweep(c, []), "pairs"),
     "no Pair": (lambda c: sweep(c, ["a prompt"]), "pairs[0]"),
+    "a class": (
+        lambda c: sweep(c, rheostat.Pair("a", corrupt=rheostat.Zeros, answer=[1])),
+        "Zeros is a class: use Zeros()",
+    ),
     "no answer": (lambda c: sweep(c, rheostat.Pair("a", corrupt="b", answer="")), "answer"),
     "odd answer": (lambda c: sweep(c, rheostat.Pair("a", corrupt="b", answer=7)), "answer"),
     "a run instead of from_run": (
