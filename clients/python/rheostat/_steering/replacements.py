@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self, TypeAlias, get_args
+from typing import ClassVar, Literal, Never, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,7 @@ class Zeros:
     """Rows of zeros."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class Noise:
     """The request's own rows with normal noise on them; give `std` or `embedding_std`.
 
@@ -75,24 +75,30 @@ class Noise:
     seed: int = 0
     """Which noise: 0 to 2**64 - 1."""
 
-    def __new__(cls, *by_position: object, **_: object) -> Self:
-        """Raises TypeError for a number without a name."""
+    def __init__(
+        self,
+        *by_position: Never,
+        std: float | None = None,
+        embedding_std: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Noise of one of the two standard deviations, which are given by name."""
         if by_position:
             number = f"{by_position[0]!r:.60}"
             raise TypeError(
                 f"Noise() takes its options by name only: write std={number} or "
                 f"embedding_std={number}"
             )
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        given = [std for std in (self.std, self.embedding_std) if std is not None]
+        object.__setattr__(self, "std", std)
+        object.__setattr__(self, "embedding_std", embedding_std)
+        object.__setattr__(self, "seed", seed)
+        given = [number for number in (std, embedding_std) if number is not None]
         if len(given) != 1:
             raise invalid("noise", "give std or embedding_std")
-        name = "embedding_std" if self.std is None else "std"
+        name = "embedding_std" if std is None else "std"
         if finite(given[0], f"noise.{name}", name) <= 0:
             raise invalid(f"noise.{name}", f"{name} is above 0, not {given[0]:.6g}")
-        whole_number(self.seed, "noise.seed", "a seed", most=UINT64)
+        whole_number(seed, "noise.seed", "a seed", most=UINT64)
 
 
 @dataclass(frozen=True, eq=False)

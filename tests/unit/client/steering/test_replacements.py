@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import datetime
+import inspect
 
 import numpy as np
 import pytest
@@ -152,6 +153,8 @@ def test_the_std_of_a_noise_is_given_by_name() -> None:
     ):
         rheostat.Noise(3)
     assert copy.copy(rheostat.Noise(std=3)) == rheostat.Noise(std=3)
+    shown = list(inspect.signature(rheostat.Noise).parameters)
+    assert shown == ["by_position", "std", "embedding_std", "seed"]
 
 
 @pytest.mark.parametrize(
