@@ -13,7 +13,7 @@ several times.
 
     rheostat bench sidebyside --shape qwen3-8b --out results
     rheostat bench sidebyside --shape qwen3-8b --out results --starts 6 --streams 256 --arms idle
-    rheostat bench sidebyside --shape qwen3-8b --out results --arms "one layer steered" "one gate"
+    rheostat bench sidebyside --out results --arms "one layer steered" "one layer, one gate"
 """
 
 import argparse
@@ -56,10 +56,10 @@ CAPTURED, SUBSCRIBED = "one layer captured, in the answer", "one layer captured,
 LAST_PROMPT = "all layers captured, last prompt token"
 ARMS = (IDLE, STEERED_ONE, STEERED_ALL, CAPTURED, SUBSCRIBED, LAST_PROMPT)
 """Kinds of requests that this server is measured with."""
-ONE_GATE, OWN_GATES = "one gate", "a gate of its own"
+ONE_GATE, OWN_GATES = "one layer, one gate", "one layer, a gate per request"
 GATED_ARMS = (ONE_GATE, OWN_GATES)
-"""Further kinds: as `STEERED_ONE`, under an open gate that reads one number in the layer before. It
-is the same gate for all requests, or another for each."""
+"""Optional kinds: as `STEERED_ONE`, under an open gate that reads one number in the layer before.
+All requests have the same gate, or each has its own."""
 
 
 class Streamed(NamedTuple):
@@ -151,7 +151,7 @@ def options_of_arms(layer: int) -> dict[str, dict[str, Any]]:
 
 
 def gated(layer: int, lower: float) -> rheostat.Intervention:
-    """The vector of `STEERED_ONE` under a gate that is open; its bound is lower by `lower`."""
+    """The vector of `STEERED_ONE` under an open gate. `lower` makes gates that differ."""
     probe = rheostat.probe(rheostat.named("all", points="resid_post", layers=layer - 1))
     one = rheostat.named("one", points="resid_post", layers=layer)
     return (one * 0.05).when(probe.above(-1e9 - lower))
@@ -185,7 +185,7 @@ class Client:
         return list(await asyncio.gather(*map(one, wanted)))
 
     def options_of(self, arm: str) -> dict[str, Any]:
-        """What the next request of an arm asks for."""
+        """What an arm's next request asks for. With `OWN_GATES`, each call returns another gate."""
         if arm == OWN_GATES:
             return {"steering": [gated(self._layer, 1e9 * random.random())]}
         return self._options.get(arm, {})

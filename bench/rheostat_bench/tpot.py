@@ -70,14 +70,14 @@ def measure(
         save(times, lost)
 
 
-def save(
+def save_result(
     path: Path, about: Mapping[str, object], times: Times, lost_rows: Mapping[str, int]
 ) -> None:
-    """Writes the JSON: what it is about, and what was measured so far."""
-    (turns,) = {len(turns) for by_batch in times.values() for (turns, *_) in by_batch.values()}
+    """Writes the settings and all times so far as JSON. Every arm has as many repeats."""
+    (repeats,) = {len(first) for by_batch in times.values() for (first, *_) in by_batch.values()}
     result = {
         **about,
-        "repeats": turns,
+        "repeats": repeats,
         "summary": summary(times),
         "times_ms": times,
         "lost_rows": lost_rows,
@@ -145,7 +145,7 @@ def main() -> None:
                 batches,
                 tokens=arguments.tokens,
                 repeats=arguments.repeats,
-                save=partial(save, path, about),
+                save=partial(save_result, path, about),
             )
             show(json.loads(path.read_text())["summary"], batches)
         if arguments.inline:

@@ -98,7 +98,7 @@ def contents_of(table: SteeringTable) -> Iterator[tuple[str, object, int]]:
             yield "token_rules", token_variants.sets, 1
         for variant in token_variants.variants:
             yield from _contents(variant.combination)
-    for gate in table.gates:  # their states follow the readings, whether or not acts have them
+    for gate in table.gates:  # its state follows the readings even if no act has it
         yield "gates", gate, 1
 
 

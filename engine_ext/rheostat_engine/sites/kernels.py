@@ -321,7 +321,7 @@ def _run_readings(
 
     The kernel mostly waits for loads. So it loads four directions at once, and with them the
     numbers of the next four steps. If fewer readings are left, step 0 takes the place of the
-    others: it reads zeros and stores nothing. A single reading, as most gates have, is read alone.
+    others: it reads zeros and stores nothing. A chain's only reading is read alone.
     """
     own_ptr = readings_ptr + token * _COLUMNS
     second, third, fourth = _next_readings(step, ints_ptr)
@@ -436,7 +436,7 @@ def _site_kernel(
                 WIDTH,
                 BLOCK,
             )
-        # A chain that only reads or acts last changes nothing here.
+        # Readings, replacements and last additions change nothing here.
         if (code > 0) | (step != first_step):
             # Elements stay as they are if the change is NaN (from infinity times 0), or if the
             # element was not finite.

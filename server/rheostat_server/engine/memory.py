@@ -170,7 +170,7 @@ def check_kv_cache(size: int, *, available: int) -> None:
         available: bytes that the buffers of workers leave.
 
     Raises:
-        InvalidConfig: it has less.
+        InvalidConfig: they do not fit.
     """
     if size > available:
         raise InvalidConfig(

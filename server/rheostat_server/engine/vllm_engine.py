@@ -58,7 +58,7 @@ _ONE_PROCESS = "UniProcExecutor"
 _IPC = "ipc://"
 
 _SEE_LOG = "See root cause above"
-"""In the error of vLLM's core process, whose own error is only in the log."""
+"""Part of vLLM's error if the cause is only in the log."""
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 """The bundled model."""
@@ -111,7 +111,7 @@ def model_path(model: str) -> str:
     """The folder or the name that vLLM should load for a configured model.
 
     Raises:
-        ModelNotFound: the model is a path, and there is no model folder.
+        ModelNotFound: the model is a path and there is no such folder, or it is a misspelt `demo`.
     """
     folder = DEMO_MODEL if model == "demo" else Path(model).expanduser()
     named_by_path = model == "demo" or model.startswith(("/", ".", "~")) or model.count("/") > 1
@@ -148,7 +148,11 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
     except StartupError:
         raise
     except OSError as error:
-        named = "" if Path(path).exists() else " (no folder, so a name on the Hugging Face hub)"
+        named = (
+            ""
+            if Path(path).exists()
+            else " (there is no such folder, so it was looked for on the Hugging Face hub)"
+        )
         raise ModelNotFound(
             f"cannot read the model {config.model}{named}: {what_happened(error)}"
         ) from error
@@ -158,13 +162,13 @@ def load_engine(config: ServerConfig) -> LoadedEngine:
             raise ModelNotFound(f"there is no model {config.model}") from error
         if "torchvision::nms" in text:  # a torchvision for CUDA beside a torch for CPUs
             raise EngineFailed(
-                "torchvision was built for another torch; the server does not need it: "
+                "torchvision was built for another torch. The server needs none of these: "
                 "pip uninstall torchvision torchaudio torchcodec"
             ) from error
         what = what_happened(error)
         if _SEE_LOG in text:  # it has no cause of its own
             what += (
-                " The log above has it. If the KV cache is too small or too large, change "
+                " The cause is in the log above. If the KV cache is too small or too large, change "
                 "--kv-cache-memory-mib or --max-model-len."
             )
         raise EngineFailed(f"vLLM could not start with the model {config.model}: {what}") from error

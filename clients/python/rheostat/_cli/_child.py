@@ -36,8 +36,8 @@ _OWN_MESSAGE = re.compile(r"^\S+ \S+ INFO rheostat_server\S*: (.+)$", re.MULTILI
 def demo_server() -> Iterator[str]:
     """Serve the bundled model on a free port; yields the target once the server is ready.
 
-    The server ends with the block, also if the process gets SIGTERM or SIGHUP: see
-    `exiting_on_signals`.
+    The server ends with the block. So it also ends on SIGTERM or SIGHUP within
+    `exiting_on_signals`, in which `main` runs every command.
     """
     target = f"127.0.0.1:{_free_port()}"
     with tempfile.TemporaryDirectory(prefix="rheostat-") as folder:

@@ -181,7 +181,7 @@ def need_server(task: str) -> None:
         if find_spec(name) is None:
             raise CommandError(
                 f"{task} needs the server (no module named {name}): "
-                "in a checkout, make setup for a CPU, or pip install '.[cuda]' for a GPU"
+                "in a checkout, run make setup (CPU) or pip install '.[cuda]' (GPU)"
             )
 
 

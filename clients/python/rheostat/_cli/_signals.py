@@ -1,4 +1,4 @@
-"""What the signals that end a program do to a command."""
+"""Handlers of SIGTERM and SIGHUP for commands."""
 
 import signal
 import threading
@@ -9,9 +9,10 @@ from types import FrameType
 
 @contextmanager
 def exiting_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit on the main thread, which ends `with` blocks.
+    """Let SIGTERM and SIGHUP raise SystemExit on the main thread, so that `finally` blocks run.
 
-    So a command closes its streams, and the server learns at once that its client has gone.
+    The command then closes its streams, and the server ends them at once. A signal that is ignored
+    stays so, as under nohup.
     """
 
     def leave(number: int, _: FrameType | None) -> None:
@@ -20,7 +21,12 @@ def exiting_on_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # other threads cannot set handlers
         return
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:

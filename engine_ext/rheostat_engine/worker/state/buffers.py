@@ -20,7 +20,7 @@ from rheostat_engine.worker.state.active_sites import ActiveSites
 ALIGNED = 4
 """Integers in 16 bytes. A kernel is compiled for tensors that begin at a multiple of 16 bytes; for
 others it would be compiled again, while requests wait. So the tokens of a site are rounded up to a
-multiple, and the folds of a step begin at one."""
+multiple, and the folds of a step begin at such a multiple."""
 
 
 class FoldColumn(IntEnum):
@@ -102,7 +102,8 @@ class TokenColumn(IntEnum):
     FIRST = 1
     """The first token of the sample in this step."""
     POSITION = 2
-    """Its position. After a step, that of the next token, if the sample had one token and gates."""
+    """The token's position. After a step, the next token's, if the sample had one token and
+    gates."""
 
 
 class SiteBuffers(NamedTuple):

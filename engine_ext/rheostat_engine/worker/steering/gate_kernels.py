@@ -154,7 +154,7 @@ def scan(
     Stores how far the gate is open at the last of them. If `STORE`, also at all others, and the
     state.
 
-    Most gates have one term. For them, sums and maxima over terms would only take time.
+    Most gates have one term. Their scan needs no sums and maxima over terms, which take time.
     """
     if one_term != 0:
         _scan(
@@ -394,7 +394,7 @@ def _scan(
     summed = combine == _SUM
     score = tl.where(summed, tl.where(seen, pooled, 0.0), holds.to(tl.float32))
     unknown = tl.max((present & summed & (seen == 0)).to(tl.int32), 0)
-    evidence = tl.sum(score, 0)  # of one term, whichever way it is combined
+    evidence = tl.sum(score, 0)  # with one term, this is how any combination ends
     if LANES > 1:
         numbers = tl.arange(0, _CONDITIONS)
         own = condition[None, :] == numbers[:, None]
@@ -455,7 +455,7 @@ def _scan(
 
 @triton.jit
 def _fold_kernel(
-    folds_ptr,  # [n, FOLD] int32; see `FoldColumn`
+    folds_ptr,  # [n, columns of `FoldColumn`] int32
     tokens_ptr,  # [tokens, 3] int32; see `TokenColumn`
     states_ptr,
     readings_ptr,
@@ -471,7 +471,7 @@ def _fold_kernel(
     count = tl.load(fold + _FOLD_COUNT)
     position = tl.load(fold + _FOLD_POSITION)
     one_term = tl.load(fold + _FOLD_ONE_TERM)
-    if gate > 0:  # warming up has none
+    if gate > 0:  # `warm_up` launches it without a gate
         scan(
             one_term,
             gate,

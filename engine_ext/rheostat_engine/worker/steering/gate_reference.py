@@ -100,8 +100,8 @@ def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
     """Folds the readings of a step, except those that `open_gates` has folded already.
 
     Stores how far each gate is open at all tokens of its sample, whether or not acts have it. If a
-    sample has one token, its position becomes the next one, so that all is prepared for a step that
-    repeats this one.
+    sample has one token, its position is advanced, so that a step that repeats this one needs no
+    copy.
 
     Args:
         gates: the buffers.

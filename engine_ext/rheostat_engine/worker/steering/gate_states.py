@@ -60,7 +60,8 @@ class _Samples(NamedTuple):
     counts: Int64
     """[g]: its number of tokens."""
     folds: npt.NDArray[np.int32]
-    """[m, columns of `FoldColumn`]. The positions are those of the last step."""
+    """[m, columns of `FoldColumn`]. The positions are those of the last copy to the device, which
+    then advances its own."""
 
     def are(self, states: Int64, numbers: Int64) -> bool:
         """Whether these are the samples of a step."""
@@ -96,7 +97,7 @@ class GateStates:
         self._samples: _Samples | None = None
         """Of the last step with gates; None if states were taken or freed since."""
         self.folds: torch.Tensor | None = None
-        """Of this step, on the device, [m, columns of `FoldColumn`]; None if it has none."""
+        """Folds of this step, on the device, [m, columns of `FoldColumn`]; None if it has none."""
         self._last_folds: torch.Tensor | None = None
         """Of the last step for which `begin` was called."""
         self._cuda = buffers.step.device.type == "cuda"
@@ -179,7 +180,7 @@ class GateStates:
         self._buffers.readings[: len(states), : self._columns].fill_(torch.nan)
 
     def _advance(self) -> None:
-        """Prepares a step that repeats the last one. The device has all that it needs."""
+        """Prepares a step that repeats the last one. The device already has its data."""
         self.folds = self._last_folds
         if self.folds is not None:
             assert self._samples is not None, "its samples keep their states"
@@ -252,7 +253,7 @@ class GateStates:
             buffer[where, State.HEAD, Held.RECORD] = values.to(buffer.dtype)
 
     def _folds_of(self, starts: Int64, begins: Int64, counts: Int64) -> npt.NDArray[np.int32]:
-        """[m, columns of `FoldColumn`]: each gate in the step, still without positions."""
+        """[m, columns of `FoldColumn`]: each gate in the step. Positions are filled in later."""
         gates = self._counts[starts]
         ends = np.cumsum(gates)
         total = int(ends[-1]) if len(ends) else 0

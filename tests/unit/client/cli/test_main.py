@@ -67,6 +67,16 @@ def test_a_command_that_is_terminated_ends_its_streams(number, monkeypatch):
     assert signal.getsignal(number) == before
 
 
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with exiting_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("all", "all"), ("3", [3]), ("2-5", [2, 3, 4, 5]), ("0, 4,7-8", [0, 4, 7, 8])],
@@ -366,7 +376,7 @@ def test_what_needs_the_server_says_at_once_what_to_install(
     assert capsys.readouterr() == (
         "",
         f"rheostat: {task} needs the server (no module named {missing}): "
-        "in a checkout, make setup for a CPU, or pip install '.[cuda]' for a GPU\n",
+        "in a checkout, run make setup (CPU) or pip install '.[cuda]' (GPU)\n",
     )
 
 
