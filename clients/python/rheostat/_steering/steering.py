@@ -14,7 +14,7 @@ from rheostat._errors import InvalidRequest, invalid
 from rheostat._fields import builds_message, whole_number
 from rheostat._steering.interventions import Ablate, Band, Clamp, NormAdd, Scale
 from rheostat._steering.readouts import Readout
-from rheostat._steering.vectors import DOSE, Add, Intervention, Vector, VectorSource, finite
+from rheostat._steering.vectors import DOSE, Add, Intervention, Vector, VectorSource
 from rheostat_wire.v1 import gain_pb2, steering_pb2
 
 SteeringLike: TypeAlias = Vector | Intervention | Iterable[Vector | Intervention] | None
@@ -218,8 +218,12 @@ def gain_to_wire(factor: float, interventions: Iterable[int]) -> gain_pb2.Gain:
             "gain.interventions",
             f"interventions is a list of their indices, such as [0, 2], not {interventions!r}",
         )
+    try:
+        number = float(factor)  # the server refuses one that is not finite, as an event
+    except (TypeError, ValueError):
+        raise invalid("gain.factor", f"the factor is a number, not {factor!r}") from None
     return gain_pb2.Gain(
-        factor=finite(factor, "gain.factor", "factor"),
+        factor=number,
         interventions=[
             whole_number(index, f"gain.interventions[{number}]", "an intervention's index")
             for number, index in enumerate(interventions)
