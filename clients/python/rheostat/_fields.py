@@ -75,7 +75,10 @@ def token_id_list(given: object, path: str, name: str) -> list[int]:
 
 
 def flag(given: object, path: str, name: str) -> bool:
-    """Returns ``given`` if it is True or False; None is False. ``name`` names it in errors."""
+    """Returns ``given`` as a bool if it equals True or False, or is None: False.
+
+    ``name`` names it in errors.
+    """
     if given not in (None, True, False):
         raise invalid(path, f"{name} is True or False, not {given!r}")
     return bool(given)

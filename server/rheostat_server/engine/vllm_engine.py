@@ -298,7 +298,7 @@ def _check_memory(
     sizes = Sizes(settings, parallel.world_size, parallel.pipeline_parallel_size)
     available = available_memory()
     left = available - check_host_memory(sizes, cpu=device == "cpu", available=available)
-    caches = cache.kv_cache_memory_bytes or 0
+    caches = config.kv_cache_memory_bytes or 0
     if device == "cpu":
         check_kv_cache(sizes.ranks * caches, available=left)
     if device == "cuda":

@@ -47,9 +47,14 @@ not start""",
 class _ModelFlag(argparse.Action):
     """``--model``, as other servers have it: the error shows how to write the model."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any, **_: Any) -> None:
-        model = given[1] or "MODEL"
-        parser.error(f"the model comes without a flag: rheostat serve {model}")
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,  # the model, or None
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(f"the model comes without a flag: rheostat serve {values or 'MODEL'}")
 
 
 def _add_flag(group: Any, setting: Field[Any], flag: Any) -> None:

@@ -218,14 +218,14 @@ def gain_to_wire(factor: float, interventions: Iterable[int]) -> gain_pb2.Gain:
             "gain.interventions",
             f"interventions is a list of their indices, such as [0, 2], not {interventions!r}",
         )
-    try:
-        number = float(factor)  # the server refuses one that is not finite, as an event
-    except (TypeError, ValueError):
-        raise invalid("gain.factor", f"the factor is a number, not {factor!r}") from None
-    return gain_pb2.Gain(
-        factor=number,
+    message = gain_pb2.Gain(
         interventions=[
             whole_number(index, f"gain.interventions[{number}]", "an intervention's index")
             for number, index in enumerate(interventions)
         ],
     )
+    try:
+        message.factor = factor  # the server refuses one that is not finite, as an event
+    except (OverflowError, TypeError, ValueError):
+        raise invalid("gain.factor", f"the factor is a number, not {factor!r}") from None
+    return message

@@ -394,8 +394,9 @@ def _scan(
     summed = combine == _SUM
     score = tl.where(summed, tl.where(seen, pooled, 0.0), holds.to(tl.float32))
     unknown = tl.max((present & summed & (seen == 0)).to(tl.int32), 0)
-    evidence = tl.sum(score, 0)  # with one term, this is how any combination ends
-    if LANES > 1:
+    if LANES == 1:
+        evidence = tl.sum(score, 0)  # any combination of one score
+    else:
         numbers = tl.arange(0, _CONDITIONS)
         own = condition[None, :] == numbers[:, None]
         size = tl.sum(own.to(tl.float32), 1)
