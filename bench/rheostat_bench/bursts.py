@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+import rheostat
 from rheostat._client.requests import generate_request
 from rheostat_bench.machine import Model, described, server_config
 from rheostat_bench.served import prompts
@@ -37,12 +38,13 @@ from rheostat_bench.served_process import copy_tokenizer
 from rheostat_bench.shapes import SHAPES, write_shape
 from rheostat_bench.sidebyside import (
     CAPTURED,
+    GATED_ARMS,
     IDLE,
     LAST_PROMPT,
     STEERED_ALL,
     STEERED_ONE,
     STOCK,
-    options_of_arms,
+    Options,
     store_vectors,
 )
 from rheostat_engine import Event, Installed, Released, Rows
@@ -412,8 +414,10 @@ async def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, obj
 
     server = await start(config, begin)
     (backend,) = backends
-    served = await asyncio.to_thread(store_vectors, f"127.0.0.1:{server.port}")
-    options = options_of_arms(served.layer_count // 2)
+    target = f"127.0.0.1:{server.port}"
+    served = await asyncio.to_thread(store_vectors, target)
+    options = Options(served.layer_count // 2)
+    await asyncio.to_thread(warm_up, target, options, arguments.arms)
     requests, answer = server.readiness.manager(), server._rpcs.answer
     clock = Clock()
     step = Step(*(1e-3 * value for value in arguments.step_ms))
@@ -446,7 +450,7 @@ async def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, obj
                                 max_tokens=arguments.tokens,
                                 temperature=0.0,
                                 ignore_eos=True,
-                                **options.get(arm, {}),
+                                **options.of(arm),
                             ).SerializeToString()
                             for prompt in wanted
                         ]
@@ -474,6 +478,13 @@ async def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, obj
     }
 
 
+def warm_up(target: str, options: Options, arms: Sequence[str]) -> None:
+    """Makes a request of each arm. So the workers have its vectors before the core is replaced."""
+    with rheostat.connect(target) as engine:
+        for arm in arms:
+            engine.generate(prompts(1, _PROMPT)[0], max_tokens=1, **options.of(arm))
+
+
 def named(limits: Sequence[int]) -> str:
     """What the results call limits."""
     starts, rows, *collections = limits
@@ -499,7 +510,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[32, 128, 256])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS)
+    parser.add_argument("--arms", nargs="*", choices=(*ARMS, *GATED_ARMS), default=ARMS)
     parser.add_argument(
         "--limits",
         nargs="+",

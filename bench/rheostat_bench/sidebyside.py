@@ -136,18 +136,28 @@ def turn(streams: Sequence[Streamed], wanted_rows: int, watched_rows: int) -> Tu
     )
 
 
-def options_of_arms(layer: int) -> dict[str, dict[str, Any]]:
-    """What the requests of each arm ask for; single layers are `layer`. See `store_vectors`."""
-    one = rheostat.named("one", points="resid_post", layers=layer)
-    every = rheostat.named("all", points="resid_post", layers="all")
-    last = rheostat.positions(-1)
-    return {
-        STEERED_ONE: {"steering": [one * 0.05]},
-        STEERED_ALL: {"steering": [every * 0.05]},
-        ONE_GATE: {"steering": [gated(layer, 0.0)]},
-        CAPTURED: {"capture": rheostat.Capture("resid_post", layers=layer)},
-        LAST_PROMPT: {"capture": rheostat.Capture("resid_post", layers="all", where=last)},
-    }
+class Options:
+    """What the requests of each arm ask for. The vectors are those of `store_vectors`."""
+
+    def __init__(self, layer: int) -> None:
+        """Single layers are `layer`."""
+        one = rheostat.named("one", points="resid_post", layers=layer)
+        every = rheostat.named("all", points="resid_post", layers="all")
+        last = rheostat.positions(-1)
+        self._layer = layer
+        self._alike: dict[str, dict[str, Any]] = {
+            STEERED_ONE: {"steering": [one * 0.05]},
+            STEERED_ALL: {"steering": [every * 0.05]},
+            ONE_GATE: {"steering": [gated(layer, 0.0)]},
+            CAPTURED: {"capture": rheostat.Capture("resid_post", layers=layer)},
+            LAST_PROMPT: {"capture": rheostat.Capture("resid_post", layers="all", where=last)},
+        }
+
+    def of(self, arm: str) -> dict[str, Any]:
+        """What an arm's next request asks for. With `OWN_GATES`, each call returns another gate."""
+        if arm == OWN_GATES:
+            return {"steering": [gated(self._layer, 1e9 * random.random())]}
+        return self._alike.get(arm, {})
 
 
 def gated(layer: int, lower: float) -> rheostat.Intervention:
@@ -163,14 +173,13 @@ class Client:
     def __init__(self, engine: rheostat.aio.Engine, layer: int) -> None:
         """Streams from `engine`; single layers are `layer`."""
         self._engine = engine
-        self._layer = layer
-        self._options = options_of_arms(layer)
+        self._options = Options(layer)
 
     async def run(self, arm: str, wanted: Sequence[list[int]], tokens: int) -> list[Streamed]:
         """Streams all prompts at the same time."""
 
         async def one(prompt: list[int]) -> Streamed:
-            options = self.options_of(arm)
+            options = self._options.of(arm)
             began, moments = time.monotonic(), list[float]()
             stream = self._engine.stream(
                 prompt, max_tokens=tokens, temperature=0, ignore_eos=True, **options
@@ -183,12 +192,6 @@ class Client:
             return streamed(began, moments, len(moments), rows)
 
         return list(await asyncio.gather(*map(one, wanted)))
-
-    def options_of(self, arm: str) -> dict[str, Any]:
-        """What an arm's next request asks for. With `OWN_GATES`, each call returns another gate."""
-        if arm == OWN_GATES:
-            return {"steering": [gated(self._layer, 1e9 * random.random())]}
-        return self._options.get(arm, {})
 
 
 @asynccontextmanager

@@ -2,12 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import cast
 
 import pytest
 from tokenizers import Tokenizer
 
-import rheostat
 from rheostat import _cli
 from rheostat_bench.bars import Bar, read_bars
 from rheostat_bench.served_process import copy_tokenizer
@@ -18,7 +16,7 @@ from rheostat_bench.sidebyside import (
     ONE_GATE,
     OWN_GATES,
     STOCK,
-    Client,
+    Options,
     Streamed,
     Turn,
     measure,
@@ -35,10 +33,10 @@ DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
 
 
 def test_gates_differ_from_request_to_request_only_if_each_has_its_own() -> None:
-    client = Client(cast(rheostat.aio.Engine, None), layer=4)
+    options = Options(layer=4)
 
     def gates(arm: str) -> set[str]:
-        (one,), (other,) = (client.options_of(arm)["steering"] for _ in range(2))
+        (one,), (other,) = (options.of(arm)["steering"] for _ in range(2))
         return {str(one.gate), str(other.gate)}
 
     assert len(gates(ONE_GATE)) == 1
