@@ -1,8 +1,9 @@
 """Conditions that are fitted to prompts, and what they decide, against Hugging Face's model.
 
-A condition that is decided at the prompt's end, and steers generated tokens if it holds, is
-conditional activation steering (Lee et al., 2024). Hooks in Hugging Face's model read each prompt
-alone, in float64; the server decides in batches, with a cold and a warm prefix cache.
+A condition that is decided at the prompt's end, and steers generated tokens if it holds, decides as
+conditional activation steering (Lee et al., 2024) does, but by the mean of the tokens' cosines.
+CAST's own number, of the mean row and its projection, is not served. Hooks in Hugging Face's model
+read each prompt alone, in float64; the server decides in batches, with a cold and a warm cache.
 """
 
 from collections.abc import Sequence
