@@ -21,7 +21,7 @@ from rheostat._steering.read_gates import (
     stored_vector,
 )
 from rheostat._steering.readouts import COORDINATE, Readout, read_settings
-from rheostat._steering.rules import Action, Observe, Rule, Steer, Stop
+from rheostat._steering.rules import Action, Gain, Observe, Rule, Steer, Stop
 from rheostat._steering.vectors import Add, Intervention, Vector
 from rheostat_wire.v1 import monitor_pb2, steering_pb2, steering_service_pb2, vector_pb2
 
@@ -87,8 +87,12 @@ def read_global(message: steering_service_pb2.GetGlobalResponse) -> GlobalSteeri
 
 
 def _rule_text(rule: Rule) -> str:
-    conditions = ", ".join(condition.probe.name for condition in rule.conditions)
-    return f"{type(rule.then).__name__.lower()} by {conditions}"
+    action = type(rule.then).__name__.lower()
+    if isinstance(rule.then, Gain):
+        action += f" {rule.then.factor:g}"
+    several = f"{rule.combine} of " if len(rule.conditions) > 1 else ""
+    text = f"{action} when {several}{', '.join(map(str, rule.conditions))}"
+    return text if rule.hold is None else f"{text}, held for {rule.hold}"
 
 
 def _read_rule(message: monitor_pb2.Rule, probes: Mapping[str, Probe], path: str) -> Rule:
@@ -107,8 +111,10 @@ def _read_rule(message: monitor_pb2.Rule, probes: Mapping[str, Probe], path: str
                     for number, intervention in enumerate(message.steer.interventions)
                 )
             )
-        case other:
-            raise Unimplemented(f"{path} of the server is {other}, which this client does not know")
+        case "gain":
+            action = Gain(message.gain.factor, tuple(message.gain.interventions))
+        case _:
+            raise Unimplemented(f"{path} of the server has an action unknown to this client")
     return Rule(
         message.name,
         read_conditions(message.conditions, probes, path),

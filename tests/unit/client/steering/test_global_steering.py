@@ -278,28 +278,30 @@ def test_rules_are_sent_and_read_back(client, server):
             0.75,
             8,
         ),
+        rheostat.Rule("off", mood.below(0), rheostat.Gain(0.0), hold="next_token"),
     )
     server.on("SetGlobal", pb.SetGlobalResponse(version=4))
     version = client.run(lambda engine: engine.steering.set_global(None, 3, rules=rules))
     sent = server.asked[-1]
     assert (version, sent.expected_version, len(sent.policy.probes)) == (4, 3, 1)
-    assert [rule.WhichOneof("action") for rule in sent.policy.rules] == ["observe", "stop", "steer"]
+    actions = [rule.WhichOneof("action") for rule in sent.policy.rules]
+    assert actions == ["observe", "stop", "steer", "gain"]
     server.on("GetGlobal", pb.GetGlobalResponse(policy=sent.policy, version=4))
     found = client.run(lambda engine: engine.steering.get_global())
     again = [rule.to_wire("") for rule in found.rules]
     assert again == list(sent.policy.rules)
-    assert [rule.name for rule in found.rules] == ["seen", "grim", "cheer"]
+    assert [rule.name for rule in found.rules] == ["seen", "grim", "cheer", "off"]
     assert str(found).splitlines()[1:] == [
-        "  rule seen: observe by mood",
-        "  rule grim: stop by mood",
-        "  rule cheer: steer by mood, mood",
+        "  rule seen: observe when 1 < mood",
+        "  rule grim: stop when 2 < mood",
+        "  rule cheer: steer when vote of 1 < mood, mood < 4, held for 8",
+        "  rule off: gain 0 when mood < 0, held for next_token",
     ]
 
 
 def test_a_rule_that_this_client_does_not_know_is_an_error(client, server):
-    text = 'policy { rules { name: "r" gain { factor: 0 } } }'
-    server.on("GetGlobal", held(text))
+    server.on("GetGlobal", held('policy { rules { name: "r" } }'))
     with pytest.raises(rheostat.Unimplemented) as raised:
         client.run(lambda engine: engine.steering.get_global())
-    message = "rules[0] of the server is gain, which this client does not know"
+    message = "rules[0] of the server has an action unknown to this client"
     assert raised.value.message == message
