@@ -326,3 +326,55 @@ def test_a_dose_says_the_layers_at_which_it_acts():
     assert str(tone.at(layers=3, where="prompt") * 0.5) == f'{at} resid_post 3 on "prompt"'
     assert str(tone.at(points="resid_mid") * 0.5) == f"{at} resid_mid 0-5"
     assert str(rheostat.named("joy").at(layers=3)) == "add 1 * joy at its points 3"
+
+
+MOOD = rheostat.probe(JOY, layers=2, name="mood")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda a, b: JOY.when(a and b),
+        lambda a, b: JOY.when(a or b),
+        lambda a, b: JOY.when(not a),
+        lambda a, b: JOY.when(a & b),
+        lambda a, b: JOY.when(a | b),
+        lambda a, b: JOY.when(~a),
+        lambda a, b: JOY.when(rheostat.gate(a) and rheostat.gate(b)),
+    ],
+)
+def test_operators_between_conditions_are_answered_with_a_gate(written):
+    message = message_of(lambda: written(MOOD.above(1), MOOD.below(4)))
+    assert "write rheostat.gate(a, b)" in message
+
+
+@pytest.mark.parametrize("compare", [operator.gt, operator.ge, operator.lt, operator.le])
+def test_a_comparison_of_a_probe_is_answered_with_its_method(compare):
+    method = "above" if compare in (operator.gt, operator.ge) else "below"
+    message = f"a probe is not compared: write probe.{method}(2)"
+    assert message_of(lambda: compare(MOOD, 2)) == message
+
+
+def test_a_second_gate_is_answered_with_one_of_both_conditions():
+    message = message_of(lambda: JOY.when(MOOD.above(1)).when(MOOD.below(4)))
+    assert message == (
+        "it has a gate already, when 1 < mood: put all conditions into one, rheostat.gate(a, b)"
+    )
+
+
+@pytest.mark.parametrize("form", ["ramp", rheostat.Ramp])
+def test_a_form_that_is_none_is_answered_with_the_forms(form):
+    gate = rheostat.gate(MOOD.summed(), form=form)
+    message = message_of(lambda: JOY.when(gate).to_wire("steering.interventions[0]"))
+    assert message.startswith("a form is a number, rheostat.Ramp(low, high) or rheostat.Sigmoid(")
+
+
+def test_an_index_for_a_list_of_interventions_is_answered_with_a_list():
+    rule = rheostat.Rule("off", MOOD.above(1), rheostat.Gain(0.5, 0))
+    message = message_of(lambda: rule.to_wire("rules[0]"))
+    assert message == "interventions is a list of their indices, such as [0, 2], not 0"
+
+
+def test_signals_that_nobody_asked_for_are_answered_with_how_to_ask():
+    with pytest.raises(KeyError, match="probes= asks for them"):
+        rheostat.Signals()["mood"]

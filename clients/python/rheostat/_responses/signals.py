@@ -88,8 +88,9 @@ def column_numbers(probe: Probe | str, columns: Sequence[SignalColumn]) -> list[
     name = probe.name if isinstance(probe, Probe) else probe
     where = [number for number, column in enumerate(columns) if column.probe == name]
     if not where:
-        names = ", ".join(sorted({column.probe for column in columns} - {""})) or "none"
-        raise KeyError(f"no signals of a probe {name!r}; there are those of {names}")
+        names = ", ".join(sorted({column.probe for column in columns} - {""}))
+        there = f"there are those of {names}" if names else "probes= asks for them"
+        raise KeyError(f"no signals of a probe {name!r}; {there}")
     return where
 
 

@@ -138,6 +138,9 @@ class Probe:
     def __gt__(self, number: object) -> NoReturn:
         _refuse_comparison(f"above({number!r})")
 
+    __le__ = __lt__
+    __ge__ = __gt__
+
     def to_wire(self, path: str) -> gate_pb2.Probe:
         """The message; ``path`` names it in errors.
 
@@ -159,8 +162,32 @@ def _refuse_comparison(method: str) -> NoReturn:
     raise invalid("gate.conditions", f"a probe is not compared: write probe.{method}")
 
 
+class _Uncombined:
+    """Refuses Python's operators, because ``a and b`` would be ``b`` alone, without an error."""
+
+    def __bool__(self) -> NoReturn:
+        _refuse_operator()
+
+    def __and__(self, other: object) -> NoReturn:
+        _refuse_operator()
+
+    def __or__(self, other: object) -> NoReturn:
+        _refuse_operator()
+
+    def __invert__(self) -> NoReturn:
+        _refuse_operator()
+
+
+def _refuse_operator() -> NoReturn:
+    raise invalid(
+        "gate.conditions",
+        "conditions are not combined by and, or, not, &, | or ~: write rheostat.gate(a, b), "
+        'rheostat.gate(a, b, combine="any") or rheostat.gate(a, invert=True); a rule takes a list',
+    )
+
+
 @dataclass(frozen=True)
-class Condition:
+class Condition(_Uncombined):
     """What must hold of a probe's numbers; made by the methods of `Probe`."""
 
     probe: Probe
@@ -229,7 +256,7 @@ class Ramp:
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(_Uncombined):
     """How far interventions act at each token, 0 to 1; made by `gate`."""
 
     conditions: tuple[Condition, ...]
@@ -279,6 +306,12 @@ class Gate:
             case Ramp(low, high):
                 message.ramp.low = finite(low, f"{path}.ramp.low", "bound")
                 message.ramp.high = finite(high, f"{path}.ramp.high", "bound")
+            case str() | type() as other:
+                raise invalid(
+                    f"{path}.form",
+                    "a form is a number, rheostat.Ramp(low, high) or "
+                    f"rheostat.Sigmoid(sharpness, threshold), not {other!r}",
+                )
             case threshold:
                 message.step.threshold = finite(threshold, f"{path}.step.threshold", "threshold")
         message.hold.CopyFrom(hold_to_wire(self.hold, f"{path}.hold"))

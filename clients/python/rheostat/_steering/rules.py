@@ -129,6 +129,12 @@ class Rule:
             case Steer(steering):
                 message.steer.CopyFrom(_steering_to_wire(steering, f"{path}.steer.interventions"))
             case Gain(factor, interventions):
+                if isinstance(interventions, str) or not isinstance(interventions, Iterable):
+                    raise invalid(
+                        f"{path}.gain.interventions",
+                        "interventions is a list of their indices, such as [0, 2], not "
+                        f"{interventions!r}",
+                    )
                 message.gain.factor = finite(factor, f"{path}.gain.factor", "factor")
                 message.gain.interventions.extend(
                     whole_number(index, f"{path}.gain.interventions[{number}]", "an index")

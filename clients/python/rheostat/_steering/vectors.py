@@ -272,7 +272,9 @@ class Intervention(_NoSums, ABC):
         """The same op, as far as a gate is open; a condition makes a gate of its own.
 
         For example ``joy.when(gloom.above(2))``, with a `probe` ``gloom``. Served by generate,
-        stream, session and explain.
+        stream, session, explain and ``steering.set_global``.
+
+        Raises InvalidRequest if it has a gate already.
         """
         as_gate = getattr(gate, "as_gate", None)
         if as_gate is None:
@@ -280,6 +282,12 @@ class Intervention(_NoSums, ABC):
                 "steering",
                 "when takes a gate or a condition, such as rheostat.probe(vector).above(2), not "
                 f"{type(gate).__name__}",
+            )
+        if self.gate is not None:
+            raise invalid(
+                "steering",
+                f"it has a gate already, when {self.gate}: put all conditions into one, "
+                "rheostat.gate(a, b)",
             )
         return replace(self, gate=as_gate())
 
