@@ -29,6 +29,7 @@ from rheostat_server.selectors.selection import (
 from rheostat_server.steering.estimates import PromptWork, estimate_probes, estimate_steering
 from rheostat_server.steering.gates import (
     Probe,
+    gate_probe_names,
     refuse_unused_probes,
     resolve_gate,
     resolve_probes,
@@ -138,8 +139,11 @@ class GlobalSteering:
             if intervention.HasField("gate") and self.sites is not None:
                 gate = resolve_gate(intervention, op.sites, probes, self.sites, server_wide, path)
             selection = _selection(intervention, server_wide, path)
+            names = gate_probe_names(intervention.gate)
             interventions.append(
-                Intervention(receipt_pb2.ORIGIN_GLOBAL, index, op, selection, gate)
+                Intervention(
+                    receipt_pb2.ORIGIN_GLOBAL, index, op, selection, gate, gate_probes=names
+                )
             )
         rules = self._rules(probes, server_wide)
         for number, (rule, ops) in enumerate(zip(rules, self.rule_ops, strict=True)):

@@ -249,6 +249,11 @@ def resolve_gate(
     return _placed(gate, message, probes, sites, model, context, path)
 
 
+def gate_probe_names(message: gate_pb2.Gate) -> tuple[str, ...]:
+    """The names of the probes of a gate, each once; none of a message that is not set."""
+    return tuple(dict.fromkeys(condition.probe_name for condition in message.conditions))
+
+
 def resolve_rule_gate(
     message: monitor_pb2.Rule, probes: Mapping[str, Probe], context: SelectionContext, path: str
 ) -> Gate:

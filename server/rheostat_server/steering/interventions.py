@@ -25,7 +25,7 @@ from rheostat_server.selectors.sites import (
     write_site,
 )
 from rheostat_server.steering.directions import check_directions
-from rheostat_server.steering.gates import Probe, resolve_gate
+from rheostat_server.steering.gates import Probe, gate_probe_names, resolve_gate
 from rheostat_server.steering.ops import ResolvedOp, check_served, resolve_op, vector_refs
 from rheostat_server.steering.replacements import OpContext
 from rheostat_server.tensors import FloatType
@@ -63,6 +63,8 @@ class Intervention:
     """The update of a session or of a watch that brought it; 0: none did."""
     watch_id: str = ""
     """The watch that brought it; empty: none did."""
+    gate_probes: tuple[str, ...] = ()
+    """The names of the probes of its own gate, each once; empty: it has none."""
 
     @property
     def source(self) -> tuple[str, int]:
@@ -132,6 +134,7 @@ class Intervention:
             update_id=self.update_id,
             rule_name=self.rule,
             watch_id=self.watch_id,
+            gate_probe_names=self.gate_probes,
         )
 
 
@@ -322,4 +325,5 @@ def _resolve(
         gate,
         "" if rule is None else rule.name,
         signals=gate is not None and intervention.gate.signals,
+        gate_probes=gate_probe_names(intervention.gate),
     )

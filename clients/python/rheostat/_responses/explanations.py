@@ -62,6 +62,8 @@ class ResolvedIntervention:
     """The rows that would be put in, if ``op`` is "replace"."""
     unknown_sites: int = 0
     """Number of further sites, at points that only newer clients know."""
+    gate_probes: tuple[str, ...] = ()
+    """The names of the probes of its gate; empty if it has none."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,13 @@ def _rows(explanation: Explanation) -> list[tuple[str, str]]:
             for site in resolved.sites
         ]
         sites_text = ", ".join([*sites, *unknown_sites_text(resolved.unknown_sites)])
-        reference = Reference(resolved.origin, resolved.index, resolved.op, resolved.rule_name)
+        reference = Reference(
+            resolved.origin,
+            resolved.index,
+            resolved.op,
+            resolved.rule_name,
+            gate_probes=resolved.gate_probes,
+        )
         rows.append((str(reference), f"{sites_text}; {resolved.selection}"))
     for capture in explanation.captures:
         sites_text = ", ".join(
@@ -179,6 +187,7 @@ def _read_intervention(
         index=reference.index,
         op=reference.op,
         rule_name=reference.rule_name,
+        gate_probes=reference.gate_probes,
         sites=_known_sites(message.sites),
         unknown_sites=len(message.sites) - len(_known_sites(message.sites)),
         selection=_read_selection(message.selection),

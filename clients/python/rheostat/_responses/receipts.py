@@ -91,6 +91,9 @@ class AppliedIntervention:
     """Number of further sites, at points that only newer clients know."""
     last_gain: float | None = None
     """The last gain: the product of what session and watches set. None if none was set."""
+    gate_probes: tuple[str, ...] = ()
+    """The names of the probes of its gate; empty if it has none. The row counts are of rows at
+    which the gate was open, and ``rows`` are the tokens at which it could be."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,7 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
             applied.rule_name,
             applied.update_id,
             applied.watch_id,
+            applied.gate_probes,
         )
         rows.append((str(reference), _intervention_text(applied)))
     for capture in receipt.captures:
@@ -325,8 +329,9 @@ def _intervention_text(applied: AppliedIntervention) -> str:
     samples = Counter((rows.positions, rows.cached_positions) for rows in applied.rows)
     if not any(positions or cached for positions, cached in samples):
         return text
+    some = "of " if applied.gate_probes or applied.rule_name else ""
     for (positions, cached), count in samples.items():
-        text += f", positions {show_ranges(positions)}"
+        text += f", {some}positions {show_ranges(positions)}"
         text += f" and from the cache {show_ranges(cached)}" if cached else ""
         text += f" in {count} samples" if count > 1 else ""
     return text
@@ -357,12 +362,14 @@ class Reference:
     rule_name: str = ""
     update_id: int | None = None
     watch_id: str = ""
+    gate_probes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """As "add (request 0)", "clamp (update 3, 1)", "add (watch w 3, 0)"."""
+        """As "add (request 0, gated by mood)", "clamp (update 3, 1)", "add (watch w 3, 0)"."""
         of = self.rule_name if self.update_id is None else str(self.update_id)
         of = f"{self.watch_id} {of}" if self.watch_id else of
-        return f"{self.op} ({self.origin} {f'{of}, ' if of else ''}{self.index})"
+        gate = f", gated by {' and '.join(self.gate_probes)}" if self.gate_probes else ""
+        return f"{self.op} ({self.origin} {f'{of}, ' if of else ''}{self.index}{gate})"
 
 
 def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
@@ -373,6 +380,7 @@ def read_reference(message: receipt_pb2.InterventionRef) -> Reference:
         message.rule_name,
         message.update_id or None,
         message.watch_id,
+        tuple(message.gate_probe_names),
     )
 
 
@@ -465,6 +473,7 @@ def _read_applied(message: receipt_pb2.AppliedIntervention) -> AppliedInterventi
         rule_name=reference.rule_name,
         update_id=reference.update_id,
         watch_id=reference.watch_id,
+        gate_probes=reference.gate_probes,
         digests=tuple(digest.hex() for digest in message.digests),
         source=read_source(message),
         sites=tuple(sites),

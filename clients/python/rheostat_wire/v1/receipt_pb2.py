@@ -29,43 +29,43 @@ from rheostat_wire.v1 import replace_pb2 as rheostat_dot_v1_dot_replace__pb2
 from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rheostat/v1/receipt.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16rheostat/v1/gain.proto\x1a\x1crheostat/v1/generation.proto\x1a\x19rheostat/v1/replace.proto\x1a\x17rheostat/v1/types.proto\"\xb5\x05\n\x07Receipt\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12,\n\x12prompt_token_count\x18\x02 \x01(\rR\x10promptTokenCount\x12\x32\n\x15generated_token_count\x18\x03 \x01(\rR\x13generatedTokenCount\x12\x46\n\rinterventions\x18\x04 \x03(\x0b\x32 .rheostat.v1.AppliedInterventionR\rinterventions\x12\x37\n\x08\x63\x61ptures\x18\x05 \x03(\x0b\x32\x1b.rheostat.v1.CaptureReceiptR\x08\x63\x61ptures\x12\x39\n\x19\x63\x61\x63hed_prompt_token_count\x18\x06 \x01(\rR\x16\x63\x61\x63hedPromptTokenCount\x12\x34\n\x16recomputed_token_count\x18\x07 \x01(\rR\x14recomputedTokenCount\x12)\n\x10preemption_count\x18\x08 \x01(\rR\x0fpreemptionCount\x12%\n\x0eglobal_version\x18\t \x01(\x04R\rglobalVersion\x12!\n\x0cupdate_count\x18\n \x01(\rR\x0bupdateCount\x12.\n\x05rules\x18\x0b \x03(\x0b\x32\x18.rheostat.v1.RuleReceiptR\x05rules\x12\x1d\n\ngain_count\x18\x0c \x01(\rR\tgainCount\x12\x33\n\x07watches\x18\r \x03(\x0b\x32\x19.rheostat.v1.WatchReceiptR\x07watches\x12>\n\ncontroller\x18\x0e \x01(\x0b\x32\x1e.rheostat.v1.ControllerReceiptR\ncontroller\"\xca\x01\n\x0fInterventionRef\x12+\n\x06origin\x18\x01 \x01(\x0e\x32\x13.rheostat.v1.OriginR\x06origin\x12\x14\n\x05index\x18\x02 \x01(\rR\x05index\x12\x1f\n\x02op\x18\x03 \x01(\x0e\x32\x0f.rheostat.v1.OpR\x02op\x12\x1b\n\trule_name\x18\x04 \x01(\tR\x08ruleName\x12\x1b\n\tupdate_id\x18\x05 \x01(\x04R\x08updateId\x12\x19\n\x08watch_id\x18\x06 \x01(\tR\x07watchId\"\xb3\x02\n\x13\x41ppliedIntervention\x12@\n\x0cintervention\x18\x01 \x01(\x0b\x32\x1c.rheostat.v1.InterventionRefR\x0cintervention\x12\x18\n\x07\x64igests\x18\x02 \x03(\x0cR\x07\x64igests\x12.\n\x05sites\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.AppliedSiteR\x05sites\x12,\n\x04rows\x18\x04 \x03(\x0b\x32\x18.rheostat.v1.AppliedRowsR\x04rows\x12\x32\n\x06source\x18\x05 \x01(\x0b\x32\x1a.rheostat.v1.ReplaceSourceR\x06source\x12 \n\tlast_gain\x18\x06 \x01(\x02H\x00R\x08lastGain\x88\x01\x01\x42\x0c\n\n_last_gain\"x\n\x0b\x41ppliedSite\x12%\n\x04site\x18\x01 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04site\x12\x1b\n\trow_count\x18\x02 \x01(\x04R\x08rowCount\x12%\n\x04\x64ose\x18\x03 \x01(\x0b\x32\x11.rheostat.v1.DoseR\x04\x64ose\"\x8f\x01\n\x04\x44ose\x12\x12\n\x04norm\x18\x01 \x01(\x02R\x04norm\x12(\n\rrelative_mean\x18\x02 \x01(\x02H\x00R\x0crelativeMean\x88\x01\x01\x12&\n\x0crelative_max\x18\x03 \x01(\x02H\x01R\x0brelativeMax\x88\x01\x01\x42\x10\n\x0e_relative_meanB\x0f\n\r_relative_max\"\xa2\x01\n\x0b\x41ppliedRows\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x36\n\tpositions\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12\x43\n\x10\x63\x61\x63hed_positions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\x0f\x63\x61\x63hedPositions\"\xa7\x01\n\x11\x43ontrollerReceipt\x12\'\n\x0f\x63ontroller_name\x18\x01 \x01(\tR\x0e\x63ontrollerName\x12\'\n\x0f\x64isabled_reason\x18\x02 \x01(\tR\x0e\x64isabledReason\x12@\n\rdisabled_from\x18\x03 \x03(\x0b\x32\x1b.rheostat.v1.SamplePositionR\x0c\x64isabledFrom\"\x7f\n\x0bRuleReceipt\x12\x1b\n\trule_name\x18\x01 \x01(\tR\x08ruleName\x12\x32\n\x07samples\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.RuleFiringsR\x07samples\x12\x1f\n\x0bserver_wide\x18\x03 \x01(\x08R\nserverWide\"\x9e\x01\n\x0bRuleFirings\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x36\n\tpositions\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12%\n\x0eposition_count\x18\x03 \x01(\rR\rpositionCount\x12\x18\n\x07stopped\x18\x04 \x01(\x08R\x07stopped\"\x88\x02\n\x0cWatchReceipt\x12\x19\n\x08watch_id\x18\x01 \x01(\tR\x07watchId\x12\x32\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.WatchChangeR\x07\x63hanges\x12!\n\x0c\x63hange_count\x18\x03 \x01(\rR\x0b\x63hangeCount\x12\x1d\n\nhold_count\x18\x04 \x01(\rR\tholdCount\x12>\n\rheld_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0cheldDuration\x12\'\n\x0fstopped_samples\x18\x06 \x03(\rR\x0estoppedSamples\"\x8b\x02\n\x0bWatchChange\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x44\n\x0f\x66irst_positions\x18\x02 \x03(\x0b\x32\x1b.rheostat.v1.SamplePositionR\x0e\x66irstPositions\x12\'\n\x04gain\x18\x03 \x01(\x0b\x32\x11.rheostat.v1.GainH\x00R\x04gain\x12\x30\n\x05layer\x18\x04 \x01(\x0b\x32\x18.rheostat.v1.SetSteeringH\x00R\x05layer\x12\x34\n\x07replace\x18\x05 \x01(\x0b\x32\x18.rheostat.v1.SetSteeringH\x00R\x07replaceB\x08\n\x06\x63hange\"<\n\x0bSetSteering\x12-\n\x12intervention_count\x18\x01 \x01(\rR\x11interventionCount\"}\n\x0e\x43\x61ptureReceipt\x12#\n\rcapture_index\x18\x01 \x01(\rR\x0c\x63\x61ptureIndex\x12/\n\x05sites\x18\x02 \x03(\x0b\x32\x19.rheostat.v1.CapturedSiteR\x05sites\x12\x15\n\x06run_id\x18\x03 \x01(\tR\x05runId\"~\n\x0c\x43\x61pturedSite\x12%\n\x04site\x18\x01 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04site\x12\x1b\n\trow_count\x18\x02 \x01(\x04R\x08rowCount\x12*\n\x11\x64ropped_row_count\x18\x03 \x01(\x04R\x0f\x64roppedRowCount*}\n\x06Origin\x12\x16\n\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x11\n\rORIGIN_GLOBAL\x10\x01\x12\x12\n\x0eORIGIN_REQUEST\x10\x02\x12\x0f\n\x0bORIGIN_RULE\x10\x03\x12\x11\n\rORIGIN_UPDATE\x10\x04\x12\x10\n\x0cORIGIN_WATCH\x10\x05*p\n\x02Op\x12\x12\n\x0eOP_UNSPECIFIED\x10\x00\x12\n\n\x06OP_ADD\x10\x01\x12\x0f\n\x0bOP_NORM_ADD\x10\x02\x12\r\n\tOP_ABLATE\x10\x03\x12\x0c\n\x08OP_CLAMP\x10\x04\x12\x0c\n\x08OP_SCALE\x10\x05\x12\x0e\n\nOP_REPLACE\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rheostat/v1/receipt.proto\x12\x0brheostat.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16rheostat/v1/gain.proto\x1a\x1crheostat/v1/generation.proto\x1a\x19rheostat/v1/replace.proto\x1a\x17rheostat/v1/types.proto\"\xb5\x05\n\x07Receipt\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\x12,\n\x12prompt_token_count\x18\x02 \x01(\rR\x10promptTokenCount\x12\x32\n\x15generated_token_count\x18\x03 \x01(\rR\x13generatedTokenCount\x12\x46\n\rinterventions\x18\x04 \x03(\x0b\x32 .rheostat.v1.AppliedInterventionR\rinterventions\x12\x37\n\x08\x63\x61ptures\x18\x05 \x03(\x0b\x32\x1b.rheostat.v1.CaptureReceiptR\x08\x63\x61ptures\x12\x39\n\x19\x63\x61\x63hed_prompt_token_count\x18\x06 \x01(\rR\x16\x63\x61\x63hedPromptTokenCount\x12\x34\n\x16recomputed_token_count\x18\x07 \x01(\rR\x14recomputedTokenCount\x12)\n\x10preemption_count\x18\x08 \x01(\rR\x0fpreemptionCount\x12%\n\x0eglobal_version\x18\t \x01(\x04R\rglobalVersion\x12!\n\x0cupdate_count\x18\n \x01(\rR\x0bupdateCount\x12.\n\x05rules\x18\x0b \x03(\x0b\x32\x18.rheostat.v1.RuleReceiptR\x05rules\x12\x1d\n\ngain_count\x18\x0c \x01(\rR\tgainCount\x12\x33\n\x07watches\x18\r \x03(\x0b\x32\x19.rheostat.v1.WatchReceiptR\x07watches\x12>\n\ncontroller\x18\x0e \x01(\x0b\x32\x1e.rheostat.v1.ControllerReceiptR\ncontroller\"\xf4\x01\n\x0fInterventionRef\x12+\n\x06origin\x18\x01 \x01(\x0e\x32\x13.rheostat.v1.OriginR\x06origin\x12\x14\n\x05index\x18\x02 \x01(\rR\x05index\x12\x1f\n\x02op\x18\x03 \x01(\x0e\x32\x0f.rheostat.v1.OpR\x02op\x12\x1b\n\trule_name\x18\x04 \x01(\tR\x08ruleName\x12\x1b\n\tupdate_id\x18\x05 \x01(\x04R\x08updateId\x12\x19\n\x08watch_id\x18\x06 \x01(\tR\x07watchId\x12(\n\x10gate_probe_names\x18\x07 \x03(\tR\x0egateProbeNames\"\xb3\x02\n\x13\x41ppliedIntervention\x12@\n\x0cintervention\x18\x01 \x01(\x0b\x32\x1c.rheostat.v1.InterventionRefR\x0cintervention\x12\x18\n\x07\x64igests\x18\x02 \x03(\x0cR\x07\x64igests\x12.\n\x05sites\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.AppliedSiteR\x05sites\x12,\n\x04rows\x18\x04 \x03(\x0b\x32\x18.rheostat.v1.AppliedRowsR\x04rows\x12\x32\n\x06source\x18\x05 \x01(\x0b\x32\x1a.rheostat.v1.ReplaceSourceR\x06source\x12 \n\tlast_gain\x18\x06 \x01(\x02H\x00R\x08lastGain\x88\x01\x01\x42\x0c\n\n_last_gain\"x\n\x0b\x41ppliedSite\x12%\n\x04site\x18\x01 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04site\x12\x1b\n\trow_count\x18\x02 \x01(\x04R\x08rowCount\x12%\n\x04\x64ose\x18\x03 \x01(\x0b\x32\x11.rheostat.v1.DoseR\x04\x64ose\"\x8f\x01\n\x04\x44ose\x12\x12\n\x04norm\x18\x01 \x01(\x02R\x04norm\x12(\n\rrelative_mean\x18\x02 \x01(\x02H\x00R\x0crelativeMean\x88\x01\x01\x12&\n\x0crelative_max\x18\x03 \x01(\x02H\x01R\x0brelativeMax\x88\x01\x01\x42\x10\n\x0e_relative_meanB\x0f\n\r_relative_max\"\xa2\x01\n\x0b\x41ppliedRows\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x36\n\tpositions\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12\x43\n\x10\x63\x61\x63hed_positions\x18\x03 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\x0f\x63\x61\x63hedPositions\"\xa7\x01\n\x11\x43ontrollerReceipt\x12\'\n\x0f\x63ontroller_name\x18\x01 \x01(\tR\x0e\x63ontrollerName\x12\'\n\x0f\x64isabled_reason\x18\x02 \x01(\tR\x0e\x64isabledReason\x12@\n\rdisabled_from\x18\x03 \x03(\x0b\x32\x1b.rheostat.v1.SamplePositionR\x0c\x64isabledFrom\"\x7f\n\x0bRuleReceipt\x12\x1b\n\trule_name\x18\x01 \x01(\tR\x08ruleName\x12\x32\n\x07samples\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.RuleFiringsR\x07samples\x12\x1f\n\x0bserver_wide\x18\x03 \x01(\x08R\nserverWide\"\x9e\x01\n\x0bRuleFirings\x12\x16\n\x06sample\x18\x01 \x01(\rR\x06sample\x12\x36\n\tpositions\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.PositionRunR\tpositions\x12%\n\x0eposition_count\x18\x03 \x01(\rR\rpositionCount\x12\x18\n\x07stopped\x18\x04 \x01(\x08R\x07stopped\"\x88\x02\n\x0cWatchReceipt\x12\x19\n\x08watch_id\x18\x01 \x01(\tR\x07watchId\x12\x32\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x18.rheostat.v1.WatchChangeR\x07\x63hanges\x12!\n\x0c\x63hange_count\x18\x03 \x01(\rR\x0b\x63hangeCount\x12\x1d\n\nhold_count\x18\x04 \x01(\rR\tholdCount\x12>\n\rheld_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0cheldDuration\x12\'\n\x0fstopped_samples\x18\x06 \x03(\rR\x0estoppedSamples\"\x8b\x02\n\x0bWatchChange\x12\x1b\n\tupdate_id\x18\x01 \x01(\x04R\x08updateId\x12\x44\n\x0f\x66irst_positions\x18\x02 \x03(\x0b\x32\x1b.rheostat.v1.SamplePositionR\x0e\x66irstPositions\x12\'\n\x04gain\x18\x03 \x01(\x0b\x32\x11.rheostat.v1.GainH\x00R\x04gain\x12\x30\n\x05layer\x18\x04 \x01(\x0b\x32\x18.rheostat.v1.SetSteeringH\x00R\x05layer\x12\x34\n\x07replace\x18\x05 \x01(\x0b\x32\x18.rheostat.v1.SetSteeringH\x00R\x07replaceB\x08\n\x06\x63hange\"<\n\x0bSetSteering\x12-\n\x12intervention_count\x18\x01 \x01(\rR\x11interventionCount\"}\n\x0e\x43\x61ptureReceipt\x12#\n\rcapture_index\x18\x01 \x01(\rR\x0c\x63\x61ptureIndex\x12/\n\x05sites\x18\x02 \x03(\x0b\x32\x19.rheostat.v1.CapturedSiteR\x05sites\x12\x15\n\x06run_id\x18\x03 \x01(\tR\x05runId\"~\n\x0c\x43\x61pturedSite\x12%\n\x04site\x18\x01 \x01(\x0b\x32\x11.rheostat.v1.SiteR\x04site\x12\x1b\n\trow_count\x18\x02 \x01(\x04R\x08rowCount\x12*\n\x11\x64ropped_row_count\x18\x03 \x01(\x04R\x0f\x64roppedRowCount*}\n\x06Origin\x12\x16\n\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x11\n\rORIGIN_GLOBAL\x10\x01\x12\x12\n\x0eORIGIN_REQUEST\x10\x02\x12\x0f\n\x0bORIGIN_RULE\x10\x03\x12\x11\n\rORIGIN_UPDATE\x10\x04\x12\x10\n\x0cORIGIN_WATCH\x10\x05*p\n\x02Op\x12\x12\n\x0eOP_UNSPECIFIED\x10\x00\x12\n\n\x06OP_ADD\x10\x01\x12\x0f\n\x0bOP_NORM_ADD\x10\x02\x12\r\n\tOP_ABLATE\x10\x03\x12\x0c\n\x08OP_CLAMP\x10\x04\x12\x0c\n\x08OP_SCALE\x10\x05\x12\x0e\n\nOP_REPLACE\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat_wire.v1.receipt_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ORIGIN']._serialized_start=3138
-  _globals['_ORIGIN']._serialized_end=3263
-  _globals['_OP']._serialized_start=3265
-  _globals['_OP']._serialized_end=3377
+  _globals['_ORIGIN']._serialized_start=3180
+  _globals['_ORIGIN']._serialized_end=3305
+  _globals['_OP']._serialized_start=3307
+  _globals['_OP']._serialized_end=3419
   _globals['_RECEIPT']._serialized_start=181
   _globals['_RECEIPT']._serialized_end=874
   _globals['_INTERVENTIONREF']._serialized_start=877
-  _globals['_INTERVENTIONREF']._serialized_end=1079
-  _globals['_APPLIEDINTERVENTION']._serialized_start=1082
-  _globals['_APPLIEDINTERVENTION']._serialized_end=1389
-  _globals['_APPLIEDSITE']._serialized_start=1391
-  _globals['_APPLIEDSITE']._serialized_end=1511
-  _globals['_DOSE']._serialized_start=1514
-  _globals['_DOSE']._serialized_end=1657
-  _globals['_APPLIEDROWS']._serialized_start=1660
-  _globals['_APPLIEDROWS']._serialized_end=1822
-  _globals['_CONTROLLERRECEIPT']._serialized_start=1825
-  _globals['_CONTROLLERRECEIPT']._serialized_end=1992
-  _globals['_RULERECEIPT']._serialized_start=1994
-  _globals['_RULERECEIPT']._serialized_end=2121
-  _globals['_RULEFIRINGS']._serialized_start=2124
-  _globals['_RULEFIRINGS']._serialized_end=2282
-  _globals['_WATCHRECEIPT']._serialized_start=2285
-  _globals['_WATCHRECEIPT']._serialized_end=2549
-  _globals['_WATCHCHANGE']._serialized_start=2552
-  _globals['_WATCHCHANGE']._serialized_end=2819
-  _globals['_SETSTEERING']._serialized_start=2821
-  _globals['_SETSTEERING']._serialized_end=2881
-  _globals['_CAPTURERECEIPT']._serialized_start=2883
-  _globals['_CAPTURERECEIPT']._serialized_end=3008
-  _globals['_CAPTUREDSITE']._serialized_start=3010
-  _globals['_CAPTUREDSITE']._serialized_end=3136
+  _globals['_INTERVENTIONREF']._serialized_end=1121
+  _globals['_APPLIEDINTERVENTION']._serialized_start=1124
+  _globals['_APPLIEDINTERVENTION']._serialized_end=1431
+  _globals['_APPLIEDSITE']._serialized_start=1433
+  _globals['_APPLIEDSITE']._serialized_end=1553
+  _globals['_DOSE']._serialized_start=1556
+  _globals['_DOSE']._serialized_end=1699
+  _globals['_APPLIEDROWS']._serialized_start=1702
+  _globals['_APPLIEDROWS']._serialized_end=1864
+  _globals['_CONTROLLERRECEIPT']._serialized_start=1867
+  _globals['_CONTROLLERRECEIPT']._serialized_end=2034
+  _globals['_RULERECEIPT']._serialized_start=2036
+  _globals['_RULERECEIPT']._serialized_end=2163
+  _globals['_RULEFIRINGS']._serialized_start=2166
+  _globals['_RULEFIRINGS']._serialized_end=2324
+  _globals['_WATCHRECEIPT']._serialized_start=2327
+  _globals['_WATCHRECEIPT']._serialized_end=2591
+  _globals['_WATCHCHANGE']._serialized_start=2594
+  _globals['_WATCHCHANGE']._serialized_end=2861
+  _globals['_SETSTEERING']._serialized_start=2863
+  _globals['_SETSTEERING']._serialized_end=2923
+  _globals['_CAPTURERECEIPT']._serialized_start=2925
+  _globals['_CAPTURERECEIPT']._serialized_end=3050
+  _globals['_CAPTUREDSITE']._serialized_start=3052
+  _globals['_CAPTUREDSITE']._serialized_end=3178
 # @@protoc_insertion_point(module_scope)

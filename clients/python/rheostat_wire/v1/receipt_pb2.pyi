@@ -204,6 +204,7 @@ class InterventionRef(_message.Message):
     RULE_NAME_FIELD_NUMBER: _builtins.int
     UPDATE_ID_FIELD_NUMBER: _builtins.int
     WATCH_ID_FIELD_NUMBER: _builtins.int
+    GATE_PROBE_NAMES_FIELD_NUMBER: _builtins.int
     origin: Global___Origin.ValueType
     """Where it came from."""
     index: _builtins.int
@@ -218,6 +219,12 @@ class InterventionRef(_message.Message):
     """The update's id, for ORIGIN_UPDATE and ORIGIN_WATCH."""
     watch_id: _builtins.str
     """The watch, for ORIGIN_WATCH, and for ORIGIN_UPDATE if a watch set it."""
+    @_builtins.property
+    def gate_probe_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the probes of its gate, each once, in the order of the conditions. Empty: it has no
+        gate of its own.
+        """
+
     def __init__(
         self,
         *,
@@ -227,10 +234,11 @@ class InterventionRef(_message.Message):
         rule_name: _builtins.str = ...,
         update_id: _builtins.int = ...,
         watch_id: _builtins.str = ...,
+        gate_probe_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "op", b"op", "origin", b"origin", "rule_name", b"rule_name", "update_id", b"update_id", "watch_id", b"watch_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gate_probe_names", b"gate_probe_names", "index", b"index", "op", b"op", "origin", b"origin", "rule_name", b"rule_name", "update_id", b"update_id", "watch_id", b"watch_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -99,6 +99,31 @@ def test_a_receipt_tells_steering_of_every_origin_apart():
             assert f">{cell}</t" in html
 
 
+def test_a_gated_intervention_names_its_probes_and_counts_open_rows():
+    named = 'intervention { origin: ORIGIN_REQUEST op: OP_ADD gate_probe_names: "a-b" '
+    named += 'gate_probe_names: "mood" } '
+    steered = 'intervention { origin: ORIGIN_RULE op: OP_ADD rule_name: "calm" } '
+    site, positions = "point: POINT_RESID_POST layer: 2", "positions { count: 6 }"
+    acted = f"sites {{ site {{ {site} }} row_count: 1 }} rows {{ {positions} }} "
+    receipt = text_format.Parse(
+        f"interventions {{ {named} {acted} }} interventions {{ {steered} {acted} }}",
+        receipt_pb2.Receipt(),
+    )
+    found = read_receipt(receipt)
+    assert [one.gate_probes for one in found.interventions] == [("a-b", "mood"), ()]
+    assert str(found).splitlines()[2:] == [
+        "  add (request 0, gated by a-b and mood): 1 row at resid_post 2, of positions 0-5",
+        "  add (rule calm, 0): 1 row at resid_post 2, of positions 0-5",
+    ]
+    explained = text_format.Parse(
+        f"interventions {{ {named} sites {{ {site} }} selection {{ {positions} }} }}",
+        generation_service_pb2.ExplainResponse(),
+    )
+    explanation = read_explanation(explained)
+    assert explanation.interventions[0].gate_probes == ("a-b", "mood")
+    assert "add (request 0, gated by a-b and mood): resid_post[2]" in str(explanation)
+
+
 @pytest.mark.parametrize(
     ("op", "dose"),
     [

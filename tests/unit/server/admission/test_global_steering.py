@@ -175,6 +175,18 @@ async def test_gates_of_the_server_read_first_and_gate_every_request(running) ->
     assert both.acts[3].reading.column == 2
 
 
+async def test_explanations_and_receipts_name_the_probes_of_gates(running) -> None:
+    await set_policy(running, gated())
+    own = request(steer=[gated("q"), add(tensor(ONES))], probes=[probe("q")])
+    explained = await running.client.generation.Explain(
+        generation_service_pb2.ExplainRequest(request=own)
+    )
+    receipt = (await running.client.generate(own))[-1].receipt
+    for answer in (explained, receipt):
+        refs = [one.intervention for one in answer.interventions]
+        assert [list(ref.gate_probe_names) for ref in refs] == [["p"], ["q"], []]
+
+
 async def test_names_of_the_server_and_of_a_request_do_not_meet(running) -> None:
     await set_policy(running, gated())
     own = request(steer=[gated("q")], probes=[probe("q", layers=(1,))])

@@ -217,7 +217,10 @@ async def test_a_gate_sends_how_far_it_is_open(starter) -> None:
     columns = events[1].signal_table.columns
     assert columns[0].probe_name == "mood"
     assert columns[1].gate == receipt_pb2.InterventionRef(
-        origin=receipt_pb2.ORIGIN_REQUEST, index=1, op=receipt_pb2.OP_ADD
+        origin=receipt_pb2.ORIGIN_REQUEST,
+        index=1,
+        op=receipt_pb2.OP_ADD,
+        gate_probe_names=["mood"],
     )
     where, values, _ = all_signals(events)
     assert where == list(range(6))
