@@ -120,7 +120,14 @@ class Watches(EventStreams[Watch]):
         )
         self._open[watch.name] = watch
         self._lost.pop(key, None)
-        _LOG.info("watch %s: %d columns", watch.name, settings.readings.columns)
+        _LOG.info(
+            "watch %s of %s: %d columns, rules: %s; if it is lost: %s",
+            watch.name,
+            settings.requests,
+            settings.readings.columns,
+            ", ".join(rule.name for rule in settings.readings.rules) or "none",
+            monitor_service_pb2.WatchLost.Name(settings.on_lost),
+        )
         return watch
 
     def selecting(
@@ -133,7 +140,7 @@ class Watches(EventStreams[Watch]):
         """
         for lost in self._lost.values():
             if lost.requests.hold(request_id, labels):
-                raise lost_watch_error(lost.name)
+                raise lost_watch_error(lost.name, lost.requests)
         return [
             watch
             for name, watch in self._open.items()

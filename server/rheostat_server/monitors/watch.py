@@ -164,7 +164,7 @@ class Watch(EventStream[SignalMessage]):
             WatchLost: it was lost, and its requests are to end.
         """
         if self.failure is not None and self.stops_if_lost and not self.dismissed:
-            raise lost_watch_error(self.name)
+            raise lost_watch_error(self.name, self.settings.requests)
 
     def selects(self, request_id: str, labels: Mapping[str, str]) -> bool:
         """Whether it watches a request that is admitted now."""
@@ -371,11 +371,11 @@ class Watch(EventStream[SignalMessage]):
                 ended.dropped_position_count = watched.dropped_position_count
 
 
-def lost_watch_error(name: str) -> WatchLost:
-    """The refusal of a request that a lost watch selects."""
+def lost_watch_error(name: str, requests: ObservedRequests) -> WatchLost:
+    """The refusal of a request that a lost watch selects, with the filter that it has to match."""
     return WatchLost(
-        f"the watch {name} selects this request, was lost, and says that its requests are to stop: "
-        "open a watch with the same filter first",
+        f"the watch {name} of {requests} selects this request, was lost, and says that its "
+        "requests are to stop: open a watch with the same filter first; it may be closed at once",
         retry_after=RETRY_SECONDS,
     )
 

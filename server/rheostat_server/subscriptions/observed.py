@@ -37,6 +37,12 @@ class ObservedRequests:
         wanted = self.labels or {}
         return all(labels.get(key) == value for key, value in wanted.items())
 
+    def __str__(self) -> str:
+        """As "every request", "requests with the labels {'team': 'red'}", "3 listed requests"."""
+        if self.ids is not None:
+            return f"{len(self.ids)} listed requests"
+        return f"requests with the labels {dict(self.labels)}" if self.labels else "every request"
+
 
 def observed_requests(filter: capture_service_pb2.RequestFilter) -> ObservedRequests:
     """The requests of a filter that was checked."""
