@@ -1,4 +1,4 @@
-"""Controllers over gRPC, under async scheduling, against hooks in Hugging Face's model."""
+"""Controllers over gRPC, against hooks in Hugging Face's model."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
