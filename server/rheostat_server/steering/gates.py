@@ -536,7 +536,11 @@ def _threshold(
     if message.HasField("threshold"):
         return validation.finite(message.threshold, field)
     if required:
-        raise MissingField("COMBINE_SUM needs a threshold", field=field)
+        raise MissingField(
+            "a sum (COMBINE_SUM) is any number, so say above which it counts: give a threshold; a "
+            "gate may have the form sigmoid or ramp instead",
+            field=field,
+        )
     return 0.5
 
 

@@ -122,7 +122,7 @@ def _check_theta(
     field = field_path(path, "theta")
     if activation == vector_pb2.ACTIVATION_JUMP_RELU:
         if not readout.HasField("theta"):
-            raise MissingField("ACTIVATION_JUMP_RELU needs a threshold", field=field)
+            raise MissingField("ACTIVATION_JUMP_RELU needs its threshold, theta", field=field)
         validation.finite(readout.theta, field)
     elif readout.HasField("theta"):
         raise InvalidValue("only ACTIVATION_JUMP_RELU has a threshold", field=field)

@@ -424,7 +424,7 @@ def gate(
         signals: whether the result's `Signals.openness` says how far it was open at each token.
 
     Raises:
-        InvalidRequest: there are none or too many conditions.
+        InvalidRequest: there are no conditions, or something is summed without a form.
     """
     if not conditions:
         raise invalid("gate.conditions", "a gate needs a condition", "REASON_MISSING_FIELD")
@@ -434,4 +434,12 @@ def gate(
                 "gate.conditions",
                 f"a gate takes conditions, such as probe.above(2), not {type(condition).__name__}",
             )
+    summed = combine == "sum" or any(condition.combine == "sum" for condition in conditions)
+    if form is None and summed:
+        raise invalid(
+            "gate.form",
+            "a sum is any number: give form=, a number above which the gate is open, or "
+            "rheostat.Ramp(low, high) or rheostat.Sigmoid(sharpness, threshold)",
+            "REASON_MISSING_FIELD",
+        )
     return Gate(conditions, combine, form, hold, invert, signals)

@@ -125,6 +125,8 @@ def test_a_gate_says_how_far_and_how_long_it_is_open(fields, expected) -> None:
     [
         (lambda: rheostat.gate(), "gate.conditions"),
         (lambda: rheostat.gate(MOOD), "gate.conditions"),
+        (lambda: PUSH.when(MOOD.summed()), "gate.form"),
+        (lambda: rheostat.gate(MOOD.above(1), combine="sum"), "gate.form"),
         (lambda: PUSH.when(3), "steering"),
         (lambda: rheostat.probe(ROW), "probe.sites"),
         (lambda: rheostat.probe(PUSH), "probe.vector"),
