@@ -47,7 +47,11 @@ LIST_VECTORS = " (engine.vectors.list() shows what is stored)"
 
 CANCELLED_HERE = "the call was cancelled in this program, so it has no result"
 """The error text of a call that cancel(), close(), the end of its block or Ctrl-C ended."""
-_CANCELLED_HERE = ("Locally cancelled by application!", "Channel closed!")
+_CANCELLED_HERE = (
+    "Locally cancelled by application!",
+    "Channel closed!",
+    "Stream removed (Channel closed!)",  # if its answer has begun
+)
 """The details that gRPC gives such a call."""
 
 _CAUSES = (

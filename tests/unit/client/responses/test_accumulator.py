@@ -340,6 +340,19 @@ def test_a_timeout_ends_the_call_on_both_sides(client, server):
     assert ended.wait(10)
 
 
+def test_closing_the_client_within_an_answer_is_told_as_a_cancellation(server):
+    ended = threading.Event()
+    server.on("Generate", endless(ended))
+    engine = rheostat.connect(server.target)
+    stream = engine.stream("x")
+    next(stream)
+    threading.Timer(0.1, engine.close).start()  # while the loop waits for the next event
+    with pytest.raises(rheostat.Cancelled) as raised:
+        next(stream)
+    assert raised.value.message == "the call was cancelled in this program, so it has no result"
+    assert ended.wait(10)
+
+
 def test_cancelling_ends_the_call_on_both_sides(client, server):
     ended = threading.Event()
     server.on("Generate", endless(ended))
