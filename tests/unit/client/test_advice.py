@@ -362,6 +362,12 @@ def test_a_second_gate_is_answered_with_one_of_both_conditions():
     )
 
 
+@pytest.mark.parametrize("given", [MOOD, [MOOD.above(1)], 2])
+def test_something_else_than_a_gate_is_answered_with_a_condition(given):
+    message = message_of(lambda: JOY.when(given))
+    assert message.endswith(f" or the .condition of a fit, not {type(given).__name__}")
+
+
 @pytest.mark.parametrize("form", ["ramp", rheostat.Ramp])
 def test_a_form_that_is_none_is_answered_with_the_forms(form):
     gate = rheostat.gate(MOOD.summed(), form=form)

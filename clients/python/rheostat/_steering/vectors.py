@@ -280,8 +280,8 @@ class Intervention(_NoSums, ABC):
         if as_gate is None:
             raise invalid(
                 "steering",
-                "when takes a gate or a condition, such as rheostat.probe(vector).above(2), not "
-                f"{type(gate).__name__}",
+                "when takes a gate or a condition, such as rheostat.probe(vector).above(2) or the "
+                f".condition of a fit, not {type(gate).__name__}",
             )
         if self.gate is not None:
             raise invalid(
