@@ -173,7 +173,28 @@ def combine(
         ValueError: a program is longer than `MAX_STEPS`.
     """
     gated = any(acts[member].gate is not None for member in members)
-    gates = gates_of([*kept, *(act.gate for act in acts)]) if gated else ()
+    if len(members) == 1 and not gated:
+        by_site = _steps_alone(acts[members[0]], sites)
+    else:
+        gates = gates_of([*kept, *(act.gate for act in acts)]) if gated else ()
+        by_site = _steps_together(acts, members, sites, gates)
+    for steps in by_site.values():
+        if len(steps) > MAX_STEPS:
+            raise ValueError(f"{len(steps)} steps meet at one site; at most {MAX_STEPS} can")
+    return tuple([(site, tuple(by_site[site])) for site in sorted(by_site)])
+
+
+def _steps_alone(act: Act, sites: range | None) -> dict[int, list[Step]]:
+    """The steps of a single act without a gate, by site. A sweep has one at most positions."""
+    if not act.in_force:
+        return {}
+    return {site: _steps(act, site, rows, None) for site, rows in _rows_at(act, sites)}
+
+
+def _steps_together(
+    acts: Sequence[Act], members: Sequence[int], sites: range | None, gates: Sequence[Gate]
+) -> dict[int, list[Step]]:
+    """The steps of several acts, by site. Adjacent additions become one step."""
     by_site = _openings(acts, members, sites, gates)
     adding: dict[int, list[tuple[bytes, int, float]]] = {}
     for member in ordered(acts, members):
@@ -188,9 +209,7 @@ def combine(
             steps += _steps(act, site, rows, gate)
     for site, steps in by_site.items():
         _flush(adding, site, steps)
-        if len(steps) > MAX_STEPS:
-            raise ValueError(f"{len(steps)} steps meet at one site; at most {MAX_STEPS} can")
-    return tuple((site, tuple(by_site[site])) for site in sorted(by_site))
+    return by_site
 
 
 def attribution(

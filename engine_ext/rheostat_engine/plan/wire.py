@@ -126,7 +126,7 @@ def steering_from(wire: bytes) -> SteeringTable:
         _check_gate(gate)
     if any(plain_act.gate is not None and plain_act.gate >= len(gates) for plain_act in plain.acts):
         raise ValueError("this is no plan: an act names a gate that is missing")
-    acts = tuple(_act_from(plain_act, gates) for plain_act in plain.acts)
+    acts = _acts_from(plain.acts, gates)
     for act in acts:
         _check(act)
     if len(gates) > MAX_GATES:
@@ -230,6 +230,13 @@ def _bytes(numbers: npt.NDArray[np.int32]) -> bytes:
     return numbers.astype("<i4", copy=False).tobytes()
 
 
+def _joined_int32(parts: Sequence[bytes], name: str) -> npt.NDArray[np.int32]:
+    """As `_int32`, of several parts one after the other."""
+    if any(len(part) % 4 for part in parts):
+        raise ValueError(f"this is no plan: {name} are torn")
+    return _int32(b"".join(parts), name)
+
+
 def _int32(data: bytes, name: str) -> npt.NDArray[np.int32]:
     if len(data) % 4:
         raise ValueError(f"this is no plan: {name} are torn")
@@ -256,17 +263,40 @@ def _decisions(gate: Gate) -> list[int]:
     return [condition.decided_at for condition in gate.conditions]
 
 
-def _act_from(plain: _Act, gates: Sequence[Gate]) -> Act:
-    sites, rows = _int32(plain.sites, "sites"), _int32(plain.rows, "rows")
-    if not plain.vectors or len(rows) != len(sites) * len(plain.vectors):
+def _acts_from(plain_acts: Sequence[_Act], gates: Sequence[Gate]) -> tuple[Act, ...]:
+    """The acts of a table. The arrays of all acts are read together: many have a single row."""
+    sites = _joined_int32([plain.sites for plain in plain_acts], "sites")
+    rows = _joined_int32([plain.rows for plain in plain_acts], "rows")
+    negative = sites.min(initial=0) < 0 or rows.min(initial=0) < 0
+    acts = []
+    first_site = first_row = 0
+    for plain in plain_acts:
+        end_site, end_row = first_site + len(plain.sites) // 4, first_row + len(plain.rows) // 4
+        own = sites[first_site:end_site], rows[first_row:end_row]
+        acts.append(_act_from(plain, *own, gates, negative=negative))
+        first_site, first_row = end_site, end_row
+    return tuple(acts)
+
+
+def _act_from(
+    plain: _Act,
+    sites: npt.NDArray[np.int32],
+    rows: npt.NDArray[np.int32],
+    gates: Sequence[Gate],
+    *,
+    negative: bool,
+) -> Act:
+    """An act. `negative`: whether a site or a row of any act of the table is below 0."""
+    count = len(plain.vectors)
+    if not count or len(rows) != len(sites) * count:
         raise ValueError(f"this is no plan: {plain.kind.name}: rows and vectors don't fit")
     ascending = len(sites) < 2 or bool((np.diff(sites) > 0).all())  # mostly one site
-    if not ascending or (len(sites) and sites[0] < 0) or rows.min(initial=0) < 0:
+    if not ascending or (negative and min(sites.min(initial=0), rows.min(initial=0)) < 0):
         raise ValueError(
             f"this is no plan: {plain.kind.name}: its sites are not ascending, or it names a row "
             "below 0"
         )
-    site_rows = SiteRows(sites, rows.reshape(len(sites), len(plain.vectors)))
+    site_rows = SiteRows(sites, rows.reshape(len(sites), count))
     return Act(
         plain.kind,
         plain.vectors,

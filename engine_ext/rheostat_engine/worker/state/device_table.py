@@ -28,21 +28,18 @@ class Table:
         self.tensor = tensor
         self._dim = dim
         self._numbers: list[int] = []
-        self._contents: list[torch.Tensor] = []
+        self._contents: list[npt.NDArray[np.generic]] = []
         self._bytes = 0
 
-    def put(self, number: int, content: torch.Tensor | npt.NDArray[np.generic]) -> None:
+    def put(self, number: int, content: npt.NDArray[np.generic]) -> None:
         """Stages the content of a row until the next flush."""
-        self.put_all([number], torch.as_tensor(content).unsqueeze(self._dim))
+        self.put_all([number], np.expand_dims(content, self._dim))
 
-    def put_all(
-        self, numbers: Sequence[int], contents: torch.Tensor | npt.NDArray[np.generic]
-    ) -> None:
+    def put_all(self, numbers: Sequence[int], contents: npt.NDArray[np.generic]) -> None:
         """Stages the contents of rows, along the table's dimension, until the next flush."""
-        tensor = torch.as_tensor(contents)
         self._numbers += numbers
-        self._contents.append(tensor)
-        self._bytes += tensor.nbytes
+        self._contents.append(contents)
+        self._bytes += contents.nbytes
         if self._bytes > _MOST:
             self.flush()
 
@@ -51,12 +48,11 @@ class Table:
         if not self._numbers:
             return
         device, dim = self.tensor.device, self._dim
-        shape = list(self.tensor.shape)
-        shape[dim] = len(self._numbers)
-        content = torch.empty(shape, dtype=self.tensor.dtype, pin_memory=device.type != "cpu")
-        parts = content.split([rows.shape[dim] for rows in self._contents], dim)
-        for part, rows in zip(parts, self._contents, strict=True):
-            part.copy_(rows)
+        # Numpy joins the parts, because each operation of torch releases the GIL.
+        joined = torch.from_numpy(np.concatenate(self._contents, dim))
+        pinned = device.type != "cpu"
+        content = torch.empty(joined.shape, dtype=self.tensor.dtype, pin_memory=pinned)
+        content.copy_(joined)
         last = {number: index for index, number in enumerate(self._numbers)}
         if len(last) < len(self._numbers):
             content = content.index_select(dim, torch.tensor(list(last.values())))

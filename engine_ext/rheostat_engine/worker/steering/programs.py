@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from rheostat_engine.plan.acts import Kind
@@ -202,8 +203,8 @@ class Programs:
             for key in rows:
                 self._give_row(key)
         if new.numbers:
-            self._ints.put_all(new.numbers, torch.tensor(new.ints))
-            self._floats.put_all(new.numbers, torch.tensor(new.floats))
+            self._ints.put_all(new.numbers, np.array(new.ints))
+            self._floats.put_all(new.numbers, np.array(new.floats))
         return codes
 
     def release(self, program: Program) -> None:
@@ -301,7 +302,7 @@ class Programs:
             raise BankError("a bound or strength is not finite in float32")
         if len(program) > len(self._free_steps):
             raise Exhausted("every step is in use")
-        if any(step.mask in self._zeros for step in program):
+        if self._zeros and any(step.mask in self._zeros for step in program):
             raise BankError("a mask is zero, or rounds to zero")
         numbers: list[_Numbers] = []
         floats: list[list[float]] = []
@@ -312,7 +313,7 @@ class Programs:
         except BankError:
             self._release_steps(program[: len(numbers)])
             raise
-        chain = tuple(self._free_steps.pop() for _ in program)
+        chain = tuple([self._free_steps.pop() for _ in program])
         new.numbers.extend(chain)
         behind = [*chain, 0, 0, 0]
         for at, (step, used) in enumerate(zip(program, numbers, strict=True)):
@@ -353,7 +354,7 @@ class Programs:
             except BankError:
                 self._direction_numbers.give(key)
                 raise
-            self._directions.put(taken.number, content)
+            self._directions.put(taken.number, content.numpy())
         return taken.number
 
     def _take_gate(self, gate: Gate) -> int:

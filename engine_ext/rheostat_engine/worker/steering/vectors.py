@@ -40,9 +40,12 @@ def sums_of(keys: Sequence[RowKey], vectors: Vectors, width: int, dtype: torch.d
         BankError: a vector is missing or of another shape, or a sum isn't finite in `dtype`.
     """
     totals = np.empty((len(keys), width), np.float32)
-    for total, key in zip(totals, keys, strict=True):
-        digest, row, _ = key[0]
-        total[:] = _row(digest, row, vectors, width)
+    # The rows of a vector are copied at once, because numpy releases the GIL for each long copy.
+    by_digest: dict[bytes, list[int]] = {}
+    for index, key in enumerate(keys):
+        by_digest.setdefault(key[0][0], []).append(index)
+    for digest, at in by_digest.items():
+        totals[at] = _rows(digest, [keys[index][0][1] for index in at], vectors, width)
     # A single vector with scale 1, such as the row of a patch, needs no arithmetic.
     if any(len(key) > 1 or key[0][2] != 1.0 for key in keys):
         with np.errstate(over="ignore", invalid="ignore"):
@@ -125,10 +128,19 @@ class Basis:
 
 
 def _row(digest: bytes, row: int, vectors: Vectors, width: int) -> npt.NDArray[np.float32]:
+    values: npt.NDArray[np.float32] = _rows(digest, [row], vectors, width)[0]
+    return values
+
+
+def _rows(
+    digest: bytes, rows: Sequence[int], vectors: Vectors, width: int
+) -> npt.NDArray[np.float32]:
+    """A copy of some rows of a vector, [n, W]."""
     vector = vectors.get(digest)
     if vector is None:
         raise BankError(f"vector {digest.hex()} is not in the worker")
-    if not 0 <= row < vector.shape[0] or vector.shape[1] != width:
-        raise BankError(f"vector {digest.hex()} has no row {row} of width {width}")
-    values: npt.NDArray[np.float32] = vector[row]
-    return values
+    for row in rows:
+        if not 0 <= row < vector.shape[0] or vector.shape[1] != width:
+            raise BankError(f"vector {digest.hex()} has no row {row} of width {width}")
+    taken: npt.NDArray[np.float32] = vector.take(rows, axis=0)
+    return taken

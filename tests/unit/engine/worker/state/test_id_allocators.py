@@ -78,8 +78,8 @@ def test_runs_lie_apart_and_are_refused_only_where_no_gap_is_long_enough(
 def test_a_table_is_written_when_it_is_flushed_and_only_where_something_waits() -> None:
     table = Table(torch.zeros(4, 3))
     table.put(2, np.array([1, 2, 3]))
-    table.put(1, torch.tensor([4.0, 5.0, 6.0]))
-    table.put(2, torch.tensor([7, 8, 9]))
+    table.put(1, np.array([4.0, 5.0, 6.0]))
+    table.put(2, np.array([7, 8, 9]))
     assert not table.tensor.any()
     table.flush()
     expected = [[0.0] * 3, [4.0, 5.0, 6.0], [7.0, 8.0, 9.0], [0.0] * 3]
@@ -105,7 +105,7 @@ def test_of_several_contents_for_a_row_the_last_one_stays(dim: int, puts: list[l
     table = Table(torch.zeros(5, 5, dtype=torch.bfloat16), dim=dim)
     expected = torch.zeros(5, 5)
     for count, numbers in enumerate(puts, 1):
-        contents = torch.full((len(numbers), 5), float(count))
+        contents = np.full((len(numbers), 5), float(count))
         table.put_all(numbers, contents if dim == 0 else contents.T)
         expected[numbers] = float(count)
     table.flush()
