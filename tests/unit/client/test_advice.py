@@ -365,7 +365,7 @@ def test_a_second_gate_is_answered_with_one_of_both_conditions():
 @pytest.mark.parametrize("given", [MOOD, [MOOD.above(1)], 2])
 def test_something_else_than_a_gate_is_answered_with_a_condition(given):
     message = message_of(lambda: JOY.when(given))
-    assert message.endswith(f" or the .condition of a fit, not {type(given).__name__}")
+    assert message.endswith(f" or a fit's .condition, not {type(given).__name__}")
 
 
 @pytest.mark.parametrize("form", ["ramp", rheostat.Ramp])

@@ -272,23 +272,15 @@ class Intervention(_NoSums, ABC):
         """The same op, as far as a gate is open; a condition makes a gate of its own.
 
         For example ``joy.when(gloom.above(2))``, with a `probe` ``gloom``. Served by generate,
-        stream, session, explain and ``steering.set_global``.
-
-        Raises InvalidRequest if it has a gate already.
+        stream, session, explain and ``steering.set_global``. Raises InvalidRequest if it has one.
         """
         as_gate = getattr(gate, "as_gate", None)
         if as_gate is None:
-            raise invalid(
-                "steering",
-                "when takes a gate or a condition, such as rheostat.probe(vector).above(2) or the "
-                f".condition of a fit, not {type(gate).__name__}",
-            )
+            problem = "when takes a gate or a condition, such as rheostat.probe(vector).above(2) "
+            raise invalid("steering", f"{problem}or a fit's .condition, not {type(gate).__name__}")
         if self.gate is not None:
-            raise invalid(
-                "steering",
-                f"it has a gate already, when {self.gate}: put all conditions into one, "
-                "rheostat.gate(a, b)",
-            )
+            problem = f"it has a gate already, when {self.gate}: put all conditions into one, "
+            raise invalid("steering", f"{problem}rheostat.gate(a, b)")
         return replace(self, gate=as_gate())
 
     def to_wire(self, path: str) -> steering_pb2.Intervention:

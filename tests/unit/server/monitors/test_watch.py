@@ -1,7 +1,6 @@
 """Watches over gRPC, with a scripted engine."""
 
 import asyncio
-import logging
 import threading
 from dataclasses import replace
 
@@ -379,21 +378,6 @@ async def test_a_watch_hears_of_a_request_whose_admission_began_before(
         "early",
         "its admission began before the watch",
     )
-
-
-async def test_the_log_has_a_line_for_each_watch(running, caplog) -> None:
-    caplog.set_level(logging.INFO)
-    first = await Watcher.open(running, opening(rules=[rule(1.0, "grim")], on_lost=STOP))
-    second = await Watcher.open(running, opening(filter=by_id("a", "b")))
-    lines = [record.getMessage() for record in caplog.records]
-    assert (
-        f"watch {first.name} of every request: 1 columns, rules: grim; if it is lost: "
-        "WATCH_LOST_STOP"
-    ) in lines
-    assert (
-        f"watch {second.name} of 2 listed requests: 1 columns, rules: none; if it is lost: "
-        "WATCH_LOST_CONTINUE"
-    ) in lines
 
 
 async def test_lost_watches_count_among_the_most(starter, monkeypatch) -> None:

@@ -1,5 +1,7 @@
 """Rules of watches that steer the requests of others, or multiply their steering."""
 
+import logging
+
 import grpc
 import pytest
 
@@ -17,6 +19,7 @@ from ..conftest import Events, Running
 from ..fakes import ScriptedBackend, sites_with
 from ..messages import ONES, above, add, capture, probe, request, selector, site_set, tensor, window
 from ..streams import settled
+from ..subscribers import by_id
 from ..uploads import refusal_of
 from ..watchers import SAMPLING, Request, Watcher, opening, rule
 
@@ -238,3 +241,20 @@ async def test_a_watch_that_no_engine_could_run_is_refused(starter) -> None:
     refusal = await refusal_of(call.read())
     assert refusal.brief[:2] == (Code.RESOURCE_EXHAUSTED, "REASON_BANK_FULL")
     assert not running.manager.store.pins
+
+
+async def test_the_log_has_a_line_for_each_watch(running, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    first = await Watcher.open(
+        running, opening(rules=[rule(1.0, "grim")], on_lost=pb.WATCH_LOST_STOP)
+    )
+    second = await Watcher.open(running, opening(filter=by_id("a", "b")))
+    lines = [record.getMessage() for record in caplog.records]
+    assert (
+        f"watch {first.name} of every request: 1 columns, rules: grim; if it is lost: "
+        "WATCH_LOST_STOP"
+    ) in lines
+    assert (
+        f"watch {second.name} of 2 listed requests: 1 columns, rules: none; if it is lost: "
+        "WATCH_LOST_CONTINUE"
+    ) in lines
