@@ -66,6 +66,8 @@ soak: setup ## Hours: hostile calls, rows compared with a replay, front ends kil
 	$(BIN)/python -m tests.soak.watching --cuts 1000
 	$(BIN)/python -m tests.soak.watching --cuts 1000 --client aio
 	$(BIN)/python -m tests.soak.monitoring --calls 20000
+	$(BIN)/python -m tests.soak.stops --trials 10000
+	$(BIN)/python -m tests.soak.stops --trials 5000 --async-scheduling
 
 generate: ## Make the generated code from proto/
 	$(PYTHON) tools/generate

@@ -193,6 +193,7 @@ def served_process(
     *,
     samples: Path | None = None,
     queue: Path | None = None,
+    program: Sequence[str] = ("-m", "rheostat"),
 ) -> Iterator[ServedProcess]:
     """A server of a model, once it serves.
 
@@ -204,12 +205,13 @@ def served_process(
         samples: the folder for samples of its functions; see `sampled_server`. None: takes none.
         queue: the file for waits of requests; see `queued_server`. None, as with `samples`: no
             wait is recorded.
+        program: arguments of Python that start the command line of `rheostat`. `samples` and
+            `queue` replace them.
 
     Raises:
         Died: it ended before it served.
     """
     port = unused_port()
-    program = ["-m", "rheostat"]
     if samples is not None:
         program = ["-c", _SAMPLED, str(samples)]
     elif queue is not None:

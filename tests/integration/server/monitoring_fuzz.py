@@ -71,7 +71,7 @@ def play(target: str, log: Path, attempts: Iterable[Attempt], first: int = 0) ->
                 if (problem := _problem(end))
             ]
             problems += [_changed(alone, stream) for stream in streams.result()]
-            problems += _held(channel)
+            problems += held(channel)
         problems.append(_changed(alone, engine.generate(_PROMPT, **_OPTIONS)))
     problems += [f"log: {line}" for line in faults(log, logged)]
     counts = Counter(f"{end.method} {_name(end)}" for end in ends)
@@ -114,7 +114,7 @@ def _changed(alone: rheostat.Generation, other: rheostat.Generation) -> str:
     return f"the neighbour's log-probabilities are {apart} apart" if apart > _APART else ""
 
 
-def _held(channel: grpc.Channel) -> list[str]:
+def held(channel: grpc.Channel) -> list[str]:
     """What the server still holds after `RELEASED` seconds."""
     stub = engine_service_pb2_grpc.EngineServiceStub(channel)
     deadline = time.monotonic() + RELEASED
