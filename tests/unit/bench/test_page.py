@@ -371,3 +371,17 @@ def test_what_cut_watches_lost_is_that_of_the_files() -> None:
         assert found["lost"] == found["repeated"] == found["wrong"] == 0
         for key in ("readings", "requests", "updates"):
             assert f"{found[key]:,}" in RELIABILITY
+
+
+@pytest.mark.parametrize("name", ["stops", "stops-async"])
+def test_what_rules_withheld_is_that_of_the_files(name: str) -> None:
+    found = content(f"cpu/{name}.json")
+    counts = found["counts"]
+    stopped = counts["finish: rule"] + counts["finish: watch"]
+    assert not found["problems"]
+    assert counts["fires in: nowhere"] == counts["finish: length"] == found["trials"] - stopped
+    assert found["async_scheduling"] == ("engine" in found) == (name == "stops-async")
+    assert f"{stopped:,} of {found['trials']:,}" in RELIABILITY
+    figures = [counts["finish: watch"], found["withheld_tokens"], *found.get("engine", {}).values()]
+    for figure in figures:
+        assert f"{figure:,}" in RELIABILITY
