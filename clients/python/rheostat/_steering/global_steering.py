@@ -21,6 +21,7 @@ from rheostat._steering.read_gates import (
     stored_vector,
 )
 from rheostat._steering.readouts import COORDINATE, Readout, read_settings
+from rheostat._steering.replacements import read_replace
 from rheostat._steering.rules import Action, Gain, Observe, Rule, Steer, Stop
 from rheostat._steering.vectors import Add, Intervention, Vector
 from rheostat_wire.v1 import monitor_pb2, steering_pb2, steering_service_pb2, vector_pb2
@@ -162,6 +163,8 @@ def _read_op(message: steering_pb2.Intervention, path: str) -> Intervention:
             scaled = message.scale
             read = _read_readout(scaled.read, f"{path}.read")
             return Scale(read, scaled.factor, _read_write(scaled))
+        case "replace":
+            return read_replace(message.replace, path)
         case op:
             raise Unimplemented(f"{path} of the server is {op}, which this client does not know")
 

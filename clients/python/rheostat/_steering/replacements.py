@@ -9,12 +9,13 @@ from typing import ClassVar, Literal, Never, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from rheostat._arrays import ArrayLike, Element, rows_data, write_element
-from rheostat._errors import invalid
+from rheostat._arrays import ArrayLike, Element, read_element, rows_data, write_element
+from rheostat._errors import Unimplemented, invalid
 from rheostat._fields import UINT64, whole_number
 from rheostat._points import Layers, Site, point_of, site_to_wire
 from rheostat._runs import RunInfo, valid_run_id
 from rheostat._steering.interventions import fraction
+from rheostat._steering.read_gates import stored_vector
 from rheostat._steering.vectors import Intervention, Vector, finite, row_ref
 from rheostat_wire.dtypes import widen
 from rheostat_wire.v1 import replace_pb2, steering_pb2, tensor_pb2
@@ -285,6 +286,41 @@ def _run_source(source: FromRun) -> replace_pb2.RunSource:
     if source.site is not None:
         message.site.CopyFrom(site_to_wire(source.site))
     return message
+
+
+def read_replace(message: replace_pb2.Replace, path: str) -> Replace:
+    """The replacement of a message of the server, by a vector, zeros or noise.
+
+    Raises Unimplemented for other sources: those by position and of runs are not server-wide.
+    """
+    source: Vector | Zeros | Noise
+    match message.WhichOneof("source"):
+        case "vector":
+            source = stored_vector(message.vector)
+        case "zeros":
+            source = Zeros()
+        case "noise" if message.noise.HasField("std"):
+            source = Noise(std=message.noise.std, seed=message.noise.seed)
+        case "noise" if message.noise.HasField("embedding_std"):
+            source = Noise(embedding_std=message.noise.embedding_std, seed=message.noise.seed)
+        case other:
+            raise Unimplemented(
+                f"{path} of the server has a source unknown to this client: {other}"
+            )
+    alpha = message.alpha if message.HasField("alpha") else 1.0
+    match message.mask.WhichOneof("kind"):
+        case "weights":
+            weights = message.mask.weights
+            given = np.frombuffer(weights.inline, "<f4")
+            if (
+                read_element(weights.dtype) != "float32"
+                or weights.encoding != tensor_pb2.ENCODING_RAW
+            ):
+                raise Unimplemented(f"{path}.mask of the server is not float32")
+            return Replace(source, alpha, mask=tuple(given.tolist()))
+        case "dimensions":
+            return Replace(source, alpha, dimensions=tuple(message.mask.dimensions.dimensions))
+    return Replace(source, alpha)
 
 
 def noise_to_wire(source: Noise) -> replace_pb2.NoiseSource:

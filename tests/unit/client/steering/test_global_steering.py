@@ -143,6 +143,32 @@ def test_gates_are_set_with_their_probes_and_read_again(client, server):
     assert "held for rest" in str(found)
 
 
+REPLACEMENTS = [
+    rheostat.replace(JOY),
+    rheostat.replace(rheostat.Zeros(), alpha=0.5, dimensions=[0, 3]),
+    rheostat.replace(rheostat.Noise(std=2), mask=[0.25, 1]),
+    rheostat.replace(rheostat.Noise(embedding_std=3, seed=2**63)),
+]
+
+
+def test_replacements_are_set_and_read_again(client, server):
+    """The server answers with digests, and so does this one."""
+    server.on("SetGlobal", pb.SetGlobalResponse(version=5))
+    steering = [one.at(points="resid_post", layers=2) for one in REPLACEMENTS]
+    client.run(lambda engine: engine.steering.set_global(steering))
+    policy = server.asked[0].policy
+    policy.steering.interventions[0].replace.vector.digest = bytes.fromhex(OTHER)
+    server.on("GetGlobal", pb.GetGlobalResponse(policy=policy, version=5))
+    found = client.run(lambda engine: engine.steering.get_global()).interventions
+    client.run(lambda engine: engine.steering.set_global(found))
+    assert server.asked[-1].policy == policy
+    assert [str(one).split(" at ")[0] for one in found[1:]] == [
+        "replace by zeros (alpha 0.5), masked",
+        "replace by x + noise of std 2, seed 0, masked",
+        "replace by x + noise of 3 embedding_std, seed 9223372036854775808",
+    ]
+
+
 def test_another_version_is_a_refusal_that_names_it(client, server, refusal):
     code = grpc.StatusCode.FAILED_PRECONDITION
     conflict = refusal.of(code, "version 7 holds", "REASON_VERSION_CONFLICT", version="7")
@@ -211,9 +237,9 @@ def test_what_holds_in_words_and_in_a_notebook():
             "the server sent no probe 'p'",
         ),
         (
-            "replace { vector { DIGEST } }",
+            "replace { rows {} }",
             rheostat.Unimplemented,
-            "interventions[0] of the server is replace, which this client does not know",
+            "interventions[0] of the server has a source unknown to this client: rows",
         ),
         (
             'add { vector { name: "joy" } }',
