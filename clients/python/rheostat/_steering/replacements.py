@@ -311,12 +311,12 @@ def read_replace(message: replace_pb2.Replace, path: str) -> Replace:
     match message.mask.WhichOneof("kind"):
         case "weights":
             weights = message.mask.weights
-            given = np.frombuffer(weights.inline, "<f4")
             if (
                 read_element(weights.dtype) != "float32"
                 or weights.encoding != tensor_pb2.ENCODING_RAW
             ):
                 raise Unimplemented(f"{path}.mask of the server is not float32")
+            given = np.frombuffer(weights.inline, "<f4")
             return Replace(source, alpha, mask=tuple(given.tolist()))
         case "dimensions":
             return Replace(source, alpha, dimensions=tuple(message.mask.dimensions.dimensions))

@@ -48,7 +48,14 @@ text_format.Parse(
 text_format.Parse("dtype: DTYPE_FLOAT16 shape: 2 shape: 8", JOY.vectors.add(digest=b"\xcd" * 32))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGHUP])
+def number(request):
+    """A signal that ends a process, also if the tests run under nohup."""
+    before = signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
 def test_a_command_that_is_terminated_ends_its_streams(number, monkeypatch):
     ended = []
 
@@ -426,7 +433,6 @@ def test_a_demo_server_that_ends_early_tells_why(monkeypatch):
     assert str(raised.value) == "the server ended: the port is in use"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_demo_that_is_terminated_takes_its_server_with_it(monkeypatch, number):
     children = []
 
