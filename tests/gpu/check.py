@@ -17,7 +17,8 @@ captures may join requests which run already. With two GPUs a model is split ove
 | `points` | 2 | points of OLMo-2's and Gemma 3's blocks (`points.py`) |
 | `services` | 1 | sweeps, noise and the lens over gRPC, on the demo model (`services.py`) |
 | `fp8` | 2 | neighbours of huge doses in a quantised model (`huge.py`) |
-| `tp`, `pp` | 3 | split models |
+| `tp`, `pp` | 3 | split models; gates over two tensor-parallel ranks |
+| `runners` | 1 | gates against what the V1 runner did on a CPU (`runners.py`), with `--v1` |
 
 Every line has a threshold (`verdicts.py`). A part that raises fails as one line, and the others go
 on. Prints a line per check and a table last; exits 1 if one fails.
@@ -61,6 +62,7 @@ from offline import OfflineEngine, Outcome, bfloat16_to_float32
 from own_graphs import check_own_graphs
 from points import check_points
 from routers import check_routers, routed_alike, trimmed
+from runners import check_runners
 from services import check_services
 from split import SPLITS, check_split
 from starts import REQUESTS, check_starts
@@ -523,8 +525,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parts = ["kernels", *MODELS, *STARTS, "points", "services", "fp8", *SPLITS]
+    parts = ["kernels", *MODELS, *STARTS, "points", "services", "fp8", "runners", *SPLITS]
     parser.add_argument("--only", choices=parts, nargs="+", default=parts)
+    parser.add_argument("--v1", type=Path, help="what runners.py wrote on a CPU")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of each start")
     arguments = parser.parse_args()
     only = arguments.only
@@ -533,8 +536,8 @@ def main() -> None:
     shared |= {"dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 2048}
     shared |= {"gpu_memory_utilization": 0.4, "max_model_len": 512, "block_size": 32}
     shared["kv_cache_memory_bytes"] = 16 << 30  # nothing is profiled, so two may share a GPU
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
+    with tempfile.TemporaryDirectory() as made:
+        scratch = Path(made)
         if "kernels" in only:
             checks.run("kernels", check_kernels)
             checks.run("launches", check_launches)
@@ -547,6 +550,10 @@ def main() -> None:
         if "fp8" in only:
             small = build("qwen3", scratch)
             checks.run("fp8", lambda: check_quantised(small, 128, scratch, shared))
+        if "runners" in only and arguments.v1 is None:
+            print("the V1 runner's outcomes are needed; this is left out")
+        elif "runners" in only:
+            checks.run("runners", lambda: check_runners(arguments.v1, scratch, shared))
         for name in (name for name in MODELS if name in only):
             if name == "8b":
                 model, vocabulary = write_shape("qwen3-8b", scratch), 1000

@@ -1,7 +1,8 @@
 """A model split over two GPUs, by tensor or pipeline parallelism, against the same on one.
 
 What adds up over ranks is rounded once more on each of them, so rows agree within `REORDERED` and
-tokens mostly. Stock vLLM split alike is what mates are bit-identical to.
+tokens mostly. Stock vLLM split alike is what mates are bit-identical to. Gates are not served over
+a pipeline, so only tensor parallelism has lines of gates (`gates.py`, `gate_runs.py`).
 """
 
 from collections.abc import Collection, Iterator
@@ -22,6 +23,8 @@ from cases import (
     same,
     whole,
 )
+from gate_runs import GatedRequests, compare_gated, compare_shut, gated_requests
+from gates import check_gates
 from offline import OfflineEngine, Outcome
 from verdicts import APART, REORDERED, Lines, Verdict, at_least, at_most, each, equal
 
@@ -89,6 +92,8 @@ def check_split(
     """
     results: dict[str, Verdict] = {}
     alone: list[Outcome] | None = None
+    gated: GatedRequests | None = None
+    opened: list[Outcome] = []
     for name in names:
         halved = {**options, SPLITS[name]: 2}
         given = prompts(COUNT, PROMPT[0][1], vocabulary)
@@ -114,6 +119,16 @@ def check_split(
         middle = Site(Point.RESID_PRE, layers // 2).index
         attached = check_attached(ours, plain, given, middle, sites, SAMPLING)
         results |= {f"{name}: {line}": verdict for line, verdict in attached.items()}
+        if name == "tp":
+            yield results
+            read = Site(Point.RESID_PRE, layers // 4).index
+            found = check_gates(ours, plain, given, read, middle, vector, SAMPLING)
+            results |= {f"{name}: gate {line}": verdict for line, verdict in found.items()}
+            last = Site(Point.RESID_POST, layers - 1).index
+            gated = gated_requests(ours, given, read, middle, last, SAMPLING)
+            opened = ours.run(given, gated.plans, **SAMPLING)
+            found = compare_shut(gated, plain, opened)
+            results |= {f"{name}: gate {line}": verdict for line, verdict in found.items()}
         for worker, stats in enumerate(ours.stats_of_all()):
             used = {key: stats[key] for key in stats if key.endswith("_used") or key == "requests"}
             results[f"{name}: left over on worker {worker}"] = equal(any(used.values()), False)
@@ -127,6 +142,10 @@ def check_split(
             one = OfflineEngine(model, f"ipc://{scratch}/one", **options)
             one.load({VECTOR: vector})
             alone = one.run(given, batch.plans, **SAMPLING)
+            if gated is not None:
+                opened_alone = one.run(given, gated.plans, **SAMPLING)
+                found = compare_gated(gated, opened_alone, opened)
+                results |= {f"{name}: gate to one GPU, {line}": v for line, v in found.items()}
             one.close()
         results |= {f"{name}: {line}": v for line, v in compared(batch, layers, alone, split)}
         yield results

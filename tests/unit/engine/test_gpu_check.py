@@ -121,7 +121,7 @@ def test_everything_that_the_check_imports_is_there_before_it_begins() -> None:
     check = Path(__file__).parents[2] / "gpu" / "check.py"
     done = subprocess.run([sys.executable, check, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for choice in ("kernels", "small", "8b", "moe", "points", "fp8", "tp", "pp"):
+    for choice in ("kernels", "small", "8b", "moe", "points", "fp8", "runners", "tp", "pp"):
         assert choice in done.stdout
 
 
