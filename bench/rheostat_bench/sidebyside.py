@@ -465,7 +465,9 @@ def main() -> None:
         if model.load_format == "dummy":
             copy_tokenizer(model.path)  # every engine makes text of its tokens, as users want it
         engines = 1 + len(arguments.front_ends) + len(arguments.api_servers)
-        config = server_config(model, engines=engines, requests=max(arguments.streams))
+        most = max(arguments.streams)
+        held = most * (_PROMPT + arguments.tokens)
+        config = server_config(model, engines=engines, requests=most, tokens=held)
         config = replace(config, skip_tokenizer_init=False)
         for start in range(arguments.starts):
             own = scratch / str(start)

@@ -5,7 +5,8 @@ import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from rheostat_bench.machine import circumstances, commit
+from rheostat_bench.machine import circumstances, commit, kv_bytes
+from rheostat_bench.shapes import write_shape
 
 
 def git(folder: Path, *words: str) -> str:
@@ -38,3 +39,8 @@ def test_a_result_has_the_cores_and_the_time() -> None:
     assert about["cores"] == os.cpu_count()
     taken = datetime.fromisoformat(str(about["time"]))
     assert abs(datetime.now(UTC) - taken) < timedelta(minutes=1)
+
+
+def test_kv_memory_holds_keys_and_values_of_all_layers(tmp_path: Path) -> None:
+    # 36 layers, 8 heads of 128 numbers of 2 bytes each
+    assert kv_bytes(write_shape("qwen3-8b", tmp_path), 1000) == 1000 * 147_456
