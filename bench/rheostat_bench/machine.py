@@ -118,18 +118,12 @@ def engine_options(model: Model, *, engines: int, requests: int, **more: Any) ->
 
 def kv_bytes(path: Path, tokens: int) -> int:
     """The KV memory of so many tokens, by a model's `config.json`."""
-    config = json.loads((path / "config.json").read_text())
+    config: dict[str, int] = json.loads((path / "config.json").read_text())
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
+    row = width * config.get("num_key_value_heads", heads)  # of keys, or of values
     each = 4 if "float32" in _dtype(path) else 2
-    return (
-        2
-        * each
-        * tokens
-        * width
-        * config["num_hidden_layers"]
-        * config.get("num_key_value_heads", heads)
-    )
+    return 2 * each * row * config["num_hidden_layers"] * tokens
 
 
 def server_config(
