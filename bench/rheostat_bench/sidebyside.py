@@ -76,13 +76,15 @@ class Streamed(NamedTuple):
     later: float
     """Tokens that came later than `middle`. A message may have several."""
     rows: int
+    moments: tuple[float, ...] = ()
+    """When each token was there, or each chunk of a few tokens."""
 
 
 def streamed(began: float, moments: Sequence[float], tokens: int, rows: int = 0) -> Streamed:
     """A request of so many tokens. `moments`: when each arrived, or each chunk of a few tokens."""
     middle = moments[max(1, len(moments) // 2) - 1]
     later = sum(moment > middle for moment in moments) * tokens / len(moments)
-    return Streamed(began, moments[0], middle, moments[-1], tokens, later, rows)
+    return Streamed(began, moments[0], middle, moments[-1], tokens, later, rows, tuple(moments))
 
 
 class Turn(NamedTuple):
@@ -95,6 +97,9 @@ class Turn(NamedTuple):
     second_half_per_token_ms: float
     """The same for the second half of a stream's tokens. By then no stream waits for the prompts of
     others any more, if streams are long enough."""
+    together_per_token_ms: float
+    """The same from the moment when every stream has its first token, until one ends: while all
+    run, and nobody waits for an admission or a prompt. Zero if they never do."""
     first_token_ms: float
     """Median of the streams, each from its own call."""
     first_token_of_burst_ms: float
@@ -129,11 +134,26 @@ def turn(streams: Sequence[Streamed], wanted_rows: int, watched_rows: int) -> Tu
         1e3 * statistics.median((step.last - step.middle) / max(1, step.later) for step in steps)
         if steps
         else 0.0,
+        1e3 * statistics.median(_together(steps) or [0.0]),
         1e3 * statistics.median(stream.first - stream.began for stream in streams),
         1e3 * statistics.median(stream.first - began for stream in streams),
         1e3 * statistics.median(stream.last - began for stream in streams),
         wanted_rows - rows,
     )
+
+
+def _together(streams: Sequence[Streamed]) -> list[float]:
+    """Seconds per token of each stream while all of them run; see `together_per_token_ms`."""
+    begin = max((stream.first for stream in streams), default=0.0)
+    end = min((stream.last for stream in streams), default=0.0)
+    times = []
+    for stream in streams:
+        inside = [moment for moment in stream.moments if begin <= moment <= end]
+        if inside and inside[-1] > inside[0]:
+            chunks = sum(moment > inside[0] for moment in inside)
+            tokens = chunks * stream.tokens / len(stream.moments)
+            times.append((inside[-1] - inside[0]) / tokens)
+    return times
 
 
 class Options:
@@ -421,8 +441,10 @@ def summary(
             row["share"] = row["tokens_per_s"] / stock_row["tokens_per_s"]
             row["first_token_later_ms"] = row["first_token_ms"] - stock_row["first_token_ms"]
             if stock_row["per_token_ms"]:
-                for measure in ("per_token", "second_half_per_token"):
-                    row[f"{measure}_to_stock"] = row[f"{measure}_ms"] / stock_row[f"{measure}_ms"]
+                for measure in ("per_token", "second_half_per_token", "together_per_token"):
+                    if stock_row[f"{measure}_ms"]:
+                        to_stock = row[f"{measure}_ms"] / stock_row[f"{measure}_ms"]
+                        row[f"{measure}_to_stock"] = to_stock
     return table
 
 
@@ -433,10 +455,10 @@ def show(turns: Mapping[str, Mapping[str, Sequence[Turn]]], workload: str) -> No
     for name, by_workload in summary(some).items():
         row = by_workload[workload]
         per_token = row.get("per_token_to_stock", 1.0)
-        half = row.get("second_half_per_token_to_stock", 1.0)
+        together = row.get("together_per_token_to_stock", 1.0)
         print(
             f"{name:64}{row['tokens_per_s']:8.0f} tokens/s {row['share']:7.1%}"
-            f"{row['per_token_ms']:8.3f} ms {per_token - 1:+7.2%} (second half {half - 1:+7.2%})"
+            f"{row['per_token_ms']:8.3f} ms {per_token - 1:+7.2%} (all run {together - 1:+7.2%})"
             f"{row['first_token_ms']:8.0f} ms first{row['requests_per_s']:7.0f} requests/s"
             f"{row['lost_rows']:8.0f} lost",
             flush=True,

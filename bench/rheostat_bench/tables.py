@@ -304,6 +304,7 @@ def _side_by_side(summary: Mapping[str, Figures]) -> list[str]:
         "tokens/s": ("tokens_per_s", ".0f", True),
         "ms per token": ("per_token_ms", ".2f", True),
         "ms per token, second half": ("second_half_per_token_ms", ".2f", True),
+        "ms per token, while all streams run": ("together_per_token_ms", ".2f", True),
         "ms to the first token": ("first_token_ms", ".0f", False),
         "ms from the first stream's call to the first token": (
             "first_token_of_burst_ms",

@@ -53,6 +53,7 @@ def test_a_turn_counts_from_the_first_call_to_the_last_token() -> None:
         requests_per_s=0.5,
         per_token_ms=750.0,
         second_half_per_token_ms=875.0,
+        together_per_token_ms=0.0,
         first_token_ms=750.0,
         first_token_of_burst_ms=1250.0,
         last_token_of_burst_ms=3250.0,
@@ -67,7 +68,7 @@ def test_requests_of_one_token_have_no_time_per_token() -> None:
 
 def test_the_later_time_per_token_leaves_out_waits_for_the_prompts_of_others() -> None:
     waited = streamed(0.0, [1.0, 5.0, 5.5, 6.0], tokens=4)
-    assert waited == Streamed(0.0, 1.0, 5.0, 6.0, 4, 2, 0)
+    assert waited == Streamed(0.0, 1.0, 5.0, 6.0, 4, 2, 0, (1.0, 5.0, 5.5, 6.0))
     found = turn([waited], 0, 0)
     assert found.per_token_ms == pytest.approx(5000 / 3)
     assert found.second_half_per_token_ms == 500.0
@@ -75,6 +76,16 @@ def test_the_later_time_per_token_leaves_out_waits_for_the_prompts_of_others() -
     assert turn([chunks], 0, 0).second_half_per_token_ms == 250.0
     merged = streamed(0.0, [1.0, *[4.0] * 4, *[7.0] * 3], tokens=8)
     assert turn([merged], 0, 0).second_half_per_token_ms == 1000.0
+
+
+def test_the_time_while_all_streams_run_leaves_out_admissions_and_ends() -> None:
+    one = streamed(0.0, [1.0, 4.0, 4.5, 5.0, 9.0], tokens=5)  # 0.5 s from 4 to 5
+    other = streamed(0.0, [3.5, 4.25, 5.25], tokens=6)  # chunks of two tokens
+    assert turn([one, other], 0, 0).together_per_token_ms == pytest.approx(
+        1e3 * (0.5 + 1.75 / 4) / 2
+    )
+    apart = [streamed(0.0, [1.0, 2.0], tokens=2), streamed(0.0, [3.0, 4.0], tokens=2)]
+    assert turn(apart, 0, 0).together_per_token_ms == 0.0
 
 
 def test_every_token_of_a_shape_has_a_text(tmp_path) -> None:
@@ -88,8 +99,10 @@ def test_every_token_of_a_shape_has_a_text(tmp_path) -> None:
 
 
 def test_shares_are_those_of_stock() -> None:
-    quick = [Turn(100.0, 1.0, 10.0, 10.0, 50.0, 60.0, 99.0, 0)] * 3
-    slow = [Turn(tokens, 1.0, 12.0, 12.0, 80.0, 85.0, 99.0, 2) for tokens in (90.0, 70.0, 80.0)]
+    quick = [Turn(100.0, 1.0, 10.0, 10.0, 10.0, 50.0, 60.0, 99.0, 0)] * 3
+    slow = [
+        Turn(tokens, 1.0, 12.0, 12.0, 12.0, 80.0, 85.0, 99.0, 2) for tokens in (90.0, 70.0, 80.0)
+    ]
     table = summary({STOCK: {"8": quick}, IDLE: {"8": slow}})
     row = table[IDLE]["8"]
     assert (row["tokens_per_s"], row["share"], row["lost_rows"]) == (80.0, 0.8, 6.0)
@@ -103,7 +116,7 @@ def test_arms_take_turns_after_a_warm_up(capsys) -> None:
     def arm(name: str):
         def run(wanted: list[list[int]], tokens: int) -> Turn:
             asked.append((name, len(wanted), tokens))
-            return Turn(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0)
+            return Turn(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0)
 
         return run
 
@@ -156,12 +169,12 @@ def test_the_server_knows_every_flag() -> None:
 def result(tmp_path: Path) -> Path:
     """A file of two arms at 8 streams and with requests of one token, in which rows were lost."""
     stock = {
-        "8": [Turn(100.0, 1.0, 10.0, 10.0, 50.0, 60.0, 100.0, 0)],
-        "one": [Turn(20.0, 20.0, 0.0, 0.0, 40.0, 40.0, 99.0, 0)],
+        "8": [Turn(100.0, 1.0, 10.0, 10.0, 10.0, 50.0, 60.0, 100.0, 0)],
+        "one": [Turn(20.0, 20.0, 0.0, 0.0, 0.0, 40.0, 40.0, 99.0, 0)],
     }
     ours = {
-        "8": [Turn(90.0, 0.9, 12.0, 12.0, 45.0, 45.0, 110.0, 3)],
-        "one": [Turn(10.0, 10.0, 0.0, 0.0, 80.0, 80.0, 99.0, 0)],
+        "8": [Turn(90.0, 0.9, 12.0, 12.0, 12.0, 45.0, 45.0, 110.0, 3)],
+        "one": [Turn(10.0, 10.0, 0.0, 0.0, 0.0, 80.0, 80.0, 99.0, 0)],
     }
     path = tmp_path / "sidebyside.json"
     content = {"benchmark": "sidebyside", "device": "CPU"}
@@ -170,14 +183,14 @@ def result(tmp_path: Path) -> Path:
 
 
 def test_every_measure_is_shown_beside_that_of_stock(result: Path) -> None:
-    rates, per_token, later, first, of_burst, last, lost = (
+    rates, per_token, later, together, first, of_burst, last, lost = (
         one.splitlines() for one in tables(result)
     )
     assert rates[0] == "| tokens/s | 8 streams | one |"
     assert rates[2:] == [f"| {STOCK} | 100 | 20 |", f"| {IDLE} | 90 (90.0%) | 10 (50.0%) |"]
     assert per_token[0] == "| ms per token | 8 streams |"
     assert per_token[3] == f"| {IDLE} | 12.00 (120.0%) |"
-    assert later[3] == f"| {IDLE} | 12.00 (120.0%) |"
+    assert later[3] == together[3] == f"| {IDLE} | 12.00 (120.0%) |"
     assert first[3] == f"| {IDLE} | 45 (\N{MINUS SIGN}5) | 80 (+40) |"
     assert of_burst[0] == "| ms from the first stream's call to the first token | 8 streams | one |"
     assert of_burst[3] == f"| {IDLE} | 45 (\N{MINUS SIGN}15) | 80 (+40) |"
@@ -187,12 +200,12 @@ def test_every_measure_is_shown_beside_that_of_stock(result: Path) -> None:
 
 def test_every_bar_is_judged_at_every_number_of_streams(tmp_path: Path) -> None:
     stock = {
-        "32": [Turn(100.0, 1.0, 10.0, 10.0, 50.0, 60.0, 99.0, 0)],
-        "256": [Turn(200.0, 1.0, 10.0, 10.0, 50.0, 50.0, 99.0, 0)],
+        "32": [Turn(100.0, 1.0, 10.0, 10.0, 10.0, 50.0, 60.0, 99.0, 0)],
+        "256": [Turn(200.0, 1.0, 10.0, 10.0, 10.0, 50.0, 50.0, 99.0, 0)],
     }
     ours = {
-        "32": [Turn(98.5, 0.9, 10.1, 10.1, 61.0, 61.0, 99.0, 0)],
-        "256": [Turn(194.0, 0.9, 10.2, 10.1, 80.0, 80.0, 99.0, 0)],
+        "32": [Turn(98.5, 0.9, 10.1, 10.1, 10.1, 61.0, 61.0, 99.0, 0)],
+        "256": [Turn(194.0, 0.9, 10.2, 10.1, 10.1, 80.0, 80.0, 99.0, 0)],
     }
     arms = {STOCK: stock, **{f"this server, 1 front end, {arm}": ours for arm in ARMS}}
     path = tmp_path / "sidebyside.json"
