@@ -19,6 +19,7 @@ from rheostat_server.admission.compiled_requests import (
     CheckedParts,
     CompiledRequest,
     CompiledRequests,
+    Parts,
     counts_of,
     key_of,
     may_select,
@@ -168,7 +169,11 @@ async def _admit(
     request: GenerateRequest, size: int, admission: AdmissionContext, *, changeable: bool
 ) -> AdmittedRequest:
     selects = may_select(request)
-    checked = _checked_before(request, size, admission) if selects else None
+    compiled = admission.compiled
+    # A large request may have any number of parts.
+    keeps = selects and compiled is not None and size <= LARGE_REQUEST_BYTES
+    parts = parts_of(request) if keeps else None
+    checked = None if compiled is None or parts is None else compiled.checked(parts)
     unchecked = selects and checked is None
     _check_head(request, admission, check_selectors=unchecked)
     controlled = check_controlled(request, admission.controllers, in_session=changeable)
@@ -191,14 +196,14 @@ async def _admit(
     work += estimate_observers(observers, length) + admission.server_wide.work.at(length)
     work += estimate_watches(watches)
     candidate = _Candidate(
-        request, request_id, prompt, changeable, watches, work, controlled, checked
+        request, request_id, prompt, changeable, watches, work, controlled, parts, checked
     )
     if work <= OFFLOAD_BYTES:
         # The plan of a controlled request is its own, so that it is not compiled for others too.
         known = admission.compiled if controlled is None else None
         admitted = admit_now(candidate, observers, admission, known)
-        if unchecked and not with_text:
-            _note_checked(request, size, admission)
+        if unchecked and not with_text and parts is not None:
+            _note_checked(request, parts, admission)
         return admitted
     # The cache of compiled requests is used on the event loop alone.
     return await offload_plan(
@@ -233,6 +238,8 @@ class _Candidate:
     """Bytes that `offload` counts for its admission, and for each later pass over its plan."""
     controlled: ControlledBy | None
     """Its controller."""
+    parts: Parts | None
+    """Its serialized parts; None if they are not kept."""
     checked: CheckedParts | None
     """The results of earlier checks of equal parts; None if there were none."""
 
@@ -265,7 +272,14 @@ def admit_now(
     context = SelectionContext(prompt, sampling.max_tokens, admission.info.vocabulary)
     key, known = None, None
     if compiled_before is not None:
-        key = key_of(request, context, admission.server_wide, candidate.watches, candidate.checked)
+        key = key_of(
+            request,
+            context,
+            admission.server_wide,
+            candidate.watches,
+            candidate.parts,
+            candidate.checked,
+        )
         known = None if key is None else compiled_before.find(key)
     if known is None:
         lookups = Lookups(admission.store.view())
@@ -414,33 +428,19 @@ def steerings_of(request: GenerateRequest) -> list[steering_pb2.Steering]:
     return [request.steering, *(rule.steer for rule in request.rules if rule.HasField("steer"))]
 
 
-def _checked_before(
-    request: GenerateRequest, size: int, admission: AdmissionContext
-) -> CheckedParts | None:
-    """The results of earlier checks of equal parts, if they are kept.
+def _note_checked(request: GenerateRequest, parts: Parts, admission: AdmissionContext) -> None:
+    """Keeps the results of the checks of a request that was admitted.
 
-    Many requests have the same parts, which need not be checked again.
-
-    Args:
-        request: the request.
-        size: its bytes. A large request may have any number of parts.
-        admission: everything that it is checked against.
+    Only once equal parts come again: many requests with a gate of their own never do.
     """
-    if admission.compiled is None or size > LARGE_REQUEST_BYTES:
-        return None
-    parts = parts_of(request)
-    return None if parts is None else admission.compiled.checked(parts)
-
-
-def _note_checked(request: GenerateRequest, size: int, admission: AdmissionContext) -> None:
-    """Keeps the results of the checks of a request that was admitted."""
-    if admission.compiled is None or size > LARGE_REQUEST_BYTES or _compares_vectors(request):
+    compiled = admission.compiled
+    if compiled is None or not compiled.seen_before(parts) or _compares_vectors(request):
         return
-    parts, counts = parts_of(request), counts_of(request)
-    if parts is not None and counts is not None:
+    counts = counts_of(request)
+    if counts is not None:
         work = _parts_work(request, 0, admission)
         if work == _parts_work(request, 2, admission):  # it does not depend on the prompt
-            admission.compiled.add_checked(CheckedParts(parts, counts, work))
+            compiled.add_checked(CheckedParts(parts, counts, work))
 
 
 def _compares_vectors(request: GenerateRequest) -> bool:

@@ -126,6 +126,8 @@ class CompiledRequests:
         self._store = store
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._checked: OrderedDict[Parts, CheckedParts] = OrderedDict()
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        """Hashes of parts that were admitted, in order."""
         self._version = 0
         """The only version whose compiled requests are kept."""
         store.follow(self._on_evict)
@@ -159,6 +161,16 @@ class CompiledRequests:
         if checked is not None:
             self._checked.move_to_end(parts)
         return checked
+
+    def seen_before(self, parts: Parts) -> bool:
+        """Whether a request with equal parts was admitted before. Remembers this one."""
+        number = hash(parts)
+        if number in self._seen:
+            return True
+        self._seen[number] = None
+        if len(self._seen) > COMPILED_REQUESTS:
+            self._seen.popitem(last=False)
+        return False
 
     def add_checked(self, checked: CheckedParts) -> None:
         """Keeps the results for the parts of a request that was admitted."""
@@ -232,6 +244,7 @@ def key_of(
     context: SelectionContext,
     server_wide: GlobalSteering,
     watches: Sequence[Watch] = (),
+    parts: Parts | None = None,
     checked: CheckedParts | None = None,
 ) -> Key | None:
     """The key of a request in the cache; None if it is not kept.
@@ -241,6 +254,7 @@ def key_of(
         context: its prompt and settings.
         server_wide: the server-wide steering that acts on it.
         watches: the watches that read it.
+        parts: its serialized parts, if they are known.
         checked: the results of earlier checks of equal parts; None if there were none.
     """
     if not watches and server_wide.empty and not may_select(request):
@@ -253,10 +267,10 @@ def key_of(
     elif checked is not None:
         parts, counts = checked.parts, checked.counts
     else:
-        found = parts_of(request)
-        if found is None:
+        parts = parts_of(request) if parts is None else parts
+        if parts is None:
             return None
-        parts, counts = found, counts_of(request)
+        counts = counts_of(request)
     for always in server_wide.steerings if counts is not None else ():
         selecting = _counts_positions(always.interventions)
         counts = None if counts is None or selecting is None else counts or selecting
