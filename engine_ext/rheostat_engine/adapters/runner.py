@@ -9,6 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from rheostat_engine.adapters.gains import gains_of
+from rheostat_engine.adapters.gate_decisions import questions_of
 from rheostat_engine.adapters.probing import PROBE_TOKENS
 from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG, EXTRA_ARG
 from rheostat_engine.worker.runtime import SiteRuntime
@@ -29,6 +30,8 @@ def apply_scheduler_output(runtime: SiteRuntime, scheduled: SchedulerOutput) -> 
             )
     if gains := gains_of(scheduled):
         runtime.set_gains(gains)
+    if questions := questions_of(scheduled):
+        runtime.decisions.ask(questions)
 
 
 def disable_lora(runner: LoRAModelRunnerMixin) -> None:

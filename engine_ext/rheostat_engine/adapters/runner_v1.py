@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.sequence import IntermediateTensors
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
+from rheostat_engine.adapters.gate_decisions import with_decisions
 from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
 from rheostat_engine.worker.step_tokens import Batch
 
@@ -48,6 +49,13 @@ class CpuSiteRunner(CPUModelRunner):
         finally:
             self._scheduled = None
             self.sites.runtime.send_gained()  # if the step had no forward pass
+
+    def sample_tokens(  # type: ignore[override]  # vLLM's decorator has no types
+        self, grammar_output: GrammarOutput | None
+    ) -> Any:  # as above
+        """As vLLM's. The output carries decisions of gates."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[type-var]  # as above
+        return with_decisions(output, self.sites.runtime.decisions)
 
     def _model_forward(
         self,

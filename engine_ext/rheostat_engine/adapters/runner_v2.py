@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import nn
 from vllm.sequence import IntermediateTensors
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from rheostat_engine.adapters.assembly import Assembled, assemble
 from rheostat_engine.adapters.device_memory import check_device_memory
+from rheostat_engine.adapters.gate_decisions import with_decisions
 from rheostat_engine.adapters.graphs import site_graphs
 from rheostat_engine.adapters.runner import apply_scheduler_output, disable_lora
 from rheostat_engine.worker.step_tokens import Batch
@@ -82,6 +83,10 @@ class GpuSiteRunner(GPUModelRunner):
         finally:
             self._prepared = None
             self.sites.runtime.end()
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # as above
+        """As vLLM's. The output carries decisions of gates."""
+        return with_decisions(super().sample_tokens(grammar_output), self.sites.runtime.decisions)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:  # vLLM's, passed through
         """Prepares the step's inputs. `_begin_step` makes the instructions of its sites."""

@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 
 from rheostat_engine.adapters.background import BackgroundPace, BackgroundQueue
 from rheostat_engine.adapters.gains import carry_gains
+from rheostat_engine.adapters.gate_decisions import DecidedBlocks
 from rheostat_engine.adapters.holds import HeldRequests
 from rheostat_engine.adapters.message_queues import sleep_between_messages
 from rheostat_engine.adapters.parent_watch import end_with_parent, leave_group
@@ -67,6 +68,8 @@ def site_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:  # v
         parts = PartialHits(scheduler, hashing)
     limit_hits(scheduler.kv_cache_manager, parts)
     share_tables(scheduler)
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:  # else other stages have gates too
+        DecidedBlocks(scheduler)
     HeldRequests(scheduler)
     BackgroundQueue(scheduler, BackgroundPace())  # its requests enter the queue before holds look
     carry_gains(scheduler)
@@ -100,10 +103,12 @@ def limit_hits(manager: KVCacheManager, parts: PartialHits | None) -> None:
     stock = manager.get_computed_blocks
 
     def limited(request: Request) -> Hit:
-        hit = stock(request)
         plan = request_plan(request)
         if plan is None:
-            return hit
+            return stock(request)
+        hashed = plan.keys.keyed_end  # vLLM expects hashes of all full blocks
+        known = request.num_tokens <= hashed + 1
+        hit = stock(request if known else cast(Request, _TruncatedRequest(request, hashed + 1)))
         limit = _longest_hit(request, plan)
         unlimited = hit[1]
         if unlimited > limit:

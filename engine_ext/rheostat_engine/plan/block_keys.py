@@ -7,7 +7,9 @@ grows with the acts that begin or end in its block. Requests with equal acts sha
 
 Invariant: two requests with equal tokens share blocks if, and only if, equal acts apply in equal
 order at equal positions. Blocks whose acts depend on when the request runs are private. So are
-blocks in which a gate may be open. Before it, a gated act has no part in a key.
+blocks in which a gate may be open. Before it, a gated act has no part in a key. Gates that are
+decided once and stay shut change nothing, so a request whose gates are reported to be shut has the
+keys of a request without them. Until the report, blocks in which a gate may be open have no key.
 """
 
 import hashlib
@@ -19,6 +21,7 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from rheostat_engine.plan.acts import OPEN_END, Act, Band, Kind
+from rheostat_engine.plan.gate_decisions import decided_once
 from rheostat_engine.plan.plan import Plan, ReceivedPlan, Window
 from rheostat_engine.plan.tables import SteeringTable
 
@@ -38,6 +41,7 @@ class SteeredBlocks:
     def __init__(self, table: SteeringTable) -> None:
         self._table = table  # the worker, often in this process, need not parse it again then
         self.first_read, self.first_gated = table.first_read, table.first_gated
+        self.decided_once = decided_once(table)
         self._contents = [hashlib.sha256(_content(act)).digest() for act in table.acts]
         self._kinds = [act.kind for act in table.acts]
         clauses = [
@@ -153,9 +157,13 @@ class BlockKeys:
         self._steered = steered
         self._window = plan.window
         self._epoch = struct.pack("<q", plan.epoch)
-        private = [] if plan.private_from is None else [plan.private_from]
-        private += [] if steered is None else [steered.first_gated]
-        self._private_from = min(private, default=OPEN_END)
+        self._always_private_from = OPEN_END if plan.private_from is None else plan.private_from
+        gated = OPEN_END if steered is None else steered.first_gated
+        self._may_be_private_from = min(self._always_private_from, gated)
+        self._private_from = self._may_be_private_from
+        self.decided_once = None if steered is None else steered.decided_once
+        self.keyed_end = OPEN_END
+        """Blocks that end behind it have no key yet, because it depends on a report."""
         self._nonce = plan.request_id
         self._keys: dict[bytes, str] = {}
 
@@ -164,8 +172,23 @@ class BlockKeys:
         """The first position of the plan's window; 0: it has none."""
         return 0 if self._window is None else self._window.start
 
+    def await_decision(self) -> None:
+        """Gates in the request's next tokens are undecided. Only if `decided_once` is not None."""
+        assert self.decided_once is not None
+        self._private_from = self._may_be_private_from
+        self.keyed_end = min(self._private_from, self.decided_once.position)
+
+    def decide(self, *, shut: bool) -> None:
+        """The gates are decided. `shut`: whether all of them stay shut."""
+        self.keyed_end = OPEN_END
+        if shut:
+            self._private_from = self._always_private_from
+
     def key(self, start: int, end: int) -> str | None:
-        """The key of the block [start, end); None if no act applies to it."""
+        """The key of the block [start, end); None if no act applies to it.
+
+        Blocks that end behind `keyed_end` must not be used: their keys may change.
+        """
         return self._key(start, end, self._window)
 
     def outside_window(self, start: int, end: int) -> str | None:

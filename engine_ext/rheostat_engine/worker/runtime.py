@@ -37,6 +37,7 @@ from rheostat_engine.worker.capture.captures import Captures, CapturesUpdate, St
 from rheostat_engine.worker.capture.request_progress import Ended, RequestProgress
 from rheostat_engine.worker.controllers import ControllerHost, Share, StepControllers
 from rheostat_engine.worker.expander import Expander
+from rheostat_engine.worker.gate_decisions import GateDecisions
 from rheostat_engine.worker.instructions import Compact
 from rheostat_engine.worker.preparations import Preparations
 from rheostat_engine.worker.repeated_steps import RepeatedSteps
@@ -143,6 +144,7 @@ class SiteRuntime:
         self._present = np.isin(np.arange(buffers.sites), list(sites))
         self._progress = RequestProgress(site_slots.numbers)
         self._signals = StepSignals(buffers.gates, row_sender, rank)
+        self.decisions = GateDecisions(buffers.gates)
         hosts = (controllers or {}) if row_sender is not None else None
         self.controllers = StepControllers(buffers.gates, hosts, share, steering.gains.values)
         self._controlled: dict[int, str] = {}
@@ -313,14 +315,8 @@ class SiteRuntime:
         measured = self.steering.take_out(steered)
         reports = self._progress.released(
             [
-                Ended(
-                    ended.request.number,
-                    ended.request.name,
-                    ended.rows,
-                    ended.request.steering.measured,
-                    ended.gains,
-                )
-                for ended in removed
+                Ended(request.number, request.name, rows, request.steering.measured, gains)
+                for request, rows, gains in removed
             ]
         )
         numbers = [ended.request.number for ended in removed]
@@ -352,7 +348,7 @@ class SiteRuntime:
     def begin(self, batch: Batch) -> None:
         """Writes the instructions of the next forward pass. Call `end` after the pass."""
         if self._repeats is not None:
-            self._repeating = self._repeats.repeat(batch)
+            self._repeating = not self.decisions.asked and self._repeats.repeat(batch)
             if self._repeating:  # the device still has all instructions
                 self.steps["active"] += 1
                 self.buffers.active.set(self._repeats.mask)
@@ -392,6 +388,7 @@ class SiteRuntime:
                 repeated=steered is self._gated and not steered.ruled,
             )
             self._gated = steered
+            self.decisions.begin(batch, steered.gate_states)
         else:
             self._gated = None
         if steered.gained is not None:
@@ -455,6 +452,7 @@ class SiteRuntime:
             self._signals.end_repeated()
             return
         self.steering.gates.end()
+        self.decisions.end()
         self._signals.end()
         self.send_gained()
         self.controllers.end()

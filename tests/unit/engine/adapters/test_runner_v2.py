@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from rheostat_engine.worker.step_tokens import Batch
@@ -99,3 +100,14 @@ def test_a_step_without_instructions_fails(engine: Engine) -> None:
     engine.notes.clear()
     assert engine.runner.execute_model(BATCH, dummy_run=True) == "output"
     assert "begin" not in engine.notes
+
+
+def test_the_output_of_a_step_carries_its_decisions(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = ModelRunnerOutput(["a"], {"a": 0})
+    monkeypatch.setattr(GPUModelRunner, "sample_tokens", lambda runner, grammar: output)
+    report = SimpleNamespace(shut=lambda: ["a"])
+    engine.runner.sites.runtime.decisions = SimpleNamespace(take=lambda: report)
+    assert engine.runner.sample_tokens(None) is output
+    assert vars(output)["rheostat_shut"] == ["a"]

@@ -243,7 +243,11 @@ class Made:
 
     def __init__(self, **arguments: object) -> None:
         self.arguments = arguments
-        self.kv_cache_manager = SimpleNamespace(get_computed_blocks=None, coordinator=None)
+        self.kv_cache_manager = SimpleNamespace(
+            get_computed_blocks=None,
+            coordinator=SimpleNamespace(cache_blocks=None),
+            block_pool=SimpleNamespace(hash_block_size=BLOCK),
+        )
 
     def schedule(self, throttle_prefills: bool = False) -> object:
         return SimpleNamespace(scheduled_new_reqs=[throttle_prefills])
@@ -252,11 +256,13 @@ class Made:
         raise NotImplementedError
 
     get_request_counts = _free_request = _preempt_request = _enqueue_waiting_request
+    add_request = update_from_output = _enqueue_waiting_request
 
 
 @pytest.mark.usefixtures("_as_it_was")
+@pytest.mark.parametrize("stages", [1, 2])
 def test_the_scheduler_is_the_one_that_vllm_would_have_made(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
     monkeypatch.setattr(async_scheduler, "AsyncScheduler", Made)
     config = SchedulerConfig(
@@ -264,7 +270,9 @@ def test_the_scheduler_is_the_one_that_vllm_would_have_made(
     )
     device = SimpleNamespace(device_type="cuda")
     vllm_config: Any = SimpleNamespace(  # in place of a VllmConfig
-        scheduler_config=config, device_config=device
+        scheduler_config=config,
+        device_config=device,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
     )
     made = site_scheduler(vllm_config, block_size=16, log_stats=True)
     assert isinstance(made, Made)
@@ -272,4 +280,5 @@ def test_the_scheduler_is_the_one_that_vllm_would_have_made(
     assert config.scheduler_cls == "ours"
     assert made.kv_cache_manager.get_computed_blocks is not None
     assert {"schedule", "_preempt_request", "_free_request"} <= vars(made).keys()
+    assert ("update_from_output" in vars(made)) == (stages == 1)  # asks for decisions of gates
     assert getattr(kv_cache_utils, NAME) is not STOCK

@@ -293,3 +293,26 @@ def test_a_fragmented_block_is_looked_through_once_for_all_samples(
     )
     assert all(one == first for one in others)
     assert len(looked) <= 2 * len(BLOCKS)
+
+
+def test_a_request_whose_gates_stay_shut_has_the_keys_of_its_ungated_acts() -> None:
+    one = gates.Condition((0,), gates.Pool.LAST, gates.Combine.ANY, 0.0, math.inf, 1, 9)
+    gate = gates.Gate((one,), gates.Combine.ALL, gates.Form.STEP, 0.5, 0.0, gates.Hold.REST)
+    act, other = replace(add(1), gate=gate), ablate(2)
+    plan = Plan("r", (act, other), private_from=20)
+    made, ungated = block_keys(plan), keys(replace(plan, acts=(other,)))
+
+    def found() -> list[str | None]:
+        return [made.key(start, end) for start, end in BLOCKS]
+
+    unknown = found()
+    assert made.decided_once is not None
+    assert unknown == [*ungated[:2], *["private r"] * (len(BLOCKS) - 2)]
+    for shut, expected in ((True, ungated), (False, unknown)):
+        made.await_decision()
+        assert made.keyed_end == 9
+        assert found() == unknown
+        made.decide(shut=shut)
+        assert made.keyed_end == OPEN_END
+        assert found() == expected
+    assert ungated[5] == "private r"
