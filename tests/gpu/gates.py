@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from cases import EVERYWHERE, VECTOR, rows_of, same
 from offline import OfflineEngine, Outcome
 from tests.unit.engine.gate_chunks import any_gate, chunk_differences, reading_differences
-from verdicts import ROUNDED, SUMS, Lines, Verdict, at_least, at_most, each
+from verdicts import ROUNDED, SUMS, Lines, Verdict, at_least, at_most, each, equal
 
 from rheostat_engine import (
     Act,
@@ -36,6 +36,9 @@ from rheostat_engine import (
 
 CHUNKS = ((40, 300), (20, 1500), (4, 8192))
 """How many gates are compared, and over how many tokens of one step."""
+
+CHOSEN = 0.2
+"""How far a token's log-probability may differ if a part of its prompt was computed earlier."""
 
 OPENINGS = 24
 """Tokens of a long step that open the gate; the fold opens it at all."""
@@ -149,7 +152,50 @@ def check_gates(
             )
     results |= check_decisions(engine, batch[0], read, added, vector, sampling)
     results |= check_signals(engine, plain, batch, read, vector, sampling)
+    results |= check_shared(engine, batch[0], added)
     return results
+
+
+def check_shared(engine: OfflineEngine, prompt: list[int], added: Any) -> Lines:
+    """How many tokens of the next turn are cached after a request with a gate.
+
+    Also that the request's answer is not read where it was computed under an open gate.
+    """
+    end, tokens = len(prompt), 60
+    gates: dict[str, Plan | None] = {
+        "plain": None,
+        "shut": added(decided_by_prompt(1e9, end)),
+        "shut, late": added(decided_by_prompt(1e9, end, late=True)),
+        "open": added(decided_by_prompt(-1e9, end)),
+        "of each token": added(gate_above(1e9)),
+    }
+    cached: dict[str, int] = {}
+    alike: list[bool] = []
+    for name, plan in gates.items():
+        engine.llm.reset_prefix_cache()
+        (first,) = engine.run([prompt], [plan], max_tokens=tokens, skip_cache=False, logprobs=0)
+        turn = [*prompt, *first.token_ids, *prompt[:9]]
+        (warm,) = engine.run([turn], max_tokens=8, skip_cache=False, logprobs=3)
+        engine.llm.reset_prefix_cache()
+        (cold,) = engine.run([turn], max_tokens=8, logprobs=3)
+        cached[name] = warm.cached
+        alike.append(_first_alike(warm, cold))
+    whole = cached["plain"]
+    return {
+        "next turn: cached tokens after a plain request": at_least(whole, end + 1),
+        "next turn: after a gate that stays shut": equal(cached["shut"], whole),
+        "next turn: after a late gate that stays shut": equal(cached["shut, late"], whole),
+        "next turn: after a gate that opens, at most the prompt": at_most(cached["open"], end - 1),
+        "next turn: after a gate of each token": equal(cached["of each token"], 0),
+        "next turn: chooses the first token as without a cache": each(alike),
+    }
+
+
+def _first_alike(one: Outcome, other: Outcome) -> bool:
+    """Whether two runs choose the same first token, or one that is about as likely."""
+    first, second = (run.logprobs[0] for run in (one, other))
+    token = one.token_ids[0]
+    return token in second and abs(first[token] - second[token]) < CHOSEN
 
 
 def check_signals(

@@ -17,6 +17,7 @@ from .reference import HfReference
 from .test_attach import assert_rows, everything, planned, stepping
 from .test_gates import check_cases
 from .test_positions import VECTORS, assert_as_reference
+from .test_shared_answers import OPEN, SHUT, gated, next_turn
 
 pytestmark = pytest.mark.integration
 
@@ -152,6 +153,17 @@ def test_gates_and_signals_are_those_of_the_whole_model(split: Split) -> None:
     if split.engine.sites.world_size > 1:
         pytest.skip("a pipeline, for which gates are not served")
     check_cases(split.engine, split.reference)
+
+
+def test_answers_are_shared_as_the_first_tensor_rank_reports(split: Split) -> None:
+    """Over a pipeline, the answer stays private."""
+    (prompt,) = prompts(1, 70, 71, seed=70)
+    split.engine.load(dict(vector(seed) for seed in range(6)))
+    assert split.engine.sites is not None
+    whole = 128 if split.engine.sites.world_size == 1 else 64
+    assert next_turn(split.engine, prompt, None)[0] == 128
+    assert next_turn(split.engine, prompt, gated(70, SHUT))[0] == whole
+    assert next_turn(split.engine, prompt, gated(70, OPEN))[0] == 64
 
 
 def test_each_row_is_delivered_by_one_worker(split: Split) -> None:
