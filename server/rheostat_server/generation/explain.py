@@ -65,7 +65,7 @@ def cache_keys(plan: Plan) -> list[generation_service_pb2.CacheKey]:
     A digest covers the run's positions, the acts that steer them, and the digest before it. vLLM
     chains the hashes of blocks in the same way. A digest also holds for the positions after its
     run, if they are not steered. From `Plan.private_from` and from the first gated position on, no
-    block is shared.
+    block is shared, unless the gates stay shut (`BlockKeys.decide`).
     """
     table = plan.packed_acts.table
     shared_end = OPEN_END if plan.private_from is None else plan.private_from

@@ -242,8 +242,9 @@ class Gate(_message.Message):
     and its form is `step` unless all its conditions have `after_prompt` (REASON_GATE_ORDER). Before its
     first condition is decided, a gate is shut; with `invert`, it is open where it would be shut. What a
     gated request computes depends on run-time state, so its KV from the first gated token on is shared
-    with no other request. At most 64 readings in all conditions together, and 32 different gates in a
-    request (REASON_INVALID_VALUE).
+    with no other request. Exception: all conditions of all its gates have `after_prompt`, without
+    `invert`, and all these gates stay shut. Then its KV is shared as without its gates. At most 64
+    readings in all conditions together, and 32 different gates in a request (REASON_INVALID_VALUE).
 
     Served in GenerateRequest.steering and in policies. In updates of sessions, in the steering of sweeps
     and with pipeline parallelism: REASON_NOT_SUPPORTED.

@@ -786,7 +786,9 @@ class CacheKey(_message.Message):
     tokens and equal keys share blocks.
     """
     private: _builtins.bool
-    """Whether a nonce stands in its place, so that nothing is shared."""
+    """Whether a nonce stands in its place, so that nothing is shared. If the prompt alone decides all
+    gates of the request, only where one of them opens.
+    """
     def __init__(
         self,
         *,
