@@ -24,7 +24,7 @@ from rheostat_engine import (
     Signals,
 )
 
-from .groups import IN_TIGHT, PLAIN, TIGHT
+from .groups import IN_TIGHT, PLAIN, TIGHT, group_of
 from .offline import OfflineEngine, Outcome
 from .plans import EVERYWHERE, add, prompts, vector
 
@@ -159,6 +159,19 @@ def test_samples_and_mates_of_a_request_are_decided_apart(engine: OfflineEngine)
     cold = engine.run(turns, max_tokens=2)
     assert [one.cached for one in warm] == [64 if number > bound else 128 for number in read]
     assert all(map(same, cold, warm))
+
+
+@group_of("gemma3", eager=True)
+@pytest.mark.parametrize("end", [70, 64])
+def test_layers_that_attend_in_a_window_share_as_much(start: Start, end: int) -> None:
+    engine = start("gemma3")
+    engine.load(dict(vector(seed) for seed in range(6)))
+    (prompt,) = prompts(1, end, end + 1, seed=end)
+    plain, _ = next_turn(engine, prompt, None)
+    assert plain == 128
+    for late in (False, True):
+        assert next_turn(engine, prompt, gated(end, SHUT, late=late))[0] == plain
+    assert next_turn(engine, prompt, gated(end, OPEN))[0] == (end - 1) // BLOCK * BLOCK
 
 
 @IN_TIGHT

@@ -108,6 +108,37 @@ def test_steering_of_generated_tokens_alone_leaves_the_prompt_shared(
     compare(reference, outs[1], [late])
 
 
+def gated(bound: float, **where: object) -> rheostat.Intervention:
+    """An addition that acts if the probe reads more than a bound."""
+    number = rheostat.probe(rheostat.inline(row(1)), points="resid_post", layers=1, **where)
+    gate = rheostat.gate(number.above(bound, after_prompt=True), hold="rest")
+    return rheostat.inline(5 * row(2)).at(points="resid_post", layers=3).when(gate)
+
+
+@pytest.mark.parametrize("policy", [False, True], ids=["", "policy"])
+def test_the_next_turn_finds_the_answer_if_the_prompt_has_left_all_gates_shut(
+    shared: rheostat.Engine, policy: bool
+) -> None:
+    """Also the answers of several samples."""
+    options = {"max_tokens": 120, "temperature": 1.0, "seed": 1, "ignore_eos": True, "n": 2}
+    last, more = rheostat.positions(-1), fresh(301)[:5]
+    kinds = {
+        "plain": (None, 384),
+        "shut": (gated(1e6, where=last), 384),
+        "shut, of the mean": (gated(1e6, where="prompt"), 384),
+        "open": (gated(-1e6, where=last), 256),
+    }
+    for number, (name, (steering, expected)) in enumerate(kinds.items()):
+        prompt = fresh(310 + 10 * policy + number)
+        version = shared.steering.set_global(steering) if policy else 0
+        out = shared.generate(prompt, steering=None if policy else steering, **options)
+        if policy:
+            shared.steering.set_global(None, expected_version=version)
+        turns = [[*prompt, *sample.token_ids, *more] for sample in out.samples]
+        hits = [cached(shared.generate(turn, max_tokens=1)) for turn in turns]
+        assert hits == [expected] * 2, name
+
+
 def test_blocks_before_the_first_steered_position_stay_shared(
     engine: rheostat.Engine, reference: HfReference
 ) -> None:
