@@ -56,13 +56,13 @@ class DecidedBlocks:
         self._hashers: dict[str, Any] = {}
         """vLLM's function that hashes blocks, by the id of each request with such gates."""
         self._size: int = scheduler.kv_cache_manager.block_pool.hash_block_size
-        coordinator = scheduler.kv_cache_manager.coordinator
+        self._coordinator = scheduler.kv_cache_manager.coordinator
         self._add = scheduler.add_request
         self._schedule = scheduler.schedule
         self._update = scheduler.update_from_output
         self._preempt = scheduler._preempt_request
         self._free = scheduler._free_request
-        self._cache = coordinator.cache_blocks
+        self._cache = self._coordinator.cache_blocks
         replaced = {
             "add_request": self._add_and_wait,
             "schedule": self._schedule_and_ask,
@@ -72,7 +72,6 @@ class DecidedBlocks:
         }
         for name, method in replaced.items():
             setattr(scheduler, name, method)
-        setattr(coordinator, _CACHE_BLOCKS, self._cache_hashed)
 
     def _add_and_wait(self, request: Request) -> None:
         plan = request_plan(request)
@@ -96,8 +95,15 @@ class DecidedBlocks:
         plan.keys.await_decision()
         del request.block_hashes[plan.keys.keyed_end // self._size :]
         request._block_hasher = _hash_nothing
+        if not self._undecided:
+            setattr(self._coordinator, _CACHE_BLOCKS, self._cache_hashed)
         undecided = _Undecided(request, plan.keys, plan.keys.decided_once)
         self._undecided[request.request_id] = undecided
+
+    def _remove(self, name: str) -> None:
+        """Removes a request that is decided or ended."""
+        if self._undecided.pop(name, None) is not None and not self._undecided:
+            setattr(self._coordinator, _CACHE_BLOCKS, self._cache)
 
     def _schedule_and_ask(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = self._schedule(throttle_prefills)
@@ -126,7 +132,7 @@ class DecidedBlocks:
     def _decide(self, undecided: _Undecided, *, shut: bool) -> None:
         """Hashes the blocks that have waited, and caches those that are computed."""
         request, keys, decided = undecided
-        del self._undecided[request.request_id]
+        self._remove(request.request_id)
         keys.decide(shut=shut)
         request._block_hasher = self._hashers[request.request_id]
         request.update_block_hashes()
@@ -143,13 +149,16 @@ class DecidedBlocks:
     def _free_and_forget(
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:  # vLLM's own
-        self._undecided.pop(request.request_id, None)
+        self._remove(request.request_id)
         self._hashers.pop(request.request_id, None)
         return self._free(request, delay_free_blocks)
 
     def _cache_hashed(self, request: Request, num_computed_tokens: int) -> None:
-        """Caches the blocks of a request that have hashes."""
-        if self._undecided and request.request_id in self._undecided:
+        """Caches the blocks of a request that have hashes. Only while a request is undecided.
+
+        vLLM calls this twice for each request of a step, so other steps call its own method.
+        """
+        if request.request_id in self._undecided:
             hashed = len(request.block_hashes) * self._size
             num_computed_tokens = min(num_computed_tokens, hashed)
         self._cache(request, num_computed_tokens)
