@@ -14,6 +14,10 @@ from typing import Literal
 from rheostat_engine.plan.capacity import MAX_BANK_ROWS, Capacity
 
 _MIB = 1 << 20
+_ROW_SUM_BYTES = 32 * _MIB
+"""Device memory for sums of rows."""
+_ROW_SUMS = 4096
+"""The most sums of rows. Narrow models need less memory."""
 _PACKAGE = Path(__file__).parent
 _GRAPH_SOURCES = (
     "sites",
@@ -84,6 +88,7 @@ class EngineSettings:
             slots=self.slots - 1,
             token_rules=self.token_rules,
             capture_rows=max(1, self.capture_bytes // row - 1),
+            row_sums=max(1, min(_ROW_SUMS, _ROW_SUM_BYTES // (8 * (width + 1)))),
         )
 
     @classmethod

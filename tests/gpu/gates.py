@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from cases import EVERYWHERE, VECTOR, rows_of, same
 from offline import OfflineEngine, Outcome
 from tests.unit.engine.gate_chunks import any_gate, chunk_differences, reading_differences
+from tests.unit.engine.row_means import mean_differences
 from verdicts import APART, ROUNDED, SUMS, Lines, Verdict, at_least, at_most, each, equal
 
 from rheostat_engine import (
@@ -42,12 +43,15 @@ OPENINGS = 24
 
 
 def check_gate_kernels(device: str = "cuda") -> Lines:
-    """Readings in every way, and gates of every kind over steps of many tokens."""
+    """Readings of rows and means in every way, and gates of every kind over long steps."""
     results: dict[str, Verdict] = {}
     for dtype in (torch.bfloat16, torch.float32):
         for carried, gain in ((None, 1.0), (None, 0.22), (dtype, 1.0), (torch.float32, 1.0)):
             worst = reading_differences(2560, dtype, carried, gain, device)
             title = f"readings of {dtype} carried {carried} gain {gain}: worst difference"
+            results[title] = at_most(worst, 10 * SUMS)
+            worst = mean_differences(2560, dtype, carried, gain, device)
+            title = f"readings of a mean of {dtype} carried {carried} gain {gain}: worst difference"
             results[title] = at_most(worst, 10 * SUMS)
     rng = np.random.default_rng(11)
     for gates, tokens in CHUNKS:

@@ -135,7 +135,12 @@ def assemble(
         ints=bank.programs.ints,
         floats=bank.programs.floats,
         gates=GateBuffers.allocate(
-            tokens, capacity.gate_states, bank.programs.gate_ints, bank.programs.gate_floats
+            tokens,
+            capacity.gate_states,
+            bank.programs.gate_ints,
+            bank.programs.gate_floats,
+            row_sums=capacity.row_sums,
+            width=width,
         ),
         doses=doses.dose_slots,
         ring=torch.zeros(capacity.capture_rows + 1, width, dtype=dtype, device=device),
@@ -152,7 +157,7 @@ def assemble(
         nothing = expander.instructions(_idle_instructions(), torch.zeros(0))
         warm_up(buffers, nothing, narrow=routers.rows)
     reports = get_tensor_model_parallel_rank() == 0
-    gates, gains = GateStates(buffers.gates), GainStates(buffers.gates)
+    gates, gains = GateStates(buffers.of(0)), GainStates(buffers.gates)
     steering = Steering(bank, rules, doses, gates, gains, site_slots)
     row_sender, captures = None, None
     if reports:

@@ -62,6 +62,17 @@ class Kind(IntEnum):
     """Changes nothing. Reads a number of x, after all other acts; see `Reading`."""
     GATE = 7
     """No act, but a step of programs, before the first step whose strength a gate multiplies."""
+    SUM = 8
+    """No act, but the step of a reading of a mean: adds x to a sum of rows."""
+    READ_ALONE = 9
+    """No act, but the step of a reading that takes several sums over the row."""
+    READ_MEAN = 10
+    """No act, but a step of programs: reads a number of a mean. Before the gates that need it."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether it is a step that reads x, after all others."""
+        return self in (Kind.READ, Kind.SUM, Kind.READ_ALONE)
 
     @property
     def acts_last(self) -> bool:

@@ -45,6 +45,8 @@ class Capacity:
     """Distinct gates."""
     gate_states: int = 4096
     """Gates and their records, summed over running samples. Not shared."""
+    row_sums: int = 256
+    """Sums of rows for numbers that are read of means, summed over running samples. Not shared."""
     ruled_intervals: int = 4096
     """Combinations that depend on token ids, summed over running samples. Not shared."""
     intervals: int = 1 << 21
@@ -108,6 +110,7 @@ class CapacityLedger:
             amounts.update(self._shared.added_by(part.needs))
         amounts["ruled_intervals"] = plan.packed_acts.ruled
         amounts["gate_states"] = plan.packed_acts.gate_states
+        amounts["row_sums"] = plan.packed_acts.row_sums
         return amounts
 
     def admit(
@@ -140,6 +143,8 @@ class CapacityLedger:
             unshared["ruled_intervals"] = samples * acts.ruled
         if acts.gate_states:
             unshared["gate_states"] = samples * acts.gate_states
+        if acts.row_sums:
+            unshared["row_sums"] = samples * acts.row_sums
         added = dict(unshared)
         for part in needs:
             for resource, amount in self._shared.added_by(part).items():

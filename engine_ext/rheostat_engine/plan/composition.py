@@ -9,13 +9,13 @@ order of adjacent additions. So rows, slots and steps are shared by content.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from rheostat_engine.plan.acts import Act, Kind, SiteRow
-from rheostat_engine.plan.gates import COORDINATE, Gate, Reading, Readout, gates_of
+from rheostat_engine.plan.gates import COORDINATE, Gate, Normalise, Reading, Readout, gates_of
 
 RowKey = tuple[tuple[bytes, int, float], ...]
 """A row to add: (digest, row, scale) of each addend, sorted."""
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     addends: RowKey = ()
     """ADD, ADD_LAST: the row. REPLACE: the row that replaces x."""
     direction: Direction = ()
-    """NORM_ADD, PULL: the unit vector."""
+    """NORM_ADD, PULL, and steps with a reading: the unit vector."""
     low: float = 0.0
     """PULL: lower bound of the band."""
     high: float = 0.0
@@ -55,7 +55,9 @@ class Step(NamedTuple):
     opening: Gate | None = None
     """GATE: computes how far the gate of the number `gate` is open at the token."""
     reading: Reading | None = None
-    """READ: the number that is read; `column` is that of the site."""
+    """READ, READ_ALONE, READ_MEAN: the number that is read; `column` is that of the site."""
+    row_sum: int | None = None
+    """SUM, READ_MEAN: the index of the sum among those of the sample."""
     readout: Readout = COORDINATE
     """PULL: the number that is pulled."""
     write: Direction = ()
@@ -173,29 +175,71 @@ def combine(
         ValueError: a program is longer than `MAX_STEPS`.
     """
     gated = any(acts[member].gate is not None for member in members)
+    sums = row_sums(acts) if gated or any(_of_mean(acts[member]) for member in members) else {}
     if len(members) == 1 and not gated:
-        by_site = _steps_alone(acts[members[0]], sites)
+        by_site = _steps_alone(acts[members[0]], sites, sums)
     else:
         gates = gates_of([*kept, *(act.gate for act in acts)]) if gated else ()
-        by_site = _steps_together(acts, members, sites, gates)
+        by_site = _steps_together(acts, members, sites, gates, sums)
     for steps in by_site.values():
         if len(steps) > MAX_STEPS:
             raise ValueError(f"{len(steps)} steps meet at one site; at most {MAX_STEPS} can")
     return tuple([(site, tuple(by_site[site])) for site in sorted(by_site)])
 
 
-def _steps_alone(act: Act, sites: range | None) -> dict[int, list[Step]]:
+class RowSum(NamedTuple):
+    """A sum of rows, of whose mean one number is read."""
+
+    number: int
+    """Its index among the sums of a sample."""
+    step: Step
+    """READ_MEAN: reads the number."""
+
+
+def row_sums(acts: Sequence[Act]) -> dict[int, RowSum]:
+    """The sums that each sample of a plan needs, by the column of what is read, in their order."""
+    found: dict[int, RowSum] = {}
+    for act in acts:
+        if act.reading is None or not _of_mean(act):
+            continue
+        for at, (_, rows) in enumerate(act.rows):
+            reading = act.reading._replace(column=act.reading.column + at)
+            parts = tuple(zip(act.vectors, rows, strict=True))
+            number = len(found)
+            step = Step(
+                Kind.READ_MEAN, direction=parts, last=False, reading=reading, row_sum=number
+            )
+            found[reading.column] = RowSum(number, step)
+    return found
+
+
+def _of_mean(act: Act) -> bool:
+    return act.reading is not None and act.reading.of_mean
+
+
+def means_program(acts: Sequence[Act]) -> Program:
+    """Reads all numbers of means of a plan; empty if there are none."""
+    return tuple([row_sum.step for row_sum in row_sums(acts).values()])
+
+
+def _steps_alone(
+    act: Act, sites: range | None, sums: Mapping[int, RowSum]
+) -> dict[int, list[Step]]:
     """The steps of a single act without a gate, by site. A sweep has one at most positions."""
     if not act.in_force:
         return {}
-    return {site: _steps(act, site, rows, None) for site, rows in _rows_at(act, sites)}
+    return {site: _steps(act, site, rows, None, sums) for site, rows in _rows_at(act, sites)}
 
 
 def _steps_together(
-    acts: Sequence[Act], members: Sequence[int], sites: range | None, gates: Sequence[Gate]
+    acts: Sequence[Act],
+    members: Sequence[int],
+    sites: range | None,
+    gates: Sequence[Gate],
+    sums: Mapping[int, RowSum],
 ) -> dict[int, list[Step]]:
     """The steps of several acts, by site. Adjacent additions become one step."""
-    by_site = _openings(acts, members, sites, gates)
+    by_site = _openings(acts, members, sites, gates, sums)
     adding: dict[int, list[tuple[bytes, int, float]]] = {}
     for member in ordered(acts, members):
         act = acts[member]
@@ -206,7 +250,7 @@ def _steps_together(
                 adding.setdefault(site, []).append((act.vectors[0], rows[0], act.scale))
                 continue
             _flush(adding, site, steps)
-            steps += _steps(act, site, rows, gate)
+            steps += _steps(act, site, rows, gate, sums)
     for site, steps in by_site.items():
         _flush(adding, site, steps)
     return by_site
@@ -241,9 +285,22 @@ def ordered(acts: Sequence[Act], members: Sequence[int]) -> list[int]:
     present = [member for member in members if acts[member].in_force]
     if len(present) < 2:
         return present
-    return sorted(
-        present, key=lambda member: (acts[member].kind is Kind.READ, acts[member].kind.acts_last)
-    )
+    return sorted(present, key=lambda member: _rank(acts[member]))
+
+
+def _rank(act: Act) -> int:
+    """Acts of a lower rank act first. `Kind.READ` is the last step, because it is read in fours."""
+    if act.reading is not None:
+        return 2 if _reading_kind(act.reading) is not Kind.READ else 3
+    return int(act.kind.acts_last)
+
+
+def _reading_kind(reading: Reading) -> Kind:
+    """The kind of the step in which an act of `Kind.READ` reads a row."""
+    if reading.of_mean:
+        return Kind.SUM
+    projected = reading.normalise is Normalise.PROJECTED_COSINE
+    return Kind.READ_ALONE if projected else Kind.READ
 
 
 def _merges(act: Act) -> bool:
@@ -252,9 +309,16 @@ def _merges(act: Act) -> bool:
 
 
 def _openings(
-    acts: Sequence[Act], members: Sequence[int], sites: range | None, gates: Sequence[Gate]
+    acts: Sequence[Act],
+    members: Sequence[int],
+    sites: range | None,
+    gates: Sequence[Gate],
+    sums: Mapping[int, RowSum],
 ) -> dict[int, list[Step]]:
-    """The steps that open gates, each at the first site at which the gate's acts act."""
+    """The steps that open gates, each at the first site at which the gate's acts act.
+
+    Numbers of means are read before. A late gate does not need them in the same forward pass.
+    """
     first: dict[int, int] = {}
     for member in members if gates else ():
         act = acts[member]
@@ -264,8 +328,12 @@ def _openings(
     by_site: dict[int, list[Step]] = {}
     for number in sorted(first):
         if sites is None or first[number] in sites:
-            step = Step(Kind.GATE, last=False, gate=number, opening=gates[number])
-            by_site.setdefault(first[number], []).append(step)
+            gate = gates[number]
+            steps = by_site.setdefault(first[number], [])
+            for column in () if gate.late or not sums else gate.columns:
+                if column in sums and sums[column].step not in steps:
+                    steps.append(sums[column].step)
+            steps.append(Step(Kind.GATE, last=False, gate=number, opening=gate))
     return by_site
 
 
@@ -279,12 +347,21 @@ def _flush(adding: dict[int, list[tuple[bytes, int, float]]], site: int, steps: 
         steps.append(Step(Kind.ADD, addends=tuple(sorted(addends))))
 
 
-def _steps(act: Act, site: int, rows: tuple[int, ...], gate: int | None) -> list[Step]:
+def _steps(
+    act: Act,
+    site: int,
+    rows: tuple[int, ...],
+    gate: int | None,
+    sums: Mapping[int, RowSum],
+) -> list[Step]:
     parts = tuple(zip(act.vectors, rows, strict=True))
     if act.reading is not None:
         at = int(np.searchsorted(act.site_rows.sites, site))
         reading = act.reading._replace(column=act.reading.column + at)
-        return [Step(act.kind, direction=parts, last=False, reading=reading)]
+        kind = _reading_kind(reading)
+        if kind is Kind.SUM:
+            return [Step(kind, last=False, row_sum=sums[reading.column].number)]
+        return [Step(kind, direction=parts, last=False, reading=reading)]
     if act.kind is Kind.ADD:
         return [Step(act.kind, ((*parts[0], act.scale),), gate=gate, gain=act.gain)]
     if act.kind is Kind.NORM_ADD:

@@ -54,6 +54,11 @@ class Normalise(IntEnum):
     """x.u."""
     COSINE = 2
     """x.u / |x|; 0 for a row of zeros."""
+    PROJECTED_COSINE = 3
+    """x.p / (|x| |p|), with p = tanh((x.u) u), element by element; 0 if x or p is zero.
+
+    (x.u) u is the projection of x on v. Conditional activation steering reads this of a mean row.
+    """
 
 
 class Activation(IntEnum):
@@ -89,6 +94,14 @@ class Reading(NamedTuple):
     theta: float
     column: _Natural
     """The column of its first site. The following sites have the following columns."""
+    mean_at: Annotated[int, msgspec.Meta(ge=NEVER, lt=2**31)] = NEVER
+    """If it is not `NEVER`: the position at which the number is read once, of the mean of the rows
+    that the act selects up to there. The act selects none behind it."""
+
+    @property
+    def of_mean(self) -> bool:
+        """Whether the number is read of a mean of rows."""
+        return self.mean_at != NEVER
 
 
 class Pool(IntEnum):
@@ -228,6 +241,8 @@ class Signals(NamedTuple):
     kept: tuple[Gate, ...] = ()
     """Of an update: the gates of the request, in their order, whose states it keeps. They are the
     first gates of the plan, whether or not acts have them."""
+    means_kept: bool = False
+    """Of an update: whether it keeps the request's sums of rows. Only admission reads it."""
 
     @property
     def any(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat_engine.plan.acts import Act, Kind
-from rheostat_engine.plan.composition import Combination, combine, only_adds
+from rheostat_engine.plan.composition import Combination, Program, combine, only_adds
 from rheostat_engine.plan.tables import SteeringTable
 
 SHARED: Final[tuple[str, ...]] = (
@@ -98,6 +98,8 @@ def contents_of(table: SteeringTable) -> Iterator[tuple[str, object, int]]:
             yield "token_rules", token_variants.sets, 1
         for variant in token_variants.variants:
             yield from _contents(variant.combination)
+    if table.means:
+        yield from _contents_of_program(table.means)
     for gate in table.gates:  # its state follows the readings even if no act has it
         yield "gates", gate, 1
 
@@ -106,17 +108,21 @@ def _contents(combination: Combination) -> Iterator[tuple[str, object, int]]:
     if combination:
         yield "slots", combination, 1
     for _, program in combination:
-        for step in program:
-            for key in step.rows:
-                yield "bank_rows", key, 1
-            if step.direction:
-                yield "directions", step.direction, 1
-            if step.write:
-                yield "directions", step.write, 1
-            if step.opening is not None:
-                yield "gates", step.opening, 1
-        if not only_adds(program):
-            yield "steps", program, len(program)
+        yield from _contents_of_program(program)
+
+
+def _contents_of_program(program: Program) -> Iterator[tuple[str, object, int]]:
+    for step in program:
+        for key in step.rows:
+            yield "bank_rows", key, 1
+        if step.direction:
+            yield "directions", step.direction, 1
+        if step.write:
+            yield "directions", step.write, 1
+        if step.opening is not None:
+            yield "gates", step.opening, 1
+    if not only_adds(program):
+        yield "steps", program, len(program)
 
 
 def _single_row_act(table: SteeringTable, members: Sequence[int]) -> Act | None:

@@ -123,9 +123,19 @@ class PackedActs:
 
     @cached_property
     def gate_states(self) -> int:
-        """The states of gates that each sample needs, without those that it keeps."""
+        """The states of gates that each sample needs, without those that it keeps.
+
+        A sample with sums of rows has a state, because its tokens name the sums beside the state.
+        """
         gates = () if self.table is None else self.table.gates[len(self.signals.kept) :]
-        return sum(map(states_of, gates))
+        return max(sum(map(states_of, gates)), int(self.row_sums > 0))
+
+    @cached_property
+    def row_sums(self) -> int:
+        """The sums of rows that each sample needs, without those that it keeps."""
+        if self.table is None or self.signals.means_kept:
+            return 0
+        return len(self.table.means)
 
     @property
     def plan_cost(self) -> int:

@@ -24,12 +24,21 @@ from rheostat_engine.plan.acts import OPEN_END, Act, Capture, Kind, Spans
 from rheostat_engine.plan.composition import (
     MAX_TOKEN_SETS,
     Clause,
+    Program,
     TokenVariants,
     Variant,
     combine,
+    means_program,
     variant_acts,
 )
-from rheostat_engine.plan.gates import MAX_GATES, NO_SIGNALS, Gate, Signals, gates_of
+from rheostat_engine.plan.gates import (
+    MAX_GATES,
+    NEVER,
+    NO_SIGNALS,
+    Gate,
+    Signals,
+    gates_of,
+)
 from rheostat_engine.plan.intervals import Intervals, PlanTooLarge, cut_intervals
 
 MAX_PLAN_COST = 50_000
@@ -88,6 +97,7 @@ class SteeringTable:
     def read_cost(self) -> int:
         """The cost of parsing the table, including acts without positions."""
         rows = sum(len(act.rows) * len(act.vectors) for act in self.acts)
+        rows += _ROWS_READ * len(self.means)
         ids = sum(len(tokens) // 4 for tokens in self.sets)
         return rows // _ROWS_READ - -(len(self.intervals.starts) + ids) // _ITEMS_READ
 
@@ -113,6 +123,16 @@ class SteeringTable:
         """One past the last column to which it reads; 0 without readings."""
         ends = (act.reading.column + len(act.rows) for act in self.acts if act.reading is not None)
         return max(ends, default=0)
+
+    @cached_property
+    def means(self) -> Program:
+        """Reads the numbers of all means of rows, one for each sum that a sample needs."""
+        return means_program(self.acts)
+
+    @cached_property
+    def mean_at(self) -> int:
+        """The position at which `means` are read; `NEVER`: there are none."""
+        return max((act.reading.mean_at for act in self.acts if act.reading), default=NEVER)
 
     @cached_property
     def gains(self) -> int:

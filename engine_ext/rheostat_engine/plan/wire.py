@@ -129,6 +129,8 @@ def steering_from(wire: bytes) -> SteeringTable:
     acts = _acts_from(plain.acts, gates)
     for act in acts:
         _check(act)
+    if len({act.reading.mean_at for act in acts if act.reading and act.reading.of_mean}) > 1:
+        raise ValueError("this is no plan: means of rows are read at several positions")
     if len(gates) > MAX_GATES:
         raise ValueError(f"this is no plan: it has more than {MAX_GATES} gates")
     readings, numbers, openness, kept = plain.signals
@@ -337,7 +339,7 @@ def _check(act: Act) -> None:
         problem = "it takes one vector and no bands"
     elif act.kind.acts_last and not _possible_replacement(act):
         problem = "it takes a vector, at most one mask, no bands and a scale from 0 to 1"
-    elif act.kind is Kind.GATE:
+    elif act.kind >= Kind.GATE:
         problem = "it is no act"
     elif (act.kind is Kind.READ) != (act.reading is not None):
         problem = "only it has a reading"

@@ -6,7 +6,6 @@ instructions are 0.
 """
 
 from collections.abc import Collection
-from functools import cache
 
 import torch
 import triton
@@ -14,34 +13,31 @@ import triton.language as tl
 
 from rheostat_engine.plan.acts import Kind
 from rheostat_engine.plan.gains import MAX_GAINS
-from rheostat_engine.plan.gate_table import State
-from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, MAX_TERMS, Activation, Normalise
+from rheostat_engine.plan.gates import MAX_COLUMNS, MAX_GATES, Normalise
 from rheostat_engine.sites.reference import limits
 from rheostat_engine.worker.expand_kernel import launch_expand
 from rheostat_engine.worker.instructions import Instructions
-from rheostat_engine.worker.state.buffers import Buffers, FoldColumn, SiteBuffers, TokenColumn
+from rheostat_engine.worker.state.buffers import Buffers, FoldColumn, SiteBuffers
 from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
-from rheostat_engine.worker.steering.gate_kernels import launch_fold, scan
+from rheostat_engine.worker.steering.gate_kernels import launch_fold, open_gates
 from rheostat_engine.worker.steering.programs import FLOATS, GAIN_UNIT, INTS, ROW_UNIT
+from rheostat_engine.worker.steering.readout_kernels import (
+    activated,
+    block_of,
+    launch_read_means,
+    number_of,
+    read_row,
+)
 
 _ADD = tl.constexpr(int(Kind.ADD))
 _NORM_ADD = tl.constexpr(int(Kind.NORM_ADD))
 _READ = tl.constexpr(int(Kind.READ))
-_GATE = tl.constexpr(int(Kind.GATE))
 _COSINE = tl.constexpr(int(Normalise.COSINE))
-_RELU = tl.constexpr(int(Activation.RELU))
-_JUMP_RELU = tl.constexpr(int(Activation.JUMP_RELU))
-_TANH = tl.constexpr(int(Activation.TANH))
 _COLUMNS = tl.constexpr(MAX_COLUMNS)
 _GATES = tl.constexpr(MAX_GATES)
 _GAINS = tl.constexpr(MAX_GAINS)
 _GAIN_UNIT = tl.constexpr(GAIN_UNIT)
 _ROW_UNIT = tl.constexpr(ROW_UNIT)
-_STATE = tl.constexpr(len(State) * MAX_TERMS)
-_PER_TOKEN = tl.constexpr(len(TokenColumn))
-_STATE_COLUMN = tl.constexpr(int(TokenColumn.STATE))
-_FIRST = tl.constexpr(int(TokenColumn.FIRST))
-_POSITION = tl.constexpr(int(TokenColumn.POSITION))
 _REPLACE = tl.constexpr(int(Kind.REPLACE))
 _ADD_LAST = tl.constexpr(int(Kind.ADD_LAST))
 _INTS = tl.constexpr(INTS)
@@ -62,49 +58,6 @@ def _measure(dose_slot_ptr, factor, moved, norm):
 
 
 @triton.jit
-def _open_gates(
-    step,
-    token,
-    ints_ptr,
-    readings_ptr,  # [T, COLUMNS] float32
-    openness_ptr,  # [T, GATES] float32
-    tokens_ptr,  # [tokens, 3] int32; see `TokenColumn`
-    states_ptr,
-    gate_ints_ptr,
-    gate_floats_ptr,
-):
-    """Computes how far the gates that a chain begins with are open; returns its next step."""
-    kind = tl.load(ints_ptr + step * _INTS)
-    if kind == _GATE:
-        start = tl.load(tokens_ptr + token * _PER_TOKEN + _STATE_COLUMN)
-        first = tl.load(tokens_ptr + token * _PER_TOKEN + _FIRST).to(tl.int64)
-        position = tl.load(tokens_ptr + token * _PER_TOKEN + _POSITION)
-        position -= (token - first).to(tl.int32)
-        while kind == _GATE:
-            gate = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
-            one_term = tl.load(ints_ptr + step * _INTS + 4)
-            number = tl.load(ints_ptr + step * _INTS + 5) - 1
-            scan(
-                one_term,
-                gate,
-                number,
-                first,
-                token + 1,
-                position,
-                states_ptr + (start + number).to(tl.int64) * _STATE,
-                readings_ptr,
-                openness_ptr,
-                gate_ints_ptr,
-                gate_floats_ptr,
-                STORE=False,
-            )
-            step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
-            kind = tl.load(ints_ptr + step * _INTS)
-        tl.debug_barrier()  # so that the whole block sees them
-    return step
-
-
-@triton.jit
 def _factor(openness_ptr, gains_ptr, token, factors):
     """By what the strength of a step is multiplied; `factors` as in `Programs.ints`."""
     gate = factors % _GAIN_UNIT
@@ -121,29 +74,6 @@ def _factor_of_code(openness_ptr, gains_ptr, token, code):
     openness = tl.load(openness_ptr + token * _GATES + number - 1, mask=is_gate, other=1.0)
     gain = number - _GATES
     return openness * tl.load(gains_ptr + token * _GAINS + gain - 1, mask=gain > 0, other=1.0)
-
-
-@triton.jit
-def _number(x, unit, settings, floats_ptr):
-    """The number that a step reads of x along a unit vector; `floats_ptr` has its floats."""
-    bias = tl.load(floats_ptr + 4)
-    theta = tl.load(floats_ptr + 5)
-    z = tl.sum(x * unit) * tl.load(floats_ptr + 6)
-    norm = 1.0
-    if (settings & 15) == _COSINE:
-        norm = tl.sqrt(tl.sum(x * x))
-    return _activated(z, norm, settings, bias, theta)
-
-
-@triton.jit
-def _activated(z, norm, settings, bias, theta):
-    """The number read from a row with coordinate z. `norm` is the row's; only a cosine needs it."""
-    cosine = tl.where(norm > 0, z / norm, 0.0)
-    z = tl.where((settings & 15) == _COSINE, cosine, z) + bias
-    activation = (settings >> 4) & 15
-    result = tl.where(activation == _RELU, tl.maximum(z, 0.0), z)
-    result = tl.where((activation == _JUMP_RELU) & (z <= theta), 0.0, result)
-    return tl.where(activation == _TANH, 2.0 / (1.0 + tl.exp(-2.0 * z)) - 1.0, result)
 
 
 @triton.jit
@@ -167,7 +97,7 @@ def _run_chain(
     delta = tl.zeros([BLOCK], tl.float32)
     before = delta
     kind = tl.load(ints_ptr + step * _INTS)
-    while (step > 0) & (kind != _REPLACE) & (kind != _ADD_LAST) & (kind != _READ):
+    while (step > 0) & (kind < _REPLACE):
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
         last = tl.load(ints_ptr + step * _INTS + 3)
         factors = tl.load(ints_ptr + step * _INTS + 5)
@@ -186,7 +116,7 @@ def _run_chain(
                 low = tl.load(floats)
                 high = tl.load(floats + 1)
                 settings = tl.load(ints_ptr + step * _INTS + 4)
-                along = _number(y, unit, settings, floats)
+                along = number_of(y, unit, settings, floats)
                 amount = strength * (tl.minimum(tl.maximum(along, low), high) - along)
                 amount = amount * tl.load(floats + 3)
                 amount = tl.where(((settings >> 8) != 0) & (along == 0), 0.0, amount)
@@ -228,7 +158,7 @@ def _run_replacements(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     kind = tl.load(ints_ptr + step * _INTS)
-    while (step > 0) & (kind != _READ):
+    while (kind == _REPLACE) | (kind == _ADD_LAST):
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
         mask = tl.load(ints_ptr + step * _INTS + 4).to(tl.int64)
         row = tl.load(rows_ptr + number * WIDTH + column, mask=inside, other=0.0)
@@ -290,7 +220,7 @@ def _is_cosine(readout):
 def _store_reading(readings_ptr, z, norm, readout):
     """Stores the number of a reading in a token's row. `z` is x.u, with the unit vector u."""
     settings, column, bias, theta, factor = readout
-    number = _activated(z * factor, norm, settings, bias, theta)
+    number = activated(z * factor, norm, settings, bias, theta)
     tl.store(readings_ptr + column - 1, number, mask=column > 0)
 
 
@@ -365,13 +295,14 @@ def _site_kernel(
     directions_ptr,  # [D, W] float32
     ints_ptr,  # [S, INTS] int32
     floats_ptr,  # [S, FLOATS] float32
-    readings_ptr,  # this and the next six: see `GateBuffers`
+    readings_ptr,  # this and the next seven: see `GateBuffers`
     openness_ptr,
     gains_ptr,
     tokens_ptr,
     states_ptr,
     gate_ints_ptr,
     gate_floats_ptr,
+    row_sums_ptr,
     doses_ptr,  # [C, 4] float32
     ring_ptr,  # [N, W]
     h_stride,
@@ -404,16 +335,21 @@ def _site_kernel(
         factor = _factor_of_code(openness_ptr, gains_ptr, token, added)
         step = tl.maximum(-code, 0)
         if step > 0:
-            step = _open_gates(
+            step = open_gates(
                 step,
                 token,
+                directions_ptr,
                 ints_ptr,
+                floats_ptr,
                 readings_ptr,
                 openness_ptr,
                 tokens_ptr,
                 states_ptr,
                 gate_ints_ptr,
                 gate_floats_ptr,
+                row_sums_ptr,
+                WIDTH,
+                BLOCK,
             )
         x = h.to(tl.float32) * gain
         if HAS_RESIDUAL:
@@ -485,6 +421,19 @@ def _site_kernel(
             stream = h.to(tl.float32) * gain
             if HAS_RESIDUAL:
                 stream = stream + residual
+            step = read_row(
+                step,
+                stream,
+                token,
+                directions_ptr,
+                ints_ptr,
+                floats_ptr,
+                readings_ptr,
+                tokens_ptr,
+                row_sums_ptr,
+                WIDTH,
+                BLOCK,
+            )
             _run_readings(
                 step,
                 stream,
@@ -527,7 +476,7 @@ def launch_site(
     residual_rows = rows
     if residual is not None:
         residual_rows = residual if residual.dim() == 2 else residual.view(-1, width)
-    block, num_warps = _block(width)
+    block, num_warps = block_of(width)
     _LAUNCHER.launch(
         (rows.shape[0], 1, 1),
         (rows, residual_rows),
@@ -560,6 +509,7 @@ def _tensors_of(site: SiteBuffers) -> FixedTensors:
         gates.states,
         gates.ints,
         gates.floats,
+        gates.row_sums,
         site.doses,
         site.ring,
     )
@@ -567,13 +517,6 @@ def _tensors_of(site: SiteBuffers) -> FixedTensors:
         _TENSORS.clear()
     _TENSORS[id(site)] = site, tensors  # with the site, so that no other object gets its id
     return tensors
-
-
-@cache
-def _block(width: int) -> tuple[int, int]:
-    """The elements and the warps of a program that holds a row of `width` elements."""
-    block = triton.next_power_of_2(width)
-    return block, min(16, max(4, block // 512))
 
 
 def warm_up(
@@ -598,3 +541,4 @@ def warm_up(
         for with_base in (None, base):
             launch_expand(instructions._replace(ids=with_ids, base=with_base), buffers)
     launch_fold(buffers.gates, ids.new_zeros(1, len(FoldColumn)))
+    launch_read_means(site, ids.new_zeros(1, 2))

@@ -24,10 +24,15 @@ from typing import NamedTuple
 import torch
 
 from rheostat_engine.plan.acts import Kind, largest_replaced
-from rheostat_engine.plan.gates import MAX_GATES, Activation, Normalise
+from rheostat_engine.plan.gates import MAX_GATES
 from rheostat_engine.worker.state.buffers import SiteBuffers
 from rheostat_engine.worker.steering.gate_reference import open_gates
 from rheostat_engine.worker.steering.programs import GAIN_UNIT, ROW_UNIT
+from rheostat_engine.worker.steering.readout_reference import (
+    number_of,
+    read_means_before,
+    read_rows,
+)
 
 
 class Limits(NamedTuple):
@@ -100,7 +105,7 @@ def _change(
             tokens, steps, dose_slots = tokens[own], steps[own], dose_slots[own]
         _replace(h, residual, tokens, steps, dose_slots, site, gain)
         if steps.any():
-            _read(_stream(h, residual, tokens, gain), tokens, steps, site)
+            read_rows(_stream(h, residual, tokens, gain), tokens, steps, site)
 
 
 def _add(
@@ -129,6 +134,9 @@ def _add(
     before = delta.clone()
     while len(added) < len(codes) and (groups := _groups(steps, site, last=False)):
         for kind, own, ints in groups:
+            if kind == Kind.READ_MEAN:
+                steps[own] = read_means_before(site, tokens[own], steps[own])
+                continue
             if kind == Kind.GATE:
                 steps[own] = _open(steps[own], tokens[own], site)
                 continue
@@ -147,7 +155,7 @@ def _add(
                 amount = torch.where(strength != 0, strength * norm, 0.0)
                 delta[own] += amount * site.directions[numbers]
             else:
-                along = _number(y, site.directions[numbers], settings, floats)[:, None]
+                along = number_of(y, site.directions[numbers], settings, floats)[:, None]
                 amount = strength * (along.clamp(low, high) - along) * written
                 unread = (settings >> 8 != 0)[:, None] & (along == 0)
                 amount = torch.where((strength == 0) | unread, 0.0, amount)
@@ -191,15 +199,15 @@ def _groups(
 ) -> list[tuple[Kind, torch.Tensor, torch.Tensor]]:
     """Groups steps [n] by kind: the kind, the indices of its steps, and their rows of `ints`.
 
-    Leaves out steps of 0 and readings. `last` selects the kinds that act last; otherwise all other
-    kinds are selected.
+    Leaves out steps of 0 and those that read x. `last` selects the kinds that act last; otherwise
+    all other kinds are selected.
     """
     ints = site.ints.index_select(0, steps).long()
     kinds = torch.where(steps > 0, ints[:, 0], Kind.READ)
     listed = kinds.tolist()
     groups: list[tuple[Kind, torch.Tensor, torch.Tensor]] = []
     for kind in map(Kind, sorted(set(listed))):
-        if kind != Kind.READ and kind.acts_last == last:
+        if not kind.reads and kind.acts_last == last:
             own = (kinds == kind).nonzero().squeeze(1)
             groups.append((kind, own, ints if len(own) == len(steps) else ints[own]))
     return groups
@@ -221,32 +229,6 @@ def _factor_of_codes(site: SiteBuffers, tokens: torch.Tensor, codes: torch.Tenso
     numbers = codes // ROW_UNIT
     gates = torch.where(numbers > MAX_GATES, 0, numbers)
     return _factor(site, tokens, gates + GAIN_UNIT * (numbers - MAX_GATES).clamp(min=0))
-
-
-def _read(x: torch.Tensor, tokens: torch.Tensor, steps: torch.Tensor, site: SiteBuffers) -> None:
-    """Reads numbers of rows x; `steps` are the first readings."""
-    while len(own := steps.nonzero().squeeze(1)):
-        x, tokens, steps = x[own], tokens[own], steps[own]
-        _, numbers, following, _, settings, columns, _ = site.ints[steps].long().unbind(1)
-        read = _number(x, site.directions[numbers], settings, site.floats[steps])
-        site.gates.readings[tokens, columns - 1] = read
-        steps = following
-
-
-def _number(
-    x: torch.Tensor, units: torch.Tensor, settings: torch.Tensor, floats: torch.Tensor
-) -> torch.Tensor:
-    """What steps read of rows x [n, W]: [n]. Units, settings and floats are those of each row."""
-    bias, theta, factor, _ = floats[:, 4:].unbind(1)
-    z: torch.Tensor = (x * units).sum(1) * factor
-    if len(cosine := (settings & 15 == Normalise.COSINE).nonzero().squeeze(1)):
-        norm = x[cosine].square().sum(1).sqrt()
-        z[cosine] = torch.where(norm > 0, z[cosine] / norm, 0.0)
-    z = z + bias
-    activation = settings >> 4 & 15
-    z = torch.where(activation == Activation.RELU, z.clamp(min=0), z)
-    z = torch.where((activation == Activation.JUMP_RELU) & ~(z > theta), 0.0, z)
-    return torch.where(activation == Activation.TANH, z.tanh(), z)
 
 
 def _replace(

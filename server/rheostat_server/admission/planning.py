@@ -24,8 +24,8 @@ from rheostat_server.capture.engine_captures import engine_captures
 from rheostat_server.capture.specs import ResolvedCapture
 from rheostat_server.errors import InvalidValue
 from rheostat_server.limits import CAPTURES, INTERVENTIONS, OBSERVERS_PLAN_COST, REQUEST_RANGES
-from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import INTERVENTION_PATH, Intervention
+from rheostat_server.steering.probes import Probe
 from rheostat_server.steering.rules import Rule, signals_of
 from rheostat_server.subscriptions.observer_captures import FRAGMENTED, ObserverCapture
 from rheostat_server.subscriptions.subscription import Subscription
@@ -62,7 +62,7 @@ class GoingOn(NamedTuple):
         table = plan.packed_acts.table
         gates = () if table is None else table.gates
         reads = tuple(act for act in plan.acts if act.kind is Kind.READ)
-        return cls(reads, plan.signals._replace(kept=gates))
+        return cls(reads, plan.signals._replace(kept=gates, means_kept=True))
 
 
 def compile_plan(

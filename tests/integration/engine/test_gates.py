@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rheostat_engine import (
+    NEVER,
     OPEN_END,
     Act,
     Activation,
@@ -39,6 +40,7 @@ from rheostat_engine import (
 
 from ...effort import at_length, some
 from ...unit.engine.gated import apart, openings
+from ...unit.engine.naive import projected_cosine
 from .groups import BOTH, IN_TIGHT, PLAIN, TIGHT
 from .models import LAYERS, build
 from .offline import OfflineEngine, Outcome
@@ -74,10 +76,11 @@ def reading(
     theta: float = 0.0,
     spans: Spans = EVERYWHERE,
     sites: Sequence[int] = READ[:1],
+    mean_at: int = NEVER,
 ) -> Act:
     """Reads along one vector, to columns 0 and following."""
     rows = tuple((site, (0,)) for site in sites)
-    read = Reading(normalise, activation, bias, theta, 0)
+    read = Reading(normalise, activation, bias, theta, 0, mean_at)
     return Act(Kind.READ, (vector(PROBE)[0],), rows, spans, reading=read)
 
 
@@ -200,6 +203,7 @@ def cases(numbers: Float) -> dict[str, Case]:
         ),
         "never": Case((reading(), push(gate(condition(1e6)))), mixed=False),
         **readouts(),
+        **means(),
     }
 
 
@@ -215,6 +219,25 @@ def readouts() -> dict[str, Case]:
     return found
 
 
+def means() -> dict[str, Case]:
+    """Numbers that are read once, of the mean of rows of the prompt, to the last digits sent."""
+    found = {}
+    for normalise in Normalise:
+        one = summed(form=Form.RAMP, a=-20.0, b=20.0)._replace(hold=Hold.REST)
+        read = reading(normalise, spans=((0, END),), mean_at=END - 1)
+        found[f"mean, {normalise.name}"] = Case((read, push(one)))
+    projected, both = Normalise.PROJECTED_COSINE, {"sites": READ, "mean_at": END - 1}
+    some = reading(projected, spans=((2, 9), (11, 25)), **both)
+    two = gate(condition(-1e3, columns=(0, 1), combine=Combine.ALL), hold=Hold.REST)
+    opened = gate(condition(-1e3, columns=(0, 1), decided_at=END - 1), hold=Hold.REST)
+    return {
+        **found,
+        "mean of some tokens, at two layers": Case((some, push(two))),
+        "mean, late": Case((some, push(opened._replace(late=END), READ[0], BEHIND))),
+        "mean, shut": Case((some, push(gate(condition(1e3)))), mixed=False),
+    }
+
+
 def read_by_hand(act: Act, x: Float) -> Float:
     """What an act reads of rows x, [n, W], in float64."""
     assert act.reading is not None
@@ -224,6 +247,8 @@ def read_by_hand(act: Act, x: Float) -> Float:
         z = z / np.linalg.norm(v)
     if act.reading.normalise is Normalise.COSINE:
         z = z / np.linalg.norm(x.astype(np.float64), axis=1)
+    if act.reading.normalise is Normalise.PROJECTED_COSINE:
+        z = np.array([projected_cosine(row, v) for row in x.astype(np.float64)])
     z = z + act.reading.bias
     match act.reading.activation:
         case Activation.RELU:
@@ -273,6 +298,13 @@ def check_case(reference: HfReference, name: str, case: Case, outcome: Outcome) 
         column = [one for one, _ in act.rows].index(site)
 
         def change(x: torch.Tensor) -> torch.Tensor:
+            assert act.reading is not None
+            if act.reading.of_mean:
+                if act.reading.mean_at < len(history):
+                    mean = x.double().numpy().mean(axis=0, keepdims=True)
+                    (z,) = read_by_hand(act, mean)
+                    history[act.reading.mean_at][column] = float(z)
+                return x
             for position, z in zip(positions, read_by_hand(act, x.numpy()), strict=False):
                 history[position][column] = float(z)
             return x
@@ -400,8 +432,10 @@ def test_shut_gates_and_mates_of_open_gates_change_no_bit(start: Start, form: st
     late = gate(condition(1e6, decided_at=END - 1), hold=Hold.REST, late=END)
     ops = [*gated_ops(shut).values(), push(shut)]
     watched = capture(*SITES).captures
+    mean = reading(Normalise.PROJECTED_COSINE, spans=((0, END),), mean_at=END - 1)
     plans = {
         "shut": Plan("", (reading(), *ops), watched),
+        "shut by a mean": Plan("", (mean, *ops), watched),
         "shut late": Plan("", (reading(), push(late, READ[0])), watched),
         "open": Plan("", (reading(), push(gate(condition(-1e6)))), watched),
         "mate": capture(*SITES),
@@ -427,20 +461,29 @@ def warm_plans() -> dict[str, Plan]:
     decided = condition(-1e3, decided_at=last)
     whole = gate(condition(-1e3, pool=Pool.MEAN, decided_at=last), hold=Hold.REST)
     read_last = reading(spans=((last, WARM),))
+    mean = reading(Normalise.PROJECTED_COSINE, spans=((0, WARM),), mean_at=last)
     return {
         "plain": Plan("", (), (watched,)),
         "ungated": Plan("", (add(PUSH, ACT, scale=2.0),), (watched,)),
         "of the whole prompt": Plan("", (reading(), push(whole)), (watched,)),
         "of the last token": Plan("", (read_last, push(gate(decided, hold=Hold.REST))), (watched,)),
         "of each token": Plan("", (reading(), push(gate(condition(0.0)))), (watched,)),
+        "of the mean": Plan("", (mean, push(gate(decided, hold=Hold.REST))), (watched,)),
     }
 
 
-PLAIN_BLOCKS = {"plain", "of the whole prompt", "of the last token"}
+PLAIN_BLOCKS = {"plain", "of the whole prompt", "of the last token", "of the mean"}
 """Plans under which nothing happens before the last token."""
-READ_EVERYTHING = {"of the whole prompt", "of each token"}
+READ_EVERYTHING = {"of the whole prompt", "of each token", "of the mean"}
 """Plans whose gates need every token read."""
-WARM_PLANS = ["plain", "ungated", "of the whole prompt", "of the last token", "of each token"]
+WARM_PLANS = [
+    "plain",
+    "ungated",
+    "of the whole prompt",
+    "of the last token",
+    "of each token",
+    "of the mean",
+]
 
 
 @PLAIN

@@ -136,13 +136,18 @@ class Worker:
             ints=programs.ints,
             floats=programs.floats,
             gates=GateBuffers.allocate(
-                TOKENS, room.gate_states, programs.gate_ints, programs.gate_floats
+                TOKENS,
+                room.gate_states,
+                programs.gate_ints,
+                programs.gate_floats,
+                row_sums=room.row_sums,
+                width=WIDTH,
             ),
             doses=self.doses.dose_slots,
             ring=torch.zeros(room.capture_rows + 1, WIDTH),
         )
         self.row_sender = RowSender()
-        gates, gains = GateStates(self.buffers.gates), GainStates(self.buffers.gates)
+        gates, gains = GateStates(self.buffers.of(0)), GainStates(self.buffers.gates)
         self.steering = Steering(self.bank, self.rules, self.doses, gates, gains, site_slots)
         self.encodings = RowEncodings(
             width=WIDTH, itemsize=4, vectors=self.steering.vectors, limit=encode_bytes
@@ -209,16 +214,17 @@ class Worker:
         self.padding_touched |= bool(self.buffers.ring[0].any())
 
     def held(self) -> tuple[int, ...]:
-        """Requests, rows, directions, steps, slots, gates and their states, rules, cells, sites.
+        """Requests, rows, directions, steps, slots, gates, their states, sums, rules, cells, sites.
 
         What nobody uses any more counts for nothing, however long it stays.
         """
         self.steering.built_tables.collect(1 << 30)
         busy = int(self.doses.dose_slots.any(dim=(0, 2)).sum())
         active = int(self.buffers.active.mask.sum())
-        gates = self.bank.programs.gates_used, self.steering.gates.used
+        states = self.steering.gates
+        gates = self.bank.programs.gates_used, states.used, states.row_sums.used
         return (self.runtime.requests, *used(self.bank), *gates, len(self.rules), busy, active)
 
 
-NOTHING = (0,) * 10
+NOTHING = (0,) * 11
 """What an idle worker holds."""

@@ -25,7 +25,7 @@ from rheostat_engine.worker.state.buffers import GateBuffers, SiteBuffers
 from rheostat_engine.worker.steering.gate_kernels import launch_fold
 from rheostat_engine.worker.steering.gate_reference import fold_step
 
-from .instructions import Step, buffers
+from .instructions import Step, buffers, reading_kind
 
 COLUMNS = 3
 """Columns from which `any_gate` reads."""
@@ -149,8 +149,17 @@ def reading_differences(
 ) -> float:
     """The largest difference between numbers that kernel and reference read, in every way."""
     chain = [
-        Step(Kind.READ, 1 + n % 3, 0.5, 0.25, 2.0, False, normalise | activation << 4, 1 + n)
-        for n, (normalise, activation) in enumerate(product(Normalise, Activation))
+        Step(
+            reading_kind(normalise),
+            1 + n % 3,
+            last=False,
+            mask=normalise | activation << 4,
+            column=1 + n,
+            bias=0.1,
+            theta=0.25,
+            factor=0.5 if normalise is Normalise.NONE else 1.0,
+        )
+        for n, (normalise, activation) in enumerate(product(reversed(Normalise), Activation))
     ]
     codes = [-1, -2, -1, 0, -1, -3, -4, -5, -6, -7]
     programs = [chain, [Step(Kind.ADD, 3), Step(Kind.PULL, 2), *chain[:2]]]

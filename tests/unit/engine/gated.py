@@ -25,7 +25,7 @@ from rheostat_engine.plan.gates import (
 )
 
 from .cpu_worker import stream_at, token_at
-from .naive import Row, Vectors, applied
+from .naive import Row, Vectors, applied, projected_cosine
 from .strategies import DIGESTS, EVERYWHERE, LAST, LIMIT, SITES, acts, selects, spans
 from .tables import VECTORS
 
@@ -44,7 +44,9 @@ def _readings(draw: st.DrawFn) -> tuple[Act, ...]:
     """Some acts that read, with a column for each site."""
     found: list[Act] = []
     column = 0
+    mean_at = draw(st.integers(0, LIMIT))
     for _ in range(draw(st.integers(1, 3))):
+        of_mean = draw(st.booleans())
         sites = draw(st.sampled_from([(0,), (1,), READ_SITES]))
         reading = Reading(
             draw(st.sampled_from(Normalise)),
@@ -52,14 +54,19 @@ def _readings(draw: st.DrawFn) -> tuple[Act, ...]:
             draw(st.sampled_from((0.0, 0.5, -1.0))),
             draw(st.sampled_from((0.0, 0.25))),
             column,
+            mean_at if of_mean else NEVER,
         )
+        selected = draw(st.just(EVERYWHERE) | spans())
+        if of_mean:
+            ends = [(start, min(end, mean_at + 1)) for start, end in selected]
+            selected = tuple((start, end) for start, end in ends if start < end)
         row = draw(st.integers(0, 1))
         found.append(
             Act(
                 Kind.READ,
                 (draw(st.sampled_from(DIGESTS)),),
                 tuple((site, (row,)) for site in sites),
-                draw(st.sampled_from([EVERYWHERE]) | spans()),
+                selected,
                 reading=reading,
             )
         )
@@ -279,6 +286,8 @@ def _read(act: Act, rows: tuple[int, ...], x: Row, vectors: Vectors) -> float:
         z /= float(np.linalg.norm(vector))
     if act.reading.normalise is Normalise.COSINE:
         z /= float(np.linalg.norm(x))
+    if act.reading.normalise is Normalise.PROJECTED_COSINE:
+        z = projected_cosine(x, vector)
     z += act.reading.bias
     match act.reading.activation:
         case Activation.RELU:
@@ -289,6 +298,12 @@ def _read(act: Act, rows: tuple[int, ...], x: Row, vectors: Vectors) -> float:
         case Activation.TANH:
             return math.tanh(z)
     return z
+
+
+def column_at(act: Act, site: int) -> int:
+    """The column to which an act reads at a site."""
+    assert act.reading is not None
+    return act.reading.column + [one for one, _ in act.rows].index(site)
 
 
 class Gated(NamedTuple):
@@ -315,6 +330,8 @@ def gated(
     `gain_at` returns the gain of an act, by its index, at a position.
     """
     history: list[Columns] = []
+    summed: dict[int, list[Row]] = {}
+    """By column: the rows of which a mean is read."""
     found = Gated({}, [], history)
     for position in range(first, length):
         columns: Columns = {}
@@ -330,13 +347,22 @@ def gated(
                 if rows is None:
                     continue
                 if act.reading is not None:
-                    at = [one for one, _ in act.rows].index(site)
-                    columns[act.reading.column + at] = _read(act, rows, x, vectors)
+                    if act.reading.of_mean:
+                        summed.setdefault(column_at(act, site), []).append(x)
+                    else:
+                        columns[column_at(act, site)] = _read(act, rows, x, vectors)
                     continue
                 if act.gate is not None and act.gate not in opened:
                     opened[act.gate] = openness(act.gate, history, first)
                 weight = 1.0 if act.gate is None else opened[act.gate]
                 x = applied(act, x, rows, vectors, weight * gain_at(index, position))
+            for act in plan.acts:
+                rows = dict(act.rows).get(site)
+                if rows is None or act.reading is None or act.reading.mean_at != position:
+                    continue
+                if read := summed.get(column_at(act, site)):
+                    mean = np.mean(read, axis=0)
+                    columns[column_at(act, site)] = _read(act, rows, mean, vectors)
             found.streams[position, site] = x
         found.opened.append(tuple(opened.values()))
     return found

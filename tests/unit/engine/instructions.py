@@ -14,7 +14,7 @@ from rheostat_engine.worker.steering.programs import FLOATS, GAIN_UNIT, INTS, RO
 
 from .no_gates import no_gates
 
-DOSE_SLOTS = 24
+DOSE_SLOTS = 32
 RING = 12
 MASK = 5
 """The row of a mask: elements of 0, 1/2 and 1 in turn."""
@@ -28,13 +28,15 @@ class Step(NamedTuple):
     low: float = 0.0
     high: float = 0.0
     strength: float = 1.0
-    last: bool = True
+    last: bool | int = True
+    """Of a reading of a mean: the position at which it is read."""
     mask: int = 0
     """Of a readout: its normalisation, plus 16 times its activation, plus 256 if it is only on."""
     column: int = 0
     """1 plus the column of a reading, or the number of a gate; 0: none."""
     write: int = 0
-    """The direction along which a pull moves; 0: the direction that it reads."""
+    """The direction along which a pull moves; 0: the direction that it reads. Of a reading of a
+    mean: the index of the sum."""
     written: float = 1.0
     """The factor of this direction."""
     bias: float = 0.0
@@ -43,6 +45,11 @@ class Step(NamedTuple):
     """Of the coordinate that is read."""
     gain: int = 0
     """1 plus the index of a gain; 0: none."""
+
+
+def reading_kind(normalise: Normalise) -> Kind:
+    """The kind of a step that reads a row."""
+    return Kind.READ_ALONE if normalise is Normalise.PROJECTED_COSINE else Kind.READ
 
 
 def chains() -> list[list[Step]]:
@@ -141,7 +148,7 @@ def buffers(
         directions=directions,
         ints=torch.tensor(ints, dtype=torch.int32),
         floats=torch.tensor(floats),
-        gates=no_gates(len(codes), states=8, gates=8),
+        gates=no_gates(len(codes), states=8, gates=8, row_sums=4, width=width),
         doses=torch.zeros(DOSE_SLOTS, 4),
         ring=torch.zeros(RING, width, dtype=dtype),
     )
@@ -214,6 +221,10 @@ def number_of(x: np.ndarray, unit: np.ndarray, settings: int, floats: list[float
     z = float(x @ unit) * factor
     if settings & 15 == Normalise.COSINE:
         z = z / float(np.linalg.norm(x)) if x.any() else 0.0
+    elif settings & 15 == Normalise.PROJECTED_COSINE:
+        projected = np.tanh(z * unit)
+        norm = float(np.linalg.norm(x) * np.linalg.norm(projected))
+        z = float(x @ projected) / norm if norm else 0.0
     z += bias
     match settings >> 4 & 15:
         case Activation.RELU:

@@ -42,8 +42,9 @@ from rheostat_engine.worker.steering.token_rules import TokenRules
 
 from .fast_interpreter import SCAN, interpret_faster, scan_all_rows
 from .gate_chunks import any_gate, chunk_differences, reading_differences, twin
-from .instructions import MASK, Step, buffers, chains, huge_chains
+from .instructions import MASK, Step, buffers, chains, huge_chains, reading_kind
 from .no_gates import no_gates
+from .row_means import mean_differences
 from .strategies import packed_ids
 
 CPU = torch.device("cpu")
@@ -311,7 +312,7 @@ def gated_buffers(
     ]
     readings = [
         Step(
-            Kind.READ,
+            reading_kind(readout.normalise),
             1,
             last=False,
             mask=readout.normalise | readout.activation << 4,
@@ -322,6 +323,7 @@ def gated_buffers(
         )
         for n, readout in enumerate(readouts)
     ]
+    readings.sort(key=lambda one: -one.kind)
     programs = [[opening, *steps, *readings], [*readings], [Step(Kind.ADD, 1), *readings[:2]]]
     codes = [-1] * (GATED + 2) + [-3]
     codes[1] = -2
@@ -332,7 +334,12 @@ def gated_buffers(
     gates.readings[:, :3] = torch.randn(len(codes), 3, generator=generator)
     gates.readings[[0, 3, 6], [0, 1, 2]] = torch.nan
     gates.tokens[:] = torch.tensor(
-        [[4, 4, 4, 4, 4, 6, 6, 0], [0, 0, 0, 0, 0, 5, 5, 7], [9, 10, 11, 12, 13, 3, 4, 8]]
+        [
+            [4, 4, 4, 4, 4, 6, 6, 0],
+            [0, 0, 0, 0, 0, 5, 5, 7],
+            [9, 10, 11, 12, 13, 3, 4, 8],
+            [0] * 8,
+        ]
     ).T
     ints, floats = gate_rows(gate)
     gates.ints[1], gates.floats[1] = torch.from_numpy(ints), torch.from_numpy(floats)
@@ -542,6 +549,7 @@ def check_all_gates() -> None:
     check_gates(300, torch.float16, some_gates()[1], readouts)
     for residual, gain in product((None, torch.float32), (1.0, 0.5)):
         assert reading_differences(300, torch.float32, residual, gain) < 1e-5
+        assert mean_differences(300, torch.float32, residual, gain) < 1e-5
 
 
 PARTS = {

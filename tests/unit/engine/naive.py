@@ -143,6 +143,16 @@ def banded(act: Act) -> Iterator[tuple[int, Band]]:
         at += band.vectors
 
 
+def projected_cosine(x: Row, c: Row) -> float:
+    """The cosine of x and of its projection on c, whose elements pass through tanh.
+
+    As `leash_layer.py` of IBM's activation-steering computes it (Lee et al., 2024).
+    """
+    projected = np.tanh(np.outer(c, c) @ x / (c @ c))
+    norm = np.linalg.norm(x) * np.linalg.norm(projected)
+    return float(x @ projected / norm) if norm else 0.0
+
+
 def read(readout: Readout, row: Row, unit: Row, norm: float) -> float:
     """What a readout makes of a row and a vector of a norm along `unit`."""
     number = float(row @ unit)
@@ -150,6 +160,8 @@ def read(readout: Readout, row: Row, unit: Row, norm: float) -> float:
         number *= norm
     elif readout.normalise is Normalise.COSINE:
         number = number / float(np.linalg.norm(row)) if row.any() else 0.0
+    elif readout.normalise is Normalise.PROJECTED_COSINE:
+        number = projected_cosine(row, unit)
     number += readout.bias
     match readout.activation:
         case Activation.RELU:

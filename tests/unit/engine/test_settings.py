@@ -78,7 +78,9 @@ def test_memory_is_shared_out_among_rows_directions_and_the_ring() -> None:
         slots=6,
         token_rules=3,
         capture_rows=20_000 // 200 - 1,
+        row_sums=4096,
     )
+    assert settings.capacity(width=4096, itemsize=2).row_sums == (32 << 20) // (8 * 4097)
 
 
 def test_there_is_room_for_one_of_everything_however_little_memory_is_given() -> None:

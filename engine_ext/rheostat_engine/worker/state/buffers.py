@@ -57,10 +57,10 @@ class GateBuffers(NamedTuple):
     gains: torch.Tensor
     """[tokens, MAX_GAINS] float32: by the gain's index; for tokens whose programs have gains."""
     step: torch.Tensor
-    """[columns of `FoldColumn` * states + 3 * tokens] int32: folds of the step, in front of
+    """[columns of `FoldColumn` * states + 4 * tokens] int32: folds of the step, in front of
     `tokens`, so that one copy writes both."""
     tokens: torch.Tensor
-    """[tokens, 3] int32, a view of `step`; see `TokenColumn`."""
+    """[tokens, 4] int32, a view of `step`; see `TokenColumn`."""
     states: torch.Tensor
     """[states, rows of `State`, MAX_TERMS] float32: the state of each gate of each sample, after
     the earlier steps and the first `folded` tokens of this step. State 0 belongs to no gate."""
@@ -71,12 +71,31 @@ class GateBuffers(NamedTuple):
     """[gates, rows of `Ints`, MAX_TERMS] int32."""
     floats: torch.Tensor
     """[gates, rows of `Floats`, MAX_TERMS] float32."""
+    row_sums: torch.Tensor
+    """[sums, W + 1] float64: sums of rows of samples, and how many rows each has. Float64, so that
+    the order in which rows are added does not show. Sum 0 belongs to no sample."""
 
     @classmethod
     def allocate(
-        cls, tokens: int, states: int, ints: torch.Tensor, floats: torch.Tensor
+        cls,
+        tokens: int,
+        states: int,
+        ints: torch.Tensor,
+        floats: torch.Tensor,
+        *,
+        row_sums: int = 0,
+        width: int = 0,
     ) -> "GateBuffers":
-        """Buffers for steps of up to `tokens` tokens, with `states` states beside state 0."""
+        """Buffers for steps of up to `tokens` tokens.
+
+        Args:
+            tokens: the most tokens.
+            states: states beside state 0.
+            ints: see above.
+            floats: see above.
+            row_sums: sums of rows beside sum 0.
+            width: W.
+        """
         device = ints.device
         columns, folds = len(TokenColumn), len(FoldColumn) * states
         folds += -folds % ALIGNED
@@ -91,6 +110,7 @@ class GateBuffers(NamedTuple):
             folded=torch.zeros(states + 1, dtype=torch.int64, device=device),
             ints=ints,
             floats=floats,
+            row_sums=torch.zeros(row_sums + 1, width + 1, dtype=torch.float64, device=device),
         )
 
 
@@ -98,12 +118,14 @@ class TokenColumn(IntEnum):
     """Columns of `GateBuffers.tokens`."""
 
     STATE = 0
-    """The state of the sample's first gate; 0: it has no gates."""
+    """The state of the sample's first gate; 0: it has neither gates nor sums of rows."""
     FIRST = 1
     """The first token of the sample in this step."""
     POSITION = 2
     """The token's position. After a step, the next token's, if the sample had one token and
     gates."""
+    ROW_SUM = 3
+    """The sample's first sum of rows; 0: it has none."""
 
 
 class SiteBuffers(NamedTuple):

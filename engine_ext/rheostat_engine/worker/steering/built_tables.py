@@ -100,6 +100,8 @@ class BuiltTable:
     """The work that is left; None if the table is complete."""
     problem: str = ""
     """The reason why it cannot be built; empty if it can."""
+    means_code: int = 0
+    """The code of the program that reads numbers of means; 0: there is none."""
     windowed: bool = False
     """Whether a request with a window has used it. It is complete then, without gates and rules."""
     unused_since: int = 0
@@ -290,6 +292,9 @@ class BuiltTables:
         for gate in table.gates:
             self._with_space(partial(self._bank.programs.use_gate, gate))
             built.gates.append(gate)
+        if table.means:
+            take = partial(self._bank.programs.acquire, [table.means], self._vectors)
+            (built.means_code,) = self._with_space(take)
         if not table.sets and table.plan_cost <= min(SMALL_PLAN_COST, self._slice_cost):
             self._build_at_once(built)
             yield table.plan_cost
@@ -412,6 +417,9 @@ class BuiltTables:
         for gate in built.gates:
             self._bank.programs.release_gate(gate)
         built.gates = []
+        if built.means_code:
+            self._bank.programs.release(built.table.means)
+            built.means_code = 0
         for sets in built.rules:
             self._rules.release(sets)
         built.rules = []

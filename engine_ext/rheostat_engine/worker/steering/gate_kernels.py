@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rheostat_engine.plan.acts import Kind
 from rheostat_engine.plan.gate_table import Floats, Head, Held, Ints, State
 from rheostat_engine.plan.gates import (
     MAX_COLUMNS,
@@ -27,6 +28,8 @@ from rheostat_engine.plan.gates import (
 )
 from rheostat_engine.worker.state.buffers import FoldColumn, GateBuffers, TokenColumn
 from rheostat_engine.worker.state.kernel_launcher import FixedTensors, KernelLauncher
+from rheostat_engine.worker.steering.programs import INTS
+from rheostat_engine.worker.steering.readout_kernels import read_mean
 
 _TERMS = tl.constexpr(MAX_TERMS)
 _CONDITIONS = tl.constexpr(MAX_CONDITIONS)
@@ -49,6 +52,11 @@ _ROWS = tl.constexpr(256)
 _FAR = tl.constexpr(1 << 30)
 """More than any number of readings in a row."""
 _GATES = tl.constexpr(MAX_GATES)
+_INTS = tl.constexpr(INTS)
+_GATE = tl.constexpr(int(Kind.GATE))
+_READ_MEAN = tl.constexpr(int(Kind.READ_MEAN))
+_STATE_COLUMN = tl.constexpr(int(TokenColumn.STATE))
+_FIRST = tl.constexpr(int(TokenColumn.FIRST))
 _PER_TOKEN = tl.constexpr(len(TokenColumn))
 _POSITION = tl.constexpr(int(TokenColumn.POSITION))
 _FOLD = tl.constexpr(len(FoldColumn))
@@ -455,9 +463,75 @@ def _scan(
 
 
 @triton.jit
+def open_gates(
+    step,
+    token,
+    directions_ptr,
+    ints_ptr,
+    floats_ptr,
+    readings_ptr,  # [T, COLUMNS] float32
+    openness_ptr,  # [T, GATES] float32
+    tokens_ptr,  # [tokens, 4] int32; see `TokenColumn`
+    states_ptr,
+    gate_ints_ptr,
+    gate_floats_ptr,
+    row_sums_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Computes how far the gates that a chain begins with are open; returns its next step."""
+    kind = tl.load(ints_ptr + step * _INTS)
+    if kind >= _GATE:
+        start = tl.load(tokens_ptr + token * _PER_TOKEN + _STATE_COLUMN)
+        first = tl.load(tokens_ptr + token * _PER_TOKEN + _FIRST).to(tl.int64)
+        position = tl.load(tokens_ptr + token * _PER_TOKEN + _POSITION)
+        position -= (token - first).to(tl.int32)
+        while (kind == _GATE) | (kind == _READ_MEAN):
+            if kind == _READ_MEAN:
+                # Read if its position is in this step, and not behind this token.
+                row = first + tl.load(ints_ptr + step * _INTS + 3) - position
+                if (row >= first) & (row <= token):
+                    read_mean(
+                        step,
+                        row,
+                        directions_ptr,
+                        ints_ptr,
+                        floats_ptr,
+                        readings_ptr,
+                        tokens_ptr,
+                        row_sums_ptr,
+                        WIDTH,
+                        BLOCK,
+                    )
+                    tl.debug_barrier()  # so that the whole block sees the number
+            else:
+                gate = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
+                one_term = tl.load(ints_ptr + step * _INTS + 4)
+                number = tl.load(ints_ptr + step * _INTS + 5) - 1
+                scan(
+                    one_term,
+                    gate,
+                    number,
+                    first,
+                    token + 1,
+                    position,
+                    states_ptr + (start + number).to(tl.int64) * (_STATE_ROWS * _TERMS),
+                    readings_ptr,
+                    openness_ptr,
+                    gate_ints_ptr,
+                    gate_floats_ptr,
+                    STORE=False,
+                )
+            step = tl.load(ints_ptr + step * _INTS + 2).to(tl.int64)
+            kind = tl.load(ints_ptr + step * _INTS)
+        tl.debug_barrier()  # so that the whole block sees them
+    return step
+
+
+@triton.jit
 def _fold_kernel(
     folds_ptr,  # [n, columns of `FoldColumn`] int32
-    tokens_ptr,  # [tokens, 3] int32; see `TokenColumn`
+    tokens_ptr,  # [tokens, 4] int32; see `TokenColumn`
     states_ptr,
     readings_ptr,
     openness_ptr,

@@ -79,7 +79,7 @@ def open_gates(
         tokens: [n]: indices of the tokens in the step. Each pair of number and token occurs once.
     """
     row, number, token = (indices.numpy().astype(np.int64) for indices in (rows, numbers, tokens))
-    state, first, _ = gates.tokens.numpy()[token].astype(np.int64).T
+    state, first = gates.tokens.numpy()[token, :2].astype(np.int64).T
     state += number
     states, at, fold = np.unique(state, return_index=True, return_inverse=True)
     counts = np.zeros(len(states), np.int64)

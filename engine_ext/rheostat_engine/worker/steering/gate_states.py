@@ -33,11 +33,12 @@ import torch
 
 from rheostat_engine.plan.gate_table import Held, State, states_of
 from rheostat_engine.plan.gates import Gate
-from rheostat_engine.worker.state.buffers import ALIGNED, FoldColumn, GateBuffers, TokenColumn
+from rheostat_engine.worker.state.buffers import ALIGNED, FoldColumn, SiteBuffers, TokenColumn
 from rheostat_engine.worker.state.device_table import to_device
 from rheostat_engine.worker.state.id_allocators import RangeAllocator
 from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.steering.gate_reference import fold_step
+from rheostat_engine.worker.steering.row_sums import Means, RowSums
 from rheostat_engine.worker.steering.vectors import Exhausted
 
 _STAGES = 4
@@ -62,6 +63,8 @@ class _Samples(NamedTuple):
     folds: npt.NDArray[np.int32]
     """[m, columns of `FoldColumn`]. The positions are those of the last copy to the device, which
     then advances its own."""
+    summed: bool
+    """Whether any has sums of rows."""
 
     def are(self, states: Int64, numbers: Int64) -> bool:
         """Whether these are the samples of a step."""
@@ -71,9 +74,10 @@ class _Samples(NamedTuple):
 class GateStates:
     """The states in device memory, and what the host knows about each."""
 
-    def __init__(self, buffers: GateBuffers) -> None:
-        """No sample has gates."""
-        self._buffers = buffers
+    def __init__(self, site: SiteBuffers) -> None:
+        """No sample has gates. `site` is any site's buffers."""
+        self._buffers = buffers = site.gates
+        self.row_sums = RowSums(site)
         count = len(buffers.states)
         self._ranges = RangeAllocator(1, count)
         self._counts = np.zeros(count, np.int64)
@@ -111,31 +115,47 @@ class GateStates:
         """States in use."""
         return int(self._sizes.sum())
 
-    def acquire(self, numbers: Sequence[int], gates: Sequence[Gate], columns: int) -> int:
+    def acquire(
+        self,
+        numbers: Sequence[int],
+        gates: Sequence[Gate],
+        columns: int,
+        means: Means | None = None,
+    ) -> int:
         """Takes states for the gates of a sample; returns the first, or 0 for no gates.
+
+        A sample with sums of rows has a state in any case.
 
         Args:
             numbers: the rows of their table.
             gates: the gates.
             columns: how many columns the sample uses, also if it has no gates.
+            means: what is read of means of rows; None: nothing.
 
         Raises:
             Exhausted: too few are free.
         """
         self._columns = max(self._columns, columns)
-        if not gates:
+        if not gates and means is None:
             return 0
         sizes = list(map(states_of, gates))
-        start = self._ranges.take(sum(sizes))
+        size = max(1, sum(sizes))
+        start = self._ranges.take(size)
         if start is None:
             raise Exhausted("every state of gates is in use")
+        if means is not None:
+            try:
+                self.row_sums.acquire(start, means)
+            except Exhausted:
+                self._ranges.give(start, size)
+                raise
         self._samples = None
-        self._counts[start], self._sizes[start] = len(gates), sum(sizes)
+        self._counts[start], self._sizes[start] = len(gates), size
         self._gates[start : start + len(gates)] = numbers
         self._one_term[start : start + len(gates)] = [len(gate.columns) == 1 for gate in gates]
         self._late[start : start + len(gates)] = [gate.late > 0 for gate in gates]
         self._next[start] = 0
-        self._stale += range(start, start + sum(sizes))
+        self._stale += range(start, start + size)
         record = start + len(gates)
         for state, (gate, size) in enumerate(zip(gates, sizes, strict=True), start):
             if gate.recorded:
@@ -149,6 +169,7 @@ class GateStates:
             self._samples = None
             for state in range(start, start + int(self._counts[start])):
                 self._records.pop(state, None)
+            self.row_sums.release(start)
             self._ranges.give(start, int(self._sizes[start]))
             self._counts[start] = self._sizes[start] = 0
 
@@ -164,9 +185,11 @@ class GateStates:
             repeated: whether the last step was prepared here, each of its tokens has the same
                 state and program in this step, and its position is the next.
         """
-        if repeated:
+        # Programs write the same columns in each step, but numbers of means in one step alone.
+        if repeated and not self.row_sums.read_any:
             self._advance()
             return
+        self.row_sums.read_any = False
         self._last_folds = None
         if states.any():  # otherwise no kernel reads what `_write` copies
             samples = self._samples
@@ -175,6 +198,8 @@ class GateStates:
             firsts = positions[samples.begins]
             self._clear(samples.gated, firsts)
             self._next[samples.gated] = firsts + samples.counts
+            if samples.summed:
+                self.row_sums.begin(samples.gated, firsts, samples.begins, samples.counts)
             self._last_folds = self._write(samples, positions)
         self.folds = self._last_folds
         self._buffers.readings[: len(states), : self._columns].fill_(torch.nan)
@@ -183,11 +208,16 @@ class GateStates:
         """Prepares a step that repeats the last one. The device already has its data."""
         self.folds = self._last_folds
         if self.folds is not None:
-            assert self._samples is not None, "its samples keep their states"
-            self._next[self._samples.gated] += 1
+            samples = self._samples
+            assert samples is not None, "its samples keep their states"
+            if samples.summed:
+                firsts = self._next[samples.gated]
+                self.row_sums.begin(samples.gated, firsts, samples.begins, samples.counts)
+            self._next[samples.gated] += 1
 
     def end(self) -> None:
         """Folds the readings of the step, once its forward pass was launched."""
+        self.row_sums.end()
         folds, self.folds = self.folds, None
         if folds is None or not len(folds):
             return
@@ -205,9 +235,9 @@ class GateStates:
         own = states[begins]
         gated = own > 0
         samples = own[gated], begins[gated], counts[gated]
-        return _Samples(
-            states, numbers, np.repeat(begins, counts), *samples, self._folds_of(*samples)
-        )
+        summed = bool((self.row_sums.first[own] > 0).any())
+        folds = self._folds_of(*samples)
+        return _Samples(states, numbers, np.repeat(begins, counts), *samples, folds, summed)
 
     def _write(self, samples: _Samples, positions: Int64) -> torch.Tensor:
         """Copies what the step needs to the device; returns its folds there."""
@@ -226,6 +256,7 @@ class GateStates:
         tokens[:, TokenColumn.STATE] = samples.states
         tokens[:, TokenColumn.FIRST] = samples.firsts
         tokens[:, TokenColumn.POSITION] = positions
+        tokens[:, TokenColumn.ROW_SUM] = self.row_sums.first[samples.states]
         self._buffers.step[start:end].copy_(host[start:end], non_blocking=True)
         copied = None
         if self._cuda:
@@ -237,6 +268,7 @@ class GateStates:
     def _clear(self, starts: Int64, positions: Int64) -> None:
         """Clears new states, and those of samples that compute positions again."""
         again = starts[positions < self._next[starts]]
+        self.row_sums.clear(again)
         if not len(again) and not self._stale:
             return
         stale, self._stale = self._stale, []

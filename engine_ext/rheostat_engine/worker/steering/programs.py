@@ -59,11 +59,11 @@ class _Numbers(NamedTuple):
     """What a step uses."""
 
     first: int
-    """Its row, direction or gate."""
+    """Its row, direction, gate or sum of rows."""
     second: int = 0
     """Its mask, the settings of a readout, or whether a gate has a single term."""
     write: int = 0
-    """The direction along which it moves x, if it is another than it reads."""
+    """The direction along which it moves x, if it is another than it reads. READ_MEAN: the sum."""
 
 
 class _NewSteps(NamedTuple):
@@ -121,14 +121,16 @@ class Programs:
     def ints(self) -> torch.Tensor:
         """[steps, INTS] int32.
 
-        Kind; row, direction or gate; next step; whether it is measured; mask row, the settings of a
-        readout (see `settings_of`), or whether a gate has a single term; what `_factors` returns;
-        the direction along which a pull moves x, if it is another. 0 means that there is no next
-        step, no mask, nothing that multiplies the strength, or no other direction.
+        Kind; row, direction, gate, or index of a sum of rows; next step; whether it is measured;
+        mask row, the settings of a readout (see `settings_of`), or whether a gate has a single
+        term; what `_factors` returns; the direction along which a pull moves x, if it is another. 0
+        means that there is no next step, no mask, nothing that multiplies the strength, or no other
+        direction.
 
         Readings are the last steps of a chain. A reading is never measured and moves nothing. In
-        place of these two integers it has the numbers of the second and the third step after it,
-        so that the kernel can load four readings at once.
+        place of these two integers `Kind.READ` has the numbers of the second and the third step
+        after it, so that the kernel can load four readings at once. `Kind.READ_MEAN` has the
+        position at which it reads, and the index of the sum.
         """
         return self._ints.tensor
 
@@ -318,7 +320,10 @@ class Programs:
         behind = [*chain, 0, 0, 0]
         for at, (step, used) in enumerate(zip(program, numbers, strict=True)):
             following, third, fourth = behind[at + 1 : at + 4]
-            if step.reading is None:
+            if step.kind is Kind.READ_MEAN:
+                assert step.reading is not None, "it reads"
+                third, fourth = step.reading.mean_at, used.write
+            elif step.kind is not Kind.READ:
                 third, fourth = step.last, used.write
             factors = _factors(step)
             new.ints.append([step.kind, used.first, following, third, used.second, factors, fourth])
@@ -330,10 +335,13 @@ class Programs:
         """Adds a use of a step's row, directions or gate, and of its mask; their numbers."""
         if step.opening is not None:
             return _Numbers(self._take_gate(step.opening), int(len(step.opening.columns) == 1))
+        if step.kind is Kind.SUM:
+            assert step.row_sum is not None, "it has one"
+            return _Numbers(step.row_sum)
         if not step.direction:
             mask = self._take_row(step.mask) if step.mask else 0
             return _Numbers(self._take_row(step.addends), mask)
-        read, write = self._take_direction(step.direction, basis), 0
+        read, write = self._take_direction(step.direction, basis), step.row_sum or 0
         if step.write:
             try:
                 write = self._take_direction(step.write, basis)

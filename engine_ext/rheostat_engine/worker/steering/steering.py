@@ -36,6 +36,7 @@ from rheostat_engine.worker.steering.built_tables import BuiltTable, BuiltTables
 from rheostat_engine.worker.steering.doses import DoseFields, Doses, Measures, Norms, SlotRange
 from rheostat_engine.worker.steering.gain_states import GainedTable, GainedTokens, GainStates
 from rheostat_engine.worker.steering.gate_states import GateStates
+from rheostat_engine.worker.steering.row_sums import Means
 from rheostat_engine.worker.steering.token_rules import TokenRules
 from rheostat_engine.worker.steering.vectors import BankError, Exhausted, Vectors
 
@@ -461,8 +462,9 @@ class Steering:
         """Takes the resources that acts need."""
         last = old.parts[-1] if old.parts else Part(0, _NOTHING)
         before = last.plain.built_table
-        kept, table = () if before is None else before.table.gates, steering_of(acts)
-        gated = not kept or table.gates != kept
+        table = steering_of(acts)
+        kept = before is not None and (before.table.gates, before.table.means)
+        gated = not last.gate_state or (table.gates, table.means) != kept
         use, gate_state = self._use(acts, old, measured=measured, gated=gated)
         return Part(first, use, gate_state if gated else last.gate_state)
 
@@ -500,7 +502,10 @@ class Steering:
                 raise Exhausted("every interval that follows a rule about token ids is in use")
             gates = built_table.table.gates if gated else ()
             numbers = self.bank.programs.gate_numbers(gates)
-            gate_state = self.gates.acquire(numbers, gates, built_table.table.columns)
+            table, means = built_table.table, None
+            if gated and table.means:
+                means = Means(len(table.means), -built_table.means_code, table.mean_at)
+            gate_state = self.gates.acquire(numbers, gates, table.columns, means)
         except (BankError, ValueError):
             self.built_tables.release(built_table)
             raise

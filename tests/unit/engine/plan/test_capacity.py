@@ -111,21 +111,27 @@ def test_what_the_ledger_admits_the_worker_can_hold_and_both_count_the_same(
         assert ledger.requests == len(crowd)
 
 
-@given(st.lists(gated_plans(), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 4))
+@given(
+    st.lists(gated_plans(), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 6),
+)
 def test_gates_and_their_states_are_admitted_as_the_worker_has_room_for_them(
-    drawn: list[Plan], gates: int, states: int
+    drawn: list[Plan], gates: int, states: int, sums: int
 ) -> None:
-    room = replace(capacity(), gates=gates, gate_states=states)
+    room = replace(capacity(), gates=gates, gate_states=states, row_sums=sums)
     ledger, crowd = CapacityLedger(room), Crowd(room)
     for number, plan in enumerate(drawn):
         plan = replace(plan, request_id=f"r{number}")
         shortage = ledger.admit(plan, prompt_len=LIMIT, max_step_tokens=LIMIT)
-        if shortage is None or shortage.resource in ("gates", "gate_states"):
+        if shortage is None or shortage.resource in ("gates", "gate_states", "row_sums"):
             assert crowd.add_request(plan) == (shortage is None)
         worker = crowd.worker
         worker.steering.built_tables.collect(1 << 30)
-        held = worker.bank.programs.gates_used, worker.steering.gates.used
-        assert held == (ledger.used("gates"), ledger.used("gate_states"))
+        states_there = worker.steering.gates
+        held = worker.bank.programs.gates_used, states_there.used, states_there.row_sums.used
+        assert held == tuple(map(ledger.used, ("gates", "gate_states", "row_sums")))
     for number in range(len(drawn)):
         ledger.release(f"r{number}")
         crowd.remove_request(f"r{number}")

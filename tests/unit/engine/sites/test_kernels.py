@@ -14,7 +14,7 @@ from triton.compiler.compiler import ASTSource
 
 from rheostat_engine.sites import kernels
 from rheostat_engine.worker import expand_kernel
-from rheostat_engine.worker.steering import gate_kernels
+from rheostat_engine.worker.steering import gate_kernels, readout_kernels
 
 from ..interpreted_kernels import PARTS
 
@@ -76,12 +76,19 @@ def test_the_kernel_of_a_site_can_be_compiled(dtype, residual) -> None:
     floats = dict.fromkeys(["directions_ptr", "floats_ptr", "doses_ptr", *GATE_FLOATS], "*fp32")
     numbers = dict.fromkeys(["gain", "inverse", "limit", "own_limit"], "fp32")
     types = {**own, **floats, **numbers, "residual_ptr": f"*{residual or dtype}"}
+    types["row_sums_ptr"] = "*fp64"
     sizes = {"WIDTH": 100, "BLOCK": 128, "HAS_RESIDUAL": bool(residual)}
     compile_front(kernels._site_kernel, types, sizes)
 
 
 def test_the_kernel_that_folds_readings_can_be_compiled() -> None:
     compile_front(gate_kernels._fold_kernel, dict.fromkeys(GATE_FLOATS, "*fp32"), {})
+
+
+def test_the_kernel_that_reads_means_can_be_compiled() -> None:
+    floats = dict.fromkeys(["directions_ptr", "floats_ptr", "readings_ptr"], "*fp32")
+    types = {**floats, "row_sums_ptr": "*fp64"}
+    compile_front(readout_kernels._read_means_kernel, types, {"WIDTH": 100, "BLOCK": 128})
 
 
 @pytest.mark.parametrize("rules", [False, True])

@@ -277,7 +277,7 @@ async def test_a_request_with_rules_and_a_rule_of_the_watch_takes_gains(starter)
     await watcher.until("applied")
     (plan,) = [one.plan for made in running.backend.update_calls for one in made]
     assert plan.gained
-    assert plan.signals._replace(kept=()) == running.backend.jobs[0].plan.signals
+    assert plan.signals._replace(kept=(), means_kept=False) == running.backend.jobs[0].plan.signals
     running.backend.hold.set()
     assert (await rest(call))[-1].receipt.watches[0].change_count == 1
 

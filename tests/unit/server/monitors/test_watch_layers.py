@@ -283,7 +283,7 @@ async def test_a_layer_leaves_gates_and_rules_of_all_kinds_as_they_are(starter) 
     assert {plan.packed_acts.gate_states for plan in plans} == {0}
     (job,) = running.backend.jobs
     for plan in plans:
-        assert plan.signals._replace(kept=()) == job.plan.signals
+        assert plan.signals._replace(kept=(), means_kept=False) == job.plan.signals
         reads = [[act for act in one.acts if act.kind is Kind.READ] for one in (plan, job.plan)]
         assert reads[0] == reads[1]
     running.backend.hold.set()

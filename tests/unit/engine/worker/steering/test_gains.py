@@ -51,7 +51,7 @@ def with_gains(plan: Plan) -> Plan:
         for index, act in enumerate(plan.acts)
     ]
     table = plan.packed_acts.table
-    kept = Signals(kept=() if table is None else table.gates)
+    kept = Signals(kept=() if table is None else table.gates, means_kept=True)
     return Plan("gains", tuple(acts), signals=kept, gained=True)
 
 

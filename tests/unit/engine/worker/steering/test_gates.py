@@ -34,7 +34,7 @@ from rheostat_engine.plan.tables import steering_table
 from rheostat_engine.plan.wire import steering_from, steering_to
 from rheostat_engine.sites import reference
 from rheostat_engine.worker.runtime import UpdateResult
-from rheostat_engine.worker.state.buffers import FoldColumn, GateBuffers, TokenColumn
+from rheostat_engine.worker.state.buffers import FoldColumn, GateBuffers, SiteBuffers, TokenColumn
 from rheostat_engine.worker.steering import gate_states
 from rheostat_engine.worker.steering.gate_reference import fold_step
 from rheostat_engine.worker.steering.gate_states import GateStates
@@ -175,12 +175,13 @@ def test_gates_go_on_as_if_acts_beside_them_had_not_changed(data: st.DataObject)
     plan = data.draw(gated_plans("r"))
     table = plan.pack().packed_acts.table
     assert table is not None
-    kept = Signals(kept=table.gates)
+    kept = Signals(kept=table.gates, means_kept=True)
     reads = tuple(act for act in plan.acts if act.reading is not None)
     behind = [act for act in plan.acts if act.gate is not None]
     worker = Worker(capacity(slots=512))
     worker.add_request("v", plan)
-    held = worker.steering.gates.used
+    states = worker.steering.gates
+    held = states.used, states.row_sums.used
     expected, done, furthest, length = plan, 0, 0, data.draw(st.integers(2, LIMIT + 4), "length")
     changes = data.draw(st.integers(1, 3), "changes")
     while done < length:
@@ -194,10 +195,10 @@ def test_gates_go_on_as_if_acts_beside_them_had_not_changed(data: st.DataObject)
             left = [act for act in behind if data.draw(st.integers(0, 3), "stays")]
             new = (*data.draw(st.lists(acts(), max_size=2), "new"), *left, *reads)
             update = Plan("r", new, signals=kept).pack()
-            assert update.packed_acts.gate_states == 0
+            assert update.packed_acts.gate_states == update.packed_acts.row_sums == 0
             found = worker.runtime.update_steering("r", update.to_wire(), 0)
             assert found == UpdateResult(done, "")
-            assert worker.steering.gates.used == held
+            assert (states.used, states.row_sums.used) == held
             expected = update_steering(expected, new, done)
         elif data.draw(st.integers(0, 8), "preempt") == 8:
             worker.runtime.preempt("v")
@@ -294,7 +295,8 @@ def test_folds_begin_at_a_multiple_of_16_bytes_and_end_before_the_tokens(
 ) -> None:
     table = (torch.from_numpy(rows)[None].repeat(2, 1, 1) for rows in gate_rows(mean_gate(0)))
     buffers = GateBuffers.allocate(6, states, *table)
-    samples = GateStates(buffers)
+    empty = torch.zeros(0)
+    samples = GateStates(SiteBuffers(*[empty] * 7, buffers, empty, empty))
     start = samples.acquire([1] * gates, [mean_gate(0)] * gates, 1)
     samples.begin(np.full(3, start), np.zeros(3, np.int64), np.arange(7, 10))
     folds = samples.folds
@@ -305,7 +307,7 @@ def test_folds_begin_at_a_multiple_of_16_bytes_and_end_before_the_tokens(
     assert folds.data_ptr() + folds.numel() * size <= buffers.tokens.data_ptr()
     assert folds[:, FoldColumn.NUMBER].tolist() == list(range(gates))
     assert set(folds[:, FoldColumn.POSITION].tolist()) == {7}
-    assert buffers.tokens[:3].tolist() == [[start, 0, 7], [start, 0, 8], [start, 0, 9]]
+    assert buffers.tokens[:3].tolist() == [[start, 0, at, 0] for at in (7, 8, 9)]
 
 
 def test_acts_with_other_gates_take_states_of_their_own() -> None:

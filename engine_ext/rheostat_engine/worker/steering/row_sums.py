@@ -1,0 +1,129 @@
+"""Sums of rows of prompts, of whose means numbers are read.
+
+The forward pass adds the rows that a reading selects to a sum of the sample, at the reading's site.
+Once the last prompt token is computed, the number is read of the sum: in the forward pass at the
+first site at which a gate needs it, and for all other uses after the forward pass.
+
+Why the number is not read where the rows are
+    A site computes all tokens of a step at once, and each token's row has a program of its own. So
+    no program at the site can see the complete sum. The programs of a later site, and all kernels
+    after the forward pass, can.
+Why float64
+    Programs add their rows in any order. In float64 the order changes a sum only beyond the digits
+    that float32 keeps. So a prompt gives the same number, whatever chunks it is computed in.
+
+Invariants: a sum is zero before its sample computes its first token, also if the sample computes
+positions again. It computes all that is read then, because the prefix cache holds back no row that
+is read. A sample has all its sums, or none.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rheostat_engine.plan.gates import NEVER
+from rheostat_engine.worker.state.buffers import SiteBuffers
+from rheostat_engine.worker.state.device_table import to_device
+from rheostat_engine.worker.state.id_allocators import RangeAllocator
+from rheostat_engine.worker.state.position_functions import Int64
+from rheostat_engine.worker.steering.readout_reference import read_means
+from rheostat_engine.worker.steering.vectors import Exhausted
+
+
+class Means(NamedTuple):
+    """The numbers that are read of the means of a plan."""
+
+    sums: int
+    """How many. A sample needs a sum for each."""
+    step: int
+    """The first step of the program that reads them."""
+    position: int
+    """At which they are read: that of the last prompt token."""
+
+
+class RowSums:
+    """The sums of all samples, by the state of a sample's first gate; see `GateStates`."""
+
+    def __init__(self, site: SiteBuffers) -> None:
+        """No sample has sums. `site` is any site's buffers."""
+        self._site = site
+        states = len(site.gates.states)
+        self._ranges = RangeAllocator(1, len(site.gates.row_sums))
+        self.first = np.zeros(states, np.int64)
+        """A sample's first sum; 0: it has none."""
+        self._counts = np.zeros(states, np.int64)
+        self._steps = np.zeros(states, np.int64)
+        self._positions = np.full(states, NEVER, np.int64)
+        """See `Means`."""
+        self._stale: list[int] = []
+        """Sums that were used by other samples before."""
+        self._due: torch.Tensor | None = None
+        """[n, 2] int32: tokens of this step at which numbers are read, each with a program."""
+        self.read_any = False
+        """Whether the last step read a number, which no later step must find again."""
+
+    @property
+    def used(self) -> int:
+        """Sums in use."""
+        return int(self._counts.sum())
+
+    def acquire(self, state: int, means: Means) -> None:
+        """Takes sums for a sample.
+
+        Raises:
+            Exhausted: too few are free.
+        """
+        start = self._ranges.take(means.sums)
+        if start is None:
+            raise Exhausted("every sum of rows is in use")
+        self.first[state], self._counts[state] = start, means.sums
+        self._steps[state], self._positions[state] = means.step, means.position
+        self._stale += range(start, start + means.sums)
+
+    def release(self, state: int) -> None:
+        """Frees the sums of a sample, if it has any."""
+        if self.first[state]:
+            self._ranges.give(int(self.first[state]), int(self._counts[state]))
+            self.first[state] = self._counts[state] = 0
+            self._positions[state] = NEVER
+
+    def clear(self, again: Int64) -> None:
+        """Clears new sums, and those of samples, [n] states, that compute positions again."""
+        stale, self._stale = self._stale, []
+        for state in again[self.first[again] > 0].tolist():
+            start = int(self.first[state])
+            stale += range(start, start + int(self._counts[state]))
+        if stale:
+            sums = self._site.gates.row_sums
+            sums.index_fill_(0, to_device(torch.tensor(stale), sums.device), 0.0)
+
+    def begin(self, states: Int64, positions: Int64, tokens: Int64, counts: Int64) -> None:
+        """Prepares a step.
+
+        Args:
+            states: [n]: of samples.
+            positions: [n]: of the first token of each.
+            tokens: [n]: the index of this token in the step.
+            counts: [n]: the number of its tokens.
+        """
+        self._due, self.read_any = None, False
+        at = self._positions[states] - positions
+        (due,) = np.nonzero((at >= 0) & (at < counts))
+        if len(due):
+            self.read_any = True
+            rows = np.stack([tokens[due] + at[due], self._steps[states[due]]], axis=1)
+            host = torch.from_numpy(rows.astype(np.int32))
+            self._due = to_device(host, self._site.gates.row_sums.device)
+
+    def end(self) -> None:
+        """Reads the numbers of means that are complete, once the forward pass was launched."""
+        due, self._due = self._due, None
+        if due is None:
+            return
+        if not due.is_cuda:
+            read_means(self._site, due[:, 0].long(), due[:, 1].long())
+            return
+        from rheostat_engine.worker.steering.readout_kernels import launch_read_means
+
+        launch_read_means(self._site, due)
