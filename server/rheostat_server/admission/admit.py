@@ -69,12 +69,13 @@ from rheostat_server.steering.estimates import (
     estimate_probes,
     estimate_steering,
 )
-from rheostat_server.steering.gates import Probe, refuse_unused_probes, resolve_probes
+from rheostat_server.steering.gates import refuse_unused_probes
 from rheostat_server.steering.interventions import (
     Intervention,
     check_sums,
     resolve_steering,
 )
+from rheostat_server.steering.probes import Probe, resolve_probes
 from rheostat_server.steering.rules import (
     Rule,
     check_rule_count,

@@ -40,8 +40,8 @@ from rheostat_server.limits import (
 from rheostat_server.monitors.parts import WatchPart
 from rheostat_server.monitors.watch import Watch
 from rheostat_server.selectors.selection import SelectionContext
-from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import Intervention
+from rheostat_server.steering.probes import Probe
 from rheostat_server.steering.rules import SignalPlan
 from rheostat_server.vectors.store import Lookups, Name, Vector, VectorStore
 from rheostat_wire.v1 import capture_pb2, generation_service_pb2, selector_pb2, steering_pb2

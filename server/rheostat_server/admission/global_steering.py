@@ -27,13 +27,7 @@ from rheostat_server.selectors.selection import (
     typical_context,
 )
 from rheostat_server.steering.estimates import PromptWork, estimate_probes, estimate_steering
-from rheostat_server.steering.gates import (
-    Probe,
-    gate_probe_names,
-    refuse_unused_probes,
-    resolve_gate,
-    resolve_probes,
-)
+from rheostat_server.steering.gates import gate_probe_names, refuse_unused_probes, resolve_gate
 from rheostat_server.steering.interventions import (
     INTERVENTION_PATH,
     Intervention,
@@ -41,6 +35,7 @@ from rheostat_server.steering.interventions import (
     resolve_steering,
 )
 from rheostat_server.steering.ops import ResolvedOp, vector_refs
+from rheostat_server.steering.probes import Probe, resolve_probes
 from rheostat_server.steering.rules import (
     Rule,
     check_rule_count,

@@ -13,7 +13,7 @@ from rheostat_engine import Directions, ModelSites, Normalise, Readout
 from rheostat_server import validation
 from rheostat_server.errors import MissingField, NotSupported
 from rheostat_server.limits import PROJECTIONS
-from rheostat_server.steering.readouts import check_norm, read_numbers, resolve_readout
+from rheostat_server.steering.readouts import check_norm, read_numbers, resolve_product
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.tensors import widen
 from rheostat_server.validation import field_path
@@ -112,7 +112,7 @@ def resolve_projection(
     found, settings = [], []
     for index, readout in enumerate(readouts):
         place = f"{field}[{index}]"
-        settings.append(resolve_readout(readout, place))
+        settings.append(resolve_product(readout, place))
         ref = readout.vector if readout.HasField("vector") else None
         found.append(find_vector(ref, vectors, model, field_path(place, "vector")))
     by_layer = [rows_by_layer(vector, layers) for vector in found]

@@ -319,6 +319,8 @@ def _refusal(shortage: Shortage, *, retry_after: float | None, since: str = "") 
         )
     if shortage.resource == "bank_rows":
         advice = "Use fewer distinct configurations, or raise the server's --bank-mib"
+    elif shortage.resource == "row_sums":
+        advice = f"Read means of prompts at fewer sites; the number of {what} is fixed"
     else:
         advice = f"Use fewer different combinations of interventions; the number of {what} is fixed"
     return BankFull(f"{text}. {advice}", field="steering", retry_after=retry_after)

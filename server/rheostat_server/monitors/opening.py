@@ -19,8 +19,8 @@ from rheostat_server.monitors.watch import WatchSettings
 from rheostat_server.selectors.prepared_selection import PreparedSelector
 from rheostat_server.selectors.selection import EVERYTHING, SelectionContext
 from rheostat_server.steering.estimates import estimate_probes, estimate_steering
-from rheostat_server.steering.gates import Probe, resolve_probes
 from rheostat_server.steering.interventions import Intervention, check_sums
+from rheostat_server.steering.probes import Probe, resolve_probes
 from rheostat_server.steering.rules import (
     Rule,
     check_shared_gain,

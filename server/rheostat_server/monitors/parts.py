@@ -19,8 +19,8 @@ from rheostat_server.monitors.watch import Watch
 from rheostat_server.selectors.prepared_selection import TooFragmented
 from rheostat_server.selectors.selection import SelectionContext
 from rheostat_server.steering.controlled import CONTROLLED
-from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import Intervention
+from rheostat_server.steering.probes import Probe
 from rheostat_server.steering.rules import (
     Rule,
     SignalPlan,

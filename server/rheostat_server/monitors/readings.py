@@ -16,9 +16,9 @@ from rheostat_server.limits import OBSERVER_SPANS
 from rheostat_server.selectors.prepared_selection import PreparedSelector
 from rheostat_server.selectors.selection import EVERYTHING, Selection, SelectionContext
 from rheostat_server.selectors.sites import write_site
-from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import Intervention
 from rheostat_server.steering.ops import ResolvedOp
+from rheostat_server.steering.probes import Probe
 from rheostat_server.steering.rules import Rule, resolve_rules, steered_by
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import monitor_pb2, receipt_pb2

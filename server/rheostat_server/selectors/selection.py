@@ -88,6 +88,11 @@ class Selection:
         """Number of spans."""
         return len(self.spans) + sum(len(condition.spans) for condition in self.conditions)
 
+    def before(self, end: int) -> "Selection":
+        """The selected positions below `end`, whatever token they have. None is conditional."""
+        spans = [(first, min(last, end)) for first, last in self.spans if first < end]
+        return Selection(tuple(spans))
+
     @cached_property
     def reach(self) -> Spans:
         """Every position that may be selected."""

@@ -21,8 +21,8 @@ from rheostat_server.errors import (
 )
 from rheostat_server.limits import ID_BYTES
 from rheostat_server.selectors.selection import SelectionContext
-from rheostat_server.steering.gates import Probe
 from rheostat_server.steering.interventions import Intervention
+from rheostat_server.steering.probes import Probe
 from rheostat_server.validation import counted
 from rheostat_wire.v1 import gain_pb2, generation_service_pb2
 

@@ -1,4 +1,4 @@
-"""Resolves probes and gates: numbers read of the stream, and steering that acts as far as they say.
+"""Resolves gates: steering that acts as far as probes say.
 
 The engine computes both in the forward pass. Therefore a gate's probes must read at sites before
 all sites at which its interventions act, unless it is decided by the prompt and acts on later
@@ -7,52 +7,34 @@ tokens; see `_check_late`.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from rheostat_engine import (
-    MAX_COLUMNS,
     MAX_CONDITIONS,
     MAX_TERMS,
     NEVER,
-    Act,
     Combine,
     Form,
     Gate,
     GateCondition,
     Hold,
-    Kind,
     ModelSites,
-    Normalise,
     Point,
     Pool,
-    Reading,
     Site,
 )
-from rheostat_engine.cached_property import cached_property
 from rheostat_server import validation
 from rheostat_server.errors import (
     GateOrder,
     InvalidValue,
     MissingField,
-    ZeroVector,
 )
 from rheostat_server.limits import GATE_TOKENS, ID_BYTES
 from rheostat_server.selectors.selection import (
-    EVERYTHING,
-    Selection,
     SelectionContext,
-    resolve_selector,
 )
-from rheostat_server.selectors.sites import (
-    refuse_double_names,
-    refuse_what_is_no_stream,
-    resolve_sites,
-)
-from rheostat_server.steering.readouts import check_norm, resolve_readout
-from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
+from rheostat_server.steering.probes import Probe
 from rheostat_server.validation import field_path
-from rheostat_server.vectors.store import Vector, VectorView
 from rheostat_wire.v1 import gate_pb2, monitor_pb2, steering_pb2
 
 _POOL = {
@@ -82,140 +64,6 @@ class Held(NamedTuple):
     kind: Hold
     tokens: int = 0
     """Of `Hold.TOKENS`."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A resolved probe: reads a number per site and selected token."""
-
-    name: str
-    path: str
-    sites: tuple[Site, ...]
-    """By layer, then point."""
-    selection: Selection
-    vector: Vector
-    rows: tuple[int, ...]
-    """For each site the row of the vector."""
-    row_layers: tuple[int, ...]
-    """The layer of each row of the vector; empty: neither the request nor a name says it."""
-    reading: Reading
-    """What is read; with the column of the first site."""
-    signals: bool = False
-    """Whether the client gets what it reads."""
-
-    @cached_property
-    def acts(self) -> tuple[Act, ...]:
-        """The act that reads; none if no token is selected."""
-        act = Act(
-            kind=Kind.READ,
-            vectors=(self.vector.digest,),
-            rows=tuple(
-                sorted(
-                    (site.index, (row,)) for site, row in zip(self.sites, self.rows, strict=True)
-                )
-            ),
-            spans=self.selection.spans,
-            conditions=self.selection.conditions,
-            reading=self.reading,
-        )
-        return (act,) if act.spans or act.conditions else ()
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """The columns to which it reads, one per site."""
-        first = self.reading.column
-        return tuple(range(first, first + len(self.sites)))
-
-
-def resolve_probes(
-    probes: Sequence[gate_pb2.Probe],
-    model: ModelSites,
-    context: SelectionContext,
-    vectors: VectorView,
-    columns_taken: int = 0,
-) -> dict[str, Probe]:
-    """Resolves the probes of a request or of the server-wide steering; by name.
-
-    Args:
-        probes: the messages.
-        model: the model's sites.
-        context: what selectors are resolved against.
-        vectors: where vectors are looked up.
-        columns_taken: columns of readings that the server-wide steering takes before them.
-
-    Raises:
-        InvalidArgument: something is malformed, or two probes have one name.
-        FailedPrecondition: the model does not serve a site.
-        NotFound: a vector is not stored, or a name not known.
-        MessageTooLarge: an inline vector is too large.
-    """
-    found: dict[str, Probe] = {}
-    column = columns_taken
-    beside = f", of which the server-wide steering takes {columns_taken}" if columns_taken else ""
-    for index, message in enumerate(probes):
-        path = f"probes[{index}]"
-        probe = _resolve_probe(message, model, context, vectors, column, path)
-        if probe.name in found:
-            raise InvalidValue(
-                f"another probe has the name {probe.name!r}: give each its own",
-                field=field_path(path, "name"),
-            )
-        column += len(probe.sites)
-        validation.check_count(
-            column,
-            MAX_COLUMNS,
-            field_path(path, "sites"),
-            f"readings (probes times their sites{beside})",
-        )
-        found[probe.name] = probe
-    return found
-
-
-def _resolve_probe(
-    message: gate_pb2.Probe,
-    model: ModelSites,
-    context: SelectionContext,
-    vectors: VectorView,
-    column: int,
-    path: str,
-) -> Probe:
-    name = validation.matches(message.name, validation.PROBE_NAME, field_path(path, "name"))
-    if not message.HasField("sites"):
-        raise MissingField("sites are required", field=field_path(path, "sites"))
-    field = field_path(path, "sites")
-    sites = resolve_sites(message.sites, model, field)
-    refuse_what_is_no_stream(sites, field)
-    refuse_double_names(sites, field)
-    if not message.HasField("read"):
-        raise MissingField("a readout is required", field=field_path(path, "read"))
-    read = field_path(path, "read")
-    readout = resolve_readout(message.read, read)
-    ref = message.read.vector if message.read.HasField("vector") else None
-    vector = find_vector(ref, vectors, model, field_path(read, "vector"))
-    row_of = rows_by_layer(vector, sites.layers)
-    rows = tuple(row_of[site.layer] for site in sites.sites)
-    for row in sorted(set(rows)):
-        if vector.vector.peaks[row] == 0:
-            raise ZeroVector(
-                f"row {row} is zero, so the same number would be read of every token",
-                field=field_path(read, "vector"),
-            )
-        if readout.normalise is Normalise.NONE:
-            check_norm(vector.vector, row, field_path(read, "vector"))
-    selection = EVERYTHING
-    if message.HasField("where"):
-        selection = resolve_selector(message.where, context, field_path(path, "where"))
-    return Probe(
-        name,
-        path,
-        sites.sites,
-        selection,
-        vector.vector,
-        rows,
-        vector.row_layers,
-        Reading(*readout, column),
-        message.signals,
-    )
 
 
 def resolve_gate(
@@ -462,6 +310,11 @@ def _condition(
         below = validation.finite(message.below, field_path(path, "below"))
     if message.HasField("for_tokens"):
         for_tokens = _tokens(message.for_tokens, field_path(path, "for_tokens"))
+        if probe.reads_once and for_tokens > 1:
+            raise InvalidValue(
+                f"the probe {probe.name!r} reads one number, of the mean of a prompt's rows",
+                field=field_path(path, "for_tokens"),
+            )
     if combine is not Combine.SUM and not {"above", "below"}.intersection(bounded):
         raise MissingField("at least one of above and below is required", field=path)
     if above >= below:

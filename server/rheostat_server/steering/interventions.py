@@ -25,8 +25,9 @@ from rheostat_server.selectors.sites import (
     write_site,
 )
 from rheostat_server.steering.directions import check_directions
-from rheostat_server.steering.gates import Probe, gate_probe_names, resolve_gate
+from rheostat_server.steering.gates import gate_probe_names, resolve_gate
 from rheostat_server.steering.ops import ResolvedOp, check_served, resolve_op, vector_refs
+from rheostat_server.steering.probes import Probe
 from rheostat_server.steering.replacements import OpContext
 from rheostat_server.tensors import FloatType
 from rheostat_server.validation import field_path

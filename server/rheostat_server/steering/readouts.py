@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rheostat_engine import Activation, Normalise, Readout
 from rheostat_server import validation
-from rheostat_server.errors import InvalidValue, MissingField
+from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import vector_pb2
@@ -22,6 +22,7 @@ _NORMALISE = {
     vector_pb2.NORMALISE_NONE: Normalise.NONE,
     vector_pb2.NORMALISE_UNIT: Normalise.UNIT,
     vector_pb2.NORMALISE_COSINE: Normalise.COSINE,
+    vector_pb2.NORMALISE_PROJECTED_COSINE: Normalise.PROJECTED_COSINE,
 }
 _ACTIVATION = {
     vector_pb2.ACTIVATION_IDENTITY: Activation.IDENTITY,
@@ -76,6 +77,21 @@ def read_numbers(
     return z
 
 
+def resolve_product(readout: vector_pb2.Readout, path: str) -> Readout:
+    """As `resolve_readout`, where numbers are made of the products x.v and the norms |x|.
+
+    Raises:
+        NotSupported: they don't suffice for it.
+    """
+    settings = resolve_readout(readout, path)
+    if settings.normalise is Normalise.PROJECTED_COSINE:
+        raise NotSupported(
+            "NORMALISE_PROJECTED_COSINE is served in probes, bands and scales",
+            field=field_path(path, "normalise"),
+        )
+    return settings
+
+
 def check_pulled(readout: Readout, path: str, *, writes: bool) -> None:
     """Checks that a band or a scale can move x so that what is read changes.
 
@@ -90,8 +106,8 @@ def check_pulled(readout: Readout, path: str, *, writes: bool) -> None:
     if writes:
         return
     problem = ""
-    if readout.normalise is Normalise.COSINE:
-        problem = "NORMALISE_COSINE"
+    if readout.normalise in (Normalise.COSINE, Normalise.PROJECTED_COSINE):
+        problem = f"NORMALISE_{readout.normalise.name}"
     elif readout.activation is Activation.TANH:
         problem = "ACTIVATION_TANH"
     if problem:

@@ -21,15 +21,10 @@ from rheostat_server.runs.store import RunStore
 from rheostat_server.selectors.selection import Selection, SelectionContext
 from rheostat_server.selectors.sites import write_site
 from rheostat_server.steering.gains import check_form, check_indices
-from rheostat_server.steering.gates import (
-    Held,
-    Probe,
-    held_gate,
-    resolve_hold,
-    resolve_rule_gate,
-)
+from rheostat_server.steering.gates import Held, held_gate, resolve_hold, resolve_rule_gate
 from rheostat_server.steering.interventions import Intervention, RuleSteering, resolve_steering
 from rheostat_server.steering.ops import ResolvedOp
+from rheostat_server.steering.probes import Probe
 from rheostat_server.validation import field_path
 from rheostat_server.vectors.store import VectorView
 from rheostat_wire.v1 import monitor_pb2, receipt_pb2

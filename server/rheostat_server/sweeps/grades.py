@@ -19,13 +19,14 @@ from rheostat_server.errors import (
     InvalidValue,
     MissingField,
     NonFinite,
+    NotSupported,
     RheostatError,
     ZeroVector,
 )
 from rheostat_server.limits import GRADES
 from rheostat_server.requests.manager import RequestManager
 from rheostat_server.selectors.sites import resolve_sites, to_wire
-from rheostat_server.steering.readouts import read_numbers, resolve_readout
+from rheostat_server.steering.readouts import read_numbers, resolve_product
 from rheostat_server.steering.vector_lookup import find_vector, rows_by_layer
 from rheostat_server.tensors import widen
 from rheostat_server.validation import field_path
@@ -215,6 +216,11 @@ def _probe_grade(grade: sweep_pb2.Grade, path: str, manager: RequestManager) -> 
     for name in ("sites", "read"):
         if not message.HasField(name):
             raise MissingField("is required", field=field_path(path, name))
+    if message.HasField("rows") and message.rows != gate_pb2.PROBE_ROWS_EACH:
+        raise NotSupported(
+            "a grade reads each row; POOL_MEAN is the mean of what it reads",
+            field=field_path(path, "rows"),
+        )
     selection = resolve_sites(message.sites, model, field_path(path, "sites"))
     if len(selection.sites) != 1:
         raise InvalidValue(
@@ -245,7 +251,7 @@ def _direction(
     path: str,
 ) -> tuple[Numbers, Readout]:
     """The direction that a readout reads with, and its settings."""
-    settings = resolve_readout(readout, path)
+    settings = resolve_product(readout, path)
     field = field_path(path, "vector")
     ref = readout.vector if readout.HasField("vector") else None
     found = find_vector(ref, manager.store.view(), model, field)

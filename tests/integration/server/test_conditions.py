@@ -1,9 +1,9 @@
 """Conditions that are fitted to prompts, and what they decide, against Hugging Face's model.
 
 A condition that is decided at the prompt's end, and steers generated tokens if it holds, decides as
-conditional activation steering (Lee et al., 2024) does, but by the mean of the tokens' cosines.
-CAST's own number, of the mean row and its projection, is not served. Hooks in Hugging Face's model
-read each prompt alone, in float64; the server decides in batches, with a cold and a warm cache.
+conditional activation steering (CAST; Lee et al., 2024) does. It reads CAST's own number, a cosine
+of the prompt's mean row, or the mean of the tokens' cosines. Hooks in Hugging Face's model read
+each prompt alone, in float64; the server decides in batches, with a cold and a warm cache.
 """
 
 from collections.abc import Sequence
@@ -83,6 +83,26 @@ class Reader:
         return float(numbers[-1] if pool == "last" else numbers.mean())
 
 
+def cast_score(rows: Float, c: Float) -> float:
+    """The similarity of a prompt's rows, [tokens, W], with a condition vector, [W].
+
+    As `leash_layer.py` of IBM's activation-steering computes it: the mean of the hidden states is
+    projected with the outer product of c, divided by c.c. Then come tanh and the cosine.
+    """
+    mean = rows.mean(axis=0)
+    projected = np.tanh(np.outer(c, c) / (c @ c) @ mean)
+    return float(mean @ projected / (np.linalg.norm(mean) * np.linalg.norm(projected)))
+
+
+def mean_score(rows: Float, c: Float) -> float:
+    """The cosine of the mean row."""
+    mean = rows.mean(axis=0)
+    return float(mean @ c / (np.linalg.norm(mean) * np.linalg.norm(c)))
+
+
+SCORES = {"projected_cosine": cast_score, "cosine": mean_score}
+
+
 @pytest.fixture(scope="module")
 def reader(reference: HfReference, server: Server):
     with rheostat.connect(server.target) as client:
@@ -142,6 +162,37 @@ def test_a_cosine_of_the_prompt_decides_as_hooks_in_hugging_face(
             assert out.token_ids == never[prompt]
         elif layer > ACT:  # a late gate acts from the first generated token on
             assert out.token_ids == always[prompt]
+
+
+@at_length
+@pytest.mark.parametrize("normalise", SCORES)
+@pytest.mark.parametrize("layer", [READ, LATE])
+def test_the_mean_row_of_the_prompt_decides_as_cast_does(
+    engine: rheostat.Engine, reader: Reader, layer: int, normalise: str
+) -> None:
+    c = 2.5 * unit(8)  # CAST's number does not depend on its length
+    stored = engine.vectors.put(c[None], points="resid_post", layers=layer)
+    probe = rheostat.probe(stored, normalise=normalise, rows="prompt_mean", name="cast")
+    scores = {p: SCORES[normalise](reader.rows(p, layer), c.astype(np.float64)) for p in SOME}
+    bound = middle(list(scores.values()))
+    expected = {prompt: score > bound for prompt, score in scores.items()}
+    assert 0.2 < np.mean(list(expected.values())) < 0.8
+    steering = PUSH.when(rheostat.gate(probe.above(bound, after_prompt=True), hold="rest"))
+    shuffled = [SOME[i] for i in np.random.default_rng(1).permutation(len(SOME))]
+    cold, warm = (decisions(engine, order, steering) for order in (SOME, shuffled))
+    for order, outs in ((SOME, cold), (shuffled, warm)):
+        assert {p: fired(out) for p, out in zip(order, outs, strict=True)} == expected
+    plain = decisions(engine, SOME, PUSH.at(where="generated", layers=ACT, points="resid_post"))
+    unsteered = decisions(engine, SOME, None)
+    for prompt, out, always, never in zip(SOME, cold, plain, unsteered, strict=True):
+        if not expected[prompt]:
+            assert out.token_ids == never.token_ids
+        elif layer > ACT:  # a late gate acts from the first generated token on
+            assert out.token_ids == always.token_ids
+    read = engine.generate(SOME[0], probes=probe, **OPTIONS).signals["cast"]
+    assert np.isnan(read[: -OPTIONS["max_tokens"]]).all()
+    found = read[~np.isnan(read)]
+    np.testing.assert_allclose(found, [scores[SOME[0]]], rtol=1e-4, atol=1e-5)
 
 
 def test_a_fitted_condition_is_that_of_hugging_faces_rows_and_decides_alike(

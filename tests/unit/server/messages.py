@@ -112,6 +112,7 @@ def probe(
     *,
     sites: types_pb2.SiteSet | None = None,
     where: selector_pb2.Selector | None = None,
+    rows: gate_pb2.ProbeRows.ValueType | None = None,
     **read: object,
 ) -> gate_pb2.Probe:
     """A probe at resid_post 0 unless the arguments say otherwise; `read` is of its readout."""
@@ -120,6 +121,7 @@ def probe(
         sites=sites or site_set(types_pb2.POINT_RESID_POST, layers=[0]),
         read=vector_pb2.Readout(vector=direction or tensor(FIRST), **read),
         where=where,
+        rows=rows,
     )
 
 

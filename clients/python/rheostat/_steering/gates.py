@@ -37,12 +37,19 @@ Combine: TypeAlias = Literal["all", "any", "sum", "vote"]
 """How several numbers become one: 1 where all hold, 1 where one holds, their sum, or the fraction
 of them that hold."""
 
+ProbeRows: TypeAlias = Literal["each", "prompt_mean"]
+"""Of which rows a probe reads: of each row that it selects, or once of the mean of those of the
+prompt."""
+
 Hold: TypeAlias = Literal["token", "next_token", "rest", "until_read"] | int
 """How long a gate stays as open as it was at the token that was read. "token": at that token.
 "next_token": at the next one. An integer: at that token, and so many after it. "rest": at that
 token and the rest of the sample. "until_read": until the probe reads again."""
 
 POOLS = {name: gate_pb2.Pool.Value(f"POOL_{name.upper()}") for name in get_args(Pool)}
+PROBE_ROWS = {
+    name: gate_pb2.ProbeRows.Value(f"PROBE_ROWS_{name.upper()}") for name in get_args(ProbeRows)
+}
 COMBINES = {name: gate_pb2.Combine.Value(f"COMBINE_{name.upper()}") for name in get_args(Combine)}
 _PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -60,6 +67,7 @@ class Probe:
     where: Selector
     readout: ReadoutSettings
     given_name: str | None = None
+    rows: ProbeRows = "each"
 
     @property
     def name(self) -> str:
@@ -150,12 +158,15 @@ class Probe:
         return self._message(self.name, path)
 
     def _message(self, name: str, path: str) -> gate_pb2.Probe:
-        return gate_pb2.Probe(
+        message = gate_pb2.Probe(
             name=name,
             sites=site_set(self.points, self.layers),
             where=selector_to_wire(self.where),
             read=self.readout.to_wire(self.vector, self.layers, f"{path}.read"),
         )
+        if self.rows != "each":  # the default, which servers of earlier versions know too
+            message.rows = word(self.rows, PROBE_ROWS, f"{path}.rows")
+        return message
 
 
 def _refuse_comparison(method: str) -> NoReturn:
@@ -352,6 +363,7 @@ def probe(
     normalise: Normalise = "none",
     activation: Activation = "identity",
     theta: float | None = None,
+    rows: ProbeRows = "each",
     name: str | None = None,
     **unknown: Never,
 ) -> Probe:
@@ -366,16 +378,30 @@ def probe(
         layers: where it reads. Default: the vector's layers.
         where: which tokens it reads. Default: every token.
         bias: added to the number.
-        normalise: "unit" divides the number by |v|, "cosine" by |x| |v|.
+        normalise: "unit" divides the number by |v|, "cosine" by |x| |v|. "projected_cosine" is the
+            cosine of x and p = tanh((x.v / v.v) v), element by element.
         activation: what is made of the number.
         theta: the threshold of "jump_relu".
+        rows: "prompt_mean" reads one number, at the last prompt token: of the mean of the rows of
+            all prompt tokens that ``where`` selects. With "projected_cosine" it is the number of
+            conditional activation steering (CAST; Lee et al., 2024).
         name: what errors call it. Default: a name that follows from the other arguments.
         unknown: none. A TypeError for another name says which argument was probably meant.
 
     Raises:
         InvalidRequest: points or layers are missing, or the name is no name.
     """
-    names = ("points", "layers", "where", "bias", "normalise", "activation", "theta", "name")
+    names = (
+        "points",
+        "layers",
+        "where",
+        "bias",
+        "normalise",
+        "activation",
+        "theta",
+        "rows",
+        "name",
+    )
     check_arguments("probe", unknown, names)
     refuse_dose(vector, "probe.vector")
     if not isinstance(vector, Vector):
@@ -396,7 +422,7 @@ def probe(
             f"{name!r} is no name: 1 to 64 of [A-Za-z0-9._-], first a letter or digit",
         )
     readout = ReadoutSettings(bias=bias, normalise=normalise, activation=activation, theta=theta)
-    return Probe(vector, at_points, at_layers, selector_of(where), readout, name)
+    return Probe(vector, at_points, at_layers, selector_of(where), readout, name, rows)
 
 
 def gate(

@@ -15,12 +15,14 @@ from rheostat._selectors import from_wire as selector_from_wire
 from rheostat._steering.gates import (
     COMBINES,
     POOLS,
+    PROBE_ROWS,
     Combine,
     Condition,
     Gate,
     Hold,
     Pool,
     Probe,
+    ProbeRows,
     Ramp,
     Sigmoid,
 )
@@ -31,6 +33,7 @@ from rheostat_wire.v1 import gate_pb2, vector_pb2
 _Word = TypeVar("_Word")
 
 _POOLS: dict[int, Pool] = {value: name for name, value in POOLS.items()}
+_PROBE_ROWS: dict[int, ProbeRows] = {value: name for name, value in PROBE_ROWS.items()}
 _COMBINES: dict[int, Combine] = {value: name for name, value in COMBINES.items()}
 
 
@@ -54,6 +57,7 @@ def read_probe(message: gate_pb2.Probe, path: str, *, name: str | None) -> Probe
         selector_from_wire(message.where, f"{path}.where"),
         read_settings(message.read, f"{path}.read"),
         name,
+        known(_PROBE_ROWS, message.rows, f"{path}.rows") if message.HasField("rows") else "each",
     )
 
 

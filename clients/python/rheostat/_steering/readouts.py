@@ -15,8 +15,10 @@ from rheostat._points import Layers
 from rheostat._steering.vectors import Vector, finite, refuse_dose, row_ref
 from rheostat_wire.v1 import vector_pb2
 
-Normalise: TypeAlias = Literal["none", "unit", "cosine"]
-"""The number that a row x gives along v: x.v, x.v / |v|, or x.v / (|x| |v|)."""
+Normalise: TypeAlias = Literal["none", "unit", "cosine", "projected_cosine"]
+"""The number that a row x gives along v: x.v, x.v / |v|, or x.v / (|x| |v|). "projected_cosine":
+the cosine of x and p = tanh((x.v / v.v) v), element by element, which probes, `clamp` and `scale`
+read."""
 
 Activation: TypeAlias = Literal["identity", "relu", "jump_relu", "tanh"]
 """The function of that number. "jump_relu" is the number where it is above theta, else 0."""

@@ -27,37 +27,39 @@ from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 from rheostat_wire.v1 import vector_pb2 as rheostat_dot_v1_dot_vector__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rheostat/v1/gate.proto\x12\x0brheostat.v1\x1a\x1arheostat/v1/selector.proto\x1a\x17rheostat/v1/types.proto\x1a\x18rheostat/v1/vector.proto\"\xb8\x01\n\x05Probe\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12*\n\x05sites\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12(\n\x04read\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.ReadoutR\x04read\x12+\n\x05where\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x18\n\x07signals\x18\x05 \x01(\x08R\x07signals\"\xbd\x03\n\tCondition\x12\x1d\n\nprobe_name\x18\x01 \x01(\tR\tprobeName\x12*\n\x04pool\x18\x02 \x01(\x0e\x32\x11.rheostat.v1.PoolH\x00R\x04pool\x88\x01\x01\x12>\n\rcombine_sites\x18\x03 \x01(\x0e\x32\x14.rheostat.v1.CombineH\x01R\x0c\x63ombineSites\x88\x01\x01\x12!\n\x0c\x61\x66ter_prompt\x18\x04 \x01(\x08R\x0b\x61\x66terPrompt\x12\x19\n\x05\x61\x62ove\x18\x05 \x01(\x02H\x02R\x05\x61\x62ove\x88\x01\x01\x12\x19\n\x05\x62\x65low\x18\x06 \x01(\x02H\x03R\x05\x62\x65low\x88\x01\x01\x12\"\n\nfor_tokens\x18\x07 \x01(\rH\x04R\tforTokens\x88\x01\x01\x12$\n\x0bstays_above\x18\x08 \x01(\x02H\x05R\nstaysAbove\x88\x01\x01\x12$\n\x0bstays_below\x18\t \x01(\x02H\x06R\nstaysBelow\x88\x01\x01\x42\x07\n\x05_poolB\x10\n\x0e_combine_sitesB\x08\n\x06_aboveB\x08\n\x06_belowB\r\n\x0b_for_tokensB\x0e\n\x0c_stays_aboveB\x0e\n\x0c_stays_below\"\xe4\x02\n\x04Gate\x12\x36\n\nconditions\x18\x01 \x03(\x0b\x32\x16.rheostat.v1.ConditionR\nconditions\x12\x33\n\x07\x63ombine\x18\x02 \x01(\x0e\x32\x14.rheostat.v1.CombineH\x01R\x07\x63ombine\x88\x01\x01\x12\'\n\x04step\x18\x03 \x01(\x0b\x32\x11.rheostat.v1.StepH\x00R\x04step\x12\x30\n\x07sigmoid\x18\x04 \x01(\x0b\x32\x14.rheostat.v1.SigmoidH\x00R\x07sigmoid\x12\'\n\x04ramp\x18\x05 \x01(\x0b\x32\x11.rheostat.v1.RampH\x00R\x04ramp\x12%\n\x04hold\x18\x06 \x01(\x0b\x32\x11.rheostat.v1.HoldR\x04hold\x12\x16\n\x06invert\x18\x07 \x01(\x08R\x06invert\x12\x18\n\x07signals\x18\x08 \x01(\x08R\x07signalsB\x06\n\x04\x66ormB\n\n\x08_combine\"7\n\x04Step\x12!\n\tthreshold\x18\x01 \x01(\x02H\x00R\tthreshold\x88\x01\x01\x42\x0c\n\n_threshold\"k\n\x07Sigmoid\x12!\n\tthreshold\x18\x01 \x01(\x02H\x00R\tthreshold\x88\x01\x01\x12!\n\tsharpness\x18\x02 \x01(\x02H\x01R\tsharpness\x88\x01\x01\x42\x0c\n\n_thresholdB\x0c\n\n_sharpness\"G\n\x04Ramp\x12\x15\n\x03low\x18\x01 \x01(\x02H\x00R\x03low\x88\x01\x01\x12\x17\n\x04high\x18\x02 \x01(\x02H\x01R\x04high\x88\x01\x01\x42\x06\n\x04_lowB\x07\n\x05_high\"\xff\x01\n\x04Hold\x12.\n\x05token\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.HoldTokenH\x00R\x05token\x12;\n\nnext_token\x18\x02 \x01(\x0b\x32\x1a.rheostat.v1.HoldNextTokenH\x00R\tnextToken\x12\x18\n\x06tokens\x18\x03 \x01(\rH\x00R\x06tokens\x12+\n\x04rest\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.HoldRestH\x00R\x04rest\x12;\n\nuntil_read\x18\x05 \x01(\x0b\x32\x1a.rheostat.v1.HoldUntilReadH\x00R\tuntilReadB\x06\n\x04kind\"\x0b\n\tHoldToken\"\x0f\n\rHoldNextToken\"\n\n\x08HoldRest\"\x0f\n\rHoldUntilRead*H\n\x04Pool\x12\x14\n\x10POOL_UNSPECIFIED\x10\x00\x12\r\n\tPOOL_LAST\x10\x01\x12\r\n\tPOOL_MEAN\x10\x02\x12\x0c\n\x08POOL_MAX\x10\x03*g\n\x07\x43ombine\x12\x17\n\x13\x43OMBINE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x43OMBINE_ALL\x10\x01\x12\x0f\n\x0b\x43OMBINE_ANY\x10\x02\x12\x0f\n\x0b\x43OMBINE_SUM\x10\x03\x12\x10\n\x0c\x43OMBINE_VOTE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rheostat/v1/gate.proto\x12\x0brheostat.v1\x1a\x1arheostat/v1/selector.proto\x1a\x17rheostat/v1/types.proto\x1a\x18rheostat/v1/vector.proto\"\xf2\x01\n\x05Probe\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12*\n\x05sites\x18\x02 \x01(\x0b\x32\x14.rheostat.v1.SiteSetR\x05sites\x12(\n\x04read\x18\x03 \x01(\x0b\x32\x14.rheostat.v1.ReadoutR\x04read\x12+\n\x05where\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.SelectorR\x05where\x12\x18\n\x07signals\x18\x05 \x01(\x08R\x07signals\x12/\n\x04rows\x18\x06 \x01(\x0e\x32\x16.rheostat.v1.ProbeRowsH\x00R\x04rows\x88\x01\x01\x42\x07\n\x05_rows\"\xbd\x03\n\tCondition\x12\x1d\n\nprobe_name\x18\x01 \x01(\tR\tprobeName\x12*\n\x04pool\x18\x02 \x01(\x0e\x32\x11.rheostat.v1.PoolH\x00R\x04pool\x88\x01\x01\x12>\n\rcombine_sites\x18\x03 \x01(\x0e\x32\x14.rheostat.v1.CombineH\x01R\x0c\x63ombineSites\x88\x01\x01\x12!\n\x0c\x61\x66ter_prompt\x18\x04 \x01(\x08R\x0b\x61\x66terPrompt\x12\x19\n\x05\x61\x62ove\x18\x05 \x01(\x02H\x02R\x05\x61\x62ove\x88\x01\x01\x12\x19\n\x05\x62\x65low\x18\x06 \x01(\x02H\x03R\x05\x62\x65low\x88\x01\x01\x12\"\n\nfor_tokens\x18\x07 \x01(\rH\x04R\tforTokens\x88\x01\x01\x12$\n\x0bstays_above\x18\x08 \x01(\x02H\x05R\nstaysAbove\x88\x01\x01\x12$\n\x0bstays_below\x18\t \x01(\x02H\x06R\nstaysBelow\x88\x01\x01\x42\x07\n\x05_poolB\x10\n\x0e_combine_sitesB\x08\n\x06_aboveB\x08\n\x06_belowB\r\n\x0b_for_tokensB\x0e\n\x0c_stays_aboveB\x0e\n\x0c_stays_below\"\xe4\x02\n\x04Gate\x12\x36\n\nconditions\x18\x01 \x03(\x0b\x32\x16.rheostat.v1.ConditionR\nconditions\x12\x33\n\x07\x63ombine\x18\x02 \x01(\x0e\x32\x14.rheostat.v1.CombineH\x01R\x07\x63ombine\x88\x01\x01\x12\'\n\x04step\x18\x03 \x01(\x0b\x32\x11.rheostat.v1.StepH\x00R\x04step\x12\x30\n\x07sigmoid\x18\x04 \x01(\x0b\x32\x14.rheostat.v1.SigmoidH\x00R\x07sigmoid\x12\'\n\x04ramp\x18\x05 \x01(\x0b\x32\x11.rheostat.v1.RampH\x00R\x04ramp\x12%\n\x04hold\x18\x06 \x01(\x0b\x32\x11.rheostat.v1.HoldR\x04hold\x12\x16\n\x06invert\x18\x07 \x01(\x08R\x06invert\x12\x18\n\x07signals\x18\x08 \x01(\x08R\x07signalsB\x06\n\x04\x66ormB\n\n\x08_combine\"7\n\x04Step\x12!\n\tthreshold\x18\x01 \x01(\x02H\x00R\tthreshold\x88\x01\x01\x42\x0c\n\n_threshold\"k\n\x07Sigmoid\x12!\n\tthreshold\x18\x01 \x01(\x02H\x00R\tthreshold\x88\x01\x01\x12!\n\tsharpness\x18\x02 \x01(\x02H\x01R\tsharpness\x88\x01\x01\x42\x0c\n\n_thresholdB\x0c\n\n_sharpness\"G\n\x04Ramp\x12\x15\n\x03low\x18\x01 \x01(\x02H\x00R\x03low\x88\x01\x01\x12\x17\n\x04high\x18\x02 \x01(\x02H\x01R\x04high\x88\x01\x01\x42\x06\n\x04_lowB\x07\n\x05_high\"\xff\x01\n\x04Hold\x12.\n\x05token\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.HoldTokenH\x00R\x05token\x12;\n\nnext_token\x18\x02 \x01(\x0b\x32\x1a.rheostat.v1.HoldNextTokenH\x00R\tnextToken\x12\x18\n\x06tokens\x18\x03 \x01(\rH\x00R\x06tokens\x12+\n\x04rest\x18\x04 \x01(\x0b\x32\x15.rheostat.v1.HoldRestH\x00R\x04rest\x12;\n\nuntil_read\x18\x05 \x01(\x0b\x32\x1a.rheostat.v1.HoldUntilReadH\x00R\tuntilReadB\x06\n\x04kind\"\x0b\n\tHoldToken\"\x0f\n\rHoldNextToken\"\n\n\x08HoldRest\"\x0f\n\rHoldUntilRead*X\n\tProbeRows\x12\x1a\n\x16PROBE_ROWS_UNSPECIFIED\x10\x00\x12\x13\n\x0fPROBE_ROWS_EACH\x10\x01\x12\x1a\n\x16PROBE_ROWS_PROMPT_MEAN\x10\x02*H\n\x04Pool\x12\x14\n\x10POOL_UNSPECIFIED\x10\x00\x12\r\n\tPOOL_LAST\x10\x01\x12\r\n\tPOOL_MEAN\x10\x02\x12\x0c\n\x08POOL_MAX\x10\x03*g\n\x07\x43ombine\x12\x17\n\x13\x43OMBINE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x43OMBINE_ALL\x10\x01\x12\x0f\n\x0b\x43OMBINE_ANY\x10\x02\x12\x0f\n\x0b\x43OMBINE_SUM\x10\x03\x12\x10\n\x0c\x43OMBINE_VOTE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat_wire.v1.gate_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOL']._serialized_start=1668
-  _globals['_POOL']._serialized_end=1740
-  _globals['_COMBINE']._serialized_start=1742
-  _globals['_COMBINE']._serialized_end=1845
+  _globals['_PROBEROWS']._serialized_start=1726
+  _globals['_PROBEROWS']._serialized_end=1814
+  _globals['_POOL']._serialized_start=1816
+  _globals['_POOL']._serialized_end=1888
+  _globals['_COMBINE']._serialized_start=1890
+  _globals['_COMBINE']._serialized_end=1993
   _globals['_PROBE']._serialized_start=119
-  _globals['_PROBE']._serialized_end=303
-  _globals['_CONDITION']._serialized_start=306
-  _globals['_CONDITION']._serialized_end=751
-  _globals['_GATE']._serialized_start=754
-  _globals['_GATE']._serialized_end=1110
-  _globals['_STEP']._serialized_start=1112
-  _globals['_STEP']._serialized_end=1167
-  _globals['_SIGMOID']._serialized_start=1169
-  _globals['_SIGMOID']._serialized_end=1276
-  _globals['_RAMP']._serialized_start=1278
-  _globals['_RAMP']._serialized_end=1349
-  _globals['_HOLD']._serialized_start=1352
-  _globals['_HOLD']._serialized_end=1607
-  _globals['_HOLDTOKEN']._serialized_start=1609
-  _globals['_HOLDTOKEN']._serialized_end=1620
-  _globals['_HOLDNEXTTOKEN']._serialized_start=1622
-  _globals['_HOLDNEXTTOKEN']._serialized_end=1637
-  _globals['_HOLDREST']._serialized_start=1639
-  _globals['_HOLDREST']._serialized_end=1649
-  _globals['_HOLDUNTILREAD']._serialized_start=1651
-  _globals['_HOLDUNTILREAD']._serialized_end=1666
+  _globals['_PROBE']._serialized_end=361
+  _globals['_CONDITION']._serialized_start=364
+  _globals['_CONDITION']._serialized_end=809
+  _globals['_GATE']._serialized_start=812
+  _globals['_GATE']._serialized_end=1168
+  _globals['_STEP']._serialized_start=1170
+  _globals['_STEP']._serialized_end=1225
+  _globals['_SIGMOID']._serialized_start=1227
+  _globals['_SIGMOID']._serialized_end=1334
+  _globals['_RAMP']._serialized_start=1336
+  _globals['_RAMP']._serialized_end=1407
+  _globals['_HOLD']._serialized_start=1410
+  _globals['_HOLD']._serialized_end=1665
+  _globals['_HOLDTOKEN']._serialized_start=1667
+  _globals['_HOLDTOKEN']._serialized_end=1678
+  _globals['_HOLDNEXTTOKEN']._serialized_start=1680
+  _globals['_HOLDNEXTTOKEN']._serialized_end=1695
+  _globals['_HOLDREST']._serialized_start=1697
+  _globals['_HOLDREST']._serialized_end=1707
+  _globals['_HOLDUNTILREAD']._serialized_start=1709
+  _globals['_HOLDUNTILREAD']._serialized_end=1724
 # @@protoc_insertion_point(module_scope)

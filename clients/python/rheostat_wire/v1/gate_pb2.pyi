@@ -25,6 +25,40 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ProbeRows:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProbeRowsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProbeRows.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROBE_ROWS_UNSPECIFIED: _ProbeRows.ValueType  # 0
+    """Refused with REASON_UNKNOWN_ENUM."""
+    PROBE_ROWS_EACH: _ProbeRows.ValueType  # 1
+    """Of the row of each selected token, at that token."""
+    PROBE_ROWS_PROMPT_MEAN: _ProbeRows.ValueType  # 2
+    """Of the mean of the rows of all selected prompt tokens: one number for each site, at the last
+    prompt token. Generated tokens don't count. If the probe selects no prompt token, it reads
+    nothing. Sums of rows are float64, so neither chunks nor batches change the number. Each site
+    and sample takes a row of device memory; if too few are free, the request waits, or is refused
+    with REASON_BANK_FULL.
+    """
+
+class ProbeRows(_ProbeRows, metaclass=_ProbeRowsEnumTypeWrapper):
+    """Of which rows a probe reads numbers."""
+
+PROBE_ROWS_UNSPECIFIED: ProbeRows.ValueType  # 0
+"""Refused with REASON_UNKNOWN_ENUM."""
+PROBE_ROWS_EACH: ProbeRows.ValueType  # 1
+"""Of the row of each selected token, at that token."""
+PROBE_ROWS_PROMPT_MEAN: ProbeRows.ValueType  # 2
+"""Of the mean of the rows of all selected prompt tokens: one number for each site, at the last
+prompt token. Generated tokens don't count. If the probe selects no prompt token, it reads
+nothing. Sums of rows are float64, so neither chunks nor batches change the number. Each site
+and sample takes a row of device memory; if too few are free, the request waits, or is refused
+with REASON_BANK_FULL.
+"""
+Global___ProbeRows: _TypeAlias = ProbeRows  # noqa: Y015
+
 class _Pool:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -106,12 +140,15 @@ class Probe(_message.Message):
     READ_FIELD_NUMBER: _builtins.int
     WHERE_FIELD_NUMBER: _builtins.int
     SIGNALS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Conditions and signals name it so. [A-Za-z0-9][A-Za-z0-9._-]{0,63}, unique in its message."""
     signals: _builtins.bool
     """Send what it reads in Signals. Default false. A probe that neither is sent nor read by a gate or a
     rule: REASON_INVALID_VALUE.
     """
+    rows: Global___ProbeRows.ValueType
+    """Of which rows it reads. Default PROBE_ROWS_EACH."""
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
         """Where it reads. With a row of the vector for each layer, as VectorRef has them."""
@@ -132,12 +169,15 @@ class Probe(_message.Message):
         read: _vector_pb2.Readout | None = ...,
         where: _selector_pb2.Selector | None = ...,
         signals: _builtins.bool = ...,
+        rows: Global___ProbeRows.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["read", b"read", "sites", b"sites", "where", b"where"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rows", b"_rows", "read", b"read", "rows", b"rows", "sites", b"sites", "where", b"where"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "read", b"read", "signals", b"signals", "sites", b"sites", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rows", b"_rows", "name", b"name", "read", b"read", "rows", b"rows", "signals", b"signals", "sites", b"sites", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__rows: _TypeAlias = _typing.Literal["rows"]  # noqa: Y015
+    _WhichOneofArgType__rows: _TypeAlias = _typing.Literal["_rows", b"_rows"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rows) -> _WhichOneofReturnType__rows | None: ...
 
 Global___Probe: _TypeAlias = Probe  # noqa: Y015
 

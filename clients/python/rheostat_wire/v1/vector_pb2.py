@@ -26,17 +26,17 @@ from rheostat_wire.v1 import tensor_pb2 as rheostat_dot_v1_dot_tensor__pb2
 from rheostat_wire.v1 import types_pb2 as rheostat_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rheostat/v1/vector.proto\x12\x0brheostat.v1\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xf0\x01\n\tVectorRef\x12\x18\n\x06\x64igest\x18\x01 \x01(\x0cH\x00R\x06\x64igest\x12\x14\n\x04name\x18\x02 \x01(\tH\x00R\x04name\x12-\n\x06inline\x18\x03 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x06inline\x12\x46\n\x0ftoken_direction\x18\x05 \x01(\x0b\x32\x1b.rheostat.v1.TokenDirectionH\x00R\x0etokenDirection\x12\x35\n\nrow_layers\x18\x04 \x01(\x0b\x32\x16.rheostat.v1.LayerListR\trowLayersB\x05\n\x03ref\"{\n\x0eTokenDirection\x12\x1e\n\x08token_id\x18\x01 \x01(\rH\x00R\x07tokenId\x88\x01\x01\x12)\n\x0eminus_token_id\x18\x02 \x01(\rH\x01R\x0cminusTokenId\x88\x01\x01\x42\x0b\n\t_token_idB\x11\n\x0f_minus_token_id\"\x96\x02\n\x07Readout\x12.\n\x06vector\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\x06vector\x12\x17\n\x04\x62ias\x18\x02 \x01(\x02H\x00R\x04\x62ias\x88\x01\x01\x12\x39\n\tnormalise\x18\x03 \x01(\x0e\x32\x16.rheostat.v1.NormaliseH\x01R\tnormalise\x88\x01\x01\x12<\n\nactivation\x18\x04 \x01(\x0e\x32\x17.rheostat.v1.ActivationH\x02R\nactivation\x88\x01\x01\x12\x19\n\x05theta\x18\x05 \x01(\x02H\x03R\x05theta\x88\x01\x01\x42\x07\n\x05_biasB\x0c\n\n_normaliseB\r\n\x0b_activationB\x08\n\x06_theta*d\n\tNormalise\x12\x19\n\x15NORMALISE_UNSPECIFIED\x10\x00\x12\x12\n\x0eNORMALISE_NONE\x10\x01\x12\x12\n\x0eNORMALISE_UNIT\x10\x02\x12\x14\n\x10NORMALISE_COSINE\x10\x03*\x85\x01\n\nActivation\x12\x1a\n\x16\x41\x43TIVATION_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x43TIVATION_IDENTITY\x10\x01\x12\x13\n\x0f\x41\x43TIVATION_RELU\x10\x02\x12\x18\n\x14\x41\x43TIVATION_JUMP_RELU\x10\x03\x12\x13\n\x0f\x41\x43TIVATION_TANH\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rheostat/v1/vector.proto\x12\x0brheostat.v1\x1a\x18rheostat/v1/tensor.proto\x1a\x17rheostat/v1/types.proto\"\xf0\x01\n\tVectorRef\x12\x18\n\x06\x64igest\x18\x01 \x01(\x0cH\x00R\x06\x64igest\x12\x14\n\x04name\x18\x02 \x01(\tH\x00R\x04name\x12-\n\x06inline\x18\x03 \x01(\x0b\x32\x13.rheostat.v1.TensorH\x00R\x06inline\x12\x46\n\x0ftoken_direction\x18\x05 \x01(\x0b\x32\x1b.rheostat.v1.TokenDirectionH\x00R\x0etokenDirection\x12\x35\n\nrow_layers\x18\x04 \x01(\x0b\x32\x16.rheostat.v1.LayerListR\trowLayersB\x05\n\x03ref\"{\n\x0eTokenDirection\x12\x1e\n\x08token_id\x18\x01 \x01(\rH\x00R\x07tokenId\x88\x01\x01\x12)\n\x0eminus_token_id\x18\x02 \x01(\rH\x01R\x0cminusTokenId\x88\x01\x01\x42\x0b\n\t_token_idB\x11\n\x0f_minus_token_id\"\x96\x02\n\x07Readout\x12.\n\x06vector\x18\x01 \x01(\x0b\x32\x16.rheostat.v1.VectorRefR\x06vector\x12\x17\n\x04\x62ias\x18\x02 \x01(\x02H\x00R\x04\x62ias\x88\x01\x01\x12\x39\n\tnormalise\x18\x03 \x01(\x0e\x32\x16.rheostat.v1.NormaliseH\x01R\tnormalise\x88\x01\x01\x12<\n\nactivation\x18\x04 \x01(\x0e\x32\x17.rheostat.v1.ActivationH\x02R\nactivation\x88\x01\x01\x12\x19\n\x05theta\x18\x05 \x01(\x02H\x03R\x05theta\x88\x01\x01\x42\x07\n\x05_biasB\x0c\n\n_normaliseB\r\n\x0b_activationB\x08\n\x06_theta*\x84\x01\n\tNormalise\x12\x19\n\x15NORMALISE_UNSPECIFIED\x10\x00\x12\x12\n\x0eNORMALISE_NONE\x10\x01\x12\x12\n\x0eNORMALISE_UNIT\x10\x02\x12\x14\n\x10NORMALISE_COSINE\x10\x03\x12\x1e\n\x1aNORMALISE_PROJECTED_COSINE\x10\x04*\x85\x01\n\nActivation\x12\x1a\n\x16\x41\x43TIVATION_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x43TIVATION_IDENTITY\x10\x01\x12\x13\n\x0f\x41\x43TIVATION_RELU\x10\x02\x12\x18\n\x14\x41\x43TIVATION_JUMP_RELU\x10\x03\x12\x13\n\x0f\x41\x43TIVATION_TANH\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rheostat_wire.v1.vector_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NORMALISE']._serialized_start=741
-  _globals['_NORMALISE']._serialized_end=841
-  _globals['_ACTIVATION']._serialized_start=844
-  _globals['_ACTIVATION']._serialized_end=977
+  _globals['_NORMALISE']._serialized_start=742
+  _globals['_NORMALISE']._serialized_end=874
+  _globals['_ACTIVATION']._serialized_start=877
+  _globals['_ACTIVATION']._serialized_end=1010
   _globals['_VECTORREF']._serialized_start=93
   _globals['_VECTORREF']._serialized_end=333
   _globals['_TOKENDIRECTION']._serialized_start=335

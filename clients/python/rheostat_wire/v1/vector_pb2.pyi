@@ -33,6 +33,12 @@ class _NormaliseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Normalise.V
     """x.u with u = v / |v|: in units of the stream. A zero v is refused with REASON_ZERO_VECTOR."""
     NORMALISE_COSINE: _Normalise.ValueType  # 3
     """x.v / (|x| |v|): the cosine, -1 to 1."""
+    NORMALISE_PROJECTED_COSINE: _Normalise.ValueType  # 4
+    """x.p / (|x| |p|) with p = tanh((x.v / v.v) v), element by element: the cosine of x and of its
+    projection on v. Of the mean of a prompt's rows (Probe.rows), it is the number of conditional
+    activation steering (Lee et al. 2024). In probes, bands and scales; in projections and grades
+    REASON_NOT_SUPPORTED.
+    """
 
 class Normalise(_Normalise, metaclass=_NormaliseEnumTypeWrapper):
     """What of a vector's and a row's length counts."""
@@ -45,6 +51,12 @@ NORMALISE_UNIT: Normalise.ValueType  # 2
 """x.u with u = v / |v|: in units of the stream. A zero v is refused with REASON_ZERO_VECTOR."""
 NORMALISE_COSINE: Normalise.ValueType  # 3
 """x.v / (|x| |v|): the cosine, -1 to 1."""
+NORMALISE_PROJECTED_COSINE: Normalise.ValueType  # 4
+"""x.p / (|x| |p|) with p = tanh((x.v / v.v) v), element by element: the cosine of x and of its
+projection on v. Of the mean of a prompt's rows (Probe.rows), it is the number of conditional
+activation steering (Lee et al. 2024). In probes, bands and scales; in projections and grades
+REASON_NOT_SUPPORTED.
+"""
 Global___Normalise: _TypeAlias = Normalise  # noqa: Y015
 
 class _Activation:

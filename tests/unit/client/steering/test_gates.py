@@ -56,6 +56,18 @@ def test_a_probe_says_what_it_reads() -> None:
     assert wire.read.normalise == vector_pb2.NORMALISE_COSINE
     assert wire.read.activation == vector_pb2.ACTIVATION_JUMP_RELU
     assert wire.where.include[0].phase == types_pb2.PHASE_PROMPT
+    assert not wire.HasField("rows")
+
+
+def test_a_probe_of_the_mean_says_so() -> None:
+    probe = rheostat.probe(
+        ROW, points="resid_post", layers=1, normalise="projected_cosine", rows="prompt_mean"
+    )
+    wire = probe.to_wire("probes[0]")
+    assert wire.rows == gate_pb2.PROBE_ROWS_PROMPT_MEAN
+    assert wire.read.normalise == vector_pb2.NORMALISE_PROJECTED_COSINE
+    with pytest.raises(rheostat.InvalidRequest, match="rows"):
+        rheostat.probe(ROW, points="resid_post", layers=1, rows="mean").to_wire("probes[0]")  # type: ignore[arg-type]  # no such word
 
 
 def test_a_name_follows_from_what_is_read() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from rheostat_engine import Kind
 from rheostat_server.admission.admit import admit
-from rheostat_server.steering import gates
+from rheostat_server.steering import probes
 from rheostat_wire.v1 import (
     gate_pb2,
     generation_service_pb2,
@@ -102,7 +102,7 @@ async def test_names_of_the_server_and_of_a_request_do_not_meet(running) -> None
 async def test_what_no_longer_fits_beside_the_policy_is_refused_by_its_field(
     running, monkeypatch
 ) -> None:
-    monkeypatch.setattr(gates, "MAX_COLUMNS", 3)
+    monkeypatch.setattr(probes, "MAX_COLUMNS", 3)
     message = request(steer=[gated()], probes=[probe(layers=(0, 1))])
     await generate(running, message)
     await set_policy(running, gated(), probes=[probe(layers=(0, 1))])

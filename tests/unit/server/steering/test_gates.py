@@ -49,6 +49,7 @@ PRE, MID, POST = types_pb2.POINT_RESID_PRE, types_pb2.POINT_RESID_MID, types_pb2
 ATTN, MLP = types_pb2.POINT_ATTN_OUT, types_pb2.POINT_MLP_OUT
 ROUTERS = types_pb2.POINT_ROUTER_LOGITS
 ALWAYS = ((0, OPEN_END),)
+MEAN = gate_pb2.PROBE_ROWS_PROMPT_MEAN
 POST0, POST1 = 4, 8
 """Indices of the sites resid_post 0 and 1."""
 
@@ -135,6 +136,10 @@ def test_each_layer_reads_its_own_row() -> None:
         ({"normalise": vector_pb2.NORMALISE_UNIT}, (Normalise.UNIT, Activation.IDENTITY, 0, 0)),
         ({"normalise": vector_pb2.NORMALISE_COSINE}, (Normalise.COSINE, Activation.IDENTITY, 0, 0)),
         (
+            {"normalise": vector_pb2.NORMALISE_PROJECTED_COSINE},
+            (Normalise.PROJECTED_COSINE, Activation.IDENTITY, 0, 0),
+        ),
+        (
             {"activation": vector_pb2.ACTIVATION_RELU, "bias": 0.5},
             (Normalise.NONE, Activation.RELU, 0.5, 0),
         ),
@@ -148,6 +153,42 @@ def test_each_layer_reads_its_own_row() -> None:
 def test_every_readout_is_read(fields, expected) -> None:
     read = admitted(gated(probes=[probe(**fields)])).plan.acts[-1]
     assert read.reading == Reading(*expected, column=0)
+
+
+@pytest.mark.parametrize(
+    ("where", "spans"),
+    [
+        (None, ((0, 3),)),
+        (PROMPT, ((0, 3),)),
+        (window(1, None), ((1, 3),)),
+        (window(0, 1), ((0, 1),)),
+    ],
+)
+def test_a_mean_is_read_once_of_the_selected_prompt_tokens(where, spans) -> None:
+    chosen = None if where is None else selector(where)
+    one = probe(where=chosen, rows=MEAN, normalise=vector_pb2.NORMALISE_PROJECTED_COSINE)
+    plan = admitted(gated(probes=[one])).plan
+    read = plan.acts[-1]
+    assert (read.kind, read.spans, read.conditions) == (Kind.READ, spans, ())
+    expected = Reading(Normalise.PROJECTED_COSINE, Activation.IDENTITY, 0, 0, 0, mean_at=2)
+    assert read.reading == expected
+    assert (plan.packed_acts.row_sums, plan.packed_acts.gate_states) == (1, 1)
+    each = admitted(gated(probes=[probe(rows=gate_pb2.PROBE_ROWS_EACH)])).plan
+    assert each.acts[-1].reading == Reading(Normalise.NONE, Activation.IDENTITY, 0, 0, 0)
+    assert each.packed_acts.row_sums == 0
+
+
+def test_a_mean_of_generated_tokens_reads_nothing() -> None:
+    one = probe(where=selector(GENERATED), rows=MEAN)
+    assert [act.kind for act in admitted(gated(probes=[one])).plan.acts] == [Kind.ADD]
+
+
+def test_a_mean_that_no_gate_reads_is_sent() -> None:
+    one = probe(rows=MEAN)
+    one.signals = True
+    plan = admitted(request(probes=[one])).plan
+    assert (plan.signals.readings, plan.packed_acts.row_sums) == (1, 1)
+    assert plan.packed_acts.gate_states == 1
 
 
 @pytest.mark.parametrize(
@@ -292,12 +333,19 @@ def test_a_wrong_gate_is_refused_by_field(with_gate, error, field) -> None:
         ([probe(bias=math.nan)], errors.NonFinite, "probes[0].read.bias"),
         ([probe(theta=1.0)], errors.InvalidValue, "probes[0].read.theta"),
         ([probe(normalise=9)], errors.UnknownEnum, "probes[0].read.normalise"),
+        ([probe(rows=0)], errors.UnknownEnum, "probes[0].rows"),
+        ([probe(rows=9)], errors.UnknownEnum, "probes[0].rows"),
         ([probe(where=selector())], errors.EmptySelector, "probes[0].where"),
         ([probe(), probe("spare")], errors.InvalidValue, "probes[1]"),
     ],
 )
 def test_a_wrong_probe_is_refused_by_field(probes, error, field) -> None:
     assert refused(gated(probes=probes)) == (error, field)
+
+
+def test_several_tokens_of_a_number_that_is_read_once_are_refused() -> None:
+    message = gated(gate(above(1.0, for_tokens=2)), [probe(rows=MEAN)])
+    assert refused(message) == (errors.InvalidValue, f"{FIRST_CONDITION}.for_tokens")
 
 
 REST = gate_pb2.Hold(rest=gate_pb2.HoldRest())

@@ -25,6 +25,7 @@ DOWN = tensor(-np.ones((1, WIDTH), np.float32))
 ZERO = tensor(np.zeros((1, WIDTH), np.float32))
 TINY = tensor(np.full((1, WIDTH), 1e-20, np.float32))
 HUGE = tensor(np.full((1, WIDTH), 1e20, np.float32))
+PROJECTED = vector_pb2.NORMALISE_PROJECTED_COSINE
 UNIT, NONE, COSINE = (
     vector_pb2.NORMALISE_UNIT,
     vector_pb2.NORMALISE_NONE,
@@ -103,14 +104,18 @@ BENT = {
     "cosine": {"normalise": COSINE},
     "tanh": {"activation": TANH},
     "both": {"activation": TANH, "normalise": COSINE},
+    "projected cosine": {"normalise": PROJECTED},
 }
 
 
 @pytest.mark.parametrize("said", list(READOUTS | BENT))
 @pytest.mark.parametrize("place", list(PLACES))
 def test_every_readout_is_served_where_a_step_can_reach_it(place, said) -> None:
-    make, path, _ = PLACES[place]
+    make, path, name = PLACES[place]
     read = vector_pb2.Readout(vector=JOY, **(READOUTS | BENT)[said])
+    if place == "projection" and said == "projected cosine":
+        assert refused(make(read)) == (errors.NotSupported, f"{path}.{name}.normalise")
+        return
     if place not in PULLS:
         admitted(make(read))
         return

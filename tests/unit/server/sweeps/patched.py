@@ -148,13 +148,14 @@ def probe(
     sites: types_pb2.SiteSet | None = site_set(POST, layers=[1]),  # noqa: B008  # never changed
     where: selector_pb2.Selector | None = None,
     pool: int | None = None,
+    rows: int | None = None,
     recovered: bool = False,
     **settings: object,
 ) -> sweep_pb2.Grade:
     read = vector_pb2.Readout(**settings)
     if vector is not None:
         read.vector.CopyFrom(tensor(np.array([vector])))
-    message = gate_pb2.Probe(name="p", sites=sites, read=read, where=where)
+    message = gate_pb2.Probe(name="p", sites=sites, read=read, where=where, rows=rows)
     return sweep_pb2.Grade(
         probe=sweep_pb2.ProbeGrade(probe=message, pool=pool), recovered=recovered
     )

@@ -7,6 +7,7 @@ import pytest
 from rheostat_server.sweeps import grid as grids
 from rheostat_server.sweeps import pairs
 from rheostat_wire.v1 import (
+    gate_pb2,
     replace_pb2,
     selector_pb2,
     steering_pb2,
@@ -92,6 +93,14 @@ REFUSED = {
     "probe of zeros": (
         lambda: order(grades=[probe(vector=[0.0] * WIDTH, normalise=vector_pb2.NORMALISE_COSINE)]),
         "grades[0].probe.probe.read.vector",
+    ),
+    "probe of a mean": (
+        lambda: order(grades=[probe(rows=gate_pb2.PROBE_ROWS_PROMPT_MEAN)]),
+        "grades[0].probe.probe.rows",
+    ),
+    "probe of a projected cosine": (
+        lambda: order(grades=[probe(normalise=vector_pb2.NORMALISE_PROJECTED_COSINE)]),
+        "grades[0].probe.probe.read.normalise",
     ),
     "narrow probe": (
         lambda: order(grades=[probe(vector=[1.0])]),
