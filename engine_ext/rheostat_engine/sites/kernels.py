@@ -295,7 +295,7 @@ def _site_kernel(
     directions_ptr,  # [D, W] float32
     ints_ptr,  # [S, INTS] int32
     floats_ptr,  # [S, FLOATS] float32
-    readings_ptr,  # this and the next seven: see `GateBuffers`
+    readings_ptr,  # this and the next eight: see `GateBuffers`
     openness_ptr,
     gains_ptr,
     tokens_ptr,
@@ -303,6 +303,7 @@ def _site_kernel(
     gate_ints_ptr,
     gate_floats_ptr,
     row_sums_ptr,
+    row_sum_names_ptr,
     doses_ptr,  # [C, 4] float32
     ring_ptr,  # [N, W]
     h_stride,
@@ -348,6 +349,7 @@ def _site_kernel(
                 gate_ints_ptr,
                 gate_floats_ptr,
                 row_sums_ptr,
+                row_sum_names_ptr,
                 WIDTH,
                 BLOCK,
             )
@@ -431,6 +433,7 @@ def _site_kernel(
                 readings_ptr,
                 tokens_ptr,
                 row_sums_ptr,
+                row_sum_names_ptr,
                 WIDTH,
                 BLOCK,
             )
@@ -510,6 +513,7 @@ def _tensors_of(site: SiteBuffers) -> FixedTensors:
         gates.ints,
         gates.floats,
         gates.row_sums,
+        gates.row_sum_names,
         site.doses,
         site.ring,
     )

@@ -73,6 +73,7 @@ def mean_differences(
         other = buffers(width, dtype=dtype, codes=none, captured=none, programs=programs)
         ints, floats = gate_rows(Gate((every,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN))
         other.gates.ints[1], other.gates.floats[1] = map(torch.from_numpy, (ints, floats))
+        other.gates.row_sum_names[3] = 2
         site, done = twin(other, device), 0
         for count in chunks:
             for one in (site, other):
@@ -95,8 +96,8 @@ def mean_differences(
         for one, before in zip((site, other), read, strict=True):
             assert torch.equal(one.gates.readings[count, : len(means)].cpu(), before)
             assert one.gates.readings[:count].isnan().all()
-            assert one.gates.row_sums[3, -1] == TOKENS
-            assert not one.gates.row_sums[[0, 1, 2, 4]].any()
+            assert one.gates.row_sums[2, -1] == TOKENS
+            assert not one.gates.row_sums[[0, 1, 3, 4]].any()
         found.append((read[0], read[1]))
     for read_there in found:
         for one, first in zip(read_there, found[0], strict=True):

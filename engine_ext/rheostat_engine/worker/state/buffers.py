@@ -23,6 +23,12 @@ others it would be compiled again, while requests wait. So the tokens of a site 
 multiple, and the folds of a step begin at such a multiple."""
 
 
+_NAMES = 16
+"""Names for each sum of rows. First-fit allocation of ranges of up to 256 names (`MAX_COLUMNS`)
+then never fails for fragmentation while sums are free: it needs at most 8 times what is in use
+(Robson, 1977)."""
+
+
 class FoldColumn(IntEnum):
     """Columns of the folds of a step. A fold is one gate of one sample; see `fold_step`."""
 
@@ -74,6 +80,8 @@ class GateBuffers(NamedTuple):
     row_sums: torch.Tensor
     """[sums, W + 1] float64: sums of rows of samples, and how many rows each has. Float64, so that
     the order in which rows are added does not show. Sum 0 belongs to no sample."""
+    row_sum_names: torch.Tensor
+    """[names] int32: the sums of each sample, one after the other. Name 0 belongs to no sample."""
 
     @classmethod
     def allocate(
@@ -111,6 +119,7 @@ class GateBuffers(NamedTuple):
             ints=ints,
             floats=floats,
             row_sums=torch.zeros(row_sums + 1, width + 1, dtype=torch.float64, device=device),
+            row_sum_names=torch.zeros(_NAMES * row_sums + 1, dtype=torch.int32, device=device),
         )
 
 
@@ -125,7 +134,7 @@ class TokenColumn(IntEnum):
     """The token's position. After a step, the next token's, if the sample had one token and
     gates."""
     ROW_SUM = 3
-    """The sample's first sum of rows; 0: it has none."""
+    """The name of the sample's first sum of rows; 0: it has none."""
 
 
 class SiteBuffers(NamedTuple):

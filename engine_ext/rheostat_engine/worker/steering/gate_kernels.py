@@ -476,6 +476,7 @@ def open_gates(
     gate_ints_ptr,
     gate_floats_ptr,
     row_sums_ptr,
+    row_sum_names_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -500,6 +501,7 @@ def open_gates(
                         readings_ptr,
                         tokens_ptr,
                         row_sums_ptr,
+                        row_sum_names_ptr,
                         WIDTH,
                         BLOCK,
                     )

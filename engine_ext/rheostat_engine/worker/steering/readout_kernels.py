@@ -84,6 +84,7 @@ def read_row(
     readings_ptr,  # [T, COLUMNS] float32
     tokens_ptr,  # [tokens, 4] int32; see `TokenColumn`
     row_sums_ptr,  # [sums, WIDTH + 1] float64
+    row_sum_names_ptr,  # [names] int32
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -94,7 +95,8 @@ def read_row(
     while (kind == _SUM) | (kind == _READ_ALONE):
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
         if kind == _SUM:
-            row = tl.load(tokens_ptr + token * _PER_TOKEN + _ROW_SUM) + number
+            name = tl.load(tokens_ptr + token * _PER_TOKEN + _ROW_SUM) + number
+            row = tl.load(row_sum_names_ptr + name).to(tl.int64)
             sums = row_sums_ptr + row * (WIDTH + 1)
             tl.atomic_add(sums + column, x.to(tl.float64), mask=inside, sem="relaxed")
             one = tl.full((), 1.0, tl.float64)
@@ -120,13 +122,14 @@ def read_mean(
     readings_ptr,
     tokens_ptr,
     row_sums_ptr,
+    row_sum_names_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Reads the number of a mean at a token. A mean of no rows is not read."""
-    index = tl.load(tokens_ptr + token * _PER_TOKEN + _ROW_SUM)
-    index += tl.load(ints_ptr + step * _INTS + 6)
-    sums = row_sums_ptr + index.to(tl.int64) * (WIDTH + 1)
+    name = tl.load(tokens_ptr + token * _PER_TOKEN + _ROW_SUM)
+    name += tl.load(ints_ptr + step * _INTS + 6)
+    sums = row_sums_ptr + tl.load(row_sum_names_ptr + name).to(tl.int64) * (WIDTH + 1)
     count = tl.load(sums + WIDTH)
     if count > 0:
         column = tl.arange(0, BLOCK)
@@ -150,6 +153,7 @@ def _read_means_kernel(
     readings_ptr,
     tokens_ptr,
     row_sums_ptr,
+    row_sum_names_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -165,6 +169,7 @@ def _read_means_kernel(
             readings_ptr,
             tokens_ptr,
             row_sums_ptr,
+            row_sum_names_ptr,
             WIDTH,
             BLOCK,
         )
@@ -193,6 +198,7 @@ def launch_read_means(site: SiteBuffers, due: torch.Tensor) -> None:
             gates.readings,
             gates.tokens,
             gates.row_sums,
+            gates.row_sum_names,
         ),
         _NONE,
         constants=(width, block),

@@ -42,7 +42,8 @@ def read_rows(
         kinds, numbers, following, _, settings, columns, _ = site.ints[steps].long().unbind(1)
         adds = kinds == Kind.SUM
         if len(own := adds.nonzero().squeeze(1)):
-            sums = gates.tokens[tokens[own], TokenColumn.ROW_SUM].long() + numbers[own]
+            names = gates.tokens[tokens[own], TokenColumn.ROW_SUM] + numbers[own]
+            sums = gates.row_sum_names[names].long()
             rows = torch.cat([x[own].double(), torch.ones(len(own), 1, dtype=torch.float64)], 1)
             gates.row_sums.index_add_(0, sums, rows)
         if len(own := (~adds).nonzero().squeeze(1)):
@@ -91,7 +92,8 @@ def _read_means(site: SiteBuffers, tokens: torch.Tensor, steps: torch.Tensor) ->
     """Reads a number for each token. A mean of no rows is not read."""
     gates = site.gates
     _, numbers, _, _, settings, columns, index = site.ints[steps].long().unbind(1)
-    sums = gates.row_sums[gates.tokens[tokens, TokenColumn.ROW_SUM].long() + index]
+    names = gates.tokens[tokens, TokenColumn.ROW_SUM] + index
+    sums = gates.row_sums[gates.row_sum_names[names].long()]
     means = (sums[:, :-1] / sums[:, -1:]).float()
     read = number_of(means, site.directions[numbers], settings, site.floats[steps])
     unread = gates.readings[tokens, columns - 1]

@@ -11,10 +11,13 @@ Why the number is not read where the rows are
 Why float64
     Programs add their rows in any order. In float64 the order changes a sum only beyond the digits
     that float32 keeps. So a prompt gives the same number, whatever chunks it is computed in.
+Why sums have names
+    A token refers to the first sum of its sample, so the sample's sums must follow one another. But
+    admission counts sums, not gaps. So the names follow one another, and a name costs four bytes.
 
 Invariants: a sum is zero before its sample computes its first token, also if the sample computes
-positions again. It computes all that is read then, because the prefix cache holds back no row that
-is read. A sample has all its sums, or none.
+positions again. It computes all that is read then, because no hit of the prefix cache reaches a row
+that is read. A sample has all its sums, or none.
 """
 
 from typing import NamedTuple
@@ -49,15 +52,17 @@ class RowSums:
         """No sample has sums. `site` is any site's buffers."""
         self._site = site
         states = len(site.gates.states)
-        self._ranges = RangeAllocator(1, len(site.gates.row_sums))
+        self._free = list(range(len(site.gates.row_sums) - 1, 0, -1))
+        self._names = RangeAllocator(1, len(site.gates.row_sum_names))
+        self._sums: dict[int, list[int]] = {}
+        """The sums of each sample."""
         self.first = np.zeros(states, np.int64)
-        """A sample's first sum; 0: it has none."""
-        self._counts = np.zeros(states, np.int64)
+        """The name of a sample's first sum; 0: it has none."""
         self._steps = np.zeros(states, np.int64)
         self._positions = np.full(states, NEVER, np.int64)
         """See `Means`."""
-        self._stale: list[int] = []
-        """Sums that were used by other samples before."""
+        self._new: list[int] = []
+        """Samples whose sums are not named yet, and were used by others before."""
         self._due: torch.Tensor | None = None
         """[n, 2] int32: tokens of this step at which numbers are read, each with a program."""
         self.read_any = False
@@ -66,7 +71,7 @@ class RowSums:
     @property
     def used(self) -> int:
         """Sums in use."""
-        return int(self._counts.sum())
+        return sum(map(len, self._sums.values()))
 
     def acquire(self, state: int, means: Means) -> None:
         """Takes sums for a sample.
@@ -74,29 +79,41 @@ class RowSums:
         Raises:
             Exhausted: too few are free.
         """
-        start = self._ranges.take(means.sums)
-        if start is None:
+        if means.sums > len(self._free):
             raise Exhausted("every sum of rows is in use")
-        self.first[state], self._counts[state] = start, means.sums
+        first = self._names.take(means.sums)
+        if first is None:
+            raise Exhausted("every name of a sum of rows is in use")
+        self._sums[state] = [self._free.pop() for _ in range(means.sums)]
+        self.first[state] = first
         self._steps[state], self._positions[state] = means.step, means.position
-        self._stale += range(start, start + means.sums)
+        self._new.append(state)
 
     def release(self, state: int) -> None:
         """Frees the sums of a sample, if it has any."""
-        if self.first[state]:
-            self._ranges.give(int(self.first[state]), int(self._counts[state]))
-            self.first[state] = self._counts[state] = 0
+        sums = self._sums.pop(state, None)
+        if sums is not None:
+            self._names.give(int(self.first[state]), len(sums))
+            self._free += sums
+            self.first[state] = 0
             self._positions[state] = NEVER
 
     def clear(self, again: Int64) -> None:
         """Clears new sums, and those of samples, [n] states, that compute positions again."""
-        stale, self._stale = self._stale, []
-        for state in again[self.first[again] > 0].tolist():
-            start = int(self.first[state])
-            stale += range(start, start + int(self._counts[state]))
-        if stale:
-            sums = self._site.gates.row_sums
-            sums.index_fill_(0, to_device(torch.tensor(stale), sums.device), 0.0)
+        new, self._new = [state for state in self._new if state in self._sums], []
+        stale = [*new, *again[self.first[again] > 0].tolist()]
+        if not stale:
+            return
+        gates = self._site.gates
+        sums = [number for state in stale for number in self._sums[state]]
+        names = [
+            int(self.first[state]) + index
+            for state in stale
+            for index in range(len(self._sums[state]))
+        ]
+        both = to_device(torch.tensor([names, sums]), gates.row_sums.device)
+        gates.row_sum_names[both[0]] = both[1].int()
+        gates.row_sums.index_fill_(0, both[1], 0.0)
 
     def begin(self, states: Int64, positions: Int64, tokens: Int64, counts: Int64) -> None:
         """Prepares a step.

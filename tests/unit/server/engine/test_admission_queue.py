@@ -12,6 +12,7 @@ from rheostat_server.engine.admission_queue import AdmissionQueue, Reservation
 from rheostat_server.errors import BankFull
 from rheostat_wire.v1 import (
     engine_service_pb2,
+    gate_pb2,
     generation_pb2,
     generation_service_pb2,
     steering_pb2,
@@ -20,7 +21,7 @@ from rheostat_wire.v1 import (
 
 from ..conftest import Refusal, rest
 from ..fakes import ScriptedBackend, sites_with
-from ..messages import GENERATED, add, capture, request, selector, token_range, window
+from ..messages import GENERATED, add, capture, probe, request, selector, token_range, window
 from ..streams import kinds, settled, until
 
 Code = grpc.StatusCode
@@ -115,6 +116,30 @@ async def test_one_that_refuses_to_wait_is_told_when_to_come_again(starter) -> N
     await rest(first)
     again = await running.client.generate(steered(2.0, when_full=REFUSE))
     assert kinds(again)[-1] == "receipt"
+
+
+async def test_means_of_prompts_wait_for_sums_of_rows(starter) -> None:
+    def reading(count: int, **fields: object) -> generation_service_pb2.GenerateRequest:
+        found = [probe(f"p{one}", rows=gate_pb2.PROBE_ROWS_PROMPT_MEAN) for one in range(count)]
+        for one in found:
+            one.signals = True
+        return request(probes=found, **fields)
+
+    backend = ScriptedBackend(sites=sites_with(row_sums=2), hold=asyncio.Event())
+    running = await starter(backend)
+    first = running.client.generation.Generate(reading(2, request_id="first"))
+    await first.read()
+    refusal = await running.client.refusal(reading(1, when_full=REFUSE))
+    assert (refusal.reason, refusal.retry) == ("REASON_BANK_FULL", True)
+    assert refusal.message.startswith("the request needs 1 more row sums; 0 are free")
+    never = await running.client.refusal(reading(3))
+    assert (never.reason, never.retry) == ("REASON_BANK_FULL", False)
+    (second,) = await in_line(running, reading(1, request_id="second"))
+    assert started(running) == ["first"]
+    running.backend.hold.set()
+    await rest(first)
+    assert kinds(await second)[-1] == "receipt"
+    assert (await settled(running)).leaked_count == 0
 
 
 async def test_one_that_refuses_to_wait_does_not_overtake_one_that_waits(starter) -> None:
