@@ -228,6 +228,22 @@ class Act:
         if not isinstance(self.rows, SiteRows):
             object.__setattr__(self, "rows", SiteRows.of(self.rows))
 
+    def with_gate(self, gate: Gate) -> "Act":
+        """A copy under another gate; `replace` would take three times as long."""
+        return Act(
+            self.kind,
+            self.vectors,
+            self.rows,
+            self.spans,
+            self.scale,
+            self.bands,
+            self.orthogonal,
+            self.conditions,
+            self.reading,
+            gate,
+            self.gain,
+        )
+
     @property
     def site_rows(self) -> SiteRows:
         """`rows` with their stored type."""

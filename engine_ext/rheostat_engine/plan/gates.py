@@ -14,7 +14,7 @@ it. All sites that are read for a gate that is not late come before all sites at
 a token's own readings count. A gate that has read nothing yet is shut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Annotated, NamedTuple
 
@@ -214,6 +214,23 @@ class Gate(NamedTuple):
         return tuple(column for condition in self.conditions for column in condition.columns)
 
     @property
+    def shape(self) -> "Gate":
+        """All but the numbers that readings are compared with. They alone change no program.
+
+        Gates of one shape read the same columns, and may be open at the same positions.
+        """
+        conditions = [
+            condition._replace(
+                above=0.0,
+                below=0.0,
+                stays_above=None if condition.stays_above is None else 0.0,
+                stays_below=None if condition.stays_below is None else 0.0,
+            )
+            for condition in self.conditions
+        ]
+        return self._replace(conditions=tuple(conditions), a=0.0, b=0.0)
+
+    @property
     def opens_from(self) -> int:
         """The lowest position at which it may be open."""
         decided = min(condition.decided_at for condition in self.conditions)
@@ -243,6 +260,13 @@ class Signals(NamedTuple):
     first gates of the plan, whether or not acts have them."""
     means_kept: bool = False
     """Of an update: whether it keeps the request's sums of rows. Only admission reads it."""
+
+    def with_gates(self, gates: Mapping[Gate, Gate]) -> "Signals":
+        """The same of other gates."""
+        if not (self.gates or self.kept):
+            return self
+        kept = tuple([gates[gate] for gate in self.kept])
+        return self._replace(gates=tuple([gates[gate] for gate in self.gates]), kept=kept)
 
     @property
     def any(self) -> bool:

@@ -6,6 +6,7 @@ is identified by a digest of its content (`tables`).
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Annotated, NamedTuple
@@ -18,8 +19,8 @@ from rheostat_engine.immutable import immutable
 from rheostat_engine.plan.acts import OPEN_END, Act, Capture
 from rheostat_engine.plan.controllers import MAX_CONTROLLED
 from rheostat_engine.plan.gate_table import states_of
-from rheostat_engine.plan.gates import NO_SIGNALS, Signals
-from rheostat_engine.plan.needs import Needs, contents_of, needs_of
+from rheostat_engine.plan.gates import NO_SIGNALS, Gate, Signals
+from rheostat_engine.plan.needs import GatedNeeds, Needs, contents_of, needs_of
 from rheostat_engine.plan.tables import (
     CaptureNeed,
     CaptureTable,
@@ -110,6 +111,31 @@ class PackedActs:
             return needs_of(iter(()))
         intervals = ("intervals", self.encoded.digest, len(self.table.intervals.starts))
         return needs_of(iter([intervals, *contents_of(self.table)]))
+
+    def with_gates(
+        self, acts: tuple[Act, ...], signals: Signals, gates: Mapping[Gate, Gate]
+    ) -> "PackedActs":
+        """The packed acts of the same plan with other gates; see `Plan.with_gates`."""
+        packed = PackedActs(acts, signals)
+        if self.table is None:
+            return packed
+        table = self.table.with_gates(gates, signals)
+        encoded = EncodedTable.of(steering_to(table))
+        intervals = encoded.digest, len(table.intervals.starts)
+        packed.__dict__.update(
+            table=table,
+            encoded=encoded,
+            needs=self._gated_needs.of(table.gates, intervals),
+            ruled=self.ruled,
+            gate_states=self.gate_states,
+            row_sums=self.row_sums,
+        )
+        return packed
+
+    @cached_property
+    def _gated_needs(self) -> GatedNeeds:
+        assert self.table is not None
+        return GatedNeeds(self.table)
 
     def build(self) -> "PackedActs":
         """Builds the table, its bytes and its needs now; returns itself."""
@@ -338,6 +364,20 @@ class Plan:
             self._outside,
             self._captures,
         )
+
+    def with_gates(self, gates: Mapping[Gate, Gate]) -> "Plan":
+        """A copy of a packed plan whose gates differ only in the numbers of readings.
+
+        Args:
+            gates: for each gate of the plan another of the same `Gate.shape`. Different gates
+                remain different.
+        """
+        acts = tuple(
+            [act if act.gate is None else act.with_gate(gates[act.gate]) for act in self.acts]
+        )
+        signals = self.signals.with_gates(gates)
+        packed = self.packed_acts.with_gates(acts, signals, gates)
+        return replace(self, acts=acts, signals=signals, _acts=packed)
 
     def with_captures(self, captures: tuple[Capture, ...]) -> "Plan":
         """A copy with other captures. Their table is computed once, on first use."""

@@ -12,7 +12,7 @@ Why a cost
     program and a set of sites cost about 1 each. Admission limits the cost and the intervals.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -156,6 +156,19 @@ class SteeringTable:
             ),
             default=OPEN_END,
         )
+
+    def with_gates(self, gates: Mapping[Gate, Gate], signals: Signals) -> "SteeringTable":
+        """A copy with gates of the same shapes; see `Plan.with_gates`."""
+        acts = [act if act.gate is None else act.with_gate(gates[act.gate]) for act in self.acts]
+        table = SteeringTable(tuple(acts), self.clauses, self.sets, self.intervals, signals)
+        # What does not depend on the numbers of gates, and what is known, is not computed again.
+        table.__dict__.update(
+            plan_cost=self.plan_cost,
+            read_cost=self.read_cost,
+            means=self.means,
+            gates=tuple([gates[gate] for gate in self.gates]),
+        )
+        return table
 
     def _first_position(self, act: int) -> int:
         """The lowest position at which an act may select a token; `OPEN_END` if there is none."""

@@ -3,13 +3,14 @@
 from unittest.mock import patch
 
 import numpy as np
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rheostat_engine import Act, Kind, Plan
+from rheostat_engine import Act, Kind, PackedActs, Plan
 from rheostat_engine.plan import needs
 from rheostat_engine.plan.needs import Needs
 
+from ..gated import gated_plans
 from ..strategies import DIGESTS, plans
 
 
@@ -48,3 +49,28 @@ def test_acts_that_replace_each_row_by_one_need_a_bank_row_and_a_step_for_each(
     found = check_equal_to_combined(acts).total
     distinct = {(row + position) % (1 << 20) for row in rows for position in range(3)}
     assert found["bank_rows"] == found["steps"] == len(distinct)
+
+
+@given(gated_plans(), st.floats(-8, 8))
+def test_a_plan_with_other_numbers_in_its_gates_is_as_if_it_was_packed_anew(
+    plan: Plan, more: float
+) -> None:
+    plan = plan.pack()
+    assume(plan.packed_acts.table is not None)
+    gates = plan.packed_acts.table.gates
+    others = {gate: gate._replace(a=gate.a + more, b=gate.b + more) for gate in gates}
+    assume(len(set(others.values())) == len(gates))
+    found = plan.with_gates(others).packed_acts
+    anew = PackedActs(found.acts, found.signals).build()
+    for own, other in zip(found.needs, anew.needs, strict=True):
+        np.testing.assert_array_equal(own, other)
+    assert found.encoded == anew.encoded
+    assert found.table is not None
+    assert anew.table is not None
+    for field in ("gates", "means", "plan_cost", "ruled", "first_read", "first_gated"):
+        assert getattr(found.table, field) == getattr(anew.table, field)
+    assert (found.ruled, found.gate_states, found.row_sums) == (
+        anew.ruled,
+        anew.gate_states,
+        anew.row_sums,
+    )
