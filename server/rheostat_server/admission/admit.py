@@ -19,11 +19,14 @@ from rheostat_server.admission.compiled_requests import (
     CheckedParts,
     CompiledRequest,
     CompiledRequests,
+    GateTemplate,
     Parts,
     counts_of,
+    gateless_key,
     key_of,
     may_select,
     parts_of,
+    with_other_gates,
 )
 from rheostat_server.admission.estimates import estimate_observers, estimate_watches
 from rheostat_server.admission.global_steering import GlobalSteering, ServerWide
@@ -271,7 +274,7 @@ def admit_now(
         has_tokenizer=admission.prompts.has_tokenizer,
     )
     context = SelectionContext(prompt, sampling.max_tokens, admission.info.vocabulary)
-    key, known = None, None
+    key, gateless, known = None, None, None
     if compiled_before is not None:
         key = key_of(
             request,
@@ -281,7 +284,15 @@ def admit_now(
             candidate.parts,
             candidate.checked,
         )
-        known = None if key is None else compiled_before.find(key)
+        if key is not None:
+            known = compiled_before.find(key)
+            if known is None:
+                gateless = gateless_key(request, key, admission.server_wide)
+            template = None if gateless is None else compiled_before.template(gateless)
+            if template is not None:
+                known = with_other_gates(template, request.steering, context, admission.sites)
+                if known is not None:
+                    compiled_before.add(key, known, template.lookups)
     if known is None:
         lookups = Lookups(admission.store.view())
         columns = admission.server_wide.columns
@@ -350,6 +361,9 @@ def admit_now(
             compiled = compiling((*own, *beside), watches=parts)
         if compiled_before is not None and key is not None:
             compiled_before.add(key, compiled, lookups)
+            if gateless is not None:
+                template = GateTemplate(compiled, lookups, probes)
+                compiled_before.add_template(gateless, template)
     plan, wanted = observe(compiled.plan, captures, wanted, compiled.observed)
     baseline = None
     if request.with_baseline:

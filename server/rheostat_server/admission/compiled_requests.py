@@ -15,17 +15,20 @@ Not kept: requests that select tokens by id or text, because these depend on the
 that replace rows by those of a run, and captures for sinks and runs, because these depend on other
 requests; large requests and plans.
 
+Requests that differ only in the numbers of their gates, such as thresholds, share all but these;
+see `GateTemplate`.
+
 The parts of a request that was admitted are not checked again either; see `CheckedParts`.
 
 Invariant: a request that finds an entry is admitted exactly as if it were compiled again.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from rheostat_engine import MAX_COLUMNS, Plan
+from rheostat_engine import MAX_COLUMNS, Gate, ModelSites, Plan
 from rheostat_server.admission.global_steering import GlobalSteering
 from rheostat_server.admission.planning import ObservedPlans
 from rheostat_server.capture.specs import ResolvedCapture
@@ -40,7 +43,8 @@ from rheostat_server.limits import (
 from rheostat_server.monitors.parts import WatchPart
 from rheostat_server.monitors.watch import Watch
 from rheostat_server.selectors.selection import SelectionContext
-from rheostat_server.steering.interventions import Intervention
+from rheostat_server.steering.gates import gate_probe_names, resolve_gate
+from rheostat_server.steering.interventions import INTERVENTION_PATH, Intervention
 from rheostat_server.steering.probes import Probe
 from rheostat_server.steering.rules import SignalPlan
 from rheostat_server.vectors.store import Lookups, Name, Vector, VectorStore
@@ -118,6 +122,15 @@ class _Entry(NamedTuple):
     vectors: dict[bytes, Vector]
 
 
+class GateTemplate(NamedTuple):
+    """A compiled request, of use to requests that differ from it only in their gates."""
+
+    compiled: CompiledRequest
+    lookups: Lookups
+    probes: Mapping[str, Probe]
+    """Its probes, by name."""
+
+
 class CompiledRequests:
     """The compiled requests that were used last. Used on the event loop alone."""
 
@@ -125,6 +138,7 @@ class CompiledRequests:
         """Makes an empty cache. Requests look up their vectors in `store`."""
         self._store = store
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._templates: OrderedDict[Key, GateTemplate] = OrderedDict()
         self._checked: OrderedDict[Parts, CheckedParts] = OrderedDict()
         self._seen: OrderedDict[int, None] = OrderedDict()
         """Hashes of parts that were admitted, in order."""
@@ -142,6 +156,7 @@ class CompiledRequests:
         Requests that are still being admitted under an earlier version are not kept.
         """
         self._entries.clear()
+        self._templates.clear()
         self._version = version
 
     def find(self, key: Key) -> CompiledRequest | None:
@@ -154,6 +169,25 @@ class CompiledRequests:
             return None
         self._entries.move_to_end(key)
         return entry.compiled
+
+    def template(self, key: Key) -> GateTemplate | None:
+        """The latest compiled request under a key of `gateless_key`, as `find`."""
+        template = self._templates.get(key)
+        if template is None:
+            return None
+        if not self._store.still_has(template.lookups.names, template.lookups.vectors):
+            del self._templates[key]
+            return None
+        self._templates.move_to_end(key)
+        return template
+
+    def add_template(self, key: Key, template: GateTemplate) -> None:
+        """Keeps a compiled request as a template, under the conditions of `add`."""
+        if not self._keeps(key, template.compiled, template.lookups):
+            return
+        self._templates[key] = template
+        if len(self._templates) > COMPILED_REQUESTS:
+            self._templates.popitem(last=False)
 
     def checked(self, parts: Parts) -> CheckedParts | None:
         """The results for parts; None if they are not kept."""
@@ -180,25 +214,31 @@ class CompiledRequests:
 
     def add(self, key: Key, compiled: CompiledRequest, lookups: Lookups) -> None:
         """Keeps a compiled request, unless it is too large, or names or steering have changed."""
+        if not self._keeps(key, compiled, lookups):
+            return
+        self._entries[key] = _Entry(compiled, lookups.names, lookups.vectors)
+        if len(self._entries) > COMPILED_REQUESTS:
+            self._entries.popitem(last=False)
+
+    def _keeps(self, key: Key, compiled: CompiledRequest, lookups: Lookups) -> bool:
         inline = sum(
             vector.size
             for intervention in compiled.own
             for vector in intervention.op.vectors
             if vector.digest not in lookups.vectors
         )
-        if (
-            key.version != self._version
-            or compiled.plan.plan_cost > COMPILED_PLAN_COST
-            or inline > COMPILED_INLINE_BYTES
-            or not self._store.still_has(lookups.names, lookups.vectors)
-        ):
-            return
-        self._entries[key] = _Entry(compiled, lookups.names, lookups.vectors)
-        if len(self._entries) > COMPILED_REQUESTS:
-            self._entries.popitem(last=False)
+        return (
+            key.version == self._version
+            and compiled.plan.plan_cost <= COMPILED_PLAN_COST
+            and inline <= COMPILED_INLINE_BYTES
+            and self._store.still_has(lookups.names, lookups.vectors)
+        )
 
     def _on_evict(self, digest: bytes) -> None:
         """Frees the memory of a vector that has left the store."""
+        using = [key for key, one in self._templates.items() if digest in one.lookups.vectors]
+        for key in using:
+            del self._templates[key]
         for key in [key for key, entry in self._entries.items() if digest in entry.vectors]:
             del self._entries[key]
 
@@ -284,6 +324,64 @@ def key_of(
     names = tuple([watch.name for watch in watches])
     at_once = request.hold_back > 0 or any(watch.reads_at_once for watch in watches)
     return Key(parts, names, at_once, server_wide.version, length, most)
+
+
+def gateless_key(
+    request: generation_service_pb2.GenerateRequest, key: Key, server_wide: GlobalSteering
+) -> Key | None:
+    """The key without the gates of the steering; None if there are none, or more depends on them.
+
+    Args:
+        request: the request.
+        key: its key.
+        server_wide: the server-wide steering that acts on it.
+    """
+    if not request.probes or request.rules or key.watches or not server_wide.empty:
+        return None
+    if not any(one.HasField("gate") for one in request.steering.interventions):
+        return None
+    steering = steering_pb2.Steering()
+    steering.CopyFrom(request.steering)
+    for intervention in steering.interventions:
+        intervention.ClearField("gate")
+    return key._replace(parts=key.parts._replace(steering=steering.SerializeToString()))
+
+
+def with_other_gates(
+    template: GateTemplate,
+    steering: steering_pb2.Steering,
+    context: SelectionContext,
+    model: ModelSites,
+) -> CompiledRequest | None:
+    """The compiled request of a steering that differs from a template's in its gates.
+
+    Only the numbers that readings are compared with may differ, else it must be compiled: None.
+
+    Raises:
+        RheostatError: a gate is malformed. All else was checked with the template.
+    """
+    compiled = template.compiled
+    own = list(compiled.own)
+    gates: dict[Gate, Gate] = {}
+    for index, message in enumerate(steering.interventions):
+        before = own[index]
+        if message.HasField("gate") != (before.gate is not None):
+            return None
+        if before.gate is None:
+            continue
+        if message.gate.signals != before.signals:
+            return None
+        if gate_probe_names(message.gate) != before.gate_probes:
+            return None
+        path = f"{INTERVENTION_PATH}[{index}]"
+        gate = resolve_gate(message, before.op.sites, template.probes, model, context, path)
+        if gate.shape != before.gate.shape or gates.setdefault(before.gate, gate) != gate:
+            return None
+        own[index] = before.with_gate(gate)
+    if len(set(gates.values())) < len(gates):
+        return None
+    plan = compiled.plan.with_gates(gates)
+    return replace(compiled, own=tuple(own), plan=plan, observed=ObservedPlans())
 
 
 _NO_PARTS = Parts(b"", (), (), ())

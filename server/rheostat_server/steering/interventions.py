@@ -90,6 +90,20 @@ class Intervention:
             return acts
         return tuple(replace(act, gate=self.gate) for act in acts)
 
+    def with_gate(self, gate: Gate) -> "Intervention":
+        """The same under another gate, which reads the same probes."""
+        other = replace(self, gate=gate)
+        # Neither the sites nor the receipt depend on the gate.
+        other.__dict__.update(
+            acts=tuple([act.with_gate(gate) for act in self.acts]),
+            acting_sites=self.acting_sites,
+            site_indices=self.site_indices,
+            site_fields=self.site_fields,
+            receipt=self.receipt,
+            receipt_heads=self.receipt_heads,
+        )
+        return other
+
     @cached_property
     def acting_sites(self) -> frozenset[int]:
         """The indices of the sites at which its acts change something."""
