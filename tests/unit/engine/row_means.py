@@ -41,8 +41,8 @@ def mean_differences(
     """The largest difference between numbers that kernel and reference read of means.
 
     A site sums rows, and a later site reads the mean and opens a gate. Another sample is computed
-    in the same steps. Each implementation must read the same bits in chunks of any size, and after
-    the step what it read before the gate.
+    in the same steps. Each implementation must read the same bits in chunks of any size, keep what it
+    read before the gate, and read the same after the step if no gate did.
     """
     at = BEGINS + TOKENS - 1
     means = [
@@ -87,14 +87,19 @@ def mean_differences(
             torch.testing.assert_close(site.gates.openness.cpu(), other.gates.openness)
             done += count
         read = [one.gates.readings[count, : len(means)].cpu().clone() for one in (site, other)]
-        for one in (site, other):
-            one.gates.readings.fill_(torch.nan)
         step = 1 + sum(map(len, programs[:2]))
         due = torch.tensor([[count, step]], dtype=torch.int32)
-        launch_read_means(site, due.to(device))
-        read_means(other, due[:, 0].long(), due[:, 1].long())
-        for one, before in zip((site, other), read, strict=True):
-            assert torch.equal(one.gates.readings[count, : len(means)].cpu(), before)
+        for forgets in (False, True):
+            for one in (site, other) if forgets else ():
+                one.gates.readings.fill_(torch.nan)
+            launch_read_means(site, due.to(device))
+            read_means(other, due[:, 0].long(), due[:, 1].long())
+            for one, before in zip((site, other), read, strict=True):
+                again = one.gates.readings[count, : len(means)].cpu()
+                if not forgets:
+                    assert torch.equal(again, before)
+                torch.testing.assert_close(again, before)
+        for one in (site, other):
             assert one.gates.readings[:count].isnan().all()
             assert one.gates.row_sums[2, -1] == TOKENS
             assert not one.gates.row_sums[[0, 1, 3, 4]].any()

@@ -126,12 +126,18 @@ def read_mean(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reads the number of a mean at a token. A mean of no rows is not read."""
+    """Reads the number of a mean at a token, unless it was read. A mean of no rows is not read.
+
+    So a gate and what is sent have the same bits, though different code may compute them.
+    """
+    to = tl.load(ints_ptr + step * _INTS + 5)
+    reading_ptr = readings_ptr + token * _COLUMNS + to - 1
+    known = tl.load(reading_ptr)
     name = tl.load(tokens_ptr + token * _PER_TOKEN + _ROW_SUM)
     name += tl.load(ints_ptr + step * _INTS + 6)
     sums = row_sums_ptr + tl.load(row_sum_names_ptr + name).to(tl.int64) * (WIDTH + 1)
     count = tl.load(sums + WIDTH)
-    if count > 0:
+    if (count > 0) & (known != known):
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
@@ -140,8 +146,7 @@ def read_mean(
         mean = (total / count).to(tl.float32)
         settings = tl.load(ints_ptr + step * _INTS + 4)
         read = number_of(mean, unit, settings, floats_ptr + step * _FLOATS)
-        to = tl.load(ints_ptr + step * _INTS + 5)
-        tl.store(readings_ptr + token * _COLUMNS + to - 1, read)
+        tl.store(reading_ptr, read)
 
 
 @triton.jit

@@ -89,12 +89,13 @@ def read_means(site: SiteBuffers, tokens: torch.Tensor, steps: torch.Tensor) -> 
 
 
 def _read_means(site: SiteBuffers, tokens: torch.Tensor, steps: torch.Tensor) -> None:
-    """Reads a number for each token. A mean of no rows is not read."""
+    """Reads a number for each token, unless it was read. A mean of no rows is not read."""
     gates = site.gates
     _, numbers, _, _, settings, columns, index = site.ints[steps].long().unbind(1)
     names = gates.tokens[tokens, TokenColumn.ROW_SUM] + index
     sums = gates.row_sums[gates.row_sum_names[names].long()]
     means = (sums[:, :-1] / sums[:, -1:]).float()
     read = number_of(means, site.directions[numbers], settings, site.floats[steps])
-    unread = gates.readings[tokens, columns - 1]
-    gates.readings[tokens, columns - 1] = torch.where(sums[:, -1] > 0, read, unread)
+    known = gates.readings[tokens, columns - 1]
+    unread = (sums[:, -1] > 0) & known.isnan()
+    gates.readings[tokens, columns - 1] = torch.where(unread, read, known)
