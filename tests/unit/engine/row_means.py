@@ -41,8 +41,8 @@ def mean_differences(
     """The largest difference between numbers that kernel and reference read of means.
 
     A site sums rows, and a later site reads the mean and opens a gate. Another sample is computed
-    in the same steps. Each implementation must read the same bits in chunks of any size, keep what it
-    read before the gate, and read the same after the step if no gate did.
+    in the same steps. Each implementation must read the same bits in chunks of any size, and keep
+    what it read before the gate. After the step, it must read the same if no gate did.
     """
     at = BEGINS + TOKENS - 1
     means = [
