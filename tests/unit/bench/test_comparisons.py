@@ -406,7 +406,6 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sidebyside-qwen3-8b-16-cores-4-front-ends",
         "sidebyside-qwen3-8b-2048",
         "sidebyside-qwen3-8b-gates",
-        "sidebyside-qwen3-8b-gates-many-streams",
         "sidebyside-qwen3-8b-other-host",
         "sidebyside-qwen3-8b-32-cores",
         "sinks",
