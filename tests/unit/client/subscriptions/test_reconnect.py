@@ -217,11 +217,12 @@ def test_leaving_does_not_take_a_subscription_away_from_who_has_taken_it_up(runn
     first = subscriber.subscribe(capture=ONE, every=True)
     running.generate("a")
     until_ends(first)
-    with subscriber.resume(Cursor(first.id, 0)) as second:
+    with subscriber.resume(first.cursor) as second:
+        running.generate("b")
         until_ends(second)
         first.leave()
-        running.generate("b")
-        assert set(ends_of(until_ends(second))) == {"b"}
+        running.generate("c")
+        assert set(ends_of(until_ends(second))) == {"c"}
 
 
 def test_leaving_a_server_that_is_gone_takes_no_time(kind):
