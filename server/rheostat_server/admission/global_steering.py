@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rheostat_engine import ModelSites, Plan, Site
@@ -121,10 +121,11 @@ class GlobalSteering:
     def resolve(self, context: SelectionContext) -> "ServerWide":
         """Its interventions, probes and rules in a request."""
         server_wide = context.lenient_copy
-        probes = {
-            probe.name: replace(probe, selection=_selection(message, server_wide, probe.path))
-            for message, probe in zip(self.policy.probes, self.probes, strict=True)
-        }
+        probes = {}
+        for message, probe in zip(self.policy.probes, self.probes, strict=True):
+            selection = _selection(message, server_wide, probe.path)
+            column = probe.reading.column
+            probes[probe.name] = probe.in_request(selection, context.prompt_len, column)
         interventions = []
         for index, (intervention, op) in enumerate(
             zip(self.steering.interventions, self.ops, strict=True)

@@ -137,11 +137,8 @@ class WatchedReadings:
         probes: dict[str, Probe] = {}
         for template, selector in zip(self.templates, self.selectors, strict=True):
             column = first_column + template.reading.column
-            probes[template.name] = replace(
-                template,
-                selection=selected(selector),
-                reading=template.reading._replace(column=column),
-            )
+            selection = selected(selector)
+            probes[template.name] = template.in_request(selection, context.prompt_len, column)
         rules = [rule._replace(watch=watch) for rule in resolve_rules(self.rules, probes, context)]
         steered: list[Intervention] = []
         for number, (rule, parts) in enumerate(zip(rules, self.steered, strict=True)):

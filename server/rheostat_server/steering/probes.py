@@ -1,7 +1,7 @@
 """Resolves probes: numbers read of the stream in the forward pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rheostat_engine import (
     MAX_COLUMNS,
@@ -82,6 +82,20 @@ class Probe:
         """The columns to which it reads, one per site."""
         first = self.reading.column
         return tuple(range(first, first + len(self.sites)))
+
+    def in_request(self, selection: Selection, prompt_len: int, column: int) -> "Probe":
+        """The same in one of many requests, if it is of the server-wide steering or of a watch.
+
+        Args:
+            selection: the selected tokens of the request.
+            prompt_len: the number of its prompt tokens.
+            column: the column of the first site.
+        """
+        reading = self.reading._replace(column=column)
+        if self.reads_once:
+            reading = reading._replace(mean_at=prompt_len - 1)
+            selection = selection.before(prompt_len)
+        return replace(self, selection=selection, reading=reading)
 
 
 def resolve_probes(

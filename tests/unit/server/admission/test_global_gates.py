@@ -80,6 +80,18 @@ async def test_gates_of_the_server_read_first_and_gate_every_request(running) ->
     assert both.acts[3].reading.column == 2
 
 
+async def test_means_of_prompts_are_those_of_each_request(running) -> None:
+    mean = probe(rows=gate_pb2.PROBE_ROWS_PROMPT_MEAN)
+    await set_policy(running, gated(after_prompt=True), probes=[mean])
+    own = probe(layers=(1,), rows=gate_pb2.PROBE_ROWS_PROMPT_MEAN, signals=True)
+    for message in (request(), request(probes=[own])):
+        await generate(running, message)
+    for job in running.backend.jobs:
+        reads = [act for act in job.plan.acts if act.kind is Kind.READ]
+        assert [(act.reading.mean_at, act.spans) for act in reads] == [(2, ((0, 3),))] * len(reads)
+    assert len(reads) == 2
+
+
 async def test_explanations_and_receipts_name_the_probes_of_gates(running) -> None:
     await set_policy(running, gated())
     own = request(steer=[gated("q"), add(tensor(ONES))], probes=[probe("q")])
