@@ -137,7 +137,7 @@ def read_mean(
     name += tl.load(ints_ptr + step * _INTS + 6)
     sums = row_sums_ptr + tl.load(row_sum_names_ptr + name).to(tl.int64) * (WIDTH + 1)
     count = tl.load(sums + WIDTH)
-    if (count > 0) & (known != known):
+    if count > 0:
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
         number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
@@ -146,7 +146,10 @@ def read_mean(
         mean = (total / count).to(tl.float32)
         settings = tl.load(ints_ptr + step * _INTS + 4)
         read = number_of(mean, unit, settings, floats_ptr + step * _FLOATS)
-        tl.store(reading_ptr, read)
+        # Programs of several tokens may do this at once, if the sample computes tokens behind the
+        # prompt again. So `known` may differ between the warps of a program, and no branch with
+        # sums over the row may depend on it. All programs of a kernel store the same bits.
+        tl.store(reading_ptr, read, mask=known != known)
 
 
 @triton.jit
