@@ -187,30 +187,32 @@ def combine(
     return tuple([(site, tuple(by_site[site])) for site in sorted(by_site)])
 
 
-class RowSum(NamedTuple):
-    """A sum of rows, of whose mean one number is read."""
+def row_sums(acts: Sequence[Act]) -> dict[int, int]:
+    """The sums that each sample of a plan needs: the index of each, by the column of what is read.
 
-    number: int
-    """Its index among the sums of a sample."""
-    step: Step
-    """READ_MEAN: reads the number."""
-
-
-def row_sums(acts: Sequence[Act]) -> dict[int, RowSum]:
-    """The sums that each sample of a plan needs, by the column of what is read, in their order."""
-    found: dict[int, RowSum] = {}
+    Composing looks them up for each set of acts, so their steps are not made here.
+    """
+    found: dict[int, int] = {}
     for act in acts:
-        if act.reading is None or not _of_mean(act):
+        if act.reading is not None and act.reading.of_mean:
+            first, number = act.reading.column, len(found)
+            found.update((first + at, number + at) for at in range(len(act.rows)))
+    return found
+
+
+def _mean_step(acts: Sequence[Act], column: int, number: int) -> Step:
+    """The step that reads the number of a mean: its column, and the index of its sum."""
+    for act in acts:
+        if act.reading is None or not act.reading.of_mean:
             continue
-        for at, (_, rows) in enumerate(act.rows):
-            reading = act.reading._replace(column=act.reading.column + at)
-            parts = tuple(zip(act.vectors, rows, strict=True))
-            number = len(found)
-            step = Step(
+        at = column - act.reading.column
+        if 0 <= at < len(act.rows):
+            parts = tuple(zip(act.vectors, act.rows[at][1], strict=True))
+            reading = act.reading._replace(column=column)
+            return Step(
                 Kind.READ_MEAN, direction=parts, last=False, reading=reading, row_sum=number
             )
-            found[reading.column] = RowSum(number, step)
-    return found
+    raise KeyError(column)
 
 
 def _of_mean(act: Act) -> bool:
@@ -219,12 +221,10 @@ def _of_mean(act: Act) -> bool:
 
 def means_program(acts: Sequence[Act]) -> Program:
     """Reads all numbers of means of a plan; empty if there are none."""
-    return tuple([row_sum.step for row_sum in row_sums(acts).values()])
+    return tuple([_mean_step(acts, *row_sum) for row_sum in row_sums(acts).items()])
 
 
-def _steps_alone(
-    act: Act, sites: range | None, sums: Mapping[int, RowSum]
-) -> dict[int, list[Step]]:
+def _steps_alone(act: Act, sites: range | None, sums: Mapping[int, int]) -> dict[int, list[Step]]:
     """The steps of a single act without a gate, by site. A sweep has one at most positions."""
     if not act.in_force:
         return {}
@@ -236,7 +236,7 @@ def _steps_together(
     members: Sequence[int],
     sites: range | None,
     gates: Sequence[Gate],
-    sums: Mapping[int, RowSum],
+    sums: Mapping[int, int],
 ) -> dict[int, list[Step]]:
     """The steps of several acts, by site. Adjacent additions become one step."""
     by_site = _openings(acts, members, sites, gates, sums)
@@ -313,7 +313,7 @@ def _openings(
     members: Sequence[int],
     sites: range | None,
     gates: Sequence[Gate],
-    sums: Mapping[int, RowSum],
+    sums: Mapping[int, int],
 ) -> dict[int, list[Step]]:
     """The steps that open gates, each at the first site at which the gate's acts act.
 
@@ -331,8 +331,9 @@ def _openings(
             gate = gates[number]
             steps = by_site.setdefault(first[number], [])
             for column in () if gate.late or not sums else gate.columns:
-                if column in sums and sums[column].step not in steps:
-                    steps.append(sums[column].step)
+                step = _mean_step(acts, column, sums[column]) if column in sums else None
+                if step is not None and step not in steps:
+                    steps.append(step)
             steps.append(Step(Kind.GATE, last=False, gate=number, opening=gate))
     return by_site
 
@@ -352,7 +353,7 @@ def _steps(
     site: int,
     rows: tuple[int, ...],
     gate: int | None,
-    sums: Mapping[int, RowSum],
+    sums: Mapping[int, int],
 ) -> list[Step]:
     parts = tuple(zip(act.vectors, rows, strict=True))
     if act.reading is not None:
@@ -360,7 +361,7 @@ def _steps(
         reading = act.reading._replace(column=act.reading.column + at)
         kind = _reading_kind(reading)
         if kind is Kind.SUM:
-            return [Step(kind, last=False, row_sum=sums[reading.column].number)]
+            return [Step(kind, last=False, row_sum=sums[reading.column])]
         return [Step(kind, direction=parts, last=False, reading=reading)]
     if act.kind is Kind.ADD:
         return [Step(act.kind, ((*parts[0], act.scale),), gate=gate, gain=act.gain)]
