@@ -1,21 +1,23 @@
-"""Shares the KV of requests whose gates the prompt has decided to stay shut.
+"""Lets other requests reuse a request's KV blocks if its prompt decides that its gates stay shut.
 
 Why the scheduler must ask
-    A block's key is computed when its tokens are known. Whether a gate is open is known on the
-    device only. So the message of the step that decides a request's gates asks, and the output of
-    the step answers. vLLM waits for this output anyway, because it has the sampled tokens.
-What waits
-    The request's blocks from its first token under a gate on, mostly none at all: the answer
-    arrives before the first generated token is appended. A prompt that ends with a block has one
-    block that waits. Meanwhile these blocks have no hashes and aren't cached.
+    vLLM hashes a block when its tokens are known, but only the device computes whether a gate is
+    open. So the `SchedulerOutput` of the step that decides a request's gates carries a query, and
+    the `ModelRunnerOutput` of that step carries the report. The scheduler waits for that output
+    anyway, because it has the sampled tokens.
+Which blocks wait
+    Blocks from the request's first gated token on have no hashes until the report, so they are not
+    cached. Usually no block waits, because the report is processed before the first generated token
+    is appended. If the prompt ends at the end of a block, that block waits.
 Preemption
-    A preempted request computes its gates again. So what was decided is discarded, and so are the
-    hashes. Blocks that were cached under them stay: their KV was computed under the old decision.
+    A preempted request computes its gates again. So its decision and the hashes that depend on it
+    are discarded. Blocks already cached under those hashes stay valid: their KV was computed under
+    the old decision.
 
-Invariants: a request's keys are those of a request without gates only after a worker has reported
-that all gates were shut in the computation to which the blocks belong. A report of a step that was
-scheduled before a preemption is ignored. If no report comes, blocks are never shared. A waiting
-request costs a step one lookup in a set.
+Invariants: a request gets the block keys of a request without gates only after a worker has
+reported that all its gates were shut in the computation that wrote the blocks. A report of a step
+that was scheduled before a preemption is ignored. Without a report, gated blocks are never shared.
+While a request is undecided, each step costs it one lookup in a set.
 """
 
 from typing import Any, NamedTuple, cast
@@ -44,18 +46,20 @@ class _Undecided(NamedTuple):
 
 
 class DecidedBlocks:
-    """The requests of a scheduler whose gates are decided once."""
+    """Withholds block hashes of requests whose gates are decided once, until the decision."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        """Replaces methods of the scheduler and of its cache. No request has gates.
+        """Wraps methods of the scheduler and of its KV cache coordinator.
 
-        Not for pipelines, whose outputs come from the last stage alone.
+        The scheduler must have no requests yet. Not for pipeline parallelism, because
+        only the last stage's output reaches the scheduler.
         """
         self._scheduler = scheduler
         self._undecided: dict[str, _Undecided] = {}
         self._hashers: dict[str, Any] = {}
-        """vLLM's function that hashes blocks, by the id of each request with such gates."""
-        self._size: int = scheduler.kv_cache_manager.block_pool.hash_block_size
+        """vLLM's block hasher of each request with such gates, by request id. Kept until the
+        request is freed, because a preemption withholds the hashes again."""
+        self._hash_block_size: int = scheduler.kv_cache_manager.block_pool.hash_block_size
         self._coordinator = scheduler.kv_cache_manager.coordinator
         self._add = scheduler.add_request
         self._schedule = scheduler.schedule
@@ -64,45 +68,45 @@ class DecidedBlocks:
         self._free = scheduler._free_request
         self._cache = self._coordinator.cache_blocks
         replaced = {
-            "add_request": self._add_and_wait,
+            "add_request": self._add_and_withhold,
             "schedule": self._schedule_and_ask,
             "update_from_output": self._decide_and_update,
-            "_preempt_request": self._preempt_and_wait,
+            "_preempt_request": self._preempt_and_withhold,
             "_free_request": self._free_and_forget,
         }
         for name, method in replaced.items():
             setattr(scheduler, name, method)
 
-    def _add_and_wait(self, request: Request) -> None:
+    def _add_and_withhold(self, request: Request) -> None:
         plan = request_plan(request)
         decided = None if plan is None else plan.keys.decided_once
         if (
             decided is not None
-            # Otherwise a hit could end behind the position, which would never be computed.
+            # At an earlier position, a prefix cache hit could skip the token that decides.
             and decided.position >= request.num_prompt_tokens - 1
             and request._block_hasher is not None
             and not request.resumable
         ):
             self._hashers[request.request_id] = request._block_hasher
-            self._wait(request)
+            self._withhold(request)
         self._add(request)
 
-    def _wait(self, request: Request) -> None:
-        """Discards what depends on the gates of a request that computes nothing yet."""
+    def _withhold(self, request: Request) -> None:
+        """Withholds the hashes that depend on a request's gates. No token is computed yet."""
         plan = request_plan(request)
         assert plan is not None
         assert plan.keys.decided_once is not None
         plan.keys.await_decision()
-        del request.block_hashes[plan.keys.keyed_end // self._size :]
+        del request.block_hashes[plan.keys.keyed_end // self._hash_block_size :]
         request._block_hasher = _hash_nothing
         if not self._undecided:
             setattr(self._coordinator, _CACHE_BLOCKS, self._cache_hashed)
         undecided = _Undecided(request, plan.keys, plan.keys.decided_once)
         self._undecided[request.request_id] = undecided
 
-    def _remove(self, name: str) -> None:
-        """Removes a request that is decided or ended."""
-        if self._undecided.pop(name, None) is not None and not self._undecided:
+    def _remove(self, request_id: str) -> None:
+        """Removes a request that is decided or finished."""
+        if self._undecided.pop(request_id, None) is not None and not self._undecided:
             setattr(self._coordinator, _CACHE_BLOCKS, self._cache)
 
     def _schedule_and_ask(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -130,7 +134,7 @@ class DecidedBlocks:
         return self._update(scheduler_output, model_runner_output)
 
     def _decide(self, undecided: _Undecided, *, shut: bool) -> None:
-        """Hashes the blocks that have waited, and caches those that are computed."""
+        """Hashes the blocks that waited for the decision, and caches the computed ones."""
         request, keys, decided = undecided
         self._remove(request.request_id)
         keys.decide(shut=shut)
@@ -139,12 +143,12 @@ class DecidedBlocks:
         if request.status == RequestStatus.RUNNING:
             self._scheduler.kv_cache_manager.cache_blocks(request, decided.position + 1)
 
-    def _preempt_and_wait(
+    def _preempt_and_withhold(
         self, request: Request, timestamp: float, drop_stale_output: bool = False
     ) -> None:
         self._preempt(request, timestamp, drop_stale_output=drop_stale_output)
         if request.request_id in self._hashers:
-            self._wait(request)
+            self._withhold(request)
 
     def _free_and_forget(
         self, request: Request, delay_free_blocks: bool = False
@@ -154,18 +158,18 @@ class DecidedBlocks:
         return self._free(request, delay_free_blocks)
 
     def _cache_hashed(self, request: Request, num_computed_tokens: int) -> None:
-        """Caches the blocks of a request that have hashes. Only while a request is undecided.
+        """Caches only blocks that have hashes. Installed only while some request is undecided.
 
-        vLLM calls this twice for each request of a step, so other steps call its own method.
+        vLLM calls `cache_blocks` twice per request and step, so at other times its own method runs.
         """
         if request.request_id in self._undecided:
-            hashed = len(request.block_hashes) * self._size
+            hashed = len(request.block_hashes) * self._hash_block_size
             num_computed_tokens = min(num_computed_tokens, hashed)
         self._cache(request, num_computed_tokens)
 
 
 def questions_of(output: SchedulerOutput) -> Questions:
-    """The questions that the output of a scheduler carries."""
+    """The questions to workers that a scheduler output carries, by request id."""
     return {name: query.decided for name, query in _queries_of(output).items()}
 
 
@@ -174,24 +178,24 @@ def _queries_of(output: SchedulerOutput) -> dict[str, DecisionQuery]:
 
 
 def with_decisions(output: object, decisions: GateDecisions) -> object:
-    """The output of a step, with the report of the step if there is one.
+    """The output of a step. Carries the step's report, if there is one.
 
     Args:
-        output: as a model runner returns it.
-        decisions: of the worker.
+        output: the output that the model runner returned.
+        decisions: the worker's questions and report.
     """
     report = decisions.take()
     if report is None:
         return output
     if isinstance(output, AsyncModelRunnerOutput):
         return _DecidedOutput(output, report)
-    if isinstance(output, ModelRunnerOutput) and output.req_ids:  # vLLM shares empty ones
+    if isinstance(output, ModelRunnerOutput) and output.req_ids:  # vLLM shares an empty output
         setattr(output, _SHUT, report.shut())
     return output
 
 
 class _DecidedOutput(AsyncModelRunnerOutput):
-    """An output that is still computed, with a report."""
+    """An asynchronous output that adds the report once the step has run."""
 
     def __init__(self, output: AsyncModelRunnerOutput, report: DecisionReport) -> None:
         self._output = output

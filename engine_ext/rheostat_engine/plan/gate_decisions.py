@@ -1,10 +1,13 @@
-"""When all gates of a plan are decided for good, and which worker reports what to the scheduler.
+"""Finds the position at which all gates of a plan are decided for good.
 
-A gate whose conditions are all decided at one position p keeps its decision: no later token changes
-what is read for it. If all gates of a plan are of this kind, there is a position from which on each
-of them stays as far open as it is there. If all are shut at this position, no act of theirs changes
-a token there or later. And none has changed a token before, because each gate was shut before p,
-and a gate that opens for one token only must be read at that token.
+Some gates are decided once: all their conditions are decided at one position p, and no later token
+changes the numbers that they depend on. Such a gate is shut before p. If all gates of a plan are
+decided once, the plan is decided at the largest `Gate.opens_from` among them. If all gates are shut
+there, no gated act changes any token of the sample:
+
+* Later tokens: a gate that is decided and shut does not open again.
+* Earlier tokens: each gate was shut before its own `opens_from`. A gate that may shut again must
+  have the largest `opens_from`. Otherwise it could have been open in between.
 
 Invariant: `decided_once` returns a position only if openness 0 of all its gates at this position
 implies that no gated act changes any token of the sample.
@@ -17,27 +20,28 @@ from rheostat_engine.plan.tables import SteeringTable
 
 
 class DecidedOnce(NamedTuple):
-    """The gates of a plan, if they are decided once."""
+    """The gates of a plan that are all decided once."""
 
     position: int
-    """Where their openness shows whether they stay shut."""
+    """If all gates are shut at this position, they are shut at every token."""
     gates: tuple[int, ...]
-    """Their numbers in the plan."""
+    """The indices of the gates in `SteeringTable.gates`."""
 
 
 class DecisionQuery(NamedTuple):
-    """Asks the workers whether the gates of a request are shut at a position of a step."""
+    """Asks the workers whether a request's gates are shut at a position that a step computes."""
 
     decided: DecidedOnce
     preemptions: int
-    """How often the request had been preempted when the step was scheduled. A report of an earlier
-    computation says nothing about a later one."""
+    """`Request.num_preemptions` when the step was scheduled. If it has grown, the report is
+    ignored, because the request computes its gates again."""
 
 
 def decided_once(table: SteeringTable) -> DecidedOnce | None:
-    """The gates of a table's acts; None if there are none, or if one may open at any later token.
+    """The gates of a table's acts, with the position that decides them; None if there is none.
 
-    Gates of acts that can't change a token don't matter.
+    A table without gates has no such position, nor has one with a gate that may open at any later
+    token. Gates of acts that can't change a token are left out.
     """
     gates = tuple(
         dict.fromkeys(act.gate for act in table.acts if act.gate is not None and act.strong)
@@ -46,12 +50,12 @@ def decided_once(table: SteeringTable) -> DecidedOnce | None:
         return None
     position = max(gate.opens_from for gate in gates)
     if any(gate.hold is not Hold.REST and gate.opens_from < position for gate in gates):
-        return None  # it may have opened and shut again before
+        return None  # such a gate may have opened and shut again before `position`
     return DecidedOnce(position, tuple(map(table.gates.index, gates)))
 
 
 def _decides_once(gate: Gate) -> bool:
-    """Whether a gate is decided at one position, and shut before."""
+    """Whether all conditions of a gate are decided at one position, and it is shut before."""
     (position, *others) = {condition.decided_at for condition in gate.conditions}
     if others or position == NEVER or gate.invert:
         return False

@@ -1,11 +1,12 @@
-"""Reports to the scheduler which requests' gates are shut at a position of a step.
+"""Reports to the scheduler which requests' gates are shut at a position that a step computes.
 
-The scheduler asks in the message of the step that computes the position. After the forward pass and
-the fold, the openness of the asked tokens is copied to the host on the step's own stream. The
-report waits for the copy only when vLLM reads the step's output, so no step is delayed.
+The scheduler's questions arrive with the `SchedulerOutput` of that step. After the forward pass and
+the fold of its readings, the openness at the asked positions is copied to the host, on the step's
+own stream. The host waits for the copy only when vLLM reads the step's output, so no step is
+delayed.
 
-Invariant: a request is reported only if the openness of all asked gates was computed in this step
-and is exactly 0. NaN is not 0. Everything else is unknown, and the scheduler shares nothing then.
+Invariant: a request is reported only if the openness of all its asked gates was computed in this
+step and is exactly 0; NaN is not 0. The scheduler shares no gated block of any other request.
 """
 
 from collections.abc import Mapping
@@ -20,18 +21,19 @@ from rheostat_engine.worker.state.position_functions import Int64
 from rheostat_engine.worker.step_tokens import Batch
 
 Questions = Mapping[str, DecidedOnce]
-"""By vLLM's request id."""
+"""The gates to report on, and their position, by vLLM's request id."""
 
 
 class DecisionReport:
-    """The openness of the asked tokens, on its way to the host."""
+    """The openness of the asked requests' gates, while it is copied to the host."""
 
     def __init__(self, asked: Questions, openness: torch.Tensor) -> None:
         """Begins the copy.
 
         Args:
-            asked: the requests.
-            openness: [requests, gates]: a copy of their tokens' openness, on the device.
+            asked: the requests and their gates.
+            openness: [requests, gates], on the device: a copy of the openness at each request's
+                position, because later steps overwrite the buffer.
         """
         self._asked = asked
         self._openness = openness.to("cpu", non_blocking=True)
@@ -41,7 +43,7 @@ class DecisionReport:
             self._copied.record()
 
     def shut(self) -> list[str]:
-        """The requests whose asked gates are all shut. Waits for the copy."""
+        """The ids of the requests whose asked gates are all shut. Waits for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
         rows = self._openness.numpy()
@@ -62,7 +64,7 @@ class GateDecisions:
         self._found: dict[str, DecidedOnce] = {}
         """The questions that the step can answer."""
         self._tokens: list[int] = []
-        """Their tokens in the step."""
+        """The index in the step of each found request's token."""
         self._report: DecisionReport | None = None
 
     @property
@@ -75,7 +77,7 @@ class GateDecisions:
         self._asked = questions
 
     def begin(self, batch: Batch, gate_states: Int64) -> None:
-        """Finds the tokens of a step whose gates are computed.
+        """Finds the tokens at the asked positions.
 
         Args:
             batch: the batch.
@@ -96,7 +98,7 @@ class GateDecisions:
                 self._tokens.append(token)
 
     def end(self) -> None:
-        """Begins the report, once the forward pass and the fold were launched."""
+        """Begins the report. The forward pass and the fold must have been launched."""
         self._asked = {}
         found, tokens, self._found, self._tokens = self._found, self._tokens, {}, []
         if found:
@@ -104,6 +106,6 @@ class GateDecisions:
             self._report = DecisionReport(found, self._gates.openness.index_select(0, where))
 
     def take(self) -> DecisionReport | None:
-        """The report of the last step, once; None if nothing was asked."""
+        """Returns and removes the last step's report; None if the step answered no question."""
         report, self._report = self._report, None
         return report
