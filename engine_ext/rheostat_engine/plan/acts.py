@@ -63,15 +63,16 @@ class Kind(IntEnum):
     GATE = 7
     """No act, but a step of programs, before the first step whose strength a gate multiplies."""
     SUM = 8
-    """No act, but the step of a reading of a mean: adds x to a sum of rows."""
+    """Not an act, but a step of programs: adds x to a sum of rows, for a reading of their mean."""
     READ_ALONE = 9
-    """No act, but the step of a reading that takes several sums over the row."""
+    """Not an act, but a step of programs: a reading that needs several reductions over the row."""
     READ_MEAN = 10
-    """No act, but a step of programs: reads a number of a mean. Before the gates that need it."""
+    """Not an act, but a step of programs: reads the number of a mean row, before the gates that
+    need it."""
 
     @property
     def reads(self) -> bool:
-        """Whether it is a step that reads x, after all others."""
+        """Whether it reads x without changing it. Such steps come after all others."""
         return self in (Kind.READ, Kind.SUM, Kind.READ_ALONE)
 
     @property
@@ -229,7 +230,7 @@ class Act:
             object.__setattr__(self, "rows", SiteRows.of(self.rows))
 
     def with_gate(self, gate: Gate) -> "Act":
-        """A copy under another gate; `replace` would take three times as long."""
+        """A copy under another gate. `dataclasses.replace` would take three times as long."""
         return Act(
             self.kind,
             self.vectors,

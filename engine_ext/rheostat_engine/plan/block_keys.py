@@ -163,7 +163,7 @@ class BlockKeys:
         self._private_from = self._may_be_private_from
         self.decided_once = None if steered is None else steered.decided_once
         self.keyed_end = OPEN_END
-        """Blocks that end behind it have no key yet, because it depends on a report."""
+        """Blocks that end after this position have no key yet: it depends on a worker's report."""
         self._nonce = plan.request_id
         self._keys: dict[bytes, str] = {}
 
@@ -173,13 +173,13 @@ class BlockKeys:
         return 0 if self._window is None else self._window.start
 
     def await_decision(self) -> None:
-        """Gates in the request's next tokens are undecided. Only if `decided_once` is not None."""
+        """Withholds keys until `decide`. `decided_once` must not be None."""
         assert self.decided_once is not None
         self._private_from = self._may_be_private_from
         self.keyed_end = min(self._private_from, self.decided_once.position)
 
     def decide(self, *, shut: bool) -> None:
-        """The gates are decided. `shut`: whether all of them stay shut."""
+        """Makes all keys available. `shut`: whether all gates of the request stay shut."""
         self.keyed_end = OPEN_END
         if shut:
             self._private_from = self._always_private_from
@@ -187,7 +187,7 @@ class BlockKeys:
     def key(self, start: int, end: int) -> str | None:
         """The key of the block [start, end); None if no act applies to it.
 
-        Blocks that end behind `keyed_end` must not be used: their keys may change.
+        The caller must not use keys of blocks that end after `keyed_end`: they may change.
         """
         return self._key(start, end, self._window)
 

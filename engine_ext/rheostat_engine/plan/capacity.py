@@ -46,7 +46,8 @@ class Capacity:
     gate_states: int = 4096
     """Gates and their records, summed over running samples. Not shared."""
     row_sums: int = 256
-    """Sums of rows for numbers that are read of means, summed over running samples. Not shared."""
+    """Sums of rows, from which numbers of mean rows are read, over all running samples. Not
+    shared."""
     ruled_intervals: int = 4096
     """Combinations that depend on token ids, summed over running samples. Not shared."""
     intervals: int = 1 << 21

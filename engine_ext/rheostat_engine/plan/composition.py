@@ -220,7 +220,7 @@ def _of_mean(act: Act) -> bool:
 
 
 def means_program(acts: Sequence[Act]) -> Program:
-    """Reads all numbers of means of a plan; empty if there are none."""
+    """The program that reads a plan's numbers of mean rows; empty if there are none."""
     return tuple([_mean_step(acts, *row_sum) for row_sum in row_sums(acts).items()])
 
 
@@ -289,14 +289,14 @@ def ordered(acts: Sequence[Act], members: Sequence[int]) -> list[int]:
 
 
 def _rank(act: Act) -> int:
-    """Acts of a lower rank act first. `Kind.READ` is the last step, because it is read in fours."""
+    """Acts of a lower rank act first. `Kind.READ` is last, because kernels run four at once."""
     if act.reading is not None:
         return 2 if _reading_kind(act.reading) is not Kind.READ else 3
     return int(act.kind.acts_last)
 
 
 def _reading_kind(reading: Reading) -> Kind:
-    """The kind of the step in which an act of `Kind.READ` reads a row."""
+    """The kind of step that an act of `Kind.READ` becomes in a program."""
     if reading.of_mean:
         return Kind.SUM
     projected = reading.normalise is Normalise.PROJECTED_COSINE

@@ -95,12 +95,12 @@ class Reading(NamedTuple):
     column: _Natural
     """The column of its first site. The following sites have the following columns."""
     mean_at: Annotated[int, msgspec.Meta(ge=NEVER, lt=2**31)] = NEVER
-    """If it is not `NEVER`: the position at which the number is read once, of the mean of the rows
-    that the act selects up to there. The act selects none behind it."""
+    """`NEVER`: a number is read of each selected row. Otherwise one number is read, at this
+    position, of the mean of the rows that the act selects; it selects none after the position."""
 
     @property
     def of_mean(self) -> bool:
-        """Whether the number is read of a mean of rows."""
+        """Whether one number is read, of the mean of the selected rows."""
         return self.mean_at != NEVER
 
 
@@ -215,9 +215,10 @@ class Gate(NamedTuple):
 
     @property
     def shape(self) -> "Gate":
-        """All but the numbers that readings are compared with. They alone change no program.
+        """The gate with 0 in place of each number that readings are compared with.
 
-        Gates of one shape read the same columns, and may be open at the same positions.
+        Gates of one shape read the same columns, and may be open at the same positions. So their
+        programs differ only in these numbers.
         """
         conditions = [
             condition._replace(
@@ -262,7 +263,7 @@ class Signals(NamedTuple):
     """Of an update: whether it keeps the request's sums of rows. Only admission reads it."""
 
     def with_gates(self, gates: Mapping[Gate, Gate]) -> "Signals":
-        """The same of other gates."""
+        """A copy with other gates. `gates` has the new gate of each old one."""
         if not (self.gates or self.kept):
             return self
         kept = tuple([gates[gate] for gate in self.kept])

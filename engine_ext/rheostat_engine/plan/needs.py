@@ -76,7 +76,7 @@ def needs_of(contents: Iterator[tuple[str, object, int]]) -> Needs:
 
 
 def _sorted_needs(weights: Mapping[int, tuple[int, int]]) -> Needs:
-    """The needs by key: the index of the resource, and the amount."""
+    """Sorts needs by key. Values of `weights`: the index of the resource, and the amount."""
     if not weights:
         return _NOTHING
     keys = np.fromiter(weights, np.uint64, len(weights))
@@ -89,20 +89,21 @@ def _sorted_needs(weights: Mapping[int, tuple[int, int]]) -> Needs:
 class GatedNeeds:
     """The needs of tables that differ from each other only in the numbers of their gates.
 
-    The content of one table is encoded once, with a gap for each gate. Composing and encoding it
-    would take ten times as long as filling the gaps.
+    The content of one table is encoded once, with a gap wherever a gate stands. Filling the gaps
+    takes a tenth of the time of composing and encoding the content again.
     """
 
     def __init__(self, table: SteeringTable) -> None:
         """Encodes the content of one of the tables, which has gates."""
-        # A secret in place of a number, so that no other content is taken for a gate.
+        # Random bytes mark each gate, so that no request can contain the bytes of a mark.
         marked = {gate: gate._replace(a=cast(float, os.urandom(16))) for gate in table.gates}
         signals = table.signals.with_gates(marked)
         marks = [_ENCODER.encode(gate) for gate in marked.values()]
         self._fixed: dict[int, tuple[int, int]] = {}
-        """Of content without gates, by key: the index of the resource, and the amount."""
+        """Content without gates: by its key, the index of the resource, and the amount."""
         self._gapped: list[tuple[list[bytes | int], tuple[int, int]]] = []
-        """The same of other content, by its bytes: each number is the gap for a gate."""
+        """Content with gates: its encoded pieces, where an integer is the index of the gate that
+        fills a gap; and its resource and amount, as in `_fixed`."""
         for resource, content, weight in contents_of(table.with_gates(marked, signals)):
             pieces: list[bytes | int] = [_PREFIXES[resource] + _encoded(content)]
             for number, mark in enumerate(marks):
@@ -131,7 +132,7 @@ class GatedNeeds:
 
 
 def _cut(piece: bytes | int, mark: bytes, number: int) -> Iterator[bytes | int]:
-    """A part of encoded content, with `number` in place of a mark."""
+    """The pieces of encoded content, with the gate index `number` in place of each mark."""
     if isinstance(piece, int):
         yield piece
         return

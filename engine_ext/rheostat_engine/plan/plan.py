@@ -115,7 +115,7 @@ class PackedActs:
     def with_gates(
         self, acts: tuple[Act, ...], signals: Signals, gates: Mapping[Gate, Gate]
     ) -> "PackedActs":
-        """The packed acts of the same plan with other gates; see `Plan.with_gates`."""
+        """A copy with other gates; see `Plan.with_gates`."""
         packed = PackedActs(acts, signals)
         if self.table is None:
             return packed
@@ -151,7 +151,7 @@ class PackedActs:
     def gate_states(self) -> int:
         """The states of gates that each sample needs, without those that it keeps.
 
-        A sample with sums of rows has a state, because its tokens name the sums beside the state.
+        A sample with sums of rows needs at least one state: sums are found by the first state.
         """
         gates = () if self.table is None else self.table.gates[len(self.signals.kept) :]
         return max(sum(map(states_of, gates)), int(self.row_sums > 0))
@@ -366,11 +366,11 @@ class Plan:
         )
 
     def with_gates(self, gates: Mapping[Gate, Gate]) -> "Plan":
-        """A copy of a packed plan whose gates differ only in the numbers of readings.
+        """A copy whose gates compare readings with other numbers. Faster than packing a new plan.
 
         Args:
-            gates: for each gate of the plan another of the same `Gate.shape`. Different gates
-                remain different.
+            gates: the new gate of each gate of the plan, with an equal `Gate.shape`. Distinct gates
+                must have distinct new gates.
         """
         acts = tuple(
             [act if act.gate is None else act.with_gate(gates[act.gate]) for act in self.acts]

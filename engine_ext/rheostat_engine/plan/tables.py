@@ -126,12 +126,12 @@ class SteeringTable:
 
     @cached_property
     def means(self) -> Program:
-        """Reads the numbers of all means of rows, one for each sum that a sample needs."""
+        """The program that reads all numbers of mean rows, one for each sum of a sample."""
         return means_program(self.acts)
 
     @cached_property
     def mean_at(self) -> int:
-        """The position at which `means` are read; `NEVER`: there are none."""
+        """The position at which `means` reads; `NEVER` if it is empty."""
         return max((act.reading.mean_at for act in self.acts if act.reading), default=NEVER)
 
     @cached_property
@@ -161,7 +161,7 @@ class SteeringTable:
         """A copy with gates of the same shapes; see `Plan.with_gates`."""
         acts = [act if act.gate is None else act.with_gate(gates[act.gate]) for act in self.acts]
         table = SteeringTable(tuple(acts), self.clauses, self.sets, self.intervals, signals)
-        # What does not depend on the numbers of gates, and what is known, is not computed again.
+        # Cached properties that do not depend on the numbers of gates are copied.
         table.__dict__.update(
             plan_cost=self.plan_cost,
             read_cost=self.read_cost,

@@ -444,9 +444,9 @@ def steerings_of(request: GenerateRequest) -> list[steering_pb2.Steering]:
 
 
 def _note_checked(request: GenerateRequest, parts: Parts, admission: AdmissionContext) -> None:
-    """Keeps the results of the checks of a request that was admitted.
+    """Keeps the results of the checks of an admitted request.
 
-    Only once equal parts come again: many requests with a gate of their own never do.
+    Only if equal parts were admitted before: parts with a gate of their own may never recur.
     """
     compiled = admission.compiled
     if compiled is None or not compiled.seen_before(parts) or _compares_vectors(request):

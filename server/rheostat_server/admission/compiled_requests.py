@@ -123,7 +123,7 @@ class _Entry(NamedTuple):
 
 
 class GateTemplate(NamedTuple):
-    """A compiled request, of use to requests that differ from it only in their gates."""
+    """A compiled request, reused by requests that differ from it only in numbers of gates."""
 
     compiled: CompiledRequest
     lookups: Lookups
@@ -141,7 +141,7 @@ class CompiledRequests:
         self._templates: OrderedDict[Key, GateTemplate] = OrderedDict()
         self._checked: OrderedDict[Parts, CheckedParts] = OrderedDict()
         self._seen: OrderedDict[int, None] = OrderedDict()
-        """Hashes of parts that were admitted, in order."""
+        """Hashes of the parts of admitted requests, oldest first."""
         self._version = 0
         """The only version whose compiled requests are kept."""
         store.follow(self._on_evict)
@@ -171,7 +171,7 @@ class CompiledRequests:
         return entry.compiled
 
     def template(self, key: Key) -> GateTemplate | None:
-        """The latest compiled request under a key of `gateless_key`, as `find`."""
+        """The last template added under a key of `gateless_key`, under the conditions of `find`."""
         template = self._templates.get(key)
         if template is None:
             return None
@@ -182,7 +182,7 @@ class CompiledRequests:
         return template
 
     def add_template(self, key: Key, template: GateTemplate) -> None:
-        """Keeps a compiled request as a template, under the conditions of `add`."""
+        """Keeps a template, under the same conditions as `add`."""
         if not self._keeps(key, template.compiled, template.lookups):
             return
         self._templates[key] = template
@@ -329,11 +329,14 @@ def key_of(
 def gateless_key(
     request: generation_service_pb2.GenerateRequest, key: Key, server_wide: GlobalSteering
 ) -> Key | None:
-    """The key without the gates of the steering; None if there are none, or more depends on them.
+    """The key of a request without the gates of its steering; None if no template can serve it.
+
+    It can't if the steering has no gates, or if the request has rules, watches or server-wide
+    steering, because these depend on gates or probes too.
 
     Args:
         request: the request.
-        key: its key.
+        key: the key that `key_of` returned for it.
         server_wide: the server-wide steering that acts on it.
     """
     if not request.probes or request.rules or key.watches or not server_wide.empty:
@@ -353,12 +356,13 @@ def with_other_gates(
     context: SelectionContext,
     model: ModelSites,
 ) -> CompiledRequest | None:
-    """The compiled request of a steering that differs from a template's in its gates.
+    """A template's compiled request with the gates of another steering.
 
-    Only the numbers that readings are compared with may differ, else it must be compiled: None.
+    Returns None if the gates differ in more than the numbers that readings are compared with. Then
+    the request must be compiled.
 
     Raises:
-        RheostatError: a gate is malformed. All else was checked with the template.
+        RheostatError: a gate is malformed. Everything else was checked with the template.
     """
     compiled = template.compiled
     own = list(compiled.own)

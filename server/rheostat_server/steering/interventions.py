@@ -91,7 +91,7 @@ class Intervention:
         return tuple(replace(act, gate=self.gate) for act in acts)
 
     def with_gate(self, gate: Gate) -> "Intervention":
-        """The same under another gate, which reads the same probes."""
+        """A copy under another gate, which reads the same probes."""
         other = replace(self, gate=gate)
         # Neither the sites nor the receipt depend on the gate.
         other.__dict__.update(

@@ -1,4 +1,4 @@
-"""Resolves probes: numbers read of the stream in the forward pass."""
+"""Resolves probes, which read numbers of the residual stream in the forward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class Probe:
 
     @property
     def reads_once(self) -> bool:
-        """Whether it reads one number at a site, of the mean of prompt tokens."""
+        """Whether it reads one number at each site, of the mean row of the prompt."""
         return self.reading.of_mean
 
     @cached_property

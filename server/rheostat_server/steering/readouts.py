@@ -78,15 +78,15 @@ def read_numbers(
 
 
 def resolve_product(readout: vector_pb2.Readout, path: str) -> Readout:
-    """As `resolve_readout`, where numbers are made of the products x.v and the norms |x|.
+    """Resolves a readout for callers that compute numbers only from products x.v and norms |x|.
 
     Raises:
-        NotSupported: they don't suffice for it.
+        NotSupported: the readout needs more than these.
     """
     settings = resolve_readout(readout, path)
     if settings.normalise is Normalise.PROJECTED_COSINE:
         raise NotSupported(
-            "NORMALISE_PROJECTED_COSINE is served in probes, bands and scales",
+            "NORMALISE_PROJECTED_COSINE is served only in probes, bands and scales",
             field=field_path(path, "normalise"),
         )
     return settings

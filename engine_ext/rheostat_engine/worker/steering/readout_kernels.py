@@ -1,7 +1,7 @@
 """Numbers that are read of rows, in Triton; see `readout_reference`.
 
 Invariant: they equal the reference up to the order of float32 sums. Rows are added to sums in
-float64, so that the order in which programs add them does not show; see `row_sums`.
+float64, so the order in which programs add them does not change the result; see `row_sums`.
 
 Why a mean has no kernel of its own at a site
     Each captured graph would have one more node for each site, and a node costs half a microsecond
@@ -34,7 +34,8 @@ _COLUMNS = tl.constexpr(MAX_COLUMNS)
 _PER_TOKEN = tl.constexpr(len(TokenColumn))
 _ROW_SUM = tl.constexpr(int(TokenColumn.ROW_SUM))
 _NEAR = tl.constexpr(0.25)
-"""Up to here a series of four terms is exact in float32. The other formula cancels there."""
+"""Below this |x|, a series of four terms has float32's precision; the exponential formula loses
+digits by cancellation."""
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def number_of(x, unit, settings, floats_ptr):
 
 @triton.jit
 def activated(z, norm, settings, bias, theta):
-    """The number read from a row, before it is divided. `norm` is by what a cosine is divided."""
+    """Divides a cosine z by `norm`, then applies bias and activation."""
     normalise = settings & 15
     cosine = tl.where(norm > 0, z / norm, 0.0)
     z = tl.where((normalise == _COSINE) | (normalise == _PROJECTED), cosine, z) + bias

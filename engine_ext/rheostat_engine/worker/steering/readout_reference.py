@@ -13,7 +13,14 @@ from rheostat_engine.worker.state.buffers import SiteBuffers, TokenColumn
 def number_of(
     x: torch.Tensor, units: torch.Tensor, settings: torch.Tensor, floats: torch.Tensor
 ) -> torch.Tensor:
-    """What steps read of rows x [n, W]: [n]. Units, settings and floats are those of each row."""
+    """The numbers [n] that steps read of rows x [n, W].
+
+    Args:
+        x: [n, W] float32: the rows.
+        units: [n, W]: the unit vector of each row's step.
+        settings: [n]: the settings of each row's step; see `Programs.ints`.
+        floats: [n, FLOATS]: the floats of each row's step.
+    """
     bias, theta, factor, _ = floats[:, 4:].unbind(1)
     normalise = settings & 15
     z: torch.Tensor = (x * units).sum(1) * factor
@@ -35,7 +42,7 @@ def number_of(
 def read_rows(
     x: torch.Tensor, tokens: torch.Tensor, steps: torch.Tensor, site: SiteBuffers
 ) -> None:
-    """Reads numbers of rows x [n, W], and adds rows to sums; `steps` are the first such steps."""
+    """Reads numbers of rows x [n, W], and adds rows to sums. `steps`: each row's first reading."""
     gates = site.gates
     while len(own := steps.nonzero().squeeze(1)):
         x, tokens, steps = x[own], tokens[own], steps[own]
@@ -54,9 +61,9 @@ def read_rows(
 
 
 def read_means_before(site: SiteBuffers, tokens: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Reads the numbers of means that gates need, before these open.
+    """Reads the numbers of means that gates need, before the openness is computed.
 
-    A number is read if its position is in this step, and not behind the token whose gate opens.
+    A number is read if its position is in this step, and not after the gated token.
 
     Args:
         site: the site's buffers.
@@ -89,7 +96,7 @@ def read_means(site: SiteBuffers, tokens: torch.Tensor, steps: torch.Tensor) -> 
 
 
 def _read_means(site: SiteBuffers, tokens: torch.Tensor, steps: torch.Tensor) -> None:
-    """Reads a number for each token, unless it was read. A mean of no rows is not read."""
+    """Reads a number for each token, unless it was read before or no row was added to its sum."""
     gates = site.gates
     _, numbers, _, _, settings, columns, index = site.ints[steps].long().unbind(1)
     names = gates.tokens[tokens, TokenColumn.ROW_SUM] + index

@@ -1,12 +1,12 @@
-"""Sums of rows of prompts, of whose means numbers are read.
+"""Sums of prompt rows, from which numbers of a prompt's mean row are read.
 
-The forward pass adds the rows that a reading selects to a sum of the sample, at the reading's site.
-Once the last prompt token is computed, the number is read of the sum: in the forward pass at the
-first site at which a gate needs it, and for all other uses after the forward pass.
+During the forward pass, the reading's site adds each selected row to a sum of the sample. The step
+that computes the last prompt token reads the number of the mean. If a gate needs it in the forward
+pass, the gate's first site reads it. Otherwise a kernel after the forward pass reads it.
 
-Why the number is not read where the rows are
-    A site computes all tokens of a step at once, and each token's row has a program of its own. So
-    no program at the site can see the complete sum. The programs of a later site, and all kernels
+Why another site reads the number
+    A site computes all tokens of a step at once, and each token's row has its own Triton program.
+    So no program at the site can see the complete sum. The programs of a later site, and kernels
     after the forward pass, can.
 Why float64
     Programs add their rows in any order. In float64 the order changes a sum only beyond the digits
@@ -15,9 +15,9 @@ Why sums have names
     A token refers to the first sum of its sample, so the sample's sums must follow one another. But
     admission counts sums, not gaps. So the names follow one another, and a name costs four bytes.
 
-Invariants: a sum is zero before its sample computes its first token, also if the sample computes
-positions again. It computes all that is read then, because no hit of the prefix cache reaches a row
-that is read. A sample has all its sums, or none.
+Invariants: a sum is zero before its sample computes its first token, also after a preemption. The
+sum then gets every selected row, because prefix cache hits end before the first row that is read. A
+sample has all its sums, or none.
 """
 
 from typing import NamedTuple
@@ -35,14 +35,14 @@ from rheostat_engine.worker.steering.vectors import Exhausted
 
 
 class Means(NamedTuple):
-    """The numbers that are read of the means of a plan."""
+    """The numbers of mean rows that a plan reads."""
 
     sums: int
-    """How many. A sample needs a sum for each."""
+    """The count of these numbers. A sample needs one sum for each."""
     step: int
     """The first step of the program that reads them."""
     position: int
-    """At which they are read: that of the last prompt token."""
+    """The position at which they are read: the last prompt token's."""
 
 
 class RowSums:
@@ -62,11 +62,12 @@ class RowSums:
         self._positions = np.full(states, NEVER, np.int64)
         """See `Means`."""
         self._new: list[int] = []
-        """Samples whose sums are not named yet, and were used by others before."""
+        """Samples whose sums have no names on the device yet, and are not cleared yet."""
         self._due: torch.Tensor | None = None
-        """[n, 2] int32: tokens of this step at which numbers are read, each with a program."""
+        """[n, 2] int32: tokens of this step at which numbers are read, and the first step of the
+        program that reads them."""
         self.read_any = False
-        """Whether the last step read a number, which no later step must find again."""
+        """Whether the last step read a number. The next step must then clear the readings."""
 
     @property
     def used(self) -> int:
@@ -99,7 +100,11 @@ class RowSums:
             self._positions[state] = NEVER
 
     def clear(self, again: Int64) -> None:
-        """Clears new sums, and those of samples, [n] states, that compute positions again."""
+        """Clears new sums, and the sums of samples that compute positions again.
+
+        Args:
+            again: [n]: the first states of these samples.
+        """
         new, self._new = [state for state in self._new if state in self._sums], []
         stale = [*new, *again[self.first[again] > 0].tolist()]
         if not stale:
@@ -119,10 +124,10 @@ class RowSums:
         """Prepares a step.
 
         Args:
-            states: [n]: of samples.
-            positions: [n]: of the first token of each.
+            states: [n]: the first state of each sample.
+            positions: [n]: the position of each sample's first token in the step.
             tokens: [n]: the index of this token in the step.
-            counts: [n]: the number of its tokens.
+            counts: [n]: the number of each sample's tokens in the step.
         """
         self._due, self.read_any = None, False
         at = self._positions[states] - positions
@@ -134,7 +139,7 @@ class RowSums:
             self._due = to_device(host, self._site.gates.row_sums.device)
 
     def end(self) -> None:
-        """Reads the numbers of means that are complete, once the forward pass was launched."""
+        """Reads the numbers of complete means. The forward pass must have been launched."""
         due, self._due = self._due, None
         if due is None:
             return
