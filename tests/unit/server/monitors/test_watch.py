@@ -12,13 +12,7 @@ from rheostat_engine import SignalsWait
 from rheostat_server.api import generation
 from rheostat_server.monitors import registry, watch
 from rheostat_server.tasks.offload import PLANNER
-from rheostat_wire.v1 import (
-    capture_pb2,
-    gate_pb2,
-    generation_pb2,
-    monitor_service_pb2,
-    types_pb2,
-)
+from rheostat_wire.v1 import capture_pb2, generation_pb2, monitor_service_pb2, types_pb2
 
 from ..conftest import Refusal, Running, rest
 from ..fakes import ScriptedBackend, reading
@@ -63,17 +57,6 @@ async def test_a_watch_reads_every_token_of_others_requests(running: Running) ->
     assert [event.sequence for event in watcher.events[1:]] == list(range(1, len(watcher.events)))
     await watcher.rest()
     await settled(running)
-
-
-async def test_a_watch_reads_the_mean_of_each_prompt(running: Running) -> None:
-    mean = probe("m", rows=gate_pb2.PROBE_ROWS_PROMPT_MEAN)
-    watcher = await Watcher.open(running, opening(mean))
-    mine = probe("mine", sites=WIDE, rows=gate_pb2.PROBE_ROWS_PROMPT_MEAN)
-    mine.signals = True
-    await running.client.generate(request(sampling=SAMPLING, probes=[mine]))
-    acts = running.backend.jobs[-1].plan.acts
-    assert [(act.reading.mean_at, act.spans) for act in acts] == [(2, ((0, 3),))] * 2
-    await watcher.rest()
 
 
 async def test_a_small_watch_opens_while_a_large_plan_is_made(running: Running) -> None:
