@@ -118,7 +118,11 @@ def _pull(x: torch.Tensor, band: Band, read: torch.Tensor, write: torch.Tensor) 
     """How a band changes rows; `write` is `read` where it writes no other vector."""
     settings = band.readout
     number = x @ read
-    if settings.normalise is not Normalise.NONE:
+    if settings.normalise is Normalise.PROJECTED_COSINE:
+        projected = torch.outer(number / (read @ read), read).tanh()
+        lengths = x.norm(dim=1) * projected.norm(dim=1)
+        number = torch.where(lengths > 0, (x * projected).sum(dim=1) / lengths, 0.0)
+    elif settings.normalise is not Normalise.NONE:
         number = number / read.norm()
     if settings.normalise is Normalise.COSINE:
         number = number / x.norm(dim=1)

@@ -95,7 +95,7 @@ def readouts(draw: st.DrawFn) -> Readout:
 @st.composite
 def acts(draw: st.DrawFn) -> Act:
     """Any act of the small model."""
-    kind = draw(st.sampled_from([kind for kind in Kind if kind not in (Kind.READ, Kind.GATE)]))
+    kind = draw(st.sampled_from([kind for kind in Kind if kind < Kind.READ]))
     count = draw(st.integers(1, {Kind.PULL: 3, Kind.REPLACE: 2, Kind.ADD_LAST: 2}.get(kind, 1)))
     seeds = draw(st.permutations(range(VECTORS)))[:count]
     sites = sorted(draw(st.sets(st.sampled_from(SITES), min_size=1, max_size=3)))
