@@ -238,9 +238,14 @@ def _steps_together(
     gates: Sequence[Gate],
     sums: Mapping[int, int],
 ) -> dict[int, list[Step]]:
-    """The steps of several acts, by site. Adjacent additions become one step."""
+    """The steps of several acts, by site. Adjacent additions become one step.
+
+    Those under a gate or a gain are steps of their own behind it. So a shut gate between two
+    additions changes nothing: the sum of these is still rounded once.
+    """
     by_site = _openings(acts, members, sites, gates, sums)
     adding: dict[int, list[tuple[bytes, int, float]]] = {}
+    apart: dict[int, list[Step]] = {}
     for member in ordered(acts, members):
         act = acts[member]
         gate = None if act.gate is None else gates.index(act.gate)
@@ -248,18 +253,22 @@ def _steps_together(
             steps = by_site.setdefault(site, [])
             if _merges(act):
                 adding.setdefault(site, []).append((act.vectors[0], rows[0], act.scale))
-                continue
-            _flush(adding, site, steps)
-            steps += _steps(act, site, rows, gate, sums)
+            elif act.kind is Kind.ADD:
+                apart.setdefault(site, []).extend(_steps(act, site, rows, gate, sums))
+            else:
+                _flush(adding, apart, site, steps)
+                steps += _steps(act, site, rows, gate, sums)
     for site, steps in by_site.items():
-        _flush(adding, site, steps)
+        _flush(adding, apart, site, steps)
     return by_site
 
 
 def attribution(
     acts: Sequence[Act], members: Sequence[int], sites: range | None = None
 ) -> dict[int, list[list[int]]]:
-    """The acts of each measurement, by site. Adjacent additions are measured together.
+    """The acts of each measurement, by site, in the order of the steps.
+
+    Adjacent additions are measured together, before those under a gate or a gain.
 
     Args:
         acts: the acts of the plan.
@@ -267,16 +276,24 @@ def attribution(
         sites: the sites to list; None for all.
     """
     by_site: defaultdict[int, list[list[int]]] = defaultdict(list)
+    begins: dict[int, int] = {}  # by site: where its last groups, all of additions, begin
     for member in ordered(acts, members):
         act = acts[member]
         if not act.strong:
             continue
         for site, _ in _rows_at(act, sites):
             groups = by_site[site]
-            if groups and _merges(act) and _merges(acts[groups[-1][-1]]):
-                groups[-1].append(member)
-            else:
+            if act.kind is not Kind.ADD:
+                begins.pop(site, None)
                 groups.append([member])
+                continue
+            begin = begins.setdefault(site, len(groups))
+            if not _merges(act):
+                groups.append([member])
+            elif begin < len(groups) and _merges(acts[groups[begin][0]]):
+                groups[begin].append(member)
+            else:
+                groups.insert(begin, [member])
     return by_site
 
 
@@ -342,10 +359,17 @@ def _rows_at(act: Act, sites: range | None) -> Iterator[SiteRow]:
     return iter(act.rows) if sites is None else act.site_rows.within(sites)
 
 
-def _flush(adding: dict[int, list[tuple[bytes, int, float]]], site: int, steps: list[Step]) -> None:
+def _flush(
+    adding: dict[int, list[tuple[bytes, int, float]]],
+    apart: dict[int, list[Step]],
+    site: int,
+    steps: list[Step],
+) -> None:
+    """Adds the steps of the additions so far."""
     addends = adding.pop(site, None)
     if addends:
         steps.append(Step(Kind.ADD, addends=tuple(sorted(addends))))
+    steps += apart.pop(site, ())
 
 
 def _steps(

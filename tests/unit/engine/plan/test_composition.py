@@ -1,5 +1,6 @@
 """Acts are composed to what naively happens at each position, to each token."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import MAX_STEPS, MAX_TOKEN_SETS, Act, Band, Condition, Kind, Plan
+from rheostat_engine.plan import gates
 from rheostat_engine.plan.composition import (
     Step,
     TokenVariants,
@@ -17,6 +19,7 @@ from rheostat_engine.plan.composition import (
     combine,
     only_adds,
 )
+from rheostat_engine.plan.gates import Combine, Form, Gate, Hold, Pool
 from rheostat_engine.plan.tables import steering_table
 
 from ..naive import described, steps
@@ -134,6 +137,29 @@ def test_neighbouring_additions_are_one_step_whatever_their_order() -> None:
     ((_, program),) = combine([one, pull, two], (0, 1, 2))
     assert [step.kind for step in program] == [Kind.ADD, Kind.PULL, Kind.ADD]
     assert [step.addends for step in program] == [((B, 0, 1.0),), (), ((A, 0, 2.0),)]
+
+
+def test_an_addition_under_a_gate_does_not_part_its_neighbours() -> None:
+    gate = Gate(
+        (gates.Condition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf),),
+        Combine.ALL,
+        Form.STEP,
+        0.5,
+        0.0,
+        Hold.REST,
+    )
+    one, two, pull = add(0, digest=B), add(0, digest=A, scale=2.0), ablate(0, digests=(C,))
+    gated = replace(add(0, digest=C), gate=gate)
+    ((_, plain),) = combine([one, two], (0, 1))
+    for many in ([one, gated, two], [gated, one, two], [one, two, gated]):
+        ((_, program),) = combine(many, (0, 1, 2))
+        opens, *rest, last = program
+        assert (opens.kind, tuple(rest), last.addends) == (Kind.GATE, plain, ((C, 0, 1.0),))
+        added = [number for number, act in enumerate(many) if act is not gated]
+        assert attribution(many, range(3)) == {0: [added, [many.index(gated)]]}
+    ((_, program),) = combine([one, gated, pull, two], range(4))
+    assert [step.kind for step in program] == [Kind.GATE, Kind.ADD, Kind.ADD, Kind.PULL, Kind.ADD]
+    assert attribution([one, gated, pull, two], range(4)) == {0: [[0], [1], [2], [3]]}
 
 
 def test_other_acts_keep_their_order() -> None:
