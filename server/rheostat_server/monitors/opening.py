@@ -56,7 +56,8 @@ class WatchContext:
     compile: Compile
     """May be called on a thread."""
     fits: Callable[[Plan], None]
-    """Raises ResourceExhausted if the engine, even empty, cannot hold a plan."""
+    """Raises ResourceExhausted if the engine, even empty, cannot hold a plan, or if its sums of
+    rows would take those of other requests."""
 
 
 async def check_opening(
@@ -91,7 +92,7 @@ async def check_opening(
         opened,
         lambda: offload_plan(work, _resolve, opened, context, context.store.view()),
     )
-    if readings.steers:
+    if readings.steers or plan.packed_acts.row_sums:
         context.fits(plan)
     return WatchSettings(observed_requests(opened.filter), readings, report, on_lost, opened.steers)
 

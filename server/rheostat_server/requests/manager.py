@@ -44,6 +44,7 @@ from rheostat_server.engine.preparations import Preparations
 from rheostat_server.engine.steering_updates import SteeringUpdates
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
 from rheostat_server.errors import (
+    BankFull,
     CacheSuspect,
     Defect,
     Draining,
@@ -241,6 +242,14 @@ class RequestManager:
     def _check_watch_fits(self, plan: Plan) -> None:
         prompt_len = typical_context(self.info).prompt_len
         self.admission_queue.check_ever_fits([Reservation(plan)], prompt_len)
+        sums = plan.packed_acts.row_sums
+        most = max(1, self.sites.capacity.row_sums // self.info.running_samples)
+        if sums > most:
+            raise BankFull(
+                f"the watch reads {sums} numbers of mean rows; at most {most}, because each takes "
+                "a sum of rows of every sample that runs: read means at fewer sites",
+                field="open.probes",
+            )
 
     def start(self, on_lost: Callable[[], None]) -> None:
         """Receives events from the backend. If the engine dies, `on_lost` is called once."""
