@@ -1,4 +1,4 @@
-"""KV under an open gate is read by nobody else; KV under a gate that stays shut is read by all.
+"""Requests share KV behind gates that stay shut, and never KV under gates that were open.
 
 `Engine` runs vLLM's scheduler. Its cache holds, for each slot, the token and who computed it under
 an open gate. All requests generate the same tokens, so wrong keys would show.
