@@ -13,7 +13,11 @@ several times.
 
     rheostat bench sidebyside --shape qwen3-8b --out results
     rheostat bench sidebyside --shape qwen3-8b --out results --starts 6 --streams 256 --arms idle
-    rheostat bench sidebyside --out results --arms "one layer steered" "one layer, one gate"
+    rheostat bench sidebyside --out results --same-prompts \
+        --arms "one layer steered" "one layer, one gate" "one layer, a gate per request"
+
+What a step takes also depends on its texts: with 256 streams, turns of one arm differ by 4 %. An
+open gate changes no text, so with `--same-prompts` a gate is compared on equal texts.
 """
 
 import argparse
@@ -30,7 +34,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -41,6 +45,7 @@ from rheostat_bench.machine import Model, add_model_arguments, chosen, described
 from rheostat_bench.processes import Worker, together
 from rheostat_bench.served import Stock, add_client_argument, prompts, stock
 from rheostat_bench.served_process import copy_tokenizer, served_process, unused_port
+from rheostat_bench.turns import Streamed, Turn, streamed, turn
 from rheostat_bench.watching import Watcher, watching
 from rheostat_server.config import ServerConfig
 
@@ -60,100 +65,8 @@ ONE_GATE, OWN_GATES = "one layer, one gate", "one layer, a gate per request"
 GATED_ARMS = (ONE_GATE, OWN_GATES)
 """Optional kinds: as `STEERED_ONE`, under an open gate that reads one number in the layer before.
 All requests have the same gate, or each has its own."""
-
-
-class Streamed(NamedTuple):
-    """One request, as its client sees it. Moments by `time.monotonic`."""
-
-    began: float
-    first: float
-    """When its first token was there."""
-    middle: float
-    """When half of its messages were there, rounded down."""
-    last: float
-    """When its last token was there."""
-    tokens: int
-    later: float
-    """Tokens that came later than `middle`. A message may have several."""
-    rows: int
-    moments: tuple[float, ...] = ()
-    """When each token was there, or each chunk of a few tokens."""
-
-
-def streamed(began: float, moments: Sequence[float], tokens: int, rows: int = 0) -> Streamed:
-    """A request of so many tokens. `moments`: when each arrived, or each chunk of a few tokens."""
-    middle = moments[max(1, len(moments) // 2) - 1]
-    later = sum(moment > middle for moment in moments) * tokens / len(moments)
-    return Streamed(began, moments[0], middle, moments[-1], tokens, later, rows, tuple(moments))
-
-
-class Turn(NamedTuple):
-    """The figures of one turn."""
-
-    tokens_per_s: float
-    requests_per_s: float
-    per_token_ms: float
-    """Median of the streams; zero if each has one token."""
-    second_half_per_token_ms: float
-    """The same for the second half of a stream's tokens. By then no stream waits for the prompts of
-    others any more, if streams are long enough."""
-    together_per_token_ms: float
-    """The same from the moment when every stream has its first token, until one ends: while all
-    run, and nobody waits for an admission or a prompt. Zero if they never do."""
-    first_token_ms: float
-    """Median of the streams, each from its own call."""
-    first_token_of_burst_ms: float
-    """Median over the streams of the time from the first stream's call to a stream's first token.
-    Calls in one process wait for each other: the last of 256 calls of `AsyncLLM.generate` begins
-    about 60 ms after the first. `first_token_ms` does not include this wait."""
-    last_token_of_burst_ms: float
-    """Median over the streams of the time from the first stream's call to a stream's last token.
-    `per_token_ms` grows if first tokens come earlier: a stream that has begun waits for the prompts
-    of the others."""
-    lost_rows: int
-
-
-def turn(streams: Sequence[Streamed], wanted_rows: int, watched_rows: int) -> Turn:
-    """The figures of streams that began together.
-
-    Args:
-        streams: the streams.
-        wanted_rows: rows that all clients together should have got.
-        watched_rows: rows that a subscriber got.
-    """
-    began = min(stream.began for stream in streams)
-    seconds = max(stream.last for stream in streams) - began
-    steps = [stream for stream in streams if stream.tokens > 1]
-    rows = sum(stream.rows for stream in streams) + watched_rows
-    return Turn(
-        sum(stream.tokens for stream in streams) / seconds,
-        len(streams) / seconds,
-        1e3 * statistics.median((step.last - step.first) / (step.tokens - 1) for step in steps)
-        if steps
-        else 0.0,
-        1e3 * statistics.median((step.last - step.middle) / max(1, step.later) for step in steps)
-        if steps
-        else 0.0,
-        1e3 * statistics.median(_together(steps) or [0.0]),
-        1e3 * statistics.median(stream.first - stream.began for stream in streams),
-        1e3 * statistics.median(stream.first - began for stream in streams),
-        1e3 * statistics.median(stream.last - began for stream in streams),
-        wanted_rows - rows,
-    )
-
-
-def _together(streams: Sequence[Streamed]) -> list[float]:
-    """Seconds per token of each stream while all of them run; see `together_per_token_ms`."""
-    begin = max((stream.first for stream in streams), default=0.0)
-    end = min((stream.last for stream in streams), default=0.0)
-    times = []
-    for stream in streams:
-        inside = [moment for moment in stream.moments if begin <= moment <= end]
-        if inside and inside[-1] > inside[0]:
-            chunks = sum(moment > inside[0] for moment in inside)
-            tokens = chunks * stream.tokens / len(stream.moments)
-            times.append((inside[-1] - inside[0]) / tokens)
-    return times
+STEERED_ARMS = (STEERED_ONE, STEERED_ALL, *GATED_ARMS)
+"""Kinds whose requests find no KV of the other kinds."""
 
 
 class Options:
@@ -398,6 +311,8 @@ def measure(
     repeats: int,
     turns: dict[str, dict[str, list[Turn]]],
     save: Callable[[Mapping[str, Mapping[str, Sequence[Turn]]]], None],
+    *,
+    same_prompts: bool = False,
 ) -> None:
     """Times every arm at every number of streams; arms take turns.
 
@@ -408,6 +323,7 @@ def measure(
         repeats: turns of each arm and workload.
         turns: gets the turns, by arm and workload, behind those of earlier starts.
         save: is called with all turns so far after each workload.
+        same_prompts: whether all arms of a repeat get the same prompts.
     """
     workloads = [(str(count), count, tokens) for count in streams]
     workloads.append((_ONE_TOKEN, 4 * max(streams), 1))
@@ -415,8 +331,9 @@ def measure(
         for run in runs.values():
             run(prompts(count, _PROMPT), length)
         for repeat in range(repeats):
+            shared = prompts(count, _PROMPT)
             for name in list(runs)[:: 1 if repeat % 2 == 0 else -1]:
-                found = runs[name](prompts(count, _PROMPT), length)
+                found = runs[name](shared if same_prompts else prompts(count, _PROMPT), length)
                 turns.setdefault(name, {}).setdefault(workload, []).append(found)
         show(turns, workload)
         save(turns)
@@ -478,7 +395,15 @@ def main() -> None:
     parser.add_argument("--api-servers", type=int, nargs="*", default=[1, 6])
     parser.add_argument("--arms", nargs="+", choices=(*ARMS, *GATED_ARMS), default=ARMS)
     parser.add_argument("--starts", type=int, default=1, help="of each engine")
+    parser.add_argument(
+        "--same-prompts",
+        action="store_true",
+        help="all arms of a repeat get the same prompts; only for steered arms, whose KV differs",
+    )
     arguments = parser.parse_args()
+    unsteered = [arm for arm in arguments.arms if arm not in STEERED_ARMS]
+    if arguments.same_prompts and unsteered:
+        parser.error(f"--same-prompts: requests would find each other's KV: {', '.join(unsteered)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     turns: dict[str, dict[str, list[Turn]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -519,10 +444,19 @@ def _measure_start(
             "step_tokens": config.max_num_batched_tokens,
             "starts": start + 1,
             "repeats": arguments.repeats,
+            "same_prompts": arguments.same_prompts,
         }
         path = arguments.out / f"sidebyside-{model.name}.json"
         save = partial(_save, path, about)
-        measure(runs, arguments.streams, arguments.tokens, arguments.repeats, turns, save)
+        measure(
+            runs,
+            arguments.streams,
+            arguments.tokens,
+            arguments.repeats,
+            turns,
+            save,
+            same_prompts=arguments.same_prompts,
+        )
 
 
 def _save(

@@ -61,7 +61,7 @@ def tables(path: Path) -> list[str]:
     if about == "bursts":
         return [_bursts(content["bursts"])]
     if about == "sidebyside":
-        return _side_by_side(content["summary"])
+        return [*_side_by_side(content["summary"]), *_gates(content["turns"])]
     if about == "sweeps":
         return _sweeps(content["summary"], content["neighbours"])
     if about == "watched":
@@ -376,6 +376,42 @@ def _judged(summary: Mapping[str, Figures], stock: str) -> str:
                 rows.append([f"{arm}, {label}", bar, *cells, *("" for _ in first)])
     heads = [f"first token at {count}: {_FIRST_TOKEN_BARS[count]:+.0f} ms" for count in first]
     return _markdown(["", "bar", *map(_streams, counts), *heads], rows) if rows else ""
+
+
+_UNGATED = ", one layer steered"
+_GATED = (", one layer, one gate", ", one layer, a gate per request")
+"""How the names of arms end whose steering is the same, without and with a gate."""
+_GATE_TIMES = {"per_token_ms": "", "together_per_token_ms": ", while all streams run"}
+
+
+def _gates(turns: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) -> list[str]:
+    """What a gate costs per token, in percent of the same steering without one; may be none.
+
+    Each turn is compared with the turn of the steered arm in the same repeat. The figures are the
+    median of the turns, their quartiles, and the same while all streams run.
+    """
+    rows: dict[str, list[str]] = {}
+    counts: dict[str, None] = {}
+    servers = [arm.removesuffix(_UNGATED) for arm in turns if arm.endswith(_UNGATED)]
+    arms = [(server, kind) for server in servers for kind in _GATED if server + kind in turns]
+    for server, kind in arms:
+        name = kind.removeprefix(", one layer, ") + (f" ({server})" if len(servers) > 1 else "")
+        for count in filter(str.isdecimal, turns[server + kind]):
+            counts[count] = None
+            pairs = [
+                *zip(turns[server + kind][count], turns[server + _UNGATED][count], strict=True)
+            ]
+            for key, when in _GATE_TIMES.items():
+                more = [(gated[key] / plain[key] - 1) * 100 for gated, plain in pairs]
+                cell = f"{_signed(statistics.median(more))} %"
+                if len(more) > 1:
+                    low, _, high = statistics.quantiles(more, n=4, method="inclusive")
+                    cell += f" ({_signed(low)} to {_signed(high)})"
+                rows.setdefault(name + when, []).append(cell)
+    if not rows:
+        return []
+    heads = ["a gate's cost per token", *map(_streams, counts)]
+    return [_markdown(heads, [[name, *cells] for name, cells in rows.items()])]
 
 
 _FELT = ("streams", "median_ms", "p99_ms", "tokens_per_s", "cells_per_s")

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from rheostat import _cli
+from rheostat_bench import sidebyside
 from rheostat_bench.bars import Bar, read_bars
 from rheostat_bench.served_process import copy_tokenizer
 from rheostat_bench.shapes import write_shape
@@ -15,18 +16,16 @@ from rheostat_bench.sidebyside import (
     IDLE,
     ONE_GATE,
     OWN_GATES,
+    STEERED_ONE,
     STOCK,
     Options,
-    Streamed,
-    Turn,
     measure,
     server_flags,
     spread,
-    streamed,
     summary,
-    turn,
 )
 from rheostat_bench.tables import tables
+from rheostat_bench.turns import Streamed, Turn, streamed, turn
 from rheostat_server.config import ServerConfig
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
@@ -142,6 +141,36 @@ def test_arms_take_turns_after_a_warm_up(capsys) -> None:
     assert {len(some) for by in turns.values() for some in by.values()} == {5}, "a second start's"
 
 
+def test_arms_of_a_repeat_get_the_same_prompts_if_they_shall(capsys) -> None:
+    given: dict[str, list[list[list[int]]]] = {STOCK: [], IDLE: []}
+
+    def arm(name: str):
+        def run(wanted: list[list[int]], tokens: int) -> Turn:
+            given[name].append(wanted)
+            return Turn(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0)
+
+        return run
+
+    runs = {name: arm(name) for name in given}
+    for same in (False, True):
+        for prompts in given.values():
+            prompts.clear()
+        measure(runs, [2], 7, 2, {}, lambda _: None, same_prompts=same)
+        _, first, second, *_ = given[STOCK]
+        assert first != second
+        assert (given[IDLE][1:3] == [first, second]) is same
+    assert "requests/s" in capsys.readouterr().out
+
+
+def test_the_same_prompts_are_refused_for_arms_that_share_kv(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["sidebyside", "--out", ".", "--same-prompts", "--arms", IDLE, ONE_GATE]
+    )
+    with pytest.raises(SystemExit):
+        sidebyside.main()
+    assert f"find each other's KV: {IDLE}\n" in capsys.readouterr().err
+
+
 def test_every_process_gets_a_share_of_the_prompts() -> None:
     prompts = [[number] for number in range(5)]
     workers = [object(), object(), object()]
@@ -165,6 +194,13 @@ def test_the_server_knows_every_flag() -> None:
     assert given.max_num_batched_tokens == 8192
 
 
+def _as_saved(turns) -> dict[str, object]:
+    return {
+        arm: {count: [one._asdict() for one in some] for count, some in by.items()}
+        for arm, by in turns.items()
+    }
+
+
 @pytest.fixture
 def result(tmp_path: Path) -> Path:
     """A file of two arms at 8 streams and with requests of one token, in which rows were lost."""
@@ -178,7 +214,10 @@ def result(tmp_path: Path) -> Path:
     }
     path = tmp_path / "sidebyside.json"
     content = {"benchmark": "sidebyside", "device": "CPU"}
-    path.write_text(json.dumps({**content, "summary": summary({STOCK: stock, IDLE: ours})}))
+    turns = _as_saved({STOCK: stock, IDLE: ours})
+    path.write_text(
+        json.dumps({**content, "summary": summary({STOCK: stock, IDLE: ours}), "turns": turns})
+    )
     return path
 
 
@@ -210,7 +249,8 @@ def test_every_bar_is_judged_at_every_number_of_streams(tmp_path: Path) -> None:
     arms = {STOCK: stock, **{f"this server, 1 front end, {arm}": ours for arm in ARMS}}
     path = tmp_path / "sidebyside.json"
     content = {"benchmark": "sidebyside", "device": "CPU"}
-    path.write_text(json.dumps({**content, "summary": summary(arms)}))
+    saved = {**content, "summary": summary(arms), "turns": _as_saved(arms)}
+    path.write_text(json.dumps(saved))
     head, _, idle, per_token, later, *others = tables(path)[-1].splitlines()
     assert head == (
         "|  | bar | 32 streams | 256 streams "
@@ -220,6 +260,30 @@ def test_every_bar_is_judged_at_every_number_of_streams(tmp_path: Path) -> None:
     assert per_token.endswith(", idle, ms per token | +1% | met | **+2.0%** |  |  |")
     assert later.endswith(", idle, ms per token, second half | +1% | met | met |  |  |")
     assert [line.split(" | ")[0].partition("end, ")[2] for line in others] == [*ARMS[1:]]
+
+
+def test_a_gate_is_compared_with_the_same_steering_turn_by_turn(tmp_path: Path) -> None:
+    def some(*per_token: float) -> dict[str, list[Turn]]:
+        turns = [Turn(1.0, 1.0, ms, ms, ms / 2 + 1, 1.0, 1.0, 1.0, 0) for ms in per_token]
+        return {"8": turns, "requests of one token": turns}
+
+    arms = {
+        STOCK: some(10.0, 10.0, 10.0),
+        f"ours, {STEERED_ONE}": some(10.0, 20.0, 40.0),
+        f"ours, {ONE_GATE}": some(10.1, 20.4, 40.0),
+        f"ours, {OWN_GATES}": some(11.0, 20.0, 40.0),
+    }
+    path = tmp_path / "sidebyside.json"
+    content = {"benchmark": "sidebyside", "summary": summary(arms), "turns": _as_saved(arms)}
+    path.write_text(json.dumps(content))
+    assert tables(path)[-1].splitlines() == [
+        "| a gate's cost per token | 8 streams |",
+        "| --- | --- |",
+        "| one gate | +1.00 % (+0.50 to +1.50) |",
+        "| one gate, while all streams run | +0.83 % (+0.42 to +1.33) |",
+        "| a gate per request | +0.00 % (+0.00 to +5.00) |",
+        "| a gate per request, while all streams run | +0.00 % (+0.00 to +4.17) |",
+    ]
 
 
 def test_the_picture_shows_shares_and_first_tokens(result: Path) -> None:
