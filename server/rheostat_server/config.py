@@ -278,6 +278,16 @@ class ServerConfig:
         words="none",
     )
 
+    policy: str | None = _flag(
+        None,
+        "JSON file with the server-wide policy, which is in force before the first request; "
+        "rheostat global export writes one",
+        "FILE",
+        words="none",
+        group="policy",
+    )
+    """See `admission/policy_file.py`."""
+
     drain_grace: float = _bounded(30.0, _SECONDS)
     """Seconds that running requests get to finish when the server shuts down."""
 

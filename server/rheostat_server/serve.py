@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rheostat_engine import CONTROLLERS_GROUP
 from rheostat_engine.process_end import skip_last_collection
+from rheostat_server.admission.policy_file import put_in_force, read_policy
 from rheostat_server.api.capture import CaptureService
 from rheostat_server.api.engine import EngineService
 from rheostat_server.api.generation import GenerationService
@@ -162,8 +163,9 @@ class RunningServer:
 
         Raises:
             StartupError: there is no such model, or the engine does not start. Or a sink, the
-                folder of vectors or the spool cannot be used.
+                folder of vectors, the spool or the policy cannot be used.
         """
+        policy = None if self._config.policy is None else read_policy(self._config.policy)
         if self._config.vector_dir is not None:
             self._files = VectorFiles(Path(self._config.vector_dir))
         self._sinks = await asyncio.to_thread(_make_sinks, self._config)
@@ -183,6 +185,8 @@ class RunningServer:
         )
         if self._files is not None:
             await self._manager.persistent_vectors.restore(self._files, backend.sites.width)
+        if policy is not None:
+            await put_in_force(policy, self._manager.server_wide)
         await self.readiness.serve(self._manager)
 
     @property
@@ -250,6 +254,7 @@ def check_start(config: ServerConfig) -> None:
     Raises:
         InvalidConfig: a number is outside its bounds, or a sink is not written as sinks are.
         ModelNotFound: there is no such model or adapter.
+        PolicyFailed: the policy file cannot be read.
     """
     check_config(config)
     try:
@@ -265,6 +270,8 @@ def check_start(config: ServerConfig) -> None:
             )
     model_path(config.model)
     read_loras(config.loras)
+    if config.policy is not None:
+        read_policy(config.policy)
 
 
 def _make_sinks(config: ServerConfig) -> Sinks:

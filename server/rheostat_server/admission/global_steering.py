@@ -18,7 +18,13 @@ from rheostat_server.admission.planning import check_ranges, compile_plan
 from rheostat_server.config import ModelInfo
 from rheostat_server.engine.admission_queue import Reservation
 from rheostat_server.engine.worker_vectors import WorkerVectorCache
-from rheostat_server.errors import GateOrder, InvalidValue, NotSupported, VersionConflict
+from rheostat_server.errors import (
+    GateOrder,
+    InvalidValue,
+    NotSupported,
+    RheostatError,
+    VersionConflict,
+)
 from rheostat_server.selectors.selection import (
     EVERYTHING,
     Selection,
@@ -74,7 +80,7 @@ class GlobalSteering:
     """One version of the server-wide steering."""
 
     version: int = 0
-    """0 at startup; incremented by each change."""
+    """0 at startup, or the version of the policy file; incremented by each change."""
     policy: steering_service_pb2.Policy = field(default_factory=_no_policy)
     """The message, with digests and the layers of rows in place of names and inline vectors."""
     ops: tuple[ResolvedOp, ...] = ()
@@ -221,6 +227,12 @@ def _selection(
     return resolve_selector(part.where, context, field_path(path, "where"))
 
 
+def name_policy_field(error: RheostatError) -> None:
+    """Prefixes the field of an error, if it is one of a policy, with the field of the policy."""
+    if error.field.startswith(("steering", "probes", "rules")):
+        error.field = f"policy.{error.field}"
+
+
 class GlobalSteeringState:
     """The current server-wide steering. Used on the event loop alone."""
 
@@ -248,6 +260,27 @@ class GlobalSteeringState:
         self._fits = fits
         self._on_change = on_change
         self._turn = asyncio.Lock()
+        self._from_file = ""
+        """The policy of the file, in words; empty if the server has none."""
+
+    async def start_with(
+        self, policy: steering_service_pb2.Policy, version: int, path: str
+    ) -> GlobalSteering:
+        """Puts the policy of a file in force, before the server serves.
+
+        Args:
+            policy: the policy.
+            version: its version, at least 1.
+            path: the file, for the log.
+
+        Raises:
+            RheostatError: as `set`, without VersionConflict.
+        """
+        async with self._turn:
+            after = await self._replace(policy, version)
+            self._from_file = f"version {version} of --policy {path}"
+            _LOG.info("server-wide steering: %s is in force", self._from_file)
+            return after
 
     async def set(
         self, policy: steering_service_pb2.Policy, expected_version: int | None
@@ -272,27 +305,40 @@ class GlobalSteeringState:
                     field="expected_version",
                     metadata={"version": str(before.version)},
                 )
-            checked, work = await self._check(policy)
-            written = _spelled_out(policy, checked)
-            sites = self._sites if checked.probes else None
-            after = GlobalSteering(before.version + 1, written, *checked, sites, time.time(), work)
-            store = self._loader.store
-            store.retain(after.vectors)
-            unused = after.vectors
-            try:
-                await self._loader.ensure(after.vectors)
-                unused, self.current = before.vectors, after
-                self._on_change(after.version)
-            finally:
-                store.release(unused)
-            _LOG.info(
-                "server-wide steering: version %d, %d interventions, %d probes, %d rules",
-                after.version,
-                len(checked.ops),
-                len(checked.probes),
-                len(checked.rule_ops),
-            )
+            after = await self._replace(policy, before.version + 1)
+            if self._from_file:
+                _LOG.warning(
+                    "server-wide steering: version %d replaces %s, which a restart of the server "
+                    "puts in force again",
+                    after.version,
+                    self._from_file,
+                )
             return after
+
+    async def _replace(self, policy: steering_service_pb2.Policy, version: int) -> GlobalSteering:
+        """Puts a policy in force. Raises as `set`, without VersionConflict."""
+        before = self.current
+        checked, work = await self._check(policy)
+        written = _spelled_out(policy, checked)
+        sites = self._sites if checked.probes else None
+        after = GlobalSteering(version, written, *checked, sites, time.time(), work)
+        store = self._loader.store
+        store.retain(after.vectors)
+        unused = after.vectors
+        try:
+            await self._loader.ensure(after.vectors)
+            unused, self.current = before.vectors, after
+            self._on_change(version)
+        finally:
+            store.release(unused)
+        _LOG.info(
+            "server-wide steering: version %d, %d interventions, %d probes, %d rules",
+            version,
+            len(checked.ops),
+            len(checked.probes),
+            len(checked.rule_ops),
+        )
+        return after
 
     def _work(self, policy: steering_service_pb2.Policy) -> PromptWork:
         """Bytes that `offload` counts for resolving and compiling a policy."""

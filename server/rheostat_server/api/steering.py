@@ -8,6 +8,7 @@ from itertools import islice
 from google.protobuf import timestamp_pb2
 
 from rheostat_server import validation
+from rheostat_server.admission.global_steering import name_policy_field
 from rheostat_server.api.paging import from_token, no_token, page_size, to_token
 from rheostat_server.api.readiness import Readiness
 from rheostat_server.api.rpc import Context
@@ -140,8 +141,7 @@ class SteeringService(steering_service_pb2_grpc.SteeringServiceServicer):
         try:
             after = await manager.server_wide.set(request.policy, expected)
         except RheostatError as error:
-            if error.field.startswith(("steering", "probes", "rules")):
-                error.field = f"policy.{error.field}"
+            name_policy_field(error)
             raise
         return _pb.SetGlobalResponse(version=after.version)
 

@@ -460,6 +460,12 @@ class FrontEndFailed(StartupError):
     exit_code = 10
 
 
+class PolicyFailed(StartupError):
+    """The file of the server-wide policy cannot be read, or its policy cannot be enforced."""
+
+    exit_code = 11
+
+
 class EngineDied(ServerFailed):
     """The engine was lost while the server served. A new process can serve again."""
 

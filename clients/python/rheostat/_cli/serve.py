@@ -21,11 +21,12 @@ def add(commands: Subparsers) -> None:
         example="""\
 rheostat serve demo
 rheostat serve Qwen/Qwen3-8B --port 50052 --vector-dir vectors
+rheostat serve Qwen/Qwen3-8B --policy policy.json
 
 Exit codes: 0 stopped by a signal, 2 a setting is wrong, 3 the port is not available,
 4 the model or an adapter cannot be read, 5 vLLM did not start, 6 --vector-dir cannot be
 used, 7 --sink, 8 --spool, 9 the engine died while the server ran, 10 a front end did
-not start""",
+not start, 11 --policy cannot be enforced""",
     )
     parser.add_argument(
         "model", metavar="MODEL", help='a model folder, a hub name, or "demo" for the bundled one'

@@ -1140,7 +1140,11 @@ Global___GetGlobalRequest: _TypeAlias = GetGlobalRequest  # noqa: Y015
 
 @_typing.final
 class GetGlobalResponse(_message.Message):
-    """What holds."""
+    """What holds.
+
+    In JSON, also the file of a server's --policy. There vectors may be inline or have names, version is
+    required, and set_time is left aside.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1148,14 +1152,14 @@ class GetGlobalResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SET_TIME_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Its version: 0 at startup, one more with every SetGlobal."""
+    """Its version: 0 at startup, or that of the file; one more with every SetGlobal."""
     @_builtins.property
     def policy(self) -> Global___Policy:
         """With names and inline vectors resolved to digests."""
 
     @_builtins.property
     def set_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was set. Absent for version 0."""
+        """When it was set, or read of the file. Absent for version 0."""
 
     def __init__(
         self,

@@ -30,3 +30,13 @@ def test_every_flag_says_its_default(capsys, monkeypatch):
 def test_a_wrong_value_is_named_with_its_flag(line, said, capsys):
     assert main(["serve", "demo", *line]) == 2
     assert capsys.readouterr().err == f"rheostat: {said}\n"
+
+
+def test_a_policy_that_cannot_be_read_has_an_exit_code_of_its_own(capsys, tmp_path):
+    path = tmp_path / "policy.json"
+    path.write_text('{"policy": {"steer": {}}, "version": 1}')
+    assert main(["serve", "demo", "--policy", str(path)]) == 11
+    assert capsys.readouterr().err == (
+        f"rheostat: --policy {path}: policy.steer: there is no such field, but steering, probes, "
+        "rules. Correct the file\n"
+    )
