@@ -21,6 +21,7 @@ REPLACEMENTS = {
     "aio.Engine": "Engine",
     "aio_conditions": "conditions",
     "aio_connection": "connection",
+    "aio_steering": "steering",
     "aio_streams": "streams",
     "aio_subscription": "subscription",
     "aio_vectors": "vectors",

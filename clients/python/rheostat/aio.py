@@ -16,6 +16,7 @@ from rheostat._capture.activations import Activations
 from rheostat._capture.artifacts import Artifact, SinkInfo
 from rheostat._client import calls, lens_calls, run_calls
 from rheostat._client.aio_conditions import Conditions
+from rheostat._client.aio_steering import Steering
 from rheostat._client.aio_streams import Reader, Session, Stream
 from rheostat._client.aio_vectors import Vectors
 from rheostat._client.requests import GenerateOptions, check_options
@@ -33,8 +34,6 @@ from rheostat._responses.model import ModelInfo, Stats
 from rheostat._responses.results import Generation
 from rheostat._runs import RunInfo
 from rheostat._selectors import SelectorLike
-from rheostat._steering.global_steering import GlobalSteering
-from rheostat._steering.rules import RulesLike
 from rheostat._steering.steering import SteeringLike
 from rheostat._subscriptions import requests as subscribe_requests
 from rheostat._subscriptions.aio_subscription import Subscription
@@ -62,36 +61,6 @@ RESUME_AFTER = 1.0
 """Seconds before such an attempt."""
 
 _NAME = "aio.Engine"
-
-
-class Steering:
-    """The server-wide steering, which acts on every request. Setting it needs role steer_global."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    async def set_global(
-        self,
-        steering: SteeringLike,
-        expected_version: int | None = None,
-        *,
-        rules: RulesLike = None,
-    ) -> int:
-        """Replace all of it for requests admitted from now on, and return its new version.
-
-        ``rules`` observe, stop or steer every request, and the server logs each firing. ``None`` or
-        ``[]`` clears what was set, interventions and rules alike. If another version than
-        ``expected_version`` is in force, Refused is raised with reason "REASON_VERSION_CONFLICT";
-        ``metadata["version"]`` is the version in force.
-        """
-        return await self._connection.unary(calls.set_global(steering, expected_version, rules))
-
-    async def get_global(self) -> GlobalSteering:
-        """The policy in force. Its interventions and rules can be passed to `set_global`."""
-        return await self._connection.unary(calls.get_global())
-
-    def __repr__(self) -> str:
-        return f"Steering({self._connection.target!r})"
 
 
 class Engine:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
-from rheostat._cli._common import CommandError, Subparsers, add_target, connected
+from rheostat._cli._common import (
+    CommandError,
+    Subparsers,
+    add_force,
+    add_target,
+    connected,
+    may_write,
+)
 from rheostat._cli._listing import add_json, print_json
 from rheostat._cli._ops import add_ops, steering
 
@@ -13,8 +22,9 @@ def add(commands: Subparsers) -> None:
     """Register the command and its own subcommands."""
     parser = commands.add_parser(
         "global",
-        help="set, get and clear the server-wide steering",
-        description="Set, get and clear the server-wide steering, which acts on every request.",
+        help="set, get, export and clear the server-wide steering",
+        description="Set, get, export and clear the server-wide steering, which acts on every "
+        "request.",
         example="rheostat global set --scale joy:0\nrheostat global get\nrheostat global clear",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
@@ -38,6 +48,18 @@ def add(commands: Subparsers) -> None:
     add_json(getting)
     getting.set_defaults(run=run_get)
 
+    exporting = actions.add_parser(
+        "export",
+        help="save the policy to a file for rheostat serve --policy",
+        description="Save the policy to a JSON file: interventions, probes and rules, with the "
+        "numbers of their vectors, and the version. A server that is started with rheostat serve "
+        "--policy FILE enforces it from the first request on.",
+        example="rheostat global export policy.json",
+    )
+    exporting.add_argument("file", metavar="FILE", type=Path)
+    add_force(exporting)
+    exporting.set_defaults(run=run_export)
+
     clearing = actions.add_parser(
         "clear",
         help="remove it",
@@ -53,7 +75,7 @@ def add(commands: Subparsers) -> None:
             metavar="VERSION",
             help="fail if another version is in force (default: replace any)",
         )
-    for action in (setting, getting, clearing):
+    for action in (setting, getting, exporting, clearing):
         add_target(action)
 
 
@@ -81,6 +103,19 @@ def run_get(args: argparse.Namespace) -> int:
         print_json({**vars(steering), "interventions": interventions, "rules": rules})
     else:
         print(steering)
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Write the file, and print the version that it has."""
+    may_write(args.file, args.force)
+    with connected(args) as engine:
+        text = engine.steering.export_global()
+    try:
+        args.file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {args.file}: {error}") from error
+    print(f"{args.file}  version {json.loads(text)['version']}")
     return 0
 
 

@@ -190,3 +190,15 @@ def get_global() -> UnaryCall[steering_service_pb2.GetGlobalResponse, GlobalStee
         steering_service_pb2.GetGlobalResponse,
         read_global,
     )
+
+
+def global_message() -> UnaryCall[
+    steering_service_pb2.GetGlobalResponse, steering_service_pb2.GetGlobalResponse
+]:
+    """The policy in force as the server sends it."""
+    return UnaryCall(
+        "/rheostat.v1.SteeringService/GetGlobal",
+        steering_service_pb2.GetGlobalRequest(),
+        steering_service_pb2.GetGlobalResponse,
+        lambda answer: answer,
+    )

@@ -26,7 +26,7 @@ COMMANDS = (
     ["vectors", "list"], ["vectors", "put"], ["vectors", "get"], ["vectors", "import"],
     ["vectors", "export"], ["vectors", "delete"], ["vectors", "derive"],
     ["runs", "list"], ["runs", "get"], ["runs", "put"], ["runs", "delete"],
-    ["global", "set"], ["global", "get"], ["global", "clear"],
+    ["global", "set"], ["global", "get"], ["global", "export"], ["global", "clear"],
 )  # fmt: skip
 
 

@@ -1,14 +1,18 @@
 """Steering from the command line: how ops are typed, what is sent, and what is printed."""
 
 import argparse
+import base64
+import json
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf import text_format
 
 import rheostat
 from rheostat import Ablate, Add, Band, Clamp, NormAdd, Scale
 from rheostat._cli import _ops, main
+from rheostat_wire.digests import vector_digest
 from rheostat_wire.v1 import engine_service_pb2, generation_service_pb2, steering_service_pb2
 
 JOY_DIGEST, BARE_DIGEST = r"\xab" * 32, r"\xcd" * 32
@@ -353,6 +357,45 @@ def test_global_get_prints_a_line_for_each_intervention(server, capsys):
         "server-wide steering, version 4",
         "  0: scale vector abababababab by 0.5 at resid_mid 3",
     ]
+
+
+ROW = np.arange(8, dtype="<f4")
+
+
+def scripted_export(server) -> None:
+    digest = vector_digest("float32", 1, 8, ROW.tobytes())
+    held = steering_service_pb2.GetGlobalResponse(version=4)
+    held.policy.steering.interventions.add().add.vector.digest = digest
+    server.on("GetGlobal", held)
+    limits = {"inline_vector_bytes": 32}
+    server.on("GetModel", engine_service_pb2.GetModelResponse(model_name="demo", limits=limits))
+    info = {"digest": digest, "dtype": "DTYPE_FLOAT32", "shape": [1, 8]}
+    header = steering_service_pb2.GetVectorResponse(info=info)
+    server.on("GetVector", [header, steering_service_pb2.GetVectorResponse(chunk=ROW.tobytes())])
+
+
+def test_global_export_writes_a_file_for_serve_and_prints_its_version(server, capsys, tmp_path):
+    scripted_export(server)
+    path = tmp_path / "policy.json"
+    assert main(["global", "export", str(path), "--target", server.target]) == 0
+    assert capsys.readouterr() == (f"{path}  version 4\n", "")
+    (steer,) = json.loads(path.read_text())["policy"]["steering"]["interventions"]
+    assert base64.b64decode(steer["add"]["vector"]["inline"]["inline"]) == ROW.tobytes()
+    assert main(["global", "export", str(path), "--target", server.target]) == 2
+    assert capsys.readouterr().err == f"rheostat: {path} exists already; --force replaces it\n"
+    assert main(["global", "export", str(path), "--force", "--target", server.target]) == 0
+
+
+def test_global_export_of_no_policy_writes_nothing(server, capsys, tmp_path):
+    scripted_export(server)
+    server.on("GetGlobal", steering_service_pb2.GetGlobalResponse(version=5))
+    path = tmp_path / "policy.json"
+    assert main(["global", "export", str(path), "--target", server.target]) == 1
+    assert capsys.readouterr().err == (
+        "rheostat: version 5 of the policy has no interventions and no rules, so there is nothing "
+        "to export: set a policy first\n"
+    )
+    assert not path.exists()
 
 
 def test_a_version_that_does_not_hold_any_more_fails_in_one_line(server, capsys, refusal):
