@@ -1,5 +1,6 @@
 """A server that cannot start says why in one line."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -47,3 +48,17 @@ def test_a_staging_area_that_does_not_fit_into_the_memory_is_refused(tmp_path: P
     assert line.startswith("rheostat: the worker takes ")
     assert f"(--staging-mib {installed}, --capture-mib 512, --bank-mib 256), but only " in line
     assert " MiB are available. Lower --staging-mib to " in line
+
+
+def test_a_policy_for_a_larger_model_ends_the_start(tmp_path: Path) -> None:
+    steer = {"sites": {"points": ["POINT_RESID_POST"], "list": {"layers": [99]}}}
+    steer["scale"] = {"read": {"vector": {"tokenDirection": {"tokenId": 5}}}, "factor": 0}
+    path = tmp_path / "policy.json"
+    policy = {"steering": {"interventions": [steer]}}
+    path.write_text(json.dumps({"policy": policy, "version": 1}))
+    code, line = ended(tmp_path, "demo", "--policy", str(path))
+    assert (code, line) == (
+        11,
+        f"rheostat: --policy {path}: policy.steering.interventions[0].sites.list.layers[0]: layer "
+        "99 is not one of the model's layers 0 to 5. Correct the file",
+    )
