@@ -62,19 +62,21 @@ class _ShardingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sharding.Val
     SHARDING_UNSPECIFIED: _Sharding.ValueType  # 0
     """Refused with REASON_UNKNOWN_ENUM."""
     SHARDING_GATHERED: _Sharding.ValueType  # 1
-    """Ranks' parts joined: whole rows."""
+    """Whole rows: the parts of all ranks, joined."""
     SHARDING_LOCAL: _Sharding.ValueType  # 2
-    """Each rank's part in a chunk of its own, labelled with `Shard`."""
+    """The part of each rank in a Captured of its own, with `Captured.shard`."""
 
 class Sharding(_Sharding, metaclass=_ShardingEnumTypeWrapper):
-    """What comes of a tensor that tensor parallelism splits along its width. None that is served is."""
+    """How rows are delivered that tensor parallelism splits along their width. No point that is served has
+    such rows.
+    """
 
 SHARDING_UNSPECIFIED: Sharding.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
 SHARDING_GATHERED: Sharding.ValueType  # 1
-"""Ranks' parts joined: whole rows."""
+"""Whole rows: the parts of all ranks, joined."""
 SHARDING_LOCAL: Sharding.ValueType  # 2
-"""Each rank's part in a chunk of its own, labelled with `Shard`."""
+"""The part of each rank in a Captured of its own, with `Captured.shard`."""
 Global___Sharding: _TypeAlias = Sharding  # noqa: Y015
 
 class _Overload:
@@ -86,42 +88,44 @@ class _OverloadEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Overload.Val
     OVERLOAD_UNSPECIFIED: _Overload.ValueType  # 0
     """Refused with REASON_UNKNOWN_ENUM."""
     OVERLOAD_FAIL: _Overload.ValueType  # 1
-    """The request ends with REASON_CAPTURE_OVERFLOW; for a Subscribe call that selects requests by
-    filter the subscription ends so, not the requests.
+    """The request ends with REASON_CAPTURE_OVERFLOW. With SubscribeOpen.overload the subscription ends
+    with it, and its requests go on.
     """
     OVERLOAD_DROP_OLDEST: _Overload.ValueType  # 2
     """The oldest waiting rows are lost, and counted."""
     OVERLOAD_DROP_NEWEST: _Overload.ValueType  # 3
     """The newest rows are lost, and counted."""
     OVERLOAD_SPILL: _Overload.ValueType  # 4
-    """Rows wait on disk, in order; when that is full or fails, as OVERLOAD_FAIL. Rows that cannot be
-    read back: REASON_ROWS_LOST. A server without a spool: REASON_NOT_SUPPORTED.
+    """Rows wait on disk, in order. If the disk space is full or writing fails: as OVERLOAD_FAIL. Rows
+    cannot be read back: REASON_ROWS_LOST. The server has no spool: REASON_NOT_SUPPORTED.
     """
 
 class Overload(_Overload, metaclass=_OverloadEnumTypeWrapper):
-    """What happens when rows come faster than they can be handed over. The model never waits."""
+    """What happens if rows are captured faster than the reader or sink takes them, and the buffer is full.
+    The model never waits.
+    """
 
 OVERLOAD_UNSPECIFIED: Overload.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
 OVERLOAD_FAIL: Overload.ValueType  # 1
-"""The request ends with REASON_CAPTURE_OVERFLOW; for a Subscribe call that selects requests by
-filter the subscription ends so, not the requests.
+"""The request ends with REASON_CAPTURE_OVERFLOW. With SubscribeOpen.overload the subscription ends
+with it, and its requests go on.
 """
 OVERLOAD_DROP_OLDEST: Overload.ValueType  # 2
 """The oldest waiting rows are lost, and counted."""
 OVERLOAD_DROP_NEWEST: Overload.ValueType  # 3
 """The newest rows are lost, and counted."""
 OVERLOAD_SPILL: Overload.ValueType  # 4
-"""Rows wait on disk, in order; when that is full or fails, as OVERLOAD_FAIL. Rows that cannot be
-read back: REASON_ROWS_LOST. A server without a spool: REASON_NOT_SUPPORTED.
+"""Rows wait on disk, in order. If the disk space is full or writing fails: as OVERLOAD_FAIL. Rows
+cannot be read back: REASON_ROWS_LOST. The server has no spool: REASON_NOT_SUPPORTED.
 """
 Global___Overload: _TypeAlias = Overload  # noqa: Y015
 
 @_typing.final
 class CaptureSpec(_message.Message):
-    """What to copy out, how to encode it, where it goes. Rows are taken after every op at their site.
-    Captures never change what is computed; a captured position that lies in a cached prefix is
-    computed again.
+    """Which rows to copy, how to encode them, and where to send them. Rows are copied after all ops at
+    their site. Captures don't change what is computed. A captured prompt token is computed even if the
+    prefix cache has it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -142,10 +146,10 @@ class CaptureSpec(_message.Message):
     encoding: _tensor_pb2.Encoding.ValueType
     """Default ENCODING_RAW."""
     subscription_id: _builtins.str
-    """Into the open subscription with this id. None such: REASON_SUBSCRIPTION_NOT_FOUND."""
+    """To the open subscription with this id. Unknown: REASON_SUBSCRIPTION_NOT_FOUND."""
     dtype: _tensor_pb2.Dtype.ValueType
-    """Element type of delivered rows: a float type. Default: the model's; with a projection float32,
-    in which it is computed. Wider than the model's is exact, narrower rounds to nearest.
+    """Element type of delivered rows: a float type. Default: the model's; with a projection float32. A
+    wider type than the model's is exact; a narrower one rounds to nearest.
     """
     kept: _builtins.int
     """K of ENCODING_RP8 and ENCODING_TOPK8, required there: 1 to W, with a projection 1 to the number
@@ -154,13 +158,13 @@ class CaptureSpec(_message.Message):
     seed: _builtins.int
     """Seed of ENCODING_RP8. Default 0."""
     sharding: Global___Sharding.ValueType
-    """Which shards of a tensor that is split over tensor-parallel ranks. Default
-    SHARDING_GATHERED. Without effect where every rank holds the whole row, as it does at every
-    point that is served today: rows come whole, and once.
+    """How to deliver rows that are split over tensor-parallel ranks. Default SHARDING_GATHERED. At all
+    points that are served today every rank holds the whole row. So this has no effect: each row is
+    delivered whole, and once.
     """
     overload: Global___Overload.ValueType
-    """What to do when the reader or sink is slower than the model. Default OVERLOAD_FAIL. For a
-    subscription its own policy holds; set here, REASON_INVALID_VALUE.
+    """What to do if the reader or sink is slower than the model. Default OVERLOAD_FAIL. With
+    subscription_id: REASON_INVALID_VALUE, because SubscribeOpen.overload applies.
     """
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
@@ -180,12 +184,12 @@ class CaptureSpec(_message.Message):
 
     @_builtins.property
     def run(self) -> Global___RunTarget:
-        """Into a stored run, for patches. Encoding must be ENCODING_RAW."""
+        """Into a stored run, for activation patching (RunSource). Encoding must be ENCODING_RAW."""
 
     @_builtins.property
     def projection(self) -> Global___Projection:
-        """Delivers a number for each readout, in their order, instead of the row: W is then the number of
-        readouts, and encoding, kept and dtype concern these numbers. Sums are made in float32.
+        """Delivers one number for each readout, in their order, in place of the row. W is then the number of
+        readouts, and encoding, kept and dtype apply to these numbers. Readouts compute in float32.
         Absent: whole rows.
         """
 
@@ -289,17 +293,18 @@ class SinkTarget(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     sink_name: _builtins.str
-    """Name, as ListSinks gives it, at most 128 bytes. Unknown: REASON_SINK_NOT_FOUND."""
+    """Name of the sink (ListSinks), at most 128 bytes. Unknown: REASON_SINK_NOT_FOUND."""
     tag: _builtins.str
-    """Groups artefacts: becomes a folder. [A-Za-z0-9][A-Za-z0-9._-]{0,127}. Default: "default".
-    If the sink holds rows under this tag and the request's id: REASON_ARTIFACT_EXISTS.
+    """Name of a group of artefacts; sinks that write files make a folder of it.
+    [A-Za-z0-9][A-Za-z0-9._-]{0,127}. Default: "default". If the sink already has rows with this tag and
+    the request's id: REASON_ARTIFACT_EXISTS.
     """
     layout: Global___Layout.ValueType
-    """How files are laid out, for sinks that write files. Default: the sink's own."""
+    """How files are laid out, for sinks that write files. Default: chosen by the sink."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Further options that the sink documents. At most 32, names of 128 and values of 1024 bytes.
-        Unknown ones: REASON_INVALID_VALUE.
+        """Options of the sink (Sink.options). At most 32, with names of at most 128 bytes and values of at
+        most 1024 bytes. Unknown ones: REASON_INVALID_VALUE.
         """
 
     def __init__(
@@ -327,11 +332,12 @@ Global___SinkTarget: _TypeAlias = SinkTarget  # noqa: Y015
 
 @_typing.final
 class RunTarget(_message.Message):
-    """Rows are stored on the server under a run id: those of one sample, whole, without a baseline's.
-    With Sampling.n above 1 or a Projection, or where two captures of a request name one run:
-    REASON_INVALID_VALUE. The run can be found once its request has succeeded; one that fails or is
-    aborted leaves none. Under a policy that may lose rows it holds the others. Where leased runs and
-    those in use leave no room for it: REASON_STORE_FULL.
+    """Rows are stored on the server under a run id: whole rows of one sample, not of its baseline.
+    Sampling.n above 1, a Projection, or two captures with one run id: REASON_INVALID_VALUE.
+
+    The run exists once its request has succeeded. A request that fails or is aborted leaves no run. If
+    `overload` allows that rows are lost, the run has the other rows. If runs that are leased or in use
+    fill the store: REASON_STORE_FULL.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -339,12 +345,12 @@ class RunTarget(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Id of the run to make. In use: REASON_RUN_EXISTS. [A-Za-z0-9][A-Za-z0-9._-]{0,127}.
-    Empty: the server makes one, which the receipt names.
+    """Id of the new run. Taken: REASON_RUN_EXISTS. [A-Za-z0-9][A-Za-z0-9._-]{0,127}.
+    Empty: the server chooses one (CaptureReceipt.run_id).
     """
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """The run is not evicted for so long after the request's end. 1 s to 24 h. Default 1 h."""
+        """How long the run is not evicted after the request has ended. 1 s to 24 h. Default 1 h."""
 
     def __init__(
         self,
@@ -362,7 +368,7 @@ Global___RunTarget: _TypeAlias = RunTarget  # noqa: Y015
 
 @_typing.final
 class Projection(_message.Message):
-    """What rows are projected on: one number per readout takes the place of a row."""
+    """Replaces each row by one number for each readout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -370,8 +376,8 @@ class Projection(_message.Message):
     MATRIX_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     top_k: _builtins.int
-    """Keeps only so many largest numbers of each row, with their places. Absent: all. Not served yet:
-    REASON_NOT_SUPPORTED.
+    """Keeps only this many of the largest numbers of each row, with their indices. Absent: all. Not
+    served yet: REASON_NOT_SUPPORTED.
     """
     @_builtins.property
     def readouts(self) -> Global___ReadoutList:
@@ -412,9 +418,9 @@ class ReadoutList(_message.Message):
     READOUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def readouts(self) -> _containers.RepeatedCompositeFieldContainer[_vector_pb2.Readout]:
-        """1 to 4096, each with a vector of one row, or one row per layer of the capture's sites. Rows that
-        are normalised have norms of 1e-18 to 1e18, else REASON_INVALID_VALUE. A name means what it names when the request
-        is admitted, in SubscribeOpen when the subscription is opened.
+        """1 to 4096, each with a vector of one row, or of one row for each layer of the capture's sites. Rows
+        that are normalised need norms of 1e-18 to 1e18, else REASON_INVALID_VALUE. Names are resolved when
+        the request is admitted; in SubscribeOpen, when the subscription is opened.
         """
 
     def __init__(
@@ -432,9 +438,9 @@ Global___ReadoutList: _TypeAlias = ReadoutList  # noqa: Y015
 
 @_typing.final
 class Captured(_message.Message):
-    """Captured rows and their labels. Row i of every site belongs to the i-th position. Per request,
-    sample, capture and site, each selected position comes exactly once, positions ascending,
-    through preemption and resumption. Rejected draft tokens never come.
+    """Captured rows, with their sites, positions and tokens. Row i of every site belongs to the i-th
+    position. For each request, sample, capture and site, each selected position is sent exactly once
+    and in ascending order, also after a preemption.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -449,7 +455,7 @@ class Captured(_message.Message):
     TENSOR_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request. Empty in GenerateResponse and SessionResponse, where there is but one."""
+    """The request. Empty in GenerateResponse and SessionResponse, which concern one request."""
     capture_index: _builtins.int
     """Index of the CaptureSpec in the request's captures, or in SubscribeOpen's. In a
     subscription, a request's own captures are numbered after SubscribeOpen's.
@@ -460,8 +466,8 @@ class Captured(_message.Message):
     """Whether the rows are of the baseline (GenerateRequest.with_baseline)."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
-        """The sites whose rows these are, by layer, then point, all with the same positions; at least
-        one. A site that the SiteSet names twice (resid_post L, resid_pre L+1) comes twice.
+        """The sites, by layer, then point; at least one. All have the same positions. A site that the SiteSet
+        names twice (resid_post of L, resid_pre of L+1) is listed twice.
         """
 
     @_builtins.property
@@ -474,11 +480,13 @@ class Captured(_message.Message):
 
     @_builtins.property
     def tensor(self) -> _tensor_pb2.Tensor:
-        """Shape [sites, positions, width]; width is W, or as encoding, projection and shard say."""
+        """Shape [sites, positions, width]. The width is W, unless the encoding, the projection or the shard
+        changes it.
+        """
 
     @_builtins.property
     def shard(self) -> Global___Shard:
-        """Set for SHARDING_LOCAL alone, and only where rows are split."""
+        """Set only with SHARDING_LOCAL, and only if the rows are split."""
 
     def __init__(
         self,
@@ -503,7 +511,7 @@ Global___Captured: _TypeAlias = Captured  # noqa: Y015
 
 @_typing.final
 class Shard(_message.Message):
-    """Which part of rows that tensor parallelism splits."""
+    """A tensor-parallel rank's part of rows."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -533,7 +541,7 @@ Global___Shard: _TypeAlias = Shard  # noqa: Y015
 
 @_typing.final
 class Dropped(_message.Message):
-    """Rows that were selected and are lost, under a policy that allows it."""
+    """Selected rows that were lost, if CaptureSpec.overload or SubscribeOpen.overload allows that."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

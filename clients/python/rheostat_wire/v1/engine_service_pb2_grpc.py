@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EngineServiceStub(object):
-    """The engine. Roles: any; Drain: admin. Messages up to Limits.control_message_bytes.
+    """The engine. Role: any; Drain: admin. Messages up to Limits.control_message_bytes.
     """
 
     def __init__(self, channel):
@@ -53,27 +53,27 @@ class EngineServiceStub(object):
 
 
 class EngineServiceServicer(object):
-    """The engine. Roles: any; Drain: admin. Messages up to Limits.control_message_bytes.
+    """The engine. Role: any; Drain: admin. Messages up to Limits.control_message_bytes.
     """
 
     def GetModel(self, request, context):
-        """The model, its sites and what can be done there, limits and versions. Does not change while the
-        server runs.
+        """The model, its sites and their ops, limits and versions. Does not change while the server runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Counters and gauges. What the workers count may be 250 ms old while requests run.
+        """Counters and gauges. While requests run, counts of the workers may be 250 ms old.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops admitting (REASON_DRAINING) and answers when nothing runs or the timeout has passed.
-        Health turns NOT_SERVING at once. The server then ends, also one whose engine is lost.
+        """Shuts the server down. New requests are refused (REASON_DRAINING), and health becomes NOT_SERVING at
+        once. Answers when no request runs any more, or when the timeout has passed and the others are
+        aborted. Then the server process ends, also if its engine is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +106,7 @@ def add_EngineServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EngineService(object):
-    """The engine. Roles: any; Drain: admin. Messages up to Limits.control_message_bytes.
+    """The engine. Role: any; Drain: admin. Messages up to Limits.control_message_bytes.
     """
 
     @staticmethod

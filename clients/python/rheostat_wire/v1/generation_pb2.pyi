@@ -50,25 +50,25 @@ class Sampling(_message.Message):
     top_k: _builtins.int
     """Number of tokens kept; 0: all. Default 0."""
     min_p: _builtins.float
-    """0 to 1, of the most likely token's probability. Default 0."""
+    """Tokens below this fraction of the most likely token's probability are not sampled. 0 to 1.
+    Default 0.
+    """
     max_tokens: _builtins.int
-    """Tokens per sample, at least 1. Default: what the context length leaves after the prompt.
-    Beyond that: REASON_PROMPT_TOO_LONG.
+    """Largest number of tokens of a sample, at least 1. Default: as many as fit the context length after
+    the prompt. More: REASON_PROMPT_TOO_LONG.
     """
     min_tokens: _builtins.int
-    """Neither end token nor stop tokens are sampled before this many. At most max_tokens. Default 0."""
+    """The end token and stop tokens are not sampled before this many tokens. At most max_tokens. Default 0."""
     seed: _builtins.int
-    """Makes sampling repeatable; below 2^63. Default: none, each call differs unless greedy."""
+    """Makes sampling repeatable; below 2^63. Default: none, so each call that is not greedy differs."""
     n: _builtins.int
-    """Samples, 1 to Limits.samples. Greedy needs 1. Several samples of a prompt of P tokens: n times P
-    is at most 1048576. Default 1.
-    """
+    """Number of samples, 1 to Limits.samples; 1 if greedy. Above 1, n * P is at most 1048576. Default 1."""
     logprobs: _builtins.int
-    """For each generated token its log-probability and those of this many most likely ones; 0: the
-    token's alone. At most Limits.logprobs. Default: no log-probabilities.
+    """Reports the log-probability of each generated token, and of this many most likely tokens; with 0 of
+    the token alone. At most Limits.logprobs. Default: no log-probabilities.
     """
     prompt_logprobs: _builtins.int
-    """The same for the prompt's tokens. Above 0, P times one more than this is at most 131072.
+    """As logprobs, for the prompt's tokens. Above 0, P * (prompt_logprobs + 1) is at most 131072.
     Default: none.
     """
     repetition_penalty: _builtins.float
@@ -78,7 +78,7 @@ class Sampling(_message.Message):
     frequency_penalty: _builtins.float
     """-2 to 2. Default 0."""
     ignore_eos: _builtins.bool
-    """Go on past the model's end token. Default false."""
+    """Whether to generate past the model's end token. Default false."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """A sample ends before the first of these texts. At most 16, each 1 to 256 bytes of UTF-8."""
@@ -177,14 +177,14 @@ class Started(_message.Message):
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The id, given or made."""
+    """The request's id: its own, or the one that the server chose."""
     model_name: _builtins.str
     """The model's name, as in GetModelResponse."""
     prompt_token_count: _builtins.int
     """P."""
     @_builtins.property
     def prompt_token_ids(self) -> _types_pb2.TokenIds:
-        """The prompt's tokens, if asked for."""
+        """The prompt's tokens, with GenerateRequest.return_prompt_token_ids."""
 
     def __init__(
         self,
@@ -217,20 +217,20 @@ class Tokens(_message.Message):
     sample: _builtins.int
     """Sample, 0 to n - 1."""
     baseline: _builtins.bool
-    """Whether they are of the baseline (GenerateRequest.with_baseline)."""
+    """Whether they belong to the baseline (GenerateRequest.with_baseline)."""
     offset: _builtins.int
-    """Index among the sample's generated tokens of the first one here, from 0."""
+    """How many tokens of the sample were sent before these."""
     text: _builtins.str
-    """The text that they add. Empty where a character is not complete, where a stop string may
-    have begun, and on servers without a tokenizer.
+    """The text to append. Text is withheld while a character is incomplete, or while it may be the
+    beginning of a stop string. Empty without a tokenizer.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Newly generated tokens, at least one, or none where only text is released."""
+        """The tokens; none if the event only adds text that was withheld before."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """If asked for, one per token."""
+        """With Sampling.logprobs, one per token."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
-    """Log-probabilities at one token. Natural logarithms of the model's distribution, before
+    """Log-probabilities at one position: natural logarithms of the model's distribution, before
     temperature, penalties and truncation.
     """
 
@@ -262,7 +262,7 @@ class TokenLogprobs(_message.Message):
     ALTERNATIVES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token(self) -> Global___TokenLogprob:
-        """The token that stands there."""
+        """The token at this position."""
 
     @_builtins.property
     def alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -299,7 +299,7 @@ class TokenLogprob(_message.Message):
     rank: _builtins.int
     """1 for the most likely token."""
     text: _builtins.str
-    """The token as text, invalid UTF-8 replaced. Empty on servers without a tokenizer."""
+    """The token as text, with invalid UTF-8 replaced. Empty without a tokenizer."""
     def __init__(
         self,
         *,
@@ -318,8 +318,8 @@ Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
-    """Log-probabilities of the prompt's tokens at positions 1 to P-1; the first token has none.
-    Once, before the first Tokens, if asked for.
+    """Log-probabilities of the prompt's tokens at positions 1 to P-1; the first token has none. Sent
+    once, before the first Tokens, with Sampling.prompt_logprobs.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -327,7 +327,7 @@ class PromptLogprobs(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     BASELINE_FIELD_NUMBER: _builtins.int
     baseline: _builtins.bool
-    """Whether they are of the baseline."""
+    """Whether they belong to the baseline."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """Entry i belongs to position i + 1."""
@@ -368,25 +368,25 @@ class Finished(_message.Message):
     sample: _builtins.int
     """Sample, 0 to n - 1."""
     baseline: _builtins.bool
-    """Whether it is of the baseline."""
+    """Whether it belongs to the baseline."""
     reason: _types_pb2.FinishReason.ValueType
-    """Why."""
+    """Why it ended."""
     stop_text: _builtins.str
     """The stop string."""
     stop_token_id: _builtins.int
-    """The end or stop token."""
+    """The end token or stop token."""
     rule_name: _builtins.str
     """The rule that stopped it."""
     watch_label: _builtins.str
-    """What the watch that ended it says: WatchStop.label, or Stop.label of its rule."""
+    """The label of the watch that stopped it: WatchStop.label, or Stop.label of the watch's rule."""
     token_count: _builtins.int
     """Tokens generated."""
     cumulative_logprob: _builtins.float
-    """Sum of the generated tokens' log-probabilities, if they were asked for."""
+    """Sum of the generated tokens' log-probabilities, with Sampling.logprobs."""
     rule_label: _builtins.str
     """Stop.label of the rule that stopped it."""
     policy_version: _builtins.int
-    """The version of the policy, if its rule stopped it. 0: a rule of the request."""
+    """If a rule of the policy stopped it: the policy's version. Else 0."""
     @_builtins.property
     def first_token_after(self) -> _duration_pb2.Duration:
         """From admission to the first token."""
@@ -429,12 +429,15 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class Divergence(_message.Message):
-    """How far a sample's distributions lie from those that the baseline has for the same tokens: the
-    request without its steering and rules reads the sample's own tokens. After the sample's
-    Finished, with GenerateRequest.with_baseline; none for a sample that was aborted. Distributions
-    are the model's, as in TokenLogprobs. A sample that fills the context lacks its last token here:
-    reading it takes room for one more. Each side lists its most likely tokens, 20 or as many as
-    Sampling.logprobs asks for if those are more, at most Limits.logprobs, and the sample's token.
+    """How far the next-token distributions of a steered sample are from those of the baseline for the same
+    tokens. To measure it, the request without its steering and rules reads the sample's tokens.
+
+    Sent after the sample's Finished with GenerateRequest.with_baseline, unless the sample was aborted.
+    Distributions are the model's, as in TokenLogprobs. If the sample fills the context, its last token
+    is not measured, because reading it needs room for one more token.
+
+    Only the most likely tokens of both distributions are known: the 20 most likely, or
+    Sampling.logprobs if that is more, but at most Limits.logprobs; and the sampled token.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -447,19 +450,20 @@ class Divergence(_message.Message):
     sample: _builtins.int
     """Sample, 0 to n - 1."""
     mean_kl: _builtins.float
-    """Mean of kl. 0 where there is none."""
+    """Mean of kl; 0 if kl is empty."""
     @_builtins.property
     def kl(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """One per generated token: a lower bound, in nats, of the Kullback-Leibler divergence of the
-        sample's distribution from the baseline's: the least that it can be, given both lists. Tokens
-        that both sides list count one by one; those that one side alone lists are a class, of which the
-        other side can have no more than it has of its last listed token, each; so are all others.
+        """One per generated token: a lower bound of the Kullback-Leibler divergence KL(sample || baseline),
+        in nats. It is the least divergence that is possible for the known probabilities. Tokens that
+        are known on both sides count one by one. All others are merged into three classes: known only for
+        the sample, known only for the baseline, known for neither. A side can give an unknown token at
+        most the probability of its least likely known token.
         """
 
     @_builtins.property
     def compared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """One per generated token: the sample's probability of the tokens that both sides list, 0 to 1.
-        At 1 the bound is exact.
+        """One per generated token: the sample's probability of the tokens that are known on both sides, 0 to
+        1. At 1 the bound is exact.
         """
 
     @_builtins.property
@@ -495,8 +499,8 @@ class UpdateApplied(_message.Message):
     """The update's id."""
     @_builtins.property
     def first_positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplePosition]:
-        """The first position that it acts on, by sample; a finished sample's is absent. Empty for what
-        does not change steering.
+        """The first position on which the change acts, for each sample that has not finished. Empty if the
+        change does not concern steering.
         """
 
     def __init__(
@@ -541,7 +545,7 @@ Global___SamplePosition: _TypeAlias = SamplePosition  # noqa: Y015
 
 @_typing.final
 class UpdateRefused(_message.Message):
-    """A change of a running request was refused. The stream and the request go on as they were."""
+    """A change of a running request was refused. The stream and the request go on unchanged."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -551,9 +555,9 @@ class UpdateRefused(_message.Message):
     """The update's id."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
-        """Why, as a call that fails says it (errors.proto): code, message, and details with the reason, the
-        path of the field within the update ("steering.interventions[2].where") and, where waiting
-        helps, RetryInfo.
+        """Why: the status that a failed call would have (errors.proto). It has a code, a message, and details
+        with the reason, the path of the field within the update ("steering.interventions[2].where") and,
+        if waiting helps, RetryInfo.
         """
 
     def __init__(

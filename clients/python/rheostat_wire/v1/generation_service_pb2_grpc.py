@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class GenerationServiceStub(object):
-    """Runs requests. Role: generate. Messages up to Limits.tensor_message_bytes. A deadline, a
-    cancellation or a lost connection aborts the request in the engine and frees what it held.
+    """Runs requests. Role: generate. Messages up to Limits.tensor_message_bytes. If the call's deadline
+    passes, or the client cancels it or disconnects, the engine aborts the request and frees its resources.
     """
 
     def __init__(self, channel):
@@ -59,13 +59,14 @@ class GenerationServiceStub(object):
 
 
 class GenerationServiceServicer(object):
-    """Runs requests. Role: generate. Messages up to Limits.tensor_message_bytes. A deadline, a
-    cancellation or a lost connection aborts the request in the engine and frees what it held.
+    """Runs requests. Role: generate. Messages up to Limits.tensor_message_bytes. If the call's deadline
+    passes, or the client cancels it or disconnects, the engine aborts the request and frees its resources.
     """
 
     def Generate(self, request, context):
-        """One request. Events: Started; then Tokens, Captured, Signals, ... as they come; Finished per
-        sample; Receipt last. The call ends with OK exactly if the Receipt was sent.
+        """Runs one request. Events: first Started; then Tokens, Captured, Signals, ... as they become
+        available; Finished for each sample; Receipt last. The call ends with OK if and only if the Receipt
+        was sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,14 +80,14 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """What a request would do. Runs nothing, stores nothing; refuses what Generate would refuse.
+        """Describes what a request would do, without running it. Refuses what Generate would refuse.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text or messages to token ids. Without a tokenizer: REASON_NO_TOKENIZER.
+        """Converts text or messages to token ids. Without a tokenizer: REASON_NO_TOKENIZER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,8 +125,8 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService(object):
-    """Runs requests. Role: generate. Messages up to Limits.tensor_message_bytes. A deadline, a
-    cancellation or a lost connection aborts the request in the engine and frees what it held.
+    """Runs requests. Role: generate. Messages up to Limits.tensor_message_bytes. If the call's deadline
+    passes, or the client cancels it or disconnects, the engine aborts the request and frees its resources.
     """
 
     @staticmethod

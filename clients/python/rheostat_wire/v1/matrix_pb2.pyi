@@ -20,8 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class MatrixRef(_message.Message):
-    """A stored matrix [n, W] each row of which is read as a Readout's vector: the encoder of a sparse
-    autoencoder is one, and 16,384 features of it are one reference.
+    """A stored matrix [n, W]. Each row is the vector of one Readout. So one reference can name all 16,384
+    features of a sparse autoencoder's encoder.
 
     Not served yet: refused with REASON_NOT_SUPPORTED.
     """
@@ -39,16 +39,16 @@ class MatrixRef(_message.Message):
     name: _builtins.str
     """As VectorRef.name."""
     normalise: _vector_pb2.Normalise.ValueType
-    """Of all rows. Default NORMALISE_NONE."""
+    """Readout.normalise of all rows. Default NORMALISE_NONE."""
     activation: _vector_pb2.Activation.ValueType
-    """Of all rows. Default ACTIVATION_IDENTITY."""
+    """Readout.activation of all rows. Default ACTIVATION_IDENTITY."""
     @_builtins.property
     def bias(self) -> _tensor_pb2.Tensor:
         """Readout.bias of each row: float32 [n]. Absent: 0."""
 
     @_builtins.property
     def theta(self) -> _tensor_pb2.Tensor:
-        """Readout.theta of each row: float32 [n]. For ACTIVATION_JUMP_RELU alone."""
+        """Readout.theta of each row: float32 [n]. Only for ACTIVATION_JUMP_RELU."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.Val
     ENCODING_RAW: _Encoding.ValueType  # 1
     """The elements, row-major. Exact."""
     ENCODING_LZ4_PLANES: _Encoding.ValueType  # 2
-    """Byte planes (first byte of every element, then second, ...), the whole as one LZ4 frame.
+    """Byte planes (the first byte of every element, then the second, ...), compressed as one LZ4 frame.
     Exact.
     """
     ENCODING_FULL8: _Encoding.ValueType  # 3
@@ -83,18 +83,18 @@ class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.Val
     """
     ENCODING_RP8: _Encoding.ValueType  # 4
     """Random projection to K = D numbers per row, then as FULL8. The tensor is the projection, not
-    the row; `Quantization` says how to rebuild the matrix. Error at most scale / 2 per number.
+    the row; `Quantization.seed` gives its matrix. Error at most scale / 2 per number.
     """
     ENCODING_TOPK8: _Encoding.ValueType  # 5
-    """Per row the K elements of largest magnitude, the rest taken as 0: R f32 scales, R f32 offsets,
-    R*K uint32 indices (ascending in a row), R*K uint8 codes. Error of a kept element at most
-    scale / 2; of another at most the row's smallest kept magnitude.
+    """The K elements of largest magnitude of each row; all others become 0: R f32 scales, R f32 offsets,
+    R*K uint32 indices (ascending in a row), R*K uint8 codes. Error of a kept element: at most
+    scale / 2; of another: at most the row's smallest kept magnitude.
     """
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
-    """How the payload's bytes stand for the tensor's elements. R is the product of all of shape but
-    the last, D the last of shape, K and W as in `Quantization`. Parts follow one another without
-    padding; all numbers are little-endian; f32 is a binary32.
+    """How the payload encodes the tensor's elements. D is the last extent of shape, R the product of the
+    other extents; K and W are as in `Quantization`. Parts follow one another without padding; all
+    numbers are little-endian; f32 is a binary32.
     """
 
 ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
@@ -102,7 +102,7 @@ ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
 ENCODING_RAW: Encoding.ValueType  # 1
 """The elements, row-major. Exact."""
 ENCODING_LZ4_PLANES: Encoding.ValueType  # 2
-"""Byte planes (first byte of every element, then second, ...), the whole as one LZ4 frame.
+"""Byte planes (the first byte of every element, then the second, ...), compressed as one LZ4 frame.
 Exact.
 """
 ENCODING_FULL8: Encoding.ValueType  # 3
@@ -111,12 +111,12 @@ Error at most scale / 2 per element, before rounding to dtype.
 """
 ENCODING_RP8: Encoding.ValueType  # 4
 """Random projection to K = D numbers per row, then as FULL8. The tensor is the projection, not
-the row; `Quantization` says how to rebuild the matrix. Error at most scale / 2 per number.
+the row; `Quantization.seed` gives its matrix. Error at most scale / 2 per number.
 """
 ENCODING_TOPK8: Encoding.ValueType  # 5
-"""Per row the K elements of largest magnitude, the rest taken as 0: R f32 scales, R f32 offsets,
-R*K uint32 indices (ascending in a row), R*K uint8 codes. Error of a kept element at most
-scale / 2; of another at most the row's smallest kept magnitude.
+"""The K elements of largest magnitude of each row; all others become 0: R f32 scales, R f32 offsets,
+R*K uint32 indices (ascending in a row), R*K uint8 codes. Error of a kept element: at most
+scale / 2; of another: at most the row's smallest kept magnitude.
 """
 Global___Encoding: _TypeAlias = Encoding  # noqa: Y015
 
@@ -139,34 +139,34 @@ class Tensor(_message.Message):
     dtype: Global___Dtype.ValueType
     """Element type of the decoded tensor."""
     encoding: Global___Encoding.ValueType
-    """How payload stands for the elements. In requests only ENCODING_RAW and ENCODING_LZ4_PLANES;
+    """How the payload encodes the elements. In requests only ENCODING_RAW and ENCODING_LZ4_PLANES;
     others: REASON_INVALID_VALUE.
     """
     inline: _builtins.bytes
-    """The bytes themselves. Streams best at about 1 MiB."""
+    """The bytes themselves. About 1 MiB in a message streams best."""
     crc32c: _builtins.int
-    """CRC-32C (Castagnoli) of the payload's bytes as they travel or lie. Absent: the sender did not
-    compute it. In a request and wrong: REASON_TENSOR_PAYLOAD.
+    """CRC-32C (Castagnoli) of the encoded payload. Absent: the sender did not compute it. Wrong in a
+    request: REASON_TENSOR_PAYLOAD.
     """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Extents, slowest first; at most 8. Empty: one number. An extent of 0: no elements.
-        Where a request wants another rank or width: REASON_VECTOR_SHAPE.
+        In a request, not the rank or width that the field needs: REASON_VECTOR_SHAPE.
         """
 
     @_builtins.property
     def shm(self) -> Global___ShmRef:
-        """Bytes in shared memory of this host. In subscriptions only, and only to a client that has
-        shown that it can read them.
+        """Bytes in shared memory of this host. Only in subscriptions, and only after the client has sent
+        a SharedMemoryProof.
         """
 
     @_builtins.property
     def artifact(self) -> Global___ArtifactRef:
-        """Bytes in an artefact that a sink wrote. Responses only."""
+        """Bytes in a file that a sink wrote. Responses only."""
 
     @_builtins.property
     def quantization(self) -> Global___Quantization:
-        """Set for ENCODING_RP8 and ENCODING_TOPK8 alone."""
+        """Only for ENCODING_RP8 and ENCODING_TOPK8."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class Quantization(_message.Message):
-    """What a lossy encoding needs beyond the payload."""
+    """Parameters of a lossy encoding."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -205,12 +205,12 @@ class Quantization(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     kept: _builtins.int
-    """K: numbers kept per row (RP8: the last of shape; TOPK8: at most it)."""
+    """K: numbers kept per row (RP8: the last extent of shape; TOPK8: at most that extent)."""
     width: _builtins.int
     """W: numbers per row before the encoding."""
     seed: _builtins.int
-    """RP8: seed of the projection. Its [K, W] matrix holds +1/sqrt(K) and -1/sqrt(K); element i
-    (row-major) is positive where the lowest bit of splitmix64's i-th output (from 0) is 0.
+    """RP8: seed of the projection. The elements of its [K, W] matrix are +1/sqrt(K) or -1/sqrt(K).
+    Element i (row-major) is positive if the lowest bit of splitmix64's i-th output (from 0) is 0.
     """
     def __init__(
         self,
@@ -231,7 +231,7 @@ Global___Quantization: _TypeAlias = Quantization  # noqa: Y015
 
 @_typing.final
 class ShmRef(_message.Message):
-    """A region of POSIX shared memory that stays as it is until the chunk that carries it is
+    """A region of POSIX shared memory. It does not change until the event that refers to it is
     acknowledged.
     """
 
@@ -242,8 +242,8 @@ class ShmRef(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
-    """Names the kernel and mount that `name` is valid on: "<boot id>:<device number of the mount>".
-    A reader on which it differs is on another host and cannot open the region.
+    """Identifies the kernel and the mount on which `name` is valid: "<boot id>:<device number of the
+    mount>". A reader with another namespace is on another host, and cannot open the region.
     """
     name: _builtins.str
     """Name of the shared memory object."""
