@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CaptureServiceStub(object):
-    """Captured rows of requests that others, or other calls, run. Role: observe.
+    """Captured rows of requests of other calls and other clients. Role: observe.
     """
 
     def __init__(self, channel):
@@ -53,28 +53,29 @@ class CaptureServiceStub(object):
 
 
 class CaptureServiceServicer(object):
-    """Captured rows of requests that others, or other calls, run. Role: observe.
+    """Captured rows of requests of other calls and other clients. Role: observe.
     """
 
     def Subscribe(self, request_iterator, context):
-        """Tensors as they are made. The client opens, grants credit and acknowledges. Half-closing ends
-        the subscription: what is buffered is sent, without need of credit, and requests that still run
-        end here with what they had. A server that drains sends what is buffered too, then ends the call
-        with REASON_DRAINING. Messages up to Limits.tensor_message_bytes.
+        """Streams captured rows while requests run. The client opens the subscription, grants credit, and
+        acknowledges events. If it half-closes the stream, the subscription ends: buffered events are sent
+        without need of credit, and requests that still run are reported as ended, with the rows so far. If
+        the server drains, it sends buffered events too, and ends the call with REASON_DRAINING. Messages up
+        to Limits.tensor_message_bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSinks(self, request, context):
-        """The sinks that this server has.
+        """The sinks of this server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetArtifacts(self, request, context):
-        """What sinks wrote for a request. None: REASON_ARTIFACT_NOT_FOUND.
+        """The files that sinks wrote for a request. None: REASON_ARTIFACT_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,7 +108,7 @@ def add_CaptureServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CaptureService(object):
-    """Captured rows of requests that others, or other calls, run. Role: observe.
+    """Captured rows of requests of other calls and other clients. Role: observe.
     """
 
     @staticmethod

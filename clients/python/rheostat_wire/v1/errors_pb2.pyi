@@ -3,11 +3,11 @@
 isort:skip_file
 Reasons of errors.
 
-A call that fails carries a google.rpc.Status whose details hold an ErrorInfo with
-domain "rheostat.dev" and, as reason, the name of a value below. Beside it stands what else helps:
-BadRequest with the path of the field ("steering.interventions[2].where"), PreconditionFailure,
-ResourceInfo (what was not found) or RetryInfo (when to try again). Status and details are those of
-google/rpc/status.proto and google/rpc/error_details.proto.
+A failed call has a google.rpc.Status. Its details have an ErrorInfo with domain "rheostat.dev" and, as
+reason, the name of a value below. Depending on the error, there are also: BadRequest with the path of
+the field ("steering.interventions[2].where"), PreconditionFailure, ResourceInfo (what was not found) or
+RetryInfo (when to try again). These messages are defined in google/rpc/status.proto and
+google/rpc/error_details.proto. "Metadata" below is the metadata of the ErrorInfo.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -47,7 +47,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """INVALID_ARGUMENT. A span's text, or its occurrence, is not in the prompt."""
     REASON_SPAN_AMBIGUOUS: _Reason.ValueType  # 8
     """INVALID_ARGUMENT. A span's text occurs more than once and no occurrence was chosen. Metadata
-    "occurrences" counts them.
+    "occurrences" is their number.
     """
     REASON_UNKNOWN_LAYER: _Reason.ValueType  # 9
     """INVALID_ARGUMENT. A layer is not below the number of layers. Metadata "layers" is that number."""
@@ -62,26 +62,26 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_ZERO_VECTOR: _Reason.ValueType  # 13
     """INVALID_ARGUMENT. A vector that is normalised is zero."""
     REASON_DIGEST_MISMATCH: _Reason.ValueType  # 14
-    """INVALID_ARGUMENT. An upload's bytes do not have the digest that its header gives."""
+    """INVALID_ARGUMENT. An upload's bytes do not have the digest of its header."""
     REASON_TRUNCATED_UPLOAD: _Reason.ValueType  # 15
-    """INVALID_ARGUMENT. An upload ended before total_bytes, or without a header, or came too slowly:
-    after 10 s it must have brought 256 KiB for each further second.
+    """INVALID_ARGUMENT. An upload ended before all bytes or rows had come, had no header, or was too slow:
+    after the first 10 s, at least 256 KiB per second on average.
     """
     REASON_PROMPT_TOO_LONG: _Reason.ValueType  # 16
     """INVALID_ARGUMENT. Prompt and max_tokens exceed the context length."""
     REASON_GATE_ORDER: _Reason.ValueType  # 17
-    """INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts."""
+    """INVALID_ARGUMENT. A gate or rule acts at the token that it reads, but earlier in the forward pass."""
     REASON_UNKNOWN_FIELD: _Reason.ValueType  # 18
     """INVALID_ARGUMENT. A request, or a message in it, has a field that this server does not know: the
-    client is newer than the server. Metadata "path" leads to the field, of which there is only the
-    number: "steering.interventions[0].#77". It is empty if the request has too many fields to look.
+    client is newer than the server. Metadata "path" is the field's path with its number, because the
+    name is not known: "steering.interventions[0].#77". Empty if the request has too many fields to search.
     """
     REASON_DUPLICATE_REQUEST: _Reason.ValueType  # 30
     """ALREADY_EXISTS. A running request has this id."""
     REASON_RUN_EXISTS: _Reason.ValueType  # 31
     """ALREADY_EXISTS. A run has this id."""
     REASON_ARTIFACT_EXISTS: _Reason.ValueType  # 32
-    """ALREADY_EXISTS. The sink holds rows under this request id and tag. It overwrites nothing.
+    """ALREADY_EXISTS. The sink already has rows with this request id and tag, and does not overwrite them.
     Metadata "sink" and "tag".
     """
     REASON_VECTOR_NOT_FOUND: _Reason.ValueType  # 40
@@ -105,96 +105,102 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_CONTROLLER_NOT_FOUND: _Reason.ValueType  # 49
     """NOT_FOUND. The server has no such controller."""
     REASON_SITE_NOT_SERVED: _Reason.ValueType  # 60
-    """FAILED_PRECONDITION. The model has no such site, or it is not proven. Says which it has."""
+    """FAILED_PRECONDITION. The model has no such site, or the server could not verify it. The message lists
+    the sites that are served.
+    """
     REASON_OP_NOT_SERVED: _Reason.ValueType  # 61
-    """FAILED_PRECONDITION. The op or capture cannot be done at this site. Says what can."""
+    """FAILED_PRECONDITION. The site does not support the op or capture. The message lists what it supports."""
     REASON_NOT_SUPPORTED: _Reason.ValueType  # 62
-    """FAILED_PRECONDITION. This configuration cannot do it. Says what to do instead."""
+    """FAILED_PRECONDITION. The server or this combination does not support it. The message has an alternative."""
     REASON_NO_TOKENIZER: _Reason.ValueType  # 63
     """FAILED_PRECONDITION. The server has no tokenizer; send token ids."""
     REASON_NO_CHAT_TEMPLATE: _Reason.ValueType  # 64
     """FAILED_PRECONDITION. The model has no chat template; send text or token ids."""
     REASON_VERSION_CONFLICT: _Reason.ValueType  # 65
-    """FAILED_PRECONDITION. The server-wide steering has another version. Metadata "version"."""
+    """FAILED_PRECONDITION. The policy has another version than expected. Metadata "version" is its version."""
     REASON_RUN_IN_USE: _Reason.ValueType  # 66
     """FAILED_PRECONDITION. A request or sweep uses the run, or makes it."""
     REASON_RUN_INCOMPLETE: _Reason.ValueType  # 67
-    """FAILED_PRECONDITION. The run lacks a site or position that is needed of it."""
+    """FAILED_PRECONDITION. The run lacks a site or position that is needed."""
     REASON_NO_CONTRAST: _Reason.ValueType  # 68
-    """FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover. Or two sets of
-    prompts read alike: nothing to fit.
+    """FAILED_PRECONDITION. The clean and the corrupt prompt have the same grade, so nothing can be
+    recovered. Or all prompts of a fit have the same scores.
     """
     REASON_NAME_CONFLICT: _Reason.ValueType  # 69
-    """FAILED_PRECONDITION. The name is on another vector than was expected. Metadata "digest" is that
-    vector's, in hex; empty: the name is on none.
+    """FAILED_PRECONDITION. Another vector has the name than was expected. Metadata "digest" is its digest, in
+    hex; empty if no vector has the name.
     """
     REASON_CONTROLLER_DISABLED: _Reason.ValueType  # 70
-    """FAILED_PRECONDITION. The controller failed or was too slow, and is disabled for the rest of the
-    server's life. Says why.
+    """FAILED_PRECONDITION. The controller failed or was too slow, and is disabled until the server restarts.
+    The message has the reason.
     """
     REASON_BANK_FULL: _Reason.ValueType  # 80
-    """RESOURCE_EXHAUSTED, with RetryInfo where waiting helps. The request needs more bank rows than
-    there are, or than come free in time.
+    """RESOURCE_EXHAUSTED, with RetryInfo if waiting helps. The request needs more of the engine's resources,
+    such as bank rows, than exist, or than became free in time.
     """
     REASON_QUEUE_FULL: _Reason.ValueType  # 81
-    """RESOURCE_EXHAUSTED, with RetryInfo. Too many requests wait, too many calls run, or large requests
+    """RESOURCE_EXHAUSTED, with RetryInfo. Too many requests wait, too many calls run, or other large requests
     and uploads leave no room for this one.
     """
     REASON_QUOTA: _Reason.ValueType  # 82
     """RESOURCE_EXHAUSTED, with RetryInfo. The caller's quota is used up. Not sent yet."""
     REASON_STORE_FULL: _Reason.ValueType  # 83
-    """RESOURCE_EXHAUSTED. Held vectors or leased runs fill their store."""
+    """RESOURCE_EXHAUSTED. The store is full of vectors or runs that cannot be evicted."""
     REASON_MESSAGE_TOO_LARGE: _Reason.ValueType  # 84
-    """RESOURCE_EXHAUSTED. A message, vector or inline tensor exceeds its limit, or a message has more
-    than 524,288 fields, at all depths together; packed numbers are one field. Or it has more than
-    2,097,152 packed numbers. gRPC itself refuses messages beyond the service's limit, with this code
+    """RESOURCE_EXHAUSTED. A message, vector or inline tensor exceeds its limit. Or a message has more than
+    524,288 fields, at all depths together, where packed numbers are one field; or more than 2,097,152
+    packed numbers. Messages beyond the service's limit are refused by gRPC itself, with this status code
     and without details.
     """
     REASON_CAPTURE_OVERFLOW: _Reason.ValueType  # 85
-    """RESOURCE_EXHAUSTED. Rows came faster than they could be handed over, under OVERLOAD_FAIL.
-    Metadata "rows" counts the lost ones.
+    """RESOURCE_EXHAUSTED. Under OVERLOAD_FAIL, rows were captured faster than they were read. Metadata
+    "rows" is the number of lost rows.
     """
     REASON_RESPONSE_OVERFLOW: _Reason.ValueType  # 86
-    """RESOURCE_EXHAUSTED. The caller reads more slowly than tokens are generated, and what waits for it
-    fills Limits.request_buffer_bytes, or more than its share of Limits.buffer_bytes. Metadata
-    "bytes" counts what waited. Or it left a message of Sweep, Lens or ReadRun unread for 10 minutes.
+    """RESOURCE_EXHAUSTED. The caller reads more slowly than tokens are generated: unread data fills
+    Limits.request_buffer_bytes, or more than its share of Limits.buffer_bytes. Metadata "bytes" is the
+    size of this data. Or the caller left a message of Sweep, Lens or ReadRun unread for 10 minutes.
     """
     REASON_CURSOR_EXPIRED: _Reason.ValueType  # 100
-    """OUT_OF_RANGE. A sequence number fell out of the replay window. Metadata "oldest"."""
+    """OUT_OF_RANGE. The events after this sequence number were discarded. Metadata "oldest" is the first
+    number that is available.
+    """
     REASON_ROWS_LOST: _Reason.ValueType  # 101
-    """DATA_LOSS. Rows are gone that no policy allowed to lose. Metadata "rows"."""
+    """DATA_LOSS. Rows or readings were lost, and nothing allows that. Metadata "rows" is their number."""
     REASON_SUPERSEDED: _Reason.ValueType  # 102
-    """ABORTED. Another call took this subscription or watch up."""
+    """ABORTED. Another call resumed this subscription or watch."""
     REASON_CANCELLED: _Reason.ValueType  # 103
-    """CANCELLED. The caller went away. Not sent yet: gRPC itself ends such a call, without details."""
+    """CANCELLED. The caller cancelled or disconnected. Not sent yet: gRPC itself ends such a call, without
+    details.
+    """
     REASON_DEADLINE: _Reason.ValueType  # 104
     """DEADLINE_EXCEEDED. The call's deadline passed, or its first message did not come within 30 s."""
     REASON_WARMING_UP: _Reason.ValueType  # 120
     """UNAVAILABLE, with RetryInfo. The model is being loaded."""
     REASON_DRAINING: _Reason.ValueType  # 121
-    """UNAVAILABLE. The server admits nothing more."""
+    """UNAVAILABLE. The server shuts down and admits no more requests."""
     REASON_ENGINE_LOST: _Reason.ValueType  # 122
-    """UNAVAILABLE. The engine or one of its workers is gone."""
+    """UNAVAILABLE. The engine or one of its workers has died."""
     REASON_CACHE_SUSPECT: _Reason.ValueType  # 123
-    """UNAVAILABLE, with RetryInfo. Another request's plan was not in force; this one may have read what
-    that one left in the prefix cache. Sent again, it will not.
+    """UNAVAILABLE, with RetryInfo. A worker could not apply another request's steering, and this request may
+    have read that request's blocks from the prefix cache. It can be sent again.
     """
     REASON_WATCH_LOST: _Reason.ValueType  # 124
-    """UNAVAILABLE, with RetryInfo. A watch with WATCH_LOST_STOP selects the request and was lost. Open a
-    watch with the same filter first.
+    """UNAVAILABLE, with RetryInfo. A lost watch with WATCH_LOST_STOP or WATCH_LOST_HOLD selects the request.
+    Open a watch with the same filter first.
     """
     REASON_UNAUTHENTICATED: _Reason.ValueType  # 140
-    """UNAUTHENTICATED. No token or certificate, or one that is not known. Not sent yet."""
+    """UNAUTHENTICATED. The token or certificate is missing or unknown. Not sent yet."""
     REASON_ROLE: _Reason.ValueType  # 141
     """PERMISSION_DENIED. The caller lacks the role. Metadata "role". Not sent yet."""
     REASON_UNIMPLEMENTED: _Reason.ValueType  # 160
     """UNIMPLEMENTED. This server does not have this rpc or feature."""
     REASON_INTERNAL: _Reason.ValueType  # 161
-    """INTERNAL. A defect of the server; its log knows more under metadata "incident"."""
+    """INTERNAL. A defect of the server. Metadata "incident" is the id of its entry in the server's log."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
-    """Why a call failed. No field has this type: the names travel as strings. Each has one status code.
-    New reasons may come with any release; treat an unknown one by its code.
+    """Why a call failed. No field has this type: names are sent as strings. Each reason has one status code.
+    Any release may add reasons; handle an unknown one by its status code.
     """
 
 REASON_UNSPECIFIED: Reason.ValueType  # 0
@@ -215,7 +221,7 @@ REASON_SPAN_NOT_FOUND: Reason.ValueType  # 7
 """INVALID_ARGUMENT. A span's text, or its occurrence, is not in the prompt."""
 REASON_SPAN_AMBIGUOUS: Reason.ValueType  # 8
 """INVALID_ARGUMENT. A span's text occurs more than once and no occurrence was chosen. Metadata
-"occurrences" counts them.
+"occurrences" is their number.
 """
 REASON_UNKNOWN_LAYER: Reason.ValueType  # 9
 """INVALID_ARGUMENT. A layer is not below the number of layers. Metadata "layers" is that number."""
@@ -230,26 +236,26 @@ REASON_VECTOR_SHAPE: Reason.ValueType  # 12
 REASON_ZERO_VECTOR: Reason.ValueType  # 13
 """INVALID_ARGUMENT. A vector that is normalised is zero."""
 REASON_DIGEST_MISMATCH: Reason.ValueType  # 14
-"""INVALID_ARGUMENT. An upload's bytes do not have the digest that its header gives."""
+"""INVALID_ARGUMENT. An upload's bytes do not have the digest of its header."""
 REASON_TRUNCATED_UPLOAD: Reason.ValueType  # 15
-"""INVALID_ARGUMENT. An upload ended before total_bytes, or without a header, or came too slowly:
-after 10 s it must have brought 256 KiB for each further second.
+"""INVALID_ARGUMENT. An upload ended before all bytes or rows had come, had no header, or was too slow:
+after the first 10 s, at least 256 KiB per second on average.
 """
 REASON_PROMPT_TOO_LONG: Reason.ValueType  # 16
 """INVALID_ARGUMENT. Prompt and max_tokens exceed the context length."""
 REASON_GATE_ORDER: Reason.ValueType  # 17
-"""INVALID_ARGUMENT. A gate or rule reads later in the forward pass than it acts."""
+"""INVALID_ARGUMENT. A gate or rule acts at the token that it reads, but earlier in the forward pass."""
 REASON_UNKNOWN_FIELD: Reason.ValueType  # 18
 """INVALID_ARGUMENT. A request, or a message in it, has a field that this server does not know: the
-client is newer than the server. Metadata "path" leads to the field, of which there is only the
-number: "steering.interventions[0].#77". It is empty if the request has too many fields to look.
+client is newer than the server. Metadata "path" is the field's path with its number, because the
+name is not known: "steering.interventions[0].#77". Empty if the request has too many fields to search.
 """
 REASON_DUPLICATE_REQUEST: Reason.ValueType  # 30
 """ALREADY_EXISTS. A running request has this id."""
 REASON_RUN_EXISTS: Reason.ValueType  # 31
 """ALREADY_EXISTS. A run has this id."""
 REASON_ARTIFACT_EXISTS: Reason.ValueType  # 32
-"""ALREADY_EXISTS. The sink holds rows under this request id and tag. It overwrites nothing.
+"""ALREADY_EXISTS. The sink already has rows with this request id and tag, and does not overwrite them.
 Metadata "sink" and "tag".
 """
 REASON_VECTOR_NOT_FOUND: Reason.ValueType  # 40
@@ -273,90 +279,96 @@ REASON_WATCH_NOT_FOUND: Reason.ValueType  # 48
 REASON_CONTROLLER_NOT_FOUND: Reason.ValueType  # 49
 """NOT_FOUND. The server has no such controller."""
 REASON_SITE_NOT_SERVED: Reason.ValueType  # 60
-"""FAILED_PRECONDITION. The model has no such site, or it is not proven. Says which it has."""
+"""FAILED_PRECONDITION. The model has no such site, or the server could not verify it. The message lists
+the sites that are served.
+"""
 REASON_OP_NOT_SERVED: Reason.ValueType  # 61
-"""FAILED_PRECONDITION. The op or capture cannot be done at this site. Says what can."""
+"""FAILED_PRECONDITION. The site does not support the op or capture. The message lists what it supports."""
 REASON_NOT_SUPPORTED: Reason.ValueType  # 62
-"""FAILED_PRECONDITION. This configuration cannot do it. Says what to do instead."""
+"""FAILED_PRECONDITION. The server or this combination does not support it. The message has an alternative."""
 REASON_NO_TOKENIZER: Reason.ValueType  # 63
 """FAILED_PRECONDITION. The server has no tokenizer; send token ids."""
 REASON_NO_CHAT_TEMPLATE: Reason.ValueType  # 64
 """FAILED_PRECONDITION. The model has no chat template; send text or token ids."""
 REASON_VERSION_CONFLICT: Reason.ValueType  # 65
-"""FAILED_PRECONDITION. The server-wide steering has another version. Metadata "version"."""
+"""FAILED_PRECONDITION. The policy has another version than expected. Metadata "version" is its version."""
 REASON_RUN_IN_USE: Reason.ValueType  # 66
 """FAILED_PRECONDITION. A request or sweep uses the run, or makes it."""
 REASON_RUN_INCOMPLETE: Reason.ValueType  # 67
-"""FAILED_PRECONDITION. The run lacks a site or position that is needed of it."""
+"""FAILED_PRECONDITION. The run lacks a site or position that is needed."""
 REASON_NO_CONTRAST: Reason.ValueType  # 68
-"""FAILED_PRECONDITION. Clean and corrupt prompt grade alike: nothing to recover. Or two sets of
-prompts read alike: nothing to fit.
+"""FAILED_PRECONDITION. The clean and the corrupt prompt have the same grade, so nothing can be
+recovered. Or all prompts of a fit have the same scores.
 """
 REASON_NAME_CONFLICT: Reason.ValueType  # 69
-"""FAILED_PRECONDITION. The name is on another vector than was expected. Metadata "digest" is that
-vector's, in hex; empty: the name is on none.
+"""FAILED_PRECONDITION. Another vector has the name than was expected. Metadata "digest" is its digest, in
+hex; empty if no vector has the name.
 """
 REASON_CONTROLLER_DISABLED: Reason.ValueType  # 70
-"""FAILED_PRECONDITION. The controller failed or was too slow, and is disabled for the rest of the
-server's life. Says why.
+"""FAILED_PRECONDITION. The controller failed or was too slow, and is disabled until the server restarts.
+The message has the reason.
 """
 REASON_BANK_FULL: Reason.ValueType  # 80
-"""RESOURCE_EXHAUSTED, with RetryInfo where waiting helps. The request needs more bank rows than
-there are, or than come free in time.
+"""RESOURCE_EXHAUSTED, with RetryInfo if waiting helps. The request needs more of the engine's resources,
+such as bank rows, than exist, or than became free in time.
 """
 REASON_QUEUE_FULL: Reason.ValueType  # 81
-"""RESOURCE_EXHAUSTED, with RetryInfo. Too many requests wait, too many calls run, or large requests
+"""RESOURCE_EXHAUSTED, with RetryInfo. Too many requests wait, too many calls run, or other large requests
 and uploads leave no room for this one.
 """
 REASON_QUOTA: Reason.ValueType  # 82
 """RESOURCE_EXHAUSTED, with RetryInfo. The caller's quota is used up. Not sent yet."""
 REASON_STORE_FULL: Reason.ValueType  # 83
-"""RESOURCE_EXHAUSTED. Held vectors or leased runs fill their store."""
+"""RESOURCE_EXHAUSTED. The store is full of vectors or runs that cannot be evicted."""
 REASON_MESSAGE_TOO_LARGE: Reason.ValueType  # 84
-"""RESOURCE_EXHAUSTED. A message, vector or inline tensor exceeds its limit, or a message has more
-than 524,288 fields, at all depths together; packed numbers are one field. Or it has more than
-2,097,152 packed numbers. gRPC itself refuses messages beyond the service's limit, with this code
+"""RESOURCE_EXHAUSTED. A message, vector or inline tensor exceeds its limit. Or a message has more than
+524,288 fields, at all depths together, where packed numbers are one field; or more than 2,097,152
+packed numbers. Messages beyond the service's limit are refused by gRPC itself, with this status code
 and without details.
 """
 REASON_CAPTURE_OVERFLOW: Reason.ValueType  # 85
-"""RESOURCE_EXHAUSTED. Rows came faster than they could be handed over, under OVERLOAD_FAIL.
-Metadata "rows" counts the lost ones.
+"""RESOURCE_EXHAUSTED. Under OVERLOAD_FAIL, rows were captured faster than they were read. Metadata
+"rows" is the number of lost rows.
 """
 REASON_RESPONSE_OVERFLOW: Reason.ValueType  # 86
-"""RESOURCE_EXHAUSTED. The caller reads more slowly than tokens are generated, and what waits for it
-fills Limits.request_buffer_bytes, or more than its share of Limits.buffer_bytes. Metadata
-"bytes" counts what waited. Or it left a message of Sweep, Lens or ReadRun unread for 10 minutes.
+"""RESOURCE_EXHAUSTED. The caller reads more slowly than tokens are generated: unread data fills
+Limits.request_buffer_bytes, or more than its share of Limits.buffer_bytes. Metadata "bytes" is the
+size of this data. Or the caller left a message of Sweep, Lens or ReadRun unread for 10 minutes.
 """
 REASON_CURSOR_EXPIRED: Reason.ValueType  # 100
-"""OUT_OF_RANGE. A sequence number fell out of the replay window. Metadata "oldest"."""
+"""OUT_OF_RANGE. The events after this sequence number were discarded. Metadata "oldest" is the first
+number that is available.
+"""
 REASON_ROWS_LOST: Reason.ValueType  # 101
-"""DATA_LOSS. Rows are gone that no policy allowed to lose. Metadata "rows"."""
+"""DATA_LOSS. Rows or readings were lost, and nothing allows that. Metadata "rows" is their number."""
 REASON_SUPERSEDED: Reason.ValueType  # 102
-"""ABORTED. Another call took this subscription or watch up."""
+"""ABORTED. Another call resumed this subscription or watch."""
 REASON_CANCELLED: Reason.ValueType  # 103
-"""CANCELLED. The caller went away. Not sent yet: gRPC itself ends such a call, without details."""
+"""CANCELLED. The caller cancelled or disconnected. Not sent yet: gRPC itself ends such a call, without
+details.
+"""
 REASON_DEADLINE: Reason.ValueType  # 104
 """DEADLINE_EXCEEDED. The call's deadline passed, or its first message did not come within 30 s."""
 REASON_WARMING_UP: Reason.ValueType  # 120
 """UNAVAILABLE, with RetryInfo. The model is being loaded."""
 REASON_DRAINING: Reason.ValueType  # 121
-"""UNAVAILABLE. The server admits nothing more."""
+"""UNAVAILABLE. The server shuts down and admits no more requests."""
 REASON_ENGINE_LOST: Reason.ValueType  # 122
-"""UNAVAILABLE. The engine or one of its workers is gone."""
+"""UNAVAILABLE. The engine or one of its workers has died."""
 REASON_CACHE_SUSPECT: Reason.ValueType  # 123
-"""UNAVAILABLE, with RetryInfo. Another request's plan was not in force; this one may have read what
-that one left in the prefix cache. Sent again, it will not.
+"""UNAVAILABLE, with RetryInfo. A worker could not apply another request's steering, and this request may
+have read that request's blocks from the prefix cache. It can be sent again.
 """
 REASON_WATCH_LOST: Reason.ValueType  # 124
-"""UNAVAILABLE, with RetryInfo. A watch with WATCH_LOST_STOP selects the request and was lost. Open a
-watch with the same filter first.
+"""UNAVAILABLE, with RetryInfo. A lost watch with WATCH_LOST_STOP or WATCH_LOST_HOLD selects the request.
+Open a watch with the same filter first.
 """
 REASON_UNAUTHENTICATED: Reason.ValueType  # 140
-"""UNAUTHENTICATED. No token or certificate, or one that is not known. Not sent yet."""
+"""UNAUTHENTICATED. The token or certificate is missing or unknown. Not sent yet."""
 REASON_ROLE: Reason.ValueType  # 141
 """PERMISSION_DENIED. The caller lacks the role. Metadata "role". Not sent yet."""
 REASON_UNIMPLEMENTED: Reason.ValueType  # 160
 """UNIMPLEMENTED. This server does not have this rpc or feature."""
 REASON_INTERNAL: Reason.ValueType  # 161
-"""INTERNAL. A defect of the server; its log knows more under metadata "incident"."""
+"""INTERNAL. A defect of the server. Metadata "incident" is the id of its entry in the server's log."""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015

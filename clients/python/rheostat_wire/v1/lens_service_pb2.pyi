@@ -42,9 +42,9 @@ class LensRequest(_message.Message):
     lora_name: _builtins.str
     """As GenerateRequest.lora_name."""
     top_k: _builtins.int
-    """How many likeliest tokens come of each row, 0 to 100. Default 5."""
+    """How many of the most likely tokens are sent for each row, 0 to 100. Default 5."""
     run_id: _builtins.str
-    """A stored run, whose rows are read as they are; nothing is run. Unknown: REASON_RUN_NOT_FOUND. With
+    """Uses the rows of this stored run instead of running a prompt. Unknown: REASON_RUN_NOT_FOUND. With
     prompt, where, steering or lora_name: REASON_INVALID_VALUE.
     """
     @_builtins.property
@@ -53,13 +53,13 @@ class LensRequest(_message.Message):
 
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
-        """Which rows. Each point must be one of the stream; at most 64 MiB of float32. Required for a
-        prompt. Of a run: absent, all of its sites; others: REASON_RUN_INCOMPLETE.
+        """Which sites; points of the residual stream only. At most 64 MiB of float32 rows. Required for a prompt.
+        For a run: absent means all of its sites; other sites: REASON_RUN_INCOMPLETE.
         """
 
     @_builtins.property
     def where(self) -> _selector_pb2.Selector:
-        """Which tokens of the prompt. Absent: the last."""
+        """Which tokens of the prompt. Absent: the last one."""
 
     @_builtins.property
     def steering(self) -> _steering_pb2.Steering:
@@ -67,14 +67,14 @@ class LensRequest(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens whose exact log-probabilities and ranks come of each row, at most 64 different ones, below
-        the vocabulary's size (REASON_UNKNOWN_TOKEN).
+        """Tokens whose log-probabilities and ranks are sent for each row. At most 64 different ones, below the
+        vocabulary's size (REASON_UNKNOWN_TOKEN).
         """
 
     @_builtins.property
     def positions(self) -> _replace_pb2.PositionList:
-        """Positions of the run, in any order, each once. Absent: all. Others: REASON_RUN_INCOMPLETE. Without
-        run_id: REASON_INVALID_VALUE.
+        """Positions of the run, in any order, each once. Absent: all. Other positions: REASON_RUN_INCOMPLETE.
+        Without run_id: REASON_INVALID_VALUE.
         """
 
     def __init__(
@@ -102,7 +102,7 @@ Global___LensRequest: _TypeAlias = LensRequest  # noqa: Y015
 
 @_typing.final
 class LensResponse(_message.Message):
-    """A lens, part by part."""
+    """One event of a lens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -134,7 +134,7 @@ Global___LensResponse: _TypeAlias = LensResponse  # noqa: Y015
 
 @_typing.final
 class LensStarted(_message.Message):
-    """What is read."""
+    """The sites, positions and tokens of the rows."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -153,11 +153,11 @@ class LensStarted(_message.Message):
 
     @_builtins.property
     def prompt_token_ids(self) -> _types_pb2.TokenIds:
-        """The whole prompt; of a run, the one that it was made of. Positions behind it are generated tokens."""
+        """The whole prompt; for a run, the prompt that made it. Positions after it are generated tokens."""
 
     @_builtins.property
     def prompt_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The text of each token of the prompt. Empty without a tokenizer, like the other texts."""
+        """The text of each token of the prompt. All texts are empty without a tokenizer."""
 
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -182,7 +182,9 @@ Global___LensStarted: _TypeAlias = LensStarted  # noqa: Y015
 
 @_typing.final
 class LensRows(_message.Message):
-    """Some of the rows. All tensors are raw; N is row_count, K is top_k, M the number of token_ids."""
+    """Results for some of the rows. All tensors have ENCODING_RAW; N is row_count, K is top_k, M the number of
+    token_ids.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -200,7 +202,7 @@ class LensRows(_message.Message):
     """How many rows."""
     @_builtins.property
     def top_token_ids(self) -> _tensor_pb2.Tensor:
-        """[N, K], int32: the likeliest tokens, best first."""
+        """[N, K], int32: the most likely tokens, best first."""
 
     @_builtins.property
     def top_logprobs(self) -> _tensor_pb2.Tensor:
@@ -212,11 +214,11 @@ class LensRows(_message.Message):
 
     @_builtins.property
     def ranks(self) -> _tensor_pb2.Tensor:
-        """[N, M], int32: 1 plus the number of likelier tokens."""
+        """[N, M], int32: ranks of token_ids; 1 is the most likely token."""
 
     @_builtins.property
     def log_normalizers(self) -> _tensor_pb2.Tensor:
-        """[N], float32: a logit is the log-probability plus this number."""
+        """[N], float32: logit = log-probability + this number."""
 
     @_builtins.property
     def top_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -260,11 +262,11 @@ class AttributeRequest(_message.Message):
 
     @_builtins.property
     def direction(self) -> _vector_pb2.TokenDirection:
-        """The token whose logit is taken apart. Required."""
+        """The token whose logit is attributed, or two tokens for the difference of their logits. Required."""
 
     @_builtins.property
     def steering(self) -> _steering_pb2.Steering:
-        """As GenerateRequest.steering. What it adds to the stream is part of `remainder`."""
+        """As GenerateRequest.steering. What it adds to the stream itself is part of `remainder`."""
 
     def __init__(
         self,
@@ -284,7 +286,7 @@ Global___AttributeRequest: _TypeAlias = AttributeRequest  # noqa: Y015
 
 @_typing.final
 class AttributeResponse(_message.Message):
-    """A logit, or the difference of two, as a sum: of contributions, bias and remainder."""
+    """A logit, or the difference of two logits: logit = sum of contributions + bias + remainder."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -296,18 +298,18 @@ class AttributeResponse(_message.Message):
     SCALE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     bias: _builtins.float
-    """What does not depend on the prompt: biases of the final norm and of the unembedding."""
+    """The part that does not depend on the prompt: biases of the final norm and of the unembedding."""
     logit: _builtins.float
-    """The logit of the token after the prompt, less that of TokenDirection.minus; from the model's own
-    logits.
+    """The logit of TokenDirection.token_id after the prompt, minus that of minus_token_id if it is set; from
+    the model's own logits.
     """
     remainder: _builtins.float
-    """The logit less all contributions and the bias: rounding, and what steering added."""
+    """The rest: rounding, and what steering adds to the stream."""
     scale: _builtins.float
-    """By how much the final norm multiplied the row."""
+    """The factor by which the final norm multiplied the row."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
-        """Where each contribution comes from: POINT_RESID_PRE of layer 0, which is the embedding, then
+        """The site of each contribution: POINT_RESID_PRE of layer 0, which is the embedding, then
         POINT_ATTN_OUT and POINT_MLP_OUT of each layer.
         """
 

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class LensServiceStub(object):
-    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
-    find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
+    """Reads next-token predictions from rows of a prompt or of a stored run. If the server did not find the
+    model's final norm: REASON_NOT_SUPPORTED. The unembedding is the base model's, also with an adapter.
     Role: generate.
     """
 
@@ -50,22 +50,22 @@ class LensServiceStub(object):
 
 
 class LensServiceServicer(object):
-    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
-    find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
+    """Reads next-token predictions from rows of a prompt or of a stored run. If the server did not find the
+    model's final norm: REASON_NOT_SUPPORTED. The unembedding is the base model's, also with an adapter.
     Role: generate.
     """
 
     def Lens(self, request, context):
-        """The logit lens: the distribution that the model would have if a row left the last block.
-        At POINT_RESID_POST of the last layer it is the model's own. LensStarted first, then the rows.
+        """The logit lens: the distribution that the model would give if the row were the output of the last
+        block. At POINT_RESID_POST of the last layer it is the model's own. Sends LensStarted, then the rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attribute(self, request, context):
-        """Direct logit attribution: what the embedding, every attention and every MLP add to the logit of
-        the token after a prompt, with the final norm's scale as it is in the pass. A model whose logits
+        """Direct logit attribution: how much the embedding, every attention and every MLP add to the logit of
+        the token after a prompt, with the final norm's scale of this forward pass. If the model's logits
         are not linear in its final row: REASON_NOT_SUPPORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -94,8 +94,8 @@ def add_LensServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LensService(object):
-    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
-    find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
+    """Reads next-token predictions from rows of a prompt or of a stored run. If the server did not find the
+    model's final norm: REASON_NOT_SUPPORTED. The unembedding is the base model's, also with an adapter.
     Role: generate.
     """
 

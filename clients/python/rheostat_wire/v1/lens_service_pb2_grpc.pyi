@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class LensServiceStub:
-    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
-    find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
+    """Reads next-token predictions from rows of a prompt or of a stored run. If the server did not find the
+    model's final norm: REASON_NOT_SUPPORTED. The unembedding is the base model's, also with an adapter.
     Role: generate.
     """
 
@@ -37,36 +37,36 @@ class LensServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LensServiceAsyncStub: ...
     Lens: _grpc.UnaryStreamMultiCallable[_lens_service_pb2.LensRequest, _lens_service_pb2.LensResponse]
-    """The logit lens: the distribution that the model would have if a row left the last block.
-    At POINT_RESID_POST of the last layer it is the model's own. LensStarted first, then the rows.
+    """The logit lens: the distribution that the model would give if the row were the output of the last
+    block. At POINT_RESID_POST of the last layer it is the model's own. Sends LensStarted, then the rows.
     """
     Attribute: _grpc.UnaryUnaryMultiCallable[_lens_service_pb2.AttributeRequest, _lens_service_pb2.AttributeResponse]
-    """Direct logit attribution: what the embedding, every attention and every MLP add to the logit of
-    the token after a prompt, with the final norm's scale as it is in the pass. A model whose logits
+    """Direct logit attribution: how much the embedding, every attention and every MLP add to the logit of
+    the token after a prompt, with the final norm's scale of this forward pass. If the model's logits
     are not linear in its final row: REASON_NOT_SUPPORTED.
     """
 
 @_typing.type_check_only
 class LensServiceAsyncStub(LensServiceStub):
-    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
-    find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
+    """Reads next-token predictions from rows of a prompt or of a stored run. If the server did not find the
+    model's final norm: REASON_NOT_SUPPORTED. The unembedding is the base model's, also with an adapter.
     Role: generate.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lens: _aio.UnaryStreamMultiCallable[_lens_service_pb2.LensRequest, _lens_service_pb2.LensResponse]  # type: ignore[assignment]
-    """The logit lens: the distribution that the model would have if a row left the last block.
-    At POINT_RESID_POST of the last layer it is the model's own. LensStarted first, then the rows.
+    """The logit lens: the distribution that the model would give if the row were the output of the last
+    block. At POINT_RESID_POST of the last layer it is the model's own. Sends LensStarted, then the rows.
     """
     Attribute: _aio.UnaryUnaryMultiCallable[_lens_service_pb2.AttributeRequest, _lens_service_pb2.AttributeResponse]  # type: ignore[assignment]
-    """Direct logit attribution: what the embedding, every attention and every MLP add to the logit of
-    the token after a prompt, with the final norm's scale as it is in the pass. A model whose logits
+    """Direct logit attribution: how much the embedding, every attention and every MLP add to the logit of
+    the token after a prompt, with the final norm's scale of this forward pass. If the model's logits
     are not linear in its final row: REASON_NOT_SUPPORTED.
     """
 
 class LensServiceServicer:
-    """What rows of a prompt, or of a stored run, say about the next token. A model whose final norm the server does not
-    find: REASON_NOT_SUPPORTED. The unembedding is the base model's, also under an adapter.
+    """Reads next-token predictions from rows of a prompt or of a stored run. If the server did not find the
+    model's final norm: REASON_NOT_SUPPORTED. The unembedding is the base model's, also with an adapter.
     Role: generate.
     """
 
@@ -75,8 +75,8 @@ class LensServiceServicer:
         request: _lens_service_pb2.LensRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_lens_service_pb2.LensResponse], _abc.AsyncIterator[_lens_service_pb2.LensResponse]]:
-        """The logit lens: the distribution that the model would have if a row left the last block.
-        At POINT_RESID_POST of the last layer it is the model's own. LensStarted first, then the rows.
+        """The logit lens: the distribution that the model would give if the row were the output of the last
+        block. At POINT_RESID_POST of the last layer it is the model's own. Sends LensStarted, then the rows.
         """
 
     def Attribute(
@@ -84,8 +84,8 @@ class LensServiceServicer:
         request: _lens_service_pb2.AttributeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lens_service_pb2.AttributeResponse, _abc.Awaitable[_lens_service_pb2.AttributeResponse]]:
-        """Direct logit attribution: what the embedding, every attention and every MLP add to the logit of
-        the token after a prompt, with the final norm's scale as it is in the pass. A model whose logits
+        """Direct logit attribution: how much the embedding, every attention and every MLP add to the logit of
+        the token after a prompt, with the final norm's scale of this forward pass. If the model's logits
         are not linear in its final row: REASON_NOT_SUPPORTED.
         """
 

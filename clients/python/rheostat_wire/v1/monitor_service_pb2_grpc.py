@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class MonitorServiceStub(object):
-    """Signals of requests that others run, and a way to answer them. Role: observe; acting on requests:
-    the role generate and, for another caller's, admin.
+    """Watches: they read requests of other calls and other clients. Role: observe. To change or stop a request:
+    also generate and, if it is another caller's, admin.
     """
 
     def __init__(self, channel):
@@ -44,13 +44,13 @@ class MonitorServiceStub(object):
 
 
 class MonitorServiceServicer(object):
-    """Signals of requests that others run, and a way to answer them. Role: observe; acting on requests:
-    the role generate and, for another caller's, admin.
+    """Watches: they read requests of other calls and other clients. Role: observe. To change or stop a request:
+    also generate and, if it is another caller's, admin.
     """
 
     def Watch(self, request_iterator, context):
-        """Signals as tokens are computed, on Subscribe's transport: sequence, credit, acknowledgement and
-        resumption mean what they mean there. Half-closing ends the watch.
+        """Streams signals while tokens are computed. Sequence numbers, credit, acknowledgement and resumption work
+        as in CaptureService.Subscribe. If the client half-closes the stream, the watch ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,8 +73,8 @@ def add_MonitorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MonitorService(object):
-    """Signals of requests that others run, and a way to answer them. Role: observe; acting on requests:
-    the role generate and, for another caller's, admin.
+    """Watches: they read requests of other calls and other clients. Role: observe. To change or stop a request:
+    also generate and, if it is another caller's, admin.
     """
 
     @staticmethod

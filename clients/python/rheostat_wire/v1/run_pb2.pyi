@@ -23,8 +23,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Run(_message.Message):
-    """Rows of one sample of one request, or rows that a client uploaded, kept by the server for later
-    requests to draw from.
+    """Rows of one sample of one request, or rows that a client uploaded. The server keeps them for later
+    requests, which can use them as a source of Replace.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -62,11 +62,11 @@ class Run(_message.Message):
     run_id: _builtins.str
     """Its id."""
     size_bytes: _builtins.int
-    """Bytes that it takes."""
+    """Its size in bytes."""
     dtype: _tensor_pb2.Dtype.ValueType
     """Element type of its rows."""
     width: _builtins.int
-    """Numbers of a row: W, or the number of experts at POINT_ROUTER_LOGITS."""
+    """Values per row: W, or the number of experts at POINT_ROUTER_LOGITS."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
         """Sites that it holds, by layer, then point."""
@@ -85,7 +85,7 @@ class Run(_message.Message):
 
     @_builtins.property
     def lease_expire_time(self) -> _timestamp_pb2.Timestamp:
-        """It is not evicted before. A request that uses the run keeps it until the request has ended."""
+        """Until this time it is not evicted, nor while a request uses it."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

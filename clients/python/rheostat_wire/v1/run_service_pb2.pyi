@@ -78,13 +78,13 @@ class CaptureRunRequest(_message.Message):
 
     @_builtins.property
     def where(self) -> _selector_pb2.Selector:
-        """Which positions of the prompt. Absent: all. None of them, or a range of generated tokens, or a
-        window that ends behind the prompt: REASON_INVALID_POSITION.
+        """Which positions of the prompt. Absent: all. A range of generated tokens, a window that ends behind the
+        prompt, or no position at all: REASON_INVALID_POSITION.
         """
 
     @_builtins.property
     def steering(self) -> _steering_pb2.Steering:
-        """Steering under which it runs, replacements included. Absent: none but the server-wide."""
+        """Steering of the request; replacements are allowed. Absent: only server-wide steering."""
 
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
@@ -131,7 +131,7 @@ class CaptureRunResponse(_message.Message):
 
     @_builtins.property
     def receipt(self) -> _receipt_pb2.Receipt:
-        """What was done to the request that made it."""
+        """The receipt of the request that made it."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class PutRunRequest(_message.Message):
 
     @_builtins.property
     def rows(self) -> Global___RunRows:
-        """Some of the run's rows. Pieces come in any order; every row comes once."""
+        """Some of the run's rows. In any order; each row once."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ Global___PutRunRequest: _TypeAlias = PutRunRequest  # noqa: Y015
 
 @_typing.final
 class RunHeader(_message.Message):
-    """What is uploaded."""
+    """Describes a run that is uploaded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -216,12 +216,11 @@ class RunHeader(_message.Message):
     run_id: _builtins.str
     """As RunTarget.run_id."""
     dtype: _tensor_pb2.Dtype.ValueType
-    """Element type of the rows: a float type. The rows of all pieces have it."""
+    """Element type of all rows: a float type."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
         """Sites of the residual stream and its branches, each once and under one name, in any order. At
-        least one. One that comes twice: REASON_INVALID_VALUE. POINT_ROUTER_LOGITS:
-        REASON_NOT_SUPPORTED.
+        least one. Repeats: REASON_INVALID_VALUE. POINT_ROUTER_LOGITS: REASON_NOT_SUPPORTED.
         """
 
     @_builtins.property
@@ -236,8 +235,8 @@ class RunHeader(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The input token at each position, in the same order. May be empty if all positions lie in the
-        prompt. Another count, or another token than the prompt's: REASON_INVALID_VALUE.
+        """The input token at each position, in the same order. May be empty if all positions are in the prompt.
+        Another number of tokens, or other tokens than the prompt's: REASON_INVALID_VALUE.
         """
 
     @_builtins.property
@@ -279,20 +278,20 @@ class RunRows(_message.Message):
     TENSOR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
-        """Sites of the header, each once, at least one. Others, and rows that have come before:
+        """Some of the header's sites, each once, at least one. Other sites, or rows that were sent before:
         REASON_INVALID_VALUE.
         """
 
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionRun]:
-        """Positions of the header, as runs in ascending order, at least one. Others:
+        """Some of the header's positions, as runs in ascending order, at least one. Other positions:
         REASON_INVALID_POSITION.
         """
 
     @_builtins.property
     def tensor(self) -> _tensor_pb2.Tensor:
-        """Shape [sites, positions, W], the sites in this message's order; at most 16 MiB of elements
-        (REASON_MESSAGE_TOO_LARGE). Each is finite.
+        """Shape [sites, positions, W], with the sites in the order of this message. At most 16 MiB of elements
+        (REASON_MESSAGE_TOO_LARGE), all finite.
         """
 
     def __init__(
@@ -393,14 +392,14 @@ class ReadRunRequest(_message.Message):
     run_id: _builtins.str
     """Its id. Required."""
     encoding: _tensor_pb2.Encoding.ValueType
-    """Default ENCODING_RAW. ENCODING_LZ4_PLANES too; others: REASON_NOT_SUPPORTED."""
+    """ENCODING_RAW or ENCODING_LZ4_PLANES; others: REASON_NOT_SUPPORTED. Default ENCODING_RAW."""
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
-        """Absent: all of its sites. Others: REASON_RUN_INCOMPLETE."""
+        """Some of its sites. Absent: all. Other sites: REASON_RUN_INCOMPLETE."""
 
     @_builtins.property
     def positions(self) -> _replace_pb2.PositionList:
-        """In any order, each once. Absent: all of its positions. Others: REASON_RUN_INCOMPLETE."""
+        """Some of its positions, in any order, each once. Absent: all. Other positions: REASON_RUN_INCOMPLETE."""
 
     def __init__(
         self,
@@ -429,7 +428,7 @@ class ReadRunResponse(_message.Message):
     CAPTURED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def captured(self) -> _capture_pb2.Captured:
-        """About 1 MiB of rows: by layer, then point, positions ascending. Each row comes once."""
+        """About 1 MiB of rows: by layer, then point, positions ascending. Each row is sent once."""
 
     def __init__(
         self,
@@ -485,9 +484,11 @@ class ListRunsResponse(_message.Message):
     next_page_token: _builtins.str
     """For the next page. Empty: that was all."""
     used_bytes: _builtins.int
-    """Bytes that all runs of the server take, those being made included."""
+    """Size of all runs of the server, including unfinished ones, in bytes."""
     capacity_bytes: _builtins.int
-    """Bytes from which on runs without a lease are evicted, oldest use first."""
+    """Capacity of the store in bytes. If it is full, runs without a lease are evicted, least recently used
+    first.
+    """
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[_run_pb2.Run]:
         """Oldest first."""
@@ -532,7 +533,7 @@ Global___DeleteRunRequest: _TypeAlias = DeleteRunRequest  # noqa: Y015
 
 @_typing.final
 class DeleteRunResponse(_message.Message):
-    """It is deleted."""
+    """The run is deleted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -564,7 +565,7 @@ class RenewLeaseRequest(_message.Message):
     """The run's id. Required."""
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """From now, 1 s to 24 h. Default 1 h. It never shortens the lease that the run has."""
+        """Length of the lease from now, 1 s to 24 h. Default 1 h. If the run's lease is longer, it stays."""
 
     def __init__(
         self,
@@ -582,14 +583,14 @@ Global___RenewLeaseRequest: _TypeAlias = RenewLeaseRequest  # noqa: Y015
 
 @_typing.final
 class RenewLeaseResponse(_message.Message):
-    """The lease."""
+    """The run with its lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run(self) -> _run_pb2.Run:
-        """The run as it is."""
+        """The run."""
 
     def __init__(
         self,

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class RunServiceStub(object):
-    """Makes, reads, lists and deletes runs, and extends their leases. A request also makes one by a
-    capture: CaptureSpec.run. Role: generate.
+    """Makes, reads, lists and deletes runs, and extends their leases. A request can also make a run with a
+    capture (CaptureSpec.run). Role: generate.
     """
 
     def __init__(self, channel):
@@ -74,49 +74,49 @@ class RunServiceStub(object):
 
 
 class RunServiceServicer(object):
-    """Makes, reads, lists and deletes runs, and extends their leases. A request also makes one by a
-    capture: CaptureSpec.run. Role: generate.
+    """Makes, reads, lists and deletes runs, and extends their leases. A request can also make a run with a
+    capture (CaptureSpec.run). Role: generate.
     """
 
     def CaptureRun(self, request, context):
-        """Runs a prompt once and stores rows of it. It is refused as a Generate request with this steering
-        and one capture would be.
+        """Runs a prompt once and stores some of its rows. It is refused for the same reasons as a Generate request
+        with this steering and one capture.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutRun(self, request_iterator, context):
-        """Stores rows that the client has, as a run: a header, then rows. A run is stored when all its rows
-        have come; an upload that fails or breaks off leaves none, and its id is free again.
+        """Uploads rows as a run: a header, then rows. The run exists once all its rows have come. If the upload
+        fails or breaks off, no run is stored, and the id is free again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRun(self, request, context):
-        """What is stored under an id. Unknown: REASON_RUN_NOT_FOUND.
+        """Describes a run. Unknown: REASON_RUN_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadRun(self, request, context):
-        """Rows of a run. While they are sent, the run is in use: neither evicted nor deleted.
+        """Sends rows of a run. Meanwhile the run is in use: it is neither evicted nor deleted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """The caller's runs, oldest first.
+        """Lists runs, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """Deletes a run, leased or not. A request or a ReadRun call uses it: REASON_RUN_IN_USE. Unknown:
+        """Deletes a run, also if it has a lease. A request or a ReadRun call uses it: REASON_RUN_IN_USE. Unknown:
         REASON_RUN_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -177,8 +177,8 @@ def add_RunServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RunService(object):
-    """Makes, reads, lists and deletes runs, and extends their leases. A request also makes one by a
-    capture: CaptureSpec.run. Role: generate.
+    """Makes, reads, lists and deletes runs, and extends their leases. A request can also make a run with a
+    capture (CaptureSpec.run). Role: generate.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RunServiceStub:
-    """Makes, reads, lists and deletes runs, and extends their leases. A request also makes one by a
-    capture: CaptureSpec.run. Role: generate.
+    """Makes, reads, lists and deletes runs, and extends their leases. A request can also make a run with a
+    capture (CaptureSpec.run). Role: generate.
     """
 
     @_typing.overload
@@ -36,21 +36,21 @@ class RunServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RunServiceAsyncStub: ...
     CaptureRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.CaptureRunRequest, _run_service_pb2.CaptureRunResponse]
-    """Runs a prompt once and stores rows of it. It is refused as a Generate request with this steering
-    and one capture would be.
+    """Runs a prompt once and stores some of its rows. It is refused for the same reasons as a Generate request
+    with this steering and one capture.
     """
     PutRun: _grpc.StreamUnaryMultiCallable[_run_service_pb2.PutRunRequest, _run_service_pb2.PutRunResponse]
-    """Stores rows that the client has, as a run: a header, then rows. A run is stored when all its rows
-    have come; an upload that fails or breaks off leaves none, and its id is free again.
+    """Uploads rows as a run: a header, then rows. The run exists once all its rows have come. If the upload
+    fails or breaks off, no run is stored, and the id is free again.
     """
     GetRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_service_pb2.GetRunResponse]
-    """What is stored under an id. Unknown: REASON_RUN_NOT_FOUND."""
+    """Describes a run. Unknown: REASON_RUN_NOT_FOUND."""
     ReadRun: _grpc.UnaryStreamMultiCallable[_run_service_pb2.ReadRunRequest, _run_service_pb2.ReadRunResponse]
-    """Rows of a run. While they are sent, the run is in use: neither evicted nor deleted."""
+    """Sends rows of a run. Meanwhile the run is in use: it is neither evicted nor deleted."""
     ListRuns: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]
-    """The caller's runs, oldest first."""
+    """Lists runs, oldest first."""
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.DeleteRunRequest, _run_service_pb2.DeleteRunResponse]
-    """Deletes a run, leased or not. A request or a ReadRun call uses it: REASON_RUN_IN_USE. Unknown:
+    """Deletes a run, also if it has a lease. A request or a ReadRun call uses it: REASON_RUN_IN_USE. Unknown:
     REASON_RUN_NOT_FOUND.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.RenewLeaseRequest, _run_service_pb2.RenewLeaseResponse]
@@ -58,35 +58,35 @@ class RunServiceStub:
 
 @_typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
-    """Makes, reads, lists and deletes runs, and extends their leases. A request also makes one by a
-    capture: CaptureSpec.run. Role: generate.
+    """Makes, reads, lists and deletes runs, and extends their leases. A request can also make a run with a
+    capture (CaptureSpec.run). Role: generate.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CaptureRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.CaptureRunRequest, _run_service_pb2.CaptureRunResponse]  # type: ignore[assignment]
-    """Runs a prompt once and stores rows of it. It is refused as a Generate request with this steering
-    and one capture would be.
+    """Runs a prompt once and stores some of its rows. It is refused for the same reasons as a Generate request
+    with this steering and one capture.
     """
     PutRun: _aio.StreamUnaryMultiCallable[_run_service_pb2.PutRunRequest, _run_service_pb2.PutRunResponse]  # type: ignore[assignment]
-    """Stores rows that the client has, as a run: a header, then rows. A run is stored when all its rows
-    have come; an upload that fails or breaks off leaves none, and its id is free again.
+    """Uploads rows as a run: a header, then rows. The run exists once all its rows have come. If the upload
+    fails or breaks off, no run is stored, and the id is free again.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_service_pb2.GetRunResponse]  # type: ignore[assignment]
-    """What is stored under an id. Unknown: REASON_RUN_NOT_FOUND."""
+    """Describes a run. Unknown: REASON_RUN_NOT_FOUND."""
     ReadRun: _aio.UnaryStreamMultiCallable[_run_service_pb2.ReadRunRequest, _run_service_pb2.ReadRunResponse]  # type: ignore[assignment]
-    """Rows of a run. While they are sent, the run is in use: neither evicted nor deleted."""
+    """Sends rows of a run. Meanwhile the run is in use: it is neither evicted nor deleted."""
     ListRuns: _aio.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]  # type: ignore[assignment]
-    """The caller's runs, oldest first."""
+    """Lists runs, oldest first."""
     DeleteRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.DeleteRunRequest, _run_service_pb2.DeleteRunResponse]  # type: ignore[assignment]
-    """Deletes a run, leased or not. A request or a ReadRun call uses it: REASON_RUN_IN_USE. Unknown:
+    """Deletes a run, also if it has a lease. A request or a ReadRun call uses it: REASON_RUN_IN_USE. Unknown:
     REASON_RUN_NOT_FOUND.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_run_service_pb2.RenewLeaseRequest, _run_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Extends a run's lease. Unknown: REASON_RUN_NOT_FOUND."""
 
 class RunServiceServicer:
-    """Makes, reads, lists and deletes runs, and extends their leases. A request also makes one by a
-    capture: CaptureSpec.run. Role: generate.
+    """Makes, reads, lists and deletes runs, and extends their leases. A request can also make a run with a
+    capture (CaptureSpec.run). Role: generate.
     """
 
     def CaptureRun(
@@ -94,8 +94,8 @@ class RunServiceServicer:
         request: _run_service_pb2.CaptureRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.CaptureRunResponse, _abc.Awaitable[_run_service_pb2.CaptureRunResponse]]:
-        """Runs a prompt once and stores rows of it. It is refused as a Generate request with this steering
-        and one capture would be.
+        """Runs a prompt once and stores some of its rows. It is refused for the same reasons as a Generate request
+        with this steering and one capture.
         """
 
     def PutRun(
@@ -103,8 +103,8 @@ class RunServiceServicer:
         request_iterator: _MaybeAsyncIterator[_run_service_pb2.PutRunRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.PutRunResponse, _abc.Awaitable[_run_service_pb2.PutRunResponse]]:
-        """Stores rows that the client has, as a run: a header, then rows. A run is stored when all its rows
-        have come; an upload that fails or breaks off leaves none, and its id is free again.
+        """Uploads rows as a run: a header, then rows. The run exists once all its rows have come. If the upload
+        fails or breaks off, no run is stored, and the id is free again.
         """
 
     def GetRun(
@@ -112,28 +112,28 @@ class RunServiceServicer:
         request: _run_service_pb2.GetRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.GetRunResponse, _abc.Awaitable[_run_service_pb2.GetRunResponse]]:
-        """What is stored under an id. Unknown: REASON_RUN_NOT_FOUND."""
+        """Describes a run. Unknown: REASON_RUN_NOT_FOUND."""
 
     def ReadRun(
         self,
         request: _run_service_pb2.ReadRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_run_service_pb2.ReadRunResponse], _abc.AsyncIterator[_run_service_pb2.ReadRunResponse]]:
-        """Rows of a run. While they are sent, the run is in use: neither evicted nor deleted."""
+        """Sends rows of a run. Meanwhile the run is in use: it is neither evicted nor deleted."""
 
     def ListRuns(
         self,
         request: _run_service_pb2.ListRunsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.ListRunsResponse, _abc.Awaitable[_run_service_pb2.ListRunsResponse]]:
-        """The caller's runs, oldest first."""
+        """Lists runs, oldest first."""
 
     def DeleteRun(
         self,
         request: _run_service_pb2.DeleteRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.DeleteRunResponse, _abc.Awaitable[_run_service_pb2.DeleteRunResponse]]:
-        """Deletes a run, leased or not. A request or a ReadRun call uses it: REASON_RUN_IN_USE. Unknown:
+        """Deletes a run, also if it has a lease. A request or a ReadRun call uses it: REASON_RUN_IN_USE. Unknown:
         REASON_RUN_NOT_FOUND.
         """
 

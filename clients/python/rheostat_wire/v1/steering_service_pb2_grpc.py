@@ -26,11 +26,11 @@ if _version_not_supported:
 
 
 class SteeringServiceStub(object):
-    """Vectors, known by digest, with movable names. Role: generate; SetGlobal: steer_global. Messages
-    up to Limits.tensor_message_bytes.
+    """Stored vectors, identified by digest. Names refer to them, and can move to other vectors. Role:
+    generate; SetGlobal: steer_global. Messages up to Limits.tensor_message_bytes.
 
-    A vector without a name, a running request or the server-wide steering to hold it may be evicted,
-    least recently used first; put it again then.
+    A vector that no name, running request, watch or policy uses may be evicted, least recently used first.
+    Then it must be stored again.
     """
 
     def __init__(self, channel):
@@ -87,66 +87,66 @@ class SteeringServiceStub(object):
 
 
 class SteeringServiceServicer(object):
-    """Vectors, known by digest, with movable names. Role: generate; SetGlobal: steer_global. Messages
-    up to Limits.tensor_message_bytes.
+    """Stored vectors, identified by digest. Names refer to them, and can move to other vectors. Role:
+    generate; SetGlobal: steer_global. Messages up to Limits.tensor_message_bytes.
 
-    A vector without a name, a running request or the server-wide steering to hold it may be evicted,
-    least recently used first; put it again then.
+    A vector that no name, running request, watch or policy uses may be evicted, least recently used first.
+    Then it must be stored again.
     """
 
     def PutVector(self, request_iterator, context):
-        """Stores one vector: a header, then chunks. Idempotent by digest.
+        """Stores one vector: a header, then chunks. Storing it again changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListVectors(self, request, context):
-        """What is stored.
+        """Lists the stored vectors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVector(self, request, context):
-        """One vector: a header, then chunks.
+        """Sends one vector: a header, then chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetName(self, request, context):
-        """Puts a name on a vector that is stored, without its bytes. Running requests are not touched.
+        """Gives a stored vector a name. Running requests are not affected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteName(self, request, context):
-        """Takes a name off its vector. Running requests are not touched.
+        """Deletes a name, but not its vector. Running requests are not affected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeriveVectors(self, request, context):
-        """Makes vectors by contrasting captured rows of two sets of prompts, and stores them. Progress while
-        the prompts run; the vectors last.
+        """Makes vectors by contrasting captured rows of two sets of prompts, and stores them. Sends progress
+        while the prompts run, then the vectors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FitConditions(self, request, context):
-        """Finds a condition that holds of one set of prompts and not of another. Progress while the prompts
-        run; the conditions last.
+        """Finds a condition that holds for one set of prompts and not for another. Sends progress while the
+        prompts run, then the conditions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetGlobal(self, request, context):
-        """Replaces the server-wide policy as a whole, for requests admitted from then on.
+        """Replaces the whole server-wide policy, for requests that are admitted afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,11 +216,11 @@ def add_SteeringServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SteeringService(object):
-    """Vectors, known by digest, with movable names. Role: generate; SetGlobal: steer_global. Messages
-    up to Limits.tensor_message_bytes.
+    """Stored vectors, identified by digest. Names refer to them, and can move to other vectors. Role:
+    generate; SetGlobal: steer_global. Messages up to Limits.tensor_message_bytes.
 
-    A vector without a name, a running request or the server-wide steering to hold it may be evicted,
-    least recently used first; put it again then.
+    A vector that no name, running request, watch or policy uses may be evicted, least recently used first.
+    Then it must be stored again.
     """
 
     @staticmethod

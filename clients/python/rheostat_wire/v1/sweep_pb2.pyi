@@ -35,9 +35,9 @@ class _SweepDirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SweepD
     SWEEP_DIRECTION_UNSPECIFIED: _SweepDirection.ValueType  # 0
     """Refused with REASON_UNKNOWN_ENUM."""
     SWEEP_DIRECTION_DENOISE: _SweepDirection.ValueType  # 1
-    """The corrupt one, with clean rows put in: what suffices to restore the answer."""
+    """The corrupt prompt, with clean rows. Shows which rows suffice to restore the answer."""
     SWEEP_DIRECTION_NOISE: _SweepDirection.ValueType  # 2
-    """The clean one, with corrupt rows put in: what is needed for the answer."""
+    """The clean prompt, with corrupt rows. Shows which rows are needed for the answer."""
 
 class SweepDirection(_SweepDirection, metaclass=_SweepDirectionEnumTypeWrapper):
     """Which prompt of a pair is run."""
@@ -45,9 +45,9 @@ class SweepDirection(_SweepDirection, metaclass=_SweepDirectionEnumTypeWrapper):
 SWEEP_DIRECTION_UNSPECIFIED: SweepDirection.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
 SWEEP_DIRECTION_DENOISE: SweepDirection.ValueType  # 1
-"""The corrupt one, with clean rows put in: what suffices to restore the answer."""
+"""The corrupt prompt, with clean rows. Shows which rows suffice to restore the answer."""
 SWEEP_DIRECTION_NOISE: SweepDirection.ValueType  # 2
-"""The clean one, with corrupt rows put in: what is needed for the answer."""
+"""The clean prompt, with corrupt rows. Shows which rows are needed for the answer."""
 Global___SweepDirection: _TypeAlias = SweepDirection  # noqa: Y015
 
 class _SweepPriority:
@@ -59,11 +59,11 @@ class _SweepPriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SweepPr
     SWEEP_PRIORITY_UNSPECIFIED: _SweepPriority.ValueType  # 0
     """Refused with REASON_UNKNOWN_ENUM."""
     SWEEP_PRIORITY_BACKGROUND: _SweepPriority.ValueType  # 1
-    """A cell runs while no request waits. While the engine generates for requests, cells begin in
-    bursts, with many steps between them, so that few tokens of requests come later.
+    """A cell begins only while no request waits. While the engine generates tokens for requests, cells begin
+    in bursts, with many steps between, so that few tokens of requests are delayed.
     """
     SWEEP_PRIORITY_NORMAL: _SweepPriority.ValueType  # 2
-    """A cell is a request like others."""
+    """A cell is queued like a request."""
 
 class SweepPriority(_SweepPriority, metaclass=_SweepPriorityEnumTypeWrapper):
     """How a sweep's cells share the engine with requests."""
@@ -71,11 +71,11 @@ class SweepPriority(_SweepPriority, metaclass=_SweepPriorityEnumTypeWrapper):
 SWEEP_PRIORITY_UNSPECIFIED: SweepPriority.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
 SWEEP_PRIORITY_BACKGROUND: SweepPriority.ValueType  # 1
-"""A cell runs while no request waits. While the engine generates for requests, cells begin in
-bursts, with many steps between them, so that few tokens of requests come later.
+"""A cell begins only while no request waits. While the engine generates tokens for requests, cells begin
+in bursts, with many steps between, so that few tokens of requests are delayed.
 """
 SWEEP_PRIORITY_NORMAL: SweepPriority.ValueType  # 2
-"""A cell is a request like others."""
+"""A cell is queued like a request."""
 Global___SweepPriority: _TypeAlias = SweepPriority  # noqa: Y015
 
 class _Metric:
@@ -100,7 +100,7 @@ class _MetricEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Metric.ValueTy
     """
 
 class Metric(_Metric, metaclass=_MetricEnumTypeWrapper):
-    """What a cell measures."""
+    """A number from the distribution of the token after the prompt."""
 
 METRIC_UNSPECIFIED: Metric.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
@@ -135,9 +135,9 @@ class SweepPair(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """The id of a stored run, whose prompt and rows are the corrupt ones."""
+    """The id of a stored run. Its prompt is the corrupt prompt, and its rows are used."""
     label: _builtins.str
-    """For people. At most 128 bytes."""
+    """A text for people. At most 128 bytes."""
     @_builtins.property
     def prompt(self) -> _types_pb2.Prompt:
         """The clean prompt. Required."""
@@ -152,11 +152,11 @@ class SweepPair(_message.Message):
 
     @_builtins.property
     def zeros(self) -> _replace_pb2.ZeroSource:
-        """Zeros: each cell is ablated with them, in the clean prompt."""
+        """Zero ablation: each cell replaces rows of the clean prompt by zeros."""
 
     @_builtins.property
     def mean(self) -> _replace_pb2.MeanSource:
-        """A run's mean: each cell is ablated with it, in the clean prompt."""
+        """Mean ablation: each cell replaces rows of the clean prompt by a run's mean."""
 
     @_builtins.property
     def answer(self) -> Global___Answer:
@@ -196,7 +196,7 @@ Global___SweepPair: _TypeAlias = SweepPair  # noqa: Y015
 
 @_typing.final
 class NoiseCorruption(_message.Message):
-    """Noise on some rows of the clean prompt, as in a causal trace: on a subject's embeddings with sites
+    """Noise on some rows of the clean prompt. A causal trace puts it on the subject's embeddings: at
     POINT_RESID_PRE of layer 0.
     """
 
@@ -207,12 +207,13 @@ class NoiseCorruption(_message.Message):
     WHERE_FIELD_NUMBER: _builtins.int
     NOISE_COUNT_FIELD_NUMBER: _builtins.int
     noise_count: _builtins.int
-    """Noises over which each cell is averaged, 1 to 64. Default 10. Each noise takes a row for each site
-    and position. Noise and steering may take 32,768 rows in all prompts of a sweep together.
+    """Number of noises over which each cell is averaged, 1 to 64. Default 10. Each noise needs a row for
+    each site and position. Noise and steering may need at most 32,768 rows in all prompts of a sweep
+    together.
     """
     @_builtins.property
     def noise(self) -> _replace_pb2.NoiseSource:
-        """The noise. Noise i of noise_count, counted from 0, has this seed plus i."""
+        """The noise. Noise i, from 0 to noise_count - 1, has this seed plus i."""
 
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
@@ -242,11 +243,12 @@ Global___NoiseCorruption: _TypeAlias = NoiseCorruption  # noqa: Y015
 
 @_typing.final
 class Zoom(_message.Message):
-    """The grid that a sweep runs, coarse to fine. First every layer_stride-th row and column_stride-th
-    column; then every cell within the radii of the largest effects, which SweepPhase announces.
-    Columns before the first position at which the prompts differ are left out: both prompts have the
-    same rows there. The coarse grid begins at the last of the first consecutive positions that differ,
-    but at most half a stride after the first of them.
+    """Runs the grid from coarse to fine. First come every layer_stride-th row and every column_stride-th
+    column. Then come all cells within the radii around the largest effects, announced by SweepPhase.
+
+    Columns before the first position at which the prompts differ are left out, because both prompts have
+    the same rows there. The coarse grid begins at the end of the first run of differing positions, but at
+    most half a stride after its start.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -265,7 +267,7 @@ class Zoom(_message.Message):
     column_radius: _builtins.int
     """Default 3."""
     peak_count: _builtins.int
-    """Peaks to zoom on, 1 to 16. Default 1."""
+    """Number of largest effects to refine, 1 to 16. Default 1."""
     def __init__(
         self,
         *,
@@ -296,7 +298,7 @@ Global___Zoom: _TypeAlias = Zoom  # noqa: Y015
 
 @_typing.final
 class Grade(_message.Message):
-    """What a cell is graded by."""
+    """The number that is measured in each cell."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -304,17 +306,17 @@ class Grade(_message.Message):
     PROBE_FIELD_NUMBER: _builtins.int
     RECOVERED_FIELD_NUMBER: _builtins.int
     recovered: _builtins.bool
-    """Report (cell - corrupt) / (clean - corrupt) instead of the number: 0 is the number of the corrupt
-    prompt, 1 that of the clean one. If both are equal within the noise, the call fails with
-    REASON_NO_CONTRAST.
+    """Whether to report (cell - corrupt) / (clean - corrupt) instead of the number: 0 means the number of
+    the corrupt prompt, 1 that of the clean prompt. If the two are equal within the noise, the call fails
+    with REASON_NO_CONTRAST.
     """
     @_builtins.property
     def token(self) -> Global___TokenGrade:
-        """The distribution of the token after the prompt."""
+        """From the distribution of the token after the prompt."""
 
     @_builtins.property
     def probe(self) -> Global___ProbeGrade:
-        """What a probe reads."""
+        """The reading of a probe."""
 
     def __init__(
         self,
@@ -335,13 +337,13 @@ Global___Grade: _TypeAlias = Grade  # noqa: Y015
 
 @_typing.final
 class TokenGrade(_message.Message):
-    """A number of the distribution of the token after the prompt, at exact token ids."""
+    """A number from the distribution of the token after the prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     METRIC_FIELD_NUMBER: _builtins.int
     metric: Global___Metric.ValueType
-    """Which."""
+    """Which number."""
     def __init__(
         self,
         *,
@@ -357,8 +359,8 @@ Global___TokenGrade: _TypeAlias = TokenGrade  # noqa: Y015
 
 @_typing.final
 class ProbeGrade(_message.Message):
-    """What a probe reads of the prompt, after all ops. Prompt tokens that it reads are computed in each
-    cell, so a probe of many tokens slows a sweep down.
+    """The reading of a probe in the prompt, after all ops. Prompt tokens that it reads are computed in each
+    cell, so a probe that reads many tokens slows a sweep down.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -366,11 +368,11 @@ class ProbeGrade(_message.Message):
     PROBE_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     pool: _gate_pb2.Pool.ValueType
-    """The value that counts, of all tokens that the probe reads. Default POOL_LAST."""
+    """How the readings of several tokens become one number. Default POOL_LAST."""
     @_builtins.property
     def probe(self) -> _gate_pb2.Probe:
-        """The probe; its name is for people. Its sites must be one site. Selectors are resolved in each prompt
-        that is run. Absent `where`: the last token with POOL_LAST, else every token of the prompt.
+        """The probe, at exactly one site; its name is for people. Selectors are resolved in each prompt that is
+        run. Absent `where`: the last token with POOL_LAST, else every token of the prompt.
         """
 
     def __init__(
@@ -391,8 +393,8 @@ Global___ProbeGrade: _TypeAlias = ProbeGrade  # noqa: Y015
 
 @_typing.final
 class Answer(_message.Message):
-    """An answer: one of some sequences of tokens. Its probability is the sum over the alternatives, each
-    of which has the product of its tokens' probabilities.
+    """An answer: one or more sequences of tokens. The probability of a sequence is the product of its tokens'
+    probabilities; the answer's is the sum over its sequences.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -443,7 +445,7 @@ Global___CellRun: _TypeAlias = CellRun  # noqa: Y015
 
 @_typing.final
 class SweepStarted(_message.Message):
-    """What will be run."""
+    """The grid that will be run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -453,18 +455,18 @@ class SweepStarted(_message.Message):
     COLUMNS_FIELD_NUMBER: _builtins.int
     PAIRS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The id, given or made."""
+    """The sweep's id: its own, or the one that the server chose."""
     cell_count: _builtins.int
-    """Cells to come, without those that are done; with zoom, those of the coarse grid. SweepPhase
-    announces further cells.
+    """Number of cells that will be sent, without those of SweepRequest.done. With zoom, those of the coarse
+    grid; SweepPhase announces further cells.
     """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Site]:
-        """The rows: each cell's own site, by point, then layer."""
+        """The rows of the grid: the sites, by point, then layer."""
 
     @_builtins.property
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The columns: group_labels, or the positions as text."""
+        """The columns of the grid: group_labels, or the positions as text."""
 
     @_builtins.property
     def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResolvedPair]:
@@ -506,7 +508,7 @@ class ResolvedPair(_message.Message):
 
     @_builtins.property
     def alignment(self) -> Global___AlignedPrompts:
-        """How the two correspond."""
+        """Which positions correspond."""
 
     def __init__(
         self,
@@ -533,9 +535,9 @@ class AlignedPrompts(_message.Message):
     SUFFIX_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     UNALIGNED_FIELD_NUMBER: _builtins.int
     prefix_token_count: _builtins.int
-    """Tokens that both begin with."""
+    """Length of the common prefix."""
     suffix_token_count: _builtins.int
-    """Tokens that both end with, beyond the prefix."""
+    """Length of the common suffix, without the prefix."""
     @_builtins.property
     def unaligned(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionRun]:
         """Positions of the clean prompt without a partner in the corrupt one."""
@@ -564,10 +566,10 @@ class SweepPhase(_message.Message):
     ADDED_CELL_COUNT_FIELD_NUMBER: _builtins.int
     AROUND_FIELD_NUMBER: _builtins.int
     added_cell_count: _builtins.int
-    """How many."""
+    """Number of further cells."""
     @_builtins.property
     def around(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of the cells around which they lie."""
+        """Indices of the cells around which they are."""
 
     def __init__(
         self,
@@ -605,16 +607,16 @@ class SweepCell(_message.Message):
     column: _builtins.int
     """Index in SweepStarted.columns."""
     top_token_id: _builtins.int
-    """The most likely token after the prompt, of the first pair. 0 on a server that gives no
-    log-probabilities of likely tokens, unless the answer is the most likely one.
+    """The most likely token after the prompt, of the first pair. 0 if Limits.logprobs is 0, unless the
+    answer is the most likely token.
     """
     below_noise: _builtins.bool
-    """Whether every value lies within the noise of the baselines so far. Later baselines may widen the
-    noise: in the end a cell lies within it if for every grade |value - Noise.mean| <= Noise.max.
+    """Whether the values of all grades differ from the baselines by no more than the noise so far. Later
+    baselines may widen the noise. The final test is: |value - Noise.mean| <= Noise.max for every grade.
     """
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """One per grade: the mean over pairs and noises. Empty where the cell failed."""
+        """One per grade: the mean over pairs and noises. Empty if the cell failed."""
 
     @_builtins.property
     def standard_errors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -626,7 +628,7 @@ class SweepCell(_message.Message):
 
     @_builtins.property
     def error(self) -> _status_pb2.Status:
-        """Set where the cell failed: REASON_RUN_INCOMPLETE where positions have no partner, and so on."""
+        """Why the cell failed, for example REASON_RUN_INCOMPLETE if positions have no partner."""
 
     def __init__(
         self,
@@ -651,7 +653,7 @@ Global___SweepCell: _TypeAlias = SweepCell  # noqa: Y015
 
 @_typing.final
 class Noise(_message.Message):
-    """How much a grade varies by batching alone, measured with the unchanged prompts (baselines)."""
+    """How much a grade varies between runs of the unchanged prompts (baselines), because batches differ."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -660,7 +662,7 @@ class Noise(_message.Message):
     MAX_FIELD_NUMBER: _builtins.int
     SAMPLE_COUNT_FIELD_NUMBER: _builtins.int
     mean: _builtins.float
-    """Mean of the baselines that ran among the first cells. Cells are graded by it."""
+    """Mean of the baselines that ran among the first cells. Values of cells are compared with it."""
     std: _builtins.float
     """Standard deviation of all baselines."""
     max: _builtins.float
@@ -685,7 +687,7 @@ Global___Noise: _TypeAlias = Noise  # noqa: Y015
 
 @_typing.final
 class SweepSummary(_message.Message):
-    """The whole sweep."""
+    """The results of a sweep."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -695,7 +697,7 @@ class SweepSummary(_message.Message):
     COMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
     computed_token_count: _builtins.int
-    """Tokens computed, all runs together."""
+    """Tokens that were computed for all cells and baselines."""
     @_builtins.property
     def grades(self) -> _containers.RepeatedCompositeFieldContainer[Global___SweepGrade]:
         """One per grade, in order."""
@@ -706,7 +708,7 @@ class SweepSummary(_message.Message):
 
     @_builtins.property
     def run_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of the runs that were kept; empty if none."""
+        """Ids of the runs that were kept (SweepRequest.keep_runs)."""
 
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
@@ -731,7 +733,7 @@ Global___SweepSummary: _TypeAlias = SweepSummary  # noqa: Y015
 
 @_typing.final
 class SweepGrade(_message.Message):
-    """A grade of the whole sweep."""
+    """One grade of all cells."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -741,18 +743,18 @@ class SweepGrade(_message.Message):
     NOISE_FIELD_NUMBER: _builtins.int
     PEAK_FIELD_NUMBER: _builtins.int
     clean: _builtins.float
-    """The unchanged clean prompts, before `recovered`. Absent where there are none."""
+    """The grade of the unchanged clean prompts, without `recovered`. Absent if none ran."""
     corrupt: _builtins.float
-    """The unchanged corrupt prompts, before `recovered`. Absent where there are none."""
+    """The grade of the unchanged corrupt prompts, without `recovered`. Absent if none ran."""
     peak: _builtins.int
-    """Index of the cell farthest from the unchanged prompts."""
+    """Index of the cell whose value differs most from the unchanged prompts."""
     @_builtins.property
     def values(self) -> _tensor_pb2.Tensor:
         """float64 [rows, columns]; NaN where a cell has no value."""
 
     @_builtins.property
     def noise(self) -> Global___Noise:
-        """Of the unchanged prompts."""
+        """The noise of the unchanged prompts."""
 
     def __init__(
         self,

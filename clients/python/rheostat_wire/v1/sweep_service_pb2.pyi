@@ -26,8 +26,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SweepRequest(_message.Message):
-    """A grid: its rows are layers of each point of `sites`, its columns groups of positions. In a cell the
-    row's sites and the column's positions are replaced, in every pair.
+    """A grid: each row is one layer of one point of `sites`, each column a group of positions. A cell replaces
+    the rows of the stream at the row's sites and the column's positions, in every pair.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -56,34 +56,34 @@ class SweepRequest(_message.Message):
     request_id: _builtins.str
     """Id; as GenerateRequest.request_id."""
     direction: _sweep_pb2.SweepDirection.ValueType
-    """Which prompt is run, and which one's rows are put in. Default SWEEP_DIRECTION_DENOISE. Zeros and means
-    are put into the clean prompt: SWEEP_DIRECTION_NOISE, their default.
+    """Which prompt is run, and which prompt's rows replace its own. Default SWEEP_DIRECTION_DENOISE. With zeros
+    and means only SWEEP_DIRECTION_NOISE, which is then the default.
     """
     layer_window: _builtins.int
-    """Layers that a cell replaces, around its own: layer - (n - 1) / 2 on, as far as the model has them.
-    Default 1.
-    """
+    """Number n of layers that a cell replaces: those from layer - (n - 1) / 2 on that the model has. Default 1."""
     alpha: _builtins.float
     """As in Replace. Default 1."""
     alignment: _replace_pb2.Alignment.ValueType
-    """Of clean and corrupt prompt. Default: ALIGNMENT_IDENTITY if they have as many tokens, else
-    ALIGNMENT_AFFIXES.
+    """Which positions of the clean and the corrupt prompt correspond. Default: ALIGNMENT_IDENTITY if both have
+    the same number of tokens, else ALIGNMENT_AFFIXES.
     """
     baseline_count: _builtins.int
-    """Repeats of the unchanged prompt among the cells, per pair, for the noise. 1 to 64. Default 8. Half
-    of them run among the first cells, which wait for them; the others are spread over all cells.
+    """How often the unchanged prompt of each pair is run, to measure the noise. 1 to 64. Default 8. Half of
+    these baselines run first, and the first cells wait for them; the others are spread over all cells.
     """
     lora_name: _builtins.str
     """Adapter. Empty: none."""
     priority: _sweep_pb2.SweepPriority.ValueType
-    """Cells beside requests of others. Default SWEEP_PRIORITY_BACKGROUND."""
+    """How cells share the engine with requests. Default SWEEP_PRIORITY_BACKGROUND."""
     max_concurrent_cells: _builtins.int
-    """Requests of cells that run at once, 1 to Limits.running_requests. Default 64, or that limit."""
+    """How many requests of cells run at once, 1 to Limits.running_requests. Default: 64, or that limit if it
+    is smaller.
+    """
     pair_values: _builtins.bool
-    """Whether each cell has the values of every pair. Default false."""
+    """Whether SweepCell.pair_values is sent. Default false."""
     @_builtins.property
     def pairs(self) -> _containers.RepeatedCompositeFieldContainer[_sweep_pb2.SweepPair]:
-        """Prompts over which a cell is averaged, 1 to 256. Each has the same columns."""
+        """Prompts over which a cell is averaged, 1 to 256. All have the same columns."""
 
     @_builtins.property
     def sites(self) -> _types_pb2.SiteSet:
@@ -91,14 +91,14 @@ class SweepRequest(_message.Message):
 
     @_builtins.property
     def group_labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the columns, one per group of each pair (SweepPair.groups). Empty: a column per position
-        of `where`.
+        """Names of the columns, one for each group of a pair (SweepPair.groups). Empty: each position of `where`
+        is a column.
         """
 
     @_builtins.property
     def where(self) -> _selector_pb2.Selector:
-        """Positions of the grid in the clean prompts, without groups: a column for each. Every pair must have
-        the same. Absent: all of the prompt.
+        """Without groups: the positions of the grid in the clean prompts. They must be the same in every pair.
+        Absent: all of the prompt.
         """
 
     @_builtins.property
@@ -107,32 +107,32 @@ class SweepRequest(_message.Message):
 
     @_builtins.property
     def grades(self) -> _containers.RepeatedCompositeFieldContainer[_sweep_pb2.Grade]:
-        """What cells are graded by, 1 to 8."""
+        """1 to 8 numbers that are measured in each cell."""
 
     @_builtins.property
     def zoom(self) -> _sweep_pb2.Zoom:
-        """Absent: every cell."""
+        """Absent: every cell is run."""
 
     @_builtins.property
     def steering(self) -> _steering_pb2.Steering:
-        """Steering of all runs, replacements included: such as frozen branches. The cell's own
-        replacement acts after it. Absent: none but the server-wide.
+        """Steering of all runs. Replacements are allowed, for example to freeze branches. The cell's own
+        replacement acts after it. Absent: only server-wide steering.
         """
 
     @_builtins.property
     def done(self) -> _containers.RepeatedCompositeFieldContainer[_sweep_pb2.CellRun]:
-        """Cells that are not sent again, since the client has them from an earlier call. They are not run
-        either, but with zoom cells of the coarse grid without `done_values`.
+        """Cells that the client already has from an earlier call. They are not sent, and not run. Exception: with
+        zoom and without `done_values`, those of the coarse grid are run.
         """
 
     @_builtins.property
     def keep_runs(self) -> _duration_pb2.Duration:
-        """Present: keep the runs that the sweep makes under this lease; the summary names them."""
+        """Set: keeps the runs that the sweep makes, with this lease. SweepSummary.run_ids names them."""
 
     @_builtins.property
     def done_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """For zoom, which looks for the largest effects: the first grade of each cell of `done`, in the order
-        of `done`, whose runs may not overlap then. NaN: the cell failed. Empty: none is known.
+        """For zoom, which looks for the largest effects: the first grade of each cell of `done`, in the same order.
+        The runs of `done` may not overlap then. NaN: the cell failed. Empty: not known.
         """
 
     def __init__(
@@ -211,7 +211,7 @@ class SweepResponse(_message.Message):
 
     @_builtins.property
     def phase(self) -> _sweep_pb2.SweepPhase:
-        """Cells are added."""
+        """With zoom: further cells will be run."""
 
     @_builtins.property
     def cell(self) -> _sweep_pb2.SweepCell:

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SweepServiceStub(object):
-    """Runs grids of replacements. Role: generate.
+    """Activation patching over grids. Role: generate.
     """
 
     def __init__(self, channel):
@@ -43,13 +43,13 @@ class SweepServiceStub(object):
 
 
 class SweepServiceServicer(object):
-    """Runs grids of replacements. Role: generate.
+    """Activation patching over grids. Role: generate.
     """
 
     def Sweep(self, request, context):
-        """A grid of replacements, graded. Started first, then cells as they are ready, the summary last. A
-        call that ends early can be taken up: cells have indices, and `done` leaves out those that are
-        there.
+        """Runs a grid of replacements, and grades each cell. SweepStarted is sent first, then cells as they are
+        ready, and the summary last. A call that ended early can be continued: send the same request with the
+        indices of the cells that have come in `done`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ def add_SweepServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SweepService(object):
-    """Runs grids of replacements. Role: generate.
+    """Activation patching over grids. Role: generate.
     """
 
     @staticmethod

@@ -27,40 +27,40 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SweepServiceStub:
-    """Runs grids of replacements. Role: generate."""
+    """Activation patching over grids. Role: generate."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SweepServiceAsyncStub: ...
     Sweep: _grpc.UnaryStreamMultiCallable[_sweep_service_pb2.SweepRequest, _sweep_service_pb2.SweepResponse]
-    """A grid of replacements, graded. Started first, then cells as they are ready, the summary last. A
-    call that ends early can be taken up: cells have indices, and `done` leaves out those that are
-    there.
+    """Runs a grid of replacements, and grades each cell. SweepStarted is sent first, then cells as they are
+    ready, and the summary last. A call that ended early can be continued: send the same request with the
+    indices of the cells that have come in `done`.
     """
 
 @_typing.type_check_only
 class SweepServiceAsyncStub(SweepServiceStub):
-    """Runs grids of replacements. Role: generate."""
+    """Activation patching over grids. Role: generate."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Sweep: _aio.UnaryStreamMultiCallable[_sweep_service_pb2.SweepRequest, _sweep_service_pb2.SweepResponse]  # type: ignore[assignment]
-    """A grid of replacements, graded. Started first, then cells as they are ready, the summary last. A
-    call that ends early can be taken up: cells have indices, and `done` leaves out those that are
-    there.
+    """Runs a grid of replacements, and grades each cell. SweepStarted is sent first, then cells as they are
+    ready, and the summary last. A call that ended early can be continued: send the same request with the
+    indices of the cells that have come in `done`.
     """
 
 class SweepServiceServicer:
-    """Runs grids of replacements. Role: generate."""
+    """Activation patching over grids. Role: generate."""
 
     def Sweep(
         self,
         request: _sweep_service_pb2.SweepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sweep_service_pb2.SweepResponse], _abc.AsyncIterator[_sweep_service_pb2.SweepResponse]]:
-        """A grid of replacements, graded. Started first, then cells as they are ready, the summary last. A
-        call that ends early can be taken up: cells have indices, and `done` leaves out those that are
-        there.
+        """Runs a grid of replacements, and grades each cell. SweepStarted is sent first, then cells as they are
+        ready, and the summary last. A call that ended early can be continued: send the same request with the
+        indices of the cells that have come in `done`.
         """
 
 def add_SweepServiceServicer_to_server(servicer: SweepServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
