@@ -163,11 +163,12 @@ def small_server(
 def tight_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a sink and controllers, and without device memory for encodings.
 
-    The budget of the controllers is large, because other tests run at the same time.
+    The budget of the controllers is large, because other tests run at the same time. Watches are
+    lost half a second after their connection, while long requests still run.
     """
     folder = tmp_path_factory.mktemp("tight")
     install(folder)
-    options = ["--capture-mib", "16", "--encode-mib", "0"]
+    options = ["--capture-mib", "16", "--encode-mib", "0", "--resume-window", "0.5"]
     options.append(f"--sink=disk=filesystem:root={folder}/rows")
     options += [f"--controller={name}" for name in ("hold", "fails", "alsofails")]
     options += ["--controller-budget-ms", "500"]

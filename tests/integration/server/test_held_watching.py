@@ -32,7 +32,8 @@ def messages():
     threading.Event().wait()
 stub = monitor_service_pb2_grpc.MonitorServiceStub(grpc.insecure_channel(sys.argv[1]))
 for event in stub.Watch(messages()):
-    print(event.opened.watch_id or event.WhichOneof("event"), flush=True)
+    if not event.HasField("heartbeat"):
+        print(event.opened.watch_id or event.WhichOneof("event"), flush=True)
 """
 
 
@@ -73,6 +74,8 @@ class Reading:
     def __init__(self, stream: rheostat.Stream) -> None:
         self.stream = stream
         self.count = 0
+        self.came: list[int] = []
+        """The tokens that have come, whether or not a test has waited for them."""
         self._tokens: queue.Queue[int] = queue.Queue()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -81,11 +84,11 @@ class Reading:
         """Returns once some tokens have come."""
         self.count += self._tokens.get(timeout=60)
 
-    def until_quiet(self) -> int:
-        """The number of its tokens, once none has come for a while."""
+    def until_quiet(self, seconds: float = QUIET) -> int:
+        """The number of its tokens, once none has come for some seconds."""
         while True:
             try:
-                self.count += self._tokens.get(timeout=QUIET)
+                self.count += self._tokens.get(timeout=seconds)
             except queue.Empty:
                 return self.count
 
@@ -97,6 +100,7 @@ class Reading:
     def _read(self) -> None:
         for event in self.stream:
             if isinstance(event, rheostat.Tokens):
+                self.came += event.token_ids
                 self._tokens.put(len(event.token_ids))
 
 
