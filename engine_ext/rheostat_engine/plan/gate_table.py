@@ -1,6 +1,8 @@
-"""Gates as rows of numbers, as the device reads them.
+"""The layout of gates and of their states in device memory.
 
-A gate has a term for each column of each condition. Terms are lanes of `MAX_TERMS`.
+A gate has a term for each column of each condition. It is a small table of integers and one of
+floats, with `MAX_TERMS` lanes in each row. Row 0 has the gate's own numbers; in the other rows,
+lane i belongs to term i.
 """
 
 from enum import IntEnum
@@ -12,7 +14,7 @@ from rheostat_engine.plan.gates import MAX_TERMS, NEVER, Condition, Gate, Hold, 
 
 
 class Ints(IntEnum):
-    """Rows of a gate's integers. The first holds the lanes of `Head`."""
+    """Rows of a gate's integers. The lanes of the first are those of `Head`."""
 
     HEAD = 0
     COLUMN = 1
@@ -38,14 +40,14 @@ class Head(IntEnum):
     TERMS = 7
     """Number of terms."""
     OWN_ROW = 8
-    """Whether it follows from the readings of the token alone, if all or none of its columns were
-    read."""
+    """Whether the openness at a token depends only on the token's own readings, if all or none of
+    the gate's columns were read there."""
     END = 9
     """As `Gate.end`; 0: it is not recorded."""
 
 
 class Floats(IntEnum):
-    """Rows of a gate's floats. The first holds `a`, `b` and `factor`."""
+    """Rows of a gate's floats. The first lanes of row 0 are `a`, `b` and `factor` of `Gate`."""
 
     HEAD = 0
     ABOVE = 1
@@ -55,39 +57,39 @@ class Floats(IntEnum):
 
 
 class State(IntEnum):
-    """Rows of the state of a sample's gate. The first holds the lanes of `Held`."""
+    """Rows of the state of a sample's gate. The lanes of the first are those of `Held`."""
 
     HEAD = 0
     VALUE = 1
-    """The last value, their sum rounded to float32, or the largest."""
+    """By `Pool`: the last reading, the sum of the readings rounded to float32, or the largest."""
     COUNT = 2
-    """Readings so far."""
+    """Number of readings."""
     RUN = 3
-    """How many of the last readings in a row lay between the bounds."""
+    """Number of readings between the bounds since the last that was not."""
     LOW = 4
-    """The sum less `VALUE`, so that chunks don't change what a sum is."""
+    """The sum minus `VALUE`: its lower digits, so that a sum is the same for all chunks."""
 
 
 class Held(IntEnum):
     """Lanes of the first row of a state."""
 
     OPENNESS = 0
-    """How far the gate is held open."""
+    """The openness with which the gate last opened."""
     UNTIL = 1
-    """Up to which position."""
+    """The last position at which it has this openness."""
     FOLDED = 2
-    """The first position that was not taken into the state yet."""
+    """The first position whose readings the state does not include."""
     RECORD = 3
-    """Of a recorded gate: how many states behind this one its record begins. A record has a bit for
-    each position from `Gate.late` on: whether the gate was open there."""
+    """If the gate is recorded: its record begins so many states after this one. A record has a bit
+    for each position from `Gate.late` on: whether the gate was open there."""
 
 
 RECORDED = len(State) * MAX_TERMS * 32
-"""Positions of a record for which a state has room."""
+"""Positions that a state's memory can record."""
 
 
 def states_of(gate: Gate) -> int:
-    """How many states each sample needs for a gate: one, and those of its record."""
+    """How many states each sample needs for a gate: one, and those that store its record."""
     return 1 + (-(-max(0, gate.end - gate.late) // RECORDED) if gate.recorded else 0)
 
 
@@ -146,5 +148,5 @@ def _follows_from_own_row(gate: Gate) -> bool:
 
 
 def _lags(condition: Condition) -> bool:
-    """Whether the bounds depend on whether the value counts already."""
+    """Whether other bounds apply while the value counts."""
     return condition.stays_above is not None or condition.stays_below is not None

@@ -1,17 +1,18 @@
-"""Readings of the stream, and gates that open as they say.
+"""Readings of the stream, and gates, which multiply the strength of acts.
 
-A reading is a number that an act of `Kind.READ` makes of a row x. It goes to a column of the token.
-A gate is a function of the readings of one sample, in the order of positions. At each token it is
-open by a number from 0 to 1, by which the strength of its acts is multiplied there.
+A reading is a number that an act of `Kind.READ` computes from a token's row x. Each token has
+`MAX_COLUMNS` columns for its readings, one for each site of each probe. A gate is a function of the
+readings of one sample, in the order of positions. Its openness at a token, from 0 (shut) to 1, is
+the factor on the strength of its acts.
 
-A late gate also acts at sites that are not behind all that it reads. So what is read of a token
-counts from the next token on, and the gate is open at generated tokens alone, each of which has a
-step of its own. Its acts then need no reading of their own forward pass. A sample that computes
-positions again keeps what was decided.
+Late gates
+    A gate is late if some sites that it reads do not come before all sites at which it acts. Its
+    readings of a token count from the next token on, so that its acts need no reading of their own
+    forward pass. It is open only at generated tokens, because each of them has its own step. A
+    sample that computes positions again keeps their decisions.
 
-Invariants: a gate depends on positions and readings alone, so chunking and batching can't change
-it. All sites that are read for a gate that is not late come before all sites at which it acts, so
-a token's own readings count. A gate that has read nothing yet is shut.
+Invariants: a gate depends only on positions and readings, so chunks and batches can't change it. If
+a gate is not late, a token's own readings count. A gate that has read nothing yet is shut.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ import msgspec
 from rheostat_engine.plan.gains import LARGEST_GAIN
 
 MAX_TERMS = 64
-"""The most readings on which a gate depends."""
+"""The most terms of a gate: one for each column of each of its conditions."""
 
 MAX_CONDITIONS = 16
 """The most conditions of a gate."""
@@ -35,10 +36,10 @@ MAX_COLUMNS = 256
 """The most readings of a token."""
 
 MAX_RECORDED = 1 << 24
-"""The largest end of a recorded gate, because states have positions in float32."""
+"""The largest `Gate.end` of a recorded gate, because states store positions as float32."""
 
 NEVER = -1
-"""As `Condition.decided_at`: the condition is decided at each token that is read."""
+"""For `Condition.decided_at`: the condition is decided at each token that is read."""
 
 # Ranges are checked where a worker parses a plan.
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -62,7 +63,7 @@ class Normalise(IntEnum):
 
 
 class Activation(IntEnum):
-    """What is made of the number z that was read."""
+    """The function that is applied to z = normalise(x, v) + bias."""
 
     IDENTITY = 0
     RELU = 1
@@ -72,7 +73,7 @@ class Activation(IntEnum):
 
 
 class Readout(NamedTuple):
-    """A number that is made of a row x with a vector v: activation(normalise(x, v) + bias)."""
+    """How a number is computed from a row x and a vector v: activation(normalise(x, v) + bias)."""
 
     normalise: Normalise = Normalise.UNIT
     activation: Activation = Activation.IDENTITY
@@ -86,7 +87,7 @@ COORDINATE = Readout()
 
 
 class Reading(NamedTuple):
-    """The number that an act of `Kind.READ` makes of a row: activation(normalise(x, v) + bias)."""
+    """How an act of `Kind.READ` computes a number: a `Readout`, its column, and which rows."""
 
     normalise: Normalise
     activation: Activation
@@ -95,17 +96,17 @@ class Reading(NamedTuple):
     column: _Natural
     """The column of its first site. The following sites have the following columns."""
     mean_at: Annotated[int, msgspec.Meta(ge=NEVER, lt=2**31)] = NEVER
-    """`NEVER`: a number is read of each selected row. Otherwise one number is read, at this
-    position, of the mean of the rows that the act selects; it selects none after the position."""
+    """`NEVER`: each selected row is read. Otherwise the mean of the selected rows is read, once, at
+    this position. The act selects no row after it."""
 
     @property
     def of_mean(self) -> bool:
-        """Whether one number is read, of the mean of the selected rows."""
+        """Whether the mean of the selected rows is read."""
         return self.mean_at != NEVER
 
 
 class Pool(IntEnum):
-    """The value of a column at a token, of all that the sample has read so far."""
+    """How the value of a column follows from the sample's readings so far."""
 
     LAST = 0
     MEAN = 1
@@ -125,10 +126,10 @@ class Combine(IntEnum):
 
 
 class Condition(NamedTuple):
-    """A number that follows from some columns.
+    """A function of the values of some columns.
 
-    With `Combine.SUM` it is the sum of their values. Otherwise each value counts 1 while it lies
-    between the bounds, else 0.
+    With `Combine.SUM` it is the sum of the values. Otherwise each value counts 1 while it is
+    between the bounds, else 0, and `combine` makes one number of these.
     """
 
     columns: tuple[_Natural, ...]
@@ -139,17 +140,17 @@ class Condition(NamedTuple):
     below: float
     """The value must be below this; or inf."""
     for_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
-    """A value counts once it lay between the bounds at so many of its tokens in a row."""
+    """A value counts 1 only after this many readings in a row were between the bounds."""
     decided_at: Annotated[int, msgspec.Meta(ge=NEVER, lt=2**31)] = NEVER
-    """The position at which it is decided once, of the readings up to there; or `NEVER`."""
+    """The only position at which it is decided, from the readings up to there; or `NEVER`."""
     stays_above: float | None = None
-    """Replaces `above` for a value that counts already; None: `above`."""
+    """Replaces `above` while a value counts 1; None: `above`."""
     stays_below: float | None = None
-    """Replaces `below` for a value that counts already; None: `below`."""
+    """Replaces `below` while a value counts 1; None: `below`."""
 
 
 class Form(IntEnum):
-    """From the evidence e to how far a gate is open."""
+    """The function from the evidence e to the openness."""
 
     STEP = 0
     """1 where e > a, else 0."""
@@ -160,51 +161,53 @@ class Form(IntEnum):
 
 
 class Hold(IntEnum):
-    """How long a gate that opened stays open.
+    """Where a gate is open that opened at a token p.
 
-    A gate opens at a token p that it reads, if `Form` then gives more than 0.
+    A gate opens at a token p that it reads if its form gives more than 0 there.
     """
 
     TOKEN = 0
-    """At p. What is read at p counts at p alone."""
+    """At p alone."""
     NEXT_TOKEN = 1
     """At p + 1, and not at p."""
     TOKENS = 2
-    """At p and so many positions after it."""
+    """At p and at `Gate.tokens` positions after it."""
     REST = 3
-    """At p and all later positions. What is read later does not count."""
+    """At p and all later positions. Later readings don't count."""
     UNTIL_READ = 4
     """At p and later positions up to the next token that is read."""
 
 
 class Gate(NamedTuple):
-    """How far acts are open at each token."""
+    """The factor on the strength of acts at each token."""
 
     conditions: tuple[Condition, ...]
     combine: Combine
-    """Makes the evidence of the conditions."""
+    """Combines the conditions into the evidence."""
     form: Form
     a: float
+    """See `Form`."""
     b: float
+    """See `Form`."""
     hold: Hold
     tokens: _Count = 0
-    """Of `Hold.TOKENS`."""
+    """See `Hold.TOKENS`."""
     invert: bool = False
-    """Whether it is open by 1 less the number, or as `factor` says."""
+    """Whether the openness o becomes 1 + (`factor` - 1) * o."""
     late: _Natural = 0
-    """Of a late gate: the first position at which it may be open, not before the first generated
-    token. 0: it is not late. Not for `Hold.TOKEN`."""
+    """If it is late: the first position at which it may be open, not before the first generated
+    token. 0: it is not late. Not with `Hold.TOKEN`."""
     end: _Natural = 0
-    """Of a recorded gate: one past the last position of its samples."""
+    """If it is recorded: one past the last position of its samples."""
     factor: Annotated[float, msgspec.Meta(ge=0, le=LARGEST_GAIN)] = 0.0
-    """With `invert`: how far it is open where the number is 1; between, in proportion. Other than 0
-    if a rule multiplies the strength of acts while it holds."""
+    """With `invert`: the openness where it was 1. A client's inverted gate has 0. The gain of a
+    rule is an inverted gate with the gain as factor: 1 while the rule does not hold."""
 
     @property
     def recorded(self) -> bool:
-        """Whether a sample keeps at which positions it was open, to compute them again.
+        """Whether each sample stores the positions at which the gate was open.
 
-        It does so for late gates that are decided more than once. They have `Form.STEP`.
+        True for late gates that are decided more than once. They have `Form.STEP`.
         """
         return self.late > 0 and any(condition.decided_at == NEVER for condition in self.conditions)
 
@@ -215,7 +218,7 @@ class Gate(NamedTuple):
 
     @property
     def shape(self) -> "Gate":
-        """The gate with 0 in place of each number that readings are compared with.
+        """The gate with 0 in place of each bound and threshold.
 
         Gates of one shape read the same columns, and may be open at the same positions. So their
         programs differ only in these numbers.
@@ -248,19 +251,19 @@ def gates_of(gates: Sequence[Gate | None]) -> tuple[Gate, ...]:
 
 
 class Signals(NamedTuple):
-    """The numbers of each token that a worker sends to the server; see `SignalRows`."""
+    """Which numbers of each token a worker sends to the server; see `SignalRows`."""
 
     readings: int = 0
     """Columns 0 to `readings` - 1 are sent."""
     gates: tuple[Gate, ...] = ()
-    """Gates that need not multiply any act. Their numbers follow those of the acts' gates."""
+    """Further gates, which may have no acts. In the plan they follow the acts' gates."""
     openness: bool = False
     """Whether the openness of every gate of the plan is sent."""
     kept: tuple[Gate, ...] = ()
-    """Of an update: the gates of the request, in their order, whose states it keeps. They are the
-    first gates of the plan, whether or not acts have them."""
+    """In an update: the request's gates whose states it keeps, in their order. They are the first
+    gates of the plan, also if no act has them."""
     means_kept: bool = False
-    """Of an update: whether it keeps the request's sums of rows. Only admission reads it."""
+    """In an update: whether it keeps the request's sums of rows. Only admission reads it."""
 
     def with_gates(self, gates: Mapping[Gate, Gate]) -> "Signals":
         """A copy with other gates. `gates` has the new gate of each old one."""

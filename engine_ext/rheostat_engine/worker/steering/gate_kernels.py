@@ -1,13 +1,14 @@
-"""Gates in Triton; see `gate_reference`.
+"""Gates in Triton; see `gate_reference` for the terms.
 
-Invariant: they equal the reference up to the order of sums. Sums of readings are float64, so that
-their order does not show.
+Invariant: the results equal the reference's up to the order of float32 sums. Readings are summed in
+float64, so their order does not change a float32 result.
 
 Why rows are read in blocks
-    A step may compute thousands of tokens of a prompt, and a gate may depend on all of them. Each
-    token's program reads the rows before its own, `_ROWS` at a time, and its own row last. If a
-    gate follows from the token's own readings, or is decided elsewhere, the program reads no other
-    row. The fold reads all rows once, and writes how far the gate is open at each.
+    A step may compute thousands of tokens of a prompt, and a gate may depend on the readings of all
+    of them. So each token's program loads the readings of the earlier tokens, `_ROWS` tokens at a
+    time, and its own last. If the openness depends only on the token's own readings, or is decided
+    at another position, the program loads no others. The fold kernel loads the readings of all
+    tokens once, and stores the openness at each.
 """
 
 import torch
@@ -48,7 +49,7 @@ _BELOW = tl.constexpr(int(Floats.BELOW) * MAX_TERMS)
 _STAYS_ABOVE = tl.constexpr(int(Floats.STAYS_ABOVE) * MAX_TERMS)
 _STAYS_BELOW = tl.constexpr(int(Floats.STAYS_BELOW) * MAX_TERMS)
 _ROWS = tl.constexpr(256)
-"""Rows that are read at once."""
+"""Tokens whose readings are loaded at once."""
 _FAR = tl.constexpr(1 << 30)
 """More than any number of readings in a row."""
 _GATES = tl.constexpr(MAX_GATES)
@@ -81,7 +82,7 @@ _HEAD_TERMS = tl.constexpr(int(Head.TERMS))
 _HEAD_OWN = tl.constexpr(int(Head.OWN_ROW))
 _HEAD_END = tl.constexpr(int(Head.END))
 _WORD = tl.constexpr(32)
-"""Positions of a record in a number."""
+"""Positions that one number of a record has bits for."""
 _HELD = tl.constexpr(int(Held.OPENNESS))
 _UNTIL = tl.constexpr(int(Held.UNTIL))
 _FOLDED = tl.constexpr(int(Held.FOLDED))
@@ -103,27 +104,27 @@ _FOR_TOKEN, _FOR_NEXT, _FOR_TOKENS_HELD, _FOR_REST = (
 
 @triton.jit
 def _pooled_both(x, n, pool, y, m, same_pool):
-    """Pools x, of n readings, with y, of the next m readings."""
+    """Joins x, the pooled value of n readings, with y, that of the next m readings."""
     both = tl.where(pool == _MEAN, x + y, tl.where(pool == _LAST, y, tl.maximum(x, y)))
     return tl.where(m == 0, x, tl.where(n == 0, y, both)), n + m, same_pool
 
 
 @triton.jit
 def _run_both(least, more, other, least_then, more_then, other_then):
-    """A run r becomes r + `more` if r >= `least`, else `other`; and then the same once again."""
+    """Composes two functions of a run r: r + `more` if r >= `least`, else `other`."""
     after = tl.where(other >= least_then, other + more_then, other_then)
     return tl.maximum(least, least_then - more), more + more_then, after
 
 
 @triton.jit
 def _latest(index, number, later_index, later_number):
-    """The later of two numbers; one of index -1 does not count."""
+    """The number with the later index; index -1 means that there is none."""
     return tl.maximum(index, later_index), tl.where(later_index >= 0, later_number, number)
 
 
 @triton.jit
 def _opened(evidence, unknown, form, a, b):
-    """How far a gate opens by its evidence; 0 if a part of the evidence is unknown."""
+    """The openness for a gate's evidence; 0 if a part of the evidence is unknown."""
     ramp = tl.minimum(tl.maximum((evidence - a) / (b - a), 0.0), 1.0)
     sigmoid = 1.0 / (1.0 + tl.exp(-b * (evidence - a)))
     step = (evidence > a).to(tl.float32)
@@ -133,7 +134,7 @@ def _opened(evidence, unknown, form, a, b):
 
 @triton.jit
 def _late_openness(at, held, until, folded, late, end, record, within):
-    """How far a late gate is open at positions, by its state before the step."""
+    """The openness of a late gate at positions, from its state before the step."""
     openness = tl.where(at.to(tl.float32) <= until, held, 0.0)
     kept = within & (at >= late) & (at < folded) & (at < end)
     word = tl.load(record + (at - late) // _WORD, mask=kept, other=0.0).to(tl.int32, bitcast=True)
@@ -157,12 +158,12 @@ def scan(
     gate_floats_ptr,
     STORE: tl.constexpr,
 ):
-    """Takes the readings of tokens [first, end) of a sample into a state; at least one.
+    """Folds the readings of tokens [first, end) of a sample, of which there is at least one.
 
-    Stores how far the gate is open at the last of them. If `STORE`, also at all others, and the
-    state.
+    Stores the gate's openness at the last of them. With `STORE` it also stores the openness at all
+    others, and the new state.
 
-    Most gates have one term. Their scan needs no sums and maxima over terms, which take time.
+    Most gates have one term. For them a variant without sums and maxima over terms is faster.
     """
     if one_term != 0:
         _scan(
@@ -211,7 +212,7 @@ def _scan(
     STORE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """As `scan`, of a gate with at most `LANES` terms."""
+    """As `scan`, for a gate with at most `LANES` terms."""
     lane = tl.arange(0, LANES)
     ints = gate_ints_ptr + gate * (_INT_ROWS * _TERMS)
     floats = gate_floats_ptr + gate * (_FLOAT_ROWS * _TERMS)
@@ -250,7 +251,7 @@ def _scan(
     present = condition >= 0
     once = decided_at >= 0
     decision = tl.max(decided_at, 0)
-    # What is read in this step does not count for a late gate.
+    # Readings of this step don't count for a late gate.
     late_held, late_until = held, until
     last = end - 1
     last_at = position + (last - first).to(tl.int32)
@@ -259,7 +260,8 @@ def _scan(
     stop = last
     if not STORE:
         first_decision = tl.min(tl.where(present, decided_at, _FAR), 0)
-        # Behind the decision nothing is read. Before it, and of late gates, nothing counts.
+        # Rows after the decision are not needed, because later readings don't count. Before the
+        # decision, and for late gates, no row is needed.
         ahead = (first_decision >= 0) & (last_at < first_decision)
         decided = first + tl.maximum(decision - position + 1, 0)
         stop = tl.where(first_decision >= 0, tl.minimum(stop, decided), stop)
@@ -350,7 +352,7 @@ def _scan(
         opened = _opened(evidence, unknown, form, a, b)
         events = event != 0
         opens = events & ((opened > 0) | (hold > _FOR_REST)) & (hold != _FOR_TOKEN)
-        # The first opening counts alone, if the gate then stays as it is.
+        # With `Hold.REST` only the first opening counts.
         alone = hold == _FOR_REST
         never = (held == 0).to(tl.int32)
         earliest = tl.where(never != 0, tl.min(tl.where(opens, index, _ROWS), 0), _ROWS)
@@ -361,7 +363,7 @@ def _scan(
             open_until = (position + (row - first).to(tl.int32) + which).to(tl.float32) + lasts
             open_until = tl.where(which >= 0, open_until, until)
             still = tl.where(which >= 0, number_of, held)
-            # Of `Hold.NEXT_TOKEN`, each row says how far the gate is open at the next.
+            # With `Hold.NEXT_TOKEN` each row decides the openness at the next row.
             shift = (hold == _FOR_NEXT) & (late == 0)
             there = at + shift.to(tl.int32)
             openness = tl.where(there.to(tl.float32) <= open_until, still, 0.0)
@@ -448,7 +450,7 @@ def _scan(
         tl.store(state_ptr + _HELD, tl.where(opens, opened, held))
         tl.store(state_ptr + _UNTIL, tl.where(opens, time + lasts, until))
         tl.store(state_ptr + _FOLDED, tl.maximum(folded, last_at + 1).to(tl.float32))
-        # The positions of this step enter the record, a word at a time.
+        # Add the positions of this step to the record, one word at a time.
         begin = tl.maximum(tl.maximum(folded, position), late) - late
         behind = tl.minimum(last_at + 1, record_end) - late
         word = begin // _WORD
@@ -480,7 +482,7 @@ def open_gates(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes how far the gates that a chain begins with are open; returns its next step."""
+    """Computes the openness of the gates at the beginning of a chain; returns the step after."""
     kind = tl.load(ints_ptr + step * _INTS)
     if kind >= _GATE:
         start = tl.load(tokens_ptr + token * _PER_TOKEN + _STATE_COLUMN)
@@ -489,7 +491,7 @@ def open_gates(
         position -= (token - first).to(tl.int32)
         while (kind == _GATE) | (kind == _READ_MEAN):
             if kind == _READ_MEAN:
-                # Read if its position is in this step, and not behind this token.
+                # Read the mean if its position is in this step, and not after this token.
                 row = first + tl.load(ints_ptr + step * _INTS + 3) - position
                 if (row >= first) & (row <= token):
                     read_mean(
@@ -572,7 +574,7 @@ _LAUNCHER, _NONE = KernelLauncher(_fold_kernel), FixedTensors()
 
 
 def launch_fold(gates: GateBuffers, folds: torch.Tensor) -> None:
-    """Takes the readings of a step into the states of its samples; see `fold_step`."""
+    """Folds the readings of a step into the states of its samples; see `fold_step`."""
     _LAUNCHER.launch(
         (len(folds), 1, 1),
         (

@@ -1,16 +1,16 @@
-"""Gates in numpy: they run on a CPU, and are the reference for the kernels.
+"""Gates in numpy. They run on a CPU, and are the reference for the kernels.
 
-A fold is one gate of one sample in a step. It adds the readings of the sample's tokens to the
-gate's state, in the order of positions.
+To fold readings means to add them to a gate's state, in the order of positions. A fold is the part
+of a step for one gate of one sample.
 
 Why all tokens at once
     A step may compute hundreds of tokens of a prompt, and a plan may have dozens of gates. A few
     operations for each token and gate would take longer than the model. So folds with the same
     number of tokens are computed together, and values are accumulated along the tokens. The cost is
-    about a hundred numpy operations for each number of tokens.
+    about a hundred numpy operations for each distinct number of tokens.
 
-Arrays are [T, F] by token and fold, or [T, L] by token and term; the terms of all folds follow one
-another. Sums are float64, so that their order does not show.
+Arrays are [T, F] by token and fold, or [T, L] by token and term, where the terms of all folds
+follow one another. Sums are float64, so their order does not change a float32 result.
 """
 
 import math
@@ -35,7 +35,7 @@ _WORD = 32
 _FOLDS = [FoldColumn.STATE, FoldColumn.GATE, FoldColumn.FIRST, FoldColumn.COUNT]
 """The columns of `_Folds`."""
 _MOST = 1 << 18
-"""About how many readings are computed at once, which bounds the memory of a step."""
+"""Approximate number of readings that are computed at once. It limits the memory of a step."""
 
 
 class _Folds(NamedTuple):
@@ -50,7 +50,7 @@ class _Folds(NamedTuple):
     """The number of tokens."""
 
     def by_count(self, gates: GateBuffers) -> Iterator[tuple[int, Int64]]:
-        """Yields numbers of tokens, each with the indices of folds that have so many."""
+        """Yields each number of tokens, with the indices of the folds that have this number."""
         terms = gates.ints.numpy()[self.gates, Ints.HEAD, Head.TERMS].astype(np.int64)
         for count in np.unique(self.counts).tolist():
             (own,) = np.nonzero(self.counts == count)
@@ -66,11 +66,10 @@ class _Folds(NamedTuple):
 def open_gates(
     gates: GateBuffers, rows: torch.Tensor, numbers: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """Computes how far gates are open at tokens.
+    """Computes the openness of gates at tokens.
 
-    Also folds the readings up to these tokens, because the model has read all of them before the
-    gate opens. Late gates depend on their states before the step, so their readings are not folded
-    here.
+    Also folds the readings up to these tokens, all of which the forward pass has made before. Late
+    gates depend on their states before the step, so their readings are not folded here.
 
     Args:
         gates: the buffers.
@@ -97,11 +96,11 @@ def open_gates(
 
 
 def fold_step(gates: GateBuffers, folds: torch.Tensor) -> None:
-    """Folds the readings of a step, except those that `open_gates` has folded already.
+    """Folds the readings of a step, except those that `open_gates` has already folded.
 
-    Stores how far each gate is open at all tokens of its sample, whether or not acts have it. If a
+    Stores the openness of each gate at all tokens of its sample, also if no act has the gate. If a
     sample has one token, its position is advanced, so that a step that repeats this one needs no
-    copy.
+    copy to the device.
 
     Args:
         gates: the buffers.
@@ -132,7 +131,7 @@ def _fold(gates: GateBuffers, folds: _Folds) -> None:
 
 
 def _scan(gates: GateBuffers, folds: _Folds, count: int, *, store: bool) -> Float32:
-    """[T, F]: how far gates are open at each of `count` tokens.
+    """[T, F]: the openness of gates at each of `count` tokens.
 
     If `store`, the readings are added to the states.
     """
@@ -170,7 +169,7 @@ def _decided(
     *,
     store: bool,
 ) -> tuple[Bool, Float32]:
-    """[T, F] each: whether a gate is decided at a token, and how far it opens there.
+    """[T, F] each: whether a gate is decided at a token, and the openness that its form gives.
 
     Args:
         gates: the buffers.
@@ -178,7 +177,7 @@ def _decided(
         head: [F, MAX_TERMS]: see `Head`.
         tokens: [T, F].
         at: [T, F]: the tokens' positions.
-        fresh: [T, F]: whether the state does not include the token.
+        fresh: [T, F]: whether the state does not include the token yet.
         store: whether the readings are added to the states.
     """
     sizes = head[:, Head.TERMS]
@@ -224,11 +223,11 @@ def _decided(
 
 
 def _pooled(pool: Int32, value: Float64, some: Bool, z: Float32, read: Bool) -> Float64:
-    """[T, L]: the values of terms.
+    """[T, L]: the values of terms. With `Pool.MEAN` they are sums.
 
     Args:
         pool: [L]: see `Pool`.
-        value: [L]: before the step; 0 if there was no reading.
+        value: [L]: the values before the step; 0 if there was no reading.
         some: [L]: whether there was a reading before the step.
         z: [T, L]: the readings.
         read: [T, L]: whether they count.
@@ -250,15 +249,15 @@ def _pooled(pool: Int32, value: Float64, some: Bool, z: Float32, read: Bool) -> 
 def _runs(
     run: Float32, for_tokens: Int32, read: Bool, inside: Bool, stays: Bool, lags: Bool
 ) -> Float64:
-    """[T, L]: how many of the last readings in a row lay between the bounds.
+    """[T, L]: the number of last readings in a row with values between the bounds.
 
     Args:
-        run: [L]: before the step.
-        for_tokens: [L]: from which run on a value counts.
+        run: [L]: this number before the step.
+        for_tokens: [L]: a value counts from this number on.
         read: [T, L]: whether there is a reading.
-        inside: [T, L]: whether the value lies between the bounds.
-        stays: [T, L]: whether it lies between those of a value that counts already.
-        lags: [L]: whether these bounds differ.
+        inside: [T, L]: whether the value is between the bounds.
+        stays: [T, L]: whether it is between the bounds for a value that already counts.
+        lags: [L]: whether these bounds are other ones.
     """
     more = np.cumsum(read & inside, axis=0)
     ended = np.where(read & ~inside, more, -run.astype(np.float64))
@@ -283,9 +282,9 @@ def _combined(numbers: Float32, begins: Int64, combine: Int32) -> Float32:
 
 
 def _form(form: Int32, evidence: Float32, a: Float32, b: Float32) -> Float32:
-    """[T, F]: how far gates open by their evidence; `form`, `a` and `b` are [F]."""
+    """[T, F]: the openness for the evidence; `form`, `a` and `b` are [F]."""
     e, a, b = evidence.astype(np.float64), a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(all="ignore"):  # of forms that a gate doesn't have
+    with np.errstate(all="ignore"):  # both formulas are computed for gates of all forms
         ramp = np.clip((e - a) / (b - a), 0, 1)
         sigmoid = 1 / (1 + np.exp(-b * (e - a)))
     forms = [form == Form.STEP, form == Form.SIGMOID]
@@ -295,14 +294,14 @@ def _form(form: Int32, evidence: Float32, a: Float32, b: Float32) -> Float32:
 def _hold(
     head: Int32, held: Float32, at: Int32, event: Bool, opened: Float32
 ) -> tuple[Float32, Float32, Float32]:
-    """How far gates that are not late are open, [T, F]; then how far and until when they are held.
+    """The openness of gates that are not late, [T, F]; and their new `Held.OPENNESS` and `UNTIL`.
 
     Args:
         head: [F, MAX_TERMS]: see `Head`.
         held: [F, MAX_TERMS]: see `Held`; before the step.
         at: [T, F]: positions.
         event: [T, F]: whether a gate is decided there.
-        opened: [T, F]: how far it opens there.
+        opened: [T, F]: the openness that its form gives there.
     """
     hold = head[:, Head.HOLD]
     opens = event & ((opened > 0) | (hold == Hold.UNTIL_READ)) & (hold != Hold.TOKEN)
@@ -327,7 +326,7 @@ def _hold(
 
 
 def _late(states: Float32, folds: _Folds, head: Int32, held: Float32, at: Int32) -> Float32:
-    """[T, F]: how far late gates are open, by their states before the step. Arguments as above."""
+    """[T, F]: the openness of late gates, from their states before the step; see `_hold`."""
     still = np.where(at <= held[:, Held.UNTIL], held[:, Held.OPENNESS], 0)
     kept = (at >= head[:, Head.LATE]) & (at < held[:, Held.FOLDED]) & (at < head[:, Head.END])
     words, index, bit = _recorded(states, folds, head, held, at)
@@ -338,7 +337,7 @@ def _late(states: Float32, folds: _Folds, head: Int32, held: Float32, at: Int32)
 def _record(
     states: Float32, folds: _Folds, head: Int32, held: Float32, at: Int32, fresh: Bool
 ) -> None:
-    """Records where late gates are open, by their states before the step."""
+    """Records where late gates are open, from their states before the step."""
     is_open = (at <= held[:, Held.UNTIL]) & (held[:, Held.OPENNESS] > 0) & fresh
     is_open &= (at >= head[:, Head.LATE]) & (at < head[:, Head.END])
     words, index, bit = _recorded(states, folds, head, held, at)
@@ -348,7 +347,7 @@ def _record(
 def _recorded(
     states: Float32, folds: _Folds, head: Int32, held: Float32, at: Int32
 ) -> tuple[Int32, Int64, Int32]:
-    """All states as words; and [T, F] each, the word and the bit of each position's record."""
+    """All states as words; and, [T, F] each, the word and the bit that record each position."""
     begins = (folds.states + held[:, Held.RECORD].astype(np.int64)) * states[0].size
     word, bit = np.divmod(at - head[:, Head.LATE], _WORD)
     return states.view(np.int32).reshape(-1), begins + word, bit.astype(np.int32)

@@ -1,25 +1,28 @@
-"""The states of the gates of all samples, and their part in each step.
+"""The states of the gates of all samples, and what each step does with them.
 
-A step first clears the readings and writes which state and position each token has. The forward
-pass reads numbers and opens gates. Afterwards the readings are folded into the states, and how far
-each gate is open at each token is stored, also of gates that no act has; see `GateBuffers`.
+Before the forward pass, a step clears the readings, and writes the state and position of each
+token. The forward pass stores readings and opens gates. After it, the readings are folded into the
+states, and the openness of each gate at each token is stored, also if no act has the gate; see
+`GateBuffers`.
 
-Invariants: a state has been folded up to the position that its sample computes next, or is zero. A
-sample that computes positions again begins with zeros, because it then computes all that its gates
-read. But the state of a late gate stays, and the fold skips these positions, because the sample may
-compute tokens behind a decision in one step with it. A staging buffer is written again only after
-the device has copied it.
+Invariants
+    * A state includes all readings before the position that its sample computes next, or is zero.
+    * If a sample computes positions again after a preemption, its states begin with zeros, because
+      it computes all that its gates read again. Exception: the state of a late gate stays, and the
+      fold skips these positions. One step may compute them together with tokens after a decision,
+      whose openness must be known before the step.
+    * A staging buffer is written again only after the device has copied it.
 
-Why a record
-    Tokens that a late gate acts on are computed one by one, and the state before each says how far
-    the gate is open. If they are computed again in one step, the state has been folded beyond them.
-    So a bit for each position says whether the gate was open there. States that follow those of the
-    sample's gates have room for it.
+Why late gates have a record
+    Tokens on which a late gate acts are first computed one by one, and the state before each step
+    gives the openness. If a preempted sample computes them again in one step, the state already
+    includes later readings. So a bit for each position stores whether the gate was open there.
+    These bits are in additional states after those of the sample's gates.
 
 Cost
     If a step repeats the last one, its tokens have the same gates, and their programs write the
-    same columns. Then only positions are new, and the fold of the last step has advanced them.
-    Another step makes one copy to the device and clears the columns in use. Each launches one
+    same columns. Only the positions are new, and the fold of the last step has advanced them. Any
+    other step makes one copy to the device and clears the columns in use. Each step launches one
     kernel after its forward pass.
 """
 
@@ -61,18 +64,18 @@ class _Samples(NamedTuple):
     counts: Int64
     """[g]: its number of tokens."""
     folds: npt.NDArray[np.int32]
-    """[m, columns of `FoldColumn`]. The positions are those of the last copy to the device, which
-    then advances its own."""
+    """[m, columns of `FoldColumn`]. The positions are those of the last copy to the device. After
+    that, only the positions on the device are advanced."""
     summed: bool
-    """Whether any has sums of rows."""
+    """Whether any sample has sums of rows."""
 
     def are(self, states: Int64, numbers: Int64) -> bool:
-        """Whether these are the samples of a step."""
+        """Whether a step with these states and numbers has the same samples."""
         return np.array_equal(states, self.states) and np.array_equal(numbers, self.numbers)
 
 
 class GateStates:
-    """The states in device memory, and what the host knows about each."""
+    """The states in device memory, and the host's information about each."""
 
     def __init__(self, site: SiteBuffers) -> None:
         """No sample has gates. `site` is any site's buffers."""
@@ -87,7 +90,7 @@ class GateStates:
         self._gates = np.zeros(count, np.int32)
         """The gate of each state, as a row of its table."""
         self._next = np.zeros(count, np.int64)
-        """By the state of the first gate: the position up to which the states are folded."""
+        """By the state of the first gate: the first position that the states do not include."""
         self._one_term = np.zeros(count, np.bool_)
         """Whether the gate of each state has a single term."""
         self._late = np.zeros(count, np.bool_)
@@ -95,15 +98,15 @@ class GateStates:
         self._stale: list[int] = []
         """States that were used by other samples before."""
         self._records: dict[int, int] = {}
-        """By the state of a gate among them: how many states behind it its record begins."""
+        """For states of recorded gates among `_stale`: how many states later the record begins."""
         self._columns = 0
         """The most columns that a sample has had since the start."""
         self._samples: _Samples | None = None
-        """Of the last step with gates; None if states were taken or freed since."""
+        """The samples of the last step with gates; None if states were taken or freed since."""
         self.folds: torch.Tensor | None = None
         """Folds of this step, on the device, [m, columns of `FoldColumn`]; None if it has none."""
         self._last_folds: torch.Tensor | None = None
-        """Of the last step for which `begin` was called."""
+        """Folds of the last step for which `begin` was called."""
         self._cuda = buffers.step.device.type == "cuda"
         self._stages: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         for _ in range(_STAGES if self._cuda else 1):
@@ -122,15 +125,15 @@ class GateStates:
         columns: int,
         means: Means | None = None,
     ) -> int:
-        """Takes states for the gates of a sample; returns the first, or 0 for no gates.
+        """Takes states for the gates of a sample; returns the first, or 0 if none are needed.
 
-        A sample with sums of rows has a state in any case.
+        A sample with sums of rows gets a state even without gates.
 
         Args:
-            numbers: the rows of their table.
+            numbers: [gates]: the gates' rows in the gate table.
             gates: the gates.
             columns: how many columns the sample uses, also if it has no gates.
-            means: what is read of means of rows; None: nothing.
+            means: the readings of means of rows; None: none.
 
         Raises:
             Exhausted: too few are free.
@@ -182,10 +185,10 @@ class GateStates:
             states: [n]: the state of the first gate of each token's sample, or 0.
             numbers: [n]: the number of each token's request.
             positions: [n]: the position of each token.
-            repeated: whether the last step was prepared here, each of its tokens has the same
-                state and program in this step, and its position is the next.
+            repeated: whether the last step was prepared here too, and this step has the same
+                tokens with the same states and programs, each at the next position.
         """
-        # Programs write the same columns in each step, but numbers of means in one step alone.
+        # Programs write the same columns in each step. But means are read in only one step.
         if repeated and not self.row_sums.read_any:
             self._advance()
             return
@@ -205,7 +208,7 @@ class GateStates:
         self._buffers.readings[: len(states), : self._columns].fill_(torch.nan)
 
     def _advance(self) -> None:
-        """Prepares a step that repeats the last one. The device already has its data."""
+        """Prepares a step that repeats the last one, without a copy to the device."""
         self.folds = self._last_folds
         if self.folds is not None:
             samples = self._samples
@@ -216,7 +219,7 @@ class GateStates:
             self._next[samples.gated] += 1
 
     def end(self) -> None:
-        """Folds the readings of the step, once its forward pass was launched."""
+        """Folds the readings of the step, after its forward pass was launched."""
         self.row_sums.end()
         folds, self.folds = self.folds, None
         if folds is None or not len(folds):
@@ -240,7 +243,7 @@ class GateStates:
         return _Samples(states, numbers, np.repeat(begins, counts), *samples, folds, summed)
 
     def _write(self, samples: _Samples, positions: Int64) -> torch.Tensor:
-        """Copies what the step needs to the device; returns its folds there."""
+        """Copies folds and tokens of the step to the device; returns the folds there."""
         host, copied = self._stages.popleft()
         if copied is not None:
             copied.synchronize()
