@@ -1,6 +1,6 @@
 """The layout of a decoder block: the probe's result, from which sites are installed.
 
-Invariant: a layout describes how the block behaved when it ran. Class names play no part.
+Invariant: a layout describes how the block behaved when it ran. Class names are not used.
 """
 
 from collections.abc import Mapping
@@ -57,4 +57,4 @@ class Block:
     layer: int
     module: nn.Module
     attention: tuple[nn.Module, ...]
-    """Its layers with KV or state."""
+    """Its layers with a KV cache or other state."""

@@ -1,4 +1,6 @@
-"""Finds the branches, the outputs that attention and the MLP add to the stream, by changing them.
+"""Finds the branches, the tensors that attention and the MLP add to the stream.
+
+It runs the block with changed tensors, and compares the results.
 
 Pair layout
     A branch is the first of the two parts. It is served if the other part is the stream to which
@@ -41,12 +43,12 @@ from rheostat_engine.sites.module_calls import (
 from rheostat_engine.sites.replay import NOISE_FACTOR, Replay, bitwise_equal, stream_sum
 
 NO_MODULES = "no two modules return what attention and the MLP add to the stream"
-NOT_BEFORE = "what attention's output is added to is not the stream that enters the block"
-NOT_AFTER = "what the MLP's output is added to is not the stream after attention"
+NOT_BEFORE = "the block adds attention's output to something other than the stream that enters it"
+NOT_AFTER = "the block adds the MLP's output to something other than the stream after attention"
 
 _BRANCH_NOISE_FACTOR = 32
-"""Noise in a branch is this many times the stream, because gains may be small and bfloat16 rounds
-small additions away."""
+"""Noise in a branch is this many times as large as the stream, because the gain may be small, and
+bfloat16 rounds small additions away."""
 
 
 class Branches(NamedTuple):
@@ -59,7 +61,7 @@ class Branches(NamedTuple):
 
 
 def find_in_pair(replay: Replay, mid: nn.Module) -> Branches:
-    """The branches of a block with pair layout: the first inputs of the mid norm and next block."""
+    """The branches of a block with pair layout: the first parts at the mid norm and at the exit."""
     base, other = replay.run(), replay.run(seed=2, scale=NOISE_FACTOR)
     inputs, other_inputs = (
         stream_tensors(call.args, call.kwargs, replay.width)

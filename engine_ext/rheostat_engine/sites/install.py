@@ -7,8 +7,9 @@ Where the op runs
     branch's op runs after the module that returns the branch. With pair layout, it runs right
     before the op of the stream to which the branch is added.
 Why the residual at a pair's exit is recomputed
-    It is the float32 sum that the mid norm forms anyway, not the norm's rounded output. Reading
-    that output would make the compiler store it, and round later values differently.
+    The op at the exit gets the float32 sum that the mid norm forms anyway, not the residual that
+    the norm returns in the model's dtype. Reading that tensor would make the compiler store it, and
+    later values would be rounded differently.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def install(
     width: int,
     entry: bool,
 ) -> list[Site]:
-    """Changes the classes of blocks, mid modules and branch modules in place.
+    """Replaces the classes of blocks, mid modules and branch modules in place.
 
     Args:
         blocks: consecutive decoder blocks.
@@ -102,7 +103,7 @@ def install(
 
 
 class _Sited(nn.Module):
-    """Attributes of the mixins, which precede the module's class in the method resolution order."""
+    """Attributes of the mixins below. A mixin comes before the module's class in the MRO."""
 
     _rheostat_width: int
     _rheostat_has_mid: bool

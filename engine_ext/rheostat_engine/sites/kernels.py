@@ -1,8 +1,8 @@
-"""The Triton kernel of a site's op.
+"""The Triton kernel of a site's op. Each of its programs (thread blocks) computes one token.
 
-Invariants: the kernel equals `run_site` bit for bit if rows are only added, replaced and copied,
-otherwise up to the order of float32 sums. It neither reads nor writes a token whose two
-instructions are 0.
+Invariants: the results equal those of `run_site` bit for bit if rows are only added, replaced and
+copied; otherwise up to the order of float32 sums. Rows of a token without instructions at the site
+are neither read nor written.
 """
 
 from collections.abc import Collection
@@ -59,7 +59,7 @@ def _measure(dose_slot_ptr, factor, moved, norm):
 
 @triton.jit
 def _factor(openness_ptr, gains_ptr, token, factors):
-    """By what the strength of a step is multiplied; `factors` as in `Programs.ints`."""
+    """The factor on the strength of a step; `factors` as in `Programs.ints`."""
     gate = factors % _GAIN_UNIT
     gain = factors // _GAIN_UNIT
     openness = tl.load(openness_ptr + token * _GATES + gate - 1, mask=gate > 0, other=1.0)
@@ -91,7 +91,7 @@ def _run_chain(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The change that a chain makes to x, its first last step or 0, and the next dose slot."""
+    """A chain's change of x; its first step that acts last, or 0; and the next dose slot."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     delta = tl.zeros([BLOCK], tl.float32)
@@ -190,7 +190,7 @@ def _run_replacements(
 
 @triton.jit
 def _direction(step, directions_ptr, ints_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The unit vector that a step reads along, [BLOCK]; zeros for step 0."""
+    """The unit vector of a reading's step, [BLOCK]; zeros for step 0."""
     column = tl.arange(0, BLOCK)
     number = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
     present = column < tl.where(step > 0, WIDTH, 0)
@@ -199,7 +199,7 @@ def _direction(step, directions_ptr, ints_ptr, WIDTH: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _readout(step, ints_ptr, floats_ptr):
-    """Settings, 1 plus the column, bias, theta and factor of a reading; all 0 for step 0."""
+    """Settings, column + 1, bias, theta and factor of a reading; all 0 for step 0."""
     ints = ints_ptr + step * _INTS
     floats = floats_ptr + step * _FLOATS
     return (
@@ -218,7 +218,7 @@ def _is_cosine(readout):
 
 @triton.jit
 def _store_reading(readings_ptr, z, norm, readout):
-    """Stores the number of a reading in a token's row. `z` is x.u, with the unit vector u."""
+    """Stores the number of a reading in a token's columns. `z` is x.u, with the unit vector u."""
     settings, column, bias, theta, factor = readout
     number = activated(z * factor, norm, settings, bias, theta)
     tl.store(readings_ptr + column - 1, number, mask=column > 0)
@@ -226,7 +226,7 @@ def _store_reading(readings_ptr, z, norm, readout):
 
 @triton.jit
 def _next_readings(step, ints_ptr):
-    """The three steps that follow a reading; 0 where there is none."""
+    """The three readings after a reading; 0 if there is none."""
     line = ints_ptr + step * _INTS
     return (
         tl.load(line + 2).to(tl.int64),
@@ -247,11 +247,11 @@ def _run_readings(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reads numbers of x, four at a time. `step` is the first reading.
+    """Computes the readings of x, four at a time. `step` is the first of them.
 
-    The kernel mostly waits for loads. So it loads four directions at once, and with them the
-    numbers of the next four steps. If fewer readings are left, step 0 takes the place of the
-    others: it reads zeros and stores nothing. A chain's only reading is read alone.
+    The kernel mostly waits for loads. So it loads four directions at once, together with the
+    parameters of the next four readings. If fewer are left, step 0 is used for the others: its
+    direction is zero, and it stores nothing. A single reading does not take the loop of four.
     """
     own_ptr = readings_ptr + token * _COLUMNS
     second, third, fourth = _next_readings(step, ints_ptr)
@@ -332,7 +332,7 @@ def _site_kernel(
             residual = tl.load(
                 residual_ptr + token * residual_stride + column, mask=inside, other=0.0
             )
-        # Last, because it multiplies what it loads. The loads above do not wait for that.
+        # After the loads above, because this multiplies what it loads, and must wait for it.
         factor = _factor_of_code(openness_ptr, gains_ptr, token, added)
         step = tl.maximum(-code, 0)
         if step > 0:
@@ -374,7 +374,7 @@ def _site_kernel(
                 WIDTH,
                 BLOCK,
             )
-        # Readings, replacements and last additions change nothing here.
+        # False if the chain has only readings and steps that act last: they change nothing here.
         if (code > 0) | (step != first_step):
             # Elements stay as they are if the change is NaN (from infinity times 0), or if the
             # element was not finite.
@@ -460,7 +460,7 @@ _LAUNCHER = KernelLauncher(_site_kernel)
 _TENSORS: dict[int, tuple[SiteBuffers, FixedTensors]] = {}
 """Sites and their tensors by the id of the site."""
 _MOST_SITES = 1024
-"""More than a worker has. Tests make any number of sites, which must not stay in memory."""
+"""More sites than a worker has. Tests make any number of sites, which must not stay in memory."""
 
 
 def launch_site(
@@ -468,11 +468,11 @@ def launch_site(
 ) -> None:
     """The site's op on a CUDA device; see `run_site`.
 
-    The number of warps depends on the width, not on the number of tokens. It decides in which order
-    a sum is made, and so how it is rounded. If it followed the tokens of a step, a request's result
-    would depend on the other requests of the batch. The price: at a width of 4,096 on an
-    H200, half as many warps took up to a third less time for 256 and 8,192 tokens, but more time
-    for 1 to 128.
+    The number of warps depends on the width, not on the number of tokens. The number of warps
+    determines the order of the addends of a sum, and so its rounding. If it depended on the tokens
+    of a step, a request's result would depend on the other requests of the batch. The price: at a
+    width of 4,096 on an H200, half as many warps took up to a third less time for 256 and 8,192
+    tokens, but more time for 1 to 128.
     """
     width = h.shape[-1]
     rows = h if h.dim() == 2 else h.view(-1, width)
@@ -530,7 +530,7 @@ def warm_up(
 
     Args:
         buffers: the kernels' arguments; all instructions in them are still 0.
-        instructions: of a step with one token and no effect.
+        instructions: those of a step with one token and no effect.
         narrow: widths and dtypes of router logits.
     """
     site = buffers.of(0)

@@ -2,20 +2,23 @@
 
     rheostat::site(Tensor(a!) h, Tensor(b!)? residual, Tensor site_handle) -> ()
 
-The value at a site is s = gain * h + residual: the stream, or a branch before it is added. The op
-runs the programs of the step's tokens on s, and copies rows of the result to the capture ring. It
-writes changes to h: the next norm adds h to the residual, and so sees the change. A replacement is
-written to the residual, because the sum of both parts would round it. Router logits are narrower
-than the stream: no program changes them, and they fill the first columns of a ring row.
+The value at a site is s = gain * h + residual: the stream, or a branch before it is added. `gain`
+is the model's residual multiplier. The op runs the programs of the step's tokens on s, and copies
+rows of the result to the capture ring. It writes changes to h, which the model's next norm adds to
+the residual. Replacements are written to the residual, because the sum of both parts would round
+them. Router logits are narrower than the stream: no program changes them, and they fill the first
+columns of a ring row.
 
 Invariants: the op is opaque to the compiler and reads only tensors that exist anyway, so the code
-compiled around it computes the same bits as without it. An inactive site launches no kernel.
+compiled around it computes the same bits as without it. Outside of CUDA graphs, an inactive site
+launches no kernel.
 
 Why steps call the op directly
-    A prompt longer than the largest CUDA graph runs without one, so the host calls all sites of the
-    model, 145 for 36 layers. torch's dispatcher takes most of the time of such a call, although
-    in most steps no site is active. `call_directly` replaces the C++ function behind the op by a
-    Python function. In a step, it calls the implementation, and only if a site is active.
+    A step with more tokens than the largest CUDA graph runs without a graph, so the host calls the
+    op at all sites: 145 for 36 layers. torch's dispatcher takes most of the time of such a call,
+    although in most steps no site is active. `call_directly` replaces the C++ function behind the
+    op by a Python function. In a step, this calls the implementation if a site is active, and else
+    returns.
 """
 
 from collections.abc import Callable
@@ -74,7 +77,7 @@ class _Direct:
             (_on_cuda if h.is_cuda else _on_cpu)(h, residual, site_handle)
 
     def __hash__(self) -> int:
-        # The hash of an op is that of this function, and torch has tables that are indexed by it.
+        # torch has tables with ops as keys, and the hash of an op is the hash of this function.
         return hash(self._dispatch)
 
 

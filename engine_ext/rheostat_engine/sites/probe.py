@@ -8,7 +8,7 @@ The input of a module is `resid_mid` if all of these hold:
   stream.
 
 If a block returns two tensors and the next block gives the same result with the two swapped, they
-are a pair. `branches.py` defines branches. Names of classes and attributes play no part.
+are a pair. `branches.py` defines branches. Names of classes and attributes are not used.
 
 Invariant: a block whose behaviour doesn't fit is refused with the reason.
 """
@@ -50,7 +50,7 @@ from rheostat_engine.sites.replay import (
 )
 
 PARALLEL = "attention and MLP run in parallel on the same stream"
-NOWHERE = "no module is given the stream after attention"
+NOWHERE = "no module receives the stream after attention"
 
 
 def probe(
@@ -80,7 +80,7 @@ def probe(
             raise SiteError(f"layer {block.layer} did not run as a module; its sites are unknown")
     replays = [Replay(block, calls[block.module], width, rank) for block in blocks]
     for replay, following in pairwise(replays):
-        # A block may return more than the stream, of which the next block receives only the stream.
+        # A block may return more than the stream, and the next block receives only the stream.
         if not bitwise_equal(replay.parts[: max(1, len(following.inputs))], following.inputs):
             raise SiteError(
                 f"the stream is changed between layers {replay.block.layer} and "
@@ -139,7 +139,10 @@ def _layout(replay: Replay) -> BlockLayout:
 
 
 def _find_mid(replay: Replay) -> tuple[nn.Module | None, bool]:
-    """The module at `resid_mid`; else None, and whether a module received the block's input."""
+    """The module at `resid_mid`, or None. And, if None, whether the block runs in parallel.
+
+    A block is parallel if a module after attention receives the stream without attention's output.
+    """
     base, other = replay.run(), replay.run(seed=2, scale=NOISE_FACTOR)
     empty = [torch.zeros_like(part) for part in replay.inputs]
     alone, changed = replay.run(inputs=empty), replay.run(inputs=empty, seed=2)
@@ -153,8 +156,8 @@ def _find_mid(replay: Replay) -> tuple[nn.Module | None, bool]:
         inputs, other_inputs, alone_inputs, changed_inputs = (
             _inputs_of(replay, trace, candidate.module) for trace in (base, other, alone, changed)
         )
-        # Two tests, because a large stream may round a small branch away, and without a stream a
-        # branch that the stream gates is zero.
+        # Two tests, because a large stream may round a small branch away; and with a stream of
+        # zeros, a branch that is multiplied by a function of the stream may be zero.
         if bitwise_equal(inputs, other_inputs) and not replay.differ(alone_inputs, changed_inputs):
             parallel = True
             continue

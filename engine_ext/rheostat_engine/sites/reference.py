@@ -1,18 +1,18 @@
 """The site's op in plain torch: it runs on a CPU, and is the reference for the kernel.
 
-For each token, the stream is x = gain * h + residual in float32. A program's steps change x in
-order. `delta`, the sum of their changes, is added to h as delta / gain in float32 and rounded once.
-Unchanged elements keep their bits.
+For each token, the stream is x = gain * h + residual in float32, where `gain` is the model's
+residual multiplier (not a client's gain). The steps of a program change x in order. `delta`, the
+sum of their changes, is added to h as delta / gain in float32 and rounded once. Unchanged elements
+keep their bits.
 
-Replacements and last additions (`Kind.acts_last`) come last. A changed element becomes 0 in h and
-its new value in the residual, so that the model's sum of both is exactly this value. Without a
-residual, h becomes its new value / gain. An element that already equals the row that replaces it,
-rounded to the row's dtype, keeps its bits: replacing a stream by its own captured rows changes
-nothing.
+Replacements and noise (`Kind.acts_last`) come last. A changed element becomes 0 in h and its new
+value in the residual, so that the model's sum of both is exactly this value. Without a residual, h
+becomes the new value / gain. An element that already equals the row that replaces it, rounded to
+the row's dtype, keeps its bits. So replacing a stream by its own captured rows changes nothing.
 
 Why changed elements are limited
-    A norm of infinities is NaN, and NaN in the KV cache outlives its request: attention multiplies
-    stale elements of a block by 0, which keeps NaN.
+    A norm of infinities is NaN, and NaN stays in the KV cache after its request has ended:
+    attention multiplies stale elements of a block by 0, and 0 times NaN is NaN.
 Why x is limited, and not h alone
     The model adds h to `residual` in its own dtype, and then adds the next branch. If only h were
     limited, each steered site could raise the sum by the limit.
@@ -36,7 +36,7 @@ from rheostat_engine.worker.steering.readout_reference import (
 
 
 class Limits(NamedTuple):
-    """The largest magnitudes that a change can give to an element."""
+    """The largest magnitudes of a changed element."""
 
     stream: float
     """For x. An element of x that is already larger may shrink, but not grow."""
@@ -54,12 +54,12 @@ def limits(dtype: torch.dtype) -> Limits:
 def run_site(
     h: torch.Tensor, residual: torch.Tensor | None, site: SiteBuffers, gain: float = 1.0
 ) -> None:
-    """Executes a site's instructions.
+    """Runs the programs of the step's tokens at a site, then copies captured rows to the ring.
 
     Args:
         h: [..., W], changed in place. Router logits are narrower, and never changed.
-        residual: [..., W], added to h, changed in place by replacements; None if h is the whole
-            value.
+        residual: [..., W], changed in place by replacements. The stream is gain * h + residual.
+            None: it is gain * h.
         site: the instructions and their tables.
         gain: the factor by which the model multiplies h.
     """
@@ -119,10 +119,10 @@ def _add(
     site: SiteBuffers,
     gain: float,
 ) -> None:
-    """Runs the steps of tokens before those that act last, and sums their changes.
+    """Runs all steps of tokens except those that act last, and adds the sum of their changes to h.
 
     `added` are the indices of the tokens to which a row of the bank is added. `steps` [n] and
-    `dose_slots` [n] become those that follow.
+    `dose_slots` [n] advance to the first step that was not run.
     """
     x = _stream(h, residual, tokens, gain)
     named = codes.clamp(min=0)
@@ -199,8 +199,8 @@ def _groups(
 ) -> list[tuple[Kind, torch.Tensor, torch.Tensor]]:
     """Groups steps [n] by kind: the kind, the indices of its steps, and their rows of `ints`.
 
-    Leaves out steps of 0 and those that read x. `last` selects the kinds that act last; otherwise
-    all other kinds are selected.
+    Leaves out step 0 (none) and steps that read x. With `last`, only kinds that act last; without,
+    only the others.
     """
     ints = site.ints.index_select(0, steps).long()
     kinds = torch.where(steps > 0, ints[:, 0], Kind.READ)
@@ -214,7 +214,7 @@ def _groups(
 
 
 def _factor(site: SiteBuffers, tokens: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """[n, 1]: by what the strength of a step is multiplied; `factors` as in `Programs.ints`."""
+    """[n, 1]: the factor on the strength of each step; `factors` as in `Programs.ints`."""
     if not factors.any():
         return torch.ones(len(tokens), 1)
     gates, gains = factors % GAIN_UNIT, factors // GAIN_UNIT
@@ -240,7 +240,7 @@ def _replace(
     site: SiteBuffers,
     gain: float,
 ) -> None:
-    """Runs the steps of tokens that act last. `steps` [n] become those that follow."""
+    """Runs the steps of tokens that act last. `steps` [n] advance to the steps after them."""
     stream = _stream(h, residual, tokens, gain)
     value = stream.clone()
     while groups := _groups(steps, site, last=True):
@@ -288,9 +288,10 @@ def _measure(
     change: torch.Tensor | None,
     x: torch.Tensor,
 ) -> None:
-    """Adds to each token's dose slot. A token whose factor is 0 is not counted.
+    """Adds the size of each token's change to its dose slot. Tokens with factor 0 don't count.
 
-    `change` is None for an addition, whose factor is summed; see `worker/steering/doses`.
+    For an addition `change` is None and the factor is summed, because the norm of its row is known;
+    see `worker/steering/doses`.
     """
     norm = x.square().sum(1).sqrt()
     moved = factor[:, 0] if change is None else change.square().sum(1).sqrt()

@@ -31,7 +31,7 @@ _ROUNDINGS = 8
 each addition up to the block's exit rounds by about half an epsilon. At most five additions lie
 between the noise and the exit, in each of the two compared runs."""
 _LEAST_TOLERANCE = 1e-4
-"""Tolerance of a comparison in float32. A wrong site is off by 1."""
+"""Tolerance of a comparison in float32. At a wrong site the relative difference is about 1."""
 _LEAST_SIZE = 1e-2
 """Least standard deviation of noise, because dummy weights give a stream close to zero."""
 _HEADROOM = 64
@@ -44,7 +44,7 @@ class AttentionNoise:
     """Replaces the output of attention by reproducible noise."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """`modules` are the layers that hold KV or state."""
+        """`modules` are the layers with a KV cache or other state."""
         self._modules = modules
 
     def patches(self, seed: int, scale: float = 1.0) -> dict[nn.Module, ForwardPatch]:
@@ -167,9 +167,9 @@ class Replay:
         Args:
             like: a tensor of the same shape and dtype.
             seed: of the generator.
-            times: a factor on the size; the dtype's range may reduce it.
-            apart: whether tensor-parallel ranks get different noise. That distinguishes a tensor
-                summed over ranks from a tensor that every rank has.
+            times: a factor on the size, reduced if the dtype's range requires it.
+            apart: whether tensor-parallel ranks get different noise. This distinguishes a tensor
+                that is summed over ranks later from a tensor that is equal on all ranks.
         """
         scale = min(times * self._size, torch.finfo(like.dtype).max / _HEADROOM)
         noise = noise_like(like, seed + 1000 * self._rank * apart)
@@ -209,7 +209,7 @@ def bitwise_equal(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor])
 
 
 def noise_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Normal noise of a tensor's shape, dtype and device."""
+    """Normal noise with a tensor's shape, dtype and device."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(tensor.shape, generator=generator)
     return noise.to(device=tensor.device, dtype=tensor.dtype)
