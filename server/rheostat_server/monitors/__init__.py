@@ -1,1 +1,1 @@
-"""Watches: readings of requests that others run, delivered live, and rules that act on them."""
+"""Watches: stream readings of requests to other clients, with rules that act on them."""

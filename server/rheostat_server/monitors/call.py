@@ -23,13 +23,14 @@ from rheostat_wire.v1 import generation_pb2, monitor_service_pb2
 Message = monitor_service_pb2.WatchRequest
 
 Answer = Callable[[generation_pb2.UpdateApplied | generation_pb2.UpdateRefused], None]
+"""Receives the answer to a change."""
 
 SteerRequest = Callable[[Watch, monitor_service_pb2.WatchSteer, Answer], bool]
-"""Changes the steering of a request that a watch watches; returns whether it ran. The answer comes
-later, unless a `RheostatError` is raised."""
+"""Changes the steering of a request of a watch; returns whether the request ran. If it ran and no
+`RheostatError` is raised, `Answer` is called later."""
 
 StopRequest = Callable[[Watch, str, str], bool]
-"""Ends a request that a watch watches, by its id and with a label; returns whether it ran."""
+"""Ends a request of a watch, by its id and with a label; returns whether the request ran."""
 
 _NOT_RUNNING = "no running request of this watch has this id"
 
@@ -50,7 +51,7 @@ async def watch(
         stop: ends a request.
         steer: changes the steering of a request.
         send_gains: sends the gains that were set by `steer`.
-        running: tells a new watch of the requests that already run.
+        running: reports to a new watch the requests that already run.
 
     Raises:
         RheostatError: the call is refused, or the watch has failed.
@@ -90,7 +91,7 @@ async def _handle(
     message: Message,
     reads: Callable[[], bool],
 ) -> bool:
-    """Carries out a message that acts on requests. It is answered now or later.
+    """Carries out a message that acts on requests. The answer is sent now or later.
 
     If another call resumes the watch meanwhile, the rest of the message is not carried out, because
     the client sends unanswered changes again in that call.
@@ -100,13 +101,13 @@ async def _handle(
         steer: changes the steering of a request.
         send_gains: sends the gains that were set by `steer`.
         keep: see `ClientMessages.keep`.
-        turn: returns when the next change may be made.
+        turn: waits until the next change may be made.
         found: the watch.
         message: the message.
         reads: returns whether this call still reads the watch.
 
     Returns:
-        Whether it is such a message.
+        Whether the message acts on requests.
 
     Raises:
         InvalidValue: it has too many changes.

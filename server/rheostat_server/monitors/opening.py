@@ -38,17 +38,17 @@ from rheostat_wire.v1 import gate_pb2, monitor_service_pb2, steering_pb2
 _pb = monitor_service_pb2
 
 Compile: TypeAlias = Callable[[Sequence[Intervention], Collection[Probe], Sequence[Rule]], Plan]
-"""Compiles what a watch reads and steers to a plan. Raises InvalidValue if no engine can run it."""
+"""Compiles probes and rules of a watch to a plan. Raises InvalidValue if no engine can run it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchContext:
-    """Everything that the opening of a watch is checked against."""
+    """Everything that is needed to check the message that opens a watch."""
 
     sites: ModelSites
     """The model's sites."""
     typical: SelectionContext
-    """A context that stands for later requests."""
+    """A typical context, used in place of those of later requests."""
     store: VectorStore
     """The stored vectors."""
     no_gates: str
@@ -56,19 +56,19 @@ class WatchContext:
     compile: Compile
     """May be called on a thread."""
     fits: Callable[[Plan], None]
-    """Raises ResourceExhausted if the engine, even empty, cannot hold a plan, or if its sums of
-    rows would take those of other requests."""
+    """Raises ResourceExhausted if even an idle engine has too little room for a plan, or if its
+    sums of rows would leave none for other requests."""
 
 
 async def check_opening(
     opened: monitor_service_pb2.WatchOpen, context: WatchContext
 ) -> WatchSettings:
-    """Checks the message that opens a watch, except for the memory that it asks for.
+    """Checks the message that opens a watch, except for `buffer_bytes`.
 
     Raises:
-        InvalidArgument, FailedPrecondition: the message is malformed, or the server does not
-            support what it asks for.
-        NotFound: a vector is not stored, or a name not known.
+        InvalidArgument, FailedPrecondition: the message is malformed, or something in it is not
+            supported.
+        NotFound: a vector is not stored, or a name is unknown.
     """
     if not opened.HasField("filter"):
         raise MissingField("a filter is required", field="open.filter")
@@ -173,7 +173,7 @@ def _resolve(
 
 
 def _check_steered(steered: Sequence[Intervention]) -> None:
-    """Limits what the rules steer, because each request of others is admitted with it."""
+    """Limits the steering of rules, because each watched request is admitted with it."""
     total = 0
     for intervention in steered:
         total += len(intervention.op.sites)

@@ -1,8 +1,8 @@
-"""What watches read of one request, beside what the request itself reads, and how they steer it.
+"""The probes, rules and steering that watches add to one request.
 
-A watch neither refuses nor breaks a request: if it cannot read the request, or its rules cannot
-multiply the request's steering, it leaves the request alone, and is told so. If a rule of it may
-stop the request, the request is refused instead; see `refuse_unwatched`.
+A watch does not make a request fail: if it cannot read the request, or its rules cannot multiply
+the request's steering, the request runs without the watch, and the watch gets the reason.
+Exception: if a rule of the watch may stop the request, it is refused; see `refuse_unwatched`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from rheostat_server.steering.rules import (
 )
 from rheostat_wire.v1 import monitor_service_pb2
 
-_FRAGMENTED = "what is read of it is too fragmented: use fewer, longer ranges"
+_FRAGMENTED = "the watch's selectors are too fragmented in this request: use fewer, longer ranges"
 _UNGAINED = "a rule of the watch cannot multiply its steering"
 _CROWDED = (
     f"the request and its other watches leave too little of the {MAX_COLUMNS} readings and "
@@ -38,18 +38,18 @@ _CROWDED = (
 
 
 class WatchPart(NamedTuple):
-    """What one watch reads of a request."""
+    """The probes, rules and steering of one watch in a request."""
 
     watch: Watch
     first_column: int
     """The column of its first reading."""
     probes: tuple[Probe, ...] = ()
     rules: tuple[Rule, ...] = ()
-    """Each with the id of the watch, so that no rule of another equals it."""
+    """Each with the id of the watch, so that it does not equal a rule of another watch."""
     steered: tuple[Intervention, ...] = ()
-    """What its rules steer."""
+    """The interventions of its rules."""
     missed: str = ""
-    """Why it reads nothing; empty if it does."""
+    """Why the watch does not read the request; empty if it does."""
     gates: npt.NDArray[np.intp] = np.zeros(0, np.intp)
     """[rules]: the number of each rule's gate in the request's plan; -1: the rule cannot fire."""
 
@@ -59,7 +59,7 @@ class WatchPart(NamedTuple):
         return self.watch.settings.steers and not self.missed
 
     def without(self, reason: str) -> "WatchPart":
-        """The part of a watch that reads nothing, and why."""
+        """A copy for a watch that does not read the request, with the reason."""
         return WatchPart(self.watch, self.first_column, missed=self.missed or reason)
 
     def with_gates_of(self, signals: SignalPlan | None) -> "WatchPart":
@@ -75,14 +75,14 @@ class WatchPart(NamedTuple):
 def signals_wait(
     signals: SignalPlan | None, parts: Sequence[WatchPart], *, held_back: bool
 ) -> SignalsWait:
-    """How long the signals of a request may wait before the workers send them.
+    """How many steps of a request's signals the workers may send together.
 
-    Many steps if only summaries use them. A few steps if the client reads none and all watches only
-    observe: there are no rules, and no watch reads at once.
+    Many if they are only used for summaries. A few if the client reads none and all watches only
+    observe: there are no rules, and no watch has `reads_at_once`.
 
     Args:
         signals: the signals; None if there are none.
-        parts: what watches read.
+        parts: the watches that select the request.
         held_back: whether its tokens are held back, so that a watch can stop it in time.
     """
     if signals is None or not signals.for_watches:
@@ -97,7 +97,7 @@ def signals_wait(
 
 
 class WatchedPart(NamedTuple):
-    """What one watch reads of a request that was announced to it."""
+    """A watch's part in a request that was announced to it."""
 
     part: WatchPart
     watched: WatchedRequest
@@ -125,7 +125,7 @@ def refuse_unwatched(parts: Sequence[WatchPart], *, with_baseline: bool) -> None
     """Refuses a request if a watch with a rule that stops would not read all of it.
 
     Args:
-        parts: what watches read of it.
+        parts: the watches that select the request.
         with_baseline: whether the request also runs without its steering and rules.
 
     Raises:
@@ -148,9 +148,9 @@ class SteeredRequest(NamedTuple):
 
     server_wide: tuple[Intervention, ...]
     own: tuple[Intervention, ...]
-    """Of `GenerateRequest.steering`. The gains of rules multiply these."""
+    """From `GenerateRequest.steering`. The gains of rules multiply these."""
     beside: tuple[Intervention, ...]
-    """What its own rules steer."""
+    """The interventions of its own rules."""
     rules: tuple[Rule, ...]
     """Its own rules."""
     model: ModelSites
@@ -168,12 +168,12 @@ class SteeredRequest(NamedTuple):
 def watch_parts(
     watches: Sequence[Watch], request: SteeredRequest, first_column: int
 ) -> tuple[tuple[WatchPart, ...], tuple[Intervention, ...]]:
-    """What the watches of a request read and steer, and its own steering with their gains.
+    """The parts of a request's watches, and its own steering with the gains of their rules.
 
     Args:
         watches: the watches that select the request.
         request: the request.
-        first_column: the column behind the request's own readings.
+        first_column: the column after the request's own readings.
     """
     column, beside = first_column, set[Gate]()
     parts = []
@@ -206,7 +206,7 @@ def watch_parts(
 def _with_gains(
     watch: Watch, resolved: ResolvedReadings, request: SteeredRequest
 ) -> tuple[Intervention, ...]:
-    """A request's own steering, multiplied as the rules of a watch say.
+    """A request's own steering, with the gains of a watch's rules.
 
     Raises:
         InvalidValue, GateOrder, NotSupported: a rule cannot multiply it.

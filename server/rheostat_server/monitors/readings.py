@@ -1,9 +1,8 @@
-"""What a watch reads of each request, and what its rules do to it.
+"""The probes and rules of a watch, and their resolution in each request.
 
-Everything that is the same for all requests is kept. A watch's probes are resolved while another
-client's request is admitted, so a watch must not slow this admission. Vectors and sites are looked
-up once, when the watch is opened, and selectors are prepared then. Results are kept by the lengths
-of prompt and answer.
+A watch's probes are resolved while another client's request is admitted, and must not slow this
+down. So vectors and sites are looked up once, when the watch is opened, and selectors are prepared
+then. Results are cached by the lengths of prompt and answer.
 """
 
 from collections.abc import Iterable
@@ -24,21 +23,21 @@ from rheostat_server.vectors.store import Vector
 from rheostat_wire.v1 import monitor_pb2, receipt_pb2
 
 _LENGTHS = 64
-"""Combinations of lengths and first columns for which the result is kept."""
+"""Combinations of lengths and first columns for which the result is cached."""
 
 
 class ResolvedReadings(NamedTuple):
-    """What a watch reads of one request."""
+    """The probes and rules of a watch in one request."""
 
     probes: tuple[Probe, ...]
     rules: tuple[Rule, ...]
     """Each with the id of the watch."""
     steered: tuple[Intervention, ...]
-    """What the rules steer."""
+    """The interventions of the rules."""
 
 
 class Steered(NamedTuple):
-    """An intervention of a rule, alike in all requests."""
+    """An intervention of a rule, the same in all requests."""
 
     op: ResolvedOp
     selector: PreparedSelector | None
@@ -50,14 +49,14 @@ class WatchedReadings:
     """The probes and rules of a watch."""
 
     templates: tuple[Probe, ...]
-    """Every probe, as if it selected every token and had the first columns."""
+    """Every probe, as if it selected every token and there were no readings before."""
     selectors: tuple[PreparedSelector | None, ...]
     """The selector of each probe; None: every token."""
     rules: tuple[monitor_pb2.Rule, ...]
     steered: tuple[tuple[Steered, ...], ...]
-    """What each rule steers."""
+    """The interventions of each rule."""
     table: monitor_pb2.SignalTable
-    """What the columns are."""
+    """The columns."""
     model: ModelSites
     """The model's sites."""
 
@@ -68,7 +67,7 @@ class WatchedReadings:
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        """The vectors of the probes, and of what the rules steer, each once."""
+        """The vectors of the probes and of the rules' interventions, each once."""
         vectors = [template.vector for template in self.templates]
         vectors += [v for parts in self.steered for part in parts for v in part.op.vectors]
         return tuple({vector.digest: vector for vector in vectors}.values())
@@ -84,9 +83,7 @@ class WatchedReadings:
         return self.gains or any(self.steered)
 
     def resolve(self, context: SelectionContext, first_column: int, watch: str) -> ResolvedReadings:
-        """The probes and rules in a request.
-
-        Positions that the prompt does not have are not read.
+        """The probes and rules in a request. Positions outside the prompt are not read.
 
         Args:
             context: the request.

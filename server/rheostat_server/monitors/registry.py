@@ -1,9 +1,9 @@
 """The open watches, and those that were lost.
 
-A watch is lost if its reader does not come back in time, or reads too slowly. Then its requests go
-on, or end, as its client has said. Its client can also ask that they are held until it comes back,
-and end if it does not. If they end, requests that it selects are refused until a watch
-with the same filter is opened: what had to be watched never runs unwatched.
+A watch is lost if its client does not resume it in time, or reads too slowly. Then its requests go
+on or end, as the client has chosen. The client can also choose that they are held until it resumes
+the watch, and end if it does not. If they end, new requests that the watch selects are refused
+until a watch with the same filter is opened, because they must not run unwatched.
 """
 
 import logging
@@ -33,9 +33,9 @@ _BUFFER_BYTES = 8 * MIB
 """Bytes of a watch's buffer by default."""
 
 _CHANGES_SECONDS = 0.004
-"""Changes of requests begin only in so much processor time of each iteration of the event loop. A
-message may have 1,024 changes, which must not delay the tokens of other clients. But the gains of
-32 streams, which come in one message, should be set at once."""
+"""CPU seconds of each iteration of the event loop in which changes of requests may begin. A message
+may have 1,024 changes, which must not delay the tokens of other clients. But gains of 32 streams,
+which come in one message, should be set at once."""
 
 _Key = tuple[frozenset[str] | None, frozenset[tuple[str, str]]]
 """Equal for filters that select the same requests."""
@@ -73,9 +73,9 @@ class Watches(EventStreams[Watch]):
         self.stop: Callable[[Watch], None] = lambda _: None
         """Ends the requests that a lost watch was watching."""
         self.hold: Callable[[Watch], None] = lambda _: None
-        """Holds the requests of a watch that has no reader."""
+        """Holds the requests of a watch that no call reads."""
         self.go_on: Callable[[Watch], None] = lambda _: None
-        """Lets the requests go on that a watch holds."""
+        """Ends the hold of a watch's requests."""
         self.change_turns = TimedTurns(_CHANGES_SECONDS)
         """Limits the time for the changes of all watches in an iteration of the event loop."""
         self._context = context
@@ -94,8 +94,8 @@ class Watches(EventStreams[Watch]):
         """Opens a watch, which reads requests that are admitted from now on.
 
         Raises:
-            InvalidArgument, FailedPrecondition: it is malformed, or asks for what is not served.
-            NotFound: a vector is not stored, or a name not known.
+            InvalidArgument, FailedPrecondition: it is malformed, or not supported.
+            NotFound: a vector is not stored, or a name is unknown.
             QueueFull, StoreFull: other watches and subscriptions take all the memory.
         """
         settings = await check_opening(opened, self._context)
@@ -148,20 +148,20 @@ class Watches(EventStreams[Watch]):
         ]
 
     def resume(self, name: str, after_sequence: int) -> Watch:
-        """A watch whose connection broke. Its requests go on."""
+        """Resumes a watch whose connection broke. Held requests continue."""
         watch = super().resume(name, after_sequence)
         if watch.holds_if_lost:
             self.go_on(watch)
         return watch
 
     def disconnected(self, stream: Watch, call: object) -> None:
-        """Handles the end of a call. The watch waits for another one."""
+        """Handles the end of a call. The watch waits to be resumed."""
         super().disconnected(stream, call)
         if stream.holding and stream.name in self._open:
             self.hold(stream)
 
     async def _load(self, vectors: Sequence[Vector]) -> None:
-        """Loads vectors into the workers, and keeps them in the store."""
+        """Loads vectors into the workers. The store keeps them until `release`."""
         self._loader.store.retain(vectors)
         try:
             await self._loader.ensure(vectors)
@@ -216,7 +216,7 @@ def _key(requests: ObservedRequests) -> _Key:
 
 
 def gone_with_its_server(name: str) -> WatchNotFound:
-    """The refusal of a watch that another process of the server opened."""
+    """The error for resuming a watch that an earlier process of the server opened."""
     return WatchNotFound(
         "the server was restarted since this watch was opened, and the watch is gone: open another",
         field="open.resume.watch_id",

@@ -1,9 +1,9 @@
-"""The events of a watch that were not sent yet.
+"""The events of a watch that wait to be sent.
 
-Invariants: events leave in the order in which they came. Waiting and sent events stay within the
-memory of the watch: if it is full, the oldest waiting signals are dropped, and their positions are
-reported before the next event, but after the beginning of their request. Beginnings and ends of
-requests are never dropped.
+Invariants: events are sent in the order in which they were added. Events that wait or are not
+acknowledged fit the watch's buffer. If it is full, the oldest waiting signals are dropped. Their
+positions are reported before the next event, but after the beginning of their request. Beginnings
+and ends of requests are never dropped.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class WatchedRequest:
 
 
 class Step(NamedTuple):
-    """What was read in a step. The first four lists have one entry for each sample."""
+    """The readings of a step. The first four lists have one entry for each sample."""
 
     watched: list[WatchedRequest]
     samples: list[int]
@@ -103,8 +103,8 @@ class SignalBuffer:
         """An empty buffer.
 
         Args:
-            limit: the most bytes that may wait or be kept.
-            on_full: is called if beginnings and ends of requests alone fill it.
+            limit: the most bytes of events that may wait or be unacknowledged.
+            on_full: called if beginnings and ends of requests alone fill it.
         """
         self.limit = limit
         self.news = asyncio.Event()
@@ -114,11 +114,11 @@ class SignalBuffer:
         """Positions whose readings were dropped."""
         self._on_full = on_full
         self._steps: deque[tuple[int, Step]] = deque()
-        """Waiting steps. The number says which events came before."""
+        """Waiting steps, each with the number of events that were added before it."""
         self._notices: deque[tuple[int, Notice]] = deque()
-        """Waiting notices, numbered with the steps."""
+        """Waiting notices, with such numbers."""
         self._added = 0
-        """Number of events that have come."""
+        """Number of events that were added."""
         self._waiting = 0
         self._lossy: dict[WatchedRequest, None] = {}
         """Requests with dropped positions that are to be reported next."""
@@ -127,7 +127,7 @@ class SignalBuffer:
         self._head: SignalMessage | None = None
         """The message of the first event, or of dropped positions before it."""
         self._head_event: Step | Notice | None = None
-        """The event that `_head` is the message of; None: dropped positions."""
+        """The event of `_head`; None if `_head` reports dropped positions."""
 
     def __len__(self) -> int:
         """Number of events."""
@@ -157,7 +157,7 @@ class SignalBuffer:
 
         Args:
             response: the message.
-            begins: the request whose beginning it is; None: it is no beginning.
+            begins: the request that begins; None for an end.
         """
         notice = Notice(response, _EVENT_BYTES + _ENCODED * response.ByteSize(), begins)
         if begins is not None:
@@ -218,7 +218,7 @@ class SignalBuffer:
         self.news.set()
 
     def _make_room(self) -> None:
-        """Drops the oldest steps until the rest fits."""
+        """Drops the oldest steps until the other events fit."""
         while self._waiting + self.kept > self.limit and self._steps:
             self._drop()
         if self._waiting > self.limit:

@@ -1,12 +1,11 @@
-"""What each column of a watch has read of each sample: number of readings, mean, largest.
+"""Summaries of a watch's readings: for each column and sample their number, mean and largest.
 
 Invariant: a step costs a few numpy calls, for any number of samples.
 
-Why steps of few rows wait
+Why steps with few rows wait
     With few rows, these calls take far longer than their arithmetic. So the rows of several small
-    steps are added together, at the latest when a summary is asked for. The rows of several steps
-    must first be sorted by sample, which takes about a microsecond for each row. So larger steps
-    are added one by one.
+    steps are added together, at the latest when a summary is needed. They must first be sorted by
+    sample, which takes about a microsecond for each row. So larger steps are added one by one.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Summary(NamedTuple):
-    """What the columns have read of a sample."""
+    """The summary of one sample."""
 
     readings: Int64
     """[columns]: the number of readings."""
@@ -64,9 +63,9 @@ class Summaries:
         self._released: list[int] = []
         """Slots that still have old readings. They are cleared together once no slot is free."""
         self._whole = np.zeros(0, np.int64)
-        """[slots]: positions at which all columns were read."""
+        """[slots]: number of positions in steps without NaN, where all columns have readings."""
         self._count = np.zeros((0, columns), np.int64)
-        """The other readings."""
+        """[slots, columns]: number of all other readings."""
         self._largest = np.zeros((0, columns), np.float32)
         self._largest_at = np.zeros((0, columns), np.int64)
         self._total = np.zeros((0, columns), np.float64)
@@ -75,7 +74,7 @@ class Summaries:
         self._waiting_rows = 0
 
     def acquire(self) -> int:
-        """Takes a slot, which has read nothing."""
+        """Takes a slot without readings."""
         if not self._free:
             if not self._released:
                 self._grow()
@@ -83,7 +82,7 @@ class Summaries:
         return self._free.pop()
 
     def release(self, slot: int) -> Summary:
-        """Frees a slot; returns what was read."""
+        """Frees a slot; returns its summary."""
         self._add_waiting()
         summary = Summary(
             self._count[slot] + self._whole[slot],
@@ -160,7 +159,7 @@ class Summaries:
         self._add_largest(slots, counts, positions, filled)
 
     def _add_largest(self, slots: Int64, counts: Int64, positions: Int64, values: Float32) -> None:
-        """Notes larger readings than before; -inf where nothing was read."""
+        """Updates the largest readings. `values` is -inf where nothing was read."""
         largest = values
         if len(values) > len(slots):
             largest = np.maximum.reduceat(values, _begins(counts))

@@ -1,4 +1,4 @@
-"""A watch: what probes read of requests that others run, and how each request ended."""
+"""A watch: streams readings of requests of other calls to a client, and how each request ended."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ MESSAGE_FIRINGS = 2048
 """Most firings in a message. Encoding them takes about a millisecond."""
 
 _LARGE_STEP_BYTES = 2 << 20
-"""Twice the readings of the most rows that workers send together: 1,024 rows of 256 numbers."""
+"""Twice the size of the most readings that workers send together: 1,024 rows of 256 numbers."""
 
 _NONE_FIRED: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
 
@@ -62,18 +62,18 @@ class WatchedSamples(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
-    """What the client of a watch has asked for."""
+    """The settings that the client of a watch has chosen."""
 
     requests: ObservedRequests
     """Which requests are watched."""
     readings: WatchedReadings
-    """What is read of them."""
+    """The probes and rules."""
     report: monitor_service_pb2.WatchReport.ValueType
     """Which tokens are reported."""
     on_lost: monitor_service_pb2.WatchLost.ValueType
-    """What becomes of the requests when the watch is lost."""
+    """What happens to the requests if the watch is lost."""
     steers: bool
-    """Whether it may change the steering of the requests."""
+    """Whether the client may change the steering of the requests."""
 
 
 class Watch(EventStream[SignalMessage]):
@@ -95,10 +95,10 @@ class Watch(EventStream[SignalMessage]):
 
         Args:
             name: its id.
-            settings: what its client has asked for.
+            settings: the client's settings.
             buffer_bytes: bytes that may wait or be unacknowledged.
-            heartbeat: the longest silence, in seconds.
-            resume_window: seconds that it waits for a reader whose connection broke.
+            heartbeat: seconds without other events after which a heartbeat is sent.
+            resume_window: seconds that it waits to be resumed after the connection broke.
             on_failed: called once, with its id, when it fails.
         """
         self.settings = settings
@@ -119,7 +119,8 @@ class Watch(EventStream[SignalMessage]):
         self._summaries = Summaries(self._columns)
         self._running: dict[WatchedRequest, None] = {}
         self.removals = 0
-        """Number of requests that were removed. Readers compare it to know when to look again."""
+        """Number of requests that were removed. A change of it tells other code to call `watches`
+        again."""
         self._ended: dict[int, WatchedRequest] = {}
         """Requests whose end was not sent, by number."""
         self._numbers = 0
@@ -127,12 +128,12 @@ class Watch(EventStream[SignalMessage]):
 
     @property
     def stops(self) -> bool:
-        """Whether a rule of it may end a request."""
+        """Whether one of its rules may end a request."""
         return any(rule.WhichOneof("action") == "stop" for rule in self.settings.readings.rules)
 
     @property
     def stops_if_lost(self) -> bool:
-        """Whether its requests end when it is lost."""
+        """Whether its requests end if it is lost."""
         return self.settings.on_lost in (_pb.WATCH_LOST_STOP, _pb.WATCH_LOST_HOLD)
 
     @property
@@ -142,10 +143,10 @@ class Watch(EventStream[SignalMessage]):
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether readings must not wait for those of later steps.
+        """Whether readings must be sent without waiting for those of later steps.
 
-        Its client acts on them, it holds its requests, or its buffer or credit is too small for the
-        readings of several steps.
+        True if the client acts on them, if the requests may be held, or if buffer or credit are too
+        small for the readings of several steps.
         """
         small = self.buffer.limit < _LARGE_STEP_BYTES or not (
             self._credit.endless or self._credit.window >= _LARGE_STEP_BYTES
@@ -205,9 +206,9 @@ class Watch(EventStream[SignalMessage]):
         """Adds the readings of a step.
 
         Args:
-            samples: n different samples of requests for which `watches` is true, at least one.
+            samples: n different samples, at least one. `watches` is true for their requests.
             firsts: [n]: the first position of each.
-            counts: [n]: the number of its rows, at least 1.
+            counts: [n]: the number of rows of each, at least 1.
             values: [sum of counts, columns]: the rows of the samples, one after the other; NaN
                 where nothing was read.
             fired: [rows, rules]: whether a rule fired; None: none did.
@@ -260,7 +261,7 @@ class Watch(EventStream[SignalMessage]):
         return kept
 
     def answer_later(self, message: Response) -> None:
-        """Sends the answer to a message that was handled before, if its call still runs.
+        """Sends the answer to an earlier message, if a call still reads the watch.
 
         If too many answers wait to be read, the call ends.
         """
@@ -307,13 +308,13 @@ class Watch(EventStream[SignalMessage]):
         self.buffer.add_notice(response)
 
     def miss(self, request_id: str, reason: str) -> None:
-        """Reports a request that is selected and cannot be read."""
+        """Reports a request that it selects but cannot read."""
         response = Response()
         response.ended.request_id, response.ended.missed_reason = request_id, reason
         self.buffer.add_notice(response)
 
     def release(self) -> None:
-        """Stops to read all requests."""
+        """Stops reading all requests."""
         self._drop_sources()
 
     @property
@@ -372,10 +373,10 @@ class Watch(EventStream[SignalMessage]):
 
 
 def lost_watch_error(name: str, requests: ObservedRequests) -> WatchLost:
-    """The refusal of a request that a lost watch selects, with the filter that it has to match."""
+    """The error for a request that a lost watch selects. It has the filter of the watch."""
     return WatchLost(
-        f"the watch {name} of {requests} selects this request, was lost, and says that its "
-        "requests are to stop: open a watch with the same filter first; it may be closed at once",
+        f"the watch {name} of {requests} selects this request and was lost, and its setting is to "
+        "stop its requests: open a watch with the same filter first; it may be closed at once",
         retry_after=RETRY_SECONDS,
     )
 
@@ -387,7 +388,7 @@ def _step(
     values: npt.NDArray[np.float32],
     firings: npt.NDArray[np.int64],
 ) -> Step:
-    """The readings of some positions, one label for each run of positions of a sample.
+    """The readings of some positions, with one entry for each run of positions of a sample.
 
     Args:
         samples: the samples.
