@@ -49,7 +49,7 @@ from rheostat_server.sinks.protocol import (
     Target,
 )
 from rheostat_server.sinks.recovery import REQUESTS, TAG, recover, save_listed
-from rheostat_server.sinks.settings import only_known, size_setting
+from rheostat_server.sinks.settings import EXAMPLE, only_known, size_setting
 from rheostat_server.sinks.shards import SHARDS, Shards, index_name
 from rheostat_server.sinks.tables import Table, Tables
 from rheostat_server.tasks.open_files import OpenFiles
@@ -74,7 +74,7 @@ def make(name: str, settings: Mapping[str, str]) -> "Filesystem":
     """
     only_known(settings, _SETTINGS)
     if not settings.get("root"):
-        raise SinkSettingsError("root=FOLDER is required: the folder to write to")
+        raise SinkSettingsError(f"root=FOLDER is required: the folder to write to, as in {EXAMPLE}")
     try:
         layout = Layout(settings.get("layout", Layout.PACKED))
         kind = Format(settings.get("format", Format.SAFETENSORS))

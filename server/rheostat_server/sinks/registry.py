@@ -39,7 +39,7 @@ from rheostat_server.sinks.protocol import (
     State,
     Target,
 )
-from rheostat_server.sinks.settings import SinkConfig
+from rheostat_server.sinks.settings import EXAMPLE, SinkConfig
 from rheostat_server.sinks.wire import layout_of
 from rheostat_server.tasks.offload import offload, on_pool
 from rheostat_server.validation import field_path
@@ -135,7 +135,7 @@ class Sinks:
         try:
             for config in configs:
                 if config.name in self._sinks:
-                    raise SinksFailed(f"two sinks are called {config.name}")
+                    raise SinksFailed(f"two sinks are called {config.name}: give each its own name")
                 self._sinks[config.name] = _OpenSink(
                     config.plugin,
                     _make(config, installed),
@@ -280,7 +280,11 @@ class Sinks:
         validation.text_bytes(name, ID_BYTES, field)
         if name not in self._sinks:
             names = ", ".join(sorted(self._sinks))
-            advice = f"there are {names}" if names else "the server was started without --sink"
+            advice = (
+                f"there are {names}"
+                if names
+                else f"the server was started without one: rheostat serve MODEL --sink {EXAMPLE}"
+            )
             raise SinkNotFound(
                 f'there is no sink "{name}"; {advice}', field=field, resource=Resource("sink", name)
             )
@@ -291,7 +295,7 @@ def _make(config: SinkConfig, plugins: Mapping[str, EntryPoint]) -> Sink:
     if config.plugin not in plugins:
         raise SinksFailed(
             f"the sink {config.name} needs a plugin {config.plugin}; there are "
-            f"{', '.join(sorted(plugins))}"
+            f"{', '.join(sorted(plugins))}; a sink is given as in {EXAMPLE}"
         )
     try:
         sink: Sink = plugins[config.plugin].load()(config.name, config.settings)

@@ -9,6 +9,9 @@ from rheostat_server.sinks.protocol import SinkSettingsError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of sinks and plugins."""
 
+EXAMPLE = "disk=filesystem:root=/data/captures"
+"""A sink as `parse_sink` reads it, for errors."""
+
 _SIZE = re.compile(r"([0-9]+)(B|KiB|MiB|GiB)?")
 _UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -33,12 +36,16 @@ def parse_sink(text: str) -> SinkConfig:
     name, equals, rest = text.partition("=")
     plugin, _, listed = rest.partition(":")
     if not equals or not NAME.fullmatch(name) or not NAME.fullmatch(plugin):
-        raise SinkSettingsError(f'"{text}" is not of the form name=plugin:key=value,key=value')
+        raise SinkSettingsError(
+            f'"{text}" is not of the form name=plugin:key=value,key=value, as in {EXAMPLE}'
+        )
     settings: dict[str, str] = {}
     for pair in filter(None, listed.split(",")):
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise SinkSettingsError(f'"{pair}" of the sink {name} is not of the form key=value')
+            raise SinkSettingsError(
+                f'"{pair}" of the sink {name} is not of the form key=value, as in {EXAMPLE}'
+            )
         if key in settings:
             raise SinkSettingsError(f"the sink {name} sets {key} twice")
         settings[key] = value

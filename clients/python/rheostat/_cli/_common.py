@@ -95,7 +95,9 @@ class Parser(argparse.ArgumentParser):
             message = message.removeprefix("argument ")
             flag, _, cause = message.partition(": ")
             if cause == "expected one argument":
-                return f"{flag} needs a value; write {flag}=VALUE if it begins with -"
+                action = self._option_string_actions.get(flag.partition("/")[0])
+                form = f", {action.metavar}" if action is not None and action.metavar else ""
+                return f"{flag} needs a value{form}; write {flag}=VALUE if it begins with -"
             if flag == "the following arguments are required":
                 message += "".join(map(self._one_of, self._mutually_exclusive_groups))
             return message

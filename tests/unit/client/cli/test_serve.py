@@ -24,7 +24,16 @@ def test_every_flag_says_its_default(capsys, monkeypatch):
     ("line", "said"),
     [
         (["--kv-cache-memory-mib=-4"], "--kv-cache-memory-mib must be 1 to 16777216, not -4"),
-        (["--sink", "disk"], '--sink: "disk" is not of the form name=plugin:key=value,key=value'),
+        (
+            ["--sink", "disk"],
+            '--sink: "disk" is not of the form name=plugin:key=value,key=value, as in '
+            "disk=filesystem:root=/data/captures",
+        ),
+        (
+            ["--sink", "disk=filesystem:root"],
+            '--sink: "root" of the sink disk is not of the form key=value, as in '
+            "disk=filesystem:root=/data/captures",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_flag(line, said, capsys):

@@ -76,12 +76,16 @@ def test_sinks_are_listed_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("configs", "words"),
     [
-        (["m=memory", "m=logging"], "two sinks are called m"),
-        (["m=floppy"], "needs a plugin floppy; there are filesystem, logging, memory"),
+        (["m=memory", "m=logging"], "two sinks are called m: give each its own name"),
+        (
+            ["m=floppy"],
+            "needs a plugin floppy; there are filesystem, logging, memory; a sink is given as in "
+            "disk=filesystem:root=/data/captures",
+        ),
         (["m=memory:limit=0"], "limit is a number of bytes"),
         (["m=memory:speed=1"], "no setting speed; it has limit"),
         (["l=logging:speed=1"], "no setting speed; it has none"),
-        (["d=filesystem"], "root=FOLDER is required"),
+        (["d=filesystem"], "root=FOLDER is required.*as in disk=filesystem:root=/data/captures"),
     ],
 )
 def test_a_sink_that_cannot_be_made_stops_the_start(configs: list[str], words: str) -> None:
