@@ -236,7 +236,7 @@ class Engine:
         *by_position: Never,
         points: PointsLike = "resid_post",
         layers: LayersLike = "all",
-        grades: GradeLike | Iterable[GradeLike] = "logprob",
+        grades: GradeLike | Iterable[GradeLike] | None = None,
         progress: ProgressLike = None,
         on_cell: OnCell | None = None,
         watch: WatchLike = None,
@@ -251,8 +251,8 @@ class Engine:
         answer, its "probability" or "rank", the "logit_difference" to the foil, or "kl", the
         divergence from the clean prompt's distribution in nats; or "recovered logprob" and so on: 0
         where nothing changes, 1 where the other prompt's value is reached. A `ProbeGrade` says what
-        it does to a probe. They are averaged over the pairs. ``options`` are those of
-        `SweepOptions`.
+        it does to a probe. They are averaged over the pairs. Default: "logit_difference" if the
+        pairs have a foil, else "logprob". ``options`` are those of `SweepOptions`.
 
         ``progress`` is called with the cells that are done and all cells; by default, a terminal
         and a notebook show a progress bar, unless ``progress=False``. ``on_cell`` is called with
@@ -275,7 +275,7 @@ class Engine:
         chosen = checked_pairs(pairs)
         also = ("points", "layers", "grades")
         check_options("sweep", options, SweepOptions, by_position=by_position, also=also)
-        named = named_grades(grades)
+        named = named_grades(grades, chosen)
         tokens = {}
         for text in answer_texts(chosen):
             tokens[text] = await self._connection.unary(calls.tokenize_answer(text))

@@ -329,8 +329,8 @@ def _print(result: SweepResult) -> None:
         print(grade, *lines, sep="\n")
     if result.below_noise.any():
         print("~: within the noise of repeated runs")
-    for reason in sorted(set(result.skipped.values())):
-        print(f"-: {reason}")
+    if result.skipped:
+        print("-: skipped; the reasons follow")
     print(result)
     if result.run_ids:
         print(f"kept runs: {' '.join(result.run_ids)}")

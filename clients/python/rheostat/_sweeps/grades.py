@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -13,6 +13,7 @@ from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._steering.gates import POOLS, Pool
 from rheostat._steering.readouts import Activation, Normalise, ReadoutSettings
 from rheostat._steering.vectors import Vector
+from rheostat._sweeps.pairs import Pair
 from rheostat_wire.v1 import gate_pb2, sweep_pb2
 
 Metric: TypeAlias = Literal["logprob", "probability", "logit_difference", "rank", "kl"]
@@ -67,11 +68,16 @@ class NamedGrade(NamedTuple):
 
 
 @builds_message
-def named_grades(grades: GradeLike | Iterable[GradeLike]) -> list[NamedGrade]:
-    """The grades of a sweep.
+def named_grades(
+    grades: GradeLike | Iterable[GradeLike] | None, pairs: Sequence[Pair]
+) -> list[NamedGrade]:
+    """The grades of a sweep of some pairs; None: the default.
 
-    Raises InvalidRequest if there is none, if one is unknown, or if two have the same name.
+    Raises InvalidRequest if there is none, if one is unknown, if two have the same name, or if only
+    some pairs have a foil and none is named.
     """
+    if grades is None:
+        grades = _default(pairs)
     several = [grades] if isinstance(grades, str | ProbeGrade) else list(grades)
     if not several:
         raise invalid("grades", "at least one grade is required", "REASON_MISSING_FIELD")
@@ -90,6 +96,21 @@ def named_grades(grades: GradeLike | Iterable[GradeLike]) -> list[NamedGrade]:
             raise invalid(path, f"two grades have the name {named.name!r}")
         found.append(named)
     return found
+
+
+def _default(pairs: Sequence[Pair]) -> Metric:
+    """The grade that uses all that the pairs give, so that a foil is never ignored."""
+    without = [number for number, pair in enumerate(pairs) if pair.foil is None]
+    if len(without) == len(pairs):
+        return "logprob"
+    if without:
+        raise invalid(
+            f"pairs[{without[0]}].foil",
+            f"{len(pairs) - len(without)} of {len(pairs)} pairs have a foil: give each pair one, "
+            'to grade the logit difference, or write grades="logprob", which reads no foil',
+            "REASON_MISSING_FIELD",
+        )
+    return "logit_difference"
 
 
 def _metric_to_wire(name: object, path: str) -> sweep_pb2.Grade:

@@ -61,7 +61,7 @@ class Pair:
     answer: Answer | None = None
     """The right answer. Only the grade "kl" and probes need none."""
     foil: Answer | None = None
-    """The wrong answer. The grade "logit_difference" needs it."""
+    """The wrong answer. The grade "logit_difference" needs it; all others read only ``answer``."""
     groups: Mapping[str, SelectorLike] = field(default_factory=dict)
     """Positions of the clean prompt by the label of their column. Empty: a column for each
     position of ``where``."""

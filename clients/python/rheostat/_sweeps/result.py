@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rheostat._errors import Refused, invalid, missing_library
+from rheostat._fields import counted
 from rheostat._notebook import passage, show_in_notebook
 from rheostat._points import Point, Site
 
@@ -28,6 +31,10 @@ _DARK = 0.6
 """Part of the colour scale from which on the number of a cell is white."""
 _NUMBERED = 400
 """Most cells of a picture that are labelled with their numbers."""
+_REASONS = 3
+"""Most reasons of skipped cells that a text or a picture shows, each in a line."""
+_CHARACTERS_PER_INCH = 11
+"""Of a picture's captions."""
 _FORMAT = 1
 """Version of saved results."""
 
@@ -89,7 +96,8 @@ class SweepResult:
     below_noise: npt.NDArray[np.bool_]
     """[rows, columns]: whether a cell differs by no more than repeated runs of one prompt."""
     skipped: Mapping[int, str]
-    """Why a cell has no value, by its index, `row * columns + column`."""
+    """Why a cell has no value, by its index, `row * columns + column`. A cell that zoom left out
+    is not in it."""
     pairs: tuple[ResolvedPair, ...]
     clean: tuple[float, ...]
     """For each grade its metric of the unchanged clean prompts."""
@@ -131,8 +139,16 @@ class SweepResult:
         found: npt.NDArray[np.bool_] = ~self.below_noise & ~np.isnan(self.values[0])
         return found
 
+    @property
+    def skip_reasons(self) -> dict[str, int]:
+        """How many cells have no value for each reason in `skipped`, the most frequent first."""
+        return dict(Counter(self.skipped.values()).most_common())
+
     def top(self, count: int = 10, grade: str | None = None) -> list[Cell]:
-        """The cells that differ most from the unchanged prompts, largest first."""
+        """The cells that differ most from the unchanged prompts, largest first.
+
+        Cells without a value are not among them; `skip_reasons` counts them.
+        """
         number = self._number(grade)
         effects = np.abs(self.values[number] - self.base(grade)).ravel()
         order = np.argsort(-np.nan_to_num(effects, nan=-np.inf), kind="stable")
@@ -142,10 +158,13 @@ class SweepResult:
         """Draw a grade: columns on the x axis, sites on the y axis. Needs matplotlib.
 
         ``path`` is a file to write; its suffix chooses the format. Returns the figure, which a
-        notebook shows. Grey cells have no value, and cells within the noise have no number.
+        notebook shows. Grey cells have no value. Those that were skipped are hatched, and the
+        caption says why. Cells within the noise have no number.
         """
         try:
+            from matplotlib.collections import PatchCollection
             from matplotlib.figure import Figure
+            from matplotlib.patches import Rectangle
         except ModuleNotFoundError as error:
             raise Refused("drawing a sweep needs matplotlib: pip install matplotlib") from error
         number = self._number(grade)
@@ -168,9 +187,21 @@ class SweepResult:
                 colour = "white" if abs(value - base) > _DARK * reach else "black"
                 text = f"{round(float(value), 2) + 0.0:g}"  # never "-0"
                 axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=7)
+        if self.skipped:
+            corners = (divmod(index, columns) for index in self.skipped)
+            cells = [Rectangle((column - 0.5, row - 0.5), 1, 1) for row, column in corners]
+            axes.add_collection(
+                PatchCollection(
+                    cells, facecolor="none", edgecolor="dimgrey", linewidth=0, hatch="////"
+                )
+            )
         axes.set_xticks(range(columns), self.labels, rotation=45, ha="right")
         axes.set_yticks(range(rows), self.site_labels)
-        axes.set_xlabel("replaced group" if not self.tokens else "replaced position")
+        caption = ["replaced group" if not self.tokens else "replaced position"]
+        width = round(figure.get_figwidth() * _CHARACTERS_PER_INCH)
+        for line in self._skips():
+            caption.append(textwrap.fill(f"hatched: {line}", width))
+        axes.set_xlabel("\n".join(caption))
         single = len({site.point for site in self.sites}) == 1
         axes.set_ylabel(f"layer of {self.sites[0].point}" if single else "site")
         figure.colorbar(image, ax=axes).set_label(self.grades[number])
@@ -197,6 +228,8 @@ class SweepResult:
 
     def to_dataframe(self) -> pandas.DataFrame:
         """A table with a line for each cell that has values; the columns are those of `records`.
+
+        `skipped` says why others have none.
 
         Raises Refused if pandas is not installed.
         """
@@ -365,17 +398,27 @@ class SweepResult:
                 "below_noise": bool(self.below_noise[row, column]),
             }
 
+    def _skips(self) -> list[str]:
+        """A line for each of the most frequent reasons of skipped cells."""
+        reasons = list(self.skip_reasons.items())
+        lines = [
+            f"{counted(count, 'cell')} skipped: {reason}" for reason, count in reasons[:_REASONS]
+        ]
+        if others := sum(count for _, count in reasons[_REASONS:]):
+            lines.append(f"{counted(others, 'cell')} skipped for other reasons, see result.skipped")
+        return lines
+
     def __repr__(self) -> str:
         ran = int((~np.isnan(self.values[0])).sum())
-        pairs = f"{len(self.pairs)} pair{'s' * (len(self.pairs) != 1)}"
         return (
             f"SweepResult({', '.join(self.grades)}: {ran} of {len(self.sites)} x "
-            f"{len(self.columns)} cells, {pairs}, {len(self.skipped)} skipped)"
+            f"{len(self.columns)} cells, {counted(len(self.pairs), 'pair')}, "
+            f"{len(self.skipped)} skipped)"
         )
 
     def __str__(self) -> str:
-        """The grades of the unchanged prompts, then the largest effects, a line for each."""
-        lines = [repr(self)]
+        """Skipped cells, the grades of the unchanged prompts, and the largest effects, by lines."""
+        lines = [repr(self), *self._skips()]
         for name, clean, corrupt in zip(self.grades, self.clean, self.corrupt, strict=True):
             metric = name.removeprefix("recovered ")
             if not np.isnan(clean):

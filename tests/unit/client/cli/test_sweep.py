@@ -42,16 +42,17 @@ def run(server, *line: str) -> int:
 def test_the_grid_is_printed_with_the_last_layer_at_the_top(scripted, capsys):
     assert run(scripted, "--corrupt", "corrupt", "--grade", "logprob") == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[:7] == [
+    assert out.splitlines()[:9] == [
         "logprob",
         "   0 'a'  1 'b'  2 'c'",
         "1  -1.00  -2.25      -",
         "0      ~  -1.50  -2.50",
         "~: within the noise of repeated runs",
-        "-: position 2 has no partner",
+        "-: skipped; the reasons follow",
         "SweepResult(logprob: 5 of 2 x 3 cells, 1 pair, 1 skipped)",
+        "1 cell skipped: position 2 has no partner",
+        "logprob of the clean prompts -1.000, of the corrupt ones -2.000",
     ]
-    assert out.splitlines()[7] == "logprob of the clean prompts -1.000, of the corrupt ones -2.000"
     assert "   -1.000  resid_post[1] at 0 'a'" in out
     assert err == "sweeping ...\n"
 

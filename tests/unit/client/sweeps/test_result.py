@@ -103,3 +103,27 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch, library
         getattr(made(), call)()
     assert f"needs {library}: pip install {library}, or, in a checkout, " in str(raised.value)
     assert str(raised.value).endswith("pip install '.[tables]'")
+
+
+def test_skipped_cells_are_counted_by_reason() -> None:
+    skipped = {0: "a", 1: "b", 2: "b", 3: "c", 4: "d", 5: "e"}
+    result = made(skipped=skipped)
+    assert result.skip_reasons == {"b": 2, "a": 1, "c": 1, "d": 1, "e": 1}
+    assert str(result).splitlines()[1:5] == [
+        "2 cells skipped: b",
+        "1 cell skipped: a",
+        "1 cell skipped: c",
+        "2 cells skipped for other reasons, see result.skipped",
+    ]
+    assert "skipped:" not in str(made(skipped={}))
+
+
+def test_a_picture_hatches_skipped_cells_and_says_why(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    axes = made(skipped={3: "no partner " * 20}).heatmap(tmp_path / "a.png").axes[0]
+    caption = axes.get_xlabel().splitlines()
+    assert caption[:1] == ["replaced position"]
+    assert caption[1].startswith("hatched: 1 cell skipped: no partner")
+    assert max(map(len, caption)) < 80
+    plain = made(skipped={}).heatmap(tmp_path / "b.png").axes[0]
+    assert (plain.get_xlabel(), list(plain.collections)) == ("replaced position", [])

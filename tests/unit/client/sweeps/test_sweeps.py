@@ -54,7 +54,9 @@ def asked(server) -> sweep_service_pb2.SweepRequest:
 def test_a_result_has_the_grid_and_its_axes(scripted, client) -> None:
     told: list[tuple[int, int]] = []
     seen: list[rheostat.Cell] = []
-    got = sweep(client, PAIR, progress=lambda *n: told.append(n), on_cell=seen.append)
+    got = sweep(
+        client, PAIR, grades="logprob", progress=lambda *n: told.append(n), on_cell=seen.append
+    )
     nan = np.nan
     np.testing.assert_equal(got.array(), [[-2.0, -1.5, -2.5], [-1.0, -2.0, nan]])
     assert got.sites == (("resid_post", 0), ("resid_post", 1))
@@ -72,6 +74,7 @@ def test_a_result_has_the_grid_and_its_axes(scripted, client) -> None:
     assert [one.index for one in seen] == [0, 1, 2, 3, 4]
     assert repr(got) == "SweepResult(logprob: 5 of 2 x 3 cells, 1 pair, 1 skipped)"
     assert "resid_post[1] at 0 'a'" in str(got)
+    assert str(got).splitlines()[1] == "1 cell skipped: no partner"
     assert "resid_post" in got._repr_html_()
 
 
@@ -129,6 +132,29 @@ def test_every_option_reaches_the_server(scripted, client) -> None:
     ]
     assert [one.text for one in answers] == [" Paris", "no"]
     assert not any(one.add_special_tokens for one in answers)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "metric"),
+    [
+        ([PAIR], "logit_difference"),
+        ([PAIR, PAIR], "logit_difference"),
+        ([dataclasses.replace(PAIR, foil=None)], "logprob"),
+    ],
+)
+def test_the_default_grade_uses_a_foil_that_is_given(scripted, client, pairs, metric) -> None:
+    got = sweep(client, pairs)
+    (grade,) = asked(scripted).grades
+    assert grade.token.metric == sweep_pb2.Metric.Value(f"METRIC_{metric.upper()}")
+    assert got.grades == (metric,)
+
+
+def test_a_foil_that_only_some_pairs_have_needs_a_named_grade(scripted, client) -> None:
+    pairs = [PAIR, dataclasses.replace(PAIR, foil=None)]
+    with pytest.raises(rheostat.InvalidRequest, match="1 of 2 pairs have a foil: give each") as e:
+        sweep(client, pairs)
+    assert e.value.path == "pairs[1].foil"
+    assert sweep(client, pairs, grades="logprob").grades == ("logprob",)
 
 
 @pytest.mark.parametrize(
@@ -250,10 +276,16 @@ def test_a_picture_is_drawn(scripted, client, tmp_path) -> None:
     figure = sweep(client, PAIR).heatmap(tmp_path / "it.png")
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
     assert figure._repr_png_().startswith(b"\x89PNG")  # so a notebook shows it without pyplot
+    (axes, _) = figure.axes
+    assert axes.get_xlabel() == "replaced position\nhatched: 1 cell skipped: no partner"
+    (hatched,) = axes.collections
+    assert hatched.get_hatch()
+    (cell,) = hatched.get_paths()
+    assert cell.get_extents().bounds == (1.5, 0.5, 1.0, 1.0)  # row 1, column 2
 
 
 def test_records(scripted, client) -> None:
-    first, *others = sweep(client, PAIR).records()
+    first, *others = sweep(client, PAIR, grades="logprob").records()
     assert first == {
         "point": "resid_post",
         "layer": 0,
