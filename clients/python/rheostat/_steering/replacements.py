@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, Never, TypeAlias, get_args
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rheostat._arrays import ArrayLike, Element, read_element, rows_data, write_element
 from rheostat._errors import Unimplemented, invalid
-from rheostat._fields import UINT64, whole_number
+from rheostat._fields import UINT64, check_arguments, whole_number
 from rheostat._points import Layers, Site, point_of, site_to_wire
 from rheostat._runs import RunInfo, valid_run_id
 from rheostat._steering.interventions import fraction
@@ -69,7 +69,8 @@ class Noise:
     """
 
     std: float | None = None
-    """Standard deviation of the noise."""
+    """Standard deviation of the noise, in the units of the rows' own numbers: 1 adds noise of 1 to
+    each number, however small the model's rows are."""
     embedding_std: float | None = None
     """The same as a multiple of the standard deviation of the model's token embedding,
     `ModelInfo.embedding_std`. Causal traces use 3."""
@@ -82,8 +83,10 @@ class Noise:
         std: float | None = None,
         embedding_std: float | None = None,
         seed: int = 0,
+        **unknown: Never,
     ) -> None:
         """Noise of one of the two standard deviations, which are given by name."""
+        check_arguments("Noise", unknown, [argument.name for argument in fields(self)])
         if by_position:
             number = f"{by_position[0]!r:.60}"
             raise TypeError(
@@ -95,7 +98,11 @@ class Noise:
         object.__setattr__(self, "seed", seed)
         given = [number for number in (std, embedding_std) if number is not None]
         if len(given) != 1:
-            raise invalid("noise", "give std or embedding_std")
+            raise invalid(
+                "noise",
+                "give std or embedding_std: a number, or a multiple of the standard deviation of "
+                "the model's token embedding, of which causal traces use 3",
+            )
         name = "embedding_std" if std is None else "std"
         if finite(given[0], f"noise.{name}", name) <= 0:
             raise invalid(f"noise.{name}", f"{name} is above 0, not {given[0]:.6g}")

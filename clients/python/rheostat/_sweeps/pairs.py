@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -128,6 +128,21 @@ def pair_to_wire(
                 f"{path}.corrupt",
                 f"a run stands for the corrupt prompt as rheostat.from_run({run_id!r})",
             )
+        case Noise(std=std, embedding_std=factor):
+            scale = f"embedding_std={factor}" if std is None else f"std={std}"
+            usual = (
+                "" if std is None else "; std is absolute, and causal traces use embedding_std=3"
+            )
+            raise invalid(
+                f"{path}.corrupt",
+                f"say which tokens get the noise: rheostat.NoisyPrompt(rheostat.Noise({scale}), "
+                f'where=rheostat.span("the subject")){usual}',
+            )
+        case NoisyPrompt(noise=noise) if not isinstance(noise, Noise):
+            raise invalid(
+                f"{path}.corrupt.noise",
+                f"noise is a rheostat.Noise, as rheostat.Noise(embedding_std=3), not {noise!r:.60}",
+            )
         case NoisyPrompt() as noisy:
             message.noise.noise.CopyFrom(noise_to_wire(noisy.noise))
             sites = site_set(points_of(noisy.points), layers_of(noisy.layers))
@@ -136,8 +151,14 @@ def pair_to_wire(
             message.noise.noise_count = whole_number(
                 noisy.count, f"{path}.corrupt.count", "a count"
             )
-        case prompt:
+        case prompt if isinstance(prompt, Iterable):
             put_prompt(message.corrupt, prompt, f"{path}.corrupt")
+        case other:
+            raise invalid(
+                f"{path}.corrupt",
+                "corrupt is a second prompt, a rheostat.NoisyPrompt, rheostat.Zeros(), "
+                f"rheostat.run_mean(run) or rheostat.from_run(run), not {other!r:.60}",
+            )
     for name, answer in (("answer", pair.answer), ("foil", pair.foil)):
         alternatives = getattr(message, name).alternatives
         for ids in answer_ids(answer, tokens, f"{path}.{name}"):

@@ -26,6 +26,7 @@ from rheostat._selectors import SelectorLike, positions
 from rheostat._steering.replacements import (
     Align,
     FromRun,
+    Noise,
     RunMean,
     Zeros,
     from_run,
@@ -128,7 +129,7 @@ class Paths:
     ) -> None:
         if not isinstance(pair, Pair):
             raise invalid("pair", f"a pair is a rheostat.Pair, not {pair!r:.60}")
-        if isinstance(pair.corrupt, NoisyPrompt | Zeros | RunMean | FromRun):
+        if isinstance(pair.corrupt, NoisyPrompt | Noise | Zeros | RunMean | FromRun):
             raise invalid(
                 "pair.corrupt",
                 "path patching takes its rows from two prompts: give the second prompt as corrupt=",

@@ -154,7 +154,9 @@ def test_the_std_of_a_noise_is_given_by_name() -> None:
         rheostat.Noise(3)
     assert copy.copy(rheostat.Noise(std=3)) == rheostat.Noise(std=3)
     shown = list(inspect.signature(rheostat.Noise).parameters)
-    assert shown == ["by_position", "std", "embedding_std", "seed"]
+    assert shown == ["by_position", "std", "embedding_std", "seed", "unknown"]
+    with pytest.raises(TypeError, match=r"^Noise\(\) has no argument 'sigma'; it has std, emb"):
+        rheostat.Noise(sigma=3)
 
 
 @pytest.mark.parametrize(
