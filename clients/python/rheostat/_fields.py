@@ -85,10 +85,12 @@ def flag(given: object, path: str, name: str) -> bool:
 
 
 def word(given: object, words: Mapping[str, Number], path: str) -> Number:
-    """The enum's value that a word means."""
+    """The enum's value that a word means. The last part of ``path`` names the argument."""
     if not isinstance(given, str) or given not in words:
         raise invalid(
-            path, f"is {' or '.join(map(repr, words))}, not {given!r}", "REASON_UNKNOWN_ENUM"
+            path,
+            f"{path.rpartition('.')[2]} is {' or '.join(map(repr, words))}, not {given!r}",
+            "REASON_UNKNOWN_ENUM",
         )
     return words[given]
 

@@ -179,6 +179,8 @@ def test_what_no_field_can_hold_is_refused_before_it_is_sent(client, server, use
     "use",
     [
         generate(ignore_eos="no"),
+        generate(steering=JOY.when(rheostat.gate(rheostat.probe(JOY).above(1), invert="no"))),
+        lambda engine: engine.subscribe(every="no", capture=Capture("resid_post")),
         generate(with_baseline=[1]),
         generate(stop=5),
         generate(steering=rheostat.Add(None)),

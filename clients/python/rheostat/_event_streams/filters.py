@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rheostat._errors import invalid
-from rheostat._fields import utf8_text
+from rheostat._fields import flag, utf8_text
 from rheostat._prompts import labels_to_wire
 from rheostat_wire.v1 import capture_service_pb2
 
@@ -17,7 +17,7 @@ def request_filter(
 
     Raises InvalidRequest if several are given, or one is malformed.
     """
-    given = [requests is not None, labels is not None, bool(every)]
+    given = [requests is not None, labels is not None, flag(every, "every", "every")]
     if sum(given) > 1:
         raise invalid("open.filter", "give one of requests=, labels= and every=True")
     message = capture_service_pb2.RequestFilter()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Never, NoReturn, TypeAlias, get_args
 
 from rheostat._errors import invalid
-from rheostat._fields import check_arguments, whole_number, word
+from rheostat._fields import check_arguments, flag, whole_number, word
 from rheostat._points import (
     Layers,
     LayersLike,
@@ -229,8 +229,8 @@ class Condition(_Uncombined):
         message = gate_pb2.Condition(
             probe_name=self.probe.name,
             pool=word(self.pool, POOLS, f"{path}.pool"),
-            combine_sites=word(self.combine, COMBINES, f"{path}.combine_sites"),
-            after_prompt=bool(self.after_prompt),
+            combine_sites=word(self.combine, COMBINES, f"{path}.combine"),
+            after_prompt=flag(self.after_prompt, f"{path}.after_prompt", "after_prompt"),
         )
         if self.low is not None:
             message.above = finite(self.low, f"{path}.above", "bound")
@@ -301,8 +301,8 @@ class Gate(_Uncombined):
                 for number, condition in enumerate(self.conditions)
             ],
             combine=word(self.combine, COMBINES, f"{path}.combine"),
-            invert=bool(self.invert),
-            signals=bool(self.signals),
+            invert=flag(self.invert, f"{path}.invert", "invert"),
+            signals=flag(self.signals, f"{path}.signals", "signals"),
         )
         match self.form:
             case None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from rheostat._errors import invalid
+from rheostat._fields import flag
 from rheostat._points import Layers
 from rheostat._steering.readouts import Readout
 from rheostat._steering.vectors import Intervention, Vector, finite, labels, row_ref
@@ -118,7 +119,7 @@ class Band:
             min=low,
             max=high,
             strength=fraction(self.strength, f"{path}.strength", "strength"),
-            only_on=bool(self.only_on),
+            only_on=flag(self.only_on, f"{path}.only_on", "only_on"),
         )
 
     def __str__(self) -> str:

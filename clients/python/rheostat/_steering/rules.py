@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rheostat._errors import InvalidRequest, invalid
-from rheostat._fields import utf8_text, whole_number, word
+from rheostat._fields import flag, utf8_text, whole_number, word
 from rheostat._steering.gates import COMBINES, Combine, Condition, Hold, Probe, hold_to_wire
 from rheostat._steering.steering import SteeringLike, steering_to_wire
 from rheostat._steering.vectors import Intervention, finite
@@ -124,8 +124,12 @@ class Rule:
                 message.observe.SetInParent()
             case Stop(label, drop_sampled, all_samples):
                 message.stop.label = utf8_text(label, f"{path}.stop.label", "a label")
-                message.stop.drop_sampled = bool(drop_sampled)
-                message.stop.all_samples = bool(all_samples)
+                message.stop.drop_sampled = flag(
+                    drop_sampled, f"{path}.stop.drop_sampled", "drop_sampled"
+                )
+                message.stop.all_samples = flag(
+                    all_samples, f"{path}.stop.all_samples", "all_samples"
+                )
             case Steer(steering):
                 message.steer.CopyFrom(_steering_to_wire(steering, f"{path}.steer.interventions"))
             case Gain(factor, interventions):

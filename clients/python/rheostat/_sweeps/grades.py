@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, utf8_text, word
+from rheostat._fields import builds_message, flag, utf8_text, word
 from rheostat._points import Point, layers_of, points_of, site_set
 from rheostat._selectors import SelectorLike, selector_of, to_wire
 from rheostat._steering.gates import POOLS, Pool
@@ -86,7 +86,8 @@ def named_grades(
         path = f"grades[{number}]"
         named = (
             NamedGrade(
-                "recovered " * grade.recovered + utf8_text(grade.name, f"{path}.name", "a name"),
+                "recovered " * flag(grade.recovered, f"{path}.recovered", "recovered")
+                + utf8_text(grade.name, f"{path}.name", "a name"),
                 _probe_to_wire(grade, path),
             )
             if isinstance(grade, ProbeGrade)
@@ -144,5 +145,5 @@ def _probe_to_wire(grade: ProbeGrade, path: str) -> sweep_pb2.Grade:
     )
     return sweep_pb2.Grade(
         probe=sweep_pb2.ProbeGrade(probe=message, pool=word(grade.pool, POOLS, f"{path}.pool")),
-        recovered=bool(grade.recovered),
+        recovered=flag(grade.recovered, f"{path}.recovered", "recovered"),
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, SupportsIndex, TypedDict, cast
 
 from rheostat._errors import invalid
-from rheostat._fields import builds_message, utf8_text, whole_number, word
+from rheostat._fields import builds_message, flag, utf8_text, whole_number, word
 from rheostat._points import LayersLike, PointsLike, layers_of, points_of, site_set
 from rheostat._runs import lease_duration
 from rheostat._selectors import SelectorLike, selector_of, to_wire
@@ -114,21 +114,21 @@ def sweep_request(
         grades=[grade.message for grade in grades],
         steering=steering_to_wire(options.get("steering")),
         lora_name=utf8_text(options.get("lora", ""), "lora", "an adapter's name"),
-        pair_values=bool(options.get("pair_values", False)),
+        pair_values=flag(options.get("pair_values"), "pair_values", "pair_values"),
     )
     where = to_wire(selector_of(options.get("where")))
     if where is not None:
         request.where.CopyFrom(where)
     if "alpha" in options:
         request.alpha = fraction(options["alpha"], "alpha", "alpha")
-    numbers: list[tuple[str, SupportsIndex | None]] = [
-        ("layer_window", options.get("window")),
-        ("baseline_count", options.get("baselines")),
-        ("max_concurrent_cells", options.get("concurrency")),
+    numbers: list[tuple[str, str, SupportsIndex | None]] = [
+        ("layer_window", "window", options.get("window")),
+        ("baseline_count", "baselines", options.get("baselines")),
+        ("max_concurrent_cells", "concurrency", options.get("concurrency")),
     ]
-    for field, given in numbers:
+    for field, name, given in numbers:
         if given is not None:
-            setattr(request, field, whole_number(given, field, "the number"))
+            setattr(request, field, whole_number(given, name, name))
     if "direction" in options:
         request.direction = word(options["direction"], _DIRECTIONS, "direction")
     if "align" in options:
@@ -143,6 +143,6 @@ def sweep_request(
     for name, value in zoom.items():
         if name not in Zoom.__annotations__:
             raise invalid("zoom", f"zoom has {', '.join(Zoom.__annotations__)}, not {name!r}")
-        number = whole_number(cast(SupportsIndex, value), f"zoom.{name}", "a number")
+        number = whole_number(cast(SupportsIndex, value), f"zoom.{name}", name)
         setattr(request.zoom, name, number)
     return request

@@ -189,7 +189,7 @@ WRONG = [
     (["--run-mean", "a b"], "'a b' is no run's id"),
     (["--zeros", "--answer", ""], "an answer has at least one token"),
     (["--zeros", "--keep-runs", "0"], "a lease lasts 1 to 86400 seconds"),
-    (["--zeros", "--window", "-1"], "the number"),
+    (["--zeros", "--window", "-1"], "window is 0 to 4294967295, not -1"),
 ]
 
 

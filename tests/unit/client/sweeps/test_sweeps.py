@@ -354,6 +354,24 @@ WRONG = {
         lambda c: sweep(c, rheostat.Pair("a", corrupt=rheostat.Zeros, answer=[1])),
         "Zeros is a class: use Zeros()",
     ),
+    "noise without tokens": (
+        lambda c: sweep(c, rheostat.Pair("a", corrupt=rheostat.Noise(std=1), answer=[1])),
+        "say which tokens get the noise: rheostat.NoisyPrompt(rheostat.Noise(std=1), "
+        'where=rheostat.span("the subject")); std is absolute, and causal traces use '
+        "embedding_std=3 (at pairs[0].corrupt)",
+    ),
+    "a number for noise": (
+        lambda c: sweep(
+            c, rheostat.Pair("a", corrupt=rheostat.NoisyPrompt(3, "prompt"), answer=[1])
+        ),
+        "noise is a rheostat.Noise, as rheostat.Noise(embedding_std=3), not 3",
+    ),
+    "a replacement for a prompt": (
+        lambda c: sweep(
+            c, rheostat.Pair("a", corrupt=rheostat.replace(rheostat.Zeros()), answer=[1])
+        ),
+        "rheostat.Zeros(), rheostat.run_mean(run) or rheostat.from_run(run), not ",
+    ),
     "no answer": (lambda c: sweep(c, rheostat.Pair("a", corrupt="b", answer="")), "answer"),
     "odd answer": (lambda c: sweep(c, rheostat.Pair("a", corrupt="b", answer=7)), "answer"),
     "a run instead of from_run": (
@@ -377,7 +395,22 @@ WRONG = {
         lambda c: sweep(c, PAIR, grades=probe(bias=float("inf"))),
         "grades[0].bias",
     ),
-    "odd direction": (lambda c: sweep(c, PAIR, direction="up"), "direction"),
+    "odd direction": (
+        lambda c: sweep(c, PAIR, direction="up"),
+        "direction is 'denoise' or 'noise', not 'up'",
+    ),
+    "odd priority": (
+        lambda c: sweep(c, PAIR, priority="low"),
+        "priority is 'background' or 'normal', not 'low'",
+    ),
+    "odd pair_values": (
+        lambda c: sweep(c, PAIR, pair_values="no"),
+        "pair_values is True or False, not 'no'",
+    ),
+    "probe that is oddly recovered": (
+        lambda c: sweep(c, PAIR, grades=probe(recovered="no")),
+        "recovered is True or False, not 'no' (at grades[0].recovered)",
+    ),
     "odd zoom": (lambda c: sweep(c, PAIR, zoom={"stride": 1}), "zoom"),
     "half a run": (
         lambda c: sweep(c, rheostat.Pair("a", corrupt=rheostat.from_run("r", [1]), answer=[1])),
