@@ -67,20 +67,53 @@ _CAUSES = (
 )
 """Patterns of gRPC's details of a failed connection, and their causes. The first match counts."""
 
+_FIELDS = {
+    "baseline_count": "baselines",
+    "combine_sites": "combine",
+    "expected_digest": "expected",
+    "group_labels": "groups",
+    "layer_window": "window",
+    "lora_name": "lora",
+    "max_concurrent_cells": "concurrency",
+    "minus_token_id": "minus",
+    "name_prefix": "prefix",
+    "noise_count": "count",
+}
+"""Protobuf fields, and the Python arguments of another name."""
 _ARGUMENTS = (
     (re.compile(r"^(captures|open\.captures)\b"), "capture"),
+    (re.compile(r"^(capture\[\d+\])\.(sink|run)\b(\.(sink_name|run_id))?"), r"\1.to"),
+    (re.compile(r"^steering\.interventions\b"), "steering"),
     (re.compile(r"^open\.credit_bytes$"), "credit"),
-    (re.compile(r"^policy\."), ""),
-    (re.compile(r"^lora_name$"), "lora"),
+    (re.compile(r"^(policy|sampling|header)\."), ""),
+    (re.compile(r"^(text$|chat$|chat\.messages\b|token_ids\.ids\b)"), "prompt"),
     (re.compile(r"\.projection\.readouts\.readouts(\[\d+\])\.vector"), r".projection\1"),
+    (re.compile(r"^(grades\[\d+\])\.token\.metric"), r"\1"),
+    (re.compile(r"^(grades\[\d+\])(\.probe)+(\.read)?"), r"\1"),
+    (re.compile(r"^(pairs\[\d+\])\.(noise|zeros|mean|run_id)\b"), r"\1.corrupt"),
+    (re.compile(r"^(pairs\[\d+\]\.\w+)\.alternatives(\[\d+\])?(\.ids)?"), r"\1\2"),
     (re.compile(r"\.read\.vector\b"), ".direction"),
     (re.compile(r"^open\.filter\.(requests|labels)\.\w+"), r"\1"),
     (re.compile(r"^open\."), ""),
-    (re.compile(r"\.sites\.list\."), "."),
+    (re.compile(r"\bsites\.(list\.)?(points|layers)\b"), r"\2"),
+    *((re.compile(rf"\b{field}\b"), argument) for field, argument in _FIELDS.items()),
 )
 """Parts of a protobuf field path, and the Python argument that each corresponds to."""
-_ENUM_VALUE = re.compile(r"\b(ENCODING|OVERLOAD|LAYOUT|DTYPE)_([A-Z0-9_]+)")
-"""A protobuf enum value, and in its groups the Python argument and the value of that argument."""
+_ENUMS = {
+    "ACTIVATION": "activation",
+    "COMBINE": "combine",
+    "DERIVE_METHOD": "method",
+    "DTYPE": "dtype",
+    "ENCODING": "encoding",
+    "FIT_DIRECTION": "directions",
+    "LAYOUT": "layout",
+    "NORMALISE": "normalise",
+    "OVERLOAD": "overload",
+    "POOL": "pool",
+}
+"""Protobuf enums of which errors name values, and the Python argument that takes each."""
+_ENUM_VALUE = re.compile(rf"\b({'|'.join(_ENUMS)})_([A-Z0-9_]+)")
+"""A protobuf enum value, and in its groups the enum and the value of the Python argument."""
 _METRIC = re.compile(r"\bMETRIC_([A-Z_]+)")
 """A grade of a sweep, and in its group the word for it."""
 
@@ -299,7 +332,7 @@ def _in_python(message: str) -> str:
     for advice, python_advice in _ADVICE.items():
         message = message.replace(advice, python_advice)
     message = _METRIC.sub(lambda match: f'"{match[1].lower()}"', message)
-    return _ENUM_VALUE.sub(lambda match: f'{match[1].lower()}="{match[2].lower()}"', message)
+    return _ENUM_VALUE.sub(lambda match: f'{_ENUMS[match[1]]}="{match[2].lower()}"', message)
 
 
 def _status_in(trailers: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status:

@@ -125,7 +125,7 @@ def _method(request: steering_service_pb2.DeriveVectorsRequest) -> Method:
     if method is Method.PRINCIPAL_COMPONENT and len(request.positive) != len(request.negative):
         raise InvalidValue(
             f"there are {len(request.negative)} negative prompts and {len(request.positive)} "
-            "positive ones; METHOD_PRINCIPAL_COMPONENT pairs them and needs as many of each",
+            "positive ones; DERIVE_METHOD_PRINCIPAL_COMPONENT pairs them and needs as many of each",
             field="negative",
         )
     return method

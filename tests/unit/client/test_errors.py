@@ -86,7 +86,7 @@ def test_all_details_are_kept(client, server, refusal):
     )
     assert error.resource == rheostat.Resource("vector", "joy")
     assert error.retry_after == 0.5
-    assert str(error) == "wrong (at steering.interventions[2].where) [REASON_INVALID_VALUE]"
+    assert str(error) == "wrong (at steering[2].where) [REASON_INVALID_VALUE]"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,26 @@ def test_all_details_are_kept(client, server, refusal):
         ("open.filter.labels.labels", "labels"),
         ("open.credit_bytes", "credit"),
         ("open.buffer_bytes", "buffer_bytes"),
-        ("sampling.seed", "sampling.seed"),
+        ("sampling.seed", "seed"),
+        ("captures[1].sink.sink_name", "capture[1].to"),
+        ("captures[0].run.lease", "capture[0].to.lease"),
+        ("chat.messages[1].content", "prompt[1].content"),
+        ("token_ids.ids[4]", "prompt[4]"),
+        ("token_ids[4]", "token_ids[4]"),
+        ("header.description", "description"),
+        ("layer_window", "window"),
+        ("max_concurrent_cells", "concurrency"),
+        ("lora_name", "lora"),
+        ("sites.list.layers[2]", "layers[2]"),
+        ("steering.interventions[1].sites.points[0]", "steering[1].points[0]"),
+        ("grades[1].token.metric", "grades[1]"),
+        ("grades[1].probe.probe.read.vector", "grades[1].vector"),
+        ("grades[1].probe.pool", "grades[1].pool"),
+        ("pairs[2].noise.noise_count", "pairs[2].corrupt.count"),
+        ("pairs[2].noise.noise.std", "pairs[2].corrupt.noise.std"),
+        ("pairs[0].run_id", "pairs[0].corrupt"),
+        ("pairs[0].foil.alternatives[1].ids[3]", "pairs[0].foil[1][3]"),
+        ("rules[0].conditions[1].combine_sites", "rules[0].conditions[1].combine"),
     ],
 )
 def test_what_the_server_says_reads_as_arguments(client, server, refusal, path, argument):
@@ -110,6 +129,30 @@ def test_what_the_server_says_reads_as_arguments(client, server, refusal, path, 
         client.run(lambda engine: engine.tokenize("x"))
     told = f'no overload="drop_oldest" for encoding="rp8" (at {argument})'
     assert (str(raised.value), raised.value.path) == (told, path)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("use NORMALISE_UNIT", 'use normalise="unit"'),
+        (
+            "only ACTIVATION_JUMP_RELU has a threshold",
+            'only activation="jump_relu" has a threshold',
+        ),
+        ("a sum (COMBINE_SUM) is any number", 'a sum (combine="sum") is any number'),
+        ("POOL_MEAN is the mean", 'pool="mean" is the mean'),
+        ("DERIVE_METHOD_PRINCIPAL_COMPONENT pairs them", 'method="principal_component" pairs them'),
+        (
+            "Name FIT_DIRECTION_DIFFERENCE_OF_MEANS alone",
+            'Name directions="difference_of_means" alone',
+        ),
+    ],
+)
+def test_an_enum_in_an_error_reads_as_an_argument(client, server, refusal, said, told):
+    server.on("Tokenize", refusal(grpc.StatusCode.INVALID_ARGUMENT, said))
+    with pytest.raises(rheostat.InvalidRequest) as raised:
+        client.run(lambda engine: engine.tokenize("x"))
+    assert raised.value.message == told
 
 
 def test_a_grade_in_an_error_reads_as_its_word(client, server, refusal):

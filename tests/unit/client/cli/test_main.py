@@ -294,7 +294,7 @@ def test_a_wrong_request_exits_as_a_wrong_command_line_does(server, capsys):
     [
         (
             ["generate", "x", "--steer", "joy", "--points", "resid_post", "--layers", "9" * 11],
-            "no model has a layer 99999999999 (at sites.layers) [REASON_UNKNOWN_LAYER]",
+            "no model has a layer 99999999999 (at layers) [REASON_UNKNOWN_LAYER]",
         ),
         (
             ["global", "clear", "--expected-version", "9" * 23],

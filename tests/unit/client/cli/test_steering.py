@@ -153,7 +153,7 @@ def test_vectors_of_an_op_act_where_those_are_meant_that_are_meant_for_somewhere
     assert main([*line, "--ablate", "bare"]) == 2
     assert capsys.readouterr().err == (
         "rheostat: bare has no default points and layers: give them, with --points and --layers "
-        "(at steering.interventions[0].sites) [REASON_MISSING_FIELD]\n"
+        "(at steering[0].sites) [REASON_MISSING_FIELD]\n"
     )
 
 
