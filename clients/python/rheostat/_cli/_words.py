@@ -12,7 +12,8 @@ from rheostat._watches.state import WatchState
 START_ONE = "start one with rheostat serve MODEL, or name one with --target"
 """What to do if no server answers."""
 
-_NOT_STORED = ("REASON_NAME_NOT_FOUND", "REASON_VECTOR_NOT_FOUND")
+_NOT_STORED = {"REASON_NAME_NOT_FOUND": "", "REASON_VECTOR_NOT_FOUND": " --all"}
+"""Errors of vectors that are not stored, and the flag that lists those that could be meant."""
 _FLAGS = {
     _errors.START_ONE: START_ONE,
     "(engine.wait_until_ready() waits for it)": "(--wait waits for it)",
@@ -42,7 +43,7 @@ def error_text(error: RheostatError) -> str:
 def _hint(error: RheostatError) -> str:
     """Advice that only the command line has."""
     if error.reason in _NOT_STORED:
-        return "; rheostat vectors list shows what is stored"
+        return f"; rheostat vectors list{_NOT_STORED[error.reason]} shows what is stored"
     if error.reason == "REASON_RUN_NOT_FOUND":
         return "; rheostat runs list shows what is stored"
     if error.path == "layers" and "control vectors" in error.message:

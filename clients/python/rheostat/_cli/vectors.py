@@ -25,6 +25,7 @@ from rheostat._cli._listing import add_json, print_json, print_table
 from rheostat._cli._progress import Phase
 from rheostat._cli._rows import check_layers, part
 from rheostat._cli._stored import fetched, names, shown, stored, warn_if_moved
+from rheostat._fields import counted
 from rheostat._files import FORMATS, load_vector, save_vector
 from rheostat._points import show_layers
 from rheostat._steering.vectors import Vector, VectorInfo, defaults, inline
@@ -47,11 +48,20 @@ rheostat vectors put joy.npy --points resid_post --layers 3""",
     listing = actions.add_parser(
         "list",
         help="show the stored vectors",
-        description="Show the stored vectors by name, then those without a name.",
-        example="rheostat vectors list --prefix demo/",
+        description="Show the stored vectors by name, and how many have no name.",
+        example="""\
+rheostat vectors list --prefix demo/
+rheostat vectors list --all""",
     )
     add_json(listing)
-    listing.add_argument("--prefix", default="", help="only names that begin with this")
+    which = listing.add_mutually_exclusive_group()
+    which.add_argument("--prefix", default="", help="only names that begin with this")
+    which.add_argument(
+        "--all",
+        action="store_true",
+        help="also vectors without a name, such as those that requests carry; --json has them "
+        "in any case",
+    )
     listing.set_defaults(run=run_list)
 
     put = actions.add_parser(
@@ -156,8 +166,14 @@ def run_list(args: argparse.Namespace) -> int:
         infos = engine.vectors.list(args.prefix)
     if args.json:
         print_json([_fields(info) for info in infos])
-    else:
-        print_table(_HEAD, [_cells(info) for info in infos], "vectors")
+        return 0
+    listed = [info for info in infos if args.all or info.vector.name]
+    unnamed = len(infos) - len(listed)
+    if listed or not unnamed:
+        print_table(_HEAD, [_cells(info) for info in listed], "vectors")
+    if unnamed:
+        noun = "further vector" if listed else "vector"
+        warn(f"{counted(unnamed, noun)} without a name: --all lists all")
     return 0
 
 

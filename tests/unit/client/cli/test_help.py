@@ -119,7 +119,7 @@ text_format.Parse("dtype: DTYPE_FLOAT16 shape: 2 shape: 8", LISTED.vectors.add(d
 
 def test_vectors_are_listed_below_a_head(server, capsys):
     server.on("ListVectors", LISTED)
-    assert main(["vectors", "list", "--target", server.target]) == 0
+    assert main(["vectors", "list", "--all", "--target", server.target]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "DIGEST        NAME  TYPE     SHAPE   SITES           DESCRIPTION",
         "abababababab  joy   float32  [1, 8]  resid_post 2-5  bright",
@@ -128,6 +128,18 @@ def test_vectors_are_listed_below_a_head(server, capsys):
     server.on("ListVectors", pb.ListVectorsResponse())
     assert main(["vectors", "list", "--target", server.target]) == 0
     assert capsys.readouterr() == ("", "rheostat: no vectors are stored\n")
+
+
+def test_vectors_without_a_name_are_counted(server, capsys):
+    server.on("ListVectors", LISTED)
+    assert main(["vectors", "list", "--target", server.target]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["DIGEST", "abababababab"]
+    assert err == "rheostat: 1 further vector without a name: --all lists all\n"
+    server.on("ListVectors", pb.ListVectorsResponse(vectors=[LISTED.vectors[1]] * 2))
+    assert main(["vectors", "list", "--target", server.target]) == 0
+    said = "rheostat: 2 vectors without a name: --all lists all\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_vectors_are_listed_as_json(server, capsys):

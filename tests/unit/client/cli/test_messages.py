@@ -105,7 +105,7 @@ def test_a_vector_is_fetched_by_the_beginning_of_its_digest(server, tmp_path, ac
             "99999999",
             1,
             "no vector is named '99999999' or has a digest that begins so "
-            "[REASON_VECTOR_NOT_FOUND]; rheostat vectors list shows what is stored",
+            "[REASON_VECTOR_NOT_FOUND]; rheostat vectors list --all shows what is stored",
         ),
         (
             "abcdef0",

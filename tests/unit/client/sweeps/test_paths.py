@@ -59,7 +59,9 @@ def test_a_frozen_head_is_refused() -> None:
         resolved(("attn_out", 0), freeze="hook_z")
 
 
-@pytest.mark.parametrize("corrupt", [rheostat.Zeros(), rheostat.from_run("r")])
+@pytest.mark.parametrize(
+    "corrupt", [rheostat.Zeros(), rheostat.from_run("r"), rheostat.Noise(std=1)]
+)
 def test_a_pair_has_two_prompts_and_an_answer_of_one_token(corrupt: object) -> None:
     with pytest.raises(rheostat.InvalidRequest, match="second prompt"):
         Paths(rheostat.Pair("a", corrupt, answer=[7]), ("attn_out", 0), "logits", {})
