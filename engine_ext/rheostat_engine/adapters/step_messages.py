@@ -52,6 +52,7 @@ def _share(params: SamplingParams, tables: dict[bytes, EncodedTable]) -> None:
         plan.gained,
         plan.control,
         plan.signals_wait,
+        plan.gates,
     )
     if plan.control is not None:
         gained = tables.setdefault(plan.control.acts.digest, plan.control.acts)

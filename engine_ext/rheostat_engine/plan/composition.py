@@ -52,8 +52,10 @@ class Step(NamedTuple):
     """The number of the gate by which the step's strength is multiplied; None: 1."""
     gain: int | None = None
     """The index of the gain by which the step's strength is multiplied; None: 1."""
-    opening: Gate | None = None
-    """GATE: computes how far the gate of the number `gate` is open at the token."""
+    one_term: bool = False
+    """GATE, which computes how far the gate of the number `gate` is open at the token: whether the
+    gate has a single term. The rest of the gate is not in the program, so requests whose gates
+    differ only in numbers share programs."""
     reading: Reading | None = None
     """READ, READ_ALONE, READ_MEAN: the number that is read; `column` is that of the site."""
     row_sum: int | None = None
@@ -351,7 +353,8 @@ def _openings(
                 step = _mean_step(acts, column, sums[column]) if column in sums else None
                 if step is not None and step not in steps:
                     steps.append(step)
-            steps.append(Step(Kind.GATE, last=False, gate=number, opening=gate))
+            one_term = len(gate.columns) == 1
+            steps.append(Step(Kind.GATE, last=False, gate=number, one_term=one_term))
     return by_site
 
 

@@ -82,6 +82,9 @@ class Held(IntEnum):
     RECORD = 3
     """If the gate is recorded: its record begins so many states after this one. A record has a bit
     for each position from `Gate.late` on: whether the gate was open there."""
+    GATE = 4
+    """The gate, as a row of the table of gates. The host writes this and `RECORD`, and kernels the
+    other lanes."""
 
 
 RECORDED = len(State) * MAX_TERMS * 32

@@ -234,6 +234,10 @@ class Gate(NamedTuple):
         ]
         return self._replace(conditions=tuple(conditions), a=0.0, b=0.0)
 
+    def numbered(self, number: int) -> "Gate":
+        """Its shape, with its number in the plan as `a`, so that gates of a plan stay distinct."""
+        return self.shape._replace(a=float(number), b=number + 1.0)
+
     @property
     def opens_from(self) -> int:
         """The lowest position at which it may be open."""

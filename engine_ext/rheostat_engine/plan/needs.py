@@ -6,9 +6,9 @@ this process, so that no client can construct colliding contents.
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from rheostat_engine.plan.acts import Act, Kind
 from rheostat_engine.plan.composition import Combination, Program, combine, only_adds
-from rheostat_engine.plan.gates import Gate
 from rheostat_engine.plan.tables import SteeringTable
 
 SHARED: Final[tuple[str, ...]] = (
@@ -72,11 +71,6 @@ def needs_of(contents: Iterator[tuple[str, object, int]]) -> Needs:
         _key(_PREFIXES[resource], content): (_NUMBERS[resource], weight)
         for resource, content, weight in contents
     }
-    return _sorted_needs(weights)
-
-
-def _sorted_needs(weights: Mapping[int, tuple[int, int]]) -> Needs:
-    """Sorts needs by key. Values of `weights`: the index of the resource, and the amount."""
     if not weights:
         return _NOTHING
     keys = np.fromiter(weights, np.uint64, len(weights))
@@ -86,65 +80,8 @@ def _sorted_needs(weights: Mapping[int, tuple[int, int]]) -> Needs:
     return Needs(keys[order], rest[:, 0], rest[:, 1])
 
 
-class GatedNeeds:
-    """The needs of tables that differ from each other only in the numbers of their gates.
-
-    The content of one table is encoded once, with a gap wherever a gate stands. Filling the gaps
-    takes a tenth of the time of composing and encoding the content again.
-    """
-
-    def __init__(self, table: SteeringTable) -> None:
-        """Encodes the content of one of the tables, which has gates."""
-        # Random bytes mark each gate, so that no request can contain the bytes of a mark.
-        marked = {gate: gate._replace(a=cast(float, os.urandom(16))) for gate in table.gates}
-        signals = table.signals.with_gates(marked)
-        marks = [_ENCODER.encode(gate) for gate in marked.values()]
-        self._fixed: dict[int, tuple[int, int]] = {}
-        """Content without gates: by its key, the index of the resource, and the amount."""
-        self._gapped: list[tuple[list[bytes | int], tuple[int, int]]] = []
-        """Content with gates: its encoded pieces, where an integer is the index of the gate that
-        fills a gap; and its resource and amount, as in `_fixed`."""
-        for resource, content, weight in contents_of(table.with_gates(marked, signals)):
-            pieces: list[bytes | int] = [_PREFIXES[resource] + _encoded(content)]
-            for number, mark in enumerate(marks):
-                pieces = [part for piece in pieces for part in _cut(piece, mark, number)]
-            amount = _NUMBERS[resource], weight
-            if len(pieces) > 1:
-                self._gapped.append((pieces, amount))
-            else:
-                self._fixed[_hash(_PREFIXES[resource] + _encoded(content))] = amount
-
-    def of(self, gates: Sequence[Gate], intervals: tuple[bytes, int]) -> Needs:
-        """The needs of a table with other gates.
-
-        Args:
-            gates: as `SteeringTable.gates`.
-            intervals: the digest of its bytes, and the number of its intervals.
-        """
-        filled = [_ENCODER.encode(gate) for gate in gates]
-        digest, count = intervals
-        weights = dict(self._fixed)
-        weights[_key(_PREFIXES["intervals"], digest)] = _NUMBERS["intervals"], count
-        for pieces, amount in self._gapped:
-            whole = [filled[piece] if isinstance(piece, int) else piece for piece in pieces]
-            weights[_hash(b"".join(whole))] = amount
-        return _sorted_needs(weights)
-
-
-def _cut(piece: bytes | int, mark: bytes, number: int) -> Iterator[bytes | int]:
-    """The pieces of encoded content, with the gate index `number` in place of each mark."""
-    if isinstance(piece, int):
-        yield piece
-        return
-    first, *others = piece.split(mark)
-    yield first
-    for other in others:
-        yield number
-        yield other
-
-
 def contents_of(table: SteeringTable) -> Iterator[tuple[str, object, int]]:
-    """The content of a table of acts, without its intervals.
+    """The content of a table of acts, without its intervals and gates.
 
     Raises:
         ValueError: the acts can't be combined.
@@ -163,8 +100,6 @@ def contents_of(table: SteeringTable) -> Iterator[tuple[str, object, int]]:
             yield from _contents(variant.combination)
     if table.means:
         yield from _contents_of_program(table.means)
-    for gate in table.gates:  # its state follows the readings even if no act has it
-        yield "gates", gate, 1
 
 
 def _contents(combination: Combination) -> Iterator[tuple[str, object, int]]:
@@ -182,8 +117,6 @@ def _contents_of_program(program: Program) -> Iterator[tuple[str, object, int]]:
             yield "directions", step.direction, 1
         if step.write:
             yield "directions", step.write, 1
-        if step.opening is not None:
-            yield "gates", step.opening, 1
     if not only_adds(program):
         yield "steps", program, len(program)
 

@@ -20,15 +20,22 @@ from rheostat_engine.plan.acts import OPEN_END, Act, Capture
 from rheostat_engine.plan.controllers import MAX_CONTROLLED
 from rheostat_engine.plan.gate_table import states_of
 from rheostat_engine.plan.gates import NO_SIGNALS, Gate, Signals
-from rheostat_engine.plan.needs import GatedNeeds, Needs, contents_of, needs_of
+from rheostat_engine.plan.needs import Needs, contents_of, needs_of
 from rheostat_engine.plan.tables import (
     CaptureNeed,
     CaptureTable,
     SteeringTable,
     capture_table,
+    plan_gates,
     steering_table,
 )
-from rheostat_engine.plan.wire import captures_from, captures_to, steering_from, steering_to
+from rheostat_engine.plan.wire import (
+    captures_from,
+    captures_to,
+    check_gate,
+    steering_from,
+    steering_to,
+)
 
 EXTRA_ARG = "rheostat"
 """The key of the plan in `SamplingParams.extra_args`."""
@@ -102,7 +109,7 @@ class PackedActs:
 
     @cached_property
     def needs(self) -> Needs:
-        """The resources shared with other requests by content.
+        """The resources shared with other requests by content, without gates.
 
         Raises:
             ValueError: the acts can't be combined.
@@ -112,30 +119,31 @@ class PackedActs:
         intervals = ("intervals", self.encoded.digest, len(self.table.intervals.starts))
         return needs_of(iter([intervals, *contents_of(self.table)]))
 
+    @cached_property
+    def gates(self) -> tuple[Gate, ...]:
+        """The distinct gates, by their number in the plan."""
+        return () if self.table is None else plan_gates(self.acts, self.signals)
+
+    @cached_property
+    def gate_needs(self) -> Needs:
+        """The gates, as resources shared with other requests by content."""
+        return needs_of(("gates", gate, 1) for gate in self.gates)
+
     def with_gates(
         self, acts: tuple[Act, ...], signals: Signals, gates: Mapping[Gate, Gate]
     ) -> "PackedActs":
-        """A copy with other gates; see `Plan.with_gates`."""
+        """A copy with other gates, and the same table; see `Plan.with_gates`."""
         packed = PackedActs(acts, signals)
-        if self.table is None:
-            return packed
-        table = self.table.with_gates(gates, signals)
-        encoded = EncodedTable.of(steering_to(table))
-        intervals = encoded.digest, len(table.intervals.starts)
         packed.__dict__.update(
-            table=table,
-            encoded=encoded,
-            needs=self._gated_needs.of(table.gates, intervals),
+            table=self.table,
+            encoded=self.encoded,
+            needs=self.needs,
             ruled=self.ruled,
             gate_states=self.gate_states,
             row_sums=self.row_sums,
+            gates=tuple([gates[gate] for gate in self.gates]),
         )
         return packed
-
-    @cached_property
-    def _gated_needs(self) -> GatedNeeds:
-        assert self.table is not None
-        return GatedNeeds(self.table)
 
     def build(self) -> "PackedActs":
         """Builds the table, its bytes and its needs now; returns itself."""
@@ -331,12 +339,15 @@ class Plan:
         Raises:
             ValueError: the acts can't be combined.
         """
-        acts, captures = self.packed_acts.needs, self.packed_captures.needs
+        acts, captures = self.packed_acts, self.packed_captures.needs
+        if acts.gates:
+            controlled = () if self.control is None else (self.control.acts.needs,)
+            return acts.needs, acts.gate_needs, *controlled, captures
         if self.control is not None:
-            return acts, self.control.acts.needs, captures
-        return (
-            (acts, captures) if self.window is None else (acts, self.packed_outside.needs, captures)
-        )
+            return acts.needs, self.control.acts.needs, captures
+        if self.window is not None:
+            return acts.needs, self.packed_outside.needs, captures
+        return acts.needs, captures
 
     def for_request(self, request_id: str, epoch: int) -> "Plan":
         """A copy with another id and epoch, and the same tables."""
@@ -366,7 +377,7 @@ class Plan:
         )
 
     def with_gates(self, gates: Mapping[Gate, Gate]) -> "Plan":
-        """A copy whose gates compare readings with other numbers. Faster than packing a new plan.
+        """A copy whose gates compare readings with other numbers, and the same tables.
 
         Args:
             gates: the new gate of each gate of the plan, with an equal `Gate.shape`. Distinct gates
@@ -405,6 +416,7 @@ class Plan:
         """Serializes the plan. vLLM passes bytes on without reading or copying them."""
         wire = _Wire(self.request_id, self.epoch, self.private_from, self.measured)
         wire.acts, wire.captures = self.packed_acts.encoded, self.packed_captures.encoded
+        wire.gates = self.packed_acts.gates
         wire.gained, wire.signals_wait = self.gained, self.signals_wait
         control = self.control
         if control is not None and control.acts.encoded is not None:
@@ -445,6 +457,7 @@ class _Wire(_RequestId, omit_defaults=True):
     gained: bool = False
     control: ReceivedControl | None = None
     signals_wait: SignalsWait = SignalsWait.NEVER
+    gates: tuple[Gate, ...] = ()
 
 
 class ReceivedPlan(NamedTuple):
@@ -462,6 +475,8 @@ class ReceivedPlan(NamedTuple):
     gained: bool = False
     control: ReceivedControl | None = None
     signals_wait: SignalsWait = SignalsWait.NEVER
+    gates: tuple[Gate, ...] = ()
+    """The gates, with all their numbers, in the order of those of `acts`."""
 
 
 def read_request_id(wire: object) -> str | None:
@@ -491,6 +506,8 @@ def read_plan(wire: object) -> ReceivedPlan:
     window = None if plain.window is None else Window(*plain.window)
     if window is not None and (plain.measured or not window.start < window.end):
         raise ValueError("this is no plan: its window is empty, or its acts are measured")
+    for gate in plain.gates:
+        check_gate(gate)
     return ReceivedPlan(
         plain.id,
         plain.epoch,
@@ -503,6 +520,7 @@ def read_plan(wire: object) -> ReceivedPlan:
         plain.gained,
         plain.control,
         plain.signals_wait,
+        plain.gates,
     )
 
 

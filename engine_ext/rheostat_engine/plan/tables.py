@@ -74,10 +74,13 @@ _ROWS_READ = 16
 
 @dataclass(frozen=True, eq=False)
 class SteeringTable:
-    """A plan's acts."""
+    """A plan's acts, without the numbers with which its gates compare readings.
+
+    Requests that differ in these numbers share a table.
+    """
 
     acts: tuple[Act, ...]
-    """Without spans and conditions."""
+    """Without spans and conditions. Gates are as in `gates`."""
     clauses: tuple[Clause, ...]
     """Each act has a clause for its spans, and a clause for each condition."""
     sets: tuple[bytes, ...]
@@ -115,8 +118,8 @@ class SteeringTable:
 
     @cached_property
     def gates(self) -> tuple[Gate, ...]:
-        """The distinct gates, by their number in the plan."""
-        return _gates_of(self.acts, self.signals)
+        """The distinct gates, by their number in the plan; see `Gate.numbered`."""
+        return plan_gates(self.acts, self.signals)
 
     @cached_property
     def columns(self) -> int:
@@ -156,19 +159,6 @@ class SteeringTable:
             ),
             default=OPEN_END,
         )
-
-    def with_gates(self, gates: Mapping[Gate, Gate], signals: Signals) -> "SteeringTable":
-        """A copy with gates of the same shapes; see `Plan.with_gates`."""
-        acts = [act if act.gate is None else act.with_gate(gates[act.gate]) for act in self.acts]
-        table = SteeringTable(tuple(acts), self.clauses, self.sets, self.intervals, signals)
-        # Cached properties that do not depend on the numbers of gates are copied.
-        table.__dict__.update(
-            plan_cost=self.plan_cost,
-            read_cost=self.read_cost,
-            means=self.means,
-            gates=tuple([gates[gate] for gate in self.gates]),
-        )
-        return table
 
     def _first_position(self, act: int) -> int:
         """The lowest position at which an act may select a token; `OPEN_END` if there is none."""
@@ -281,9 +271,10 @@ def steering_table(acts: tuple[Act, ...], signals: Signals = NO_SIGNALS) -> Stee
     """
     if not acts:
         return None
-    gates = len(_gates_of(acts, signals))
-    if gates > MAX_GATES:
-        raise ValueError(f"{gates} different gates; at most {MAX_GATES} are allowed")
+    gates = plan_gates(acts, signals)
+    if len(gates) > MAX_GATES:
+        raise ValueError(f"{len(gates)} different gates; at most {MAX_GATES} are allowed")
+    numbered = {gate: gate.numbered(number) for number, gate in enumerate(gates)}
     sets = tuple(sorted({condition.tokens for act in acts for condition in act.conditions}))
     number = {tokens: index for index, tokens in enumerate(sets)}
     clauses: list[Clause] = []
@@ -300,13 +291,15 @@ def steering_table(acts: tuple[Act, ...], signals: Signals = NO_SIGNALS) -> Stee
         max_cost=MAX_PLAN_COST,
         max_intervals=MAX_INTERVALS,
     )
-    bare = tuple(map(_without_positions, acts))
+    bare = tuple([_without_positions(act, numbered) for act in acts])
     packed = tuple(np.array(tokens, "<i4").tobytes() for tokens in sets)
-    table = SteeringTable(bare, tuple(clauses), packed, intervals, signals)
+    shown = signals.with_gates(numbered)
+    table = SteeringTable(bare, tuple(clauses), packed, intervals, shown)
     return _affordable(table, MAX_PLAN_COST)
 
 
-def _gates_of(acts: tuple[Act, ...], signals: Signals) -> tuple[Gate, ...]:
+def plan_gates(acts: tuple[Act, ...], signals: Signals) -> tuple[Gate, ...]:
+    """The distinct gates of a plan. A gate's index is its number in the plan."""
     return gates_of([*signals.kept, *(act.gate for act in acts), *signals.gates])
 
 
@@ -333,8 +326,11 @@ def capture_table(captures: tuple[Capture, ...]) -> CaptureTable | None:
     return _affordable(CaptureTable(bare, intervals), MAX_CAPTURE_COST)
 
 
-def _without_positions(act: Act) -> Act:
-    """A copy of an act without spans and conditions; `replace` would take three times as long."""
+def _without_positions(act: Act, gates: Mapping[Gate, Gate]) -> Act:
+    """A copy of an act with another gate, and without spans and conditions.
+
+    `replace` would take three times as long.
+    """
     return Act(
         act.kind,
         act.vectors,
@@ -345,7 +341,7 @@ def _without_positions(act: Act) -> Act:
         act.orthogonal,
         (),
         act.reading,
-        act.gate,
+        None if act.gate is None else gates[act.gate],
         act.gain,
     )
 

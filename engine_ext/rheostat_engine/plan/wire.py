@@ -123,7 +123,7 @@ def steering_from(wire: bytes) -> SteeringTable:
     plain = _decoded(wire, _Steering)
     gates = plain.gates
     for gate in gates:
-        _check_gate(gate)
+        check_gate(gate)
     if any(plain_act.gate is not None and plain_act.gate >= len(gates) for plain_act in plain.acts):
         raise ValueError("this is no plan: an act names a gate that is missing")
     acts = _acts_from(plain.acts, gates)
@@ -245,7 +245,7 @@ def _int32(data: bytes, name: str) -> npt.NDArray[np.int32]:
     return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
-def _check_gate(gate: Gate) -> None:
+def check_gate(gate: Gate) -> None:
     """Raises ValueError for a gate that admission would have refused."""
     conditions = gate.conditions
     if not 1 <= len(conditions) <= MAX_CONDITIONS or not 1 <= len(gate.columns) <= MAX_TERMS:

@@ -185,12 +185,12 @@ def _open(steps: torch.Tensor, tokens: torch.Tensor, site: SiteBuffers) -> torch
     """
     opened, steps, own = [], steps.clone(), torch.arange(len(steps))
     while len(own):
-        _, rows, following, _, _, factors, _ = site.ints[steps[own]].long().unbind(1)
-        opened.append((rows, factors - 1, tokens[own]))
+        _, _, following, _, _, factors, _ = site.ints[steps[own]].long().unbind(1)
+        opened.append((factors - 1, tokens[own]))
         steps[own] = following
         own = own[(following > 0) & (site.ints[following, 0] == Kind.GATE)]
-    rows, numbers, tokens = map(torch.cat, zip(*opened, strict=True))
-    open_gates(site.gates, rows, numbers, tokens)
+    numbers, tokens = map(torch.cat, zip(*opened, strict=True))
+    open_gates(site.gates, numbers, tokens)
     return steps
 
 

@@ -220,7 +220,7 @@ class SiteRuntime:
             if plan.gained and plan.acts is not None:
                 steering = self.steering.make_gains(number, plan.acts, steering)
             else:
-                steering = self.steering.set_acts(number, plan.acts, steering, first)
+                steering = self.steering.set_acts(number, plan.acts, steering, first, plan.gates)
         except (BankError, ValueError) as error:
             return UpdateResult(first, str(error))
         request.steering = steering
@@ -520,7 +520,9 @@ class SiteRuntime:
                     number, plan.acts, plan.window, plan.outside
                 )
             elif plan is not None and plan.acts is not None:
-                steering = self.steering.set_acts(number, plan.acts, measured=plan.measured)
+                steering = self.steering.set_acts(
+                    number, plan.acts, gates=plan.gates, measured=plan.measured
+                )
             if plan is not None and plan.control is not None:
                 self.controllers.check(plan.control)
                 steering = self.steering.make_gains(number, plan.control.acts, steering)

@@ -59,8 +59,7 @@ class GoingOn(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> "GoingOn":
         """All that reads in a packed plan, and its gates with their states."""
-        table = plan.packed_acts.table
-        gates = () if table is None else table.gates
+        gates = plan.packed_acts.gates
         reads = tuple(act for act in plan.acts if act.kind is Kind.READ)
         return cls(reads, plan.signals._replace(kept=gates, means_kept=True))
 

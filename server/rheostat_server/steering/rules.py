@@ -392,10 +392,9 @@ def signal_plan(
     """
     if not plan.signals.any:
         return None
-    table = plan.packed_acts.table
     read = any(act.kind is Kind.READ for act in plan.acts)
     # Without a token that is read, no worker sends anything, and no rule can fire.
-    number = {gate: n for n, gate in enumerate(table.gates)} if table and read else {}
+    number = {gate: n for n, gate in enumerate(plan.packed_acts.gates)} if read else {}
     message = monitor_pb2.SignalTable()
     readings: list[int] = []
     gates: list[int] = []

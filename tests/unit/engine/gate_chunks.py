@@ -93,14 +93,14 @@ def chunk_differences(
     rng = np.random.default_rng(seed)
     # A gate of one term is also computed as if it had several, every other time.
     one_term = int(len(gate.columns) == 1 and seed % 2 == 0)
-    chain = [Step(Kind.GATE, 1, last=False, column=2, mask=one_term), Step(Kind.ADD, 1, column=2)]
+    chain = [Step(Kind.GATE, 0, last=False, column=2, mask=one_term), Step(Kind.ADD, 1, column=2)]
     every = max(1, tokens // programs) if programs else 1
     codes = [-(token % every == 0) for token in range(tokens)]
     none = [0] * tokens
     other = buffers(4, dtype=torch.float32, codes=codes, captured=none, programs=[chain])
     ints, floats = gate_rows(gate)
     other.gates.ints[1], other.gates.floats[1] = torch.from_numpy(ints), torch.from_numpy(floats)
-    other.gates.states[4, State.HEAD, Held.RECORD] = 1
+    other.gates.states[4, State.HEAD, [Held.RECORD, Held.GATE]] = 1
     site = twin(other, device)
     names = ("stream", "openness", "fold", "states", "positions")
     begins, differences = BEGINS, dict.fromkeys(names, 0.0)

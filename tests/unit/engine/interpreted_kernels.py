@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 from rheostat_engine import Kind
 from rheostat_engine.plan.gains import MAX_GAINS
-from rheostat_engine.plan.gate_table import State, gate_rows
+from rheostat_engine.plan.gate_table import Held, State, gate_rows
 from rheostat_engine.plan.gates import (
     MAX_GATES,
     MAX_TERMS,
@@ -301,7 +301,7 @@ def gated_buffers(
     width: int, dtype: torch.dtype, gate: Gate, readouts: Sequence[Readout]
 ) -> SiteBuffers:
     """Two samples, each in the middle, with numbers that were read in this step."""
-    opening = Step(Kind.GATE, 1, last=False, column=1)
+    opening = Step(Kind.GATE, 0, last=False, column=1)
     steps = [
         Step(Kind.ADD, 3, column=1),
         Step(Kind.NORM_ADD, 2, strength=0.5, column=1, gain=2),
@@ -348,6 +348,7 @@ def gated_buffers(
     gates.states[6, State.RUN] = 1
     gates.states[6, State.HEAD, :4] = torch.tensor([0.5, 3.0, 3.0, 1.0])  # held up to 3
     gates.states[4, State.HEAD, :4] = torch.tensor([1.0, 12.0, 12.0, 4.0])  # computed up to 12
+    gates.states[[4, 6], State.HEAD, Held.GATE] = 1
     gates.states.view(torch.int32)[8, 0, 0] = 0b10000001  # open at a position of its record
     return site
 

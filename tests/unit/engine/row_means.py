@@ -6,7 +6,7 @@ from itertools import product
 import torch
 
 from rheostat_engine import Kind
-from rheostat_engine.plan.gate_table import gate_rows
+from rheostat_engine.plan.gate_table import Held, State, gate_rows
 from rheostat_engine.plan.gates import (
     Activation,
     Combine,
@@ -59,7 +59,7 @@ def mean_differences(
         )
         for n, (normalise, activation) in enumerate(product(Normalise, Activation))
     ]
-    gate = Step(Kind.GATE, 1, last=False, column=1)
+    gate = Step(Kind.GATE, 0, last=False, column=1)
     summing = [Step(Kind.ADD, 3), Step(Kind.SUM, 1, last=False), Step(Kind.READ, 1, column=99)]
     programs = [summing, [*means, gate, Step(Kind.ADD, 2, column=1)], means]
     none = [0] * (TOKENS + 1)
@@ -117,6 +117,7 @@ def _begin(site: SiteBuffers, count: int, position: int) -> None:
     gates.readings.fill_(torch.nan)
     gates.openness.fill_(0)
     gates.states.fill_(0)
+    gates.states[4, State.HEAD, Held.GATE] = 1
     gates.folded.fill_(0)
     site.code.fill_(0)
     gates.tokens[0] = torch.tensor([0, 0, 3, 0])

@@ -34,7 +34,6 @@ from rheostat_engine.plan.composition import (
     combine,
     variant_acts,
 )
-from rheostat_engine.plan.gates import Gate
 from rheostat_engine.plan.tables import (
     SMALL_PLAN_COST,
     STEP_COST,
@@ -92,8 +91,6 @@ class BuiltTable:
     rules: list[tuple[bytes, ...]] = field(default_factory=list)
     parts: list[Program] = field(default_factory=list)
     """Programs of a combination that several slices build, used until it is complete."""
-    gates: list[Gate] = field(default_factory=list)
-    """Gates that it uses beside those of its programs."""
     directions: list[Direction] = field(default_factory=list)
     """Directions that were made before their programs, used until the combination is complete."""
     work: Generator[int, None, None] | None = None
@@ -289,9 +286,6 @@ class BuiltTables:
     def _build_all(self, built: BuiltTable) -> _Work[None]:
         """Builds a table, slice by slice."""
         table = built.table
-        for gate in table.gates:
-            self._with_space(partial(self._bank.programs.use_gate, gate))
-            built.gates.append(gate)
         if table.means:
             take = partial(self._bank.programs.acquire, [table.means], self._vectors)
             (built.means_code,) = self._with_space(take)
@@ -414,9 +408,6 @@ class BuiltTables:
             self._bank.release(slot)
         built.slots = []
         self._release_parts(built)
-        for gate in built.gates:
-            self._bank.programs.release_gate(gate)
-        built.gates = []
         if built.means_code:
             self._bank.programs.release(built.table.means)
             built.means_code = 0

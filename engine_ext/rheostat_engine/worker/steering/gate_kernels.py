@@ -87,6 +87,7 @@ _HELD = tl.constexpr(int(Held.OPENNESS))
 _UNTIL = tl.constexpr(int(Held.UNTIL))
 _FOLDED = tl.constexpr(int(Held.FOLDED))
 _RECORD = tl.constexpr(int(Held.RECORD))
+_STATE_GATE = tl.constexpr(int(Held.GATE))
 _LAST, _MEAN = tl.constexpr(int(Pool.LAST)), tl.constexpr(int(Pool.MEAN))
 _ALL, _ANY, _SUM = (
     tl.constexpr(int(Combine.ALL)),
@@ -509,9 +510,10 @@ def open_gates(
                     )
                     tl.debug_barrier()  # so that the whole block sees the number
             else:
-                gate = tl.load(ints_ptr + step * _INTS + 1).to(tl.int64)
                 one_term = tl.load(ints_ptr + step * _INTS + 4)
                 number = tl.load(ints_ptr + step * _INTS + 5) - 1
+                state_ptr = states_ptr + (start + number).to(tl.int64) * (_STATE_ROWS * _TERMS)
+                gate = tl.load(state_ptr + _STATE_GATE).to(tl.int64)
                 scan(
                     one_term,
                     gate,
@@ -519,7 +521,7 @@ def open_gates(
                     first,
                     token + 1,
                     position,
-                    states_ptr + (start + number).to(tl.int64) * (_STATE_ROWS * _TERMS),
+                    state_ptr,
                     readings_ptr,
                     openness_ptr,
                     gate_ints_ptr,

@@ -63,9 +63,7 @@ class _Folds(NamedTuple):
         return _Folds(*(column[which] for column in self))
 
 
-def open_gates(
-    gates: GateBuffers, rows: torch.Tensor, numbers: torch.Tensor, tokens: torch.Tensor
-) -> None:
+def open_gates(gates: GateBuffers, numbers: torch.Tensor, tokens: torch.Tensor) -> None:
     """Computes the openness of gates at tokens.
 
     Also folds the readings up to these tokens, all of which the forward pass has made before. Late
@@ -73,17 +71,17 @@ def open_gates(
 
     Args:
         gates: the buffers.
-        rows: [n]: rows of the gates in `gates.ints`.
         numbers: [n]: numbers of the gates in the plans of the tokens.
         tokens: [n]: indices of the tokens in the step. Each pair of number and token occurs once.
     """
-    row, number, token = (indices.numpy().astype(np.int64) for indices in (rows, numbers, tokens))
+    number, token = (indices.numpy().astype(np.int64) for indices in (numbers, tokens))
     state, first = gates.tokens.numpy()[token, :2].astype(np.int64).T
     state += number
     states, at, fold = np.unique(state, return_index=True, return_inverse=True)
     counts = np.zeros(len(states), np.int64)
     np.maximum.at(counts, fold, token - first + 1)
-    folds = _Folds(states, row[at], first[at], counts)
+    rows = gates.states.numpy()[states, State.HEAD, Held.GATE].astype(np.int64)
+    folds = _Folds(states, rows, first[at], counts)
     late = gates.ints.numpy()[folds.gates, Ints.HEAD, Head.LATE] > 0
     _fold(gates, folds.take(np.flatnonzero(~late)))
     folds, own = folds.take(np.flatnonzero(late)), np.flatnonzero(late[fold])

@@ -88,7 +88,7 @@ class GateStates:
         self._sizes = np.zeros(count, np.int64)
         """Number of states, records included, by the state of a sample's first gate."""
         self._gates = np.zeros(count, np.int32)
-        """The gate of each state, as a row of its table."""
+        """The gate of each state, as a row of its table; 0: it is not the state of a gate."""
         self._next = np.zeros(count, np.int64)
         """By the state of the first gate: the first position that the states do not include."""
         self._one_term = np.zeros(count, np.bool_)
@@ -174,6 +174,7 @@ class GateStates:
                 self._records.pop(state, None)
             self.row_sums.release(start)
             self._ranges.give(start, int(self._sizes[start]))
+            self._gates[start : start + int(self._counts[start])] = 0
             self._counts[start] = self._sizes[start] = 0
 
     def begin(
@@ -281,6 +282,11 @@ class GateStates:
         buffer = self._buffers.states
         if stale:
             buffer.index_fill_(0, to_device(torch.tensor(stale), buffer.device), 0.0)
+        named = [state for state in stale if self._gates[state]]
+        if named:
+            rows = torch.tensor([named, self._gates[named].tolist()])
+            where, values = to_device(rows, buffer.device).unbind()
+            buffer[where, State.HEAD, Held.GATE] = values.to(buffer.dtype)
         records, self._records = self._records, {}
         if records:
             numbers, behind = torch.tensor([*records.items()]).T.contiguous()

@@ -121,7 +121,7 @@ class Programs:
     def ints(self) -> torch.Tensor:
         """[steps, INTS] int32.
 
-        Kind; row, direction, gate, or index of a sum of rows; next step; whether it is measured;
+        Kind; row, direction, or index of a sum of rows; next step; whether it is measured;
         mask row, the settings of a readout (see `settings_of`), or whether a gate has a single
         term; what `_factors` returns; the direction along which a pull moves x, if it is another. 0
         means that there is no next step, no mask, nothing that multiplies the strength, or no other
@@ -236,27 +236,31 @@ class Programs:
         """Ends one use of a direction."""
         self._direction_numbers.give(direction)
 
-    def use_gate(self, gate: Gate) -> None:
-        """Adds a use of a gate that need not multiply any act.
+    def use_gates(self, gates: Sequence[Gate]) -> list[int]:
+        """Adds a use of gates, and makes those that do not exist yet; their rows in the table.
 
         Raises:
-            Exhausted: every gate is in use. No use is added then.
+            Exhausted: too few are free. No use is added then.
         """
-        self._take_gate(gate)
+        numbers: list[int] = []
+        try:
+            for gate in gates:
+                numbers.append(self._take_gate(gate))
+        except Exhausted:
+            self.release_gates(gates[: len(numbers)])
+            raise
+        return numbers
 
-    def release_gate(self, gate: Gate) -> None:
-        """Ends one use of a gate."""
-        self._gate_numbers.give(gate)
+    def release_gates(self, gates: Sequence[Gate]) -> None:
+        """Ends one use of gates."""
+        for gate in gates:
+            self._gate_numbers.give(gate)
 
     def flush(self) -> None:
         """Copies new rows, directions, gates and steps to the device."""
         gates = self._gate_ints, self._gate_floats
         for table in (self._rows, self._directions, *gates, self._ints, self._floats):
             table.flush()
-
-    def gate_numbers(self, gates: Sequence[Gate]) -> list[int]:
-        """The numbers of gates; 0 for a gate that is not in use."""
-        return [self._gate_numbers.number(gate) for gate in gates]
 
     def _make_rows(self, programs: Sequence[Program], vectors: Vectors) -> list[RowKey]:
         """Makes all missing rows of programs at once, and adds a use of each; their keys."""
@@ -333,8 +337,8 @@ class Programs:
 
     def _take(self, step: Step, basis: Basis) -> _Numbers:
         """Adds a use of a step's row, directions or gate, and of its mask; their numbers."""
-        if step.opening is not None:
-            return _Numbers(self._take_gate(step.opening), int(len(step.opening.columns) == 1))
+        if step.kind is Kind.GATE:
+            return _Numbers(0, int(step.one_term))
         if step.kind is Kind.SUM:
             assert step.row_sum is not None, "it has one"
             return _Numbers(step.row_sum)
@@ -398,8 +402,6 @@ class Programs:
                 self._give_row(key)
             for direction in filter(None, (step.direction, step.write)):
                 self._direction_numbers.give(direction)
-            if step.opening is not None:
-                self._gate_numbers.give(step.opening)
 
 
 def _factors(step: Step) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rheostat_engine.plan.gates import Gate
 from rheostat_engine.plan.plan import EncodedTable, Window, steering_of
 from rheostat_engine.plan.tables import MAX_PLAN_COST, SteeringTable
 from rheostat_engine.worker.state.position_functions import (
@@ -73,6 +74,8 @@ class Part(NamedTuple):
     """The position."""
     plain: Use
     """Their table."""
+    gates: tuple[Gate, ...] = ()
+    """Its gates, by number."""
     gate_state: int = 0
     """The state of its first gate; 0: it has none."""
     gained: Use | None = None
@@ -269,6 +272,7 @@ class Steering:
         acts: EncodedTable | None,
         before: RequestSteering | None = None,
         first: int = 0,
+        gates: tuple[Gate, ...] = (),
         *,
         measured: bool = True,
     ) -> RequestSteering:
@@ -279,6 +283,7 @@ class Steering:
             acts: its acts; None if it has none.
             before: the request's present acts, which these acts replace; None if it has none.
             first: the position from which on these acts replace them.
+            gates: the gates of the acts, with all their numbers.
             measured: whether their changes are measured, if those of the present acts are.
 
         Raises:
@@ -288,7 +293,7 @@ class Steering:
         if acts is None:
             part = Part(first, _NOTHING)
         else:
-            part = self._part(acts, first, old, measured=measured and old.measured)
+            part = self._part(acts, gates, first, old, measured=measured and old.measured)
         applied = RequestSteering((*old.parts, part))
         self._put(number, applied)
         return applied
@@ -312,7 +317,7 @@ class Steering:
         plain, table = part.plain.built_table, steering_of(acts)
         if plain is None or len(table.acts) != len(plain.table.acts):
             raise ValueError("the acts with gains are not those of the request")
-        gained, _ = self._use(acts, applied, measured=applied.measured, gated=False)
+        gained, _ = self._take(self.use(acts), None, applied, measured=applied.measured)
         state = self.gains.acquire(table.gains)
         applied = RequestSteering((*earlier, part._replace(gained=gained, gain_state=state)))
         self._put(number, applied)
@@ -373,8 +378,10 @@ class Steering:
         self._release(applied)
 
     def _release(self, applied: RequestSteering) -> None:
-        for state in {part.gate_state for part in applied.parts if part.gate_state}:
-            self.gates.release(state)
+        for state, gates in {part.gate_state: part.gates for part in applied.parts}.items():
+            if state:
+                self.gates.release(state)
+                self.bank.programs.release_gates(gates)
         for part in applied.parts:
             self.gains.release(part.gain_state)
             for use in part.uses:  # the dose slots stay
@@ -457,22 +464,25 @@ class Steering:
         return table
 
     def _part(
-        self, acts: EncodedTable, first: int, old: RequestSteering, *, measured: bool
+        self,
+        acts: EncodedTable,
+        gates: tuple[Gate, ...],
+        first: int,
+        old: RequestSteering,
+        *,
+        measured: bool,
     ) -> Part:
         """Takes the resources that acts need."""
         last = old.parts[-1] if old.parts else Part(0, _NOTHING)
-        before = last.plain.built_table
-        table = steering_of(acts)
-        kept = before is not None and (before.table.gates, before.table.means)
-        gated = not last.gate_state or (table.gates, table.means) != kept
-        use, gate_state = self._use(acts, old, measured=measured, gated=gated)
-        return Part(first, use, gate_state if gated else last.gate_state)
-
-    def _use(
-        self, acts: EncodedTable, old: RequestSteering, *, measured: bool, gated: bool
-    ) -> tuple[Use, int]:
-        """Takes the resources that a table needs, and if `gated` the states of its gates."""
-        return self._take(self.use(acts), old, measured=measured, gated=gated)
+        before, table = last.plain.built_table, steering_of(acts)
+        if tuple(gate.numbered(number) for number, gate in enumerate(gates)) != table.gates:
+            raise ValueError("this is no plan: its gates are not those of its acts")
+        kept = before is not None and (last.gates, before.table.means) == (gates, table.means)
+        if last.gate_state and kept:
+            use, _ = self._take(self.use(acts), None, old, measured=measured)
+            return Part(first, use, gates, last.gate_state)
+        use, gate_state = self._take(self.use(acts), gates, old, measured=measured)
+        return Part(first, use, gates, gate_state)
 
     def _windowed_use(self, acts: EncodedTable | None, before: Sequence[Part]) -> Use:
         """Takes the resources of acts with a window; `before` are the parts before them."""
@@ -482,30 +492,44 @@ class Steering:
         if built_table.windowed:  # it was built and checked for an earlier request
             return Use(built_table, None, _NO_VARIANTS)
         old = RequestSteering(tuple(before))
-        use, gate_state = self._take(built_table, old, measured=False, gated=True)
-        if gate_state or len(use.variants):
-            self._release(RequestSteering((Part(0, use, gate_state),)))
+        use, state = self._take(built_table, (), old, measured=False)
+        if state or built_table.table.gates or len(use.variants):
+            self._release(RequestSteering((Part(0, use, (), state),)))
             raise ValueError("gated acts, and acts under rules, have no window")
         built_table.windowed = True
         return use
 
     def _take(
-        self, built_table: BuiltTable, old: RequestSteering, *, measured: bool, gated: bool
+        self,
+        built_table: BuiltTable,
+        gates: tuple[Gate, ...] | None,
+        old: RequestSteering,
+        *,
+        measured: bool,
     ) -> tuple[Use, int]:
-        """As `_use`, for a table whose use is counted already. If it raises, it ends the use."""
+        """Takes the resources that a table needs, beside its use, which is counted already.
+
+        If it raises, it ends the use.
+
+        Args:
+            built_table: the table.
+            gates: its gates, which get states; None: it has them already.
+            old: all acts of the request so far.
+            measured: whether it gets dose slots.
+
+        Returns:
+            The use, and the state of the first gate.
+        """
+        table, gate_state = built_table.table, 0
         try:
-            if old.plan_cost + built_table.table.plan_cost > MAX_PLAN_COST:
+            if old.plan_cost + table.plan_cost > MAX_PLAN_COST:
                 raise ValueError("the request has been changed too often")
             self.built_tables.build(built_table)
             ruled = built_table.ruled
             if len(ruled.slots) > self.rules.free_intervals:
                 raise Exhausted("every interval that follows a rule about token ids is in use")
-            gates = built_table.table.gates if gated else ()
-            numbers = self.bank.programs.gate_numbers(gates)
-            table, means = built_table.table, None
-            if gated and table.means:
-                means = Means(len(table.means), -built_table.means_code, table.mean_at)
-            gate_state = self.gates.acquire(numbers, gates, table.columns, means)
+            if gates is not None:
+                gate_state = self._take_states(built_table, gates)
         except (BankError, ValueError):
             self.built_tables.release(built_table)
             raise
@@ -517,6 +541,18 @@ class Steering:
             at = np.where((ruled.dose_slots > 0) & (start > 0), start + ruled.dose_slots - 1, 0)
             variants = self.rules.add_variants(ruled.slots, at.astype(np.int32))
         return Use(built_table, dose_slots, variants), gate_state
+
+    def _take_states(self, built_table: BuiltTable, gates: tuple[Gate, ...]) -> int:
+        """Takes a request's gates and sums of rows; returns the first state, or 0 for neither."""
+        table, means = built_table.table, None
+        if table.means:
+            means = Means(len(table.means), -built_table.means_code, table.mean_at)
+        rows = self.bank.programs.use_gates(gates)
+        try:
+            return self.gates.acquire(rows, gates, table.columns, means)
+        except Exhausted:
+            self.bank.programs.release_gates(gates)
+            raise
 
     def _put(self, number: int, applied: RequestSteering) -> None:
         segments = [Segment(0, 0, (0, 0, 0, 0))]

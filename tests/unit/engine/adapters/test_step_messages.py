@@ -1,6 +1,7 @@
 """A step's message to the workers holds each table once, whatever samples it starts."""
 
 import inspect
+import math
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,17 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from rheostat_engine import EXTRA_ARG, OPEN_END, Act, Capture, Kind, Plan
 from rheostat_engine.adapters.step_messages import share_tables
-from rheostat_engine.plan.plan import CACHED_TOKENS_RECOMPUTED_ARG, read_plan, read_request_id
+from rheostat_engine.plan.gates import Combine, Condition, Form, Gate, Hold, Pool
+from rheostat_engine.plan.plan import (
+    CACHED_TOKENS_RECOMPUTED_ARG,
+    EncodedTable,
+    ReceivedControl,
+    ReceivedPlan,
+    SignalsWait,
+    Window,
+    read_plan,
+    read_request_id,
+)
 
 from ..cpu_worker import NOTHING, Worker
 from ..strategies import DIGESTS, EVERYWHERE, add
@@ -83,6 +94,22 @@ def test_a_request_that_is_scheduled_again_brings_what_it_brought() -> None:
     assert [read_plan(plan_of(request)) for request in again] == [read_plan(plan.to_wire())] * 2
     assert one.sampling_params is not None
     assert (one.sampling_params.extra_args or {})[CACHED_TOKENS_RECOMPUTED_ARG] == 5
+
+
+def test_every_part_of_a_plan_arrives() -> None:
+    table = EncodedTable(b"t" * 16, b"table")
+    control = ReceivedControl("c", table, (0, 1), 1, 3)
+    condition = Condition((0,), Pool.LAST, Combine.ANY, 0.0, math.inf)
+    gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
+    wait, window = SignalsWait.MANY_STEPS, Window(1, 2, 0)
+    # No part is as it is by default.
+    plan = ReceivedPlan(
+        "r", 1, 2, table, table, False, window, table, True, control, wait, (gate,)
+    )  # fmt: skip
+    defaults = ReceivedPlan("", 0, None, None, None)
+    assert all(one != other for one, other in zip(plan, defaults, strict=True))
+    (step,) = scheduled([new(plan)])
+    assert plan_of(step[0]) == plan
 
 
 @pytest.mark.parametrize("wire", ["text", 5, b"1", {"id": "r"}])

@@ -49,7 +49,9 @@ class Crowd:
     def add_request(self, plan: Plan) -> bool:
         self._number += 1
         try:
-            applied = self.worker.steering.set_acts(self._number, plan.packed_acts.encoded)
+            applied = self.worker.steering.set_acts(
+                self._number, plan.packed_acts.encoded, gates=plan.packed_acts.gates
+            )
         except BankError:
             return False
         self._placed[plan.request_id] = self._number, applied

@@ -56,15 +56,17 @@ def test_a_plan_with_other_numbers_in_its_gates_is_as_if_it_was_packed_anew(
     plan: Plan, more: float
 ) -> None:
     plan = plan.pack()
-    assume(plan.packed_acts.table is not None)
-    gates = plan.packed_acts.table.gates
+    gates = plan.packed_acts.gates
+    assume(gates)
     others = {gate: gate._replace(a=gate.a + more, b=gate.b + more) for gate in gates}
     assume(len(set(others.values())) == len(gates))
     found = plan.with_gates(others).packed_acts
     anew = PackedActs(found.acts, found.signals).build()
-    for own, other in zip(found.needs, anew.needs, strict=True):
-        np.testing.assert_array_equal(own, other)
+    for own, other in ((found.needs, anew.needs), (found.gate_needs, anew.gate_needs)):
+        for column, same in zip(own, other, strict=True):
+            np.testing.assert_array_equal(column, same)
     assert found.encoded == anew.encoded
+    assert found.gates == anew.gates
     assert found.table is not None
     assert anew.table is not None
     for field in ("gates", "means", "plan_cost", "ruled", "first_read", "first_gated"):

@@ -67,9 +67,7 @@ class FromTheStart(Schedule):
 
 def columns_of(plan: Plan) -> tuple[int, tuple[Gate, ...]]:
     """The number of readings, and the gates whose openness leaves the worker."""
-    table = plan.packed_acts.table
-    assert table is not None
-    return plan.signals.readings, table.gates if plan.signals.openness else ()
+    return plan.signals.readings, plan.packed_acts.gates if plan.signals.openness else ()
 
 
 def received(worker: Worker) -> dict[str, list[tuple[int, np.ndarray]]]:

@@ -147,9 +147,8 @@ async def test_a_session_cannot_shed_a_gate_by_an_update(starter) -> None:
         (job.plan.acts[0].scale, job.plan.acts[0].gate),
         (7.0, None),
     ]
-    (table,) = [one.plan.packed_acts.table for one in running.backend.update_calls[0]]
-    assert table is not None
-    assert table.gates == table.signals.kept == job.plan.packed_acts.table.gates
+    (plan,) = [one.plan for one in running.backend.update_calls[0]]
+    assert plan.packed_acts.gates == plan.signals.kept == job.plan.packed_acts.gates
 
 
 @pytest.mark.parametrize(

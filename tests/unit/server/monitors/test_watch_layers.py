@@ -252,8 +252,7 @@ async def test_a_layer_without_room_is_refused_and_the_request_goes_on(starter) 
 def gates_of(backend: ScriptedBackend) -> list[tuple[Gate, ...]]:
     """The gates of each update, after those of the request's own plan."""
     plans = [backend.jobs[0].plan, *(one.plan for call in backend.update_calls for one in call)]
-    tables = [plan.packed_acts.table for plan in plans]
-    return [table.gates for table in tables if table is not None]
+    return [plan.packed_acts.gates for plan in plans if plan.packed_acts.table is not None]
 
 
 STEER = monitor_pb2.Rule(

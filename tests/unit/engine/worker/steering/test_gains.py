@@ -50,8 +50,7 @@ def with_gains(plan: Plan) -> Plan:
         act if act.kind is Kind.READ else replace(act, gain=index)
         for index, act in enumerate(plan.acts)
     ]
-    table = plan.packed_acts.table
-    kept = Signals(kept=() if table is None else table.gates, means_kept=True)
+    kept = Signals(kept=plan.packed_acts.gates, means_kept=True)
     return Plan("gains", tuple(acts), signals=kept, gained=True)
 
 

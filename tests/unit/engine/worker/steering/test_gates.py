@@ -173,9 +173,7 @@ def test_tokens_that_are_computed_again_get_the_openness_that_they_had(
 @given(st.data())
 def test_gates_go_on_as_if_acts_beside_them_had_not_changed(data: st.DataObject) -> None:
     plan = data.draw(gated_plans("r"))
-    table = plan.pack().packed_acts.table
-    assert table is not None
-    kept = Signals(kept=table.gates, means_kept=True)
+    kept = Signals(kept=plan.packed_acts.gates, means_kept=True)
     reads = tuple(act for act in plan.acts if act.reading is not None)
     behind = [act for act in plan.acts if act.gate is not None]
     worker = Worker(capacity(slots=512))
@@ -219,13 +217,11 @@ def test_an_act_keeps_its_gate_if_the_act_of_an_earlier_gate_goes() -> None:
     read = Act(Kind.READ, (DIGESTS[0],), ((0, (0,)),), EVERYWHERE, reading=reading)
     earlier, later = (replace(add(2), gate=gate(pool)) for pool in (Pool.LAST, Pool.MEAN))
     plan = Plan("r", (earlier, later, read))
-    table = plan.pack().packed_acts.table
-    assert table is not None
     worker = Worker()
     worker.add_request("v", plan)
     worker.step([("v", 0, 3)])
     new = (later, read)
-    update = Plan("r", new, signals=Signals(kept=table.gates)).pack()
+    update = Plan("r", new, signals=Signals(kept=plan.packed_acts.gates)).pack()
     assert worker.runtime.update_steering("r", update.to_wire(), 0) == UpdateResult(3, "")
     worker.step([("v", 3, 5)])
     assert any(one != other for one, other in gated(plan, "v", 0, 8).opened[3:])
@@ -239,12 +235,10 @@ def test_a_gate_that_the_first_acts_did_not_open_opens_once_an_update_needs_it()
     acting = replace(add(2, digest=DIGESTS[1]), gate=gate)
     first = (replace(acting, spans=()), reading_to(0))
     plan, new = Plan("r", first), (acting, reading_to(0))
-    table = plan.pack().packed_acts.table
-    assert table is not None
     worker = Worker()
     worker.add_request("v", plan)
     worker.step([("v", 0, 3)])
-    update = Plan("r", new, signals=Signals(kept=table.gates)).pack()
+    update = Plan("r", new, signals=Signals(kept=plan.packed_acts.gates)).pack()
     assert worker.runtime.update_steering("r", update.to_wire(), 0) == UpdateResult(3, "")
     for position in range(3, 14):
         worker.step([("v", position, 1)])
@@ -284,8 +278,8 @@ def test_steps_and_folds_say_which_gates_have_one_term(monkeypatch: pytest.Monke
     assert torch.equal(fold[:, FoldColumn.ONE_TERM] == 1, terms[fold[:, FoldColumn.GATE]] == 1)
     ints = worker.steering.bank.programs.ints
     opening = ints[(ints[:, 0] == Kind.GATE).nonzero().squeeze(1)]
-    assert torch.equal(opening[:, 4] == 1, terms[opening[:, 1]] == 1)
-    assert set(opening[:, 4].tolist()) == {0, 1}
+    # Of "a", of "b", whose gates have two terms and one, and of "c".
+    assert sorted(opening[:, 4].tolist()) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("states", [5, 6, 7, 8])
@@ -326,15 +320,62 @@ def test_acts_with_other_gates_take_states_of_their_own() -> None:
 
     worker, first = Worker(), plan(0.0)
     worker.add_request("v", first)
-    table = first.packed_acts.table
-    assert table is not None
-    assert plan(1.0, kept=table.gates).packed_acts.gate_states == 1
+    assert plan(1.0, kept=first.packed_acts.gates).packed_acts.gate_states == 1
     for number, new in enumerate((plan(1.0), plan(0.0), plan(0.0)), 1):
         assert worker.steering.gates.used == number
         worker.step([("v", number, 1)])
         assert worker.runtime.update_steering("r", new.to_wire(), 0) == UpdateResult(number + 1, "")
     assert worker.steering.gates.used == 3
     worker.finish("v")
+    assert worker.held() == NOTHING
+
+
+def test_requests_whose_gates_differ_in_numbers_share_all_but_their_gates() -> None:
+    read = reading_to(0)
+    names = [f"p{n}" for n in range(4)]
+    bounds = dict(zip(names, (-9.0, 0.0, 0.25, 9.0), strict=True))
+
+    def plan(name: str) -> Plan:
+        condition = Condition((0,), Pool.LAST, Combine.ANY, bounds[name], math.inf)
+        gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
+        return Plan(name, (replace(add(2, digest=DIGESTS[1]), gate=gate), read))
+
+    plans = {name: plan(name) for name in names}
+    (gate,) = plans["p0"].packed_acts.gates
+    (other,) = plans["p1"].packed_acts.gates
+    plans["p1"] = plans["p0"].pack().with_gates({gate: other}).for_request("p1", 0)
+    worker, held = Worker(), []
+    for name in names:
+        worker.add_request(name, plans[name])
+        held.append(worker.held())
+    alone, *_, together = held
+    rows, directions, steps, slots, gates, states = (together[n] for n in range(1, 7))
+    assert (rows, directions, steps, slots) == alone[1:5]
+    assert (gates, states) == (4, 4)
+    for position in range(6):
+        worker.step([(name, position, 1) for name in names])
+    opened = set()
+    for name in names:
+        expected = gated(plan(name), name, 0, 6)
+        opened.add(tuple(number for (number,) in expected.opened))
+        for (position, site), stream in expected.streams.items():
+            found = worker.streams[name, position, site]
+            np.testing.assert_allclose(found, stream, rtol=1e-3, atol=1e-3)
+    assert len(opened) > 2
+    worker.finish(*names)
+    assert worker.held() == NOTHING
+
+
+def test_gates_that_are_not_those_of_the_acts_are_refused() -> None:
+    worker = Worker()
+    plan = Plan("r", (replace(add(2, digest=DIGESTS[1]), gate=mean_gate(0)), reading_to(0)))
+    acts = plan.packed_acts.encoded
+    other = mean_gate(0, 0)
+    for wrong in ((), (other,), plan.packed_acts.gates * 2):
+        with pytest.raises(ValueError, match="its gates are not those of its acts"):
+            worker.steering.set_acts(1, acts, gates=wrong)
+    applied = worker.steering.set_acts(1, acts, gates=plan.packed_acts.gates)
+    worker.steering.remove(1, applied)
     assert worker.held() == NOTHING
 
 
