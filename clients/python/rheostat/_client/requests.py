@@ -81,8 +81,8 @@ class GenerateOptions(TypedDict, total=False):
     """If the server disables the controller while the request runs: "fail", which raises
     Refused, or "continue" with the last gains. Default: "fail"."""
     hold_back: int | None
-    """Tokens of each running sample that the server holds back, so that a session or a rule that
-    ends the sample withholds them. Default: 0."""
+    """Tokens of each running sample that the server holds back, so that a session or a watch that
+    stops the sample withholds them. Default: 0."""
     max_tokens: int | None
     """Tokens per sample. Default: as many as the context length allows after the prompt."""
     temperature: float | None

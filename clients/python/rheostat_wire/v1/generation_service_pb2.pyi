@@ -119,9 +119,9 @@ class GenerateRequest(_message.Message):
     when_full: Global___WhenFull.ValueType
     """What to do if the engine lacks bank rows, slots or capture rows for it. Default WHEN_FULL_WAIT."""
     hold_back: _builtins.int
-    """The server holds back this many of the newest tokens of each running sample, 0 to 1024. If a session
-    or a rule ends the sample, they are never sent. If the sample ends by itself, they are sent.
-    Default 0.
+    """The server holds back this many of the newest tokens of each running sample, 0 to 1024. If a message
+    of a session or a watch ends the sample, they are never sent. If the sample ends by itself, they are
+    sent. If a rule ends it, they are sent up to the row that fired. Default 0.
     """
     batches: _builtins.bool
     """Whether the client reads `GenerateResponse.batch`. If not, each event is a message, and a message
