@@ -119,12 +119,15 @@ def middle(scores: Sequence[float]) -> float:
 
 
 def decisions(
-    engine: rheostat.Engine, prompts: Sequence[str], steering: rheostat.Intervention
+    engine: rheostat.Engine,
+    prompts: Sequence[str],
+    steering: rheostat.Intervention | None,
+    **options: object,
 ) -> list[rheostat.Generation]:
     """Generates from all prompts at once, in batches as they come."""
 
     def run(prompt: str) -> rheostat.Generation:
-        return engine.generate(prompt, steering=steering, **OPTIONS)
+        return engine.generate(prompt, steering=steering, **{**OPTIONS, **options})
 
     with ThreadPoolExecutor(24) as pool:
         return list(pool.map(run, prompts))
@@ -189,10 +192,9 @@ def test_the_mean_row_of_the_prompt_decides_as_cast_does(
             assert out.token_ids == never.token_ids
         elif layer > ACT:  # a late gate acts from the first generated token on
             assert out.token_ids == always.token_ids
-    read = engine.generate(SOME[0], probes=probe, **OPTIONS).signals["cast"]
-    assert np.isnan(read[: -OPTIONS["max_tokens"]]).all()
-    found = read[~np.isnan(read)]
-    np.testing.assert_allclose(found, [scores[SOME[0]]], rtol=1e-4, atol=1e-5)
+    out = engine.generate(SOME[0], probes=probe, **OPTIONS)
+    assert out.signals.positions.tolist() == [len(out.prompt_token_ids) - 1]
+    np.testing.assert_allclose(out.signals["cast"], [scores[SOME[0]]], rtol=1e-4, atol=1e-5)
 
 
 def test_a_fitted_condition_is_that_of_hugging_faces_rows_and_decides_alike(
