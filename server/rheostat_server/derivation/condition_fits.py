@@ -1,15 +1,17 @@
 """Conditions that tell two sets of prompts apart: directions, thresholds and how well they do.
 
-Everything is computed in float64. A score is what a probe reads of a prompt, pooled: a coordinate
-along a unit direction, or a cosine, of the last row or averaged over the rows. The mean of
-coordinates is the coordinate of the mean, and the mean of cosines that of the mean of the rows'
-unit vectors. So a prompt's `PooledRows` suffice for every direction.
+Everything is computed in float64. A score is one number that a probe reads of a prompt. A number of
+a row is its coordinate along a unit direction, its cosine with it, or the cosine of the row and of
+its projection on the direction. `Score` says whether the row is the last or the mean one, or
+whether the numbers of all rows are averaged. The mean of coordinates is the coordinate of the mean,
+and the mean of cosines that of the mean of the rows' unit vectors. So a prompt's `PooledRows`
+suffice for every direction. The mean of projected cosines would need all rows, and is left out.
 
 Held-out prompts are judged by a direction and a threshold that were made without them, because both
 fit their own prompts even if the sets do not differ.
 
 Source: the condition vector and its threshold follow Lee et al., "Programming Refusal with
-Conditional Activation Steering" (2024).
+Conditional Activation Steering" (2024). Their number is the projected cosine of the mean row.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rheostat_engine import Normalise, Pool
+from rheostat_engine import Normalise
 from rheostat_server.derivation.contrast import first_principal_component
 from rheostat_wire.dtypes import FloatArray
 
@@ -41,33 +43,44 @@ class Made(Enum):
     """The first principal component of all rows about the middle of the two means."""
 
 
+class Score(Enum):
+    """How the rows of a prompt become one number."""
+
+    LAST = auto()
+    """The number of the last row."""
+    MEAN = auto()
+    """The mean of the numbers of all rows."""
+    OF_MEAN_ROW = auto()
+    """The number of the mean of all rows."""
+
+    def reads(self, normalise: Normalise) -> bool:
+        """Whether this number follows from a prompt's `PooledRows`."""
+        return self is not Score.MEAN or normalise is not Normalise.PROJECTED_COSINE
+
+
 class PooledRows(NamedTuple):
     """What is kept of the prompts of a set at a site: [prompts, width] each."""
 
     last: FloatArray
     """The last rows."""
     mean: FloatArray | None = None
-    """The means of the rows. None: no condition pools them."""
+    """The means of the rows. None: no condition reads them."""
     unit_mean: FloatArray | None = None
     """The means of the rows, each divided by its norm."""
 
-    def pooled(self, pool: Pool) -> Wide:
+    def pooled(self, score: Score) -> Wide:
         """The rows of which directions are made."""
-        rows = self.last if pool is Pool.LAST else self.mean
+        rows = self.last if score is Score.LAST else self.mean
         assert rows is not None
         return rows.astype(np.float64)
 
-    def scored(self, pool: Pool, normalise: Normalise) -> Wide:
-        """The rows whose coordinate along a unit direction is a prompt's score."""
-        if normalise is not Normalise.COSINE:
-            return self.pooled(pool)
-        if pool is Pool.LAST:
-            rows = self.last.astype(np.float64)
-            norms = np.linalg.norm(rows, axis=1, keepdims=True)
-            units: Wide = np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 0)
-            return units
-        assert self.unit_mean is not None
-        return self.unit_mean.astype(np.float64)
+    def scored(self, score: Score, normalise: Normalise) -> Wide:
+        """The rows from which `_scores` makes the prompts' scores."""
+        if normalise is Normalise.COSINE and score is Score.MEAN:
+            assert self.unit_mean is not None
+            return self.unit_mean.astype(np.float64)
+        rows = self.pooled(score)
+        return _units(rows) if normalise is Normalise.COSINE else rows
 
 
 class Threshold(NamedTuple):
@@ -104,7 +117,7 @@ class Counts(NamedTuple):
 class Fit(NamedTuple):
     """A condition at a site, and how well it tells the prompts apart."""
 
-    pool: Pool
+    score: Score
     direction: int
     """Index among the directions that were made, followed by those that were given."""
     normalise: Normalise
@@ -125,41 +138,63 @@ class Fit(NamedTuple):
 def fits_of(
     positive: PooledRows,
     negative: PooledRows,
-    pools: tuple[Pool, ...],
+    scores: tuple[Score, ...],
     made: tuple[Made, ...],
     given: tuple[FloatArray, ...],
     normalises: tuple[Normalise, ...],
 ) -> Iterator[Fit]:
-    """The conditions at one site, by pool, direction and normalisation.
+    """The conditions at one site, by score, direction and normalisation.
 
     Args:
         positive: the prompts of which the conditions should hold.
         negative: those of which they should not.
-        pools: how a prompt's readings become one.
+        scores: how the rows of a prompt become one number.
         made: directions that are made of the prompts.
         given: further directions, [width] each; not zero.
-        normalises: how a row is read: UNIT or COSINE.
+        normalises: how a row is read: not NONE.
 
     Returns:
-        Without conditions whose direction is zero, or whose prompts all have one score.
+        Without conditions whose direction is zero, whose prompts all have one score, or whose
+        number does not follow from the rows (`Score.reads`).
     """
-    for pool in pools:
-        rows = positive.pooled(pool), negative.pooled(pool)
+    for score in scores:
+        rows = positive.pooled(score), negative.pooled(score)
         scored = {
-            normalise: (positive.scored(pool, normalise), negative.scored(pool, normalise))
+            normalise: (positive.scored(score, normalise), negative.scored(score, normalise))
             for normalise in normalises
+            if score.reads(normalise)
         }
         for index, make in enumerate([*map(_maker, made), *map(_constant, given)]):
             row = make(*rows).astype(np.float32)
             folds = _folds(rows, make) if row.any() else []
-            for normalise in normalises if row.any() else ():
-                fit = _fit(scored[normalise], row, folds)
+            for normalise in scored if row.any() else ():
+                fit = _fit(_Scored(*scored[normalise], normalise), row, folds)
                 if fit is not None:
-                    yield Fit(pool, index, normalise, row, *fit)
+                    yield Fit(score, index, normalise, row, *fit)
 
 
 _Make = Callable[[Wide, Wide], Wide]
 _Sets = tuple[Wide, Wide]
+
+
+class _Scored(NamedTuple):
+    """Rows of which scores are made, and how."""
+
+    positive: Wide
+    negative: Wide
+    normalise: Normalise
+
+    def along(self, direction: FloatArray | Wide) -> _Sets:
+        """The scores of both sets with a direction, [n] each."""
+        wide = direction.astype(np.float64)
+        unit = wide / np.linalg.norm(wide)
+        score = np.matmul if self.signed else _projected_cosines
+        return score(self.positive, unit), score(self.negative, unit)
+
+    @property
+    def signed(self) -> bool:
+        """Whether scores change their sign with the direction's."""
+        return self.normalise is not Normalise.PROJECTED_COSINE
 
 
 def _maker(made: Made) -> _Make:
@@ -198,28 +233,60 @@ def _folds(rows: _Sets, make: _Make) -> list[_Fold]:
 
 
 def _fit(
-    scored: _Sets, row: FloatArray, folds: Sequence[_Fold]
+    scored: _Scored, row: FloatArray, folds: Sequence[_Fold]
 ) -> tuple[Threshold, float, float, Counts | None] | None:
     """Threshold, F1, margin and held-out counts of a direction; None if all scores are equal."""
-    on_p, on_n = (_scores(set_rows, row) for set_rows in scored)
-    threshold = best_threshold(on_p, on_n)
+    on_p, on_n = scored.along(row)
+    threshold = best_threshold(on_p, on_n, signed=scored.signed)
     if threshold is None:
         return None
     f1 = _counts(threshold, on_p, on_n).f1
     return threshold, f1, _margin(threshold, on_p, on_n), _held_out(scored, folds)
 
 
-def _scores(rows: Wide, direction: FloatArray | Wide) -> Wide:
-    wide = direction.astype(np.float64)
-    return rows @ (wide / np.linalg.norm(wide))
+def _units(rows: Wide) -> Wide:
+    """Rows divided by their norms. A row of zeros stays."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    units: Wide = np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 0)
+    return units
 
 
-def best_threshold(on_p: Wide, on_n: Wide) -> Threshold | None:
+def _projected_cosines(rows: Wide, unit: Wide) -> Wide:
+    """[n]: the cosine of each row x and p = tanh((x.u) u); 0 if x or p is zero."""
+    projected = np.tanh(np.outer(rows @ unit, unit))
+    along = np.einsum("nw,nw->n", rows, projected)
+    norms = np.linalg.norm(rows, axis=1) * np.linalg.norm(projected, axis=1)
+    cosines: Wide = np.divide(along, norms, out=np.zeros_like(along), where=norms > 0)
+    return cosines
+
+
+def best_threshold(on_p: Wide, on_n: Wide, *, signed: bool = True) -> Threshold | None:
     """The middle of the gap between scores with the largest F1, the widest of equal ones.
 
-    None if all scores are equal, or differ by less than float32 can say.
+    Args:
+        on_p: [p]: the scores of prompts of which the condition should hold.
+        on_n: [n]: those of the others.
+        signed: whether the condition can only hold on the side on which the mean of `on_p` lies.
+            Otherwise both sides are tried, and this one counts if they are equal.
+
+    Returns:
+        None if all scores are equal, or differ by less than float32 can say.
     """
     below = bool(on_p.mean() < on_n.mean())
+    sides = (below,) if signed else (below, not below)
+    found = [best for side in sides if (best := _best_on_side(on_p, on_n, below=side))]
+    return max(found, key=lambda best: (best.f1, best.gap)).threshold if found else None
+
+
+class _Best(NamedTuple):
+    """The best threshold on a side."""
+
+    f1: float
+    gap: float
+    threshold: Threshold
+
+
+def _best_on_side(on_p: Wide, on_n: Wide, *, below: bool) -> _Best | None:
     sign = -1.0 if below else 1.0
     scores = np.concatenate([on_p, on_n]) * sign
     positive = np.arange(len(scores)) < len(on_p)
@@ -234,7 +301,8 @@ def best_threshold(on_p: Wide, on_n: Wide) -> Threshold | None:
     if len(f1) == 0 or f1.max() < 0:
         return None
     best = max(np.flatnonzero(f1 == f1.max()), key=lambda at: float(gaps[at]))
-    return Threshold(sign * float(middles[best]), below)
+    threshold = Threshold(sign * float(middles[best]), below)
+    return _Best(float(f1[best]), float(gaps[best]), threshold)
 
 
 def _counts(threshold: Threshold, on_p: Wide, on_n: Wide) -> Counts:
@@ -253,11 +321,11 @@ def _margin(threshold: Threshold, on_p: Wide, on_n: Wide) -> float:
     return distance / deviation
 
 
-def _held_out(scored: _Sets, folds: Sequence[_Fold]) -> Counts | None:
+def _held_out(scored: _Scored, folds: Sequence[_Fold]) -> Counts | None:
     total = np.zeros(4, np.int64)
     for (held_p, held_n), direction in folds:
-        p, n = (_scores(set_rows, direction) for set_rows in scored)
-        threshold = best_threshold(p[~held_p], n[~held_n])
+        p, n = scored.along(direction)
+        threshold = best_threshold(p[~held_p], n[~held_n], signed=scored.signed)
         if threshold is None:
             return None
         total += np.array(_counts(threshold, p[held_p], n[held_n]))

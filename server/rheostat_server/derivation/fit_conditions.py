@@ -1,20 +1,21 @@
 """FitConditions: finds a condition that tells two sets of prompts apart.
 
-Every prompt runs once, and its rows are pooled in every way that the request names. The best
-direction is stored only after every prompt has run.
+Every prompt runs once, and its rows are pooled in every way that the request's scores need. The
+best direction is stored only after every prompt has run.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
 
-from rheostat_engine import Normalise, Pool, Site
+from rheostat_engine import Normalise, Site
 from rheostat_server import validation
 from rheostat_server.admission.admitted_request import AdmittedRequest
-from rheostat_server.derivation.condition_fits import Fit, Made, PooledRows, fits_of
+from rheostat_server.derivation.condition_fits import Fit, Made, PooledRows, Score, fits_of
 from rheostat_server.derivation.derive import store_vector
 from rheostat_server.derivation.prompt_rows import Reading, prompt_selector, read_rows
 from rheostat_server.derivation.prompt_runner import (
@@ -60,7 +61,7 @@ _pb = steering_service_pb2
 PROBE_NAME = "fitted"
 """Name of the probe of the best condition."""
 
-_POOLS = {gate_pb2.POOL_LAST: Pool.LAST, gate_pb2.POOL_MEAN: Pool.MEAN}
+_POOLS = {gate_pb2.POOL_LAST: Score.LAST, gate_pb2.POOL_MEAN: Score.MEAN}
 _MADE = {
     _pb.FIT_DIRECTION_DIFFERENCE_OF_MEANS: Made.DIFFERENCE_OF_MEANS,
     _pb.FIT_DIRECTION_PRINCIPAL_COMPONENT: Made.PRINCIPAL_COMPONENT,
@@ -68,8 +69,13 @@ _MADE = {
 _NORMALISES = {
     vector_pb2.NORMALISE_UNIT: Normalise.UNIT,
     vector_pb2.NORMALISE_COSINE: Normalise.COSINE,
+    vector_pb2.NORMALISE_PROJECTED_COSINE: Normalise.PROJECTED_COSINE,
 }
-_WIRE_POOLS = {pool: wire for wire, pool in _POOLS.items()}
+_EVERY_NORMALISE = (Normalise.UNIT, Normalise.COSINE)
+"""Those of a request that names none."""
+_WIRE_POOLS = {score: wire for wire, score in _POOLS.items()} | {
+    Score.OF_MEAN_ROW: gate_pb2.POOL_LAST  # the only number that the probe reads
+}
 _WIRE_MADE = {made: wire for wire, made in _MADE.items()}
 _WIRE_NORMALISES = {normalise: wire for wire, normalise in _NORMALISES.items()}
 
@@ -81,7 +87,7 @@ Own = TypeVar("Own")
 class _CheckedRequest:
     request: steering_service_pb2.FitConditionsRequest
     reading: Reading
-    pools: tuple[Pool, ...]
+    scores: tuple[Score, ...]
     made: tuple[Made, ...]
     given: tuple[FoundVector, ...]
     given_rows: tuple[Mapping[int, int], ...]
@@ -93,9 +99,14 @@ class _CheckedRequest:
     def size(self) -> int:
         """Bytes of the prompts' rows."""
         prompts = len(self.request.positive) + len(self.request.negative)
-        kept = 3 if Pool.MEAN in self.pools else 1
+        kept = 3 if self.means else 1
         sites = len(self.reading.sites)
         return prompts * sites * kept * self.width * FloatType.FLOAT32.itemsize
+
+    @property
+    def means(self) -> bool:
+        """Whether means of the prompts' rows are needed."""
+        return any(score is not Score.LAST for score in self.scores)
 
     def given_at(self, site: Site) -> tuple[FloatArray, ...]:
         """The rows of the given vectors at a site, [width] each."""
@@ -206,15 +217,15 @@ def _check(
     given, given_rows = _given(request.vectors, selection.layers, manager)
     every_direction = () if given else tuple(_MADE.values())
     made = _chosen(request.directions, _MADE, _pb.FitDirection.values(), "directions", "")
+    normalises = _normalises(request.normalises) or _EVERY_NORMALISE
     checked = _CheckedRequest(
         request,
         reading,
-        _chosen(request.pools, _POOLS, gate_pb2.Pool.values(), "pools", "POOL_LAST or POOL_MEAN")
-        or tuple(_POOLS.values()),
+        _scores(request, normalises),
         made or every_direction,
         given,
         given_rows,
-        _normalises(request.normalises) or tuple(_NORMALISES.values()),
+        normalises,
         manager.sites.width,
     )
     check_size(checked.size)
@@ -249,6 +260,28 @@ def _chosen(
         if value not in served:
             raise NotSupported(f"is not served here: use {advice}", field=field)
     return tuple(served[value] for value in values)
+
+
+def _scores(
+    request: steering_service_pb2.FitConditionsRequest, normalises: Sequence[Normalise]
+) -> tuple[Score, ...]:
+    """How the rows of a prompt become one number."""
+    served = "POOL_LAST or POOL_MEAN"
+    pools = _chosen(request.pools, _POOLS, gate_pb2.Pool.values(), "pools", served)
+    pools = pools or tuple(_POOLS.values())
+    of_rows = {
+        gate_pb2.PROBE_ROWS_EACH: pools,
+        gate_pb2.PROBE_ROWS_PROMPT_MEAN: (Score.OF_MEAN_ROW,),
+    }
+    chosen = _chosen(request.rows, of_rows, gate_pb2.ProbeRows.values(), "rows", "") or (pools,)
+    scores = tuple(chain.from_iterable(chosen))
+    if not any(score.reads(normalise) for score in scores for normalise in normalises):
+        raise NotSupported(
+            "NORMALISE_PROJECTED_COSINE is not averaged over tokens (POOL_MEAN): read the mean row "
+            "(PROBE_ROWS_PROMPT_MEAN), or the last token (POOL_LAST)",
+            field="pools",
+        )
+    return scores
 
 
 def _normalises(values: Sequence[vector_pb2.Normalise.ValueType]) -> tuple[Normalise, ...]:
@@ -287,7 +320,7 @@ def _row(vector: Vector, row: int) -> FloatArray:
 async def _fit(
     checked: _CheckedRequest, manager: RequestManager, runner: PromptRunner
 ) -> AsyncGenerator[steering_service_pb2.FitConditionsResponse, None]:
-    request, sites, means = checked.request, checked.reading.sites, Pool.MEAN in checked.pools
+    request, sites, means = checked.request, checked.reading.sites, checked.means
     positive, negative = (
         _SetRows(len(prompts), len(sites), checked.width, means=means)
         for prompts in (request.positive, request.negative)
@@ -324,13 +357,14 @@ async def _fit(
 
 def _fits_at(p: PooledRows, n: PooledRows, checked: _CheckedRequest, site: Site) -> list[Fit]:
     given = checked.given_at(site)
-    return list(fits_of(p, n, checked.pools, checked.made, given, checked.normalises))
+    return list(fits_of(p, n, checked.scores, checked.made, given, checked.normalises))
 
 
 def _to_wire(site: Site, fit: Fit, checked: _CheckedRequest) -> steering_service_pb2.ConditionFit:
     message = _pb.ConditionFit(
         site=to_wire(site),
-        pool=_WIRE_POOLS[fit.pool],
+        pool=_WIRE_POOLS[fit.score],
+        rows=_wire_rows(fit),
         normalise=_WIRE_NORMALISES[fit.normalise],
         threshold=fit.threshold.bound,
         below=fit.threshold.below,
@@ -345,6 +379,12 @@ def _to_wire(site: Site, fit: Fit, checked: _CheckedRequest) -> steering_service
         message.held_out_f1 = fit.held_out.f1
         message.held_out_accuracy = fit.held_out.accuracy
     return message
+
+
+def _wire_rows(fit: Fit) -> gate_pb2.ProbeRows.ValueType:
+    if fit.score is Score.OF_MEAN_ROW:
+        return gate_pb2.PROBE_ROWS_PROMPT_MEAN
+    return gate_pb2.PROBE_ROWS_EACH
 
 
 async def _store(
@@ -369,7 +409,7 @@ async def _store(
     at = types_pb2.LayerList(layers=layers if vector.rows > 1 else [site.layer])
     sites = types_pb2.SiteSet(points=[to_wire(site).point], list=at)
     await store_vector(vector, request.name, request.description, sites, manager)
-    if not request.HasField("where") and fit.pool is Pool.LAST:
+    if not request.HasField("where") and fit.score is Score.LAST:
         where = prompt_selector(None)  # fewer tokens of a cached prompt are computed again
     wired = to_wire(site)
     probe = gate_pb2.Probe(
@@ -379,9 +419,10 @@ async def _store(
         ),
         read=vector_pb2.Readout(vector=ref, normalise=_WIRE_NORMALISES[fit.normalise]),
         where=where,
+        rows=_wire_rows(fit),
     )
     condition = gate_pb2.Condition(
-        probe_name=PROBE_NAME, pool=_WIRE_POOLS[fit.pool], after_prompt=True
+        probe_name=PROBE_NAME, pool=_WIRE_POOLS[fit.score], after_prompt=True
     )
     if fit.threshold.below:
         condition.below = fit.threshold.bound

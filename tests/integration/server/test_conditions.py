@@ -247,13 +247,69 @@ def test_a_fitted_condition_is_that_of_hugging_faces_rows_and_decides_alike(
     engine.vectors.delete("glad")
 
 
+def f1(on_p: Float, on_n: Float, bound: float, below: bool) -> float:
+    """F1 of a condition, by the scores of both sets."""
+    tp, fp = (int((one < bound if below else one > bound).sum()) for one in (on_p, on_n))
+    return 2 * tp / (tp + fp + len(on_p))
+
+
+def test_conditional_activation_steering_is_fitted_and_decides_alike(
+    engine: rheostat.Engine, reader: Reader
+) -> None:
+    """IBM's search over layers, thresholds and sides, with an own vector and with fitted ones."""
+    mixed = [SOME[i] for i in np.random.default_rng(3).permutation(len(SOME))]
+    train, held = mixed[::2], mixed[1::2]
+    glad, rest = ([p for p in train if is_glad(p) == wanted] for wanted in (True, False))
+    own = unit(9)
+    found = engine.conditions.fit(
+        glad,
+        rest,
+        points="resid_post",
+        layers=[READ, LATE],
+        rows="prompt_mean",
+        normalises=["projected_cosine", "cosine"],
+        directions="difference_of_means",
+        vectors=rheostat.inline(own[None]),
+    )
+    assert len(found.fits) == 2 * 2 * 2
+    for fit in found.fits:
+        of_set = [[reader.rows(p, fit.site.layer) for p in prompts] for prompts in (glad, rest)]
+        means = [np.mean([rows.mean(axis=0) for rows in one], axis=0) for one in of_set]
+        v = means[0] - means[1] if fit.direction == "difference_of_means" else own.astype(float)
+        on_p, on_n = (np.array([SCORES[fit.normalise](rows, v) for rows in one]) for one in of_set)
+        ordered = np.sort(np.concatenate([on_p, on_n]))
+        sides = (False, True) if fit.normalise == "projected_cosine" else (fit.below,)
+        bounds = (ordered[1:] + ordered[:-1]) / 2
+        grid = [f1(on_p, on_n, bound, side) for bound in bounds for side in sides]
+        assert fit.f1 == pytest.approx(f1(on_p, on_n, fit.threshold, fit.below))
+        assert fit.f1 == pytest.approx(max(grid))
+    best, probe = found.best, found.probe
+    assert (probe.rows, probe.readout.normalise) == ("prompt_mean", best.normalise)
+    v = engine.vectors.get(digest=probe.vector.digest).values[0].astype(np.float64)
+    scores = {p: SCORES[best.normalise](reader.rows(p, best.site.layer), v) for p in SOME}
+    expected = {
+        p: (s < best.threshold if best.below else s > best.threshold) for p, s in scores.items()
+    }
+    assert 0.2 < np.mean(list(expected.values())) < 0.8
+    gate = rheostat.gate(found.condition, hold="rest")
+    for prompts in (train, held):
+        outs = decisions(engine, prompts, PUSH.when(gate))
+        assert [fired(out) for out in outs] == [expected[prompt] for prompt in prompts]
+
+
 async def test_the_asyncio_client_fits_as_the_other(
     engine: rheostat.Engine, server: Server
 ) -> None:
     sets = PROMPTS[:3], PROMPTS[40:43]
-    options = {"points": "resid_post", "layers": [1, 2], "pools": ["last"]}
+    options = {
+        "points": "resid_post",
+        "layers": [1, 2],
+        "pools": ["last"],
+        "rows": ["each", "prompt_mean"],
+        "normalises": ["unit", "projected_cosine"],
+    }
     async with rheostat.aio.connect(server.target) as awaited:
         found = await awaited.conditions.fit(*sets, **options)
     again = engine.conditions.fit(*sets, **options)
     assert found.vector.digest == again.vector.digest
-    assert [fit.threshold for fit in found.fits] == [fit.threshold for fit in again.fits]
+    assert found.fits == again.fits

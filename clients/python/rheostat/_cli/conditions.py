@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -14,11 +15,12 @@ from rheostat._cli._stored import names, shown, stored, warn_if_moved
 from rheostat._cli.derive import read_prompts
 from rheostat._connection.channel import default_target
 from rheostat._steering.condition_fits import ConditionFits
-from rheostat._steering.gates import Pool
+from rheostat._steering.gates import Pool, ProbeRows
 from rheostat._steering.readouts import Normalise
 
 _POOLS: tuple[Pool, ...] = ("last", "mean")
 _NORMALISES: tuple[Normalise, ...] = ("unit", "cosine")
+"""Those that are tried by default."""
 
 
 def add(commands: Subparsers) -> None:
@@ -42,7 +44,9 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
         example="""\
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers all
 rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers 2-4 \\
-    --vector joy --name gloom""",
+    --vector joy --name gloom
+rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_post --layers all \\
+    --rows prompt_mean --normalise projected_cosine  # conditional activation steering's number""",
     )
     for which in ("positive", "negative"):
         fit.add_argument(
@@ -59,8 +63,16 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
     )
     fit.add_argument(
         "--normalise",
-        choices=_NORMALISES,
-        help="read only x.v / |v| (unit), or only x.v / (|x| |v|) (cosine) (default: try both)",
+        choices=(*_NORMALISES, "projected_cosine"),
+        help="read only x.v / |v| (unit), only x.v / (|x| |v|) (cosine), or only the cosine of x "
+        "and its projection on v (projected_cosine) (default: try unit and cosine)",
+    )
+    fit.add_argument(
+        "--rows",
+        choices=get_args(ProbeRows),
+        default="each",
+        help="judge prompts by numbers of their tokens (each), or by one number of the mean row of "
+        "the prompt (prompt_mean) (default: each)",
     )
     fit.add_argument(
         "--pool",
@@ -76,6 +88,8 @@ rheostat conditions fit --positive SAD.txt --negative GLAD.txt --points resid_po
 
 def run(args: argparse.Namespace) -> int:
     """Print the best conditions, the best one's vector, and a command that watches with it."""
+    if args.pool and args.rows == "prompt_mean":
+        args.parser.error("--pool judges numbers of tokens; --rows prompt_mean reads one number")
     positive, negative = read_prompts(args.positive), read_prompts(args.negative)
     with connected(args) as engine:
         before = names(engine, args.name) if args.name else {}
@@ -87,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
                 points=args.points,
                 layers=args.layers,
                 vectors=vectors,
+                rows=args.rows,
                 pools=[args.pool] if args.pool else _POOLS,
                 normalises=[args.normalise] if args.normalise else _NORMALISES,
                 name=args.name,
@@ -117,7 +132,12 @@ def _watch(found: ConditionFits, target: str) -> str:
     line += ["--target", target] if target != default_target() else []
     line += ["--probe", vector, "--points", best.site.point, "--layers", str(best.site.layer)]
     line += ["--normalise", best.normalise]
-    line += ["--where", "-1"] if best.pool == "last" else ["--pool", best.pool, "--after-prompt"]
+    if best.rows == "prompt_mean":
+        line += ["--rows", best.rows, "--after-prompt"]
+    elif best.pool == "last":
+        line += ["--where", "-1"]
+    else:
+        line += ["--pool", best.pool, "--after-prompt"]
     bound = str(np.float32(best.threshold))  # the shortest text that is exact
     line += ["--stop-below" if best.below else "--stop-above", f"{vector}:{bound}"]
     return shlex.join(line)

@@ -18,7 +18,7 @@ from rheostat._cli._stored import stored
 from rheostat._client.engine import Engine
 from rheostat._fields import counted
 from rheostat._selectors import SelectorLike
-from rheostat._steering.gates import Pool, Probe, probe
+from rheostat._steering.gates import Pool, Probe, ProbeRows, probe
 from rheostat._steering.readouts import Normalise
 from rheostat._steering.rules import Rule, Stop
 from rheostat._watches.events import WatchedRequestEnded
@@ -54,8 +54,17 @@ rheostat watch --every --probe joy --limit 10 --json > readings.jsonl""",
         default="none",
         help="unit reads x.v / |v|, cosine x.v / (|x| |v|) (default: none, which is x.v)",
     )
+    parser.add_argument(
+        "--rows",
+        choices=get_args(ProbeRows),
+        default="each",
+        help="read each row, or once the mean row of the prompt, at its last token (default: each)",
+    )
     add_where(
-        parser, None, "all; generated with --stop-above or --stop-below; prompt with --after-prompt"
+        parser,
+        None,
+        "all; generated with --stop-above or --stop-below; prompt with --after-prompt or "
+        "--rows prompt_mean",
     )
     for flag, read, side in (
         ("--stop-above", read_above, "more"),
@@ -127,6 +136,8 @@ def _bounds(args: argparse.Namespace) -> Bounds:
         args.parser.error("--pool and --after-prompt need --stop-above or --stop-below")
     if args.after_prompt and args.where == "generated":
         args.parser.error("--after-prompt compares numbers of the prompt, not of --where generated")
+    if args.rows == "prompt_mean" and args.where == "generated":
+        args.parser.error("--rows prompt_mean reads rows of the prompt, not of --where generated")
     for bound in args.bounds:
         if bound.probe not in args.probe:
             args.parser.error(f"{bound.flag} {bound.probe}: there is no --probe {bound.probe}")
@@ -144,7 +155,7 @@ def _where(args: argparse.Namespace) -> SelectorLike:
     where: SelectorLike = args.where
     if where is not None:
         return where
-    if args.after_prompt:
+    if args.after_prompt or args.rows == "prompt_mean":
         return "prompt"
     return "generated" if args.bounds else "all"
 
@@ -156,6 +167,7 @@ def _probe(engine: Engine, name: str, args: argparse.Namespace) -> Probe:
         layers=args.layers,
         where=_where(args),
         normalise=args.normalise,
+        rows=args.rows,
         name=probe_name(name),
     )
 

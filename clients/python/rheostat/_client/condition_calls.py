@@ -19,7 +19,7 @@ from rheostat._steering.condition_fits import (
     FitDirection,
     PromptCounts,
 )
-from rheostat._steering.gates import POOLS, Pool
+from rheostat._steering.gates import POOLS, PROBE_ROWS, Pool, ProbeRows
 from rheostat._steering.readouts import NORMALISATIONS, Normalise
 from rheostat._steering.transfers import Progress
 from rheostat._steering.vectors import Intervention, Vector, VectorSource, refuse_dose, row_ref
@@ -34,6 +34,7 @@ def fit_conditions(
     points: PointsLike,
     layers: LayersLike,
     where: SelectorLike,
+    rows: ProbeRows | Iterable[ProbeRows],
     pools: Pool | Iterable[Pool],
     directions: FitDirection | Iterable[FitDirection] | None,
     vectors: Vector | Iterable[Vector],
@@ -73,6 +74,9 @@ def fit_conditions(
         description=utf8_text(description, "description", "a description"),
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
     )
+    read = [word(one, PROBE_ROWS, f"rows[{i}]") for i, one in enumerate(_words(rows))]
+    if read != [PROBE_ROWS["each"]]:  # the default, which servers of earlier versions know too
+        request.rows.extend(read)
     if where is not None:
         every = selector_pb2.Selector(include=[selector_pb2.Range(phase=types_pb2.PHASE_PROMPT)])
         request.where.CopyFrom(to_wire(selector_of(where)) or every)

@@ -16,7 +16,7 @@ from rheostat._points import LayersLike, PointsLike
 from rheostat._prompts import Prompt
 from rheostat._selectors import SelectorLike
 from rheostat._steering.condition_fits import ConditionFits, FitDirection
-from rheostat._steering.gates import Pool
+from rheostat._steering.gates import Pool, ProbeRows
 from rheostat._steering.readouts import Normalise
 from rheostat._steering.transfers import Progress
 from rheostat._steering.vectors import Vector
@@ -37,6 +37,7 @@ class Conditions:
         points: PointsLike,
         layers: LayersLike,
         where: SelectorLike = None,
+        rows: ProbeRows | Iterable[ProbeRows] = "each",
         pools: Pool | Iterable[Pool] = ("last", "mean"),
         directions: FitDirection | Iterable[FitDirection] | None = None,
         vectors: Vector | Iterable[Vector] = (),
@@ -49,25 +50,46 @@ class Conditions:
     ) -> ConditionFits:
         """Find a condition that holds of ``positive`` prompts and not of ``negative`` ones.
 
-        The server runs every prompt, and tries each combination of a site, a pool, a direction and
-        a normalisation, with the best threshold. Each is judged by prompts that were held out. The
-        result has the best as a `Condition`, decided at the prompt's end, and the table of all::
+        The server runs every prompt, and tries each combination of a site, a pool or the mean row,
+        a direction and a normalisation, with the best threshold. Each is judged by prompts that
+        were held out. The result has the best as a `Condition`, decided at the prompt's end, and
+        the table of all::
 
             found = engine.conditions.fit(harmful, harmless, points="resid_post", layers="all")
             gate = rheostat.gate(found.condition, hold="rest")
             engine.generate(prompt, steering=refusal.when(gate))
 
-        ``where`` are the prompt tokens that are read; default: all. ``pools``: the last of them, or
-        the mean of what is read of all. ``directions``: "difference_of_means", and the
-        "principal_component" of both sets (Lee et al., 2024), of at most 1024 prompts; default:
-        both, or none if there are ``vectors``, which are directions of your own. ``normalises``:
-        the coordinate along the direction ("unit"), or the cosine with it.
+        The number of conditional activation steering (CAST; Lee et al., 2024) is that of
+        ``rows="prompt_mean", normalises="projected_cosine"``.
 
-        The best direction is stored, under ``name`` if there is one. ``progress`` is called with
-        the number of prompts that have run, and of all prompts. Its exceptions end the call and are
-        raised unchanged. ``timeout`` is in seconds; None waits without limit. If a prompt cannot
-        run, InvalidRequest names it (``positive[3].text``). Refused is raised if both sets read
-        alike everywhere.
+        Args:
+            positive: 1 to 1024 prompts of which the condition should hold.
+            negative: 1 to 1024 prompts of which it should not.
+            points: where it may read; each point of each layer is tried.
+            layers: the layers of these points.
+            where: the prompt tokens that are read. Default: all.
+            rows: "each" reads a number of each of these tokens, "prompt_mean" one number of the
+                mean of their rows, as `probe` does.
+            pools: what becomes of the numbers of "each": the "last", or the "mean" of all.
+            directions: "difference_of_means", and the "principal_component" of both sets, of at
+                most 1024 prompts. Default: both, or none if there are ``vectors``.
+            vectors: directions of your own: at most 8, of one row, [1, width], or one row per
+                layer.
+            normalises: the number that is read of a row: its coordinate along the direction
+                ("unit", in the stream's units), the "cosine" with it, -1 to 1, or the
+                "projected_cosine" of `probe`, 0 to 1. The mean of projected cosines of tokens is
+                not tried, because the server keeps no rows of all tokens.
+            name: the best direction is stored under it, or without a name.
+            description: text that is stored with the name.
+            lora: the adapter under which the prompts run.
+            progress: called with the number of prompts that have run, and of all prompts. Its
+                exceptions end the call and are raised unchanged.
+            timeout: in seconds; None waits without limit.
+
+        Raises:
+            InvalidRequest: an argument is none that is served, or a prompt cannot run; the error
+                names it (``positive[3].text``).
+            Refused: both sets read alike everywhere.
         """
         call = condition_calls.fit_conditions(
             positive,
@@ -75,6 +97,7 @@ class Conditions:
             points=points,
             layers=layers,
             where=where,
+            rows=rows,
             pools=pools,
             directions=directions,
             vectors=vectors,

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from rheostat._errors import ServerError
 from rheostat._notebook import passage
 from rheostat._points import Site, read_point
-from rheostat._steering.gates import POOLS, Condition, Pool, Probe
-from rheostat._steering.read_gates import known, read_condition, read_probe
+from rheostat._steering.gates import POOLS, Condition, Pool, Probe, ProbeRows
+from rheostat._steering.read_gates import known, read_condition, read_probe, read_rows
 from rheostat._steering.readouts import NORMALISATIONS, Normalise
 from rheostat._steering.transfers import Progress
 from rheostat._steering.vectors import Vector, VectorSource
@@ -28,6 +28,7 @@ _POOLS: dict[int, Pool] = {POOLS["last"]: "last", POOLS["mean"]: "mean"}
 _NORMALISES: dict[int, Normalise] = {
     NORMALISATIONS["unit"]: "unit",
     NORMALISATIONS["cosine"]: "cosine",
+    NORMALISATIONS["projected_cosine"]: "projected_cosine",
 }
 _DIRECTIONS: dict[int, FitDirection] = {
     FIT_DIRECTIONS[name]: name for name in get_args(FitDirection)
@@ -53,11 +54,12 @@ class ConditionFit:
     site: Site
     """Where it reads."""
     pool: Pool
-    """Whether the last token counts, or the mean of all."""
+    """Whether the last token counts, or the mean of all. "last" if `rows` is "prompt_mean", because
+    one number is read."""
     direction: FitDirection | int
     """How the direction was made, or an index of `ConditionFits.vectors`."""
     normalise: Normalise
-    """Whether the coordinate along the direction is read, or the cosine."""
+    """Whether the coordinate along the direction is read, the cosine, or the projected cosine."""
     threshold: float
     """In the middle of a gap between two prompts."""
     below: bool
@@ -72,6 +74,8 @@ class ConditionFit:
     prompt in a set."""
     held_out_accuracy: float | None
     """Fraction of the held-out prompts that are judged right."""
+    rows: ProbeRows = "each"
+    """Whether numbers of the tokens are read, or one of the prompt's mean row."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class ConditionFits(VectorSource):
     vector: Vector
     """The stored vector that it reads with."""
     fits: tuple[ConditionFit, ...]
-    """By site, pool, direction and normalisation."""
+    """By site, rows, pool, direction and normalisation."""
     best: ConditionFit
     """The one of `condition`: that of the largest held-out F1, then of the widest margin."""
     vectors: tuple[Vector, ...]
@@ -118,7 +122,7 @@ class ConditionFits(VectorSource):
         made = fit.direction
         return [
             str(fit.site),
-            fit.pool,
+            "mean row" if fit.rows == "prompt_mean" else fit.pool,
             self.vectors[made].label if isinstance(made, int) else made,
             fit.normalise,
             f"{'<' if fit.below else '>'} {fit.threshold:.4g}",
@@ -219,6 +223,7 @@ class ConditionFitsAccumulator:
             message.margin,
             message.held_out_f1 if message.HasField("held_out_f1") else None,
             message.held_out_accuracy if message.HasField("held_out_accuracy") else None,
+            read_rows(message.rows, "rows"),
         )
 
 

@@ -57,8 +57,13 @@ def read_probe(message: gate_pb2.Probe, path: str, *, name: str | None) -> Probe
         selector_from_wire(message.where, f"{path}.where"),
         read_settings(message.read, f"{path}.read"),
         name,
-        known(_PROBE_ROWS, message.rows, f"{path}.rows") if message.HasField("rows") else "each",
+        read_rows(message.rows, f"{path}.rows"),
     )
+
+
+def read_rows(value: int, path: str) -> ProbeRows:
+    """Of which rows a probe reads. 0: the server, maybe of an earlier version, names none."""
+    return known(_PROBE_ROWS, value, path) if value else "each"
 
 
 def read_condition(message: gate_pb2.Condition, probe: Probe, path: str) -> Condition:

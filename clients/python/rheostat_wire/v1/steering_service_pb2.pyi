@@ -781,6 +781,7 @@ class FitConditionsRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the best direction, as in VectorHeader; no point is appended. Empty: none."""
     description: _builtins.str
@@ -800,7 +801,7 @@ class FitConditionsRequest(_message.Message):
         """Sites that are tried, one at a time.
 
         The server stores (prompts * sites * W * 4) bytes until the call ends, three times as many with
-        POOL_MEAN. Limits as in DeriveVectorsRequest.sites.
+        POOL_MEAN or PROBE_ROWS_PROMPT_MEAN. Limits as in DeriveVectorsRequest.sites.
         """
 
     @_builtins.property
@@ -809,7 +810,9 @@ class FitConditionsRequest(_message.Message):
 
     @_builtins.property
     def pools(self) -> _containers.RepeatedScalarFieldContainer[_gate_pb2.Pool.ValueType]:
-        """POOL_LAST and POOL_MEAN, each once; POOL_MAX: REASON_NOT_SUPPORTED. Empty: both."""
+        """How the readings of PROBE_ROWS_EACH become one score: POOL_LAST and POOL_MEAN, each once; POOL_MAX:
+        REASON_NOT_SUPPORTED. Empty: both.
+        """
 
     @_builtins.property
     def directions(self) -> _containers.RepeatedScalarFieldContainer[Global___FitDirection.ValueType]:
@@ -826,8 +829,15 @@ class FitConditionsRequest(_message.Message):
 
     @_builtins.property
     def normalises(self) -> _containers.RepeatedScalarFieldContainer[_vector_pb2.Normalise.ValueType]:
-        """NORMALISE_UNIT and NORMALISE_COSINE, each once. NORMALISE_NONE: REASON_INVALID_VALUE, because a
-        direction's norm has no meaning. Empty: both.
+        """Each once. NORMALISE_NONE: REASON_INVALID_VALUE, because a direction's norm has no meaning.
+        NORMALISE_PROJECTED_COSINE is not tried with POOL_MEAN; if nothing else is to be tried:
+        REASON_NOT_SUPPORTED. Empty: NORMALISE_UNIT and NORMALISE_COSINE.
+        """
+
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_gate_pb2.ProbeRows.ValueType]:
+        """Probe.rows, each once. With PROBE_ROWS_PROMPT_MEAN and NORMALISE_PROJECTED_COSINE, scores are those of
+        conditional activation steering (Lee et al. 2024). Empty: PROBE_ROWS_EACH.
         """
 
     def __init__(
@@ -844,10 +854,11 @@ class FitConditionsRequest(_message.Message):
         name: _builtins.str = ...,
         description: _builtins.str = ...,
         lora_name: _builtins.str = ...,
+        rows: _abc.Iterable[_gate_pb2.ProbeRows.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sites", b"sites", "where", b"where"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "directions", b"directions", "lora_name", b"lora_name", "name", b"name", "negative", b"negative", "normalises", b"normalises", "pools", b"pools", "positive", b"positive", "sites", b"sites", "vectors", b"vectors", "where", b"where"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "directions", b"directions", "lora_name", b"lora_name", "name", b"name", "negative", b"negative", "normalises", b"normalises", "pools", b"pools", "positive", b"positive", "rows", b"rows", "sites", b"sites", "vectors", b"vectors", "where", b"where"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -904,7 +915,8 @@ class FittedConditions(_message.Message):
     """Digest of the probe's vector, 32 bytes; float32 if the call computed it."""
     @_builtins.property
     def fits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConditionFit]:
-        """By site, pool, direction (computed ones, then vectors) and normalisation, each in the request's order.
+        """By site, rows, pool, direction (computed ones, then vectors) and normalisation, each in the request's
+        order. A mean row has no pools.
         Without fits whose direction is zero, or whose score is the same for all prompts. If none is left:
         REASON_NO_CONTRAST.
         """
@@ -953,8 +965,9 @@ class ConditionFit(_message.Message):
     MARGIN_FIELD_NUMBER: _builtins.int
     HELD_OUT_F1_FIELD_NUMBER: _builtins.int
     HELD_OUT_ACCURACY_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     pool: _gate_pb2.Pool.ValueType
-    """How a prompt's readings become its score."""
+    """How a prompt's readings become its score. Of a mean row, which gives one reading, POOL_LAST."""
     made: Global___FitDirection.ValueType
     """Computed from the prompts."""
     vector_index: _builtins.int
@@ -965,7 +978,8 @@ class ConditionFit(_message.Message):
     """Midpoint of the gap between two neighbouring scores at which F1 is largest; of several, the widest gap."""
     below: _builtins.bool
     """Whether the condition holds below the threshold, not above. Only for a given vector, if positive
-    prompts have the lower scores.
+    prompts have the lower scores, and for NORMALISE_PROJECTED_COSINE, which has no sign: there the side
+    with the larger F1.
     """
     f1: _builtins.float
     """F1, 0 to 1, for the prompts that made the condition: 2 tp / (2 tp + fp + fn)."""
@@ -981,6 +995,8 @@ class ConditionFit(_message.Message):
     """
     held_out_accuracy: _builtins.float
     """Fraction of held-out prompts that are judged correctly, 0 to 1."""
+    rows: _gate_pb2.ProbeRows.ValueType
+    """Probe.rows of the probe."""
     @_builtins.property
     def site(self) -> _types_pb2.Site:
         """Where it reads."""
@@ -999,10 +1015,11 @@ class ConditionFit(_message.Message):
         margin: _builtins.float = ...,
         held_out_f1: _builtins.float | None = ...,
         held_out_accuracy: _builtins.float | None = ...,
+        rows: _gate_pb2.ProbeRows.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_held_out_accuracy", b"_held_out_accuracy", "_held_out_f1", b"_held_out_f1", "direction", b"direction", "held_out_accuracy", b"held_out_accuracy", "held_out_f1", b"held_out_f1", "made", b"made", "site", b"site", "vector_index", b"vector_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_out_accuracy", b"_held_out_accuracy", "_held_out_f1", b"_held_out_f1", "below", b"below", "direction", b"direction", "f1", b"f1", "held_out_accuracy", b"held_out_accuracy", "held_out_f1", b"held_out_f1", "made", b"made", "margin", b"margin", "normalise", b"normalise", "pool", b"pool", "site", b"site", "threshold", b"threshold", "vector_index", b"vector_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_out_accuracy", b"_held_out_accuracy", "_held_out_f1", b"_held_out_f1", "below", b"below", "direction", b"direction", "f1", b"f1", "held_out_accuracy", b"held_out_accuracy", "held_out_f1", b"held_out_f1", "made", b"made", "margin", b"margin", "normalise", b"normalise", "pool", b"pool", "rows", b"rows", "site", b"site", "threshold", b"threshold", "vector_index", b"vector_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__held_out_accuracy: _TypeAlias = _typing.Literal["held_out_accuracy"]  # noqa: Y015
     _WhichOneofArgType__held_out_accuracy: _TypeAlias = _typing.Literal["_held_out_accuracy", b"_held_out_accuracy"]  # noqa: Y015

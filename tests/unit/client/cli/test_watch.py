@@ -184,6 +184,16 @@ def test_bounds_leave_prompts_alone_unless_the_flags_say_otherwise(
                }
                stop { drop_sampled: true label: "mean of mood below 0.25" }""",
         ),
+        (
+            "--normalise projected_cosine --rows prompt_mean --stop-above mood:0.25",
+            """rows: PROBE_ROWS_PROMPT_MEAN where { include { phase: PHASE_PROMPT } }
+               read { normalise: NORMALISE_PROJECTED_COSINE }""",
+            """conditions {
+                 probe_name: "mood" pool: POOL_LAST combine_sites: COMBINE_ANY above: 0.25
+                 for_tokens: 1
+               }
+               stop { drop_sampled: true label: "mood above 0.25" }""",
+        ),
     ],
 )
 def test_flags_become_probes_and_rules(server, capsys, flags, probe, rule) -> None:
@@ -305,6 +315,10 @@ def test_requests_before_the_watch_are_named(starter, capsys) -> None:
         (
             ["--every", "--stop-above", "mood:2", "--after-prompt", "--where", "generated"],
             "--after-prompt compares numbers of the prompt",
+        ),
+        (
+            ["--every", "--rows", "prompt_mean", "--where", "generated"],
+            "--rows prompt_mean reads rows of the prompt",
         ),
         (["--every", "--normalise", "cosin"], "did you mean 'cosine'?"),
         (["--every", "--label", "a=b"], "not allowed with"),

@@ -111,6 +111,7 @@ def test_a_fit_sends_the_grid_and_reads_a_ready_condition(client, server):
         ({"pools": ["max", "nonsense"]}, "pools[1]"),
         ({"directions": ["nonsense"]}, "directions[0]"),
         ({"normalises": ["nonsense"]}, "normalises[0]"),
+        ({"rows": ["each", "nonsense"]}, "rows[1]"),
         ({"vectors": ["joy"]}, "vectors[0]"),
         ({"positive": "bad"}, "positive"),
     ],
@@ -204,6 +205,89 @@ def test_a_direction_that_was_not_given_is_an_error(client, server):
                 ["a"], ["b"], points="resid_post", layers=1, vectors=[rheostat.named("a")]
             )
         )
+
+
+CAST = text_format.Parse(
+    """fits {
+         site { point: POINT_RESID_POST layer: 2 } pool: POOL_LAST rows: PROBE_ROWS_PROMPT_MEAN
+         made: FIT_DIRECTION_PRINCIPAL_COMPONENT normalise: NORMALISE_PROJECTED_COSINE
+         threshold: 0.5 f1: 1 margin: 1 held_out_f1: 1 held_out_accuracy: 1
+       }
+       probe {
+         name: "fitted" sites { points: POINT_RESID_POST list { layers: 2 } }
+         read {
+           vector { digest: "0123456789abcdef0123456789abcdef" }
+           normalise: NORMALISE_PROJECTED_COSINE
+         }
+         where { include { phase: PHASE_PROMPT } } rows: PROBE_ROWS_PROMPT_MEAN
+       }
+       condition { probe_name: "fitted" pool: POOL_LAST after_prompt: true above: 0.5 }
+       digest: "0123456789abcdef0123456789abcdef" """,
+    pb.FittedConditions(),
+)
+"""The answer with a condition of conditional activation steering."""
+CAST_TABLE = """\
+site           pool      direction            read              holds  F1     held out  margin
+resid_post[2]  mean row  principal_component  projected_cosine  > 0.5  1.000  1.000     1.00    best
+"""
+
+
+def test_the_number_of_conditional_activation_steering_is_fitted(client, server):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=CAST)])
+    found = client.run(
+        lambda engine: engine.conditions.fit(
+            ["a", "b"],
+            ["c", "d"],
+            points="resid_post",
+            layers=[1, 2],
+            rows="prompt_mean",
+            normalises="projected_cosine",
+        )
+    )
+    (asked,) = server.asked
+    assert list(asked.rows) == [gate_pb2.PROBE_ROWS_PROMPT_MEAN]
+    assert list(asked.normalises) == [vector_pb2.NORMALISE_PROJECTED_COSINE]
+    assert found.best == ConditionFit(
+        Site(POST, 2),
+        "last",
+        "principal_component",
+        "projected_cosine",
+        0.5,
+        False,
+        1,
+        1,
+        1,
+        1,
+        rows="prompt_mean",
+    )
+    assert str(found) == CAST_TABLE.rstrip()
+    message = found.probe.to_wire("probe")
+    assert message.rows == gate_pb2.PROBE_ROWS_PROMPT_MEAN
+    assert message.read.normalise == vector_pb2.NORMALISE_PROJECTED_COSINE
+    assert message.where == CAST.probe.where
+    condition = found.condition
+    assert (condition.low, condition.pool, condition.after_prompt) == (0.5, "last", True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sent"),
+    [
+        ({}, []),
+        ({"rows": "each"}, []),
+        ({"rows": ["each"]}, []),
+        (
+            {"rows": ["prompt_mean", "each"]},
+            [gate_pb2.PROBE_ROWS_PROMPT_MEAN, gate_pb2.PROBE_ROWS_EACH],
+        ),
+    ],
+)
+def test_rows_are_sent_only_if_they_are_not_the_default(client, server, rows, sent):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=fitted("f1: 1 margin: 2.5"))])
+    found = client.run(
+        lambda engine: engine.conditions.fit(["a"], ["b"], points="resid_post", layers=1, **rows)
+    )
+    assert list(server.asked[0].rows) == sent
+    assert (found.best.rows, found.probe.rows) == ("each", "each")
 
 
 def fitted(fit: str) -> pb.FittedConditions:
@@ -310,3 +394,30 @@ def test_the_command_names_a_watch_that_uses_the_best_condition(server, tmp_path
     )
     read = _parser().parse_args(shlex.split(printed)[1:])
     assert (read.normalise, read.bounds[0].number) == ("unit", 0.1)
+
+
+def test_the_command_fits_and_watches_the_mean_row(server, tmp_path, capsys):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=CAST)])
+    flags = ["--rows", "prompt_mean", "--normalise", "projected_cosine"]
+    assert main(command(server, tmp_path, *flags)) == 0
+    asked = server.asked[-1]
+    assert list(asked.rows) == [gate_pb2.PROBE_ROWS_PROMPT_MEAN]
+    assert list(asked.normalises) == [vector_pb2.NORMALISE_PROJECTED_COSINE]
+    out = capsys.readouterr().out
+    assert CAST_TABLE in out
+    printed = out.splitlines()[-1]
+    assert printed == (
+        f"  rheostat watch --every --target {server.target} --probe {DIGEST.hex()[:12]} "
+        "--points resid_post --layers 2 --normalise projected_cosine --rows prompt_mean "
+        f"--after-prompt --stop-above {DIGEST.hex()[:12]}:0.5"
+    )
+    read = _parser().parse_args(shlex.split(printed)[1:])
+    assert (read.normalise, read.rows) == ("projected_cosine", "prompt_mean")
+
+
+def test_the_command_refuses_a_pool_of_the_mean_row(server, tmp_path, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(command(server, tmp_path, "--rows", "prompt_mean", "--pool", "mean"))
+    assert raised.value.code == 2
+    assert "--rows prompt_mean reads one number" in capsys.readouterr().err
+    assert server.asked == []

@@ -82,6 +82,7 @@ FIELD_LIMITS: Mapping[str, int] = {
     "FitConditionsRequest.normalises": FIT_CHOICES,
     "FitConditionsRequest.pools": FIT_CHOICES,
     "FitConditionsRequest.positive": DERIVED_PROMPTS,
+    "FitConditionsRequest.rows": FIT_CHOICES,
     "FitConditionsRequest.vectors": DIRECTIONS,
     "Gain.interventions": INTERVENTIONS,
     "Gate.conditions": MAX_CONDITIONS,

@@ -126,6 +126,7 @@ CASES: dict[str, tuple[tuple[str, str], str]] = {
     "FitConditionsRequest.normalises": (("FitConditions", TO_CONTRAST), "normalises"),
     "FitConditionsRequest.pools": (("FitConditions", TO_CONTRAST), "pools"),
     "FitConditionsRequest.positive": (("FitConditions", TO_CONTRAST), "positive"),
+    "FitConditionsRequest.rows": (("FitConditions", TO_CONTRAST), "rows"),
     "FitConditionsRequest.vectors": (("FitConditions", TO_CONTRAST), "vectors"),
     "Gate.conditions": (
         steered(f"add {{ vector {{ inline {{ {INLINE} }} }} }} gate {{}}"),
@@ -335,7 +336,8 @@ def put(message: Message, path: list[str], count: int) -> None:
 async def refusal_of(running, rpc: str, base: str, path: str, count: int) -> Refusal:
     """How a request with so much in a field is refused."""
     messages = [parsed(rpc, base)]
-    if path.partition(".")[0] in ("chunk", "proof", "rows"):  # a later message of the stream
+    streamed = method_of(rpc)[1].client_streaming
+    if streamed and path.partition(".")[0] in ("chunk", "proof", "rows"):  # a later message
         messages.append(parsed(rpc, ""))
     put(messages[-1], path.split("."), count)
     return await refused(running, rpc, *messages)

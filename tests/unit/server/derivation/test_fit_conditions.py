@@ -12,7 +12,7 @@ from rheostat_wire.v1 import gate_pb2, steering_service_pb2, types_pb2, vector_p
 
 from ..conftest import Refusal, rest
 from ..fakes import WIDTH
-from ..messages import selector, site_set, tensor, window
+from ..messages import PROMPT, selector, site_set, tensor, window
 from ..uploads import refusal_of
 from .test_derive import TABLE, TokenBackend, ids
 
@@ -108,6 +108,65 @@ async def test_one_prompt_in_a_set_has_no_held_out_scores(starter) -> None:
     assert not any(fit.HasField("held_out_f1") for fit in last.fitted.fits)
 
 
+def of_mean_row(prompt: tuple[int, ...], layer: int, v: np.ndarray, normalise: int) -> float:
+    """What a probe of the prompt's mean row reads along v."""
+    x = TABLE[Site(Point.RESID_POST, layer).index][list(prompt)].astype(np.float64).mean(axis=0)
+    if normalise == vector_pb2.NORMALISE_UNIT:
+        return float(x @ v / np.linalg.norm(v))
+    if normalise == vector_pb2.NORMALISE_PROJECTED_COSINE:
+        v = np.tanh((x @ v) / (v @ v) * v)
+    return float(x @ v / (np.linalg.norm(x) * np.linalg.norm(v)))
+
+
+async def test_the_number_of_conditional_activation_steering_is_tried(starter) -> None:
+    running = await starter(TokenBackend())
+    rng = np.random.default_rng(5)
+    own = rng.normal(size=(1, WIDTH)).astype(np.float32)
+    mean, projected = gate_pb2.PROBE_ROWS_PROMPT_MEAN, vector_pb2.NORMALISE_PROJECTED_COSINE
+    unit, cosine = vector_pb2.NORMALISE_UNIT, vector_pb2.NORMALISE_COSINE
+    order_of = {"rows": [mean, gate_pb2.PROBE_ROWS_EACH], "normalises": [projected, unit, cosine]}
+    answer = await fitted(running, order(vectors=[tensor(own)], **order_of))
+    tried = [(fit.rows, fit.pool, fit.normalise) for fit in answer.fits]
+    last, averaged = gate_pb2.POOL_LAST, gate_pb2.POOL_MEAN
+    of_site = [(mean, last, one) for one in order_of["normalises"]]
+    of_site += [(gate_pb2.PROBE_ROWS_EACH, last, one) for one in order_of["normalises"]]
+    of_site += [(gate_pb2.PROBE_ROWS_EACH, averaged, one) for one in (unit, cosine)]
+    assert tried == of_site * 2
+    for fit in answer.fits:
+        if fit.rows == mean:
+            layer, v = fit.site.layer, own[0].astype(np.float64)
+            on_p, on_n = (
+                [of_mean_row(one, layer, v, fit.normalise) for one in prompts]
+                for prompts in (POSITIVE, NEGATIVE)
+            )
+            held = [
+                sum(one < fit.threshold if fit.below else one > fit.threshold for one in scores)
+                for scores in (on_p, on_n)
+            ]
+            assert fit.f1 == pytest.approx(2 * held[0] / (sum(held) + 4))
+
+
+async def test_the_best_condition_of_mean_rows_is_a_ready_probe(starter) -> None:
+    running = await starter(TokenBackend())
+    mean, projected = gate_pb2.PROBE_ROWS_PROMPT_MEAN, vector_pb2.NORMALISE_PROJECTED_COSINE
+    answer = await fitted(running, order(rows=[mean], normalises=[projected]))
+    assert len(answer.fits) == 2 * 2  # sites and directions: a mean row has no pools
+    best, probe, condition = answer.fits[answer.best], answer.probe, answer.condition
+    assert {fit.rows for fit in answer.fits} == {mean}
+    assert (probe.rows, probe.read.normalise) == (mean, projected)
+    assert probe.where == selector(PROMPT)
+    assert (condition.pool, condition.after_prompt) == (gate_pb2.POOL_LAST, True)
+    bound = condition.below if best.below else condition.above
+    assert bound == best.threshold
+    v = np.frombuffer(running.manager.store.get(answer.digest, "").data, "<f4").astype(np.float64)
+    on_p, on_n = (
+        np.array([of_mean_row(one, best.site.layer, v, projected) for one in prompts])
+        for prompts in (POSITIVE, NEGATIVE)
+    )
+    tp, fp = ((one < bound if best.below else one > bound).sum() for one in (on_p, on_n))
+    assert best.f1 == pytest.approx(2 * tp / (tp + fp + 4))
+
+
 ZERO = tensor(np.zeros((1, WIDTH), np.float32))
 
 
@@ -124,6 +183,17 @@ ZERO = tensor(np.zeros((1, WIDTH), np.float32))
         ({"directions": [9]}, "UNKNOWN_ENUM", "directions[0]"),
         ({"normalises": [vector_pb2.NORMALISE_NONE]}, "INVALID_VALUE", "normalises[0]"),
         ({"normalises": [7]}, "UNKNOWN_ENUM", "normalises[0]"),
+        (
+            {
+                "normalises": [vector_pb2.NORMALISE_PROJECTED_COSINE],
+                "pools": [gate_pb2.POOL_MEAN],
+            },
+            "NOT_SUPPORTED",
+            "pools",
+        ),
+        ({"rows": [0]}, "UNKNOWN_ENUM", "rows[0]"),
+        ({"rows": [7]}, "UNKNOWN_ENUM", "rows[0]"),
+        ({"rows": [gate_pb2.PROBE_ROWS_EACH] * 2}, "INVALID_VALUE", "rows"),
         ({"vectors": [ZERO]}, "ZERO_VECTOR", "vectors[0]"),
         ({"vectors": [vector_pb2.VectorRef(name="gone")]}, "NAME_NOT_FOUND", "vectors[0].name"),
         ({"vectors": [ZERO] * 9}, "INVALID_VALUE", "vectors"),
@@ -157,6 +227,10 @@ async def test_rows_of_all_calls_are_counted_together(starter, monkeypatch) -> N
         await rest(running.client.steering.FitConditions(order()))
     assert Refusal.of(raised.value).field == "sites"
     await fitted(running, order(pools=[gate_pb2.POOL_LAST]))
+    means = order(rows=[gate_pb2.PROBE_ROWS_PROMPT_MEAN])
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await rest(running.client.steering.FitConditions(means))
+    assert Refusal.of(raised.value).field == "sites"
 
 
 async def test_a_pipeline_fits_no_conditions(starter) -> None:
