@@ -30,7 +30,7 @@ from rheostat_wire.v1 import gain_pb2, generation_pb2, generation_service_pb2
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 WhenFull: TypeAlias = Literal["wait", "refuse"]
-"""What happens to a request whose steering does not fit beside the running requests."""
+"""What happens to a request for whose steering the engine has too little room."""
 
 _WHEN_FULL: dict[str, generation_service_pb2.WhenFull.ValueType] = {
     "wait": generation_service_pb2.WHEN_FULL_WAIT,
@@ -38,7 +38,7 @@ _WHEN_FULL: dict[str, generation_service_pb2.WhenFull.ValueType] = {
 }
 
 OnControllerDisabled: TypeAlias = Literal["fail", "continue"]
-"""What becomes of a request whose controller is disabled."""
+"""What happens to a request whose controller is disabled."""
 
 _ON_DISABLED: dict[str, gain_pb2.OnDisabled.ValueType] = {
     "fail": gain_pb2.ON_DISABLED_FAIL,
@@ -73,10 +73,10 @@ class GenerateOptions(TypedDict, total=False):
     """Probes whose readings are sent: `Sample.signals`. Default: none; gates and rules bring their
     own."""
     rules: RulesLike
-    """What happens where conditions hold. Default: none."""
+    """Actions that the server takes when conditions hold. Default: none."""
     controller: str | None
-    """Name of a controller of the server (`ModelInfo.controller_names`). It sets the gains of the
-    steering from what the probes read. Default: none."""
+    """Name of a controller of the server (`ModelInfo.controller_names`). It computes the gains of
+    the steering from the probes' readings. Default: none."""
     on_controller_disabled: OnControllerDisabled | None
     """If the server disables the controller while the request runs: "fail", which raises
     Refused, or "continue" with the last gains. Default: "fail"."""
@@ -102,12 +102,12 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     """A sample ends after the first of these tokens. Default: none."""
     min_tokens: int | None
-    """No end or stop token is sampled before this many. Default: 0."""
+    """The end token and stop tokens are not sampled before this many tokens. Default: 0."""
     logprobs: int | None
     """Log-probabilities of each generated token and of this many most likely tokens; 0: of the
     generated token alone. Default: none."""
     prompt_logprobs: int | None
-    """The same for the tokens of the prompt. Default: none."""
+    """As ``logprobs``, for the tokens of the prompt. Default: none."""
     repetition_penalty: float | None
     """Above 0; 1 changes nothing. Default: 1."""
     presence_penalty: float | None
@@ -119,9 +119,9 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     """1 to 128 of [A-Za-z0-9._:-], not that of a running request. Default: the server makes one."""
     with_baseline: bool
-    """Also run the request without its steering, with the same sampling, and measure the
-    divergence: `Generation.baseline` and `Generation.divergence`. Server-wide steering acts on
-    both. Default: False."""
+    """Whether to also run the request without its steering and rules, with the same sampling, and
+    measure the divergence: `Generation.baseline` and `Generation.divergence`. Server-wide steering
+    acts on both. Default: False."""
     lora: str | None
     """Name of a loaded adapter. Default: none."""
     labels: Mapping[str, str] | None

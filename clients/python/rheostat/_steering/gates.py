@@ -1,8 +1,8 @@
-"""Gates: steering that acts as far as the model's own activations say.
+"""Gates: steering whose strength depends on the model's own activations.
 
-A `Probe` reads a number of the stream at each token. A `Condition` says which numbers count. A
-`Gate` makes one number from 0 to 1 of conditions, by which it multiplies an intervention:
-``intervention.when(probe.above(2))``.
+A `Probe` reads a number from the stream at each token. A `Condition` compares it with bounds. A
+`Gate` turns conditions into its openness, a number from 0 (shut) to 1 (open), and multiplies the
+effect of an intervention by it: ``intervention.when(probe.above(2))``.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from rheostat._steering.vectors import Vector, finite, refuse_dose, unfetched
 from rheostat_wire.v1 import gate_pb2
 
 Pool: TypeAlias = Literal["last", "mean", "max"]
-"""Which number counts at a token, of all that its sample has read so far."""
+"""How the value at a token follows from the sample's readings so far: the last reading, the mean of
+all, or the largest."""
 
 Combine: TypeAlias = Literal["all", "any", "sum", "vote"]
-"""How several numbers become one: 1 where all hold, 1 where one holds, their sum, or the fraction
-of them that hold."""
+"""How several conditions or sites become one number, the evidence. "all": 1 if all hold. "any": 1
+if one holds. "vote": the fraction that holds. "sum": the sum of the values."""
 
 ProbeRows: TypeAlias = Literal["each", "prompt_mean"]
-"""Of which rows a probe reads: of each row that it selects, or once of the mean of those of the
-prompt."""
+"""What a probe reads: "each" selected row, or once the mean of the selected rows of the prompt."""
 
 Hold: TypeAlias = Literal["token", "next_token", "rest", "until_read"] | int
-"""How long a gate stays as open as it was at the token that was read. "token": at that token.
-"next_token": at the next one. An integer: at that token, and so many after it. "rest": at that
-token and the rest of the sample. "until_read": until the probe reads again."""
+"""Where a gate acts that opened at a token. "token": at this token. "next_token": at the next
+token. An integer: at this token and so many after it. "rest": at this token and the rest of the
+sample. "until_read": at this token and later ones, until the probe reads again."""
 
 POOLS = {name: gate_pb2.Pool.Value(f"POOL_{name.upper()}") for name in get_args(Pool)}
 PROBE_ROWS = {
@@ -58,7 +58,7 @@ _PROBE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class Probe:
     """Reads activation(x.v + bias) of a row x, at its sites and tokens; made by `probe`.
 
-    `above`, `below`, `between` and `summed` make conditions of it.
+    `above`, `below`, `between` and `summed` make conditions for a `gate` or a `Rule`.
     """
 
     vector: Vector
@@ -71,7 +71,7 @@ class Probe:
 
     @property
     def name(self) -> str:
-        """The given name, or one that follows from what it reads."""
+        """The given name, or a hash of the other arguments."""
         if self.given_name is not None:
             return self.given_name
         content = self._message("", "probe").SerializeToString(deterministic=True)
@@ -87,18 +87,17 @@ class Probe:
         for_tokens: int = 1,
         until: float | None = None,
     ) -> Condition:
-        """Holds where the number is above ``number``.
+        """The condition that the value is above ``number``.
 
         Args:
-            number: the bound, in the units of what is read.
-            pool: which number counts at a token.
-            combine: how the numbers of several sites become one.
-            after_prompt: whether it is decided once, at the last prompt token, from the prompt
-                tokens that were read.
-            for_tokens: holds once it did so at so many tokens in a row.
-            until: once it holds, it goes on holding while the number is above this, which is below
-                ``number``. So a number near the bound does not switch it at every token. Default:
-                ``number``.
+            number: the bound, in the units of the readings.
+            pool: how the readings so far become the value.
+            combine: how several sites are combined.
+            after_prompt: whether it is decided only once, at the last prompt token, from the prompt
+                tokens that the probe reads.
+            for_tokens: the value must be above the bound at so many of the probe's tokens in a row.
+            until: a lower bound that applies while the condition holds, so that a value near
+                ``number`` does not switch it at every token. Default: ``number``.
         """
         return Condition(
             self, number, None, pool, combine, after_prompt, for_tokens, stays_low=until
@@ -114,10 +113,9 @@ class Probe:
         for_tokens: int = 1,
         until: float | None = None,
     ) -> Condition:
-        """Holds where the number is below ``number``; the other arguments are those of `above`.
+        """The condition that the value is below ``number``; the other arguments are as in `above`.
 
-        Once it holds, it goes on holding while the number is below ``until``, which is above
-        ``number``.
+        ``until`` is a higher bound that applies while the condition holds.
         """
         return Condition(
             self, None, number, pool, combine, after_prompt, for_tokens, stays_high=until
@@ -133,11 +131,11 @@ class Probe:
         after_prompt: bool = False,
         for_tokens: int = 1,
     ) -> Condition:
-        """Holds between two numbers; the other arguments but ``until`` are those of `above`."""
+        """The condition that the value is between ``low`` and ``high``; arguments as in `above`."""
         return Condition(self, low, high, pool, combine, after_prompt, for_tokens)
 
     def summed(self, *, pool: Pool = "last", after_prompt: bool = False) -> Condition:
-        """The sum of what it reads at its sites, for a `gate` with a threshold or another form."""
+        """The sum of the values of its sites, for a `gate` whose ``form`` is given."""
         return Condition(self, None, None, pool, "sum", after_prompt)
 
     def __lt__(self, number: object) -> NoReturn:
@@ -199,24 +197,24 @@ def _refuse_operator() -> NoReturn:
 
 @dataclass(frozen=True)
 class Condition(_Uncombined):
-    """What must hold of a probe's numbers; made by the methods of `Probe`."""
+    """A comparison of a probe's readings with bounds; made by the methods of `Probe`."""
 
     probe: Probe
     low: float | None = None
-    """The number must be above this; None: no such bound."""
+    """The value must be above this; None: no such bound."""
     high: float | None = None
-    """The number must be below this; None: no such bound."""
+    """The value must be below this; None: no such bound."""
     pool: Pool = "last"
     combine: Combine = "any"
     after_prompt: bool = False
     for_tokens: int = 1
     stays_low: float | None = None
-    """Once it holds, the number must be above this instead; None: ``low``."""
+    """Replaces ``low`` while the condition holds; None: ``low``."""
     stays_high: float | None = None
-    """Once it holds, the number must be below this instead; None: ``high``."""
+    """Replaces ``high`` while the condition holds; None: ``high``."""
 
     def as_gate(self) -> Gate:
-        """The gate that is open at each token where this holds."""
+        """The gate that is open at the tokens at which this holds."""
         return gate(self)
 
     def __str__(self) -> str:
@@ -249,17 +247,17 @@ class Condition(_Uncombined):
 
 @dataclass(frozen=True)
 class Sigmoid:
-    """1 / (1 + exp(-sharpness * (e - threshold))) of the evidence e."""
+    """Openness 1 / (1 + exp(-sharpness * (e - threshold))), with the evidence e."""
 
     sharpness: float
     """Above 0."""
     threshold: float = 0.5
-    """Where the gate is half open."""
+    """The evidence at which the openness is 0.5."""
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """0 up to ``low``, 1 from ``high`` on, linear between."""
+    """Openness 0 up to the evidence ``low``, 1 from ``high`` on, linear between."""
 
     low: float
     high: float
@@ -268,16 +266,16 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Gate(_Uncombined):
-    """How far interventions act at each token, 0 to 1; made by `gate`."""
+    """A factor from 0 to 1 on the effect of interventions at each token; made by `gate`."""
 
     conditions: tuple[Condition, ...]
     combine: Combine = "all"
     form: float | Sigmoid | Ramp | None = None
-    """A number: 1 where the evidence is above it, else 0. None: 0.5."""
+    """From the evidence to the openness. A number: 1 above it, else 0. None: 0.5."""
     hold: Hold = "token"
     invert: bool = False
     signals: bool = False
-    """Whether `Signals.openness` says how far it was open."""
+    """Whether its openness is sent: `Signals.openness`."""
 
     def probes_to_wire(self) -> list[gate_pb2.Probe]:
         """The probes of its conditions, each once."""
@@ -367,29 +365,29 @@ def probe(
     name: str | None = None,
     **unknown: Never,
 ) -> Probe:
-    """A probe: reads activation(x.v + bias) of a row x of the stream, in float32.
+    """A probe, which reads activation(x.v + bias) from a row x of the stream, in float32.
 
-    It reads in the forward pass, after everything that acts at its sites. A feature of a sparse
-    autoencoder is read so, and a linear classifier.
+    It reads in the forward pass, after all ops at its sites. For example, it can read a feature of
+    a sparse autoencoder, or be a linear classifier.
 
     Args:
-        vector: v: one row for all layers, [1, width], or one row per layer.
+        vector: v: one row for all layers, [1, width], or one row for each layer.
         points: where it reads. Default: the vector's points.
         layers: where it reads. Default: the vector's layers.
         where: which tokens it reads. Default: every token.
         bias: added to the number.
-        normalise: "unit" divides the number by |v|, "cosine" by |x| |v|. "projected_cosine" is the
-            cosine of x and p = tanh((x.v / v.v) v), element by element.
-        activation: what is made of the number.
+        normalise: "unit" divides x.v by |v|, "cosine" by |x| |v|. "projected_cosine" is the cosine
+            of x and p = tanh((x.v / v.v) v), where tanh acts on each element.
+        activation: the function that is applied last.
         theta: the threshold of "jump_relu".
-        rows: "prompt_mean" reads one number, at the last prompt token: of the mean of the rows of
+        rows: "prompt_mean" reads one number, at the last prompt token, from the mean of the rows of
             all prompt tokens that ``where`` selects. With "projected_cosine" it is the number of
             conditional activation steering (CAST; Lee et al., 2024).
-        name: what errors call it. Default: a name that follows from the other arguments.
-        unknown: none. A TypeError for another name says which argument was probably meant.
+        name: its name in signals, receipts and errors. Default: a hash of the other arguments.
+        unknown: none. For another name, a TypeError suggests the argument that was probably meant.
 
     Raises:
-        InvalidRequest: points or layers are missing, or the name is no name.
+        InvalidRequest: points or layers are missing, or the name is not valid.
     """
     names = (
         "points",
@@ -433,21 +431,21 @@ def gate(
     invert: bool = False,
     signals: bool = False,
 ) -> Gate:
-    """A gate: how far interventions act at each token, 0 (not at all) to 1.
+    """A gate, which multiplies the effect of interventions by its openness, 0 (shut) to 1 (open).
 
-    If all its conditions are read at sites before those where the interventions act, it acts at the
-    token that was read. Otherwise it must be held for later tokens, opens at the first generated
-    token at the earliest, and has ``form`` as a number unless the prompt decides it
-    (``after_prompt``). A gate is shut until its first condition is decided.
+    If all its probes read at sites before those at which the interventions act, it acts at the
+    token that was read. Otherwise it needs a ``hold`` for later tokens, and opens at the first
+    generated token at the earliest. Its ``form`` must then be a number, unless the prompt decides
+    it (``after_prompt``). A gate is shut until its first condition is decided.
 
     Args:
         conditions: 1 to 16.
-        combine: makes the evidence of them.
-        form: from the evidence to how far it is open. A number: 1 above it, else 0; required where
-            something is summed. Default: above 0.5.
-        hold: how long it stays open.
-        invert: whether it is open by 1 less that.
-        signals: whether the result's `Signals.openness` says how far it was open at each token.
+        combine: how they become the evidence.
+        form: from the evidence to the openness. A number: 1 above it, else 0; required if
+            something is summed. Default: 0.5.
+        hold: where it acts after it opened.
+        invert: whether the openness becomes 1 minus the openness.
+        signals: whether the openness at each token is sent: `Signals.openness`.
 
     Raises:
         InvalidRequest: there are no conditions, or something is summed without a form.

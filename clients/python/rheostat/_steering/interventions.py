@@ -81,14 +81,14 @@ class Ablate(Intervention):
 
 @dataclass(frozen=True)
 class Band:
-    """Bounds for the number r that is read of a row, and the vector w along which it is changed."""
+    """Bounds for the number r that is read from a row x, and the vector w along which x moves."""
 
     direction: Vector | Readout
     """Gives r. A vector gives the coordinate x.u along it, so that its norm does not matter."""
     min: float | None = None
-    """Lower bound, in the units of what is read; None: no bound."""
+    """Lower bound, in the units of r; None: no bound."""
     max: float | None = None
-    """Upper bound; None: no bound. If it equals ``min``, the number is fixed."""
+    """Upper bound; None: no bound. If it equals ``min``, r gets this value."""
     strength: float = 1.0
     """Fraction of the correction that is applied, 0 to 1."""
     write: Vector | None = None
@@ -133,10 +133,10 @@ class Band:
 
 @dataclass(frozen=True)
 class Clamp(Intervention):
-    """For each band in turn: x + strength * (clip(r, min, max) - r) * w, with r read of x."""
+    """For each band in turn: x + strength * (clip(r, min, max) - r) * w, with r read from x."""
 
     bands: tuple[Band, ...]
-    """1 to 8. Unless directions are orthogonal, only the last band is sure to hold at the end."""
+    """1 to 8. If directions are not orthogonal, only the last r is certain to end in its band."""
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -161,12 +161,12 @@ class Clamp(Intervention):
 
 @dataclass(frozen=True)
 class Scale(Intervention):
-    """x + (factor - 1) * r * w, with r read of x."""
+    """x + (factor - 1) * r * w, with r read from x."""
 
     direction: Vector | Readout
     """Gives r, as in `Band`."""
     factor: float
-    """Multiplies what is read: 1 changes nothing, 0 ablates, -1 mirrors."""
+    """Multiplies r: 1 changes nothing, 0 ablates, -1 mirrors."""
     write: Vector | None = None
     """w, as in `Band`."""
 

@@ -1,4 +1,4 @@
-"""Rules: what happens where conditions of the model's own activations hold."""
+"""Rules: actions that the server takes when conditions on the model's own activations hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ProbesLike: TypeAlias = Probe | Sequence[Probe] | None
 
 @dataclass(frozen=True)
 class Observe:
-    """Only report where the rule fired."""
+    """Only report the tokens at which the rule fired."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,21 @@ class Stop:
     """End the sample where the rule fires, with the finish reason "rule"."""
 
     label: str = ""
-    """Why, for people: `Finished.label`. At most 255 bytes."""
+    """The reason, for people: `Finished.label`. At most 255 bytes."""
     drop_sampled: bool = True
-    """Whether the token that was sampled from the row that was read is withheld. Tokens after it
-    are withheld in any case. If a prompt token fires, nothing is generated."""
+    """Whether the token is withheld that was sampled from the row at which the rule fired. Later
+    tokens are always withheld. If the rule fires at a prompt token, nothing is generated."""
     all_samples: bool = False
     """Whether the other samples end too."""
 
 
 @dataclass(frozen=True)
 class Steer:
-    """Steer the sample while the rule holds: from where it fired, as long as `Rule.hold` says.
+    """Steer the sample after the rule has fired, at the tokens that `Rule.hold` allows.
 
-    An intervention whose sites are all behind those that are read acts on the token at which the
-    rule fires, too. Any other acts from the next token on, and on generated tokens alone.
+    If all sites of an intervention come after the probes' sites in the forward pass, it also acts
+    at the token at which the rule fires. Otherwise it acts from the next token on, and only at
+    generated tokens.
     """
 
     steering: SteeringLike
@@ -52,28 +53,27 @@ class Steer:
 
 @dataclass(frozen=True)
 class Gain:
-    """Multiply the request's own steering while the rule holds, as long as `Rule.hold` says.
+    """Multiply the request's own steering after the rule has fired.
 
-    Which tokens it multiplies at is as with `Steer`, for each intervention.
+    Each intervention is multiplied at the tokens at which it would act as part of a `Steer`.
     """
 
     factor: float
     """0 (off) to 16."""
     interventions: Sequence[int] = ()
-    """Indices in the request's steering. Empty: all of it. They have no gate and no other rule's
-    gain, and an addition meets no other at its sites and tokens."""
+    """Indices in the request's steering. Empty: all of it. Such an intervention may have no gate
+    and no other rule's gain. If it adds, no other addition may act at its sites and tokens."""
 
 
 Action: TypeAlias = Observe | Stop | Steer | Gain
-"""What a rule does."""
+"""The action of a rule."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Acts at the tokens at which conditions hold.
+    """An action that the server takes at tokens at which conditions hold.
 
-    The server decides where the rule fires in the forward pass. No token that a rule withholds
-    reaches a client.
+    The forward pass decides where the rule fires. No client gets a token that a rule withholds.
 
         gloom = rheostat.probe(direction, points="resid_post", layers=12, where="generated")
         rule = rheostat.Rule("grim", gloom.above(2), rheostat.Stop("too gloomy"))
@@ -88,11 +88,11 @@ class Rule:
     """1 to 16 conditions."""
     then: Action = Stop()
     combine: Combine = "all"
-    """Makes the evidence of the conditions."""
+    """How the conditions become the evidence."""
     threshold: float | None = None
-    """Fires where the evidence is above this; required where something is summed. None: 0.5."""
+    """It fires if the evidence is above this; required if something is summed. None: 0.5."""
     hold: Hold | None = None
-    """How long it steers; only with `Steer` and `Gain`. None: the rest of the sample."""
+    """Where it acts after it fired; only with `Steer` and `Gain`. None: the rest of the sample."""
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
@@ -102,7 +102,7 @@ class Rule:
     def to_wire(self, path: str) -> monitor_pb2.Rule:
         """The message; ``path`` names it in errors.
 
-        Raises InvalidRequest if the name is no name, or a number is out of range.
+        Raises InvalidRequest if the name is not valid, or a number is out of range.
         """
         if not (isinstance(self.name, str) and _RULE_NAME.fullmatch(self.name)):
             raise invalid(

@@ -51,7 +51,7 @@ def band(
     write: Vector | None = None,
     only_on: bool = False,
 ) -> Band:
-    """Bounds for one number that is read, for a `clamp` of several.
+    """Bounds for one readout, for a `clamp` of several.
 
     For example ``clamp(band(joy, min=0), band(fear, max=1))``; the arguments are those of `clamp`.
     """
@@ -79,15 +79,15 @@ def clamp(
     write: Vector | None = None,
     only_on: bool = False,
 ) -> Clamp:
-    """Clip a number that is read of the stream: x + strength * (clip(r, min, max) - r) * w.
+    """Clip a number r that is read from the stream: x + strength * (clip(r, min, max) - r) * w.
 
-    With a vector v, of one row, [1, width], or one per layer, r is the coordinate x.u and w is u,
-    with u = v / |v|. With a `readout` r is what it reads, and w is ``write`` as it is, by default
-    the shortest vector along which r changes by 1. No row may be zero. ``min`` and ``max`` are in
-    the units of r, and at least one is given. If they are equal, they fix r. ``strength`` is 0
-    (nothing) to 1 (all). With ``only_on`` rows with r = 0 stay as they are, where the activation is
-    a ReLU. 1 to 8 bands made by `band` act in turn. Unless directions are orthogonal, only the last
-    number surely ends in its band.
+    With a vector v, of one row, [1, width], or one row for each layer, r is the coordinate x.u with
+    u = v / |v|. With a `readout`, r is its number. x moves along w: ``write`` as it is, by default
+    the shortest vector along which r changes by 1, which is u for a vector. No row may be zero.
+    ``min`` and ``max`` are in the units of r, and at least one is required. If they are equal, r
+    gets this value. ``strength`` is 0 (no change) to 1 (all). With ``only_on``, rows with r = 0
+    stay as they are; it needs a ReLU as activation. Instead, 1 to 8 bands made by `band` act in
+    turn. If their directions are not orthogonal, only the last r is certain to end in its band.
 
     `load_sae_feature` makes the clamp of a feature of a sparse autoencoder.
     """
@@ -106,7 +106,7 @@ def clamp(
 
 
 def scale(direction: Vector | Readout, factor: float, *, write: Vector | None = None) -> Scale:
-    """Multiply a number that is read of the stream: x + (factor - 1) * r * w.
+    """Multiply a number r that is read from the stream: x + (factor - 1) * r * w.
 
     r and w are as in `clamp`: with a vector v the coordinate x.u and u = v / |v|. ``factor`` is any
     finite number: 1 changes nothing, 0 ablates, -1 mirrors.

@@ -1,4 +1,4 @@
-"""What a program asks of a watch besides its events."""
+"""The methods by which a program acts on the requests of a watch."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ class WatchControls(ABC):
 
     @property
     def columns(self) -> tuple[SignalColumn, ...]:
-        """What the columns of its readings are; empty before it is open."""
+        """The columns of its readings; empty before it is open."""
         return self._state.columns
 
     @property
     def missed(self) -> dict[str, str]:
-        """Reasons why selected requests that began before are not read, by request id.
+        """Why the watch does not read selected requests that already ran, by request id.
 
-        At most 1024.
+        At most 1024 requests.
         """
         return dict(self._state.missed)
 
     def stop(self, request_id: str, label: str = "") -> int:
         """End a running request of the watch, and return the update's id without waiting.
 
-        The request ends with the finish reason "watch" and the label; tokens that its client has
-        got stay. An event reports the outcome: `UpdateApplied`, or `UpdateRefused`, for instance
-        because the request does not run any more. In `rheostat.aio` it is not awaited.
+        The request ends with the finish reason "watch" and the label. Its client keeps the tokens
+        that were sent. An event reports the outcome: `UpdateApplied`, or `UpdateRefused`, for
+        instance because the request no longer runs. In `rheostat.aio` it is not awaited.
 
         If the server reads more than 64 samples in a step, readings come up to three steps late to
         a watch that only observes. Those of requests that begin after its first stop do not.
 
         Args:
             request_id: the request.
-            label: why, for people: `Finished.label`. At most 255 bytes.
+            label: the reason, for people: `Finished.label`. At most 255 bytes.
 
         Raises:
             InvalidRequest: an argument is malformed.
@@ -67,7 +67,7 @@ class WatchControls(ABC):
     def steer(self, request_id: str, steering: SteeringLike) -> int:
         """Set the watch's own layer of a request's steering, and return the update's id at once.
 
-        The layer acts behind the request's own steering, which stays, and replaces the layer that
+        The layer acts after the request's own steering, which stays. It replaces the layer that
         this watch has set before; ``None`` or ``[]`` removes it. It acts from the server's next
         step on, also after the watch has ended. An event reports the outcome, as for `gain`.
 
@@ -86,7 +86,7 @@ class WatchControls(ABC):
 
         The number replaces what this watch has set before, which is 1 at first. It acts from the
         server's next step on, also after the watch has ended. The gain of an intervention is the
-        product of what its session and all watches have set. An event reports the outcome, as for
+        product of those of its session and of all watches. An event reports the outcome, as for
         `stop`; `UpdateApplied.first_positions` has the first position of each sample. If the
         connection breaks before the answer arrives, the number is set again.
 

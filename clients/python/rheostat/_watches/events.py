@@ -18,7 +18,7 @@ from rheostat_wire.dtypes import FloatArray
 
 @dataclass(frozen=True)
 class WatchedRequestBegun:
-    """The watch begins to read a request. Comes before all other events of the request."""
+    """The watch begins to read a request. Sent before all other events of the request."""
 
     sequence: int
     """Number of the event, from 1 without gaps."""
@@ -30,9 +30,9 @@ class WatchedRequestBegun:
 
 @dataclass(frozen=True, eq=False)
 class Readings:
-    """What a watch read of one sample, or a part of it.
+    """Readings of one sample, at some or all of its positions.
 
-    ``readings[probe]`` are the numbers of a probe, given itself or by its name: float32
+    ``readings[probe]`` has the numbers of a probe, which is given itself or by name: float32
     [positions], or [positions, sites] if it reads at several sites. NaN: the probe does not select
     the token.
     """
@@ -49,7 +49,7 @@ class Readings:
     """By rule: the positions at which it fired, int64, ascending. Rules that did not fire are
     missing."""
     dropped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Positions whose readings are lost, because the watch was read too slowly, int64."""
+    """Positions whose readings were dropped, because the client read too slowly, int64."""
 
     def __len__(self) -> int:
         """The number of positions."""
@@ -68,12 +68,12 @@ class Readings:
 
 @dataclass(frozen=True, eq=False)
 class WatchedSignals:
-    """What the probes of a watch read in a step, of all requests that had tokens in it.
+    """Readings of all watched requests that had tokens in one step.
 
     If the watch only observes and a step reads more than 64 samples, one event may have the
     readings of up to four decode steps.
 
-    Iterating gives `Readings`, one for each run of positions of a sample.
+    Iterating gives `Readings`, one for each run of consecutive positions of a sample.
     """
 
     sequence: int
@@ -88,7 +88,7 @@ class WatchedSignals:
     first_positions: IntArray
     """The position of its first row, int64 [runs]. Its further rows have the positions after it."""
     row_counts: IntArray
-    """Its rows, int64 [runs], at least 1."""
+    """Its number of rows, int64 [runs], at least 1."""
     values: FloatArray
     """float32 [rows, columns], run after run; NaN: not read."""
     fired: IntArray
@@ -137,7 +137,7 @@ class WatchedSignals:
 
 @dataclass(frozen=True, eq=False)
 class SignalsDropped:
-    """Readings of a sample were lost, because the watch was read too slowly."""
+    """Readings of a sample were dropped, because the client read too slowly."""
 
     sequence: int
     """Number of the event."""
@@ -145,21 +145,21 @@ class SignalsDropped:
     sample: int
     """Sample, from 0."""
     positions: IntArray
-    """Positions whose readings are lost, int64."""
+    """Positions whose readings were dropped, int64."""
 
 
 class SignalSummary(NamedTuple):
-    """What one column read of one sample, lost readings included."""
+    """Summary of one column's readings of one sample, including dropped ones."""
 
     sample: int
     """Sample, from 0."""
     column: SignalColumn
     position_count: int
-    """Positions read."""
+    """Number of readings."""
     max: float
-    """Largest value."""
+    """Largest reading."""
     max_position: int
-    """First position that has it."""
+    """First position of the largest reading."""
     mean: float
 
 
@@ -173,13 +173,13 @@ class WatchedRequestEnded:
     position_count: int
     """Positions whose readings were sent, over all samples."""
     dropped_position_count: int
-    """Positions whose readings are lost, over all samples."""
+    """Positions whose readings were dropped or lost, over all samples."""
     finish_reasons: tuple[FinishReason, ...]
     """Why each sample ended; empty if the watch ended before the request."""
     summaries: tuple[SignalSummary, ...] = ()
-    """One for each sample and column that read anything, by sample, then column."""
+    """One for each sample and column with readings, by sample, then column."""
     missed_reason: str = ""
-    """Why nothing was read of the request; empty if it was read."""
+    """Why the watch could not read the request; empty if it did."""
 
     def summary(self, probe: Probe | str, sample: int = 0) -> SignalSummary:
         """The summary of a probe that reads at one site, or of the first of its sites.

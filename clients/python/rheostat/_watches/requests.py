@@ -19,9 +19,10 @@ Report: TypeAlias = Literal["every", "fired", "summary"]
 none; the end of each request has summaries in any case."""
 
 OnLost: TypeAlias = Literal["continue", "hold", "stop"]
-"""What becomes of the requests of a watch whose client is gone for longer than the server's resume
-window: they go on unwatched, or end. With "stop" and "hold", the server also refuses new ones until
-a watch with the same filter is opened. With "hold", they pause as soon as the connection breaks."""
+"""What happens to the requests of a watch that its client does not resume within the server's
+resume window. "continue": they go on unwatched. "stop": they end, and new ones are refused until a
+watch with the same filter is opened. "hold": as "stop", and they pause as soon as the connection
+breaks."""
 
 _REPORTS = {
     "every": monitor_service_pb2.WATCH_REPORT_EVERY,
@@ -46,24 +47,24 @@ class WatchOptions(TypedDict, total=False):
     """Probes that read every selected request, up to 256 readings. Default: none; rules bring their
     own."""
     rules: RulesLike
-    """What the server does by itself where conditions hold, up to 16: `Observe`, `Stop`, `Steer`,
-    or `Gain`, which multiplies the requests' own steering. Default: none."""
+    """Up to 16 rules, on which the server acts without the client: `Observe`, `Stop`, `Steer`, or
+    `Gain`, which multiplies the requests' own steering. Default: none."""
     requests: str | Iterable[str] | None
     """Ids of requests, up to 4096. Default: none."""
     labels: Mapping[str, str] | None
-    """Requests that carry all of these labels, up to 16. Default: none."""
+    """Requests that have all of these labels, up to 16. Default: none."""
     every: bool
     """Every request. Default: False."""
     report: Report | None
     """Which tokens are reported: "every" that a probe reads, those where a rule "fired", or none,
     with a "summary" at each request's end. Default: "every"."""
     steers: bool
-    """Whether `Watch.steer` and `Watch.gain` may change the steering of the requests. Then the
-    prefix cache shares what they generate with no other request. Default: False."""
+    """Whether `Watch.steer` and `Watch.gain` may change the steering of the requests. Then no other
+    request reads the KV of their generated tokens. Default: False."""
     on_lost: OnLost | None
-    """What becomes of the requests if this client is gone for longer than the server's resume
-    window: "continue", or "stop". With "hold" they pause as soon as the connection breaks, go on
-    once it is resumed, and stop after the window. Default: "continue"."""
+    """What happens to the requests if this client does not resume the watch within the server's
+    resume window: "continue", or "stop". With "hold" they pause as soon as the connection breaks,
+    continue if the watch is resumed, and stop after the window. Default: "continue"."""
     buffer_bytes: int | None
     """Size of the server's buffer, 64 KiB or more. If it is full, the oldest readings are dropped
     and reported. Default: 8 MiB."""
