@@ -34,7 +34,8 @@ _NUMBERED = 400
 _REASONS = 3
 """Most reasons of skipped cells that a text or a picture shows, each in a line."""
 _CHARACTERS_PER_INCH = 11
-"""Of a picture's captions."""
+_LINE = 0.17
+"""Of a picture's caption: characters of a line, and inches between lines."""
 _FORMAT = 1
 """Version of saved results."""
 
@@ -170,10 +171,13 @@ class SweepResult:
         number = self._number(grade)
         values, base = self.values[number], self.base(grade)
         rows, columns = values.shape
-        figure = Figure(
-            figsize=(3.2 + 0.55 * min(columns, 60), 1.9 + 0.3 * min(rows, 80)),
-            layout="constrained",
-        )
+        width = 3.2 + 0.55 * min(columns, 60)
+        caption = "replaced position" if self.tokens else "replaced group"
+        for line in self._skips():
+            wrapped = textwrap.fill(f"hatched: {line}", round(width * _CHARACTERS_PER_INCH))
+            caption += f"\n{wrapped}"
+        height = 1.9 + 0.3 * min(rows, 80) + _LINE * caption.count("\n")
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.add_subplot()
         reach = float(np.nanmax(np.abs(values - base), initial=0.0)) or 1.0
         axes.set_facecolor("lightgrey")
@@ -197,11 +201,7 @@ class SweepResult:
             )
         axes.set_xticks(range(columns), self.labels, rotation=45, ha="right")
         axes.set_yticks(range(rows), self.site_labels)
-        caption = ["replaced group" if not self.tokens else "replaced position"]
-        width = round(figure.get_figwidth() * _CHARACTERS_PER_INCH)
-        for line in self._skips():
-            caption.append(textwrap.fill(f"hatched: {line}", width))
-        axes.set_xlabel("\n".join(caption))
+        axes.set_xlabel(caption)
         single = len({site.point for site in self.sites}) == 1
         axes.set_ylabel(f"layer of {self.sites[0].point}" if single else "site")
         figure.colorbar(image, ax=axes).set_label(self.grades[number])
