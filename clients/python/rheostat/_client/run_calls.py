@@ -65,7 +65,7 @@ class CapturedRun(RunInfo):
     """A run that a call of `Engine.capture_run` stored."""
 
     receipt: Receipt = field(kw_only=True)
-    """What was done to the request that made it."""
+    """The receipt of the request that made it."""
 
 
 @builds_message

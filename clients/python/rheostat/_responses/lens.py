@@ -1,4 +1,4 @@
-"""What the model's final norm and unembedding make of rows of a prompt."""
+"""Results of the logit lens: the final norm and the unembedding, applied to rows of a prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LensResult:
     sites: tuple[Site, ...]
     """By layer, then point."""
     positions: tuple[int, ...]
-    """Positions, the same at each site. Those of a run may lie behind its prompt."""
+    """Positions, the same at each site. A run may have positions after its prompt."""
     prompt_token_ids: tuple[int, ...]
     """The whole prompt."""
     prompt_texts: tuple[str, ...]
@@ -132,13 +132,13 @@ class Attribution:
     contributions: npt.NDArray[np.float64]
     """[sites]: what each adds to the logit."""
     bias: float
-    """What does not depend on the prompt: biases of the final norm and of the unembedding."""
+    """The part that does not depend on the prompt: biases of final norm and unembedding."""
     logit: float
-    """The model's own logit of the token, less that of the other token."""
+    """The model's own logit of the token, minus that of the other token if there is one."""
     remainder: float
-    """What the sum leaves: rounding, and what steering added to the stream."""
+    """The rest: rounding, and what steering added to the stream."""
     scale: float
-    """By how much the final norm multiplied the row."""
+    """The factor by which the final norm multiplied the row."""
     prompt_token_ids: tuple[int, ...]
 
     def __getitem__(self, site: tuple[PointLike, int]) -> float:

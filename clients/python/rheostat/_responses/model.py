@@ -32,7 +32,8 @@ class SiteGroup:
     ops: Mapping[str, Ability]
     """The ability of each op ("add", ...)."""
     form: str
-    """Tensors that hold the stream: "pair" (branch and residual not yet added) or "single"."""
+    """How the model's code holds the stream: "pair" (last branch and residual, not yet added) or
+    "single" (one tensor)."""
     width: int = 0
     """Values per row here; the number of experts if the point is ``router_logits``."""
 
@@ -51,7 +52,7 @@ class EngineInfo:
     pipeline_parallel_size: int
     compiled: bool
     variants: tuple[str, ...]
-    """Names of the graph variants."""
+    """The names by which `Stats.steps` counts steps."""
     prefix_caching: bool
 
 
@@ -62,13 +63,13 @@ class Limits:
     model_tokens: int
     """Tokens of prompt and generation together."""
     running_requests: int
-    """Requests that run at the same time."""
+    """Samples that run at the same time. A request with ``n`` samples counts n times."""
     waiting_requests: int
-    """Requests that may wait."""
+    """Samples that may wait."""
     bank_rows: int
-    """Distinct steering configurations at one site at the same time."""
+    """Distinct sums of added vectors that the engine holds at a time, for all sites together."""
     capture_rows_per_step: int
-    """Rows that one engine step can capture at each site."""
+    """Rows that one engine step can capture, all sites together."""
     tensor_message_bytes: int
     """Largest message."""
     vector_bytes: int
@@ -230,7 +231,7 @@ class ControllerStats:
     call_count: int
     """Calls: one for each step with a request that it controls."""
     overrun_count: int
-    """Calls that computed for longer than the server's budget, or took 100 ms longer than that."""
+    """Calls whose CPU time exceeded the server's budget, or whose time exceeded it by 100 ms."""
     p50: float
     """Median of the last 4,096 calls."""
     p99: float
@@ -257,15 +258,15 @@ class Stats:
     failed_count: int
     """Requests that failed after admission."""
     steps: Mapping[str, int]
-    """Steps by graph variant."""
+    """Steps by variant: "active" if a site was steered, read or captured, else "plain"."""
     used_bank_row_count: int
-    """Bank rows in use, at the site that uses most."""
+    """Bank rows in use, in the worker that uses most."""
     bank_row_count: int
-    """Bank rows of each site."""
+    """As `Limits.bank_rows`."""
     captured_row_count: int
     """Rows captured."""
     captured_bytes: int
-    """Bytes captured, before any encoding."""
+    """Bytes of these rows in the model's element type."""
     dropped_row_count: int
     """Lost rows; a row that several readers lost counts once for each."""
     prefix_queried_token_count: int
@@ -276,14 +277,15 @@ class Stats:
     uptime: float
     """Seconds since the start."""
     leaked_count: int
-    """Resources in use without a request; any other number than 0 is a defect."""
+    """Resources that are reserved although no request runs: any number but 0 is a defect. Not
+    counted while requests run."""
     global_version: int
     """Version of the server-wide steering; 0: never set."""
     left_bytes: int
     """Bytes of captured rows copied from the device; fewer than `captured_bytes` if the device
     encoded rows."""
     plain_row_count: int
-    """Rows copied from the device without encoding, because `encode_bytes` were in use."""
+    """Rows copied from the device without encoding, because it lacked memory for the encoding."""
     ring_bytes: int
     """Device memory of the ring buffer for captured rows."""
     encode_bytes: int
@@ -291,7 +293,7 @@ class Stats:
     spooled_row_count: int
     """Captured rows that wait on the server's disk."""
     overrun_row_count: int
-    """Captured rows lost because a buffer of a worker was full."""
+    """Captured rows lost in a worker: a buffer was full, or the copy failed."""
     staging_bytes: int
     """Host memory of the workers in which captured rows wait for the server."""
     run_count: int

@@ -32,7 +32,7 @@ class AppliedSite:
 
     site: Site
     row_count: int
-    """Changed rows; a token that was computed twice counts twice."""
+    """Rows on which it acted; a token that was computed twice counts twice."""
     dose: Dose | None
     """Size of the change; None if no row was changed, or if it was not measured."""
 
@@ -51,7 +51,7 @@ class AppliedRows:
 
 @dataclass(frozen=True)
 class ReplaceSource:
-    """The rows that a replacement puts in."""
+    """The rows that a replacement used."""
 
     run_id: str
     """The run that they come from; empty for other sources."""
@@ -123,14 +123,14 @@ class CaptureReceipt:
 
 @dataclass(frozen=True)
 class RuleFirings:
-    """Where a rule fired in one sample."""
+    """The positions at which a rule fired in one sample."""
 
     sample: int
     """Sample, from 0."""
     positions: tuple[range, ...]
-    """The positions, as ranges; the first 1024 ranges."""
+    """The positions, as ranges; at most the first 1024 ranges."""
     position_count: int
-    """Number of positions, in all."""
+    """Number of all positions."""
     stopped: bool
     """Whether the rule ended the sample."""
 
@@ -151,9 +151,9 @@ class WatchChange:
     """A change of the steering by a watch."""
 
     update_id: int
-    """The watch's number of it."""
+    """The id of the watch's update."""
     first_positions: Mapping[int, int]
-    """The first position that it acts on, by sample."""
+    """The first position on which it acts, by sample."""
     factor: float | None = None
     """The gain that it set; None if it set steering."""
     interventions: tuple[int, ...] = ()
@@ -161,7 +161,7 @@ class WatchChange:
     layer_size: int | None = None
     """The number of interventions of the layer that it set; None if it set none."""
     replace_size: int | None = None
-    """The same of steering that took the place of the request's own."""
+    """The number of interventions that replaced the request's own; None if it replaced none."""
 
 
 @dataclass(frozen=True)
@@ -170,26 +170,26 @@ class WatchReceipt:
 
     watch_id: str
     changes: tuple[WatchChange, ...]
-    """In order; the first 256 of all watches are listed."""
+    """In order; at most the first 256 changes of all watches together are listed."""
     change_count: int
-    """Number of the changes, in all."""
+    """Number of all changes."""
     hold_count: int = 0
     """How often the request was held because the watch had no reader (``on_lost="hold"``)."""
     held_seconds: float = 0.0
-    """How long, in all."""
+    """Total time for which it was held."""
     stopped_samples: tuple[int, ...] = ()
     """The samples that it ended, by a message or by a rule; `Sample.label` says why."""
 
 
 @dataclass(frozen=True)
 class ControllerReceipt:
-    """How a request was controlled."""
+    """The controller that set a request's gains."""
 
     controller_name: str
     disabled_reason: str = ""
     """Why the controller was disabled before the request ended; empty if it was not."""
     disabled_from: tuple[tuple[int, int], ...] = ()
-    """(sample, first position about which it did not decide)."""
+    """(sample, first position whose gains it did not set)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -206,7 +206,7 @@ class Receipt:
     cached_prompt_token_count: int = 0
     """Prompt tokens that came from the prefix cache."""
     recomputed_token_count: int = 0
-    """Tokens computed more than once, and cached tokens computed for a capture."""
+    """Tokens computed again after a preemption, and cached ones computed for captures or probes."""
     preemption_count: int = 0
     global_version: int = 0
     """Version of the server-wide steering that applied."""

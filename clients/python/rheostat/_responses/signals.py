@@ -1,4 +1,4 @@
-"""Signals: what probes read of a sample, how far gates were open, and where rules fired."""
+"""Signals: readings of probes in a sample, openness of gates, and firings of rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_POSITIONS: IntArray = np.zeros(0, np.int64)
 
 
 class SignalColumn(NamedTuple):
-    """What a column of `Signals.values` is."""
+    """A column of `Signals.values`."""
 
     probe: str
     """Name of the probe; empty for a gate."""
@@ -52,7 +52,7 @@ class Signals:
     """By rule: the positions at which it fired, int64, ascending. Rules that did not fire are
     missing."""
     dropped: IntArray = field(default_factory=lambda: _NO_POSITIONS)
-    """Positions whose signals are lost, because they were read too slowly, int64."""
+    """Positions whose signals were dropped, because the client read too slowly, int64."""
 
     def __len__(self) -> int:
         """The number of positions."""

@@ -49,7 +49,7 @@ class RunMean:
 
     run_id: str
     positions: tuple[int, ...] | None = None
-    """Positions in the run that count; None: all that it holds."""
+    """Positions of the run to average over; None: all that it has."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Noise:
     """The same as a multiple of the standard deviation of the model's token embedding,
     `ModelInfo.embedding_std`. Causal traces use 3."""
     seed: int = 0
-    """Which noise: 0 to 2**64 - 1."""
+    """Another seed gives other noise: 0 to 2**64 - 1."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ def replace(
     mask: ArrayLike | npt.ArrayLike | None = None,
     dtype: Element | None = None,
 ) -> Replace:
-    """Put other rows in the place of the stream's: x becomes (1 - alpha * m) * x + alpha * m * t.
+    """Replace rows of the stream: x becomes (1 - alpha * m) * x + alpha * m * t.
 
     With ``alpha=1`` and no mask, x becomes t bit for bit, rounded to the model's element type. A
     replacement acts after all other ops at its site, whatever its place in the list. Say where it

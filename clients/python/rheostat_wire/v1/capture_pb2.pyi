@@ -88,8 +88,8 @@ class _OverloadEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Overload.Val
     OVERLOAD_UNSPECIFIED: _Overload.ValueType  # 0
     """Refused with REASON_UNKNOWN_ENUM."""
     OVERLOAD_FAIL: _Overload.ValueType  # 1
-    """The request ends with REASON_CAPTURE_OVERFLOW. With SubscribeOpen.overload the subscription ends
-    with it, and its requests go on.
+    """The request ends with REASON_CAPTURE_OVERFLOW. As SubscribeOpen.overload: the subscription ends with
+    it. Requests that its filter selects go on; requests that send rows to it by their own captures end.
     """
     OVERLOAD_DROP_OLDEST: _Overload.ValueType  # 2
     """The oldest waiting rows are lost, and counted."""
@@ -108,8 +108,8 @@ class Overload(_Overload, metaclass=_OverloadEnumTypeWrapper):
 OVERLOAD_UNSPECIFIED: Overload.ValueType  # 0
 """Refused with REASON_UNKNOWN_ENUM."""
 OVERLOAD_FAIL: Overload.ValueType  # 1
-"""The request ends with REASON_CAPTURE_OVERFLOW. With SubscribeOpen.overload the subscription ends
-with it, and its requests go on.
+"""The request ends with REASON_CAPTURE_OVERFLOW. As SubscribeOpen.overload: the subscription ends with
+it. Requests that its filter selects go on; requests that send rows to it by their own captures end.
 """
 OVERLOAD_DROP_OLDEST: Overload.ValueType  # 2
 """The oldest waiting rows are lost, and counted."""
