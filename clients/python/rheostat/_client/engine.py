@@ -55,7 +55,7 @@ from rheostat._watches.requests import WatchOptions
 __all__ = ["Engine", "Session", "Steering", "Stream", "Subscription", "Vectors", "Watch", "connect"]
 
 RESUMPTIONS = 3
-"""Attempts, one after the other, to take up a sweep that broke before a further cell came."""
+"""Attempts in a row to resume a broken sweep without getting a further cell."""
 
 RESUME_AFTER = 1.0
 """Seconds before such an attempt."""
@@ -116,7 +116,7 @@ class Engine:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Session:
-        """Run a request whose steering can be replaced while it runs. Options as for `generate`."""
+        """Run a request whose steering can change while it runs. Options as for `generate`."""
         check_options("session", options)
         return Session(self._connection, calls.session(prompt, **options), timeout)
 
@@ -144,11 +144,11 @@ class Engine:
         return Subscription(self._connection, subscribe_requests.resuming(cursor, **options))
 
     def watch(self, *by_position: Never, **options: Unpack[WatchOptions]) -> Watch:
-        """Read other clients' requests with probes while they run, and stop them.
+        """Read other clients' requests with probes while they run, and stop or steer them.
 
         ``options`` are those of `WatchOptions`. Requests that are admitted later are read from
-        their first token; running requests are not read (`Watch.missed`). Their owners get the same
-        answers as unwatched, unless the watch stops them.
+        their first token; running requests are not read (`Watch.missed`). Their clients get the
+        same answers as without the watch, unless it stops or steers them.
 
         The returned watch is open. In `rheostat.aio` it opens when it is entered with ``async
         with``, and the event loop must run when the method is called.
@@ -183,16 +183,15 @@ class Engine:
         lora: str | None = None,
         timeout: float | None = None,
     ) -> LensResult:
-        """What each row of a prompt, or of a stored run, says about the next token: the logit lens.
+        """The logit lens: next-token predictions from rows of a prompt, or of a stored run.
 
         The model's final norm and unembedding are applied to the rows at the points (default:
-        ``resid_post``) and layers, on the tokens ``where`` (default: the last prompt token). A
-        ``run`` is read as it is stored, by default all of it; ``positions`` are those of
-        `read_run`. The result has the ``top_k``
-        likeliest tokens of each row (default: 5), and exact log-probabilities and ranks of up to 64
-        ``tokens``. At ``resid_post`` of the last layer they are the model's own. ``steering`` and
-        ``lora`` act while the prompt runs; the unembedding is the base model's. ``timeout`` is in
-        seconds; None waits without limit.
+        ``resid_post``) and layers, on the tokens ``where`` (default: the last prompt token). With a
+        ``run`` its stored rows are used, by default all of them; ``positions`` are as in
+        `read_run`. The result has the ``top_k`` most likely tokens of each row (default: 5), and
+        log-probabilities and ranks of up to 64 ``tokens``. At ``resid_post`` of the last layer they
+        are the model's own. ``steering`` and ``lora`` act while the prompt runs; the unembedding is
+        the base model's. ``timeout`` is in seconds; None waits without limit.
         """
         call = lens_calls.lens(
             prompt,
@@ -222,10 +221,10 @@ class Engine:
     ) -> Attribution:
         """Direct logit attribution: what each part of the model adds to the next token's logit.
 
-        In one forward pass, the logit of ``token`` after the prompt, less that of ``minus``, is
-        taken apart into the embedding and every ``attn_out`` and ``mlp_out``, with the final norm's
-        scale as it is in the pass. Raises Refused for a model whose logits are not linear in its
-        final row, for instance because it caps them.
+        The logit of ``token`` after the prompt, minus that of ``minus`` if given, is written as the
+        sum of what the embedding, every ``attn_out`` and every ``mlp_out`` add to it in one forward
+        pass. The final norm's scale is that of this pass. Raises Refused for a model whose logits
+        are not linear in its final row, for instance because it caps them.
         """
         call = lens_calls.attribute(prompt, token, minus=minus, steering=steering, lora=lora)
         return self._connection.unary(call, timeout)
@@ -247,19 +246,19 @@ class Engine:
         """Activation patching over a grid: a row for each site, a column for each position.
 
         In each cell, rows of one prompt of a pair replace those of the other at the row's site and
-        the column's positions. The grades say what this does to the next token: "logprob" of the
-        answer, its "probability" or "rank", the "logit_difference" to the foil, or "kl", the
-        divergence from the clean prompt's distribution in nats; or "recovered logprob" and so on: 0
-        where nothing changes, 1 where the other prompt's value is reached. A `ProbeGrade` says what
-        it does to a probe. They are averaged over the pairs. Default: "logit_difference" if the
+        the column's positions. The ``grades`` measure the effect on the next token: "logprob" of
+        the answer, its "probability" or "rank", the "logit_difference" to the foil, or "kl", the
+        divergence from the clean prompt's distribution in nats. "recovered logprob" and so on are
+        relative: 0 is the corrupt prompt's value, 1 the clean prompt's. A `ProbeGrade` measures the
+        effect on a probe. Grades are averaged over the pairs. Default: "logit_difference" if the
         pairs have a foil, else "logprob". ``options`` are those of `SweepOptions`.
 
-        ``progress`` is called with the cells that are done and all cells; by default, a terminal
-        and a notebook show a progress bar, unless ``progress=False``. ``on_cell`` is called with
-        each `Cell` as it comes. ``watch`` is called a few times a second with a `SweepResult` of
-        the cells so far, and at the end with the whole; by default, a notebook draws these as a
-        heatmap, unless ``watch=False``. A call that breaks is taken up with the cells that are
-        left.
+        ``progress`` is called with the number of cells that are done, and of all cells; by default,
+        a terminal and a notebook show a progress bar, unless ``progress=False``. ``on_cell`` is
+        called with each `Cell` as it comes. ``watch`` is called a few times a second with a
+        `SweepResult` of the cells so far, and at the end with the complete result; by default, a
+        notebook draws it as a heatmap, unless ``watch=False``. A call that breaks is repeated for
+        the missing cells.
 
         ``checkpoint`` is a file to which each cell is added as it comes. If the file exists, only
         the cells that it lacks are run, so a program that was killed goes on when it is started
@@ -268,7 +267,7 @@ class Engine:
 
         Raises InvalidRequest for malformed pairs, and for a checkpoint of another sweep or model;
         OSError if the checkpoint can't be read or written; Refused with REASON_NO_CONTRAST if a
-        recovered part has no meaning, because both prompts grade alike. Method: Meng et al.,
+        recovered grade is not defined, because both prompts have the same. Method: Meng et al.,
         "Locating and Editing Factual Associations in GPT" (2022); Zhang and Nanda, "Towards Best
         Practices of Activation Patching" (2023).
         """
@@ -328,9 +327,10 @@ class Engine:
         """The effect of the paths from some branches to others, or directly to the logits.
 
         Branches are ("attn_out", layer) and ("mlp_out", layer), one or a list. One prompt of the
-        pair runs with the senders' rows of the other, the branches in between held at its own rows.
-        What each receiver then gives out is put into a last run, in which all else is computed; or,
-        without receivers, the logits are read. ``options`` are those of `PathOptions`.
+        pair runs with the senders' rows of the other, while the branches in between are frozen at
+        its own rows. Without receivers, the logits of this run are read. Otherwise the receivers'
+        outputs are put into a last run, which computes everything else. ``options`` are those of
+        `PathOptions`.
 
         Raises InvalidRequest for heads, which are not served, and if no path leads to a receiver;
         Refused with REASON_RUN_INCOMPLETE if a position has no partner in the other prompt. Method:
@@ -468,7 +468,7 @@ class Engine:
 
         ``points`` and ``layers`` choose sites (default: all of the run's; "all" layers are those of
         the model), ``positions`` choose positions, negative ones from the end of the run's prompt.
-        The numbers are exact; "lz4_planes" compresses them on their way. While rows are sent, the
+        The numbers are exact; "lz4_planes" only compresses the transfer. While rows are sent, the
         run can't be deleted.
 
         Raises NotFound if there is no such run, Refused with REASON_RUN_INCOMPLETE if it lacks a
@@ -521,7 +521,7 @@ class Engine:
         return self._connection.upload(call, timeout)
 
     def delete_run(self, run_id: str) -> int:
-        """Delete a run, leased or not, and return its bytes. Raises Refused if it is in use."""
+        """Delete a run, even if leased; return its bytes. Raises Refused if it is in use."""
         return self._connection.unary(run_calls.delete_run(run_id))
 
     def renew_lease(self, run_id: str, seconds: float) -> RunInfo:

@@ -18,7 +18,7 @@ from rheostat._steering.vectors import Vector, VectorSource
 from rheostat_wire.v1 import steering_service_pb2
 
 FitDirection: TypeAlias = Literal["difference_of_means", "principal_component"]
-"""Directions that are made of the prompts; see ``engine.conditions.fit``."""
+"""Directions that are computed from the prompts; see ``engine.conditions.fit``."""
 
 FIT_DIRECTIONS: dict[str, steering_service_pb2.FitDirection.ValueType] = {
     "difference_of_means": steering_service_pb2.FIT_DIRECTION_DIFFERENCE_OF_MEANS,
@@ -36,10 +36,10 @@ _DIRECTIONS: dict[int, FitDirection] = {
 _SHOWN = 10
 """Rows of the table that are printed."""
 _LARGEST_MARGIN = 1e9
-"""The server sends it, positive or negative, if the scores within each set are equal. This is so
+"""The server sends it, positive or negative, if the scores within each set are equal, for instance
 with one prompt in each set. The margin is then not defined."""
 _CHANCE = 0.5
-"""Of all prompts, those that a coin judges right."""
+"""Fraction of prompts that a random guess judges correctly."""
 _ROUNDING = 1e-6
 """Fractions that differ by at most this much count as equal. The rounding of the server's float32
 fractions is smaller, and one prompt of 2048 changes a fraction by more."""
@@ -49,48 +49,48 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ConditionFit:
-    """A condition that was tried, and how well it tells the sets apart."""
+    """A condition that was tried, and how well it separates the sets."""
 
     site: Site
     """Where it reads."""
     pool: Pool
-    """Whether the last token counts, or the mean of all. "last" if `rows` is "prompt_mean", because
-    one number is read."""
+    """Whether the reading of the last token counts, or the mean of all readings. "last" if `rows`
+    is "prompt_mean", because there is one reading."""
     direction: FitDirection | int
-    """How the direction was made, or an index of `ConditionFits.vectors`."""
+    """How the direction was computed, or an index in `ConditionFits.vectors`."""
     normalise: Normalise
     """Whether the coordinate along the direction is read, the cosine, or the projected cosine."""
     threshold: float
-    """In the middle of a gap between two prompts."""
+    """The midpoint of a gap between the scores of two prompts."""
     below: bool
     """Whether the condition holds below the threshold, not above."""
     f1: float
-    """F1, 0 to 1, of the prompts that made the condition."""
+    """F1, 0 to 1, for the prompts that made the condition."""
     margin: float
-    """Distance of the sets in standard deviations; above 0 if the threshold tells all prompts
-    apart."""
+    """Distance of the sets in standard deviations; above 0 if the threshold separates all prompts.
+    """
     held_out_f1: float | None
-    """F1 of prompts that were held out of ten parts in turn. None if it is not defined, as with one
-    prompt in a set."""
+    """F1 of a cross-validation with up to ten parts. None if it is not defined, for instance with
+    one prompt in a set."""
     held_out_accuracy: float | None
-    """Fraction of the held-out prompts that are judged right."""
+    """Fraction of held-out prompts that are judged correctly."""
     rows: ProbeRows = "each"
-    """Whether numbers of the tokens are read, or one of the prompt's mean row."""
+    """Whether the probe reads the row of each token, or the mean row of the prompt."""
 
 
 @dataclass(frozen=True)
 class ConditionFits(VectorSource):
-    """The fitted condition, and all that were tried. ``print`` shows the best of them."""
+    """The best condition of a fit, and all that were tried. ``print`` shows the best of them."""
 
     condition: Condition
-    """The best, decided at the prompt's end: ``steering.when(rheostat.gate(found.condition,
-    hold="rest"))``."""
+    """The best condition, decided at the prompt's end. Use it as in
+    ``steering.when(rheostat.gate(found.condition, hold="rest"))``."""
     vector: Vector
-    """The stored vector that it reads with."""
+    """The stored vector of its probe."""
     fits: tuple[ConditionFit, ...]
-    """By site, rows, pool, direction and normalisation."""
+    """All that were tried, by site, rows, pool, direction and normalisation."""
     best: ConditionFit
-    """The one of `condition`: that of the largest held-out F1, then of the widest margin."""
+    """The fit of `condition`: the largest held-out F1; of several, the largest margin."""
     vectors: tuple[Vector, ...]
     """The vectors that were given as directions."""
     tells_apart: bool | None
@@ -103,7 +103,7 @@ class ConditionFits(VectorSource):
 
     @property
     def probe(self) -> Probe:
-        """The probe of the condition, for conditions of one's own."""
+        """The probe of the condition, to make other conditions of it."""
         return self.condition.probe
 
     def __str__(self) -> str:

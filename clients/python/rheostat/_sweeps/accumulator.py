@@ -25,7 +25,7 @@ _UNKNOWN = float("nan")
 _RUNNING = sweep_pb2.SweepGrade(
     clean=_UNKNOWN, noise=sweep_pb2.Noise(mean=_UNKNOWN, std=_UNKNOWN, max=_UNKNOWN)
 )
-"""What is known of a grade before the summary."""
+"""A grade before the summary has come."""
 
 
 class SweepAccumulator:

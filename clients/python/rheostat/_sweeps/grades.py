@@ -17,7 +17,7 @@ from rheostat._sweeps.pairs import Pair
 from rheostat_wire.v1 import gate_pb2, sweep_pb2
 
 Metric: TypeAlias = Literal["logprob", "probability", "logit_difference", "rank", "kl"]
-"""What a cell is graded by: ln p(answer); p(answer); logit(answer) - logit(foil); the rank of the
+"""A number of a cell: ln p(answer); p(answer); logit(answer) - logit(foil); the rank of the
 answer's first token, from 1; or KL(clean || cell) of the distributions of the next token, in nats.
 """
 
@@ -26,9 +26,9 @@ _METRICS = {name: sweep_pb2.Metric.Value(f"METRIC_{name.upper()}") for name in g
 
 @dataclass(frozen=True)
 class ProbeGrade:
-    """Grades a cell by what a probe reads: activation(x . vector + bias) of a row x of the stream.
+    """The reading of a probe as a grade: activation(x . vector + bias) of a row x of the stream.
 
-    A feature of a sparse autoencoder is read so, and a linear classifier.
+    For example, a feature of a sparse autoencoder, or a linear classifier.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ProbeGrade:
     where: SelectorLike = None
     """Tokens of the prompt that is run. By default the last one; with another ``pool`` all."""
     pool: Pool = "last"
-    """Which of the tokens' numbers counts."""
+    """How the readings of several tokens become one number."""
     bias: float = 0.0
     normalise: Normalise = "none"
     """"unit" divides by the vector's length, "cosine" by the row's too."""
@@ -48,7 +48,7 @@ class ProbeGrade:
     theta: float | None = None
     """Threshold of "jump_relu"."""
     recovered: bool = False
-    """Whether it is given as a part of the difference between the clean and the corrupt prompt."""
+    """Whether it is given as (cell - corrupt) / (clean - corrupt)."""
 
 
 GradeLike: TypeAlias = str | ProbeGrade

@@ -1,9 +1,10 @@
-"""Path patching: which rows each forward pass replaces, and what the passes say together.
+"""Path patching: which rows each forward pass replaces, and the result of all passes.
 
-Each pass runs the base prompt. A pass for a receiver puts in the senders' rows of the source
-prompt, and holds the frozen branches at the base prompt's rows. The last pass puts in what the
-receivers then gave out. A branch that may not change is frozen in every pass but its own, so an
-effect goes from a sender to a receiver directly and not through another receiver.
+Each pass runs the base prompt. A pass for a receiver replaces the senders' rows by those of the
+source prompt, and the frozen branches' rows by those of the base prompt. The last pass replaces the
+receivers' rows by their outputs in these passes. A branch to freeze is frozen in every pass except
+its own, if it is a receiver. So an effect goes from a sender to a receiver directly, and not
+through another receiver.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class PathOptions(TypedDict, total=False):
     receiver_where: SelectorLike
     """Tokens whose rows of the receivers may change. Default: the whole prompt."""
     freeze: Freeze
-    """What is held at the base prompt's rows between senders and receivers: branches of all
+    """The branches between senders and receivers that keep the base prompt's rows: branches of all
     layers by point, or a list of single branches. Senders are never frozen where their rows are
     exchanged, and a receiver is not frozen in its own pass. Default: ("attn_out", "mlp_out"), so
     that only direct paths count. "attn_out" lets effects go through MLPs, as Wang et al. do. ()
@@ -96,12 +97,12 @@ class PathPatch:
 
     @property
     def effect(self) -> float:
-        """What the paths change: patched - base."""
+        """The effect of the paths: patched - base."""
         return self.patched - self.base
 
     @property
     def recovered(self) -> float:
-        """The effect as a part of source - base; NaN if both prompts grade alike."""
+        """effect / (source - base); NaN if both prompts have the same grade."""
         whole = self.source - self.base
         return self.effect / whole if whole else math.nan
 
@@ -199,7 +200,7 @@ class Paths:
             yield self.base, _grid([receiver]), self._send(runs, receiver)
 
     def reads(self, runs: Sequence[str]) -> Iterator[tuple[Prompt, list[Intervention]]]:
-        """What is graded: the base prompt, the source prompt, and the base with the paths."""
+        """The runs to grade: the base prompt, the source prompt, and the base with the paths."""
         yield self.base, self._steering
         yield self.source, self._steering
         if not self.receivers:

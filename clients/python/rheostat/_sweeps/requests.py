@@ -53,13 +53,13 @@ class SweepOptions(TypedDict, total=False):
     where: SelectorLike
     """Positions of the clean prompt: a column for each. Default: all. Not with groups."""
     window: int
-    """Layers that a cell replaces, around its own. Default: 1."""
+    """Number of layers that a cell replaces, around its own. Default: 1."""
     direction: Literal["denoise", "noise"]
     """"denoise" runs the corrupt prompt with clean rows, and shows what is enough to restore the
     answer. "noise" runs the clean prompt with corrupt rows, and shows what the answer needs.
     Default: "denoise"; with `Zeros()` and `run_mean` "noise"."""
     alpha: float
-    """Part of the way to the other row, 0 to 1. Default: 1, bit for bit."""
+    """Weight of the other row, 0 to 1. Default: 1, which gives exactly the other row."""
     align: Literal["identity", "affixes"]
     """How positions correspond. Default: "identity" for prompts of equal length, else
     "affixes": by the longest common beginning, then the longest common end. Columns with other
@@ -71,7 +71,7 @@ class SweepOptions(TypedDict, total=False):
     zoom: Zoom
     """Runs the grid coarse to fine."""
     baselines: int
-    """Repeats of each unchanged prompt, which show what batching alone does. 1 to 64; default 8."""
+    """Runs of each unchanged prompt, which measure the noise of batching. 1 to 64; default 8."""
     concurrency: int
     """Requests that run at a time. Default: 64."""
     priority: Literal["background", "normal"]
