@@ -47,7 +47,7 @@ class Conditions:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> ConditionFits:
-        """Find a condition that holds of ``positive`` prompts and not of ``negative`` ones.
+        """Find a condition that holds for ``positive`` prompts and not for ``negative`` ones.
 
         The server runs every prompt, and tries each combination of a site, a pool or the mean row,
         a direction and a normalisation, with the best threshold. Each is judged by prompts that
@@ -62,14 +62,14 @@ class Conditions:
         ``rows="prompt_mean", normalises="projected_cosine"``.
 
         Args:
-            positive: 1 to 1024 prompts of which the condition should hold.
-            negative: 1 to 1024 prompts of which it should not.
+            positive: 1 to 1024 prompts for which the condition should hold.
+            negative: 1 to 1024 prompts for which it should not hold.
             points: where it may read; each point of each layer is tried.
             layers: the layers of these points.
             where: the prompt tokens that are read. Default: all.
-            rows: "each" reads a number of each of these tokens, "prompt_mean" one number of the
-                mean of their rows, as `probe` does.
-            pools: what becomes of the numbers of "each": the "last", or the "mean" of all.
+            rows: "each" reads the row of each of these tokens, "prompt_mean" the mean of their
+                rows; see `probe`.
+            pools: how the readings of "each" become one score: the "last", or the "mean" of all.
             directions: "difference_of_means", and the "principal_component" of both sets, of at
                 most 1024 prompts. Default: both, or none if there are ``vectors``.
             vectors: directions of your own: at most 8, of one row, [1, width], or one row per

@@ -1,7 +1,7 @@
-"""Readouts: a number that is read of a row of the stream with a vector.
+"""Readouts: numbers that are computed from a row x of the stream and a vector v.
 
-Probes, bands, scales and projections of captures take them. A readout is
-activation(normalise(x, v) + bias) of a row x and a vector v.
+A readout is activation(normalise(x, v) + bias). Probes, bands, scales and projections of captures
+use readouts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rheostat._steering.vectors import Vector, finite, refuse_dose, row_ref
 from rheostat_wire.v1 import vector_pb2
 
 Normalise: TypeAlias = Literal["none", "unit", "cosine", "projected_cosine"]
-"""The number that a row x gives along v: x.v, x.v / |v|, or x.v / (|x| |v|). "projected_cosine":
-the cosine of x and p = tanh((x.v / v.v) v), element by element, which probes, `clamp` and `scale`
-read."""
+"""How x and v give a number: x.v, x.v / |v|, or x.v / (|x| |v|). "projected_cosine": the cosine of
+x and p = tanh((x.v / v.v) v), element by element, for probes, `clamp` and `scale` only."""
 
 Activation: TypeAlias = Literal["identity", "relu", "jump_relu", "tanh"]
-"""The function of that number. "jump_relu" is the number where it is above theta, else 0."""
+"""The function of the normalised number plus bias. "jump_relu": the number itself if it is above
+theta, else 0."""
 
 NORMALISATIONS = {
     name: vector_pb2.Normalise.Value(f"NORMALISE_{name.upper()}") for name in get_args(Normalise)
@@ -33,7 +33,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReadoutSettings:
-    """Everything of a readout but its vector."""
+    """A readout without its vector."""
 
     bias: float = 0.0
     normalise: Normalise = "none"
@@ -122,7 +122,7 @@ def readout(
         vector: v: one row for all layers, [1, width], or one row per layer.
         bias: added to the number.
         normalise: "unit" divides the number by |v|, "cosine" by |x| |v|.
-        activation: what is made of the number.
+        activation: the function that is applied last.
         theta: the threshold of "jump_relu".
     """
     refuse_dose(vector, "readout.vector")

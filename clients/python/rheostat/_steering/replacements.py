@@ -241,10 +241,11 @@ def from_run(
     """Rows of a stored run, for `replace`.
 
     ``positions`` are the run's, one for each replaced position; the first is for the lowest one.
-    Negative positions count from the end of the run's prompt. Without them, ``align`` says which
-    row replaces which. ``site`` takes the rows of another site than the replaced one.
+    Negative positions count from the end of the run's prompt. Without ``positions``, ``align``
+    decides which row replaces which. ``site`` is the site from which the rows come; by default the
+    replaced one.
 
-    The server refuses the request if the run is gone, or lacks a site or a position.
+    The server refuses the request if the run does not exist, or lacks a site or a position.
     """
     if align not in get_args(Align):
         raise invalid("align", f'align is "identity" or "affixes", not {align!r}')
@@ -258,7 +259,7 @@ def from_run(
 def run_mean(run: str | RunInfo, positions: int | Iterable[int] | None = None) -> RunMean:
     """The mean of a run's rows at each site, for `replace` (mean ablation).
 
-    ``positions`` are those that count; by default all that the run holds.
+    ``positions`` are the positions to average over; by default all that the run has.
     """
     return RunMean(_run_id(run), _positions(positions))
 

@@ -160,7 +160,7 @@ class Vector(_NoSums):
         return Add(self).at(points, layers, where, **unknown)
 
     def when(self, gate: GateLike) -> Add:
-        """A dose: this vector, added only as far as the gate is open; see `Intervention.when`."""
+        """A dose: this vector, added in proportion to a gate's openness; see `Intervention.when`."""
         return Add(self).when(gate)
 
     def __mul__(self, scale: float) -> Add:
@@ -269,10 +269,11 @@ class Intervention(_NoSums, ABC):
         )
 
     def when(self, gate: GateLike) -> Self:
-        """The same op, as far as a gate is open; a condition makes a gate of its own.
+        """The same op with a gate, which multiplies its effect. A condition becomes a gate.
 
         For example ``joy.when(gloom.above(2))``, with a `probe` ``gloom``. Served by generate,
-        stream, session, explain and ``steering.set_global``. Raises InvalidRequest if it has one.
+        stream, session, explain and ``steering.set_global``. Raises InvalidRequest if the op
+        already has a gate.
         """
         as_gate = getattr(gate, "as_gate", None)
         if as_gate is None:
