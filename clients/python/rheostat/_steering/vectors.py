@@ -160,7 +160,7 @@ class Vector(_NoSums):
         return Add(self).at(points, layers, where, **unknown)
 
     def when(self, gate: GateLike) -> Add:
-        """A dose: this vector, added in proportion to a gate's openness; see `Intervention.when`."""
+        """A dose: this vector, added in proportion to a gate's openness; see `Intervention`."""
         return Add(self).when(gate)
 
     def __mul__(self, scale: float) -> Add:
