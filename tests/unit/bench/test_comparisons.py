@@ -407,6 +407,7 @@ def test_there_are_pictures_of_single_numbers() -> None:
         "sidebyside-qwen3-8b-2048",
         "sidebyside-qwen3-8b-gates",
         "sidebyside-qwen3-8b-gates-again",
+        "sidebyside-qwen3-8b-gates-later",
         "sidebyside-qwen3-8b-other-host",
         "sidebyside-qwen3-8b-32-cores",
         "sinks",
