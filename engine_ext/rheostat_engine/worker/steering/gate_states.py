@@ -118,11 +118,17 @@ class GateStates:
         """States in use."""
         return int(self._sizes.sum())
 
+    def use_columns(self, columns: int) -> None:
+        """Each step clears so many columns from now on, because a sample uses them.
+
+        A sample may use them without gates, or with states that it has already.
+        """
+        self._columns = max(self._columns, columns)
+
     def acquire(
         self,
         numbers: Sequence[int],
         gates: Sequence[Gate],
-        columns: int,
         means: Means | None = None,
     ) -> int:
         """Takes states for the gates of a sample; returns the first, or 0 if none are needed.
@@ -132,13 +138,11 @@ class GateStates:
         Args:
             numbers: [gates]: the gates' rows in the gate table.
             gates: the gates.
-            columns: how many columns the sample uses, also if it has no gates.
             means: the readings of means of rows; None: none.
 
         Raises:
             Exhausted: too few are free.
         """
-        self._columns = max(self._columns, columns)
         if not gates and means is None:
             return 0
         sizes = list(map(states_of, gates))

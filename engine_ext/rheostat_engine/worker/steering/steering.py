@@ -533,6 +533,7 @@ class Steering:
         except (BankError, ValueError):
             self.built_tables.release(built_table)
             raise
+        self.gates.use_columns(table.columns)
         count = built_table.measures.dose_slots
         dose_slots = self._doses.acquire(count, old.dose_slots) if measured else None
         variants = _NO_VARIANTS
@@ -549,7 +550,7 @@ class Steering:
             means = Means(len(table.means), -built_table.means_code, table.mean_at)
         rows = self.bank.programs.use_gates(gates)
         try:
-            return self.gates.acquire(rows, gates, table.columns, means)
+            return self.gates.acquire(rows, gates, means)
         except Exhausted:
             self.bank.programs.release_gates(gates)
             raise

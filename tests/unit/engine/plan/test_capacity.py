@@ -225,7 +225,7 @@ def test_once_all_are_released_nothing_is_held(many: list[Plan | int]) -> None:
     assert ledger.requests == 0
 
 
-@given(plans(), plans())
+@given(plans() | gated_plans(), plans() | gated_plans())
 def test_what_a_plan_lacks_is_what_admitting_would_add(one: Plan, other: Plan) -> None:
     ledger = CapacityLedger(capacity(capture_rows=10**6))
     assert ledger.admit(one, prompt_len=LIMIT, max_step_tokens=LIMIT) is None

@@ -291,7 +291,7 @@ def test_folds_begin_at_a_multiple_of_16_bytes_and_end_before_the_tokens(
     buffers = GateBuffers.allocate(6, states, *table)
     empty = torch.zeros(0)
     samples = GateStates(SiteBuffers(*[empty] * 7, buffers, empty, empty))
-    start = samples.acquire([1] * gates, [mean_gate(0)] * gates, 1)
+    start = samples.acquire([1] * gates, [mean_gate(0)] * gates)
     samples.begin(np.full(3, start), np.zeros(3, np.int64), np.arange(7, 10))
     folds = samples.folds
     assert folds is not None
@@ -377,6 +377,23 @@ def test_gates_that_are_not_those_of_the_acts_are_refused() -> None:
     applied = worker.steering.set_acts(1, acts, gates=plan.packed_acts.gates)
     worker.steering.remove(1, applied)
     assert worker.held() == NOTHING
+
+
+def test_an_update_that_keeps_gates_may_read_to_further_columns() -> None:
+    read_once = replace(reading_to(1), spans=((2, 3),))
+    acting = replace(add(2, digest=DIGESTS[1]), gate=mean_gate(0))
+    plan = Plan("r", (acting, reading_to(0))).pack()
+    worker = Worker()
+    worker.add_request("v", plan)
+    worker.step([("v", 0, 2)])
+    signals = Signals(kept=plan.packed_acts.gates)
+    update = Plan("r", (acting, reading_to(0), read_once), signals=signals).pack()
+    assert worker.runtime.update_steering("r", update.to_wire(), 0) == UpdateResult(2, "")
+    seen = []
+    for position in range(2, 5):
+        worker.step([("v", position, 1)])
+        seen.append(bool(worker.buffers.gates.readings[0, 1].isfinite()))
+    assert seen == [True, False, False]
 
 
 def test_records_are_those_of_their_samples_alone() -> None:
