@@ -194,7 +194,7 @@ class Gate(NamedTuple):
     """See `Hold.TOKENS`."""
     invert: bool = False
     """Whether the openness o becomes 1 + (`factor` - 1) * o."""
-    late: _Natural = 0
+    late: _Count = 0
     """If it is late: the first position at which it may be open, not before the first generated
     token. 0: it is not late. Not with `Hold.TOKEN`."""
     end: _Natural = 0

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rheostat_engine import Act, Kind, Plan, Signals, update_steering
+from rheostat_engine.channel.events import Installed
 from rheostat_engine.plan.gate_table import (
     RECORDED,
     Head,
@@ -394,6 +395,18 @@ def test_an_update_that_keeps_gates_may_read_to_further_columns() -> None:
         worker.step([("v", position, 1)])
         seen.append(bool(worker.buffers.gates.readings[0, 1].isfinite()))
     assert seen == [True, False, False]
+
+
+def test_a_gate_whose_position_no_table_can_hold_is_refused_and_changes_nothing() -> None:
+    late = mean_gate(0)._replace(hold=Hold.REST, late=1 << 40, end=5)
+    plan = Plan("r", (replace(add(2, digest=DIGESTS[1]), gate=late), reading_to(0)))
+    worker = Worker()
+    worker.add_request("v", plan)
+    (installed,) = (event for event in worker.row_sender.events if isinstance(event, Installed))
+    assert installed.error.startswith("this is no plan: ")
+    worker.step([("v", 0, 2)])
+    worker.finish("v")
+    assert worker.held() == NOTHING
 
 
 def test_records_are_those_of_their_samples_alone() -> None:
