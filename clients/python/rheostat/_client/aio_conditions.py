@@ -78,7 +78,8 @@ class Conditions:
                 ("unit", in the stream's units), the "cosine" with it, -1 to 1, or the
                 "projected_cosine" of `probe`, 0 to 1. The mean of projected cosines of tokens is
                 not tried, because the server keeps no rows of all tokens.
-            name: the best direction is stored under it, or without a name.
+            name: the best direction is stored under it, or without a name. The condition's probe
+                has it too, if a probe may: `probe`.
             description: text that is stored with the name.
             lora: the adapter under which the prompts run.
             progress: called with the number of prompts that have run, and of all prompts. Its

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from rheostat._errors import ServerError
 from rheostat._notebook import passage
 from rheostat._points import Site, read_point
-from rheostat._steering.gates import POOLS, Condition, Pool, Probe, ProbeRows
+from rheostat._steering.gates import POOLS, Condition, Pool, Probe, ProbeRows, is_probe_name
 from rheostat._steering.read_gates import known, read_condition, read_probe, read_rows
 from rheostat._steering.readouts import NORMALISATIONS, Normalise
 from rheostat._steering.transfers import Progress
@@ -199,7 +199,9 @@ class ConditionFitsAccumulator:
             name = self._vectors[best.direction].name
         # The vector acts where it was read.
         vector = replace(probe.vector, name=name, points=probe.points, layers=probe.layers)
-        probe = replace(probe, vector=vector)
+        # Names of vectors may have characters that names of probes may not have, such as "/".
+        probe_name = self._name if is_probe_name(self._name) else None
+        probe = replace(probe, vector=vector, given_name=probe_name)
         condition = read_condition(fitted.condition, probe, "condition")
         tells_apart = _tells_apart(best, self._counts)
         if tells_apart is False:

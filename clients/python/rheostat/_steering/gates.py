@@ -342,13 +342,18 @@ def hold_to_wire(held: Hold, path: str) -> gate_pb2.Hold:
         case str() as other:
             raise invalid(
                 path,
-                "is 'token', 'next_token', 'rest', 'until_read' or a number of tokens, not "
+                "hold is 'token', 'next_token', 'rest', 'until_read' or a number of tokens, not "
                 f"{other!r}",
                 "REASON_UNKNOWN_ENUM",
             )
         case count:
             hold.tokens = whole_number(count, f"{path}.tokens", "a number of tokens", least=1)
     return hold
+
+
+def is_probe_name(name: object) -> bool:
+    """Whether a probe may have this name."""
+    return isinstance(name, str) and _PROBE_NAME.fullmatch(name) is not None
 
 
 def probe(
@@ -414,7 +419,7 @@ def probe(
         raise missing_sites(
             "probe.sites", vector.label, at_points, at_layers, "{}", named=unfetched([vector])
         )
-    if name is not None and not (isinstance(name, str) and _PROBE_NAME.fullmatch(name)):
+    if name is not None and not is_probe_name(name):
         raise invalid(
             "probe.name",
             f"{name!r} is no name: 1 to 64 of [A-Za-z0-9._-], first a letter or digit",

@@ -106,6 +106,22 @@ def test_a_fit_sends_the_grid_and_reads_a_ready_condition(client, server):
 
 
 @pytest.mark.parametrize(
+    ("name", "probe_name"),
+    [("gloom", "gloom"), ("refuse/when", None), (None, None)],
+)
+def test_the_probe_has_the_name_of_the_fit_if_it_can(client, server, name, probe_name):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=fitted("held_out_f1: 1"))])
+    found = client.run(
+        lambda engine: engine.conditions.fit(
+            ["bad"], ["good"], points="resid_post", layers=2, name=name
+        )
+    )
+    assert found.condition.probe.given_name == probe_name
+    assert found.vector.name == name
+    assert found.condition.to_wire("condition").probe_name == found.probe.name
+
+
+@pytest.mark.parametrize(
     ("fields", "path"),
     [
         ({"pools": ["max", "nonsense"]}, "pools[1]"),
