@@ -417,18 +417,24 @@ class SweepResult:
         )
 
     def __str__(self) -> str:
-        """Skipped cells, the grades of the unchanged prompts, and the largest effects, by lines."""
+        """Skipped cells, the grades of the unchanged prompts, and the largest effects, by lines.
+
+        The effects are those of the first grade, in the order of `top`.
+        """
         lines = [repr(self), *self._skips()]
         for name, clean, corrupt in zip(self.grades, self.clean, self.corrupt, strict=True):
             metric = name.removeprefix("recovered ")
             if not np.isnan(clean):
                 other = "" if np.isnan(corrupt) else f", of the corrupt ones {corrupt:.3f}"
                 lines.append(f"{metric} of the clean prompts {clean:.3f}{other}")
-        lines += [
-            f"{cell.value:9.3f}  {cell.site} at {cell.column}"
-            + ("" if len(self.pairs) == 1 else f" (standard error {cell.standard_error:.3f})")
-            for cell in self.top()
-        ]
+        top = self.top()
+        if top:
+            lines.append(f"cells that differ most from the unchanged prompts, by {self.grades[0]}:")
+        for cell in top:
+            line = f"{cell.value:9.3f}  {cell.site} at {cell.column}"
+            if len(self.pairs) != 1:
+                line += f" (standard error {cell.standard_error:.3f})"
+            lines.append(line + ", within the noise" * bool(self.below_noise.flat[cell.index]))
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -118,6 +118,17 @@ def test_skipped_cells_are_counted_by_reason() -> None:
     assert "skipped:" not in str(made(skipped={}))
 
 
+def test_the_text_names_the_grade_that_is_listed_and_marks_cells_within_the_noise() -> None:
+    lines = str(made()).splitlines()
+    at = lines.index("cells that differ most from the unchanged prompts, by recovered logprob:")
+    listed = lines[at + 1 :]
+    assert listed[0].split(" (")[0] == "    1.000  resid_post[5] at 0 'The'"
+    marked = [line for line in listed if line.endswith(", within the noise")]
+    assert [line.split(" (")[0] for line in marked] == ["    0.000  resid_post[2] at 0 'The'"]
+    empty = str(made(values=np.full((2, 3, 2), NAN)))
+    assert "cells that differ" not in empty
+
+
 def test_a_picture_hatches_skipped_cells_and_says_why(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     axes = made(skipped={3: "no partner " * 20}).heatmap(tmp_path / "a.png").axes[0]
