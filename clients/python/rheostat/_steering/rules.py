@@ -180,7 +180,9 @@ def rules_of(rules: RulesLike) -> tuple[Rule, ...]:
     listed = () if rules is None else (rules,) if isinstance(rules, Rule) else tuple(rules)
     for number, rule in enumerate(listed):
         if not isinstance(rule, Rule):
-            raise invalid(f"rules[{number}]", f"is a rheostat.Rule, not {type(rule).__name__}")
+            raise invalid(
+                f"rules[{number}]", f"a rule is a rheostat.Rule, not {type(rule).__name__}"
+            )
         for condition in rule.conditions:
             if not isinstance(condition, Condition):
                 raise invalid(

@@ -148,7 +148,7 @@ def steering_to_wire(
     steering: SteeringLike, path: str = "steering.interventions"
 ) -> steering_pb2.Steering | None:
     """The message, in the caller's order; None for none. ``path`` names the list in errors."""
-    interventions = interventions_of(steering)
+    interventions = interventions_of(steering, path.removesuffix(".interventions"))
     if not interventions:
         return None
     if len(interventions) > _MOST_INTERVENTIONS:
@@ -164,14 +164,17 @@ def steering_to_wire(
     )
 
 
-def interventions_of(steering: object) -> tuple[Intervention, ...]:
-    """The interventions; none for None. Raises InvalidRequest for a value of another type."""
+def interventions_of(steering: object, path: str = "steering") -> tuple[Intervention, ...]:
+    """The interventions; none for None. ``path`` names the argument in errors.
+
+    Raises InvalidRequest for a value of another type.
+    """
     if steering is None:
         return ()
     if isinstance(steering, Mapping) and steering:
         doses = ", ".join(_times(*pair) for pair in steering.items())
         doses = f"[{doses}]" if len(steering) > 1 else doses
-        raise invalid("steering", f"steering takes vectors, not a dict: use {doses}")
+        raise invalid(path, f"steering takes vectors, not a dict: use {doses}")
     alone = isinstance(steering, Vector | Intervention | str) or hasattr(steering, "__array__")
     items = (steering,) if alone or not isinstance(steering, Iterable) else tuple(steering)
     interventions: list[Intervention] = []
@@ -181,16 +184,16 @@ def interventions_of(steering: object) -> tuple[Intervention, ...]:
         elif isinstance(item, Intervention):
             for vector in item.vectors:
                 if not isinstance(vector, Vector):
-                    raise _wrong_type(f"steering[{number}]", "an op", vector)
+                    raise _wrong_type(f"{path}[{number}]", "an op", vector)
             interventions.append(item)
         elif isinstance(item, Real) and (scaled := _beside(items, number)) is not None:
             raise invalid(
-                f"steering[{number}]",
+                f"{path}[{number}]",
                 "steering takes vectors, not a number: a scale multiplies its vector, as in "
                 f"{_times(scaled, item)}",
             )
         else:
-            raise _wrong_type(f"steering[{number}]", "steering", item)
+            raise _wrong_type(f"{path}[{number}]", "steering", item)
     return tuple(interventions)
 
 

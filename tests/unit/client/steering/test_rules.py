@@ -84,3 +84,16 @@ def test_what_cannot_be_sent_is_refused(options: dict[str, object], field: str) 
     with pytest.raises(rheostat.InvalidRequest) as caught:
         generate_request("a", **options)
     assert caught.value.violations[0].path == field
+
+
+def test_steering_of_another_type_is_refused_at_the_rule_that_has_it() -> None:
+    rule = rheostat.Rule("cheer", MOOD.above(1), rheostat.Steer(np.ones(8)))
+    with pytest.raises(rheostat.InvalidRequest, match=r"use rheostat\.inline") as raised:
+        rule.to_wire("rules[0]")
+    assert raised.value.path == "rules[0].steer[0]"
+
+
+def test_a_hold_that_does_not_exist_is_refused_by_its_name() -> None:
+    rule = rheostat.Rule("cheer", MOOD.above(1), rheostat.Gain(0.5), hold="forever")
+    with pytest.raises(rheostat.InvalidRequest, match=r"^hold is 'token', .* not 'forever'"):
+        rule.to_wire("rules[0]")
