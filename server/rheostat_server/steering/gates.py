@@ -213,10 +213,13 @@ def _probe_of(condition: gate_pb2.Condition, probes: Mapping[str, Probe], path: 
         return probes[condition.probe_name]
     field = field_path(path, "probe_name")
     validation.text_bytes(condition.probe_name, ID_BYTES, field)
-    names = ", ".join(map(repr, probes)) or (
-        "none, because only a GenerateRequest has: sweeps, lenses and calls that store runs are "
-        "not gated"
-    )
+    if not probes:
+        raise InvalidValue(
+            f"the request has no probes, so none is named {condition.probe_name!r}: gates read the "
+            "probes of a GenerateRequest; sweeps, lenses and calls that store runs are not gated",
+            field=field,
+        )
+    names = ", ".join(map(repr, probes))
     raise InvalidValue(
         f"the request has no probe {condition.probe_name!r}; it has {names:.400}", field=field
     )
