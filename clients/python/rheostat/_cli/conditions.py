@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
                 layers=args.layers,
                 vectors=vectors,
                 rows=args.rows,
-                pools=[args.pool] if args.pool else _POOLS,
+                pools=[args.pool] if args.pool else None,
                 normalises=[args.normalise] if args.normalise else _NORMALISES,
                 name=args.name,
                 description=args.description,

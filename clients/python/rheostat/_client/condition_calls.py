@@ -35,7 +35,7 @@ def fit_conditions(
     layers: LayersLike,
     where: SelectorLike,
     rows: ProbeRows | Iterable[ProbeRows],
-    pools: Pool | Iterable[Pool],
+    pools: Pool | Iterable[Pool] | None,
     directions: FitDirection | Iterable[FitDirection] | None,
     vectors: Vector | Iterable[Vector],
     normalises: Normalise | Iterable[Normalise],
@@ -56,11 +56,19 @@ def fit_conditions(
                 f"a direction is a vector, not {type(vector).__name__}: give vectors, e.g. "
                 "rheostat.named(name) or rheostat.inline(array)",
             )
+    tried_rows = tuple(_words(rows))
+    if pools is not None and set(tried_rows) == {"prompt_mean"}:
+        raise invalid(
+            "pools",
+            'rows="prompt_mean" has one reading of each prompt: leave pools out, or give '
+            'rows=("each", "prompt_mean")',
+        )
+    tried_pools = ("last", "mean") if pools is None else _words(pools)
     request = steering_service_pb2.FitConditionsRequest(
         positive=prompts_to_wire(positive, "positive"),
         negative=prompts_to_wire(negative, "negative"),
         sites=site_set(points_of(points), at_layers),
-        pools=[word(pool, POOLS, f"pools[{i}]") for i, pool in enumerate(_words(pools))],
+        pools=[word(pool, POOLS, f"pools[{i}]") for i, pool in enumerate(tried_pools)],
         directions=[
             word(direction, FIT_DIRECTIONS, f"directions[{i}]")
             for i, direction in enumerate(_words(directions or ()))
@@ -74,7 +82,7 @@ def fit_conditions(
         description=utf8_text(description, "description", "a description"),
         lora_name="" if lora is None else utf8_text(lora, "lora", "an adapter's name"),
     )
-    read = [word(one, PROBE_ROWS, f"rows[{i}]") for i, one in enumerate(_words(rows))]
+    read = [word(one, PROBE_ROWS, f"rows[{i}]") for i, one in enumerate(tried_rows)]
     if read != [PROBE_ROWS["each"]]:  # the default, which servers of earlier versions know too
         request.rows.extend(read)
     if where is not None:

@@ -38,7 +38,7 @@ class Conditions:
         layers: LayersLike,
         where: SelectorLike = None,
         rows: ProbeRows | Iterable[ProbeRows] = "each",
-        pools: Pool | Iterable[Pool] = ("last", "mean"),
+        pools: Pool | Iterable[Pool] | None = None,
         directions: FitDirection | Iterable[FitDirection] | None = None,
         vectors: Vector | Iterable[Vector] = (),
         normalises: Normalise | Iterable[Normalise] = ("unit", "cosine"),
@@ -71,6 +71,7 @@ class Conditions:
             rows: "each" reads the row of each of these tokens, "prompt_mean" the mean of their
                 rows; see `probe`.
             pools: how the readings of "each" become one score: the "last", or the "mean" of all.
+                Default: both. Not with "prompt_mean" alone, which has one reading of a prompt.
             directions: "difference_of_means", and the "principal_component" of both sets, of at
                 most 1024 prompts. Default: both, or none if there are ``vectors``.
             vectors: directions of your own: at most 8, of one row, [1, width], or one row per

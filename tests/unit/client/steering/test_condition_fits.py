@@ -285,6 +285,28 @@ def test_the_number_of_conditional_activation_steering_is_fitted(client, server)
     assert (condition.low, condition.pool, condition.after_prompt) == (0.5, "last", True)
 
 
+def test_pools_are_refused_for_the_mean_row_alone(client, server):
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=CAST)])
+
+    def fit(**options):
+        return client.run(
+            lambda engine: engine.conditions.fit(
+                ["a"], ["b"], points="resid_post", layers=1, **options
+            )
+        )
+
+    with pytest.raises(rheostat.InvalidRequest, match="one reading of each prompt") as caught:
+        fit(rows=["prompt_mean"], pools="mean")
+    assert caught.value.path == "pools"
+    assert not server.asked
+    fit(rows="prompt_mean")
+    fit(rows=("each", "prompt_mean"), pools="mean")
+    assert [list(asked.pools) for asked in server.asked] == [
+        [gate_pb2.POOL_LAST, gate_pb2.POOL_MEAN],
+        [gate_pb2.POOL_MEAN],
+    ]
+
+
 @pytest.mark.parametrize(
     ("rows", "sent"),
     [
