@@ -104,6 +104,12 @@ class _CheckedRequest:
         return prompts * sites * kept * self.width * FloatType.FLOAT32.itemsize
 
     @property
+    def combinations(self) -> int:
+        """The most conditions that are tried at a site."""
+        directions = len(self.made) + len(self.given)
+        return len(self.scores) * directions * len(self.normalises)
+
+    @property
     def means(self) -> bool:
         """Whether means of the prompts' rows are needed."""
         return any(score is not Score.LAST for score in self.scores)
@@ -343,7 +349,7 @@ async def _fit(
     fits: list[tuple[Site, Fit]] = []
     for number, site in enumerate(sites):
         p, n = positive.at(number), negative.at(number)
-        work = p.last.nbytes + n.last.nbytes
+        work = (p.last.nbytes + n.last.nbytes) * checked.combinations
         of_site = await offload(work, _fits_at, p, n, checked, site)
         fits += [(site, fit) for fit in of_site]
     if not fits:

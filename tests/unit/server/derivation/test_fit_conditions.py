@@ -1,5 +1,6 @@
 """FitConditions over a real channel, on an engine whose rows follow from site and token."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import grpc
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from rheostat_engine import Point, Site
-from rheostat_server.derivation import prompt_runner
+from rheostat_server.derivation import fit_conditions, prompt_runner
 from rheostat_wire.v1 import gate_pb2, steering_service_pb2, types_pb2, vector_pb2
 
 from ..conftest import Refusal, rest
@@ -98,6 +99,26 @@ async def test_a_given_vector_is_read_where_and_as_it_points(starter) -> None:
     best = answer.fits[answer.best]
     assert answer.condition.HasField("below" if best.below else "above")
     assert answer.probe.where == selector(window(-1))  # reads no token that it need not
+
+
+async def test_the_work_that_is_kept_off_the_event_loop_counts_each_condition(
+    starter, monkeypatch
+) -> None:
+    sizes: list[int] = []
+
+    async def counted(size: int, work: Callable[..., object], *args: object) -> object:
+        if work is fit_conditions._fits_at:
+            sizes.append(size)
+        return work(*args)
+
+    monkeypatch.setattr(fit_conditions, "offload", counted)
+    running = await starter(TokenBackend())
+    await fitted(running, order(directions=[MEANS], pools=[gate_pb2.POOL_LAST]))
+    cosine = [vector_pb2.NORMALISE_COSINE]
+    own = [tensor(np.full((1, WIDTH), 1.0 + n, np.float32)) for n in range(3)]
+    await fitted(running, order(vectors=own, directions=[MEANS], normalises=cosine))
+    rows = 4 * WIDTH * (len(POSITIVE) + len(NEGATIVE))
+    assert sizes == [2 * rows] * 2 + [2 * 4 * rows] * 2
 
 
 async def test_one_prompt_in_a_set_has_no_held_out_scores(starter) -> None:
