@@ -149,6 +149,13 @@ class Condition(NamedTuple):
     """Replaces `below` while a value counts 1; None: `below`."""
 
 
+def _alike(one: Condition, other: Condition) -> bool:
+    """Whether two conditions differ at most in their bounds."""
+    bounds = (one.stays_above is None, one.stays_below is None)
+    others = (other.stays_above is None, other.stays_below is None)
+    return bounds == others and one[:3] == other[:3] and one[5:7] == other[5:7]
+
+
 class Form(IntEnum):
     """The function from the evidence e to the openness."""
 
@@ -233,6 +240,14 @@ class Gate(NamedTuple):
             for condition in self.conditions
         ]
         return self._replace(conditions=tuple(conditions), a=0.0, b=0.0)
+
+    def has_shape_of(self, other: "Gate") -> bool:
+        """Whether both have the same `shape`, which would take much longer to make."""
+        return (
+            (self.combine, self.form, self[5:]) == (other.combine, other.form, other[5:])
+            and len(self.conditions) == len(other.conditions)
+            and all(map(_alike, self.conditions, other.conditions))
+        )
 
     def numbered(self, number: int) -> "Gate":
         """Its shape, with its number in the plan as `a`, so that gates of a plan stay distinct."""

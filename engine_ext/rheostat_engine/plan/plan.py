@@ -32,7 +32,7 @@ from rheostat_engine.plan.tables import (
 from rheostat_engine.plan.wire import (
     captures_from,
     captures_to,
-    check_gate,
+    gates_from,
     steering_from,
     steering_to,
 )
@@ -123,6 +123,11 @@ class PackedActs:
     def gates(self) -> tuple[Gate, ...]:
         """The distinct gates, by their number in the plan."""
         return () if self.table is None else plan_gates(self.acts, self.signals)
+
+    @cached_property
+    def encoded_gates(self) -> bytes:
+        """The serialized gates; empty if there are none."""
+        return msgspec.msgpack.encode(self.gates) if self.gates else b""
 
     @cached_property
     def gate_needs(self) -> Needs:
@@ -416,7 +421,7 @@ class Plan:
         """Serializes the plan. vLLM passes bytes on without reading or copying them."""
         wire = _Wire(self.request_id, self.epoch, self.private_from, self.measured)
         wire.acts, wire.captures = self.packed_acts.encoded, self.packed_captures.encoded
-        wire.gates = self.packed_acts.gates
+        wire.gates = self.packed_acts.encoded_gates
         wire.gained, wire.signals_wait = self.gained, self.signals_wait
         control = self.control
         if control is not None and control.acts.encoded is not None:
@@ -457,7 +462,7 @@ class _Wire(_RequestId, omit_defaults=True):
     gained: bool = False
     control: ReceivedControl | None = None
     signals_wait: SignalsWait = SignalsWait.NEVER
-    gates: tuple[Gate, ...] = ()
+    gates: bytes = b""
 
 
 class ReceivedPlan(NamedTuple):
@@ -506,8 +511,7 @@ def read_plan(wire: object) -> ReceivedPlan:
     window = None if plain.window is None else Window(*plain.window)
     if window is not None and (plain.measured or not window.start < window.end):
         raise ValueError("this is no plan: its window is empty, or its acts are measured")
-    for gate in plain.gates:
-        check_gate(gate)
+    gates = gates_from(plain.gates) if plain.gates else ()
     return ReceivedPlan(
         plain.id,
         plain.epoch,
@@ -520,7 +524,7 @@ def read_plan(wire: object) -> ReceivedPlan:
         plain.gained,
         plain.control,
         plain.signals_wait,
-        plain.gates,
+        gates,
     )
 
 

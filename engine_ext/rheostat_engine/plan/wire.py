@@ -7,8 +7,9 @@ For other bytes they raise a `ValueError` that names the field. Nothing is execu
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import lt
-from typing import Annotated, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +37,8 @@ from rheostat_engine.plan.tables import CaptureTable, SteeringTable
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_GATES_KEPT: Final = 64
+"""Plans whose parsed gates are kept for later plans with equal gates."""
 _Read = TypeVar("_Read", bound=msgspec.Struct)
 
 
@@ -123,7 +126,7 @@ def steering_from(wire: bytes) -> SteeringTable:
     plain = _decoded(wire, _Steering)
     gates = plain.gates
     for gate in gates:
-        check_gate(gate)
+        _check_gate(gate)
     if any(plain_act.gate is not None and plain_act.gate >= len(gates) for plain_act in plain.acts):
         raise ValueError("this is no plan: an act names a gate that is missing")
     acts = _acts_from(plain.acts, gates)
@@ -157,6 +160,27 @@ def steering_from(wire: bytes) -> SteeringTable:
     if table.gates != gates:
         raise ValueError("this is no plan: its gates are not in order")
     return table
+
+
+@lru_cache(_GATES_KEPT)
+def gates_from(wire: bytes) -> tuple[Gate, ...]:
+    """Parses the gates of a plan.
+
+    All samples of a request, and requests with equal gates, share the result, because parsing many
+    conditions takes milliseconds.
+
+    Raises:
+        ValueError: the bytes are no gates.
+    """
+    try:
+        gates = msgspec.msgpack.decode(wire, type=tuple[Gate, ...])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"this is no plan: gates: {error}") from error
+    if len(gates) > MAX_GATES:
+        raise ValueError(f"this is no plan: it has more than {MAX_GATES} gates")
+    for gate in gates:
+        _check_gate(gate)
+    return gates
 
 
 def captures_to(table: CaptureTable) -> bytes:
@@ -245,7 +269,7 @@ def _int32(data: bytes, name: str) -> npt.NDArray[np.int32]:
     return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
-def check_gate(gate: Gate) -> None:
+def _check_gate(gate: Gate) -> None:
     """Raises ValueError for a gate that admission would have refused."""
     conditions = gate.conditions
     if not 1 <= len(conditions) <= MAX_CONDITIONS or not 1 <= len(gate.columns) <= MAX_TERMS:

@@ -475,7 +475,7 @@ class Steering:
         """Takes the resources that acts need."""
         last = old.parts[-1] if old.parts else Part(0, _NOTHING)
         before, table = last.plain.built_table, steering_of(acts)
-        if tuple(gate.numbered(number) for number, gate in enumerate(gates)) != table.gates:
+        if len(gates) != len(table.gates) or not all(map(Gate.has_shape_of, gates, table.gates)):
             raise ValueError("this is no plan: its gates are not those of its acts")
         kept = before is not None and (last.gates, before.table.means) == (gates, table.means)
         if last.gate_state and kept:

@@ -29,6 +29,8 @@ from rheostat_engine import (
     Readout,
     RowEncoding,
 )
+from rheostat_engine.plan.gates import Combine, Form, Gate, Hold, Pool
+from rheostat_engine.plan.gates import Condition as GateCondition
 from rheostat_engine.plan.plan import ReceivedPlan, read_plan, read_request_id, steering_of
 from rheostat_engine.plan.tables import CaptureTable, SteeringTable
 from rheostat_engine.plan.wire import captures_from, captures_to, steering_from, steering_to
@@ -296,6 +298,9 @@ def test_what_is_no_table_is_refused_with_its_place(table: tuple[str, object], w
         (packed({"id": "r", "private_from": "0"}), r"\$.private_from"),
         (packed({"id": "r", "acts": [b"1"]}), r"\$.acts"),
         (packed({"id": "r", "captures": [b"1", 5]}), r"\$.captures\[1\]"),
+        (packed({"id": "r", "gates": [3]}), r"\$.gates"),
+        (packed({"id": "r", "gates": packed([3])}), r"gates: .*\$\[0\]"),
+        (packed({"id": "r", "gates": b"\xc1"}), "gates: "),
         (None, "it is not made of bytes"),
         ({"id": "r"}, "it is not made of bytes"),
         ("r", "it is not made of bytes"),
@@ -306,6 +311,15 @@ def test_what_is_no_table_is_refused_with_its_place(table: tuple[str, object], w
 def test_what_is_no_plan_is_refused_with_its_place(wire: object, where: str) -> None:
     with pytest.raises(ValueError, match=f"^this is no plan: .*{where}"):
         read_plan(wire)
+
+
+def test_gates_are_parsed_once_for_all_samples_with_them() -> None:
+    condition = GateCondition((0,), Pool.LAST, Combine.ANY, 0.25, math.inf)
+    gate = Gate((condition,), Combine.ALL, Form.STEP, 0.5, 0.0, Hold.TOKEN)
+    plan = Plan("r", (replace(add(2), gate=gate),)).pack()
+    one, other = (read_plan(plan.for_request(name, 0).to_wire()) for name in ("a", "b"))
+    assert one.gates == (gate,)
+    assert other.gates is one.gates
 
 
 @pytest.mark.parametrize("wire", [None, {"id": "r"}, "r", PLAN.to_wire()[:-1], b""])

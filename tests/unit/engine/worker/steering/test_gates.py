@@ -367,6 +367,22 @@ def test_requests_whose_gates_differ_in_numbers_share_all_but_their_gates() -> N
     assert worker.held() == NOTHING
 
 
+@given(gates(3), gates(3), st.data())
+def test_gates_have_one_shape_if_they_differ_in_numbers_alone(
+    one: Gate, other: Gate, data: st.DataObject
+) -> None:
+    assert one.has_shape_of(other) == (one.shape == other.shape)
+    assert one.has_shape_of(one.numbered(data.draw(st.integers(0, 9))))
+    field = data.draw(st.sampled_from(Gate._fields[1:]))
+    changed = one._replace(**{field: getattr(other, field)})
+    assert one.has_shape_of(changed) == (one.shape == changed.shape)
+    at = data.draw(st.integers(0, len(one.conditions) - 1))
+    field = data.draw(st.sampled_from(Condition._fields))
+    condition = one.conditions[at]._replace(**{field: getattr(other.conditions[0], field)})
+    changed = one._replace(conditions=(*one.conditions[:at], condition, *one.conditions[at + 1 :]))
+    assert one.has_shape_of(changed) == (one.shape == changed.shape)
+
+
 def test_gates_that_are_not_those_of_the_acts_are_refused() -> None:
     worker = Worker()
     plan = Plan("r", (replace(add(2, digest=DIGESTS[1]), gate=mean_gate(0)), reading_to(0)))
