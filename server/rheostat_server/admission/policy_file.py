@@ -68,6 +68,9 @@ def read_policy(path: str) -> PolicyFile:
         raise PolicyFailed(f"--policy {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise _failed(path, "", f"it is not UTF-8 at byte {error.start}") from error
+    if not text.strip():
+        # `check_start` reads the file too, before the server listens.
+        raise _failed(path, "", "it is empty; a pipe cannot be used, because it is read twice")
     if not text.lstrip().startswith("{"):
         raise _failed(path, "", "it does not begin with {, so it is not a JSON object")
     answer = steering_service_pb2.GetGlobalResponse()

@@ -178,7 +178,7 @@ BAD_VERSION = "version: a number from 1 to 9223372036854775807 is required"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "it does not begin with {"),
+        ("", "it is empty; a pipe cannot be used, because it is read twice"),
         ("{,}", "line 1 column 2"),
         ('{"version": 1} {', "Extra data: line 1 column 16"),
         ("3", "it does not begin with {"),
