@@ -9,7 +9,7 @@ Invariant: a direction that is kept never changes, because the model's weights d
 """
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import Message
@@ -19,6 +19,7 @@ from rheostat_server.errors import InvalidValue, MissingField, NotSupported
 from rheostat_server.limits import DIRECTIONS_PER_CALL, KEPT_TOKEN_DIRECTIONS, TOKEN_DIRECTIONS
 from rheostat_server.validation import field_path
 from rheostat_wire.dtypes import FloatArray
+from rheostat_wire.nested_messages import nested_messages
 from rheostat_wire.v1 import vector_pb2
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class TokenDirections:
             InvalidValue: there are too many.
             EngineLost: the engine is gone.
         """
-        named = {_tokens(direction) for direction in _directions(message)}
+        named = {_tokens(one) for one in nested_messages(message, vector_pb2.TokenDirection)}
         validation.check_count(len(named), TOKEN_DIRECTIONS, "", "directions of tokens")
         wanted = [
             tokens
@@ -130,15 +131,3 @@ def _tokens(direction: vector_pb2.TokenDirection) -> Tokens:
     if direction.HasField("minus_token_id"):
         return direction.token_id, direction.minus_token_id
     return (direction.token_id,)
-
-
-def _directions(message: Message) -> Iterator[vector_pb2.TokenDirection]:
-    """The directions in a message, at any depth."""
-    if isinstance(message, vector_pb2.TokenDirection):
-        yield message
-        return
-    for field, value in message.ListFields():
-        if field.message_type is None or field.message_type.GetOptions().map_entry:
-            continue
-        for inner in value if field.is_repeated else (value,):
-            yield from _directions(inner)

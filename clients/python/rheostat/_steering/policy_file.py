@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from rheostat._errors import Refused
 from rheostat._steering.vectors import Vector
+from rheostat_wire.nested_messages import nested_messages
 from rheostat_wire.v1 import steering_service_pb2, vector_pb2
 
 
@@ -55,12 +56,6 @@ def policy_file(
 
 def _digest_refs(message: Message) -> Iterator[vector_pb2.VectorRef]:
     """The references by digest in a message, at any depth."""
-    if isinstance(message, vector_pb2.VectorRef):
-        if message.WhichOneof("ref") == "digest":
-            yield message
-        return
-    for field, value in message.ListFields():
-        if field.message_type is None or field.message_type.GetOptions().map_entry:
-            continue
-        for inner in value if field.is_repeated else (value,):
-            yield from _digest_refs(inner)
+    for ref in nested_messages(message, vector_pb2.VectorRef):
+        if ref.WhichOneof("ref") == "digest":
+            yield ref
