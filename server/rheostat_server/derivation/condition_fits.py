@@ -131,8 +131,13 @@ class Fit(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, float]:
-        """A larger one is better."""
-        return (self.f1 if self.held_out is None else self.held_out.f1), self.margin
+        """A larger one is better.
+
+        The held-out F1 judges other thresholds than this one. With few prompts, it can be large for
+        a condition that always holds.
+        """
+        f1 = self.f1 if self.held_out is None else min(self.f1, self.held_out.f1)
+        return f1, self.margin
 
 
 def fits_of(

@@ -72,7 +72,7 @@ _NORMALISES = {
     vector_pb2.NORMALISE_PROJECTED_COSINE: Normalise.PROJECTED_COSINE,
 }
 _EVERY_NORMALISE = (Normalise.UNIT, Normalise.COSINE)
-"""Those of a request that names none."""
+"""Tried if a request has no `normalises`."""
 _WIRE_POOLS = {score: wire for wire, score in _POOLS.items()} | {
     Score.OF_MEAN_ROW: gate_pb2.POOL_LAST  # the only number that the probe reads
 }

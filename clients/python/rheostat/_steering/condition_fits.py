@@ -90,13 +90,15 @@ class ConditionFits(VectorSource):
     fits: tuple[ConditionFit, ...]
     """All that were tried, by site, rows, pool, direction and normalisation."""
     best: ConditionFit
-    """The fit of `condition`: the largest held-out F1; of several, the largest margin."""
+    """The fit of `condition`: the largest F1, of the prompts that made it or held out, whichever is
+    smaller; of several, the largest margin."""
     vectors: tuple[Vector, ...]
     """The vectors that were given as directions."""
     tells_apart: bool | None
     """Whether the best condition judges held-out prompts better than a condition that always or
-    never holds: by accuracy, or by F1 if it judges most prompts right. None if no prompt was held
-    out, for instance because a set has one prompt.
+    never holds: by accuracy, or by F1 if it judges most prompts right. False, too, if its F1 of the
+    prompts that made it is not above that of a condition that always holds. None if no prompt was
+    held out, for instance because a set has one prompt.
 
     True proves little if the prompts are few: the best of many conditions is then better by chance.
     Judge it on prompts that the fit has not seen."""
@@ -137,7 +139,7 @@ class ConditionFits(VectorSource):
 
 
 def _rank(fit: ConditionFit) -> tuple[float, float]:
-    return (fit.f1 if fit.held_out_f1 is None else fit.held_out_f1), fit.margin
+    return (fit.f1 if fit.held_out_f1 is None else min(fit.f1, fit.held_out_f1)), fit.margin
 
 
 class PromptCounts(NamedTuple):
@@ -232,12 +234,22 @@ class ConditionFitsAccumulator:
 def _tells_apart(fit: ConditionFit, counts: PromptCounts) -> bool | None:
     if fit.held_out_f1 is None or fit.held_out_accuracy is None:
         return None
+    if fit.f1 <= counts.f1 + _ROUNDING:
+        return False
     return fit.held_out_accuracy > counts.accuracy + _ROUNDING or (
         fit.held_out_f1 > counts.f1 + _ROUNDING and fit.held_out_accuracy > _CHANCE + _ROUNDING
     )
 
 
 def _warn_no_better_than_chance(fit: ConditionFit, counts: PromptCounts) -> None:
+    if fit.f1 <= counts.f1 + _ROUNDING:
+        _LOG.warning(
+            "the best condition does not tell the two sets apart: its F1 of %.3f is not above that "
+            "of one that always holds, %.3f",
+            fit.f1,
+            counts.f1,
+        )
+        return
     _LOG.warning(
         "the best condition does not tell the two sets apart: it judges %.0f %% of the held-out "
         "prompts right, and one that always or never holds judges %.0f %%",

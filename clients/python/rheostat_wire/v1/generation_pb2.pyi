@@ -177,7 +177,7 @@ class Started(_message.Message):
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request's id: its own, or the one that the server chose."""
+    """The request's id, which the client or the server chose."""
     model_name: _builtins.str
     """The model's name, as in GetModelResponse."""
     prompt_token_count: _builtins.int

@@ -908,8 +908,8 @@ class FittedConditions(_message.Message):
     CONDITION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     best: _builtins.int
-    """Index of the best fit: the largest held-out F1 (F1 if no fit has a held-out one); of several, the
-    largest margin; of several, the first.
+    """Index of the best fit: the largest F1 or held-out F1, whichever is smaller (F1 if no fit has a
+    held-out one); of several, the largest margin; of several, the first.
     """
     digest: _builtins.bytes
     """Digest of the probe's vector, 32 bytes; float32 if the call computed it."""

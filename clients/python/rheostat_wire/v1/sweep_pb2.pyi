@@ -455,7 +455,7 @@ class SweepStarted(_message.Message):
     COLUMNS_FIELD_NUMBER: _builtins.int
     PAIRS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The sweep's id: its own, or the one that the server chose."""
+    """The sweep's id, which the client or the server chose."""
     cell_count: _builtins.int
     """Number of cells that will be sent, without those of SweepRequest.done. With zoom, those of the coarse
     grid; SweepPhase announces further cells.

@@ -21,7 +21,7 @@ ANSWER = text_format.Parse(
         fits {
           site { point: POINT_RESID_POST layer: 2 } pool: POOL_MEAN
           vector_index: 1 normalise: NORMALISE_COSINE
-          threshold: -0.25 below: true f1: 0.5 margin: -1 held_out_f1: 1 held_out_accuracy: 1
+          threshold: -0.25 below: true f1: 0.875 margin: -1 held_out_f1: 1 held_out_accuracy: 1
         }
         best: 1
         probe {
@@ -43,11 +43,11 @@ FITS = (
     ConditionFit(
         Site(POST, 1), "last", "difference_of_means", "unit", 0.5, False, 1, 2.5, 0.75, 0.875
     ),
-    ConditionFit(Site(POST, 2), "mean", 1, "cosine", -0.25, True, 0.5, -1, 1, 1),
+    ConditionFit(Site(POST, 2), "mean", 1, "cosine", -0.25, True, 0.875, -1, 1, 1),
 )
 TABLE = """\
 site           pool  direction            read    holds    F1     held out  margin
-resid_post[2]  mean  b                    cosine  < -0.25  0.500  1.000     -1.00   best
+resid_post[2]  mean  b                    cosine  < -0.25  0.875  1.000     -1.00   best
 resid_post[1]  last  difference_of_means  unit    > 0.5    1.000  0.750     2.50"""
 
 
@@ -171,6 +171,18 @@ def test_a_fit_warns_if_the_sets_cannot_be_told_apart(
     assert found.tells_apart is tells_apart
     assert warned in caplog.text
     assert bool(warned) == ("does not tell the two sets apart" in caplog.text)
+
+
+def test_a_condition_that_always_holds_tells_nothing_apart(client, server, caplog):
+    answer = fitted("f1: 0.6666667 margin: -1 held_out_f1: 0.857 held_out_accuracy: 0.75")
+    server.on("FitConditions", [pb.FitConditionsResponse(fitted=answer)])
+    found = client.run(
+        lambda engine: engine.conditions.fit(
+            ["a", "b"], ["a", "b"], points="resid_post", layers=[1, 2]
+        )
+    )
+    assert found.tells_apart is False
+    assert "its F1 of 0.667 is not above that of one that always holds, 0.667" in caplog.text
 
 
 def test_a_single_pool_direction_normalisation_or_vector_needs_no_list(client, server):

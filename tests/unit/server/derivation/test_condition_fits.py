@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from rheostat_engine import Normalise
 from rheostat_server.derivation.condition_fits import (
+    Counts,
+    Fit,
     Made,
     PooledRows,
     Score,
+    Threshold,
     best_threshold,
     fits_of,
 )
@@ -224,3 +227,18 @@ def test_a_row_of_zeros_has_the_cosine_zero() -> None:
     for normalise in EVERY[1:]:
         (fit,) = fits_of(p, n, (Score.LAST,), MADE[:1], (), (normalise,))
         assert fit.threshold.bound == pytest.approx(0.5)
+
+
+def test_a_condition_that_always_holds_ranks_below_one_that_fits() -> None:
+    score, row = Score.LAST, np.zeros(1, np.float32)
+
+    def fit(f1: float, margin: float, held_out: Counts | None) -> Fit:
+        return Fit(score, 0, Normalise.UNIT, row, Threshold(0.0, False), f1, margin, held_out)
+
+    always = fit(2 / 3, -1.0, Counts(3, 1, 0, 2))
+    fitting = fit(1.0, 0.67, Counts(2, 1, 1, 2))
+    assert always.held_out is not None
+    assert fitting.held_out is not None
+    assert always.held_out.f1 > fitting.held_out.f1
+    assert fitting.rank > always.rank
+    assert fit(0.9, 0.0, None).rank > fit(0.8, 1.0, None).rank
